@@ -1,0 +1,39 @@
+# Two commands matter: `make demo` and `make test`. Each makes and fills .venv by itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+STAMP := $(VENV)/.filled
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   train a convnet and a GPT on the CPU under a simulated V100; prints a summary and a report"
+	@echo "make test   lint, types, layers and all tests that need no GPU"
+	@echo "make lint   ruff, mypy --strict, import-linter"
+	@echo "make bench  the tables of the README that need no GPU"
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kilter needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)" -e ".[dev,exact]"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) runs

@@ -1,0 +1,1 @@
+"""Effects: the lease, the session, and what they apply."""

@@ -1,0 +1,1 @@
+"""Ways in: the script launcher and the frameworks."""

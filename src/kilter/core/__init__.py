@@ -1,0 +1,1 @@
+"""Frozen values that every layer shares: units, settings, traces, plans, errors, files."""

@@ -1,0 +1,89 @@
+"""Values to files and back. Every file is one JSON object that names its schema and version.
+
+Readers accept their own version and older ones; a newer file is refused with the command that
+helps. A malformed or truncated file gives one `FileError` line that names the file and the place.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from kilter.core.errors import FileError
+from kilter.core.plan import Plan
+from kilter.core.trace import IterationTrace
+
+T = TypeVar("T")
+
+SCHEMAS: dict[type[Any], tuple[str, int]] = {
+    IterationTrace: ("kilter.trace", 1),
+    Plan: ("kilter.plan", 1),
+}
+
+
+def encode(value: object) -> bytes:
+    """One JSON object: `schema` first, then the value's fields. NaN and infinity are refused."""
+    name, version = SCHEMAS[type(value)]
+    fields = msgspec.to_builtins(value)
+    return msgspec.json.encode({"schema": f"{name}/{version}", **fields})
+
+
+def decode(raw: bytes, kind: type[T], *, where: str) -> T:
+    """The value in `raw`. `where` names the file in the error message."""
+    name, version = SCHEMAS[kind]
+    try:
+        found = msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise FileError(f"{where}: not a complete JSON file ({error})") from error
+    if not isinstance(found, dict) or not isinstance(found.get("schema"), str):
+        raise FileError(f'{where}: not a kilter file (no "schema" key); expected {name}')
+    found_name, _, found_version = found.pop("schema").partition("/")
+    if found_name != name:
+        raise FileError(f"{where}: holds {found_name!r}, expected {name!r}")
+    if not found_version.isdigit():
+        raise FileError(f"{where}: unreadable schema version {found_version!r}")
+    if int(found_version) > version:
+        raise FileError(
+            f"{where}: written by a newer kilter ({name}/{found_version}, this one reads "
+            f"{name}/{version}); run: pip install -U kilter"
+        )
+    try:
+        return msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        raise FileError(f"{where}: malformed {name} ({error})") from error
+
+
+def load(path: str | os.PathLike[str], kind: type[T]) -> T:
+    """The value in a file; `FileError` if it is missing, malformed, truncated or newer."""
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read ({error.strerror})") from error
+    return decode(raw, kind, where=str(path))
+
+
+def save(path: str | os.PathLike[str], value: object) -> None:
+    """Write a value so that a reader sees the old file or the whole new one, never a part."""
+    write_atomically(path, encode(value) + b"\n")
+
+
+def write_atomically(path: str | os.PathLike[str], raw: bytes) -> None:
+    """Write bytes beside `path`, sync, and rename over it; `FileError` if the disk refuses."""
+    target = Path(path)
+    part: str | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, target)
+    except OSError as error:
+        if part is not None and os.path.exists(part):
+            os.unlink(part)
+        raise FileError(f"{target}: cannot be written ({error.strerror})") from error

@@ -1,0 +1,66 @@
+"""Every error kilter raises on purpose. The message says what happened and what to do about it.
+
+`exit_code` is what the command line returns when the error ends a verb: 2 for wrong usage, 1 for
+the rest. Inside a user's training none of them escapes: the fail-open fence catches `KilterError`
+and everything else, restores, says so once, and steps aside.
+"""
+
+
+class KilterError(Exception):
+    """Base of all errors raised on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(KilterError):
+    """A flag, an argument or a value given by the user is wrong."""
+
+    exit_code = 2
+
+
+class FileError(KilterError):
+    """A file is missing, malformed, truncated, or written by a newer kilter."""
+
+
+class PlanError(KilterError):
+    """A planner was given a problem that has no answer."""
+
+
+class DeviceError(KilterError):
+    """Base of what can go wrong with a device."""
+
+
+class NoDevice(DeviceError):
+    """There is no such device, or no driver."""
+
+
+class DriverMismatch(DeviceError):
+    """The driver's library and kernel module have different versions, or lack a call."""
+
+
+class NotSupported(DeviceError):
+    """The device has no such knob or sensor."""
+
+
+class NotPermitted(DeviceError):
+    """The device could, but this user or container may not."""
+
+
+class ReadOnly(NotPermitted):
+    """`KILTER_READ_ONLY=1`: no setter reaches the vendor's library."""
+
+
+class NotObeyed(DeviceError):
+    """A setter reported success, but observation shows another value."""
+
+
+class DeviceLost(DeviceError):
+    """The device fell off the bus or needs a reset; nothing more can be read or set."""
+
+
+class DeviceHung(DeviceError):
+    """A vendor call did not return in time."""
+
+
+class Held(DeviceError):
+    """Another kilter, or another tool, controls this device."""

@@ -1,0 +1,148 @@
+"""The records of a run: one JSON object per line in `events-rank<k>.jsonl`, append-only.
+
+A killed run leaves whole lines and at most one broken last one; whoever reads (the report, `top`)
+rebuilds everything from these lines alone, so no result depends on an orderly end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kilter.core.errors import FileError
+from kilter.core.label import Label
+from kilter.core.plan import Goal
+from kilter.core.setting import DeviceInfo, Setting
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower):
+    """Base: `t_s` is the run's clock (seconds since its start, real time)."""
+
+    t_s: float
+
+
+class Started(Event, frozen=True, kw_only=True):
+    """First line of every file."""
+
+    schema: str = "kilter.events/1"
+    kilter: str
+    """Version."""
+    wall_time: str
+    """ISO 8601 with zone."""
+    command: tuple[str, ...]
+    rank: int
+    world_size: int
+    device: DeviceInfo
+    goal: Goal
+    found: Setting
+    mode: str
+    """`govern`, `shadow` (the whole loop without setting), or `observe`."""
+    mode_reason: str
+
+
+class Sampled(Event, frozen=True, kw_only=True):
+    """One reading of the device's sensors, thinned to a few a second."""
+
+    power_w: float | None = None
+    sm_clock_hz: float | None = None
+    memory_clock_hz: float | None = None
+    sm_utilisation: float | None = None
+    temperature_c: float | None = None
+    throttle: tuple[str, ...] | None = None
+
+
+class Block(Event, frozen=True, kw_only=True):
+    """Some iterations in a row under one setting: the unit of all judgement. `t_s` is its end."""
+
+    number: int
+    pair: int | None
+    """Blocks of one pair are compared with each other; `None` outside a comparison."""
+    phase: str
+    """`warm`, `probe`, `confirm`, `hold` or `drift`."""
+    arm: str
+    """`baseline` or `candidate`."""
+    setting: Setting
+    iterations: int
+    iteration_s: float
+    """Median over the block."""
+    energy_j: float | None
+    """Mean per iteration."""
+    device_begin_s: float
+    device_end_s: float
+    clean: bool
+    why_not: str | None = None
+    """Why the block does not count (switch in flight, throttled, stalled, late order)."""
+    rehearsed: bool = False
+    """Run on the simulated device with the trace, after the script had ended."""
+
+
+class Decided(Event, frozen=True, kw_only=True):
+    """The governor came to a conclusion; the last one rules."""
+
+    state: str
+    """`observing`, `probing`, `confirming`, `holding`, `default`, `restored`."""
+    setting: Setting
+    reason: str
+    time_ratio: float | None = None
+    """Expected, relative to the baseline."""
+    energy_ratio: float | None = None
+
+
+class Refused(Event, frozen=True, kw_only=True):
+    """Something was not done, and why."""
+
+    what: str
+    reason: str
+
+
+class Failed(Event, frozen=True, kw_only=True):
+    """An error of ours that the fence caught; the training went on."""
+
+    where: str
+    error: str
+
+
+class Stopped(Event, frozen=True, kw_only=True):
+    """Last line of an orderly end."""
+
+    iterations: int
+    rehearsed_iterations: int
+    outcome: str
+    """`finished`, or how the script ended: `raised ValueError`, `exit 3`."""
+    found: Setting
+    after: Setting
+    restored: bool
+    energy_method: str
+    """`counter`, `power integral`, `model`, or `none`."""
+    sampler_cost_s: float
+    hook_cost_s: float
+    label: Label
+
+
+AnyEvent = Started | Sampled | Block | Decided | Refused | Failed | Stopped
+
+_DECODER = msgspec.json.Decoder(AnyEvent)
+
+
+def read_events(path: str | Path) -> Iterator[AnyEvent]:
+    """The events of one file in order. A broken last line (killed while writing) is left out; a
+    broken line elsewhere, or a file that does not begin with `Started`, is a `FileError`."""
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read ({error.strerror})") from error
+    complete, rest = lines[:-1], lines[-1]
+    for number, line in enumerate(complete, start=1):
+        try:
+            event = _DECODER.decode(line)
+        except msgspec.MsgspecError as error:
+            if number == len(complete) and not rest:
+                return
+            raise FileError(f"{path}:{number}: not an event of a run ({error})") from error
+        if number == 1 and not isinstance(event, Started):
+            raise FileError(f"{path}: does not begin with the start of a run")
+        yield event
+    if not complete:
+        raise FileError(f"{path}: empty; the run wrote nothing")

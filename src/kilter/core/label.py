@@ -1,0 +1,16 @@
+"""The three labels. A reader never has to guess where a number comes from."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Label(enum.Enum):
+    """Where a number comes from."""
+
+    MEASURED = "measured"
+    """Read on the device that did the work."""
+    REPLAYED = "replayed"
+    """Looked up in a named table of somebody's measurements."""
+    SIMULATED = "simulated"
+    """Computed by a model."""

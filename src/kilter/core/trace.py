@@ -1,0 +1,99 @@
+"""What one iteration of a job is made of: `Operation`, `Datum`, `IterationTrace`."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kilter.core.label import Label
+
+
+class Kind(enum.Enum):
+    """What an operation does in the iteration."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    DATA_WAIT = "data_wait"
+    COPY = "copy"
+    COLLECTIVE = "collective"
+    GAP = "gap"
+    """The device has nothing to do and nobody of the above is the reason."""
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """The smallest piece of an iteration that a decision can be tied to.
+
+    `duration_s` is busy time on the timeline that the trace names (the GPU's, or the host's), not
+    counting other operations that ran beside it.
+    """
+
+    name: str
+    """Qualified module name, optimizer class, or the framework's name of the operation."""
+    kind: Kind
+    start_s: float
+    """From the beginning of the iteration."""
+    duration_s: float
+    flops: float | None = None
+    bytes_moved: float | None = None
+    """Bytes read plus bytes written, each tensor once per kernel or framework operation."""
+    kernels: int = 1
+    """Device kernels (on a host timeline: framework operations) that it consists of."""
+    stream: int = 0
+    reads: tuple[int, ...] = ()
+    """Indices into `IterationTrace.data`."""
+    writes: tuple[int, ...] = ()
+
+    @property
+    def intensity(self) -> float | None:
+        """Arithmetic intensity in FLOP per byte moved."""
+        if not self.flops or not self.bytes_moved:
+            return None
+        return self.flops / self.bytes_moved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """Required data: one tensor storage that operations need, views and ties resolved."""
+
+    name: str
+    kind: str
+    """`input`, `weight`, `feature_map`, `gradient` or `optimizer_state`."""
+    size_bytes: int
+    first_use: int
+    """Index of the operation; for data that exists before the iteration, -1."""
+    last_use: int
+    producer: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationTrace:
+    """The operations of one repeated iteration, in order of their start."""
+
+    iteration_s: float
+    operations: tuple[Operation, ...]
+    data: tuple[Datum, ...] = ()
+    timeline: str
+    """`gpu` or `host`: whose clock the times are from."""
+    device: str
+    label: Label
+    iterations: int = 1
+    """How many iterations were averaged."""
+    source: str = ""
+    """The command or file that it was taken from."""
+
+    @property
+    def busy_s(self) -> float:
+        """Sum of the operations' durations, without gaps and data waits."""
+        idle = (Kind.GAP, Kind.DATA_WAIT)
+        return sum(op.duration_s for op in self.operations if op.kind not in idle)
+
+    @property
+    def flops(self) -> float:
+        return sum(op.flops or 0.0 for op in self.operations)
+
+    @property
+    def bytes_moved(self) -> float:
+        return sum(op.bytes_moved or 0.0 for op in self.operations)

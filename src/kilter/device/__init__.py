@@ -1,0 +1,1 @@
+"""Devices: one protocol (`base`), one file per vendor."""

@@ -1,0 +1,1 @@
+"""Pure mathematics: statistics, curves, power, intervals. No clocks, threads or devices."""

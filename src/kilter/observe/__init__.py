@@ -1,0 +1,1 @@
+"""Looking at a running job without touching its source."""

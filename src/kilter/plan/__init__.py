@@ -1,0 +1,1 @@
+"""Pure planners and the judgement of the guard: from values to values."""

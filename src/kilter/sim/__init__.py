@@ -1,0 +1,1 @@
+"""Simulated devices and jobs, in virtual time."""

@@ -1,0 +1,1 @@
+"""Conformance suites, shipped so that outsiders can test their own back ends."""

@@ -1,0 +1,736 @@
+"""A behaving fake of `pynvml`: same names, same error codes, and cards that answer to what is set.
+
+A mock answers; this one behaves. A lower clock gives less power and longer work, a power limit
+pulls the clock down, energy adds up with time. The cards live in a JSON file, so several processes
+see the same ones, and a process that is killed leaves its settings behind, as on a real machine.
+
+    fake = FakeNvml.create(tmp_path / "cards.json", Card(load=1.0), Card(name="Other"))
+    device = NvidiaDevice(fake.state().cards[0].uuid, nvml=fake)       # in this process
+    subprocess.run([...], env=fake.environ())                          # in another one
+
+    with fake.edit() as state:                                         # somebody else at work
+        state.cards[0].sm_lock_mhz = (345, 900)
+        state.rules.append(Rule(call="nvmlDeviceSet*", error=fake.NVML_ERROR_NO_PERMISSION))
+    assert fake.setters() == []                                        # nobody set anything
+
+In another process the fake stands in for the binding through a directory that comes first on
+`PYTHONPATH` (`shim_path`); no product code knows about it. `tests/contract` checks names, codes
+and signatures against the installed `nvidia-ml-py`.
+"""
+
+# ruff: noqa: N802, N803 - the binding's names
+
+from __future__ import annotations
+
+import fcntl
+import fnmatch
+import math
+import os
+import signal
+import string
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal, TypeVar, cast
+
+import msgspec
+
+T = TypeVar("T")
+
+STATE_VARIABLE = "KILTER_TEST_NVML"
+"""Names the file with the cards, for processes that import the shim."""
+
+_ERRORS = {
+    "UNINITIALIZED": (1, "Uninitialized"),
+    "INVALID_ARGUMENT": (2, "Invalid Argument"),
+    "NOT_SUPPORTED": (3, "Not Supported"),
+    "NO_PERMISSION": (4, "Insufficient Permissions"),
+    "NOT_FOUND": (6, "Not Found"),
+    "DRIVER_NOT_LOADED": (9, "Driver Not Loaded"),
+    "TIMEOUT": (10, "Timeout"),
+    "LIBRARY_NOT_FOUND": (12, "NVML Shared Library Not Found"),
+    "FUNCTION_NOT_FOUND": (13, "Function Not Found"),
+    "GPU_IS_LOST": (15, "GPU is lost"),
+    "RESET_REQUIRED": (16, "GPU requires restart"),
+    "LIB_RM_VERSION_MISMATCH": (18, "RM has detected an NVML/RM version mismatch."),
+    "IN_USE": (19, "In use"),
+    "UNKNOWN": (999, "Unknown Error"),
+}
+
+
+class NVMLError(Exception):
+    """As in the binding: `NVMLError(code)` makes an instance of the subclass for that code."""
+
+    value: int
+    _classes: ClassVar[dict[int, type[NVMLError]]] = {}
+
+    def __new__(cls, value: int | None = None) -> NVMLError:
+        if cls is NVMLError and value is not None:
+            cls = cls._classes.get(value, cls)
+        error = Exception.__new__(cls)
+        error.value = value if value is not None else getattr(cls, "code", 999)
+        return error
+
+    def __str__(self) -> str:
+        texts = dict(_ERRORS.values())
+        return texts.get(self.value, f"NVML Error with code {self.value}")
+
+
+ERROR_CLASSES: dict[str, type[NVMLError]] = {}
+"""`NVMLError_NoPermission` and so on, named as the binding names them."""
+for _name, (_code, _text) in _ERRORS.items():
+    _class = "NVMLError_" + string.capwords(_name, "_").replace("_", "")
+    ERROR_CLASSES[_class] = type(_class, (NVMLError,), {"code": _code})
+    NVMLError._classes[_code] = ERROR_CLASSES[_class]
+
+
+class Card(msgspec.Struct, kw_only=True):
+    """One fake card; the defaults have the published limits of an H200. Its power and timing are
+    invented, plausible numbers: nothing may be concluded from them about a real card."""
+
+    name: str = "NVIDIA Fake H200"
+    uuid: str = ""
+    """Made from the position if empty."""
+    pci_bus_id: str = ""
+    architecture: int = 9
+    sm_clocks_mhz: tuple[int, int, int] = (345, 1980, 15)
+    """Lowest, highest, step."""
+    memory_clocks_mhz: tuple[int, ...] = (2201, 3201)
+    power_limits_mw: tuple[int, int] = (200_000, 700_000)
+    default_limit_mw: int = 700_000
+    memory_bytes: int = 143_771 * 2**20
+
+    idle_w: float = 75.0
+    memory_w: float = 165.0
+    """At full load and the highest memory clock, on top of idle."""
+    core_w: float = 420.0
+    """At full load and the highest SM clock, on top of the two."""
+    module_w: float = 0.0
+    """A CPU on the same module: counted by the energy counter and `GetPowerUsage`, not by the
+    power field with the scope of the GPU."""
+
+    load: float = 0.0
+    """0 idle to 1 busy; what the imagined job does."""
+    sm_lock_mhz: tuple[int, int] | None = None
+    memory_lock_mhz: tuple[int, int] | None = None
+    limit_mw: int | None = None
+    """Requested limit; the default if `None`."""
+    temperature_c: int = 45
+    persistence: bool = True
+    mig: bool = False
+    mig_uuids: tuple[str, ...] = ()
+    virtualization: int = 0
+    has_energy_counter: bool = True
+    counter_stuck: bool = False
+    memory_lockable: bool = True
+    """Volta and Turing: no locked memory clocks."""
+    clips_sm_mhz: tuple[int, int] | None = None
+    """Accepts any request, obeys it only inside this range."""
+
+    energy_mj: float = 0.0
+    energy_at_s: float = 0.0
+
+    @property
+    def enforced_limit_mw(self) -> int:
+        return self.default_limit_mw if self.limit_mw is None else self.limit_mw
+
+    @property
+    def memory_clock_mhz(self) -> int:
+        low, high = self.memory_lock_mhz or (0, self.memory_clocks_mhz[-1])
+        allowed = [clock for clock in self.memory_clocks_mhz if low <= clock <= high]
+        return allowed[-1] if allowed else self.memory_clocks_mhz[-1]
+
+    def _requested_sm_mhz(self) -> int:
+        lowest, highest, _ = self.sm_clocks_mhz
+        low, high = self.sm_lock_mhz or (lowest, highest)
+        if self.clips_sm_mhz:
+            low, high = (
+                min(max(v, self.clips_sm_mhz[0]), self.clips_sm_mhz[1]) for v in (low, high)
+            )
+        return high if self.load > 0 else low
+
+    def _power_at_w(self, sm_mhz: int) -> float:
+        memory = self.memory_w * self.memory_clock_mhz / self.memory_clocks_mhz[-1]
+        core = self.core_w * math.pow(sm_mhz / self.sm_clocks_mhz[1], 2.5)
+        return self.idle_w + self.load * (memory + core)
+
+    @property
+    def sm_clock_mhz(self) -> int:
+        """What runs: the request, pulled down until the power fits under the limit."""
+        lowest, _, step = self.sm_clocks_mhz
+        clock = self._requested_sm_mhz()
+        while clock > lowest and self._power_at_w(clock) * 1e3 > self.enforced_limit_mw:
+            clock -= step
+        return max(clock, lowest)
+
+    @property
+    def power_w(self) -> float:
+        return self._power_at_w(self.sm_clock_mhz)
+
+    @property
+    def power_capped(self) -> bool:
+        return self.sm_clock_mhz < self._requested_sm_mhz()
+
+    def work_s(self, *, compute_s: float, memory_s: float = 0.0) -> float:
+        """How long work takes that needs these times at the highest clocks, fully overlapped."""
+        compute = compute_s * self.sm_clocks_mhz[1] / self.sm_clock_mhz
+        memory = memory_s * self.memory_clocks_mhz[-1] / self.memory_clock_mhz
+        return max(compute, memory)
+
+
+class Rule(msgspec.Struct, kw_only=True):
+    """A scripted refusal, lie or hang: what happens to calls whose name matches."""
+
+    call: str
+    """A name, or a pattern as in `fnmatch`: `nvmlDeviceSet*`."""
+    card: int | None = None
+    """Only for this card; `None`: for all, and for calls without a card."""
+    skip: int = 0
+    """Let this many matching calls pass first: a refusal in the middle, or at restore."""
+    times: int | None = None
+    """Act this many times only."""
+    error: int | None = None
+    """Raise this code."""
+    pretend: bool = False
+    """Report success and do nothing."""
+    hang_s: float = 0.0
+    """Sleep (for real) before anything else."""
+    sigkill: Literal["before", "after"] | None = None
+    """The calling process is killed (SIGKILL) just before or after the card obeys."""
+    seen: int = 0
+
+
+class State(msgspec.Struct, kw_only=True):
+    """Everything that outlives a process."""
+
+    cards: list[Card]
+    driver: str = "580.159.04"
+    init_error: int | None = None
+    """Code that `nvmlInit` raises."""
+    permitted: bool = True
+    """Whether this user may set anything."""
+    missing: list[str] = []
+    """Calls that the driver's library does not have (`FUNCTION_NOT_FOUND`)."""
+    rules: list[Rule] = []
+    virtual_s: float | None = None
+    """The cards' clock: moved by `advance` only, or real time if `None`."""
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the log."""
+
+    pid: int
+    name: str
+    card: int | None
+    arguments: tuple[Any, ...]
+    error: int | None
+
+    @property
+    def is_setter(self) -> bool:
+        return self.name.startswith(("nvmlDeviceSet", "nvmlDeviceReset"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    card: int
+    mig: int | None = None
+
+
+def shim_path() -> Path:
+    """The directory with a `pynvml.py` that is this fake. Put it first on `PYTHONPATH`."""
+    return Path(__file__).parent / "nvml_shim"
+
+
+class FakeNvml:
+    """Looks like the module `pynvml`. One instance per process; the cards are in the file."""
+
+    NVMLError = NVMLError
+    NVML_SUCCESS = 0
+    NVML_CLOCK_SM = 1
+    NVML_CLOCK_MEM = 2
+    NVML_TEMPERATURE_GPU = 0
+    NVML_FI_DEV_POWER_AVERAGE = 185
+    NVML_FI_DEV_POWER_INSTANT = 186
+    NVML_DEVICE_ARCH_VOLTA = 5
+    NVML_DEVICE_ARCH_HOPPER = 9
+    NVML_DEVICE_ARCH_UNKNOWN = 0xFFFFFFFF
+    NVML_GPU_VIRTUALIZATION_MODE_NONE = 0
+    NVML_GPU_VIRTUALIZATION_MODE_PASSTHROUGH = 1
+    NVML_GPU_VIRTUALIZATION_MODE_VGPU = 2
+    NVML_GPU_VIRTUALIZATION_MODE_HOST_VGPU = 3
+    NVML_GPU_VIRTUALIZATION_MODE_HOST_VSGA = 4
+    NVML_DEVICE_MIG_DISABLE = 0
+    NVML_DEVICE_MIG_ENABLE = 1
+    NVML_FEATURE_ENABLED = 1
+    nvmlClocksEventReasonGpuIdle = 0x1  # noqa: N815
+    nvmlClocksEventReasonSwPowerCap = 0x4  # noqa: N815
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._initialised = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """The error codes and classes."""
+        if name.startswith("NVML_ERROR_") and name[11:] in _ERRORS:
+            return _ERRORS[name[11:]][0]
+        if name in ERROR_CLASSES:
+            return ERROR_CLASSES[name]
+        raise AttributeError(f"module 'pynvml' has no attribute {name!r}")
+
+    # For tests ------------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        *cards: Card,
+        driver: str = "580.159.04",
+        permitted: bool = True,
+        virtual_time: bool = True,
+    ) -> FakeNvml:
+        """A new set of cards in a file; one idle card if none is given."""
+        chosen = list(cards) or [Card()]
+        for index, card in enumerate(chosen):
+            card.uuid = card.uuid or f"GPU-{index:08x}-fa4e-4000-8000-{index:012x}"
+            card.pci_bus_id = card.pci_bus_id or f"00000000:{0x10 + index:02X}:00.0"
+        state = State(
+            cards=chosen,
+            driver=driver,
+            permitted=permitted,
+            virtual_s=0.0 if virtual_time else None,
+        )
+        fake = cls(path)
+        for card in state.cards:
+            card.energy_at_s = fake._now_s(state)
+        fake._write(state)
+        return fake
+
+    def state(self) -> State:
+        """The cards as they are now (a copy)."""
+        with self._locked():
+            return self._read()
+
+    @contextmanager
+    def edit(self) -> Iterator[State]:
+        """Change cards and rules under the lock: the job, the administrator, another tool."""
+        with self._locked():
+            state = self._read()
+            self._settle(state)
+            yield state
+            self._write(state)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass for cards with a virtual clock."""
+        with self.edit() as state:
+            assert state.virtual_s is not None, "these cards live in real time"
+            state.virtual_s += seconds
+            self._settle(state)
+
+    def calls(self, pattern: str = "*") -> list[Call]:
+        """The log of all processes, oldest first. A line cut short by a kill is left out."""
+        try:
+            lines = self._log.read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+        calls = (msgspec.json.decode(line, type=Call) for line in lines)
+        return [call for call in calls if fnmatch.fnmatch(call.name, pattern)]
+
+    def setters(self) -> list[Call]:
+        """The calls that set or reset something, also those that were refused."""
+        return [call for call in self.calls() if call.is_setter]
+
+    def environ(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The environment of a process that is to see these cards instead of real ones."""
+        result = dict(os.environ if base is None else base)
+        paths = [str(shim_path()), result.get("PYTHONPATH", "")]
+        result["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        result[STATE_VARIABLE] = str(self.path.resolve())
+        return result
+
+    def missing_privilege(self) -> str | None:
+        """In place of `kilter.device.nvidia.missing_privilege`: here the cards decide."""
+        return None if self.state().permitted else "the fake cards are not permitted"
+
+    # The file -------------------------------------------------------------------------------
+
+    @property
+    def _log(self) -> Path:
+        return self.path.with_name(self.path.name + ".calls")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The lock is on a file of its own, since the state is replaced, never rewritten: a
+        process killed at any point leaves a whole state and no lock."""
+        handle = os.open(self.path.with_name(self.path.name + ".lock"), os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+    def _read(self) -> State:
+        return msgspec.json.decode(self.path.read_bytes(), type=State)
+
+    def _write(self, state: State) -> None:
+        part = self.path.with_name(f"{self.path.name}.{os.getpid()}.{threading.get_ident()}")
+        part.write_bytes(msgspec.json.encode(state))
+        part.replace(self.path)
+
+    def _now_s(self, state: State) -> float:
+        return time.monotonic() if state.virtual_s is None else state.virtual_s
+
+    def _settle(self, state: State) -> None:
+        """Add up the energy until now, before anything that changes the power."""
+        now_s = self._now_s(state)
+        for card in state.cards:
+            if not card.counter_stuck:
+                card.energy_mj += (card.power_w + card.module_w) * (now_s - card.energy_at_s) * 1e3
+            card.energy_at_s = now_s
+
+    # Calls ----------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        name: str,
+        handle: _Handle | None,
+        arguments: tuple[Any, ...],
+        act: Callable[[State], T],
+        *,
+        needs_init: bool = True,
+    ) -> T:
+        """One call: rules first, then what the driver would check, then the act; always logged."""
+        rule, state = self._match(name, handle)
+        setter = name.startswith(("nvmlDeviceSet", "nvmlDeviceReset"))
+        error: int | None = None
+        if rule.hang_s:
+            time.sleep(rule.hang_s)
+        if rule.sigkill == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            if name in state.missing:
+                raise NVMLError(_ERRORS["FUNCTION_NOT_FOUND"][0])
+            if needs_init and not self._initialised:
+                raise NVMLError(_ERRORS["UNINITIALIZED"][0])
+            if rule.error is not None:
+                raise NVMLError(rule.error)
+            if setter and not state.permitted:
+                raise NVMLError(_ERRORS["NO_PERMISSION"][0])
+            if rule.pretend:
+                return cast(T, None)
+            if not setter:
+                return act(state)
+            with self.edit() as now:
+                return act(now)
+        except NVMLError as raised:
+            error = raised.value
+            raise
+        finally:
+            card = None if handle is None else handle.card
+            call = Call(pid=os.getpid(), name=name, card=card, arguments=arguments, error=error)
+            with open(self._log, "ab") as log:
+                log.write(msgspec.json.encode(call) + b"\n")
+            if rule.sigkill == "after":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _match(self, name: str, handle: _Handle | None) -> tuple[Rule, State]:
+        """The first rule that acts on this call (or one that does nothing), and the state to
+        answer from. Every matching rule counts the call."""
+        with self._locked():
+            state = self._read()
+            acting = None
+            matching = [rule for rule in state.rules if self._matches(rule, name, handle)]
+            for rule in matching:
+                rule.seen += 1
+                last = math.inf if rule.times is None else rule.skip + rule.times
+                if acting is None and rule.skip < rule.seen <= last:
+                    acting = rule
+            if matching:
+                self._write(state)
+            return acting or Rule(call=name), state
+
+    @staticmethod
+    def _matches(rule: Rule, name: str, handle: _Handle | None) -> bool:
+        here = rule.card is None or (handle is not None and handle.card == rule.card)
+        return here and fnmatch.fnmatchcase(name, rule.call)
+
+    def _on_card(self, name: str, handle: _Handle, act: Callable[[Card], T], *args: Any) -> T:
+        return self._call(name, handle, args, lambda state: act(state.cards[handle.card]))
+
+    # Library --------------------------------------------------------------------------------
+
+    def nvmlInit(self) -> None:
+        def act(state: State) -> None:
+            if state.init_error is not None:
+                raise NVMLError(state.init_error)
+            self._initialised += 1
+
+        self._call("nvmlInit", None, (), act, needs_init=False)
+
+    def nvmlShutdown(self) -> None:
+        def act(_: State) -> None:
+            self._initialised -= 1
+
+        self._call("nvmlShutdown", None, (), act)
+
+    def nvmlErrorString(self, result: int) -> str:
+        return dict(_ERRORS.values()).get(result, "Unknown Error")
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return self._call("nvmlSystemGetDriverVersion", None, (), lambda state: state.driver)
+
+    def nvmlSystemGetNVMLVersion(self) -> str:
+        return self._call("nvmlSystemGetNVMLVersion", None, (), lambda s: f"13.{s.driver}")
+
+    # Finding cards --------------------------------------------------------------------------
+
+    def nvmlDeviceGetCount(self) -> int:
+        return self._call("nvmlDeviceGetCount", None, (), lambda state: len(state.cards))
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> _Handle:
+        def act(state: State) -> _Handle:
+            if not 0 <= index < len(state.cards):
+                raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
+            return _Handle(index)
+
+        return self._call("nvmlDeviceGetHandleByIndex", None, (index,), act)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> _Handle:
+        def act(state: State) -> _Handle:
+            for index, card in enumerate(state.cards):
+                if card.uuid == uuid:
+                    return _Handle(index)
+                if uuid in card.mig_uuids:
+                    return _Handle(index, card.mig_uuids.index(uuid))
+            raise NVMLError(_ERRORS["NOT_FOUND"][0])
+
+        return self._call("nvmlDeviceGetHandleByUUID", None, (uuid,), act)
+
+    def nvmlDeviceGetHandleByPciBusId(self, pciBusId: str) -> _Handle:
+        def act(state: State) -> _Handle:
+            for index, card in enumerate(state.cards):
+                if card.pci_bus_id == pciBusId:
+                    return _Handle(index)
+            raise NVMLError(_ERRORS["NOT_FOUND"][0])
+
+        return self._call("nvmlDeviceGetHandleByPciBusId", None, (pciBusId,), act)
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, device: _Handle) -> int:
+        return self._on_card("nvmlDeviceGetMaxMigDeviceCount", device, lambda card: 7 * card.mig)
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, device: _Handle, index: int) -> _Handle:
+        def read(card: Card) -> _Handle:
+            if index >= len(card.mig_uuids):
+                raise NVMLError(_ERRORS["NOT_FOUND"][0])
+            return _Handle(device.card, index)
+
+        return self._on_card("nvmlDeviceGetMigDeviceHandleByIndex", device, read, index)
+
+    def nvmlDeviceGetIndex(self, handle: _Handle) -> int:
+        return self._on_card("nvmlDeviceGetIndex", handle, lambda _: handle.card)
+
+    def nvmlDeviceGetName(self, handle: _Handle) -> str:
+        return self._on_card("nvmlDeviceGetName", handle, lambda card: card.name)
+
+    def nvmlDeviceGetUUID(self, handle: _Handle) -> str:
+        def read(card: Card) -> str:
+            return card.uuid if handle.mig is None else card.mig_uuids[handle.mig]
+
+        return self._on_card("nvmlDeviceGetUUID", handle, read)
+
+    def nvmlDeviceGetPciInfo(self, handle: _Handle) -> Any:
+        return self._on_card(
+            "nvmlDeviceGetPciInfo", handle, lambda card: SimpleNamespace(busId=card.pci_bus_id)
+        )
+
+    def nvmlDeviceGetArchitecture(self, device: _Handle) -> int:
+        return self._on_card("nvmlDeviceGetArchitecture", device, lambda card: card.architecture)
+
+    def nvmlDeviceGetPersistenceMode(self, handle: _Handle) -> int:
+        return self._on_card(
+            "nvmlDeviceGetPersistenceMode", handle, lambda card: int(card.persistence)
+        )
+
+    def nvmlDeviceGetMigMode(self, device: _Handle) -> list[int]:
+        def read(card: Card) -> list[int]:
+            if card.architecture < 7:
+                raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
+            return [int(card.mig)] * 2
+
+        return self._on_card("nvmlDeviceGetMigMode", device, read)
+
+    def nvmlDeviceGetVirtualizationMode(self, handle: _Handle) -> int:
+        return self._on_card(
+            "nvmlDeviceGetVirtualizationMode", handle, lambda card: card.virtualization
+        )
+
+    # Sensors --------------------------------------------------------------------------------
+
+    def nvmlDeviceGetPowerUsage(self, handle: _Handle) -> int:
+        return self._on_card(
+            "nvmlDeviceGetPowerUsage",
+            handle,
+            lambda card: int((card.power_w + card.module_w) * 1e3),
+        )
+
+    def nvmlDeviceGetFieldValues(self, handle: _Handle, fieldIds: list[Any]) -> list[Any]:
+        fields = [field if isinstance(field, tuple) else (field, 0) for field in fieldIds]
+
+        def read(card: Card) -> list[Any]:
+            values = []
+            for field, scope in fields:
+                known = field in (self.NVML_FI_DEV_POWER_AVERAGE, self.NVML_FI_DEV_POWER_INSTANT)
+                known = known and card.architecture >= 7
+                power_mw = int((card.power_w + (card.module_w if scope == 1 else 0.0)) * 1e3)
+                values.append(
+                    SimpleNamespace(
+                        fieldId=field,
+                        scopeId=scope,
+                        valueType=1,
+                        nvmlReturn=0 if known else _ERRORS["NOT_SUPPORTED"][0],
+                        value=SimpleNamespace(uiVal=power_mw if known else 0),
+                    )
+                )
+            return values
+
+        return self._on_card("nvmlDeviceGetFieldValues", handle, read, fields)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: _Handle) -> int:
+        def act(state: State) -> int:
+            card = state.cards[handle.card]
+            if not card.has_energy_counter:
+                raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
+            self._settle(state)
+            return int(card.energy_mj)
+
+        return self._call("nvmlDeviceGetTotalEnergyConsumption", handle, (), act)
+
+    def nvmlDeviceGetClockInfo(self, handle: _Handle, type: int) -> int:
+        def read(card: Card) -> int:
+            return card.memory_clock_mhz if type == self.NVML_CLOCK_MEM else card.sm_clock_mhz
+
+        return self._on_card("nvmlDeviceGetClockInfo", handle, read, type)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: _Handle) -> Any:
+        def read(card: Card) -> Any:
+            return SimpleNamespace(gpu=int(100 * card.load), memory=int(40 * card.load))
+
+        return self._on_card("nvmlDeviceGetUtilizationRates", handle, read)
+
+    def nvmlDeviceGetTemperature(self, handle: _Handle, sensor: int) -> int:
+        return self._on_card(
+            "nvmlDeviceGetTemperature", handle, lambda card: card.temperature_c, sensor
+        )
+
+    def nvmlDeviceGetTemperatureV(self, handle: _Handle, sensor: int, version: int = 0) -> int:
+        return self._on_card(
+            "nvmlDeviceGetTemperatureV", handle, lambda card: card.temperature_c, sensor
+        )
+
+    def nvmlDeviceGetMemoryInfo(self, handle: _Handle, version: int | None = None) -> Any:
+        def read(card: Card) -> Any:
+            used = int(card.memory_bytes * 0.1 * card.load)
+            total = card.memory_bytes
+            return SimpleNamespace(total=total, used=used, free=total - used)
+
+        return self._on_card("nvmlDeviceGetMemoryInfo", handle, read)
+
+    def _reasons(self, card: Card) -> int:
+        if card.load == 0:
+            return self.nvmlClocksEventReasonGpuIdle
+        return self.nvmlClocksEventReasonSwPowerCap if card.power_capped else 0
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: _Handle) -> int:
+        return self._on_card("nvmlDeviceGetCurrentClocksEventReasons", handle, self._reasons)
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: _Handle) -> int:
+        return self._on_card("nvmlDeviceGetCurrentClocksThrottleReasons", handle, self._reasons)
+
+    # Knobs ----------------------------------------------------------------------------------
+
+    def nvmlDeviceGetSupportedMemoryClocks(self, handle: _Handle) -> list[int]:
+        return self._on_card(
+            "nvmlDeviceGetSupportedMemoryClocks",
+            handle,
+            lambda card: sorted(card.memory_clocks_mhz, reverse=True),
+        )
+
+    def nvmlDeviceGetSupportedGraphicsClocks(
+        self, handle: _Handle, memoryClockMHz: int
+    ) -> list[int]:
+        def read(card: Card) -> list[int]:
+            if memoryClockMHz not in card.memory_clocks_mhz:
+                raise NVMLError(_ERRORS["NOT_FOUND"][0])
+            lowest, highest, step = card.sm_clocks_mhz
+            return list(range(highest, lowest - 1, -step))
+
+        return self._on_card("nvmlDeviceGetSupportedGraphicsClocks", handle, read, memoryClockMHz)
+
+    def nvmlDeviceGetPowerManagementLimit(self, handle: _Handle) -> int:
+        return self._on_card(
+            "nvmlDeviceGetPowerManagementLimit", handle, lambda card: card.enforced_limit_mw
+        )
+
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: _Handle) -> int:
+        return self._on_card(
+            "nvmlDeviceGetPowerManagementDefaultLimit", handle, lambda card: card.default_limit_mw
+        )
+
+    def nvmlDeviceGetPowerManagementLimitConstraints(self, handle: _Handle) -> list[int]:
+        return self._on_card(
+            "nvmlDeviceGetPowerManagementLimitConstraints",
+            handle,
+            lambda card: list(card.power_limits_mw),
+        )
+
+    def nvmlDeviceSetGpuLockedClocks(
+        self, handle: _Handle, minGpuClockMHz: int, maxGpuClockMHz: int
+    ) -> None:
+        def write(card: Card) -> None:
+            lowest, highest, _ = card.sm_clocks_mhz
+            if not lowest <= minGpuClockMHz <= maxGpuClockMHz <= highest:
+                raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
+            card.sm_lock_mhz = (minGpuClockMHz, maxGpuClockMHz)
+
+        name = "nvmlDeviceSetGpuLockedClocks"
+        self._on_card(name, handle, write, minGpuClockMHz, maxGpuClockMHz)
+
+    def nvmlDeviceResetGpuLockedClocks(self, handle: _Handle) -> None:
+        def write(card: Card) -> None:
+            card.sm_lock_mhz = None
+
+        self._on_card("nvmlDeviceResetGpuLockedClocks", handle, write)
+
+    def nvmlDeviceSetMemoryLockedClocks(
+        self, handle: _Handle, minMemClockMHz: int, maxMemClockMHz: int
+    ) -> None:
+        def write(card: Card) -> None:
+            if not card.memory_lockable:
+                raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
+            clocks = card.memory_clocks_mhz
+            if not clocks[0] <= minMemClockMHz <= maxMemClockMHz <= clocks[-1]:
+                raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
+            card.memory_lock_mhz = (minMemClockMHz, maxMemClockMHz)
+
+        name = "nvmlDeviceSetMemoryLockedClocks"
+        self._on_card(name, handle, write, minMemClockMHz, maxMemClockMHz)
+
+    def nvmlDeviceResetMemoryLockedClocks(self, handle: _Handle) -> None:
+        def write(card: Card) -> None:
+            if not card.memory_lockable:
+                raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
+            card.memory_lock_mhz = None
+
+        self._on_card("nvmlDeviceResetMemoryLockedClocks", handle, write)
+
+    def nvmlDeviceSetPowerManagementLimit(self, handle: _Handle, limit: int) -> None:
+        def write(card: Card) -> None:
+            low, high = card.power_limits_mw
+            if not low <= limit <= high:
+                raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
+            card.limit_mw = limit
+
+        self._on_card("nvmlDeviceSetPowerManagementLimit", handle, write, limit)

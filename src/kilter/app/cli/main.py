@@ -1,6 +1,8 @@
 """The command line: finds the verb, runs it, turns our errors into one line and an exit code.
 
-A verb is one file beside this one with `HELP`, `add_arguments(parser)` and `run(args) -> int`.
+A verb is one file beside this one with `HELP`, `EPILOG`, `add_arguments(parser)` and
+`run(args)`, which returns an exit code. A verb that runs the user's own code returns a function
+instead; it is called outside of our error handling. `parse(parser, arguments)` is optional.
 """
 
 from __future__ import annotations
@@ -61,14 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = importlib.import_module(f"kilter.app.cli.{verb}")
     parser = _Parser(prog=f"kilter {verb}", description=module.HELP, epilog=module.EPILOG)
     module.add_arguments(parser)
+    parse = getattr(module, "parse", _Parser.parse_args)
     try:
-        return int(module.run(parser.parse_args(arguments[1:])))
+        outcome = module.run(parse(parser, arguments[1:]))
     except KilterError as error:
         print(f"kilter {verb}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         sys.stderr.close()
         return 1
+    # The user's own code: not even a BrokenPipeError of it is ours to report.
+    return int((outcome() if callable(outcome) else outcome) or 0)
 
 
 if __name__ == "__main__":

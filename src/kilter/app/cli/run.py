@@ -1,0 +1,95 @@
+"""`kilter run`: a script, unmodified, under a goal."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kilter.app.config import OPTIONS, resolve
+from kilter.connect.launch import (
+    add_torchrun_options,
+    run_governed,
+    run_torchrun,
+    run_without_kilter,
+)
+from kilter.connect.script import find_program
+from kilter.core.errors import UsageError
+
+HELP = "Run a Python script, unmodified, and save energy under a proven slowdown contract."
+
+EPILOG = """\
+Everything after SCRIPT belongs to the script. Its standard output, exit code and signals are its
+own; kilter writes one line at the start and one summary at the end, to stderr, from rank 0.
+
+torchrun's options are accepted before SCRIPT and start its workers; under torchrun or srun, ranks
+come from the environment. Every option is also KILTER_MAX_SLOWDOWN, KILTER_DEVICE, ... in the
+environment, and max-slowdown, device, ... in kilter.toml or [tool.kilter] of pyproject.toml.
+
+environment:
+  KILTER=0             switch everything off: run the script as python would
+  KILTER_READ_ONLY=1   never change a setting of a GPU, whatever else is asked for
+
+examples:
+  kilter run train.py --epochs 3
+  kilter run --max-slowdown 1% -m package.train --epochs 3
+  kilter run --device sim:v100 train.py
+  kilter run --standalone --nproc-per-node 8 train.py
+  srun kilter run train.py
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "kilter run [options] SCRIPT|-m MODULE [ARGS...]"
+    for option in OPTIONS.values():
+        # Flags stay text here: `resolve` reads all sources alike and names the one that is wrong.
+        if option.metavar is None:
+            parser.add_argument(
+                f"--{option.name}", action="store_const", const="1", help=option.help
+            )
+        else:
+            parser.add_argument(f"--{option.name}", metavar=option.metavar, help=option.help)
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    parser.add_argument(
+        "command", nargs=argparse.PARSER, metavar="SCRIPT", help="file, directory, zip file, or -"
+    )
+    parser.set_defaults(torchrun=False)
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Ask torchrun's parser too, but import torch only if our own leaves an option over."""
+    namespace, unknown = parser.parse_known_args(arguments)
+    if not unknown:
+        return namespace
+    try:
+        add_torchrun_options(parser)
+    except UsageError as error:
+        parser.error(f"{unknown[0]} is not an option of kilter run, and {error}")
+    parser.set_defaults(torchrun=True)
+    return parser.parse_args(arguments)
+
+
+def run(arguments: argparse.Namespace) -> Callable[[], None]:
+    command = tuple(arguments.command)
+    if command[0] == "--":  # `kilter run -- SCRIPT`; argparse drops it from Python 3.13 on
+        command = command[1:]
+    if arguments.module:
+        command = ("-m", *command)
+    if os.environ.get("KILTER") == "0":
+        if arguments.torchrun:
+            return functools.partial(run_torchrun, arguments, command, None)
+        return functools.partial(run_without_kilter, command)
+    flags = {name: getattr(arguments, name.replace("-", "_")) for name in OPTIONS}
+    options = resolve(flags, os.environ, Path.cwd(), command)
+    if options.goal.memory_budget_bytes is not None and not _can_swap():
+        raise UsageError("--memory-budget is not in this version yet; leave it out")
+    if arguments.torchrun:
+        return functools.partial(run_torchrun, arguments, command, options)
+    return functools.partial(run_governed, find_program(command), options)
+
+
+def _can_swap() -> bool:
+    return importlib.util.find_spec("kilter.act.swapper") is not None

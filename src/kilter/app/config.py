@@ -1,0 +1,169 @@
+"""What the user asked of `kilter run`: flag > environment > file > default, in that order.
+
+One table (`OPTIONS`) names every option. `--max-slowdown` is `KILTER_MAX_SLOWDOWN` in the
+environment and `max-slowdown` in `kilter.toml`, or in `[tool.kilter]` of `pyproject.toml`; the
+nearest such file is used, searched from the working directory upward.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kilter.act.session import Options
+from kilter.core.errors import UsageError
+from kilter.core.plan import Goal, Objective
+from kilter.core.units import parse_bytes, parse_fraction
+
+DEFAULT_MAX_SLOWDOWN = 0.02
+"""The contract of a run that was given no goal."""
+
+_DEVICE = re.compile(r"auto|nvml|null|sim:[A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of `kilter run`: its name, how to read it, and its line in the help."""
+
+    name: str
+    parse: Callable[[str], Any]
+    help: str
+    metavar: str | None = None
+    """None for a switch, which takes no value as a flag, and 0, 1, true or false elsewhere."""
+
+    @property
+    def variable(self) -> str:
+        return "KILTER_" + self.name.upper().replace("-", "_")
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in ("0", "1", "false", "true"):
+        raise UsageError(f"{text!r} is not a switch: write true or false")
+    return text.lower() in ("1", "true")
+
+
+def _objective(text: str) -> Objective:
+    try:
+        return Objective(text)
+    except ValueError:
+        known = ", ".join(objective.value for objective in Objective)
+        raise UsageError(f"{text!r} is not an objective: choose one of {known}") from None
+
+
+def _device(text: str) -> str:
+    if not _DEVICE.fullmatch(text):
+        raise UsageError(f"{text!r} is not a device: write auto, nvml, null or sim:NAME")
+    return text
+
+
+def _directory(text: str) -> Path:
+    # Absolute now, because the script may change its working directory.
+    return Path(text).expanduser().absolute()
+
+
+OPTIONS = {
+    option.name: option
+    for option in (
+        Option(
+            "max-slowdown",
+            parse_fraction,
+            "energy under this contract (0 = only free savings); with no goal given: 2%%",
+            "2%",
+        ),
+        Option(
+            "memory-budget",
+            parse_bytes,
+            "fit into this much GPU memory (alone: clocks are left alone)",
+            "24GiB",
+        ),
+        Option(
+            "objective",
+            _objective,
+            "what is minimised under the contract: energy (default), edp or ed2p",
+            "NAME",
+        ),
+        Option("device", _device, "auto (default), nvml, sim:NAME or null", "DEVICE"),
+        Option("dry-run", _switch, "observe, plan and report, but set nothing"),
+        Option("out", _directory, "where the files of the run go (default: runs/ID)", "DIR"),
+        Option("json", _switch, "the summary at the end is one line of JSON, also on stderr"),
+    )
+}
+
+
+def resolve(
+    flags: Mapping[str, str | None],
+    environ: Mapping[str, str],
+    directory: Path,
+    command: tuple[str, ...],
+) -> Options:
+    """The options of a run. `UsageError` names the flag, variable or file that is wrong."""
+    file, entries = find_file(directory)
+    given: dict[str, Any] = {}
+    for option in OPTIONS.values():
+        for text, where in (
+            (flags.get(option.name), f"--{option.name}"),
+            (environ.get(option.variable) or None, option.variable),
+            (entries.get(option.name), f"{file}: {option.name}"),
+        ):
+            if text is not None:
+                try:
+                    given[option.name] = option.parse(text)
+                except UsageError as error:
+                    raise UsageError(f"{where}: {error}") from None
+                break
+    max_slowdown = given.get("max-slowdown")
+    memory_budget_bytes = given.get("memory-budget")
+    if max_slowdown is None and memory_budget_bytes is None:
+        max_slowdown = DEFAULT_MAX_SLOWDOWN
+    return Options(
+        goal=Goal(
+            max_slowdown=max_slowdown,
+            memory_budget_bytes=memory_budget_bytes,
+            objective=given.get("objective", Objective.ENERGY),
+        ),
+        device=given.get("device", "auto"),
+        dry_run=given.get("dry-run", False),
+        out=given.get("out"),
+        command=command,
+        json_summary=given.get("json", False),
+    )
+
+
+def find_file(directory: Path) -> tuple[Path | None, dict[str, str]]:
+    """The nearest configuration file at or above a directory, and its entries as text."""
+    for folder in (directory, *directory.parents):
+        for file, table in ((folder / "kilter.toml", ()), (folder / "pyproject.toml", _TABLE)):
+            entries = _entries(file, table)
+            if entries is not None:
+                return file, entries
+    return None, {}
+
+
+_TABLE = ("tool", "kilter")
+
+
+def _entries(file: Path, table: tuple[str, ...]) -> dict[str, str] | None:
+    try:
+        raw = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
+    # A pyproject.toml that does not mention us is not ours to judge, and need not be read.
+    if b".".join(part.encode() for part in table) not in raw:
+        return None
+    try:
+        found = tomllib.loads(raw.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: not a TOML file ({error})") from None
+    for part in table:
+        found = found.get(part, {})
+    unknown = [name for name in found if name not in OPTIONS]
+    if unknown:
+        raise UsageError(f"{file}: unknown key {unknown[0]!r}; known are {', '.join(OPTIONS)}")
+    for name, value in found.items():
+        if not isinstance(value, str | int | float):
+            raise UsageError(f"{file}: {name}: expected one value, found {value!r}")
+    return {name: str(value) for name, value in found.items()}

@@ -1,0 +1,74 @@
+"""Intervals and evidence agree with scipy, and keep their promise when looked at all the time."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats as oracle
+
+from kilter.model import stats
+
+
+@given(st.floats(-50, 50), st.integers(1, 200))
+def test_t_cdf_is_scipys(t, nu):
+    assert stats.t_cdf(t, nu) == pytest.approx(oracle.t.cdf(t, nu), abs=1e-12)
+
+
+@given(st.floats(0.001, 0.999), st.integers(1, 120))
+def test_t_quantile_is_scipys(p, nu):
+    assert stats.t_quantile(p, nu) == pytest.approx(oracle.t.ppf(p, nu), rel=1e-9, abs=1e-9)
+
+
+@given(st.lists(st.floats(-0.2, 0.2), min_size=2, max_size=40), st.floats(-0.1, 0.1))
+@settings(max_examples=60)
+def test_evidence_is_the_mixture_of_t_density_ratios(ratios, bound):
+    x = bound - np.asarray(ratios)
+    if x.std(ddof=1) < 1e-6:
+        return
+    n = len(x)
+    t = x.mean() * math.sqrt(n) / x.std(ddof=1)
+    if abs(t) > 30:
+        return
+    mixture = [oracle.nct.pdf(t, n - 1, e * math.sqrt(n)) for e in stats.EFFECTS]
+    central = oracle.t.pdf(t, n - 1)
+    if min(mixture) < 1e-250 or not np.all(np.isfinite(mixture)):
+        return
+    want = math.log(np.mean(mixture) / central)
+    # scipy's own noncentral t is only good to a few digits far in the tail
+    assert stats.log_evidence_below(ratios, bound) == pytest.approx(want, rel=1e-3, abs=1e-3)
+
+
+def test_noise_free_pairs_need_several_to_convince():
+    """Equal values must not divide by zero, nor convince at once."""
+    assert stats.log_evidence_below([0.0] * 2, 0.05) < math.log(20)
+    assert stats.log_evidence_below([0.0] * 12, 0.05) > math.log(20)
+    assert stats.log_evidence_below([0.05] * 12, 0.05) <= 0.0
+
+
+@pytest.mark.parametrize("spread", [0.005, 0.05])
+def test_ville_holds_on_the_border(spread):
+    """True mean exactly on the bound, looked at after each of 60 pairs: false 'below' <= 5 %."""
+    rng = np.random.default_rng(1)
+    runs, wrong = 400, 0
+    for _ in range(runs):
+        pairs = rng.normal(0.02, spread, size=60)
+        wrong += any(stats.log_evidence_below(pairs[:n], 0.02) > math.log(20) for n in range(2, 61))
+    # 5 % of 400 is 20; three standard deviations of a binomial above it is 33
+    assert wrong <= 33
+
+
+def test_interval_covers_at_its_rate():
+    rng = np.random.default_rng(2)
+    covered = 0
+    for _ in range(600):
+        estimate = stats.paired_ratio(list(rng.normal(-0.1, 0.02, size=8)))
+        covered += estimate.low <= math.exp(-0.1) <= estimate.high
+    assert 0.92 <= covered / 600 <= 0.98
+
+
+def test_no_pairs_no_estimate_and_one_pair_no_bounds():
+    assert stats.paired_ratio([]) is None
+    one = stats.paired_ratio([0.1])
+    assert (one.low, one.high) == (0.0, math.inf)

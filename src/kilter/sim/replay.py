@@ -7,17 +7,22 @@ out of here is labelled *replayed*.
 
 from __future__ import annotations
 
+import bisect
 import csv
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kilter.core.errors import FileError
-from kilter.core.setting import Setting
-from kilter.core.units import MHZ
+import numpy as np
+
+from kilter.core.errors import FileError, NotPermitted, NotSupported
+from kilter.core.label import Label
+from kilter.core.setting import DeviceInfo, Sample, Setting, Supported
+from kilter.core.units import MHZ, MIB
+from kilter.sim.noise import QUIET, Noise, NoiseSource
 
 COLUMNS = (
     "source",
@@ -105,8 +110,19 @@ def _default(rows: tuple[Row, ...]) -> Row:
     return max(rows, key=height)
 
 
-def _rows(path: str | os.PathLike[str]) -> Iterable[tuple[int, str, str, str, Row]]:
+def _rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, str, str, str, Row]]:
     """(line, source, gpu, workload, row) of every line."""
+    for line, field in _lines(path, COLUMNS):
+        where = f"{path}:{line}"
+        if not field["gpu"] or not field["workload"]:
+            raise FileError(f"{where}: gpu or workload is blank")
+        yield line, field["source"], field["gpu"], field["workload"], _row(field, where)
+
+
+def _lines(
+    path: str | os.PathLike[str], columns: tuple[str, ...]
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """(line number, text by column name) of every line that is not blank."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -118,7 +134,7 @@ def _rows(path: str | os.PathLike[str]) -> Iterable[tuple[int, str, str, str, Ro
         header = [name.strip() for name in next(reader, [])]
         if not header:
             raise FileError(f"{path}: empty")
-        missing = [name for name in COLUMNS if name not in header]
+        missing = [name for name in columns if name not in header]
         if missing:
             raise FileError(f"{path}:1: missing columns: {', '.join(missing)}")
         if len(set(header)) != len(header):
@@ -126,18 +142,13 @@ def _rows(path: str | os.PathLike[str]) -> Iterable[tuple[int, str, str, str, Ro
         for cells in reader:
             if not any(cell.strip() for cell in cells):
                 continue
-            where = f"{path}:{reader.line_num}"
             if len(cells) != len(header):
-                raise FileError(f"{where}: {len(cells)} fields, the header has {len(header)}")
-            field = dict(zip(header, (cell.strip() for cell in cells), strict=True))
-            if not field["gpu"] or not field["workload"]:
-                raise FileError(f"{where}: gpu or workload is blank")
+                raise FileError(
+                    f"{path}:{reader.line_num}: {len(cells)} fields, the header has {len(header)}"
+                )
             yield (
                 reader.line_num,
-                field["source"],
-                field["gpu"],
-                field["workload"],
-                _row(field, where),
+                dict(zip(header, (cell.strip() for cell in cells), strict=True)),
             )
     except csv.Error as error:
         raise FileError(f"{path}:{reader.line_num}: not a CSV line ({error})") from error
@@ -169,13 +180,217 @@ def _row(field: dict[str, str], where: str) -> Row:
 
 
 def _positive(field: dict[str, str], name: str, where: str) -> float | None:
-    text = field[name]
+    value = _number(field[name], name, where)
+    if value is not None and value <= 0:
+        raise FileError(f"{where}: {name}={field[name]} must be positive")
+    return value
+
+
+def _number(text: str, name: str, where: str) -> float | None:
     if not text:
         return None
     try:
         value = float(text)
     except ValueError as error:
         raise FileError(f"{where}: {name}={text!r} is not a number") from error
-    if not (math.isfinite(value) and value > 0):
-        raise FileError(f"{where}: {name}={text} must be a positive finite number")
+    if not math.isfinite(value):
+        raise FileError(f"{where}: {name}={text} is not finite")
     return value
+
+
+def table_noise(sd: float) -> Noise:
+    """The noise of the replayed benchmarks, for a relative standard deviation: white noise of
+    `sd`, an AR(1) drift of `sd` with correlation 0.9, 2 % outliers that are 10 % slower on
+    average, and power readings off by `sd`. Zero is no noise at all, outliers included."""
+    if sd == 0:
+        return QUIET
+    return Noise(white=sd, drift=sd, memory=0.9, outlier_probability=0.02, power=sd)
+
+
+class ReplayDevice:
+    """One workload of a table as a device that runs it, in virtual time.
+
+    It takes the settings of the table's rows and no others. A knob left `None` is at the default
+    row's value. A setting acts from the next iteration on; `energy_j` and `power_w` of a sample
+    are those of the iterations run so far, without the tick of a real sensor, since a table's unit
+    of work may be far shorter or longer than one.
+    """
+
+    def __init__(self, workload: Workload, *, seed: int = 0, noise: Noise = QUIET) -> None:
+        self.workload = workload
+        self._seed = seed
+        self._noise = NoiseSource(noise, np.random.default_rng(seed))
+        self._setting = Setting()
+        self._row = workload.default
+        self._now_s = 0.0
+        self._energy_j = 0.0
+        self._power_w: float | None = None
+
+    @property
+    def now_s(self) -> float:
+        """Virtual time since the device was made."""
+        return self._now_s
+
+    @property
+    def energy_j(self) -> float:
+        """Energy of the iterations so far."""
+        return self._energy_j
+
+    @property
+    def row(self) -> Row:
+        """The measurement that rules now."""
+        return self._row
+
+    def iterate(self) -> float:
+        """Run one iteration at the present setting; its time in seconds."""
+        on_time, on_power = self._noise.draw()
+        seconds = self._row.time_s * on_time
+        self._power_w = self._row.energy_j / self._row.time_s * on_power
+        self._now_s += seconds
+        self._energy_j += self._power_w * seconds
+        return seconds
+
+    def info(self) -> DeviceInfo:
+        workload = self.workload
+        return DeviceInfo(
+            name=f"{workload.gpu} ({workload.name}, replayed)",
+            uuid=f"REPLAY-{workload.gpu}-{workload.name}-{self._seed}",
+            backend="replay",
+            label=Label.REPLAYED,
+            can_set=True,
+            persistent=False,
+            has_energy_counter=True,
+            switch_latency_s=0.0,
+        )
+
+    def sample(self, *, energy: bool = False) -> Sample:
+        setting = self._row.setting
+        return Sample(
+            t_s=self._now_s,
+            power_w=self._power_w,
+            energy_j=self._energy_j if energy else None,
+            sm_clock_hz=setting.sm_clock_hz,
+            memory_clock_hz=setting.memory_clock_hz,
+        )
+
+    def supported(self) -> Supported:
+        settings = [row.setting for row in self.workload.rows]
+        return Supported(
+            sm_clocks_hz=_distinct(s.sm_clock_hz for s in settings),
+            memory_clocks_hz=_distinct(s.memory_clock_hz for s in settings),
+            power_limits_w=_distinct(s.power_limit_w for s in settings),
+        )
+
+    def settings(self) -> Setting:
+        return self._setting
+
+    def set(self, setting: Setting) -> None:
+        default = self.workload.default.setting
+        row = self.workload.at(
+            default.with_(
+                sm_clock_hz=setting.sm_clock_hz,
+                memory_clock_hz=setting.memory_clock_hz,
+                power_limit_w=setting.power_limit_w,
+            )
+        )
+        if row is None:
+            raise NotSupported(f"{self.workload.gpu} {self.workload.name!r}: no row at {setting}")
+        self._setting = setting
+        self._row = row
+
+    def reset(self) -> None:
+        self.set(Setting())
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _distinct(values: Iterable[float | None]) -> tuple[float, ...]:
+    return tuple(sorted({value for value in values if value is not None}))
+
+
+TELEMETRY = ("t_s", "power_instant_w", "energy_mj", "gpu_util", "mem_util", "sm_mhz")
+"""Columns that a recording must have; `mem_used_mib` is read where it is there."""
+
+
+def load_telemetry(path: str | os.PathLike[str]) -> tuple[Sample, ...]:
+    """The samples of a telemetry recording (CSV), times from its own clock, ascending."""
+    samples: list[Sample] = []
+    for line, field in _lines(path, TELEMETRY):
+        where = f"{path}:{line}"
+        number = {name: _number(field[name], name, where) for name in TELEMETRY}
+        t_s = number["t_s"]
+        if t_s is None:
+            raise FileError(f"{where}: t_s is blank")
+        if samples and t_s <= samples[-1].t_s:
+            raise FileError(f"{where}: t_s={t_s} does not follow the line before")
+        used_mib = _number(field.get("mem_used_mib", ""), "mem_used_mib", where)
+        samples.append(
+            Sample(
+                t_s=t_s,
+                power_w=number["power_instant_w"],
+                energy_j=_times(number["energy_mj"], 1e-3),
+                sm_clock_hz=_times(number["sm_mhz"], MHZ),
+                sm_utilisation=_times(number["gpu_util"], 0.01),
+                memory_utilisation=_times(number["mem_util"], 0.01),
+                memory_used_bytes=_times(used_mib, MIB),
+            )
+        )
+    if not samples:
+        raise FileError(f"{path}: holds no samples, only a header")
+    return tuple(samples)
+
+
+def _times(value: float | None, unit: float) -> float | None:
+    return None if value is None else value * unit
+
+
+class RecordedDevice:
+    """A recorded run as a device that can only be read.
+
+    `clock` gives the seconds since the recording began; the answer is the last sample up to then,
+    and stays at the last one when the recording is over.
+    """
+
+    def __init__(self, samples: tuple[Sample, ...], clock: Callable[[], float], name: str) -> None:
+        self._samples = samples
+        self._times = [sample.t_s - samples[0].t_s for sample in samples]
+        self._clock = clock
+        self._name = name
+
+    @property
+    def length_s(self) -> float:
+        """Of the recording."""
+        return self._times[-1]
+
+    def info(self) -> DeviceInfo:
+        return DeviceInfo(
+            name=f"recording {self._name}",
+            uuid=f"REPLAY-{self._name}",
+            backend="replay",
+            label=Label.REPLAYED,
+            can_set=False,
+            refusal="a recording can be read, not set",
+            persistent=False,
+            has_energy_counter=self._samples[0].energy_j is not None,
+        )
+
+    def sample(self, *, energy: bool = False) -> Sample:
+        place = max(0, bisect.bisect_right(self._times, self._clock()) - 1)
+        sample = self._samples[place]
+        return sample if energy else replace(sample, energy_j=None)
+
+    def supported(self) -> Supported:
+        return Supported()
+
+    def settings(self) -> Setting:
+        return Setting()
+
+    def set(self, setting: Setting) -> None:
+        raise NotPermitted(f"recording {self._name}: cannot be set to {setting}")
+
+    def reset(self) -> None:
+        """Nothing was ever set."""
+
+    def close(self) -> None:
+        """Nothing is held."""

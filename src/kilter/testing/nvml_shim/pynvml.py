@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 import kilter.device.nvidia
-
 from kilter.testing.fake_nvml import STATE_VARIABLE, FakeNvml
 
 _fake = FakeNvml(os.environ[STATE_VARIABLE])

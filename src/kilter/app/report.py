@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -283,25 +283,432 @@ def _read_rank(file: Path) -> Rank | None:
 
 def sort_events(events: Iterable[AnyEvent]) -> Rank | None:
     """Events of one rank by kind. None if there is none."""
-    kinds: dict[type, list[AnyEvent]] = {}
-    last_s = 0.0
-    for event in events:
-        kinds.setdefault(type(event), []).append(event)
-        last_s = max(last_s, event.t_s)
-    if Started not in kinds:
+    record = list(events)
+    if not record or not isinstance(record[0], Started):
         return None
-
-XX
-        return tuple(event for event in kinds.get(kind, ()) if isinstance(event, kind))
-
-    stopped = of(Stopped)
+    stopped = [e for e in record if isinstance(e, Stopped)]
     return Rank(
-        started=of(Started)[0],
-        samples=of(Sampled),
-        blocks=of(Block),
-        decisions=of(Decided),
-        refused=of(Refused),
-        failed=of(Failed),
+        started=record[0],
+        samples=tuple(e for e in record if isinstance(e, Sampled)),
+        blocks=tuple(e for e in record if isinstance(e, Block)),
+        decisions=tuple(e for e in record if isinstance(e, Decided)),
+        refused=tuple(e for e in record if isinstance(e, Refused)),
+        failed=tuple(e for e in record if isinstance(e, Failed)),
         stopped=stopped[-1] if stopped else None,
-        last_s=last_s,
+        last_s=max(e.t_s for e in record),
     )
+
+
+def summarise(
+    ranks: Sequence[Rank], *, run: str, trace: IterationTrace | None, plan: Plan | None
+) -> Report:
+    """The report from what was read. Pure."""
+    lead = ranks[0].started
+    stops = [rank.stopped for rank in ranks if rank.stopped is not None]
+    complete = len(stops) == len(ranks)
+    blocks = join_ranks(ranks)
+    choice = _choice(ranks[0], found=lead.found, mode=lead.mode, complete=complete)
+    pairs = pair_up(blocks)
+    governed = choice.setting != lead.found
+    judged = [
+        pair for pair in pairs if pair[1].phase in JUDGED and pair[1].setting == choice.setting
+    ]
+    time, energy = _estimates(judged if governed else [])
+    evidence = _evidence(blocks, judged if governed else pairs, energy)
+    stands = not governed and choice.state in ("default", "restored")
+    slowdown, slowdown_ci = _change(time, sign=1)
+    saving, saving_ci = _change(energy, sign=-1)
+    if governed and judged:
+        baseline, arm = _arm([base for base, _ in judged]), _arm([ours for _, ours in judged])
+    else:
+        baseline = _arm([b for b in blocks if b.arm == "baseline" and b.clean])
+        arm = baseline if stands else Arm(iteration_s=None, energy_j=None)
+    label = lead.device.label
+    if governed and any(block.rehearsed for pair in judged for block in pair):
+        label = Label.SIMULATED
+    operations, operations_method = attribute(trace, baseline.energy_j)
+    iterations = max((stop.iterations for stop in stops), default=0)
+    rehearsed_iterations = max((stop.rehearsed_iterations for stop in stops), default=0)
+    if not complete:
+        iterations = max(iterations, sum(b.iterations for b in blocks if not b.rehearsed))
+        rehearsed_iterations = sum(b.iterations for b in blocks if b.rehearsed)
+    return Report(
+        schema=SCHEMA,
+        label=label,
+        run=run,
+        device=_names(ranks),
+        devices=tuple(rank.started.device for rank in _one_per_device(ranks)),
+        iterations=iterations,
+        baseline=baseline,
+        governed=arm,
+        saving=0.0 if stands else saving,
+        saving_ci95=saving_ci,
+        slowdown=0.0 if stands else slowdown,
+        slowdown_ci95=slowdown_ci,
+        contract=lead.goal.max_slowdown,
+        within_contract=_within(lead.goal, slowdown_ci),
+        kept=governed and lead.mode == "govern",
+        restored=_restored(stops, complete=complete),
+        refused=_once(refusal for rank in ranks for refusal in rank.refused),
+        energy_method=" and ".join(sorted({stop.energy_method for stop in stops})) or None,
+        interval_method=_INTERVAL_METHOD,
+        goal=lead.goal,
+        found=lead.found,
+        after=stops[0].after if complete else None,
+        choice=choice,
+        evidence=evidence,
+        rehearsed_iterations=rehearsed_iterations,
+        rehearsed_share=_rehearsed_share(judged if governed else pairs),
+        mode=lead.mode,
+        mode_reason=lead.mode_reason,
+        outcome=stops[0].outcome if complete else None,
+        ranks=_ranks_text(ranks),
+        command=lead.command,
+        kilter=lead.kilter,
+        wall_time=lead.wall_time,
+        duration_s=max(rank.last_s for rank in ranks),
+        overhead=_overhead(stops, iterations) if complete else None,
+        probes=_probes(pairs, choice.setting),
+        decisions=ranks[0].decisions,
+        errors=tuple(failure for rank in ranks for failure in rank.failed),
+        prediction=_prediction(plan),
+        blocks=tuple(blocks),
+        series=tuple(_series(rank) for rank in _one_per_device(ranks)),
+        operations=operations,
+        operations_method=operations_method,
+    )
+
+
+_INTERVAL_METHOD = (
+    "mean log ratio of paired, interleaved blocks of the phases confirm and hold, with Student's t "
+    "interval; blocks that helped to choose the setting are left out. The number of pairs was set "
+    "by a sequential test, which the interval does not know about"
+)
+
+
+# One job out of several ranks.
+
+
+def join_ranks(ranks: Sequence[Rank]) -> list[JobBlock]:
+    """Blocks of the job, in order. All ranks follow one order of blocks, so blocks of one number
+    belong together: the slowest rank is the job's time, the sum over devices its energy. A rank
+    that has no blocks at all takes no part."""
+    taking_part = [rank for rank in ranks if rank.blocks]
+    if not taking_part:
+        return []
+    meters = {id(rank) for rank in _one_per_device(taking_part)}
+    by_number = [{block.number: block for block in rank.blocks} for rank in taking_part]
+    result = []
+    for lead in taking_part[0].blocks:
+        present = [blocks[lead.number] for blocks in by_number if lead.number in blocks]
+        energies = [
+            blocks[lead.number].energy_j
+            for rank, blocks in zip(taking_part, by_number, strict=True)
+            if id(rank) in meters and lead.number in blocks
+        ]
+        clean = all(_usable(block) for block in present)
+        why_not = next((b.why_not or _UNCLEAN for b in present if not _usable(b)), None)
+        if len(present) < len(taking_part):
+            clean, why_not = False, "a rank has no record of it"
+        elif any((b.phase, b.pair, b.arm) != (lead.phase, lead.pair, lead.arm) for b in present):
+            clean, why_not = False, "the ranks did not run it together"
+        result.append(
+            JobBlock(
+                number=lead.number,
+                pair=lead.pair,
+                phase=lead.phase,
+                arm=lead.arm,
+                setting=lead.setting,
+                t_s=lead.t_s,
+                iterations=lead.iterations,
+                iteration_s=max(block.iteration_s for block in present),
+                energy_j=_total(energies),
+                clean=clean,
+                why_not=why_not,
+                rehearsed=any(block.rehearsed for block in present),
+            )
+        )
+    return result
+
+
+_UNCLEAN = "no reason given"
+
+
+def _usable(block: Block) -> bool:
+    return block.clean and block.iteration_s > 0.0
+
+
+def _total(energies: Sequence[float | None]) -> float | None:
+    known = [energy for energy in energies if energy is not None and energy > 0.0]
+    return math.fsum(known) if known and len(known) == len(energies) else None
+
+
+def _one_per_device(ranks: Sequence[Rank]) -> list[Rank]:
+    """The first rank on each device, so that no device is counted twice."""
+    return list({rank.started.device.uuid: rank for rank in reversed(ranks)}.values())[::-1]
+
+
+def _names(ranks: Sequence[Rank]) -> str:
+    counts = Counter(rank.started.device.name for rank in _one_per_device(ranks))
+    return ", ".join(name if n == 1 else f"{n} x {name}" for name, n in counts.items())
+
+
+def _ranks_text(ranks: Sequence[Rank]) -> str:
+    world, devices = ranks[0].started.world_size, len(_one_per_device(ranks))
+    if world == 1 and len(ranks) == 1:
+        return "one process on one device"
+    text = f"time of the slowest rank, energy summed over {devices} device"
+    text += "s" if devices != 1 else ""
+    blocks = sum(1 for rank in ranks if rank.blocks)
+    return f"{text}; blocks from {blocks} of {world} ranks"
+
+
+# Pairs and estimates.
+
+
+def pair_up(blocks: Iterable[JobBlock]) -> list[tuple[JobBlock, JobBlock]]:
+    """(baseline, candidate) of every pair of which both blocks are clean.
+
+    The blocks of a pair follow each other with no other pair between them; numbers of pairs may
+    begin anew when a search is opened again.
+    """
+    pairs = []
+    key: tuple[str, int] | None = None
+    arms: dict[str, JobBlock] = {}
+    for block in blocks:
+        if block.pair is None:
+            continue
+        if (block.phase, block.pair) != key:
+            key, arms = (block.phase, block.pair), {}
+        if block.clean:
+            arms[block.arm] = block
+            if len(arms) == 2:
+                pairs.append((arms["baseline"], arms["candidate"]))
+                arms = {}
+    return pairs
+
+
+Pairs = Sequence[tuple[JobBlock, JobBlock]]
+
+
+def _estimates(pairs: Pairs) -> tuple[Estimate | None, Estimate | None]:
+    """Candidate over baseline: time and energy."""
+    time = [math.log(ours.iteration_s / base.iteration_s) for base, ours in pairs]
+    energy = [
+        math.log(ours.energy_j / base.energy_j)
+        for base, ours in pairs
+        if ours.energy_j is not None and base.energy_j is not None
+    ]
+    return paired_ratio(time), paired_ratio(energy)
+
+
+def _interval(estimate: Estimate | None) -> tuple[float, float] | None:
+    if estimate is None or estimate.pairs < 2:
+        return None
+    return estimate.low, estimate.high
+
+
+def _change(
+    estimate: Estimate | None, *, sign: int
+) -> tuple[float | None, tuple[float, float] | None]:
+    """A ratio as a fraction more (`sign` 1) or less (-1) than the baseline, with its interval."""
+    if estimate is None:
+        return None, None
+    interval = _interval(estimate)
+    ends = sorted(sign * (end - 1.0) for end in interval) if interval else None
+    return sign * (estimate.ratio - 1.0), (ends[0], ends[1]) if ends else None
+
+
+def _within(goal: Goal, interval: tuple[float, float] | None) -> bool | None:
+    if goal.max_slowdown is None or interval is None:
+        return None
+    bound = math.expm1(Contract(max_slowdown=goal.max_slowdown).bound)
+    if interval[1] <= bound:
+        return True
+    return False if interval[0] > bound else None
+
+
+def _arm(blocks: Sequence[JobBlock]) -> Arm:
+    # Geometric means, so that their ratio is exactly the ratio of the headline.
+    energies = [block.energy_j for block in blocks if block.energy_j is not None]
+    return Arm(
+        iteration_s=_geometric_mean([block.iteration_s for block in blocks]),
+        energy_j=_geometric_mean(energies) if len(energies) == len(blocks) else None,
+    )
+
+
+def _geometric_mean(values: Sequence[float]) -> float | None:
+    return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else None
+
+
+def _evidence(blocks: Sequence[JobBlock], pairs: Pairs, energy: Estimate | None) -> Evidence:
+    used = [block for pair in pairs for block in pair]
+    return Evidence(
+        iterations=sum(block.iterations for block in used),
+        blocks=len(used),
+        pairs=len(pairs),
+        energy_pairs=energy.pairs if energy is not None else 0,
+        left_out=dict(Counter(b.why_not or _UNCLEAN for b in blocks if not b.clean).most_common()),
+    )
+
+
+def _rehearsed_share(pairs: Pairs) -> float:
+    used = [block for pair in pairs for block in pair]
+    total = sum(block.iterations for block in used)
+    return sum(block.iterations for block in used if block.rehearsed) / total if total else 0.0
+
+
+def _probes(pairs: Pairs, chosen: Setting) -> tuple[Probe, ...]:
+    groups: dict[tuple[Setting, str], list[tuple[JobBlock, JobBlock]]] = {}
+    for pair in pairs:
+        ours = pair[1]
+        role = "confirm" if ours.phase in JUDGED else ours.phase
+        groups.setdefault((ours.setting, role), []).append(pair)
+    result = []
+    for (setting, role), group in groups.items():
+        time, energy = _estimates(group)
+        if time is not None:
+            result.append(
+                Probe(
+                    setting=setting,
+                    phase=role,
+                    chosen=setting == chosen,
+                    time_ratio=time.ratio,
+                    time_ci95=_interval(time),
+                    energy_ratio=energy.ratio if energy is not None else None,
+                    energy_ci95=_interval(energy),
+                    pairs=len(group),
+                    blocks=2 * len(group),
+                )
+            )
+    return tuple(result)
+
+
+# What was decided, and how it ended.
+
+
+def _choice(rank: Rank, *, found: Setting, mode: str, complete: bool) -> Choice:
+    last = rank.decisions[-1] if rank.decisions else None
+    if last is not None and last.state == "holding":
+        return Choice(setting=last.setting, state=last.state, reason=last.reason)
+    if last is not None and last.state in ("default", "restored"):
+        return Choice(setting=found, state=last.state, reason=last.reason)
+    if mode == "observe":
+        return Choice(setting=found, state="undecided", reason=rank.started.mode_reason)
+    ended = "the run ended" if complete else "the record ends"
+    doing = f"while {last.state}" if last is not None else "before the first decision"
+    reason = f"{ended} {doing}, before there was evidence"
+    return Choice(setting=found, state="undecided", reason=reason)
+
+
+def _restored(stops: Sequence[Stopped], *, complete: bool) -> bool | None:
+    if any(not stop.restored for stop in stops):
+        return False
+    return True if complete else None
+
+
+def _once(refusals: Iterable[Refused]) -> tuple[Refused, ...]:
+    """The first of each: ranks, and attempts, are refused alike."""
+    first: dict[tuple[str, str], Refused] = {}
+    for refusal in refusals:
+        first.setdefault((refusal.what, refusal.reason), refusal)
+    return tuple(first.values())
+
+
+def _overhead(stops: Sequence[Stopped], iterations: int) -> Overhead:
+    slowest = max(stops, key=lambda stop: stop.hook_cost_s)
+    return Overhead(
+        hook_s=slowest.hook_cost_s,
+        hook_per_iteration_s=slowest.hook_cost_s / iterations if iterations else None,
+        sampler_s=max(stop.sampler_cost_s for stop in stops),
+    )
+
+
+def _prediction(plan: Plan | None) -> Prediction | None:
+    if plan is None:
+        return None
+    return Prediction(
+        planner=plan.planner,
+        actions=tuple(str(action.setting) for action in plan.actions),
+        time_ratio=plan.effect.time_ratio,
+        energy_ratio=plan.effect.energy_ratio,
+        reason=plan.reason,
+        label=plan.label,
+    )
+
+
+# Series and operations.
+
+
+def _series(rank: Rank) -> Series:
+    samples = rank.samples
+    size = max(1, math.ceil(len(samples) / MOST_POINTS))
+    chunks = [samples[i : i + size] for i in range(0, len(samples), size)]
+    return Series(
+        rank=rank.started.rank,
+        device=rank.started.device.name,
+        t_s=tuple(math.fsum(s.t_s for s in chunk) / len(chunk) for chunk in chunks),
+        power_w=tuple(_mean(s.power_w for s in chunk) for chunk in chunks),
+        sm_clock_hz=tuple(_mean(s.sm_clock_hz for s in chunk) for chunk in chunks),
+        memory_clock_hz=tuple(_mean(s.memory_clock_hz for s in chunk) for chunk in chunks),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def attribute(
+    trace: IterationTrace | None, energy_j: float | None
+) -> tuple[tuple[OperationEnergy, ...], str | None]:
+    """Operations by energy, the largest first, and the rule by which it was attributed.
+
+    No sensor sees a single operation. Power is taken as constant within the iteration, so each
+    operation has the share of the energy that it has of the time; the parts add up to `energy_j`.
+    """
+    if trace is None or energy_j is None or not trace.operations:
+        return (), None
+    groups: dict[tuple[str, Kind], list[Operation]] = {}
+    for operation in trace.operations:
+        groups.setdefault((operation.name, operation.kind), []).append(operation)
+    busy_s = math.fsum(op.duration_s for op in trace.operations)
+    total_s = max(busy_s, trace.iteration_s)
+    if total_s <= 0.0:
+        return (), None
+    result = [
+        _operation(name, kind, group, energy_j, total_s) for (name, kind), group in groups.items()
+    ]
+    if total_s - busy_s > 1e-3 * total_s:
+        rest = Operation(
+            name="between operations", kind=Kind.GAP, start_s=0.0, duration_s=total_s - busy_s
+        )
+        result.append(_operation(rest.name, rest.kind, [rest], energy_j, total_s))
+    result.sort(key=lambda operation: -operation.energy_j)
+    return tuple(result), (
+        f"attributed by share of time on the {trace.timeline}'s timeline, with the iteration's "
+        "mean power throughout; no sensor sees a single operation"
+    )
+
+
+def _operation(
+    name: str, kind: Kind, group: Sequence[Operation], energy_j: float, total_s: float
+) -> OperationEnergy:
+    duration_s = math.fsum(op.duration_s for op in group)
+    flops = _sum(op.flops for op in group)
+    bytes_moved = _sum(op.bytes_moved for op in group)
+    return OperationEnergy(
+        name=name,
+        kind=kind.value,
+        energy_j=energy_j * duration_s / total_s,
+        share=duration_s / total_s,
+        duration_s=duration_s,
+        flops=flops,
+        bytes_moved=bytes_moved,
+        intensity_flop_per_byte=flops / bytes_moved if flops and bytes_moved else None,
+    )
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) if known else None

@@ -1,0 +1,174 @@
+"""What a run says in words: one line at the start, a few at the end, more on request.
+
+Plain ASCII without colour: it goes to logs as often as to terminals, and what a script or a device
+is called must not reach a terminal as control characters.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from kilter.app.report import Probe, Report
+from kilter.core.events import Started
+from kilter.core.plan import Goal
+from kilter.core.units import show_energy, show_fraction, show_time
+from kilter.plan.guard import FREE_MARGIN
+
+
+def start_line(started: Started) -> str:
+    """The one line at the start of a run."""
+    device = started.device
+    doing = {"govern": "governing", "shadow": "shadowing (nothing is set)"}.get(
+        started.mode, "watching only"
+    )
+    text = f"kilter {started.kilter}: {doing} {device.name} [{device.label.value}]"
+    if started.goal.max_slowdown is not None and started.mode != "observe":
+        text += f", {contract(started.goal)}"
+    if started.mode != "govern":
+        text += f"; {started.mode_reason}"
+    if started.world_size > 1:
+        text += f"; {started.world_size} ranks"
+    return ascii_line(text)
+
+
+def summary(report: Report, run_dir: str | Path) -> str:
+    """The few lines at the end of a run."""
+    lines = [headline(report), f"evidence: {evidence(report)}", _ending(report)]
+    lines += [f"refused: {refusal.what}: {refusal.reason}" for refusal in report.refused]
+    lines += [f"an error of ours, {e.where}: {e.error}" for e in report.errors[:_MOST_ERRORS]]
+    page = Path(run_dir) / "report.html"
+    lines.append(f"report: {page if page.exists() else f'kilter report {run_dir}'}")
+    return "\n".join(f"kilter: {ascii_line(line)}" for line in lines if line)
+
+
+_MOST_ERRORS = 3
+
+
+def full(report: Report) -> str:
+    """The text of `kilter report`."""
+    label = report.label.value
+    base, ours = report.baseline, report.governed
+    lines = [
+        f"run      {report.run}: {' '.join(report.command)}",
+        f"device   {report.device} [{label}]; {report.ranks}",
+        f"goal     {contract(report.goal)}",
+        f"result   {headline(report)}",
+        f"default  {show_time(base.iteration_s)}, {show_energy(base.energy_j)} per iteration",
+        f"governed {show_time(ours.iteration_s)}, {show_energy(ours.energy_j)} per iteration",
+        f"evidence {evidence(report)}",
+        f"end      {_ending(report)}",
+        f"energy   by {report.energy_method or 'unknown means (no end on record)'}",
+    ]
+    if report.mode != "govern":
+        lines.append(f"mode     {report.mode}: {report.mode_reason}")
+    lines += [f"refused  {refusal.what}: {refusal.reason}" for refusal in report.refused]
+    lines += [f"error    {failure.where}: {failure.error}" for failure in report.errors]
+    if report.probes:
+        lines += ["", f"settings tried, relative to the default [{label}]:"]
+        lines += [f"  {_probe(probe)}" for probe in report.probes]
+    if report.operations:
+        lines += ["", f"energy of one iteration, {report.operations_method}:"]
+        for op in report.operations[:_MOST_OPERATIONS]:
+            lines.append(
+                f"  {show_fraction(op.share):>7}  {show_energy(op.energy_j):>8}  "
+                f"{op.name} ({op.kind.replace('_', ' ')})"
+            )
+    return "\n".join(ascii_line(line) for line in lines)
+
+
+_MOST_OPERATIONS = 10
+
+
+def headline(report: Report) -> str:
+    """What came of it, in one sentence with intervals, contract and label."""
+    label = f"[{report.label.value}]"
+    if report.saving is None and report.slowdown is None:
+        if report.prediction is not None and report.mode != "govern":
+            expected = report.prediction
+            energy = show_fraction(_less_one(expected.energy_ratio), signed=True)
+            time = show_fraction(expected.time_ratio - 1.0, signed=True)
+            setting = "; ".join(expected.actions) or "the default"
+            return (
+                f"nothing was set; plan: {setting}, {energy} energy, {time} time "
+                f"[predicted, {expected.label.value}]"
+            )
+        return f"no result: {report.choice.reason} {label}"
+    if report.choice.setting == report.found:
+        reason = report.choice.reason.removeprefix("the default stands: ")
+        return f"the default stands: {reason} {label}"
+    verb = "saved" if report.mode == "govern" else "would save"
+    saving = f"{show_fraction(report.saving)} energy{interval(report.saving_ci95)}"
+    slowdown = f"slowdown {show_fraction(report.slowdown)}{interval(report.slowdown_ci95)}"
+    if report.saving is None:
+        return f"energy unknown, {slowdown}; {verdict(report)} {label}"
+    return f"{verb} {saving}, {slowdown}; {verdict(report)} {label}"
+
+
+def contract(goal: Goal) -> str:
+    """The goal in words."""
+    if goal.max_slowdown is None:
+        return "no clock goal"
+    if goal.max_slowdown < FREE_MARGIN:
+        return f"no slowdown allowed (tested against {show_fraction(FREE_MARGIN)})"
+    return f"at most {show_fraction(goal.max_slowdown)} slower allowed"
+
+
+def verdict(report: Report) -> str:
+    """The contract, and where the interval of the slowdown lies."""
+    where = {
+        True: "the whole interval is within it",
+        False: "the whole interval is beyond it",
+    }
+    if report.within_contract is None:
+        return contract(report.goal)
+    return f"{contract(report.goal)}, {where[report.within_contract]}"
+
+
+def interval(ends: tuple[float, float] | None) -> str:
+    """` (95 %: 11.9 to 13.0 %)`, or that there is none."""
+    if ends is None or not all(map(math.isfinite, ends)):
+        return " (no interval)"
+    return f" (95 %: {ends[0] * 100:.1f} to {ends[1] * 100:.1f} %)"
+
+
+def evidence(report: Report) -> str:
+    """How much the numbers rest on."""
+    e = report.evidence
+    text = f"{e.pairs} pairs of blocks, {e.iterations} iterations"
+    if report.rehearsed_share > 0.0:
+        text += f" ({report.rehearsed_share * 100:.0f} % rehearsed after the script had ended)"
+    if e.left_out:
+        reasons = ", ".join(f"{count} {why}" for why, count in e.left_out.items())
+        text += f"; blocks left out: {reasons}"
+    return text
+
+
+def _ending(report: Report) -> str:
+    end = "no end on record"
+    if report.restored is not None:
+        end = f"{report.found} {'restored' if report.restored else 'NOT restored'}"
+    held = f"held {report.choice.setting}" if report.kept else "held the default"
+    text = f"{held}; {end}"
+    if report.restored is not True:
+        text += "; run: kilter restore"
+    return text
+
+
+def _probe(probe: Probe) -> str:
+    time = show_fraction(probe.time_ratio - 1.0, signed=True)
+    energy = show_fraction(_less_one(probe.energy_ratio), signed=True)
+    mark = "*" if probe.chosen else " "
+    return (
+        f"{mark} {probe.setting!s:<32} {probe.phase:<8} time {time:>8}  energy {energy:>8}  "
+        f"{probe.pairs} pairs"
+    )
+
+
+def _less_one(ratio: float | None) -> float | None:
+    return None if ratio is None else ratio - 1.0
+
+
+def ascii_line(text: str) -> str:
+    """One line of printable ASCII; everything else is shown as an escape."""
+    return "".join(c if " " <= c <= "~" else c.encode("unicode_escape").decode() for c in text)

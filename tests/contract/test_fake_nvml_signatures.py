@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
+
 from kilter.testing import fake_nvml
 from kilter.testing.fake_nvml import FakeNvml
 

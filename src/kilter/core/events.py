@@ -45,6 +45,8 @@ class Started(Event, frozen=True, kw_only=True):
 class Sampled(Event, frozen=True, kw_only=True):
     """One reading of the device's sensors, thinned to a few a second."""
 
+    device_t_s: float
+    """The device's clock: virtual time of a simulated device."""
     power_w: float | None = None
     sm_clock_hz: float | None = None
     memory_clock_hz: float | None = None

@@ -27,7 +27,7 @@ from importlib.machinery import (
     SourceFileLoader,
     SourcelessFileLoader,
 )
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, TracebackType
 
 from kilter.core.errors import UsageError
 
@@ -66,7 +66,7 @@ def find_program(command: Sequence[str]) -> Program:
         path0 = None if sys.flags.safe_path else ""
         whole = sys.stdin.buffer.read()
         return Program(argv=(target, *arguments), path0=path0, file="<stdin>", body=whole)
-    file = os.path.join(_working_directory() or "", target.removeprefix("./"))
+    file = os.path.join(_working_directory() or "", target)
     if pkgutil.get_importer(file) is not None:
         return Program(argv=(target, *arguments), path0=file, module="__main__")
     try:
@@ -90,26 +90,33 @@ def run_program(program: Program) -> None:
     if program.path0 is not None:
         _lead_path(program.path0)
         _forget_shadowed(program.path0)
-    # Not taken away afterwards: threads and atexit handlers of the program still live in it.
-    main = sys.modules["__main__"] = ModuleType("__main__")
-    main.__dict__.update(__loader__=BuiltinImporter, __annotations__={}, __builtins__=builtins)
+    # Emptied and not replaced: the interpreter goes on to use the dictionary of the first
+    # `__main__` after an error, and crashes (3.11) if nothing else has kept it alive.
+    main = sys.modules["__main__"].__dict__
+    main.clear()
+    main.update(
+        __name__="__main__",
+        __doc__=None,
+        __package__=None,
+        __loader__=BuiltinImporter,
+        __spec__=None,
+        __annotations__={},
+        __builtins__=builtins,
+    )
     if program.file is not None:
-        main.__file__ = program.file
-        main.__dict__["__cached__"] = None
+        main.update(__file__=program.file, __cached__=None)
         if program.file != "<stdin>":
             compiled = isinstance(program.body, CodeType)
             loader = SourcelessFileLoader if compiled else SourceFileLoader
-            main.__loader__ = loader("__main__", program.file)
+            main.update(__loader__=loader("__main__", program.file))
     with own_traceback():
         if program.module is not None:
             by_name = program.module != "__main__"
             runpy._run_module_as_main(program.module, by_name)  # type: ignore[attr-defined]
         elif isinstance(program.body, CodeType):
-            exec(program.body, main.__dict__)
+            exec(program.body, main)
         else:
-            exec(
-                compile(program.body, program.file or "", "exec", dont_inherit=True), main.__dict__
-            )
+            exec(compile(program.body, program.file or "", "exec", dont_inherit=True), main)
 
 
 def _working_directory() -> str | None:

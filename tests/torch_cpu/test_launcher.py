@@ -404,7 +404,7 @@ sys.exit(3 if "fail" in sys.argv and here[0] == "1" else 0)
 """
 
 
-@pytest.mark.parametrize("command", [["script.py", "--json"], ["-m", "script", "--", "-m"]])
+@pytest.mark.parametrize("command", [["script.py", "--json"], ["-m", "script", "-m"]])
 def test_torchrun_options_start_its_workers(command: list[str], tmp_path: Path) -> None:
     case = script(RANKS)
     write(case, tmp_path)

@@ -7,7 +7,6 @@ nearest such file is used, searched from the working directory upward.
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,11 +17,11 @@ from kilter.act.session import Options
 from kilter.core.errors import UsageError
 from kilter.core.plan import Goal, Objective
 from kilter.core.units import parse_bytes, parse_fraction
+from kilter.device.find import CHOICES
+from kilter.sim.profile import names
 
 DEFAULT_MAX_SLOWDOWN = 0.02
 """The contract of a run that was given no goal."""
-
-_DEVICE = re.compile(r"auto|nvml|null|sim:[A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,9 @@ def _objective(text: str) -> Objective:
 
 
 def _device(text: str) -> str:
-    if not _DEVICE.fullmatch(text):
-        raise UsageError(f"{text!r} is not a device: write auto, nvml, null or sim:NAME")
+    choices = (*CHOICES, *(f"sim:{name}" for name in names()))
+    if text not in choices:
+        raise UsageError(f"{text!r} is not a device: choose one of {', '.join(choices)}")
     return text
 
 
@@ -160,6 +160,8 @@ def _entries(file: Path, table: tuple[str, ...]) -> dict[str, str] | None:
         raise UsageError(f"{file}: not a TOML file ({error})") from None
     for part in table:
         found = found.get(part, {})
+        if not isinstance(found, dict):
+            raise UsageError(f"{file}: expected a table [{'.'.join(table)}]")
     unknown = [name for name in found if name not in OPTIONS]
     if unknown:
         raise UsageError(f"{file}: unknown key {unknown[0]!r}; known are {', '.join(OPTIONS)}")

@@ -60,8 +60,6 @@ def run_torchrun(
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.run import run
 
-    if arguments.no_python:
-        raise UsageError("--no-python starts a program that is not Python: there is no way in")
     if options is not None:
         os.environ[WORKER_OPTIONS] = _encode(options)
         # In one word with its -m, so that torchrun takes SCRIPT for the name of what failed.

@@ -52,9 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
         else:
             parser.add_argument(f"--{option.name}", metavar=option.metavar, help=option.help)
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument(
-        "command", nargs=argparse.PARSER, metavar="SCRIPT", help="file, directory, zip file, or -"
+        "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
+    )
+    parser.add_argument(
+        "command",
+        nargs=argparse.PARSER,
+        metavar="SCRIPT",
+        help="file, directory, zip file, or - for standard input",
     )
     parser.set_defaults(torchrun=False)
 
@@ -86,9 +91,14 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
     options = resolve(flags, os.environ, Path.cwd(), command)
     if options.goal.memory_budget_bytes is not None and not _can_swap():
         raise UsageError("--memory-budget is not in this version yet; leave it out")
-    if arguments.torchrun:
-        return functools.partial(run_torchrun, arguments, command, options)
-    return functools.partial(run_governed, find_program(command), options)
+    if not arguments.torchrun:
+        return functools.partial(run_governed, find_program(command), options)
+    if arguments.no_python:
+        raise UsageError("--no-python starts a program that is not Python: there is no way in")
+    if command[0] == "-":
+        raise UsageError("a script from standard input cannot be handed to several workers")
+    find_program(command)  # so that a missing file is said once, and not by every worker
+    return functools.partial(run_torchrun, arguments, command, options)
 
 
 def _can_swap() -> bool:

@@ -1,0 +1,243 @@
+"""The surface of `kilter run`: its options, where their values come from, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("kilter.act.session") is None:  # until it exists
+    sys.path.append(str(Path(__file__).parents[1] / "torch_cpu" / "stub"))
+    import sitecustomize  # noqa: F401
+
+from kilter.act.session import Options
+from kilter.app.cli import main as cli
+from kilter.app.cli import run as verb
+from kilter.app.config import OPTIONS, resolve
+from kilter.core.errors import UsageError
+from kilter.core.plan import Goal, Objective
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for option in OPTIONS.values():
+        monkeypatch.delenv(option.variable, raising=False)
+    monkeypatch.delenv("KILTER", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise AssertionError('a test of options runs no script')")
+
+
+def flags(*arguments: str) -> argparse.Namespace:
+    parser = cli._Parser(prog="kilter run")
+    verb.add_arguments(parser)
+    return verb.parse(parser, arguments)
+
+
+# --- the options are a contract ------------------------------------------------------------------
+
+
+def test_options_are_frozen() -> None:
+    assert {name: option.variable for name, option in OPTIONS.items()} == {
+        "max-slowdown": "KILTER_MAX_SLOWDOWN",
+        "memory-budget": "KILTER_MEMORY_BUDGET",
+        "objective": "KILTER_OBJECTIVE",
+        "device": "KILTER_DEVICE",
+        "dry-run": "KILTER_DRY_RUN",
+        "out": "KILTER_OUT",
+        "json": "KILTER_JSON",
+    }
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["run", "--help"])
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    head, _, rest = printed.partition("Everything after SCRIPT belongs to the script.")
+    assert head == (
+        "usage: kilter run [options] SCRIPT|-m MODULE [ARGS...]\n\n"
+        "Run a Python script, unmodified, and save energy under a proven slowdown contract.\n\n"
+        "positional arguments:\n"
+        "  SCRIPT                file, directory, zip file, or - for standard input\n\n"
+        "options:\n"
+        "  -h, --help            show this help message and exit\n"
+        "  --max-slowdown 2%     energy under this contract (0 = only free savings); with no goal"
+        " given: 2%\n"
+        "  --memory-budget 24GiB\n"
+        "                        fit into this much GPU memory (alone: clocks are left alone)\n"
+        "  --objective NAME      what is minimised under the contract: energy (default), edp or"
+        " ed2p\n"
+        "  --device DEVICE       auto (default), nvml, sim:NAME or null\n"
+        "  --dry-run             observe, plan and report, but set nothing\n"
+        "  --out DIR             where the files of the run go (default: runs/ID)\n"
+        "  --json                the summary at the end is one line of JSON, also on stderr\n"
+        "  -m                    SCRIPT is the name of a module\n\n"
+    )
+    for word in ("torchrun", "KILTER=0", "KILTER_READ_ONLY=1", "kilter.toml", "[tool.kilter]"):
+        assert word in rest
+
+
+# --- everything after SCRIPT belongs to the script -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["train.py", "--help", "--json"], ["train.py", "--help", "--json"]),
+        (["--json", "train.py", "--", "--device", "x"], ["train.py", "--", "--device", "x"]),
+        (["train.py", "-m", "x"], ["train.py", "-m", "x"]),
+        (["train.py", "--dev", "--max"], ["train.py", "--dev", "--max"]),
+        (["train.py", "--nproc-per-node", "2"], ["train.py", "--nproc-per-node", "2"]),
+        (["-m", "pack.mod", "--dry-run"], ["pack.mod", "--dry-run"]),
+        (["-", "a"], ["-", "a"]),
+    ],
+)
+def test_arguments_of_the_script_are_left_alone(arguments: list[str], command: list[str]) -> None:
+    found = flags(*arguments)
+    assert found.command == command
+    assert not found.torchrun
+    assert not found.dry_run
+
+
+def test_torchruns_own_parser_reads_its_options() -> None:
+    found = flags("--nproc_per_node=2", "--json", "--standalone", "train.py", "--standalone")
+    assert found.torchrun
+    assert (found.nproc_per_node, found.standalone, found.json) == ("2", True, "1")
+    assert found.command == ["train.py", "--standalone"]
+
+
+# --- flag > environment > file > default ---------------------------------------------------------
+
+
+def options(tmp_path: Path, *arguments: str, **environ: str) -> Options:
+    given = vars(flags(*arguments, "train.py"))
+    named = {name: given[name.replace("-", "_")] for name in OPTIONS}
+    return resolve(named, environ, tmp_path, ("train.py",))
+
+
+def test_with_no_goal_given_the_contract_is_two_percent(tmp_path: Path) -> None:
+    assert options(tmp_path) == Options(
+        goal=Goal(max_slowdown=0.02),
+        device="auto",
+        dry_run=False,
+        out=None,
+        command=("train.py",),
+        json_summary=False,
+    )
+
+
+def test_a_memory_budget_alone_leaves_the_clocks_alone(tmp_path: Path) -> None:
+    goal = options(tmp_path, "--memory-budget", "1GiB").goal
+    assert goal == Goal(max_slowdown=None, memory_budget_bytes=2**30)
+
+
+def test_flags_are_read(tmp_path: Path) -> None:
+    found = options(
+        tmp_path,
+        *("--max-slowdown", "0", "--objective", "ed2p", "--device", "sim:v100"),
+        *("--dry-run", "--out", "here", "--json"),
+    )
+    assert found.goal == Goal(max_slowdown=0.0, objective=Objective.ED2P)
+    assert (found.device, found.dry_run, found.json_summary) == ("sim:v100", True, True)
+    assert found.out == tmp_path / "here"
+
+
+def test_flag_then_environment_then_file(tmp_path: Path) -> None:
+    (tmp_path / "kilter.toml").write_text('max-slowdown = 0.03\ndevice = "null"\ndry-run = true\n')
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    found = resolve(
+        {"max-slowdown": "1%"},
+        {"KILTER_MAX_SLOWDOWN": "2%", "KILTER_DEVICE": "nvml", "KILTER_OUT": ""},
+        below,
+        ("train.py",),
+    )
+    assert (found.goal.max_slowdown, found.device, found.dry_run, found.out) == (
+        0.01,
+        "nvml",
+        True,
+        None,
+    )
+
+
+def test_the_nearest_file_is_used(tmp_path: Path) -> None:
+    (tmp_path / "kilter.toml").write_text("json = true")
+    near = tmp_path / "near"
+    near.mkdir()
+    # Without a table of ours, a pyproject.toml is passed by, even a broken one.
+    (near / "pyproject.toml").write_text("[project\n")
+    assert resolve({}, {}, near, ()).json_summary
+    (near / "pyproject.toml").write_text("[tool.kilter]\ndry-run = true\n")
+    found = resolve({}, {}, near, ())
+    assert (found.dry_run, found.json_summary) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("kilter.toml", 'max_slowdown = "2%"', "unknown key 'max_slowdown'"),
+        ("kilter.toml", "max-slowdown = 2", "max-slowdown: '2' is 100 % or more"),
+        ("kilter.toml", "dry-run = 3", "dry-run: '3' is not a switch"),
+        ("kilter.toml", "[run]\njson = true", "unknown key 'run'"),
+        ("kilter.toml", 'device = ["null"]', "device: expected one value"),
+        ("kilter.toml", "json = ", "not a TOML file"),
+        ("pyproject.toml", "[tool.kilter]\nspeed = 1", "unknown key 'speed'"),
+        ("pyproject.toml", "[tool]\nkilter = 3 # tool.kilter", "expected a table"),
+    ],
+)
+def test_a_wrong_file_is_named(file: str, content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text(content)
+    with pytest.raises(UsageError) as error:
+        resolve({}, {}, tmp_path, ())
+    assert str(error.value).startswith(str(tmp_path / file))
+    assert message in str(error.value)
+
+
+# --- wrong usage: exit code 2, one line that says what to do --------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: SCRIPT"),
+        (["--json"], "required: SCRIPT"),
+        (["-m"], "required: SCRIPT"),
+        (["--max-slowdown", "5", "train.py"], "--max-slowdown: '5' is 100 % or more"),
+        (["--max-slowdown", "-1%", "train.py"], "--max-slowdown"),
+        (["--objective", "speed", "train.py"], "choose one of energy, edp, ed2p"),
+        (["--device", "gpu", "train.py"], "choose one of auto, nvml, null, sim:"),
+        (["--device", "sim:nothing", "train.py"], "choose one of auto, nvml, null, sim:"),
+        (["--memory-budget", "much", "train.py"], "--memory-budget: 'much' is not a size"),
+        (["--memory-budget", "1GiB", "train.py"], "not in this version"),
+        (["--max-slow", "1%", "train.py"], "unrecognized arguments: --max-slow"),
+        (["--no-python", "train.py"], "not Python"),
+        (["missing.py"], "can't open file"),
+        (["--standalone", "missing.py"], "can't open file"),
+        (["--standalone", "-"], "standard input"),
+    ],
+)
+def test_wrong_usage_exits_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        sys.exit(cli.main(["run", *arguments]))
+    assert end.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert len(printed.err.splitlines()) <= 2
+
+
+def test_without_torch_an_unknown_option_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed.run", None)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["run", "--standalone", "train.py"])
+    assert end.value.code == 2
+    assert "--standalone" in (printed := capsys.readouterr().err)
+    assert "pip install torch" in printed

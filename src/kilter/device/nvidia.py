@@ -54,7 +54,7 @@ POWER_NOW_OF_GPU = ((186, 0),)
 """NVML_FI_DEV_POWER_INSTANT with NVML_POWER_SCOPE_GPU: not averaged over a second, and without the
 CPU of a Grace Hopper module."""
 CLOCK_SM, CLOCK_MEMORY, TEMPERATURE_GPU = 1, 2, 0
-"""NVML_CLOCK_SM, CLOCK_MEMORY and NVML_TEMPERATURE_GPU."""
+"""NVML's numbers for the kinds of clock and for the sensor on the die."""
 VOLTA, AMPERE = 5, 7
 """NVML_DEVICE_ARCH_*: the first with locked SM clocks, and the first with locked memory clocks."""
 SENSOR_PERIOD_S = {VOLTA: 0.02, 6: 0.1, AMPERE: 0.1, 8: 0.1, 9: 0.1}
@@ -204,6 +204,8 @@ class Gpu:
     uuid: str
     name: str
     mig_uuids: tuple[str, ...] = ()
+    persistence: bool | None = None
+    """Without it the driver forgets settings when the last user of the GPU leaves."""
     fault: str | None = None
     """Why it cannot be used (`uuid` is then empty)."""
 
@@ -247,9 +249,17 @@ def _look_at(library: Library, index: int) -> Gpu:
             uuid=library.call("nvmlDeviceGetUUID", handle),
             name=library.call("nvmlDeviceGetName", handle),
             mig_uuids=tuple(_mig_uuids(library, handle)),
+            persistence=_persistence(library, handle),
         )
     except DeviceError as error:
         return Gpu(index=index, uuid="", name="unknown", fault=str(error))
+
+
+def _persistence(library: Library, handle: Any) -> bool | None:
+    try:
+        return bool(library.call("nvmlDeviceGetPersistenceMode", handle))
+    except NotSupported:
+        return None
 
 
 def _mig_uuids(library: Library, handle: Any) -> Iterator[str]:

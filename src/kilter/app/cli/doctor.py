@@ -1,0 +1,353 @@
+"""`kilter doctor`: what is there, what is allowed, what to do about the rest. Changes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import importlib.metadata
+import itertools
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+import kilter
+from kilter.core.errors import (
+    DeviceError,
+    DeviceHung,
+    DeviceLost,
+    DriverMismatch,
+    NoDevice,
+    UsageError,
+)
+from kilter.core.label import Label
+from kilter.core.setting import DeviceInfo, Sample, Supported, Throttle
+from kilter.core.units import MHZ, show_time
+from kilter.device.base import Device
+from kilter.device.find import CHOICES, visible
+from kilter.device.nvidia import Gpu, NvidiaDevice, Survey, survey
+
+HELP = "What is there, what is allowed, and what to do about the rest. Sets nothing."
+
+EPILOG = """\
+Looks at the GPUs that this process may use (CUDA_VISIBLE_DEVICES), for about a second.
+
+exit codes, as health checkers have them:
+  0 fine   1 warning (kilter works, with limits)   2 critical (repair first)   3 unknown
+
+examples:
+  kilter doctor
+  kilter doctor --json | jq '.checks[] | select(.status != "fine")'
+"""
+
+WATCH_S = 1.0
+"""How long the energy counter is compared with the power readings."""
+SAMPLE_EVERY_S = 0.02
+DISAGREEMENT = 0.25
+"""Of counter and integral of power. The counter moves every 0.1 s, so a second alone gives 10 %."""
+LOADED = 0.9
+"""SM utilisation from which a low clock needs a reason."""
+
+WITHOUT_GPU = "without a GPU, --device sim:v100 rehearses on a simulated one"
+
+CONTROLLERS: Mapping[str, str] = {
+    "nv-hostengine": "DCGM; its profiling and its power policies use what kilter uses",
+    "dcgm-exporter": "DCGM's exporter; only its profiling metrics disturb",
+    "nvidia-pstated": "it sets clocks; stop it, or let kilter observe only",
+    "lactd": "LACT may set clocks and limits; stop it, or let kilter observe only",
+    "zeusd": "zeus may set clocks and limits; stop it, or let kilter observe only",
+    "geopmd": "GEOPM may set clocks and limits; stop it, or let kilter observe only",
+}
+"""Process name -> who it is. Only processes of this container can be seen."""
+
+
+class Status(enum.IntEnum):
+    """A finding's weight; the value is the exit code."""
+
+    FINE = 0
+    WARNING = 1
+    CRITICAL = 2
+    UNKNOWN = 3
+
+
+WORST_FIRST = (Status.CRITICAL, Status.WARNING, Status.UNKNOWN, Status.FINE)
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One finding."""
+
+    name: str
+    status: str
+    found: str
+    advice: str | None = None
+
+
+class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU; only `index`, `uuid` and `name` are known of those that are not ours."""
+
+    index: int
+    uuid: str | None
+    name: str
+    visible: bool
+    can_set: bool | None = None
+    refusal: str | None = None
+    sm_clocks_hz: tuple[float, ...] | None = None
+    memory_clocks_hz: tuple[float, ...] | None = None
+    power_limits_w: tuple[float, ...] | None = None
+    power_limit_w: float | None = None
+    power_w: float | None = None
+    sm_clock_hz: float | None = None
+    sm_utilisation: float | None = None
+    energy_method: str | None = None
+    """`counter` or `power integral`: the one to trust here."""
+    sensor_period_s: float | None = None
+    memory_bytes: int | None = None
+    persistence: bool | None = None
+
+
+class Examination(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints."""
+
+    schema: str = "kilter.doctor/1"
+    label: str = Label.MEASURED.value
+    status: str
+    kilter: str
+    python: str
+    torch: str | None
+    driver: str | None
+    gpus: tuple[GpuReport, ...]
+    checks: tuple[Check, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object, SI units, null unknown"
+    )
+    parser.add_argument(
+        "--device", default="auto", metavar="auto|nvml|null", help="where to look (default: auto)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = examine(arguments.device, os.environ)
+    print(msgspec.json.encode(found).decode() if arguments.json else show(found))
+    return int(Status[found.status.upper()])
+
+
+def examine(spec: str, environ: Mapping[str, str]) -> Examination:
+    """Look at everything once. Raises `UsageError` for an unknown `spec`."""
+    if spec not in CHOICES:
+        raise UsageError(f"--device {spec!r}: choose one of {', '.join(CHOICES)}")
+    torch = _version("torch")
+    checks = [_torch_check(torch), *_controllers()]
+    seen: Survey | None = None
+    gpus: tuple[GpuReport, ...] = ()
+    if spec != "null":
+        try:
+            seen = survey()
+            mine = visible(seen.gpus, environ)
+            if not mine:
+                checks.append(_check("gpus", Status.WARNING, "no GPU is visible to this process"))
+            look = partial(_look, mine=mine)
+            with ThreadPoolExecutor(max_workers=max(1, len(mine))) as pool:
+                looks = list(pool.map(look, seen.gpus))
+            gpus = tuple(report for report, _ in looks)
+            checks.extend(check for _, found in looks for check in found)
+        except NoDevice as error:
+            checks.append(_check("driver", Status.WARNING, str(error), WITHOUT_GPU))
+        except DeviceError as error:
+            checks.append(_check("driver", _gravity(error), str(error)))
+    status = next(s for s in WORST_FIRST if any(c.status == s.name.lower() for c in checks))
+    return Examination(
+        status=status.name.lower(),
+        kilter=kilter.__version__,
+        python=platform.python_version(),
+        torch=torch,
+        driver=None if seen is None else seen.driver,
+        gpus=gpus,
+        checks=tuple(checks),
+    )
+
+
+def show(found: Examination) -> str:
+    """For people: what was found, and a line of advice below what is not fine."""
+    lines = [
+        f"kilter {found.kilter}, Python {found.python}, torch {found.torch or 'not installed'}, "
+        f"driver {found.driver or 'unknown'}"
+    ]
+    for check in found.checks:
+        lines.append(f"  {check.status:<9}{check.name}: {check.found}")
+        if check.advice is not None:
+            lines.append(f"  {'':<9}-> {check.advice}")
+    return "\n".join([*lines, f"{found.status}"])
+
+
+def _look(gpu: Gpu, mine: Sequence[Gpu]) -> tuple[GpuReport, list[Check]]:
+    """One GPU of the machine; opened only if it is ours."""
+    name = f"gpu {gpu.index}"
+    known = GpuReport(index=gpu.index, uuid=gpu.uuid or None, name=gpu.name, visible=gpu in mine)
+    if not known.visible:
+        return known, []
+    if gpu.fault is not None:
+        return known, [_check(name, Status.CRITICAL, gpu.fault)]
+    device = NvidiaDevice(gpu.uuid)
+    try:
+        return _examine(name, gpu, device)
+    except DeviceError as error:
+        return known, [_check(name, _gravity(error), str(error))]
+    finally:
+        device.close()
+
+
+def _examine(name: str, gpu: Gpu, device: Device) -> tuple[GpuReport, list[Check]]:
+    """One GPU of ours."""
+    info, supported, limit_w = device.info(), device.supported(), device.settings().power_limit_w
+    samples = _watch(device)
+    now = samples[-1]
+    method, energy_check = _energy_method(name, info, samples)
+    checks = [
+        _setting_check(name, info, supported),
+        energy_check,
+        *_held(name, now, supported, limit_w),
+    ]
+    if gpu.persistence is False:
+        text = "persistence mode is off: clocks and limits are forgotten between jobs"
+        advice = "as root: nvidia-smi -pm 1, or run nvidia-persistenced"
+        checks.append(_check(name, Status.WARNING, text, advice))
+    report = GpuReport(
+        index=gpu.index,
+        uuid=info.uuid,
+        name=info.name,
+        visible=True,
+        can_set=info.can_set,
+        refusal=info.refusal,
+        sm_clocks_hz=supported.sm_clocks_hz,
+        memory_clocks_hz=supported.memory_clocks_hz,
+        power_limits_w=supported.power_limits_w,
+        power_limit_w=limit_w,
+        power_w=now.power_w,
+        sm_clock_hz=now.sm_clock_hz,
+        sm_utilisation=now.sm_utilisation,
+        energy_method=method,
+        sensor_period_s=info.sensor_period_s,
+        memory_bytes=info.memory_bytes,
+        persistence=gpu.persistence,
+    )
+    return report, checks
+
+
+def _watch(device: Device) -> list[Sample]:
+    """Samples over `WATCH_S`; the first and the last one with the energy counter."""
+    samples = [device.sample(energy=True)]
+    while samples[-1].t_s < samples[0].t_s + WATCH_S:
+        time.sleep(SAMPLE_EVERY_S)
+        samples.append(device.sample())
+    return [*samples, device.sample(energy=True)]
+
+
+def _energy_method(
+    name: str, info: DeviceInfo, samples: Sequence[Sample]
+) -> tuple[str | None, Check]:
+    """Which way to measure energy can be trusted here: counter and power integral of one second
+    are compared, since a counter may be stuck, or count the CPU of the same module."""
+    known = [(s.t_s, s.power_w) for s in samples if s.power_w is not None]
+    integral_j = sum((b - a) * (p + q) / 2 for (a, p), (b, q) in itertools.pairwise(known))
+    first_j, last_j = samples[0].energy_j, samples[-1].energy_j
+    if first_j is None or last_j is None:
+        if not known:
+            return None, _check(name, Status.WARNING, "no power sensor: energy stays unknown")
+        text = "no energy counter: energy is the integral of power"
+        return "power integral", _check(name, Status.FINE, text)
+    counted_j = last_j - first_j
+    period = "unknown" if info.sensor_period_s is None else show_time(info.sensor_period_s)
+    text = (
+        f"energy counter {counted_j:.1f} J, power integral {integral_j:.1f} J over one second; "
+        f"sensors change every {period}"
+    )
+    if known and abs(counted_j - integral_j) > DISAGREEMENT * integral_j:
+        advice = "the counter is stuck or counts the whole module: trust the integral of power"
+        return "power integral", _check(name, Status.WARNING, text, advice)
+    return "counter", _check(name, Status.FINE, text)
+
+
+def _setting_check(name: str, info: DeviceInfo, supported: Supported) -> Check:
+    sm, memory, limits = (
+        supported.sm_clocks_hz,
+        supported.memory_clocks_hz,
+        supported.power_limits_w,
+    )
+    knobs = [f"SM clock {sm[0] / MHZ:.0f}-{sm[-1] / MHZ:.0f} MHz ({len(sm)})"] if sm else []
+    if memory:
+        knobs.append(
+            f"memory clock {memory[0] / MHZ:.0f}-{memory[-1] / MHZ:.0f} MHz ({len(memory)})"
+        )
+    if limits:
+        knobs.append(f"limit {limits[0]:.0f}-{limits[-1]:.0f} W")
+    text = f"{info.name}: {', '.join(knobs) or 'no knob'}"
+    if info.can_set:
+        return _check(name, Status.FINE, f"{text}; may be set")
+    advice = "kilter run --dry-run does all but setting, and says what it would set"
+    return _check(name, Status.WARNING, f"{text}; may not be set: {info.refusal}", advice)
+
+
+def _held(
+    name: str, sample: Sample, supported: Supported, limit_w: float | None
+) -> Iterator[Check]:
+    """Signs that somebody else controls this GPU: there is no call that tells a clock lock."""
+    largest_w = max(supported.power_limits_w, default=None)
+    if limit_w is not None and largest_w is not None and limit_w < largest_w:
+        text = f"power limit {limit_w:.0f} W is below the largest, {largest_w:.0f} W"
+        yield _check(name, Status.FINE, f"{text}: kept, and restored, as found")
+    busy = (sample.sm_utilisation or 0.0) >= LOADED
+    clock_hz, clocks_hz = sample.sm_clock_hz, supported.sm_clocks_hz
+    if busy and clock_hz is not None and clocks_hz and clock_hz < clocks_hz[-1]:
+        reasons = [reason.value for reason in sample.throttle or ()]
+        if not reasons or reasons == [Throttle.CLOCK_SETTING.value]:
+            yield _check(
+                name,
+                Status.WARNING,
+                f"busy at {clock_hz / MHZ:.0f} of {clocks_hz[-1] / MHZ:.0f} MHz without a reason",
+                "somebody may have locked its clocks; if nobody should: nvidia-smi -rgc, as root",
+            )
+
+
+def _controllers() -> Iterator[Check]:
+    """Other programs that set clocks or own the counters, by process name."""
+    for comm in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            process = comm.read_text().strip()
+        except OSError:  # it has ended meanwhile
+            continue
+        if process in CONTROLLERS:
+            text = f"{process} is running (process {comm.parent.name})"
+            yield _check("controllers", Status.WARNING, text, CONTROLLERS[process])
+
+
+def _torch_check(version: str | None) -> Check:
+    if version is None:
+        return _check("torch", Status.WARNING, "not installed in this Python", "pip install torch")
+    if version.endswith("+cpu"):
+        text = f"{version} has no GPU support"
+        return _check("torch", Status.WARNING, text, "install a CUDA build to use the GPU")
+    return _check("torch", Status.FINE, version)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gravity(error: DeviceError) -> Status:
+    broken = isinstance(error, DriverMismatch | DeviceLost | DeviceHung)
+    return Status.CRITICAL if broken else Status.UNKNOWN
+
+
+def _check(name: str, status: Status, found: str, advice: str | None = None) -> Check:
+    return Check(name=name, status=status.name.lower(), found=found, advice=advice)

@@ -1,0 +1,79 @@
+"""The default planner: keep, make again, or swap, each where it costs least.
+
+Making again costs a known time per byte, the same wherever it happens; swapping is free while it
+hides behind compute and expensive beyond. So intervals are made again in the order of their price
+(seconds per byte, short gaps first: they cannot be swapped anyway), and what is still missing is
+swapped by `spanning`. How far to go along the prices is one number; it is searched, and the
+simulator decides.
+"""
+
+from __future__ import annotations
+
+from kilter.core.errors import PlanError
+from kilter.plan.swap.problem import Problem
+from kilter.plan.swap.simulate import Outcome, Schedule
+from kilter.plan.swap.spanning import swap_rest
+
+
+def mix(problem: Problem) -> Schedule:
+    """Swap, recompute and keep. `PlanError` if not even everything away fits the budget."""
+    if problem.peak_bytes <= problem.budget_bytes:
+        return Schedule()
+    if problem.floor_bytes > problem.budget_bytes:
+        raise PlanError(
+            f"the budget of {problem.budget_bytes} bytes is below {problem.floor_bytes}, which "
+            "operations need even when everything else is away"
+        )
+    order = by_price(problem)
+    tried: dict[int, tuple[Schedule, Outcome] | None] = {}
+
+    def time_at(count: int) -> float:
+        if count not in tried:
+            tried[count] = swap_rest(problem, _needed(problem, order[:count]))
+        found = tried[count]
+        return float("inf") if found is None else found[1].iteration_s
+
+    low, high = 0, len(order)
+    step = max(1, len(order) // 8)
+    while True:
+        counts = [*range(low, high, step), high]
+        best = min(counts, key=lambda count: (time_at(count), count))
+        if step == 1:
+            break
+        low, high = max(0, best - step), min(len(order), best + step)
+        step = max(1, step // 4)
+    found = tried[best]
+    if found is None:  # swapping and making again get in each other's way only through `needs`
+        found = swap_rest(problem, frozenset())
+    assert found is not None, "everything away fits, so swapping alone does"
+    return found[0]
+
+
+def by_price(problem: Problem) -> list[int]:
+    """Intervals that can be made again, cheapest per byte first, then the shortest gap."""
+
+    def price(index: int) -> tuple[float, int, int]:
+        interval = problem.intervals[index]
+        assert interval.recompute_s is not None
+        return (interval.recompute_s / interval.size_bytes, interval.gap, index)
+
+    possible = [i for i, j in enumerate(problem.intervals) if j.recompute_s is not None]
+    return sorted(possible, key=price)
+
+
+def _needed(problem: Problem, chosen: list[int]) -> frozenset[int]:
+    """`chosen` without those that may stay even if nothing else is swapped, dearest first."""
+    remade = frozenset(chosen)
+    due = problem.deadlines(remade)
+    away = {i: (problem.intervals[i].after + 1, due[i]) for i in remade}
+    slack = problem.budget_bytes - problem.profile(away)
+    if int(slack.min()) <= 0:
+        return remade
+    kept: set[int] = set()
+    for index in reversed(chosen):
+        interval = problem.intervals[index]
+        window = slack[interval.after + 1 : due[index]]
+        if window.size and int(window.min()) >= interval.size_bytes:
+            window -= interval.size_bytes
+            kept.add(index)
+    return remade - kept

@@ -1,0 +1,268 @@
+"""The event simulator that judges every schedule: channels, events, allocator.
+
+It shares no code with the planners. Compute runs the operations in order; one channel a direction
+serves transfers first in, first out; while both are busy they share the link. Before operation `k`
+
+1. every release due at `k` waits until its transfer to the host is complete, and frees the memory;
+2. every load due at `k` takes memory and joins the queue to the device;
+3. the operation waits for what it needs, and makes again what is to be made again.
+
+A transfer to the host starts no earlier than the end of the operation before the gap. Waiting is
+counted as stall. Nothing is trusted: what is not resident when used, more memory than the budget,
+or a load that does not follow its release is reported as a fault.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kilter.plan.swap.problem import Link, Problem
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Move:
+    """One swap: `interval` leaves after its use, its memory is free from operation `release` on,
+    and it is loaded again from operation `load` on."""
+
+    interval: int
+    release: int
+    load: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What is swapped and what is made again; every other interval is kept."""
+
+    moves: tuple[Move, ...] = ()
+    remade: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of the timeline: `lane` is compute, remake, stall, out or in."""
+
+    lane: str
+    index: int
+    """Operation (compute, stall) or interval (remake, out, in)."""
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a schedule does. `label` of these numbers: simulated."""
+
+    iteration_s: float
+    peak_bytes: int
+    stall_s: float
+    remake_s: float
+    out_bytes: int
+    in_bytes: int
+    spans: tuple[Span, ...]
+    faults: tuple[str, ...]
+    """Empty for a correct schedule."""
+
+
+class _State(enum.Enum):
+    HERE = "on the device"
+    AWAY = "away"
+    COMING = "on its way in"
+
+
+@dataclass(slots=True)
+class _Transfer:
+    index: int
+    latency_left_s: float
+    bytes_left: float
+    start_s: float
+
+
+class _Channels:
+    """Two first-in-first-out channels that share the link while both are moving bytes."""
+
+    def __init__(self, link: Link, record: Callable[[Span], None]) -> None:
+        self._link = link
+        self._record = record
+        self._now_s = 0.0
+        self._rates = {"out": link.to_host_bytes_per_s, "in": link.to_device_bytes_per_s}
+        self._queues: dict[str, deque[tuple[int, int]]] = {"out": deque(), "in": deque()}
+        self._current: dict[str, _Transfer | None] = {"out": None, "in": None}
+        self._done: set[tuple[str, int]] = set()
+
+    def put(self, lane: str, index: int, size_bytes: int, now_s: float) -> None:
+        self.advance(now_s)
+        self._queues[lane].append((index, size_bytes))
+        self._start_waiting(lane)
+
+    def advance(self, until_s: float) -> None:
+        while self._now_s < until_s and self._step(until_s):
+            pass
+        self._now_s = max(self._now_s, until_s)
+
+    def wait(self, lane: str, index: int) -> float:
+        """Run until this transfer is done; the time then. Infinite if it was never put."""
+        while (lane, index) not in self._done:
+            if not self._step(float("inf")):
+                return float("inf")
+        return self._now_s
+
+    def _start_waiting(self, lane: str) -> None:
+        if self._current[lane] is None and self._queues[lane]:
+            index, size_bytes = self._queues[lane].popleft()
+            self._current[lane] = _Transfer(
+                index, self._link.latency_s, float(size_bytes), self._now_s
+            )
+
+    def _step(self, until_s: float) -> bool:
+        """Advance to the next event, at most to `until_s`; False when both channels are idle."""
+        busy = [(lane, t) for lane, t in self._current.items() if t is not None]
+        if not busy:
+            return False
+        moving = sum(transfer.latency_left_s <= 0 for _, transfer in busy)
+        factor = self._link.shared if moving == 2 else 1.0
+        span_s = until_s - self._now_s
+        for lane, transfer in busy:
+            left_s = transfer.latency_left_s
+            if left_s <= 0:
+                left_s = transfer.bytes_left / (self._rates[lane] * factor)
+            span_s = min(span_s, left_s)
+        reached = self._now_s + span_s
+        for lane, transfer in busy:
+            if transfer.latency_left_s > 0:
+                transfer.latency_left_s -= span_s
+                if transfer.latency_left_s < 1e-15:
+                    transfer.latency_left_s = 0.0
+                continue
+            transfer.bytes_left -= self._rates[lane] * factor * span_s
+            if transfer.bytes_left < 1e-3:  # a thousandth of a byte: rounding
+                self._record(Span(lane, transfer.index, transfer.start_s, reached))
+                self._done.add((lane, transfer.index))
+                self._current[lane] = None
+        self._now_s = reached
+        for lane in self._queues:
+            self._start_waiting(lane)
+        return True
+
+
+def simulate(problem: Problem, schedule: Schedule) -> Outcome:
+    """Run one iteration of `problem` under `schedule`."""
+    intervals = problem.intervals
+    spans: list[Span] = []
+    faults: list[str] = []
+    channels = _Channels(problem.link, spans.append)
+    state = dict.fromkeys(range(len(intervals)), _State.HERE)
+    remade = frozenset(schedule.remade)
+    due = problem.deadlines(remade)
+
+    leave: dict[int, list[Move]] = {}
+    release: dict[int, list[Move]] = {}
+    load: dict[int, list[Move]] = {}
+    for move in schedule.moves:
+        leave.setdefault(intervals[move.interval].after, []).append(move)
+        release.setdefault(move.release, []).append(move)
+        load.setdefault(move.load, []).append(move)
+    for moves in load.values():
+        moves.sort(key=lambda move: (due[move.interval], move.interval))
+    drop: dict[int, list[int]] = {}
+    remake: dict[int, list[int]] = {}
+    for index in sorted(remade):
+        drop.setdefault(intervals[index].after, []).append(index)
+        remake.setdefault(due[index], []).append(index)
+    needed: dict[int, list[int]] = {}
+    for index, interval in enumerate(intervals):
+        for operation in {interval.after, due[index], interval.before}:
+            needed.setdefault(operation, []).append(index)
+
+    clock_s = 0.0
+    stall_s = 0.0
+    remake_s = 0.0
+    away_bytes = 0
+    peak_bytes = 0
+    out_bytes = 0
+    in_bytes = 0
+
+    def stall(operation: int, until_s: float) -> None:
+        nonlocal clock_s, stall_s
+        if until_s == float("inf"):
+            faults.append(f"operation {operation} waits for a transfer that never starts")
+        elif until_s > clock_s:
+            spans.append(Span("stall", operation, clock_s, until_s))
+            stall_s += until_s - clock_s
+            clock_s = until_s
+
+    for operation, duration_s in enumerate(problem.operation_s):
+        channels.advance(clock_s)
+        for move in release.get(operation, ()):
+            interval = intervals[move.interval]
+            if operation <= interval.after or state[move.interval] is not _State.HERE:
+                faults.append(f"{interval.name}: released at operation {operation} while in use")
+            if not interval.clean:
+                stall(operation, channels.wait("out", move.interval))
+            state[move.interval] = _State.AWAY
+            away_bytes += interval.size_bytes
+        for move in load.get(operation, ()):
+            interval = intervals[move.interval]
+            if state[move.interval] is not _State.AWAY:
+                faults.append(f"{interval.name}: loaded at operation {operation} before it left")
+            state[move.interval] = _State.COMING
+            away_bytes -= interval.size_bytes
+            in_bytes += interval.size_bytes
+            channels.put("in", move.interval, interval.size_bytes, clock_s)
+        for index in needed.get(operation, ()):
+            if state[index] is _State.COMING and due[index] == operation:
+                stall(operation, channels.wait("in", index))
+                state[index] = _State.HERE
+        for index in remake.get(operation, ()):
+            interval = intervals[index]
+            if interval.recompute_s is None:
+                faults.append(f"{interval.name}: cannot be made again")
+                continue
+            for other in interval.needs:
+                covers = intervals[other].after < operation <= intervals[other].before
+                if covers and state[other] is not _State.HERE:
+                    faults.append(
+                        f"{interval.name}: made again while {intervals[other].name} is away"
+                    )
+            spans.append(Span("remake", index, clock_s, clock_s + interval.recompute_s))
+            clock_s += interval.recompute_s
+            remake_s += interval.recompute_s
+            if state[index] is not _State.AWAY:
+                faults.append(f"{interval.name}: made again but never dropped")
+            state[index] = _State.HERE
+            away_bytes -= interval.size_bytes
+        faults += [
+            f"{intervals[index].name}: {state[index].value} when operation {operation} uses it"
+            for index in needed.get(operation, ())
+            if state[index] is not _State.HERE
+        ]
+        used_bytes = problem.resident_bytes[operation] - away_bytes
+        peak_bytes = max(peak_bytes, used_bytes)
+        if used_bytes > problem.budget_bytes:
+            faults.append(
+                f"operation {operation} needs {used_bytes} bytes of {problem.budget_bytes}"
+            )
+        spans.append(Span("compute", operation, clock_s, clock_s + duration_s))
+        clock_s += duration_s
+        for move in leave.get(operation, ()):
+            if not intervals[move.interval].clean:
+                out_bytes += intervals[move.interval].size_bytes
+                channels.put("out", move.interval, intervals[move.interval].size_bytes, clock_s)
+        for index in drop.get(operation, ()):
+            state[index] = _State.AWAY
+            away_bytes += intervals[index].size_bytes
+    for index, where in state.items():
+        if where is not _State.HERE:
+            faults.append(f"{intervals[index].name}: {where.value} at the end of the iteration")
+    return Outcome(
+        iteration_s=clock_s,
+        peak_bytes=peak_bytes,
+        stall_s=stall_s,
+        remake_s=remake_s,
+        out_bytes=out_bytes,
+        in_bytes=in_bytes,
+        spans=tuple(spans),
+        faults=tuple(faults),
+    )

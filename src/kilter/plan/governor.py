@@ -31,6 +31,11 @@ RESERVE_BLOCKS = 24
 """Blocks kept back for confirming when the length of the job is known."""
 LEAST_IMPROVEMENT = 0.002
 """Expected improvement (fraction of the objective) below which a search is over."""
+MOST_TESTS = 6
+"""Settings confirmed in one search: each further test has less error probability to spend."""
+HEADROOM = 0.25
+"""A setting is worth confirming if its expected time stays below the bound by this many standard
+deviations of a pair: closer to the bound tests mostly time out."""
 NOISE_SD = 0.01
 """Spread of one pair's log ratio that is assumed until pairs show their own."""
 REFERENCE_EVERY = 50
@@ -113,6 +118,7 @@ class Governor:
         self._used = 0
         self._pairs = 0
         self._tests = 0
+        self._tests_before = 0
         self._probed: dict[int, _Evidence] = {}
         self._decided: set[int] = set()
         self.choice = Choice(setting=space.found, reason="the default stands: nothing tried yet")
@@ -124,6 +130,7 @@ class Governor:
             drift = yield from self._hold()
             self._probed.clear()
             self._decided.clear()
+            self._tests_before = self._tests
             self.choice = Choice(setting=self._space.found, reason=f"the default stands: {drift}")
 
     def search(self) -> Generator[Order, Outcome, Choice]:
@@ -156,13 +163,15 @@ class Governor:
                 )
                 for index, e in self._probed.items()
             },
-            bound=self._contract.bound,
+            bound=self._contract.bound - HEADROOM * spread,
             objective=self._goal.objective,
             best=self._objective(self.choice),
             rejected=frozenset(self._decided),
         )
         if self._blocks is not None and self._used + RESERVE_BLOCKS > self._blocks:
             ranking = [f for f in ranking if f.probed]
+        if self._tests - self._tests_before >= MOST_TESTS:
+            return []
         return [f for f in ranking if f.improvement >= LEAST_IMPROVEMENT]
 
     def _probe(self, forecast: Forecast) -> Generator[Order, Outcome, None]:

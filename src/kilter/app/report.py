@@ -41,6 +41,9 @@ SCHEMA = "kilter.report/1"
 JUDGED = ("confirm", "hold")
 """Phases whose pairs make the headline."""
 
+HOLDING = ("hold", "holding")
+"""States of a decision to keep a setting."""
+
 MOST_POINTS = 400
 """A time series is thinned to this many points; blocks are never thinned."""
 
@@ -92,30 +95,15 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobBlock:
-    """A block of the whole job: time of the slowest rank, energy of all devices."""
-
-    number: int
-    pair: int | None
-    phase: str
-    arm: str
-    setting: Setting
-    t_s: float
-    iterations: int
-    iteration_s: float
-    energy_j: float | None
-    clean: bool
-    why_not: str | None
-    rehearsed: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
     """What one device's sensors said over the run; `None` where they said nothing."""
 
     rank: int
     device: str
-    t_s: tuple[float, ...]
+    begin_s: float
+    """The device's clock when the record begins."""
+    device_t_s: tuple[float, ...]
+    """The device's clock: virtual time of a simulated device."""
     power_w: tuple[float | None, ...]
     sm_clock_hz: tuple[float | None, ...]
     memory_clock_hz: tuple[float | None, ...]
@@ -210,7 +198,7 @@ class Report:
     decisions: tuple[Decided, ...]
     errors: tuple[Failed, ...]
     prediction: Prediction | None
-    blocks: tuple[JobBlock, ...]
+    blocks: tuple[Block, ...]
     series: tuple[Series, ...]
     operations: tuple[OperationEnergy, ...]
     operations_method: str | None
@@ -306,8 +294,8 @@ def summarise(
     lead = ranks[0].started
     stops = [rank.stopped for rank in ranks if rank.stopped is not None]
     complete = len(stops) == len(ranks)
-    blocks = join_ranks(ranks)
-    choice = _choice(ranks[0], found=lead.found, mode=lead.mode, complete=complete)
+    blocks = ranks[0].blocks
+    choice = _choice(ranks[0], complete=complete)
     pairs = pair_up(blocks)
     governed = choice.setting != lead.found
     judged = [
@@ -321,7 +309,7 @@ def summarise(
     if governed and judged:
         baseline, arm = _arm([base for base, _ in judged]), _arm([ours for _, ours in judged])
     else:
-        baseline = _arm([b for b in blocks if b.arm == "baseline" and b.clean])
+        baseline = _arm([b for b in blocks if b.arm == "baseline" and _usable(b)])
         arm = baseline if stands else Arm(iteration_s=None, energy_j=None)
     label = lead.device.label
     if governed and any(block.rehearsed for pair in judged for block in pair):
@@ -372,7 +360,7 @@ def summarise(
         decisions=ranks[0].decisions,
         errors=tuple(failure for rank in ranks for failure in rank.failed),
         prediction=_prediction(plan),
-        blocks=tuple(blocks),
+        blocks=blocks,
         series=tuple(_series(rank) for rank in _one_per_device(ranks)),
         operations=operations,
         operations_method=operations_method,
@@ -386,61 +374,7 @@ _INTERVAL_METHOD = (
 )
 
 
-# One job out of several ranks.
-
-
-def join_ranks(ranks: Sequence[Rank]) -> list[JobBlock]:
-    """Blocks of the job, in order. All ranks follow one order of blocks, so blocks of one number
-    belong together: the slowest rank is the job's time, the sum over devices its energy. A rank
-    that has no blocks at all takes no part."""
-    taking_part = [rank for rank in ranks if rank.blocks]
-    if not taking_part:
-        return []
-    meters = {id(rank) for rank in _one_per_device(taking_part)}
-    by_number = [{block.number: block for block in rank.blocks} for rank in taking_part]
-    result = []
-    for lead in taking_part[0].blocks:
-        present = [blocks[lead.number] for blocks in by_number if lead.number in blocks]
-        energies = [
-            blocks[lead.number].energy_j
-            for rank, blocks in zip(taking_part, by_number, strict=True)
-            if id(rank) in meters and lead.number in blocks
-        ]
-        clean = all(_usable(block) for block in present)
-        why_not = next((b.why_not or _UNCLEAN for b in present if not _usable(b)), None)
-        if len(present) < len(taking_part):
-            clean, why_not = False, "a rank has no record of it"
-        elif any((b.phase, b.pair, b.arm) != (lead.phase, lead.pair, lead.arm) for b in present):
-            clean, why_not = False, "the ranks did not run it together"
-        result.append(
-            JobBlock(
-                number=lead.number,
-                pair=lead.pair,
-                phase=lead.phase,
-                arm=lead.arm,
-                setting=lead.setting,
-                t_s=lead.t_s,
-                iterations=lead.iterations,
-                iteration_s=max(block.iteration_s for block in present),
-                energy_j=_total(energies),
-                clean=clean,
-                why_not=why_not,
-                rehearsed=any(block.rehearsed for block in present),
-            )
-        )
-    return result
-
-
-_UNCLEAN = "no reason given"
-
-
-def _usable(block: Block) -> bool:
-    return block.clean and block.iteration_s > 0.0
-
-
-def _total(energies: Sequence[float | None]) -> float | None:
-    known = [energy for energy in energies if energy is not None and energy > 0.0]
-    return math.fsum(known) if known and len(known) == len(energies) else None
+# One job out of several ranks: rank 0 writes the blocks of them all.
 
 
 def _one_per_device(ranks: Sequence[Rank]) -> list[Rank]:
@@ -455,18 +389,27 @@ def _names(ranks: Sequence[Rank]) -> str:
 
 def _ranks_text(ranks: Sequence[Rank]) -> str:
     world, devices = ranks[0].started.world_size, len(_one_per_device(ranks))
-    if world == 1 and len(ranks) == 1:
+    if world == 1:
         return "one process on one device"
-    text = f"time of the slowest rank, energy summed over {devices} device"
-    text += "s" if devices != 1 else ""
-    blocks = sum(1 for rank in ranks if rank.blocks)
-    return f"{text}; blocks from {blocks} of {world} ranks"
+    text = f"time of the slowest of {world} ranks, energy summed over {world} ranks"
+    if len(ranks) < world:
+        text += f"; {world - len(ranks)} of them left no record of their own"
+    if devices < len(ranks):
+        text += f"; {len(ranks)} ranks share {devices} devices, which count once for each rank"
+    return text
 
 
 # Pairs and estimates.
 
 
-def pair_up(blocks: Iterable[JobBlock]) -> list[tuple[JobBlock, JobBlock]]:
+def _usable(block: Block) -> bool:
+    return block.clean and block.iteration_s > 0.0
+
+
+_UNCLEAN = "no reason given"
+
+
+def pair_up(blocks: Iterable[Block]) -> list[tuple[Block, Block]]:
     """(baseline, candidate) of every pair of which both blocks are clean.
 
     The blocks of a pair follow each other with no other pair between them; numbers of pairs may
@@ -474,13 +417,13 @@ def pair_up(blocks: Iterable[JobBlock]) -> list[tuple[JobBlock, JobBlock]]:
     """
     pairs = []
     key: tuple[str, int] | None = None
-    arms: dict[str, JobBlock] = {}
+    arms: dict[str, Block] = {}
     for block in blocks:
         if block.pair is None:
             continue
         if (block.phase, block.pair) != key:
             key, arms = (block.phase, block.pair), {}
-        if block.clean:
+        if _usable(block):
             arms[block.arm] = block
             if len(arms) == 2:
                 pairs.append((arms["baseline"], arms["candidate"]))
@@ -488,7 +431,7 @@ def pair_up(blocks: Iterable[JobBlock]) -> list[tuple[JobBlock, JobBlock]]:
     return pairs
 
 
-Pairs = Sequence[tuple[JobBlock, JobBlock]]
+Pairs = Sequence[tuple[Block, Block]]
 
 
 def _estimates(pairs: Pairs) -> tuple[Estimate | None, Estimate | None]:
@@ -497,7 +440,7 @@ def _estimates(pairs: Pairs) -> tuple[Estimate | None, Estimate | None]:
     energy = [
         math.log(ours.energy_j / base.energy_j)
         for base, ours in pairs
-        if ours.energy_j is not None and base.energy_j is not None
+        if ours.energy_j and base.energy_j
     ]
     return paired_ratio(time), paired_ratio(energy)
 
@@ -528,9 +471,9 @@ def _within(goal: Goal, interval: tuple[float, float] | None) -> bool | None:
     return False if interval[0] > bound else None
 
 
-def _arm(blocks: Sequence[JobBlock]) -> Arm:
+def _arm(blocks: Sequence[Block]) -> Arm:
     # Geometric means, so that their ratio is exactly the ratio of the headline.
-    energies = [block.energy_j for block in blocks if block.energy_j is not None]
+    energies = [block.energy_j for block in blocks if block.energy_j]
     return Arm(
         iteration_s=_geometric_mean([block.iteration_s for block in blocks]),
         energy_j=_geometric_mean(energies) if len(energies) == len(blocks) else None,
@@ -541,14 +484,16 @@ def _geometric_mean(values: Sequence[float]) -> float | None:
     return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else None
 
 
-def _evidence(blocks: Sequence[JobBlock], pairs: Pairs, energy: Estimate | None) -> Evidence:
+def _evidence(blocks: Sequence[Block], pairs: Pairs, energy: Estimate | None) -> Evidence:
     used = [block for pair in pairs for block in pair]
     return Evidence(
         iterations=sum(block.iterations for block in used),
         blocks=len(used),
         pairs=len(pairs),
         energy_pairs=energy.pairs if energy is not None else 0,
-        left_out=dict(Counter(b.why_not or _UNCLEAN for b in blocks if not b.clean).most_common()),
+        left_out=dict(
+            Counter(b.why_not or _UNCLEAN for b in blocks if not _usable(b)).most_common()
+        ),
     )
 
 
@@ -559,7 +504,7 @@ def _rehearsed_share(pairs: Pairs) -> float:
 
 
 def _probes(pairs: Pairs, chosen: Setting) -> tuple[Probe, ...]:
-    groups: dict[tuple[Setting, str], list[tuple[JobBlock, JobBlock]]] = {}
+    groups: dict[tuple[Setting, str], list[tuple[Block, Block]]] = {}
     for pair in pairs:
         ours = pair[1]
         role = "confirm" if ours.phase in JUDGED else ours.phase
@@ -587,17 +532,21 @@ def _probes(pairs: Pairs, chosen: Setting) -> tuple[Probe, ...]:
 # What was decided, and how it ended.
 
 
-def _choice(rank: Rank, *, found: Setting, mode: str, complete: bool) -> Choice:
+def _choice(rank: Rank, *, complete: bool) -> Choice:
+    found = rank.started.found
     last = rank.decisions[-1] if rank.decisions else None
-    if last is not None and last.state == "holding":
-        return Choice(setting=last.setting, state=last.state, reason=last.reason)
+    if last is not None and last.state in HOLDING:
+        return Choice(setting=last.setting, state="holding", reason=last.reason)
     if last is not None and last.state in ("default", "restored"):
         return Choice(setting=found, state=last.state, reason=last.reason)
-    if mode == "observe":
+    if rank.blocks and rank.blocks[-1].phase == "hold" and rank.blocks[-1].arm == "baseline":
+        reason = "no setting tried saves enough within the bound"
+        return Choice(setting=found, state="default", reason=reason)
+    if rank.started.mode == "observe":
         return Choice(setting=found, state="undecided", reason=rank.started.mode_reason)
     ended = "the run ended" if complete else "the record ends"
-    doing = f"while {last.state}" if last is not None else "before the first decision"
-    reason = f"{ended} {doing}, before there was evidence"
+    doing = f"in state {last.state!r}" if last is not None else "before the first decision"
+    reason = f"{ended} {doing}, before the evidence was in"
     return Choice(setting=found, state="undecided", reason=reason)
 
 
@@ -644,10 +593,12 @@ def _series(rank: Rank) -> Series:
     samples = rank.samples
     size = max(1, math.ceil(len(samples) / MOST_POINTS))
     chunks = [samples[i : i + size] for i in range(0, len(samples), size)]
+    begins = [s.device_t_s for s in samples[:1]] + [b.device_begin_s for b in rank.blocks[:1]]
     return Series(
         rank=rank.started.rank,
         device=rank.started.device.name,
-        t_s=tuple(math.fsum(s.t_s for s in chunk) / len(chunk) for chunk in chunks),
+        begin_s=min(begins, default=0.0),
+        device_t_s=tuple(math.fsum(s.device_t_s for s in chunk) / len(chunk) for chunk in chunks),
         power_w=tuple(_mean(s.power_w for s in chunk) for chunk in chunks),
         sm_clock_hz=tuple(_mean(s.sm_clock_hz for s in chunk) for chunk in chunks),
         memory_clock_hz=tuple(_mean(s.memory_clock_hz for s in chunk) for chunk in chunks),

@@ -34,7 +34,7 @@ def start_line(started: Started) -> str:
 
 def summary(report: Report, run_dir: str | Path) -> str:
     """The few lines at the end of a run."""
-    lines = [headline(report), f"evidence: {evidence(report)}", _ending(report)]
+    lines = [headline(report), f"evidence: {evidence(report)}", ending(report)]
     lines += [f"refused: {refusal.what}: {refusal.reason}" for refusal in report.refused]
     lines += [f"an error of ours, {e.where}: {e.error}" for e in report.errors[:_MOST_ERRORS]]
     page = Path(run_dir) / "report.html"
@@ -57,7 +57,7 @@ def full(report: Report) -> str:
         f"default  {show_time(base.iteration_s)}, {show_energy(base.energy_j)} per iteration",
         f"governed {show_time(ours.iteration_s)}, {show_energy(ours.energy_j)} per iteration",
         f"evidence {evidence(report)}",
-        f"end      {_ending(report)}",
+        f"end      {ending(report)}",
         f"energy   by {report.energy_method or 'unknown means (no end on record)'}",
     ]
     if report.mode != "govern":
@@ -144,7 +144,8 @@ def evidence(report: Report) -> str:
     return text
 
 
-def _ending(report: Report) -> str:
+def ending(report: Report) -> str:
+    """What was held, and whether the found setting is back."""
     end = "no end on record"
     if report.restored is not None:
         end = f"{report.found} {'restored' if report.restored else 'NOT restored'}"

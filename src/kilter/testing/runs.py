@@ -43,7 +43,7 @@ class Job:
 
     def energy_ratio(self, setting: Setting) -> float:
         f = (setting.sm_clock_hz or TOP_HZ) / TOP_HZ
-        return self.time_ratio(setting) * (0.42 + 0.58 * f**2.3)
+        return self.time_ratio(setting) * (0.42 + 0.58 * math.pow(f, 2.3))
 
 
 @dataclass(slots=True)
@@ -123,6 +123,7 @@ class Recorder:
             self.events.append(
                 Sampled(
                     t_s=begin_s + (self.t_s - begin_s) * (i + 0.5) / 4,
+                    device_t_s=begin_s + (self.t_s - begin_s) * (i + 0.5) / 4,
                     power_w=energy_j / time_s * (1.0 + noise.gauss(0.0, 0.01)),
                     sm_clock_hz=setting.sm_clock_hz or TOP_HZ,
                     memory_clock_hz=877 * MHZ,
@@ -270,24 +271,25 @@ def write_plan(directory: Path, setting: Setting, job: Job) -> None:
 
 def write_trace(directory: Path, iteration_s: float = 0.084) -> None:
     """A small convnet's iteration: twelve layers, forward and backward, and an optimizer step."""
-    parts: list[tuple[str, Kind, float, float | None, float | None]]
-    parts = [("data", Kind.DATA_WAIT, 2.0, None, None)]
-    layers = [(f"layer{1 + i // 3}.{i % 3}.conv", 3.0 + i % 4, 2.0 ** (i % 5)) for i in range(12)]
-    for name, weight, flops in layers:
-        parts.append((name, Kind.FORWARD, weight, flops * 1e9, 6e7 * weight))
-    for name, weight, flops in reversed(layers):
-        parts.append((name, Kind.BACKWARD, 1.9 * weight, 2 * flops * 1e9, 1.3e8 * weight))
-    parts.append(("SGD", Kind.OPTIMIZER, 5.0, 5e7, 4e8))
+    layers = [
+        (f"layer{1 + i // 3}.{i % 3}.conv", 3.0 + i % 4, 1e9 * 2.0 ** (i % 5)) for i in range(12)
+    ]
+    parts: list[tuple[str, Kind, float, float | None, float | None]] = [
+        ("data", Kind.DATA_WAIT, 2.0, None, None),
+        *((name, Kind.FORWARD, w, flops, 6e7 * w) for name, w, flops in layers),
+        *((name, Kind.BACKWARD, 1.9 * w, 2 * flops, 1.3e8 * w) for name, w, flops in layers[::-1]),
+        ("SGD", Kind.OPTIMIZER, 5.0, 5e7, 4e8),
+    ]
     unit_s = 0.97 * iteration_s / sum(part[2] for part in parts)
     operations, t_s = [], 0.0
-    for name, kind, weight, flops, bytes_moved in parts:
+    for name, kind, weight, work, bytes_moved in parts:
         operations.append(
             Operation(
                 name=name,
                 kind=kind,
                 start_s=t_s,
                 duration_s=weight * unit_s,
-                flops=flops,
+                flops=work,
                 bytes_moved=bytes_moved,
             )
         )

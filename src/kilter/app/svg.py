@@ -1,0 +1,195 @@
+"""Just enough of inline SVG for the plots of the report: scales, ticks, axes, labels that give way.
+
+Everything that comes from a run goes through `escape`. Colours are classes, so that the page's
+style sheet rules both light and dark.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+TEXT_WIDTH = 0.56
+"""Mean width of a character over the font's size, to keep labels apart without a font at hand."""
+FONT_SIZE = 13.0
+
+
+def escape(value: object) -> str:
+    """Safe in HTML text and attributes; control characters, which no page may hold, replaced."""
+    text = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in str(value))
+    return html.escape(text, quote=True)
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round numbers from `low` to `high`, inside."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / max(count, 1)
+    unit = 10.0 ** math.floor(math.log10(raw))
+    step = next(s * unit for s in (1.0, 2.0, 2.5, 5.0, 10.0) if s * unit >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def padded(values: Sequence[float], share: float = 0.08) -> tuple[float, float]:
+    """The range of some values with a margin on both sides."""
+    low, high = min(values), max(values)
+    margin = (high - low) * share or abs(high) * share or 1.0
+    return low - margin, high + margin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """The rectangle of a plot, in pixels, and the values at its edges."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return self.left + (value - low) / (high - low) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_range
+        return self.bottom - (value - low) / (high - low) * (self.bottom - self.top)
+
+    def holds(self, x: float, y: float) -> bool:
+        """Whether values lie inside."""
+        (a, b), (c, d) = self.x_range, self.y_range
+        return a <= x <= b and c <= y <= d
+
+    def axes(
+        self,
+        *,
+        x_title: str,
+        y_title: str,
+        x_text: Callable[[float], str],
+        y_text: Callable[[float], str],
+        x_labels: bool = True,
+    ) -> str:
+        """Horizontal grid lines, numbers on both axes, and titles with units."""
+        parts = []
+        for value in ticks(*self.y_range, max(2, int((self.bottom - self.top) / 46))):
+            y = self.y(value)
+            parts.append(line(self.left, y, self.right, y, "grid"))
+            parts.append(text(self.left - 8, y + 4, y_text(value), "tick", anchor="end"))
+        parts.append(line(self.left, self.bottom, self.right, self.bottom, "axis"))
+        for value in ticks(*self.x_range, max(2, int((self.right - self.left) / 90))):
+            x = self.x(value)
+            parts.append(line(x, self.bottom, x, self.bottom + 4, "axis"))
+            if x_labels:
+                parts.append(text(x, self.bottom + 19, x_text(value), "tick", anchor="middle"))
+        if x_labels:
+            parts.append(text(self.right, self.bottom + 38, x_title, "title", anchor="end"))
+        parts.append(text(0.0, self.top - 12, y_title, "title"))
+        return "".join(parts)
+
+
+def picture(key: str, width: float, height: float, title: str, description: str, body: str) -> str:
+    """A whole drawing that a screen reader announces by its title and description. `key` must be
+    unique in the page."""
+    return (
+        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" '
+        f'aria-labelledby="{key}-t {key}-d"><title id="{key}-t">{escape(title)}</title>'
+        f'<desc id="{key}-d">{escape(description)}</desc>{body}</svg>'
+    )
+
+
+def text(x: float, y: float, content: str, style: str, *, anchor: str = "start") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" class="{style}" text-anchor="{anchor}">'
+        f"{escape(content)}</text>"
+    )
+
+
+def line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{style}"/>'
+
+
+def rectangle(x: float, y: float, width: float, height: float, style: str) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.0):.1f}" '
+        f'height="{max(height, 0.0):.1f}" class="{style}"/>'
+    )
+
+
+def dot(x: float, y: float, radius: float, style: str, note: str) -> str:
+    """A point; `note` is what hovering over it shows."""
+    return (
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" class="{style}">'
+        f"<title>{escape(note)}</title></circle>"
+    )
+
+
+def path(points: Sequence[tuple[float, float] | None], style: str) -> str:
+    """A line through the points; it breaks where a point is None."""
+    parts, pen = [], "M"
+    for point in points:
+        if point is None:
+            pen = "M"
+            continue
+        parts.append(f"{pen}{point[0]:.1f} {point[1]:.1f}")
+        pen = "L"
+    return f'<path d="{"".join(parts)}" class="{style}"/>'
+
+
+def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Positions near the wanted ones, at least `gap` apart and within bounds where they fit."""
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    placed = list(wanted)
+    floor = low
+    for i in order:
+        placed[i] = floor = max(placed[i], floor)
+        floor += gap
+    ceiling = high
+    for i in reversed(order):
+        placed[i] = ceiling = min(placed[i], ceiling)
+        ceiling -= gap
+    return placed
+
+
+class Labels:
+    """Puts labels beside points where they cover nothing; one that finds no room is left out
+    (the point still shows it on hovering, and the table beside the plot has it)."""
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self._boxes: list[tuple[float, float, float, float]] = []
+
+    def avoid(self, x: float, y: float, radius: float) -> None:
+        self._boxes.append((x - radius, y - radius, x + radius, y + radius))
+
+    def put(self, x: float, y: float, content: str, style: str, *, gap: float = 9.0) -> str:
+        width, half = len(content) * FONT_SIZE * TEXT_WIDTH, FONT_SIZE / 2
+        places = (
+            (x + gap, y + 4, "start", x + gap),
+            (x - gap, y + 4, "end", x - gap - width),
+            (x, y - gap - 2, "middle", x - width / 2),
+            (x, y + gap + 10, "middle", x - width / 2),
+            (x + gap, y - gap, "start", x + gap),
+            (x + gap, y + gap + 8, "start", x + gap),
+            (x - gap, y - gap, "end", x - gap - width),
+            (x - gap, y + gap + 8, "end", x - gap - width),
+        )
+        for place_x, place_y, anchor, left in places:
+            box = (left, place_y - 4 - half, left + width, place_y - 4 + half)
+            if self._free(box):
+                self._boxes.append(box)
+                return text(place_x, place_y, content, style, anchor=anchor)
+        return ""
+
+    def _free(self, box: tuple[float, float, float, float]) -> bool:
+        frame = self._frame
+        inside = frame.left <= box[0] and box[2] <= frame.right + 4 and box[1] >= frame.top - 4
+        return inside and box[3] <= frame.bottom and not any(_overlap(box, b) for b in self._boxes)
+
+
+def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

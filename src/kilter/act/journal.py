@@ -1,0 +1,446 @@
+"""What a lease has found on a GPU, written down, so that whoever comes later can put it back.
+
+One directory, three files a GPU: `<uuid>.lock` (held with `flock` on an open file, so it dies with
+the processes that have it open and never goes stale), `<uuid>.json` (the journal; it exists only
+while something of ours is set), and `watcher.log`. Journals are replaced, never rewritten in place.
+
+The settings of a GPU vanish with a reboot, and so a journal of another boot is only thrown away.
+That is also why the directory belongs on a file system that a reboot clears.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from kilter.core.errors import DeviceError, FileError, Held, NotObeyed
+from kilter.core.setting import Sample, Setting
+from kilter.core.units import MHZ
+from kilter.device.base import Device
+
+STATE_VARIABLE = "KILTER_STATE_DIR"
+PATIENCE_S = 5.0
+"""How long a lock is waited for whose holder is dead: its watcher is just putting things back."""
+POLL_S = 0.02
+LIMIT_TOLERANCE_W = 1.0
+"""Boards round a power limit, some to whole watts."""
+CLOCK_TOLERANCE_HZ = 16 * MHZ
+"""A little more than a step of a clock (15 MHz on NVIDIA)."""
+
+Knob = Literal["sm_clock_hz", "memory_clock_hz", "power_limit_w"]
+KNOBS: tuple[Knob, ...] = ("sm_clock_hz", "memory_clock_hz", "power_limit_w")
+
+
+class Journal(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is needed to put a GPU back: by the watcher, the next job, or `kilter restore`."""
+
+    schema: Literal["kilter.lease/1"] = "kilter.lease/1"
+    uuid: str
+    backend: str
+    """With the UUID, what it takes to open the device in another process."""
+    boot_id: str
+    pid: int
+    start_ticks: int
+    """With the pid, one process and no later one of that number."""
+    nonce: str
+    """Of one watcher: another one in here means that the job no longer counts on it."""
+    found: Setting
+    before: Setting
+    """In force until `last` was asked for: a kill may come before it was."""
+    last: Setting
+    obeyed: bool = False
+    """`last` was seen to act; a clock above it later is somebody else's doing."""
+    deadline_s: float | None = None
+    """On this machine's monotonic clock, when `last` was asked for; renewals are not written."""
+    written: str
+    """Local time, for people."""
+
+
+State = Literal["restored", "held", "failed", "discarded"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of the settings of one GPU."""
+
+    uuid: str
+    state: State
+    reason: str
+    found: Setting | None = None
+    after: Setting | None = None
+    """As far as the vendor tells."""
+    left: tuple[Knob, ...] = ()
+    """Knobs that somebody else has changed since, and that were therefore left alone."""
+    pid: int | None = None
+    """Of the job that wrote the journal, or holds the GPU."""
+
+    @property
+    def restored(self) -> bool:
+        """Nothing of ours is left on the GPU."""
+        return self.state in ("restored", "discarded")
+
+
+def state_directory(environ: Mapping[str, str]) -> Path:
+    """Where locks and journals are, made if need be; `FileError` if it cannot be used.
+
+    `KILTER_STATE_DIR` if set. For root `/run/kilter`: the same for all jobs of the machine and for
+    an epilog, and cleared by a reboot as the settings are. Else the user's own
+    `$XDG_RUNTIME_DIR/kilter`, or a directory under the system's temporary one that must be ours
+    alone, since others may write there, too. Containers that share a GPU need to share one.
+    """
+    chosen = environ.get(STATE_VARIABLE)
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    if chosen:
+        path = Path(chosen)
+    elif os.geteuid() == 0 and os.access("/run", os.W_OK):
+        path = Path("/run/kilter")
+    elif runtime and os.access(runtime, os.W_OK):
+        path = Path(runtime, "kilter")
+    else:
+        path = Path(tempfile.gettempdir(), f"kilter-{os.geteuid()}")
+    try:
+        path.mkdir(mode=0o700, parents=bool(chosen), exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise FileError(
+            f"{path}: cannot hold the journal ({error.strerror}); without one nothing is set. "
+            f"Choose another directory with {STATE_VARIABLE}"
+        ) from error
+    if not chosen and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+        raise FileError(
+            f"{path}: belongs to somebody else or is open to others; "
+            f"choose another directory with {STATE_VARIABLE}"
+        )
+    return path
+
+
+class Place:
+    """The lock and the journal of one GPU. Constructing one touches nothing."""
+
+    def __init__(self, directory: Path, uuid: str) -> None:
+        self.directory = directory
+        self.uuid = uuid
+        stem = re.sub(r"[^A-Za-z0-9._-]", "_", uuid)
+        self.lock_path = directory / f"{stem}.lock"
+        self.journal_path = directory / f"{stem}.json"
+
+    def lock(self, *, patience_s: float = PATIENCE_S) -> int:
+        """Take the GPU; the open file to keep. `Held` names the holder, or `FileError`.
+
+        A live holder is not waited for. A dead one has a watcher that holds the lock until it has
+        put things back, and that is waited for.
+        """
+        try:
+            handle = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
+            self._wait_for(handle, time.monotonic() + patience_s)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()} {start_ticks(os.getpid())}\n".encode(), 0)
+        except OSError as error:
+            os.close(handle)
+            raise self._unusable(error) from error
+        except Held:
+            os.close(handle)
+            raise
+        return handle
+
+    def unlock(self, handle: int) -> None:
+        """Let the GPU go, also for other processes that have the same open file."""
+        os.ftruncate(handle, 0)
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+
+    def _wait_for(self, handle: int, until_s: float) -> None:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                words = os.pread(handle, 64, 0).split()
+            pid, ticks = (int(word) for word in words) if len(words) == 2 else (None, None)
+            alive = pid is not None and start_ticks(pid) == ticks
+            if alive or time.monotonic() > until_s:
+                who = f"process {pid}" if alive else f"what process {pid} has left behind"
+                raise Held(f"{self.uuid}: {who} controls this GPU; one kilter per GPU")
+            time.sleep(POLL_S)
+
+    def read(self) -> Journal | None:
+        """The journal, `None` if nothing of ours is set, `FileError` if it cannot be understood."""
+        try:
+            return msgspec.json.decode(self.journal_path.read_bytes(), type=Journal)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._unusable(error) from error
+        except msgspec.MsgspecError as error:
+            raise FileError(
+                f"{self.journal_path}: cannot be understood ({error}); compare `nvidia-smi -q -d "
+                "CLOCK,POWER` with what you expect, then remove the file"
+            ) from error
+
+    def write(self, journal: Journal) -> None:
+        """Replace the journal; it is on the disk, and so is its name, when this returns.
+
+        Only the holder of the lock writes, so the part has a fixed name and never piles up.
+        """
+        part = self.journal_path.with_suffix(".part")
+        try:
+            handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                raw = msgspec.json.encode(journal) + b"\n"
+                if os.write(handle, raw) != len(raw):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+            os.replace(part, self.journal_path)
+            self._sync_directory()
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def remove(self) -> None:
+        """There is nothing to put back any more."""
+        try:
+            self.journal_path.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _sync_directory(self) -> None:
+        handle = os.open(self.directory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def _unusable(self, error: OSError) -> FileError:
+        return FileError(f"{error.filename or self.directory}: {error.strerror}; nothing is set")
+
+
+def boot_id() -> str:
+    """Of this boot of the machine; empty where the kernel does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in ticks since the boot; `None` if there is no such live process."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The name is in parentheses and may hold any character; the state is the first word after it.
+    words = status.rpartition(b")")[2].split()
+    return None if words[0] in (b"Z", b"X") else int(words[19])
+
+
+def over(found: Setting, setting: Setting) -> Setting:
+    """`setting`, with every knob that it leaves open as it was found: a plan for the SM clock must
+    not undo the administrator's power limit."""
+    chosen = {
+        knob: found_value if (value := getattr(setting, knob)) is None else value
+        for knob in KNOBS
+        for found_value in (getattr(found, knob),)
+    }
+    return Setting(**chosen)
+
+
+def near(knob: Knob, a: float | None, b: float | None) -> bool:
+    """The same value, as far as a device can tell."""
+    if a is None or b is None:
+        return a is b
+    return abs(a - b) <= (LIMIT_TOLERANCE_W if knob == "power_limit_w" else CLOCK_TOLERANCE_HZ)
+
+
+def changed_by_others(journal: Journal, now: Setting, sample: Sample) -> tuple[Knob, ...]:
+    """Knobs that no longer have a value of ours. A limit can be read. A clock can only be observed:
+    above a cap that had been obeyed, so somebody has released or replaced it since."""
+    ours = (journal.found, journal.before, journal.last)
+    limit_w = now.power_limit_w
+    changed: list[Knob] = []
+    if above_cap(journal.last.sm_clock_hz, sample.sm_clock_hz) and journal.obeyed:
+        changed.append("sm_clock_hz")
+    if limit_w is not None and not any(
+        near("power_limit_w", limit_w, setting.power_limit_w) for setting in ours
+    ):
+        changed.append("power_limit_w")
+    return tuple(changed)
+
+
+def above_cap(cap_hz: float | None, observed_hz: float | None) -> bool:
+    """Whether an observed clock shows that a cap is not in force."""
+    if cap_hz is None or observed_hz is None:
+        return False
+    return observed_hz > cap_hz + CLOCK_TOLERANCE_HZ
+
+
+def put_back(device: Device, journal: Journal) -> Outcome:
+    """Make the device as it was found, but for what somebody else has changed since, and check.
+
+    May be repeated. `device` may be another object than the one that has set, in another process:
+    a clock whose request it cannot know is released. Raises what `Device.set` raises, and
+    `NotObeyed`.
+    """
+    now = device.settings()
+    left = changed_by_others(journal, now, device.sample())
+    target = replace(journal.found, **{knob: getattr(now, knob) for knob in left})
+    ours = [
+        knob
+        for knob in KNOBS
+        if knob not in left
+        and any(
+            not near(knob, getattr(asked, knob), getattr(journal.found, knob))
+            for asked in (journal.before, journal.last)
+        )
+    ]
+    if ours:
+        device.set(target)
+    after = device.settings()
+    for knob in KNOBS:
+        if not near(knob, getattr(after, knob), getattr(target, knob)):
+            raise NotObeyed(f"{journal.uuid}: asked for {target} at restore, but it has {after}")
+    reason = f"put back: {journal.found}"
+    if left:
+        names = " and ".join(_NAMES[knob] for knob in left)
+        reason = f"somebody else has changed the {names} since, left as it is; {reason}"
+    return Outcome(
+        uuid=journal.uuid,
+        state="restored",
+        reason=reason,
+        found=journal.found,
+        after=after,
+        left=left,
+        pid=journal.pid,
+    )
+
+
+_NAMES: Mapping[Knob, str] = {
+    "sm_clock_hz": "SM clock",
+    "memory_clock_hz": "memory clock",
+    "power_limit_w": "power limit",
+}
+
+
+def recover(place: Place, journal: Journal, device: Device) -> Outcome:
+    """Undo a dead job's lease. The caller holds the lock. The journal goes when all is back.
+
+    Raises `DeviceError` or `FileError`, after which the journal is still there.
+    """
+    if journal.boot_id != boot_id():
+        place.remove()
+        return Outcome(
+            uuid=journal.uuid,
+            state="discarded",
+            reason="the machine has rebooted since, which has cleared the settings",
+            found=journal.found,
+            pid=journal.pid,
+        )
+    outcome = put_back(device, journal)
+    place.remove()
+    return outcome
+
+
+def open_journalled(journal: Journal) -> Device:
+    """The device of a journal, opened anew by its UUID."""
+    from kilter.device.nvidia import NvidiaDevice
+
+    if journal.backend != "nvml":
+        raise DeviceError(f"{journal.uuid}: no way to open a device of kind {journal.backend!r}")
+    return NvidiaDevice(journal.uuid)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One GPU with a journal."""
+
+    journal: Journal
+    alive: bool
+    """Somebody holds the lock: the job, or its watcher, which is about to put things back."""
+
+
+def journals(directory: Path) -> Iterator[Entry]:
+    """What is there, in order of the UUID. Raises `FileError` for a journal that is damaged."""
+    for place in _places(directory):
+        journal = place.read()
+        if journal is not None:
+            yield Entry(journal, _locked(place))
+
+
+def _places(directory: Path) -> list[Place]:
+    return [Place(directory, path.stem) for path in sorted(directory.glob("*.json"))]
+
+
+def _locked(place: Place) -> bool:
+    """Looks without leaving a trace: a shared lock taken and let go at once."""
+    try:
+        handle = os.open(place.lock_path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def restore_all(
+    directory: Path,
+    *,
+    uuids: frozenset[str] | None = None,
+    open_device: Callable[[Journal], Device] = open_journalled,
+) -> Iterator[Outcome]:
+    """Put back what dead jobs have left, on these GPUs (`None`: all). Live holders are left alone.
+
+    Nothing is raised for one GPU that would keep the next one from its turn.
+    """
+    for place in _places(directory):
+        if uuids is not None and place.uuid not in uuids:
+            continue
+        outcome = _restore_one(place, open_device)
+        if outcome is not None:
+            yield outcome
+
+
+def _restore_one(place: Place, open_device: Callable[[Journal], Device]) -> Outcome | None:
+    journal = None
+    try:
+        journal = place.read()
+        handle = place.lock()
+        try:
+            journal = place.read()
+            if journal is None:
+                return None
+            with closing(open_device(journal)) as device:
+                return recover(place, journal, device)
+        finally:
+            os.close(handle)
+    except (DeviceError, FileError) as error:
+        return Outcome(
+            uuid=place.uuid,
+            state="held" if isinstance(error, Held) else "failed",
+            reason=str(error),
+            found=None if journal is None else journal.found,
+            pid=None if journal is None else journal.pid,
+        )
+
+
+def lower(setting: Setting, found: Setting) -> bool:
+    """Whether some knob is below what was found, so that a hanging job would stay slow."""
+    pairs = ((getattr(setting, f.name), getattr(found, f.name)) for f in fields(Setting))
+    return any(a is not None and (b is None or a < b) for a, b in pairs)

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from kilter.act.journal import Journal, Place, boot_id
 from kilter.app.cli import doctor
 from kilter.app.cli.main import main
+from kilter.core.setting import Setting
 from kilter.device import nvidia
 from kilter.testing.fake_nvml import Card, FakeNvml, Rule
 
@@ -25,6 +27,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(doctor, "WATCH_S", 0.2)
     monkeypatch.setattr(doctor, "_version", lambda _: "2.13.0")
     monkeypatch.setattr(doctor, "_controllers", lambda: iter(()))
+    monkeypatch.setenv("KILTER_STATE_DIR", str(tmp_path / "state"))
     for variable in ("KILTER_READ_ONLY", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -177,6 +180,46 @@ def test_only_visible_gpus_are_opened(
     assert {call.card for call in fake.calls("nvmlDeviceGetPower*")} == {2}
 
 
+def test_what_a_dead_run_left_is_critical_and_what_a_live_one_has_set_is_not(
+    machine: Machine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    machine()
+    (tmp_path / "state").mkdir()
+    place = Place(tmp_path / "state", "GPU-7")
+    journal = Journal(
+        uuid="GPU-7",
+        backend="nvml",
+        boot_id=boot_id(),
+        pid=4711,
+        start_ticks=0,
+        nonce="0",
+        found=Setting(power_limit_w=600.0),
+        before=Setting(power_limit_w=600.0),
+        last=Setting(sm_clock_hz=1200e6, power_limit_w=600.0),
+        written="2026-11-20T12:00:00+00:00",
+    )
+    place.write(journal)
+    code, found = examined(capsys)
+    assert code == 2
+    assert "4711" in troubles(found)[0]
+    assert "kilter restore" in troubles(found)[0]
+    lock = place.lock()
+    code, found = examined(capsys)
+    assert (code, troubles(found)) == (0, [])
+    place.unlock(lock)
+
+
+def test_a_damaged_journal_is_critical(
+    machine: Machine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    machine()
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "GPU-1.json").write_text("{")
+    code, found = examined(capsys)
+    assert code == 2
+    assert "GPU-1.json" in troubles(found)[0]
+
+
 def test_without_torch_it_says_so(
     machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +244,7 @@ def test_runs_as_a_command_and_imports_no_torch(tmp_path: Path) -> None:
     fake = FakeNvml.create(tmp_path / "cards.json", Card(), virtual_time=False)
     (tmp_path / "torch.py").write_text("raise SystemExit('doctor imported torch')\n")
     environ = fake.environ()
+    environ["KILTER_STATE_DIR"] = str(tmp_path / "state")
     environ["PYTHONPATH"] = f"{tmp_path}:{environ['PYTHONPATH']}"
     done = subprocess.run(
         [sys.executable, "-m", "kilter.app.cli.main", "doctor", "--json"],

@@ -17,11 +17,13 @@ from pathlib import Path
 import msgspec
 
 import kilter
+from kilter.act.journal import journals, state_directory
 from kilter.core.errors import (
     DeviceError,
     DeviceHung,
     DeviceLost,
     DriverMismatch,
+    FileError,
     NoDevice,
     UsageError,
 )
@@ -144,7 +146,7 @@ def examine(spec: str, environ: Mapping[str, str]) -> Examination:
     if spec not in CHOICES:
         raise UsageError(f"--device {spec!r}: choose one of {', '.join(CHOICES)}")
     torch = _version("torch")
-    checks = [_torch_check(torch), *_controllers()]
+    checks = [_torch_check(torch), *_journals(environ), *_controllers()]
     seen: Survey | None = None
     gpus: tuple[GpuReport, ...] = ()
     if spec != "null":
@@ -314,6 +316,21 @@ def _held(
                 f"busy at {clock_hz / MHZ:.0f} of {clocks_hz[-1] / MHZ:.0f} MHz without a reason",
                 "somebody may have locked its clocks; if nobody should: nvidia-smi -rgc, as root",
             )
+
+
+def _journals(environ: Mapping[str, str]) -> Iterator[Check]:
+    """Settings that a run has written down to put back: of a live one, or left by a dead one."""
+    try:
+        for entry in journals(state_directory(environ)):
+            journal = entry.journal
+            text = f"{journal.uuid}: process {journal.pid} has set {journal.last}"
+            if entry.alive:
+                yield _check("lease", Status.FINE, f"{text}; it is held, and will be put back")
+            else:
+                text = f"{text} and is dead; found was {journal.found}"
+                yield _check("lease", Status.CRITICAL, text, "kilter restore")
+    except FileError as error:
+        yield _check("lease", Status.CRITICAL, str(error))
 
 
 def _controllers() -> Iterator[Check]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kilter.core.errors import (
     DeviceHung,
@@ -21,7 +25,7 @@ from kilter.core.errors import (
 )
 from kilter.core.setting import Setting, Throttle
 from kilter.device.base import Device
-from kilter.device.nvidia import NvidiaDevice, survey
+from kilter.device.nvidia import NvidiaDevice, missing_privilege, survey
 from kilter.testing.device import DeviceConformance
 from kilter.testing.fake_nvml import Card, FakeNvml, Rule
 
@@ -184,6 +188,72 @@ def test_power_limit_pulls_the_clock_down_and_is_named_as_the_reason(make_fake: 
     assert sample.throttle == (Throttle.POWER_CAP,)
 
 
+@pytest.mark.parametrize(
+    ("bits", "expected"),
+    [
+        (0x00, ()),
+        (0x02, (Throttle.CLOCK_SETTING,)),
+        (0x20, (Throttle.THERMAL,)),
+        (0x60, (Throttle.THERMAL,)),
+        (0x88, (Throttle.HARDWARE,)),
+        (0x44, (Throttle.POWER_CAP, Throttle.THERMAL)),
+    ],
+)
+def test_event_reasons_are_told_in_our_words(
+    make_fake: MakeFake, bits: int, expected: tuple[Throttle, ...]
+) -> None:
+    assert open_device(make_fake(Card(load=1.0, event_reasons=bits))).sample().throttle == expected
+
+
+SETTINGS = st.builds(
+    Setting,
+    sm_clock_hz=st.sampled_from([None, 345e6, 1200e6, 1980e6]),
+    memory_clock_hz=st.sampled_from([None, 2201e6, 3201e6]),
+    power_limit_w=st.sampled_from([None, 200.0, 437.5, 700.0]),
+)
+SETTERS = ["nvmlDeviceSet*", "nvmlDeviceReset*", "*MemoryLocked*", "*GpuLocked*", "*SetPower*"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    limit_mw=st.sampled_from([700_000, 600_000]),
+    wanted=st.lists(st.tuples(SETTINGS, st.none() | st.sampled_from(SETTERS)), max_size=6),
+)
+def test_whatever_was_refused_on_the_way_the_last_setting_taken_is_the_cards(
+    limit_mw: int, wanted: list[tuple[Setting, str | None]]
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        fake = FakeNvml.create(Path(directory, "cards.json"), Card(limit_mw=limit_mw))
+        device = open_device(fake)
+        found = device.settings()
+        for setting, refused in wanted:
+            with fake.edit() as state:
+                state.rules = [Rule(call=refused, error=4)] if refused else []
+            try:
+                device.set(setting)
+            except NotPermitted:
+                assert refused
+                continue
+            assert card_as_setting(fake) == replace(
+                setting, power_limit_w=setting.power_limit_w or 700.0
+            )
+        with fake.edit() as state:
+            state.rules = []
+        device.set(found)
+        assert card_as_setting(fake) == found
+        device.close()
+
+
+def card_as_setting(fake: FakeNvml) -> Setting:
+    """What is really locked, in the words of a setting."""
+    card = fake.state().cards[0]
+    return Setting(
+        sm_clock_hz=card.sm_lock_mhz[1] * 1e6 if card.sm_lock_mhz else None,
+        memory_clock_hz=card.memory_lock_mhz[1] * 1e6 if card.memory_lock_mhz else None,
+        power_limit_w=card.enforced_limit_mw * 1e-3,
+    )
+
+
 # Refusals ------------------------------------------------------------------------------------
 
 
@@ -195,13 +265,33 @@ def test_lack_of_permission_is_found_without_trying(make_fake: MakeFake) -> None
     assert fake.setters() == []
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "user_map", "may"),
+    [
+        ("000001ffffffffff", "0 0 4294967295", True),
+        ("0000000000200000", "0 0 4294967295", True),
+        ("00000000a80425fb", "0 0 4294967295", False),  # root of a plain container
+        ("0000000000000000", "0 0 4294967295", False),
+        ("000001ffffffffff", "0 1000 1", False),  # root of a rootless container
+    ],
+)
+def test_privilege_is_cap_sys_admin_of_the_machine(
+    tmp_path: Path, capabilities: str, user_map: str, may: bool
+) -> None:
+    (tmp_path / "status").write_text(f"Name:\tx\nCapEff:\t{capabilities}\n")
+    (tmp_path / "uid_map").write_text(f"         {user_map}\n")
+    refusal = missing_privilege(tmp_path)
+    assert (refusal is None) is may
+    assert refusal is None or "SYS_ADMIN" in refusal
+
+
 def test_an_unforeseen_refusal_says_what_to_do_and_is_remembered(make_fake: MakeFake) -> None:
     fake = make_fake()
     with fake.edit() as state:
         state.rules.append(Rule(call="nvmlDeviceSet*", error=fake.NVML_ERROR_NO_PERMISSION))
     device = open_device(fake)
     assert device.info().can_set
-    with pytest.raises(NotPermitted, match="CAP_SYS_ADMIN"):
+    with pytest.raises(NotPermitted, match="cap-add SYS_ADMIN"):
         device.set(Setting(sm_clock_hz=1200e6))
     assert not device.info().can_set
     assert device.settings().sm_clock_hz is None

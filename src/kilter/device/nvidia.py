@@ -62,9 +62,11 @@ SENSOR_PERIOD_S = {VOLTA: 0.02, 6: 0.1, AMPERE: 0.1, 8: 0.1, 9: 0.1}
 SHARED_VIRTUALIZATION = (2, 3, 4)
 """NVML_GPU_VIRTUALIZATION_MODE_VGPU, _HOST_VGPU and _HOST_VSGA; pass-through is not shared."""
 
+CAP_SYS_ADMIN = 21
+"""Its bit in a process's capabilities (linux/capability.h)."""
 PERMISSION_ADVICE = (
-    "clocks and limits need CAP_SYS_ADMIN: run as root, or start the container with "
-    "--cap-add SYS_ADMIN, or ask the administrator of this machine"
+    "to set clocks and limits, run as root, or start the container with --cap-add SYS_ADMIN, or "
+    "ask the administrator of this machine"
 )
 
 READ_ONLY_REFUSAL = f"{READ_ONLY_VARIABLE} is set in the environment; unset it to allow changes"
@@ -117,22 +119,21 @@ def _forbid_if_read_only() -> None:
         raise ReadOnly(READ_ONLY_REFUSAL)
 
 
-def missing_privilege() -> str | None:
+def missing_privilege(process: Path = Path("/proc/self")) -> str | None:
     """Why the kernel module would refuse this process, or `None`; found without asking it.
 
     The module asks for CAP_SYS_ADMIN of the *machine*: root in a plain container lacks it, and
     root of a user namespace (rootless container) has it only in there.
     """
     try:
-        status = Path("/proc/self/status").read_text()
-        user_map = Path("/proc/self/uid_map").read_text().split()
+        status = (process / "status").read_text()
+        user_map = (process / "uid_map").read_text().split()
     except OSError:
         return None if os.geteuid() == 0 else f"not root; {PERMISSION_ADVICE}"
     effective = next(line for line in status.splitlines() if line.startswith("CapEff:"))
-    if not int(effective.split()[1], 16) >> 21 & 1:
-        who = "root of a container without it" if os.geteuid() == 0 else "an ordinary user"
-        return f"this process is {who}; {PERMISSION_ADVICE}"
-    if user_map[:3] != ["0", "0", "4294967295"]:
+    if not int(effective.split()[1], 16) >> CAP_SYS_ADMIN & 1:
+        return f"this process lacks CAP_SYS_ADMIN; {PERMISSION_ADVICE}"
+    if user_map[:3] != ["0", "0", str(2**32 - 1)]:
         return f"root of a user namespace is not root of the machine; {PERMISSION_ADVICE}"
     return None
 

@@ -131,6 +131,9 @@ class Card(msgspec.Struct, kw_only=True):
     clips_sm_mhz: tuple[int, int] | None = None
     """Accepts any request, obeys it only inside this range."""
 
+    event_reasons: int = 0
+    """Bits on top of those for idle and power cap."""
+
     energy_mj: float = 0.0
     energy_at_s: float = 0.0
 
@@ -351,7 +354,7 @@ class FakeNvml:
         result[STATE_VARIABLE] = str(self.path.resolve())
         return result
 
-    def missing_privilege(self) -> str | None:
+    def missing_privilege(self, process: Path | None = None) -> str | None:
         """In place of `kilter.device.nvidia.missing_privilege`: here the cards decide."""
         return None if self.state().permitted else "the fake cards are not permitted"
 
@@ -639,9 +642,9 @@ class FakeNvml:
         return self._on_card("nvmlDeviceGetMemoryInfo", handle, read)
 
     def _reasons(self, card: Card) -> int:
-        if card.load == 0:
-            return self.nvmlClocksEventReasonGpuIdle
-        return self.nvmlClocksEventReasonSwPowerCap if card.power_capped else 0
+        idle = self.nvmlClocksEventReasonGpuIdle if card.load == 0 else 0
+        capped = self.nvmlClocksEventReasonSwPowerCap if card.power_capped else 0
+        return card.event_reasons | idle | capped
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: _Handle) -> int:
         return self._on_card("nvmlDeviceGetCurrentClocksEventReasons", handle, self._reasons)

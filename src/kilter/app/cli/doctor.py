@@ -323,7 +323,10 @@ def _journals(environ: Mapping[str, str]) -> Iterator[Check]:
     try:
         for entry in journals(state_directory(environ)):
             journal = entry.journal
-            text = f"{journal.uuid}: process {journal.pid} has set {journal.last}"
+            if journal is None:
+                yield _check("lease", Status.CRITICAL, entry.fault or f"{entry.uuid}: damaged")
+                continue
+            text = f"{entry.uuid}: process {journal.pid} has set {journal.last}"
             if entry.alive:
                 yield _check("lease", Status.FINE, f"{text}; it is held, and will be put back")
             else:

@@ -1,0 +1,63 @@
+"""Which optimizer's step ends an iteration, learnt from the order of the steps. Pure."""
+
+from __future__ import annotations
+
+MAX_CYCLE = 64
+"""An optimizer that rests longer than this many iterations is not part of their rhythm."""
+
+_MAX_KNOWN = 4096
+
+
+class Cycle:
+    """Finds the border of iterations among the steps of one or more optimizers.
+
+    The iteration is the whole cycle, so its border is the step of the *leader*: the optimizer
+    that steps least often, and among equals the one that joined last (it ends the first
+    iteration). A GAN's critic that steps five times for one step of the generator thus gives one
+    iteration per step of the generator. An optimizer that joins, or stepped once where the leader
+    stepped twice or more, takes over; a leader that stays away for four times its usual rest is
+    given up. `changed` counts these changes: an interval across one is no iteration.
+    """
+
+    __slots__ = ("_rest", "_seen", "_since", "_steps", "changed", "leader")
+
+    def __init__(self) -> None:
+        self.leader: int | None = None
+        self.changed = 0
+        self._steps = 0
+        """Steps of the leader."""
+        self._seen: dict[int, int] = {}
+        """Optimizer -> `_steps` at its last step."""
+        self._since: dict[int, int] = {}
+        """Steps of the others since the leader's last one."""
+        self._rest = 0
+        """The most that another stepped during one usual cycle."""
+
+    def step(self, key: int) -> bool:
+        """`key` stepped. Is this the border of an iteration?"""
+        if key == self.leader:
+            if self._since:
+                self._rest = max(self._since.values())
+                self._since.clear()
+            self._steps += 1
+            return True
+        seen = self._seen.get(key)
+        self._seen[key] = self._steps
+        if self.leader is None or seen is None or 2 <= self._steps - seen <= MAX_CYCLE:
+            return self._lead(key)
+        count = self._since[key] = self._since.get(key, 0) + 1
+        if count > max(8, 4 * self._rest):
+            return self._lead(key)
+        return False
+
+    def _lead(self, key: int) -> bool:
+        if self.leader is not None:
+            self.changed += 1
+            if len(self._seen) >= _MAX_KNOWN:
+                self._seen.clear()
+            self._seen[self.leader] = self._steps
+        self.leader = key
+        self._since.clear()
+        self._rest = 0
+        self._steps += 1
+        return True

@@ -1,0 +1,265 @@
+"""The observation window: `torch.profiler` for a few iterations, then nothing of it is left.
+
+The program's thread pays for switching the profiler on and off at two borders and for the window
+itself. Its preparation (CUPTI, the first time 100s of ms) runs in a thread while the program goes
+on, and so does the export to a file, which `kineto.read_kineto` reads whenever it is wanted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kilter.observe.kineto import BORDER, MODULE
+from kilter.observe.marks import Fence, something_compiled
+
+_TRIES = 20
+"""Borders at which the program's own profiler may be in our way before we give up."""
+
+
+class Window:
+    """Driven by borders: opens at border `after`, closes `iterations` later.
+
+    `state` goes from `waiting` through `preparing`, `ready`, `open` and `saving` to `done`, with
+    `path` the file, or to `failed`, with `why_not`. `costs_s` says what each step took, those of
+    them in the program's thread by `in_path_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        after: int = 5,
+        iterations: int = 2,
+        directory: Path | None = None,
+        fence: Fence = lambda function: function,
+    ) -> None:
+        if after < 1 or iterations < 1:
+            raise ValueError("a window begins after the first border and holds an iteration")
+        self._after = after
+        self._iterations = iterations
+        self._directory = directory
+        self._fence = fence
+        self.state = "waiting"
+        self.why_not: str | None = None
+        self.path: Path | None = None
+        self.costs_s: dict[str, float] = {}
+        self.opened_at: int | None = None
+        """The border at which it opened."""
+        self._closes_at = 0
+        self._tries = 0
+        self._profile: Any = None
+        self._annotations = _Annotations(fence)
+        self._worker: threading.Thread | None = None
+
+    def border(self, index: int) -> None:
+        """Border `index` of the program's iterations, called in the program's thread."""
+        if self.state == "waiting":
+            self._prepare()
+        elif self.state == "ready" and index >= self._after:
+            self._open(index)
+        elif self.state == "open":
+            self._annotations.border()
+            if index >= self._closes_at:
+                self._close()
+
+    def abandon(self, why: str) -> None:
+        """End it wherever it is; an open window leaves no file. Twice is once."""
+        if self.state in ("done", "failed"):
+            return
+        was, self.state, self.why_not = self.state, "failed", why
+        self._annotations.remove()
+        if was == "open":
+            self._profile.stop_trace()
+        self._profile = None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until the file is written (or will never be): for tests and the end of a run."""
+        worker = self._worker
+        if worker is not None:
+            worker.join(timeout_s)
+        return self.state in ("done", "failed")
+
+    @property
+    def in_path_s(self) -> float:
+        """Time that the program's thread spent on switching, not counting the slower window."""
+        return sum(self.costs_s.get(step, 0.0) for step in ("begin", "open", "close"))
+
+    def _prepare(self) -> None:
+        if self._blocked():
+            return
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        with self._timed("begin"), _quiet_kineto():
+            # Kineto registers itself in the thread that first uses it, and says so on stderr if
+            # that is not the one that loaded torch. An empty trace of the CPU does it, in 3 ms.
+            first = profile(activities=[ProfilerActivity.CPU])
+            first.prepare_trace()
+            first.start_trace()
+            first.stop_trace()
+        self._profile = profile(activities=activities, record_shapes=True)
+        self.state = "preparing"
+        self._run(self._prepare_aside)
+
+    def _prepare_aside(self) -> None:
+        with self._timed("prepare"):
+            self._profile.prepare_trace()
+        if self.state == "preparing":
+            self.state = "ready"
+
+    def _open(self, index: int) -> None:
+        if self._blocked():
+            return
+        with self._timed("open"):
+            self._profile.start_trace()
+            self._annotations.install(modules=not something_compiled())
+        self.state = "open"
+        self.opened_at = index
+        self._closes_at = index + self._iterations
+        self._annotations.border()
+
+    def _close(self) -> None:
+        with self._timed("close"):
+            self._annotations.remove()
+            self._profile.stop_trace()
+        self.state = "saving"
+        self._run(self._save)
+
+    def _save(self) -> None:
+        handle, name = tempfile.mkstemp(".kineto.json", "kilter-", self._directory)
+        os.close(handle)
+        with self._timed("save"):
+            self._profile.export_chrome_trace(name)
+        self._profile = None
+        self.path = Path(name)
+        self.state = "done"
+
+    def _blocked(self) -> bool:
+        """The program's own profiler goes first; there can only be one."""
+        if not _profiler_active():
+            return False
+        self._tries += 1
+        if self._tries >= _TRIES:
+            self.abandon("the program's own profiler is active")
+        return True
+
+    def _run(self, function: Callable[[], None]) -> None:
+        self._worker = threading.Thread(
+            target=self._fence(function), name="kilter-window", daemon=True
+        )
+        self._worker.start()
+
+    def _timed(self, step: str) -> _Timed:
+        return _Timed(self.costs_s, step)
+
+
+class _Timed:
+    def __init__(self, costs_s: dict[str, float], step: str) -> None:
+        self._costs_s, self._step = costs_s, step
+
+    def __enter__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._costs_s[self._step] = time.perf_counter() - self._begin
+
+
+class _quiet_kineto:  # noqa: N801
+    """Kineto reads its log level once, at its first use; the program's own choice stands."""
+
+    def __enter__(self) -> None:
+        self._ours = "KINETO_LOG_LEVEL" not in os.environ
+        if self._ours:
+            os.environ["KINETO_LOG_LEVEL"] = "99"
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours:
+            os.environ.pop("KINETO_LOG_LEVEL", None)
+
+
+def _profiler_active() -> bool:
+    from torch.autograd import _profiler_enabled
+
+    profiler = sys.modules["torch.autograd.profiler"]
+    return bool(_profiler_enabled() or profiler._is_profiler_enabled)
+
+
+class _Annotations:
+    """Names in the trace: modules and borders. In place only while a window is open.
+
+    Optimizers and data loaders are annotated by torch itself, modules by torch's global hooks;
+    those are not installed once anything is compiled, because the compiler would trace them.
+    """
+
+    def __init__(self, fence: Fence) -> None:
+        self._fence = fence
+        self._handles: list[Any] = []
+        self._open: list[tuple[object, Any]] = []
+        self._names: dict[int, str] = {}
+        self._thread = 0
+
+    def install(self, *, modules: bool) -> None:
+        from torch.nn.modules.module import (
+            register_module_forward_hook,
+            register_module_forward_pre_hook,
+        )
+
+        self._thread = threading.get_ident()
+        if modules:
+            self._handles = [
+                register_module_forward_pre_hook(self._fence(self._enter)),
+                register_module_forward_hook(self._fence(self._leave), always_call=True),
+            ]
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._leave_all()
+        self._names.clear()
+
+    def border(self) -> None:
+        self._leave_all()
+        _annotate(BORDER).__exit__(None, None, None)
+
+    def _enter(self, module: Any, _args: Any) -> None:
+        # Modules that run on other threads (the backward's, when it recomputes activations) would
+        # close annotations of this one.
+        if threading.get_ident() == self._thread:
+            if id(module) not in self._names:
+                self._name(module)
+            self._open.append((module, _annotate(MODULE + self._names[id(module)])))
+
+    def _leave(self, module: Any, _args: Any, _output: Any) -> None:
+        if threading.get_ident() == self._thread and any(m is module for m, _ in self._open):
+            while self._open:
+                inner, record = self._open.pop()
+                record.__exit__(None, None, None)
+                if inner is module:
+                    return
+
+    def _name(self, root: Any) -> None:
+        """Names of a module that no known module contains, and of all inside it."""
+        wrapped = type(root).__name__ in ("DistributedDataParallel", "DataParallel")
+        for path, module in root.named_modules():
+            path = path.removeprefix("module").removeprefix(".") if wrapped else path
+            self._names.setdefault(id(module), path or type(module).__name__)
+
+    def _leave_all(self) -> None:
+        while self._open:
+            self._open.pop()[1].__exit__(None, None, None)
+
+
+def _annotate(name: str) -> Any:
+    from torch._C._profiler import _RecordFunctionFast
+
+    record = _RecordFunctionFast(name)
+    record.__enter__()
+    return record

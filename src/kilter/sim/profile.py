@@ -105,17 +105,21 @@ class Switch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Where the numbers come from. Errors are medians of |model / measured - 1|."""
+    """Where the numbers come from. Errors are medians over rows of |model / measured - 1|."""
 
     fitted_to: str
     workloads: int
     rows: int
-    fit_time_error: float
-    fit_energy_error: float
+    fit_time_error: float | None = None
+    """`None`: the measurements do not say."""
+    fit_energy_error: float | None = None
     held_out: str
     """How the errors on workloads that the card was not fitted to were found."""
+    held_out_rows: int
     held_out_time_error: float | None = None
     held_out_energy_error: float | None = None
+    checks: tuple[str, ...]
+    """Other measurements that the fit has not seen, and how well it meets them."""
     assumed: tuple[str, ...]
     """What no measurement stands behind."""
 

@@ -1,0 +1,416 @@
+"""Exact simplifications of a traced graph: what never changes is taken out of the step.
+
+Three of them, all without rounding: tables that depend on nothing but integers and literals are
+computed once; chains of pure data movement (views, permutations, rolls, concatenations, lookups by
+a constant table) become one lookup of whole rows; equal operations on equal operands are done once.
+A serial loop over windowed heads comes out as a few lookups and matrix products per head, and
+heads that differed only in how they moved data now have equal graphs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from kilter.act.branches.tracing import Refused, tensor_of, value
+
+aten = torch.ops.aten
+
+IDENTITY = {aten.lift_fresh_copy.default, aten.detach.default, aten.alias.default}
+VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.permute.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.expand.default,
+}
+SPLITS = {
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.chunk.default,
+}
+COPIES = {
+    aten.clone.default,
+    aten.roll.default,
+    aten.cat.default,
+    aten.stack.default,
+    aten.flip.default,
+    aten.repeat.default,
+}
+LOOKUPS = {aten.index.Tensor, aten.index_select.default}
+FACTORIES = {
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.full.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.linspace.default,
+    aten.scalar_tensor.default,
+}
+MIN_ROW = 8
+"""Shorter rows than this many elements are moved better by the original operations."""
+
+
+@dataclass
+class Folded:
+    """What was folded, for the report and for the watch on what it was computed from."""
+
+    tables: int = 0
+    """Constant tables computed once."""
+    table_bytes: int = 0
+    movements: int = 0
+    """Chains of data movement that became one lookup."""
+    nodes_before: int = 0
+    nodes_after: int = 0
+    sources: list[torch.Tensor] = field(default_factory=list)
+    """Tensors whose values are now in tables: a change of value makes the graph stale."""
+
+
+def fold(graph: fx.GraphModule, device: torch.device) -> Folded:
+    """Simplify in place. `device` is where the step runs."""
+    folded = Folded(nodes_before=_work(graph))
+    _drop_identities(graph)
+    _fold_tables(graph, device, folded)
+    _fold_movements(graph, device, folded)
+    _fold_tables(graph, device, folded)
+    _merge_equal(graph)
+    _early_first(graph)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    folded.nodes_after = _work(graph)
+    return folded
+
+
+def is_view(node: fx.Node) -> bool:
+    """Costs nothing on the device."""
+    if node.op != "call_function":
+        return node.op == "get_attr"
+    return bool(node.target in VIEWS or node.target in SPLITS or "getitem" in str(node.target))
+
+
+def weight_view(node: fx.Node) -> bool:
+    """A weight or table, or a view of one: free, and best repeated by everyone who needs it."""
+    if node.op == "get_attr":
+        return True
+    reads = node.all_input_nodes
+    return len(reads) == 1 and is_view(node) and weight_view(reads[0])
+
+
+def _work(graph: fx.GraphModule) -> int:
+    return sum(n.op == "call_function" and not is_view(n) for n in graph.graph.nodes)
+
+
+def _drop_identities(graph: fx.GraphModule) -> None:
+    for node in list(graph.graph.nodes):
+        if node.target in IDENTITY:
+            source = node.args[0]
+            if node.target is aten.lift_fresh_copy.default and source.op == "get_attr":
+                source.meta["literal"] = True
+            node.replace_all_uses_with(source)
+            graph.graph.erase_node(node)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _integral(made: Any) -> bool:
+    leaves = pytree.tree_leaves(made)
+    return all(
+        isinstance(t, torch.Tensor) and not t.is_floating_point() and not t.is_complex()
+        for t in leaves
+    )
+
+
+def _constant_nodes(graph: fx.GraphModule, device: torch.device) -> set[fx.Node]:
+    constant: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            tensor = tensor_of(graph, node)
+            # A weight stays a weight: a change of its values is seen by every replay. A tensor of
+            # the host would be read at capture time only, so it must become a watched table.
+            host = tensor.device != device
+            if _integral(tensor) or node.meta.get("literal") or host:
+                constant.add(node)
+        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            reads = node.all_input_nodes
+            if node.target in FACTORIES if not reads else all(r in constant for r in reads):
+                constant.add(node)
+        elif node.op == "call_function" and all(r in constant for r in node.all_input_nodes):
+            constant.add(node)  # an element of a tuple
+    return constant
+
+
+def _fold_tables(graph: fx.GraphModule, device: torch.device, folded: Folded) -> None:
+    constant = _constant_nodes(graph, device)
+    values: dict[fx.Node, Any] = {}
+    for node in list(graph.graph.nodes):
+        if node not in constant:
+            continue
+        needed = any(user not in constant for user in node.users)
+        if not needed or isinstance(value(node), (list, tuple)):
+            continue
+        computed = _evaluate(graph, node, values)
+        if node.op == "get_attr" and computed.device == device:
+            continue
+        name = _attribute(graph, computed.to(device))
+        with graph.graph.inserting_before(node):
+            table = graph.graph.get_attr(name)
+        table.meta["val"] = _like(node, tuple(computed.shape), computed.dtype, device)
+        table.meta["literal"] = True
+        node.replace_all_uses_with(table)
+        folded.tables += 1
+        folded.table_bytes += computed.numel() * computed.element_size()
+    for node in constant:
+        if node.op == "get_attr" and node in values:
+            folded.sources.append(tensor_of(graph, node))
+    graph.graph.eliminate_dead_code()
+
+
+def _like(
+    node: fx.Node, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    fake = next(t for t in pytree.tree_leaves(value(node)) if isinstance(t, torch.Tensor))
+    with fake.fake_mode:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _attribute(graph: fx.GraphModule, tensor: torch.Tensor) -> str:
+    number = 0
+    while hasattr(graph, f"_table{number}"):
+        number += 1
+    graph.register_buffer(f"_table{number}", tensor.detach(), persistent=False)
+    return f"_table{number}"
+
+
+def _evaluate(graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """The value of a constant node, computed on the host."""
+    if node not in values:
+        if node.op == "get_attr":
+            values[node] = tensor_of(graph, node).detach().cpu()
+        else:
+            for read in node.all_input_nodes:
+                _evaluate(graph, read, values)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
+            here = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+            values[node] = node.target(*args, **here)
+    return values[node]
+
+
+# --- movements ------------------------------------------------------------------------------------
+
+
+def _moved_from(node: fx.Node, root: dict[fx.Node, fx.Node]) -> fx.Node | None:
+    """The one tensor whose elements `node` only rearranges, or None."""
+    if node.op != "call_function":
+        return None
+    target = node.target
+    if target in LOOKUPS:
+        source, *tables = node.all_input_nodes
+        if any(t.op != "get_attr" or not _integral(value(t)) for t in tables) or not tables:
+            return None
+        if any(value(t).dtype == torch.bool for t in tables):
+            return None
+        if source is not node.args[0]:
+            return None
+        return root[source]
+    if target in VIEWS or target in SPLITS or target in COPIES or "getitem" in str(target):
+        roots = {root[r] for r in node.all_input_nodes}
+        if len(roots) == 1:
+            return roots.pop()
+    return None
+
+
+def _fold_movements(graph: fx.GraphModule, device: torch.device, folded: Folded) -> None:
+    root: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        moved = _moved_from(node, root)
+        root[node] = node if moved is None else moved
+
+    def copies(node: fx.Node) -> bool:
+        return root[node] is not node and (node.target in COPIES or node.target in LOOKUPS)
+
+    def read_by_work(node: fx.Node) -> bool:
+        """Some user needs these elements as they lie, not only a further movement of them."""
+        return any(
+            root[user] is not root[node] or (not copies(user) and read_by_work(user))
+            for user in node.users
+        )
+
+    ends = [n for n in graph.graph.nodes if copies(n) and read_by_work(n)]
+    positions: dict[fx.Node, Any] = {}
+    flattened: dict[tuple[fx.Node, int], fx.Node] = {}
+    for node in ends:
+        source = root[node]
+        source_value = value(source)
+        if not isinstance(source_value, torch.Tensor) or not source_value.is_floating_point():
+            continue
+        if source_value.numel() >= 2**31:
+            continue
+        shape = list(value(node).shape)
+        rows = _rows(_position(graph, node, source, positions), source_value.numel(), shape)
+        if rows is None:
+            continue
+        width, table = rows
+        if (source, width) not in flattened:
+            with graph.graph.inserting_after(source):
+                flat = graph.graph.call_function(aten.reshape.default, (source, [-1, width]))
+            flat.meta["val"] = _call(aten.reshape.default, source_value, [-1, width])
+            flattened[source, width] = flat
+        flat = flattened[source, width]
+        with graph.graph.inserting_before(node):
+            moved = flat
+            if table is not None:
+                name = _attribute(graph, table.to(device))
+                folded.table_bytes += table.numel() * table.element_size()
+                at = graph.graph.get_attr(name)
+                at.meta["val"] = _like(node, tuple(table.shape), table.dtype, device)
+                at.meta["literal"] = True
+                moved = graph.graph.call_function(aten.index.Tensor, (flat, [at]))
+                moved.meta["val"] = _call(aten.index.Tensor, flat.meta["val"], [at.meta["val"]])
+            shaped = graph.graph.call_function(aten.view.default, (moved, shape))
+            shaped.meta["val"] = _call(aten.reshape.default, moved.meta["val"], shape)
+        node.replace_all_uses_with(shaped)
+        folded.movements += 1
+    graph.graph.eliminate_dead_code()
+
+
+def _call(op: Any, fake: Any, *args: Any) -> Any:
+    with fake.fake_mode:
+        return op(fake, *args)
+
+
+def _position(
+    graph: fx.GraphModule, node: fx.Node, source: fx.Node, positions: dict[fx.Node, Any]
+) -> Any:
+    """For each element of `node`, the position in `source` it comes from: the movements themselves
+    are run on positions instead of data."""
+    if node is source:
+        if node not in positions:
+            shape = value(node).shape
+            positions[node] = torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+        return positions[node]
+    if node not in positions:
+        for read in node.all_input_nodes:
+            if read.op == "get_attr" and read is not source:
+                positions[read] = tensor_of(graph, read).detach().cpu()
+            else:
+                _position(graph, read, source, positions)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: positions[n])
+        target = aten.reshape.default if node.target in RESHAPES else node.target
+        positions[node] = target(*args, **kwargs)
+    return positions[node]
+
+
+RESHAPES = {aten.view.default, aten._unsafe_view.default}
+"""Run as `reshape` on positions, whose strides may differ from the data's."""
+
+
+def _rows(
+    position: torch.Tensor, source_numel: int, shape: Sequence[int]
+) -> tuple[int, torch.Tensor | None] | None:
+    """Width and table of the longest equal rows that a movement keeps together; no table if it
+    moves nothing at all; None if rows would be too short. Rows do not cross the last dimension if
+    that is long enough, so that movements of one kind get tables of one shape."""
+    flat = position.reshape(-1)
+    numel = flat.numel()
+    if numel == 0:
+        return None
+    breaks = torch.nonzero(flat[1:] - flat[:-1] != 1).reshape(-1) + 1
+    starts = flat[torch.cat([breaks.new_zeros(1), breaks])]
+    width = math.gcd(numel, source_numel, *_gcds(breaks), *_gcds(starts))
+    if width == numel == source_numel:
+        return width, None
+    inner = math.gcd(width, shape[-1]) if shape else width
+    width = inner if inner >= MIN_ROW else width
+    if width < MIN_ROW:
+        return None
+    return width, (flat[::width] // width).to(torch.int64)
+
+
+def _gcds(numbers: torch.Tensor) -> Sequence[int]:
+    """The greatest common divisor of a tensor of integers, as at most one number."""
+    while numbers.numel() > 1:
+        half = numbers.numel() // 2
+        odd = numbers[2 * half :]
+        numbers = torch.cat([torch.gcd(numbers[:half], numbers[half : 2 * half]), odd])
+    return [int(n) for n in numbers.tolist()]
+
+
+# --- equal operations, and order ------------------------------------------------------------------
+
+
+def _merge_equal(graph: fx.GraphModule) -> None:
+    """Common subexpressions: pure operations, so doing one of two equal ones is exact."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.graph.nodes):
+        if node.op == "get_attr":
+            tensor = tensor_of(graph, node)
+            key: Any = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if node.meta.get("literal") and tensor.numel() <= 2**22:
+                key = (tensor.dtype, tensor.shape, tensor.cpu().contiguous().numpy().tobytes())
+        elif node.op == "call_function":
+            flat, spec = pytree.tree_flatten((node.args, node.kwargs))
+            key = (node.target, str(spec), tuple((type(a), a) for a in map(_plain, flat)))
+        else:
+            continue
+        if key in seen:
+            node.replace_all_uses_with(seen[key])
+            graph.graph.erase_node(node)
+        else:
+            seen[key] = node
+
+
+def _plain(argument: Any) -> Any:
+    return argument if isinstance(argument, (int, float, bool, fx.Node)) else repr(argument)
+
+
+def _early_first(graph: fx.GraphModule) -> None:
+    """What depends on weights and masks alone comes before everything else: several layers and
+    branches share it, and inside one of them it would tie them together."""
+    early: set[fx.Node] = set()
+    nodes = list(graph.graph.nodes)
+    for node in nodes:
+        if node.op == "call_function" and not weight_view(node):
+            is_early = all(r in early or weight_view(r) for r in node.all_input_nodes)
+        else:
+            mask = node.op == "placeholder" and value(node).dtype == torch.bool
+            is_early = node.op == "get_attr" or mask
+        if is_early:
+            early.add(node)
+    work = [n for n in nodes if n.op == "call_function" and not is_view(n)]
+    if 2 * sum(n in early for n in work) > len(work):
+        return
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    if not placeholders:
+        return
+    last = placeholders[-1]
+    for node in nodes:
+        if (node in early or weight_view(node)) and node.op != "placeholder":
+            last.append(node)
+            last = node
+
+
+def check_devices(graph: fx.GraphModule, device: torch.device) -> None:
+    """`Refused` if work of the step is spread over devices: a replay could not follow it."""
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "call_function"):
+            continue
+        for made in pytree.tree_leaves(value(node)):
+            if isinstance(made, torch.Tensor) and made.device != device:
+                raise Refused(f"works on {made.device} inside a step on {device} ({node.target})")

@@ -1,0 +1,94 @@
+"""The thesis's way: each branch in a C++ thread with a stream of its own, no interpreter lock.
+
+`runner.cpp` is built once per machine with `torch.utils.cpp_extension`; without a compiler the mode
+is refused. Branches that Python has to run (not traced) are refused too.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from kilter.act.branches.program import Program, Unit
+from kilter.act.branches.tracing import Refused
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any:
+    from torch.utils import cpp_extension
+
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        raise Refused("no C++ compiler was found (c++ or g++ on the PATH)")
+    try:
+        return cpp_extension.load(
+            name="kilter_branch_runner",
+            sources=[str(Path(__file__).with_name("runner.cpp"))],
+            extra_cflags=["-O2", "-std=c++17"],
+        )
+    except (RuntimeError, OSError, ImportError) as error:
+        raise Refused(f"the C++ runner cannot be built ({str(error).splitlines()[0]})") from error
+
+
+class Runner:
+    """A program given to the C++ runner."""
+
+    def __init__(self, program: Program, device: torch.device) -> None:
+        where = str(device) if device.index is not None or device.type == "cpu" else "cuda:0"
+        self._program = program
+        self._runner = _library().Runner(program.slots, where)
+        for slot, tensor in program.constants:
+            self._runner.set_slot(slot, tensor)
+        for step, frees in zip(program.steps, program.last_uses(), strict=True):
+            self._runner.add_step(frees)
+            for unit in step:
+                self._add(unit)
+
+    def _add(self, unit: Unit) -> None:
+        if unit.graph is None:
+            raise Refused("a branch that cannot be traced needs Python")
+        self._runner.add_unit(list(unit.reads), list(unit.writes))
+        register: dict[fx.Node, int] = {}
+        for node in unit.graph.graph.nodes:
+            if node.op == "placeholder":
+                register[node] = len(register)
+            elif node.op == "output":
+                (results,) = node.args
+                self._runner.end_unit([register[n] for n in results])
+            elif isinstance(node.target, torch._ops.OpOverload):
+                schema = node.target._schema
+                named = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
+                given = {k: _argument(v, register) for k, v in {**named, **node.kwargs}.items()}
+                register[node] = self._runner.add_operation(
+                    schema.name, schema.overload_name, given
+                )
+            elif "getitem" in str(node.target):
+                of, index = node.args
+                register[node] = self._runner.add_element(register[of], index)
+            else:
+                raise Refused(f"the C++ runner cannot call {node.target}")
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        program = self._program
+        found: list[Tensor] = self._runner.run(
+            list(program.inputs), list(tensors), list(program.outputs)
+        )
+        return found
+
+    def close(self) -> None:
+        """End its threads."""
+        self._runner = None
+
+
+def _argument(given: Any, register: dict[fx.Node, int]) -> tuple[str, list[int], Any]:
+    if isinstance(given, fx.Node):
+        return "register", [register[given]], None
+    if isinstance(given, (list, tuple)) and any(isinstance(x, fx.Node) for x in given):
+        numbers = [-1 if x is None else register[x] for x in given]
+        return "optional" if None in given else "list", numbers, None
+    return "constant", [], given

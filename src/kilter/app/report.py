@@ -462,10 +462,17 @@ def _change(
     return sign * (estimate.ratio - 1.0), (ends[0], ends[1]) if ends else None
 
 
-def _within(goal: Goal, interval: tuple[float, float] | None) -> bool | None:
-    if goal.max_slowdown is None or interval is None:
+def allowed_slowdown(goal: Goal) -> float | None:
+    """What a safe slowdown stays below; "none at all" is tested with a small margin."""
+    if goal.max_slowdown is None:
         return None
-    bound = math.expm1(Contract(max_slowdown=goal.max_slowdown).bound)
+    return math.expm1(Contract(max_slowdown=goal.max_slowdown).bound)
+
+
+def _within(goal: Goal, interval: tuple[float, float] | None) -> bool | None:
+    bound = allowed_slowdown(goal)
+    if bound is None or interval is None:
+        return None
     if interval[1] <= bound:
         return True
     return False if interval[0] > bound else None

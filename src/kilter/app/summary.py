@@ -86,7 +86,7 @@ def headline(report: Report) -> str:
     if report.saving is None and report.slowdown is None:
         if report.prediction is not None and report.mode != "govern":
             expected = report.prediction
-            energy = show_fraction(_less_one(expected.energy_ratio), signed=True)
+            energy = show_fraction(less_one(expected.energy_ratio), signed=True)
             time = show_fraction(expected.time_ratio - 1.0, signed=True)
             setting = "; ".join(expected.actions) or "the default"
             return (
@@ -158,7 +158,7 @@ def ending(report: Report) -> str:
 
 def _probe(probe: Probe) -> str:
     time = show_fraction(probe.time_ratio - 1.0, signed=True)
-    energy = show_fraction(_less_one(probe.energy_ratio), signed=True)
+    energy = show_fraction(less_one(probe.energy_ratio), signed=True)
     mark = "*" if probe.chosen else " "
     return (
         f"{mark} {probe.setting!s:<32} {probe.phase:<8} time {time:>8}  energy {energy:>8}  "
@@ -166,7 +166,8 @@ def _probe(probe: Probe) -> str:
     )
 
 
-def _less_one(ratio: float | None) -> float | None:
+def less_one(ratio: float | None) -> float | None:
+    """A ratio to the default as a change."""
     return None if ratio is None else ratio - 1.0
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-TEXT_WIDTH = 0.56
+TEXT_WIDTH = 0.6
 """Mean width of a character over the font's size, to keep labels apart without a font at hand."""
 FONT_SIZE = 13.0
 
@@ -73,8 +73,10 @@ class Frame:
         x_text: Callable[[float], str],
         y_text: Callable[[float], str],
         x_labels: bool = True,
+        lift: float = 12.0,
     ) -> str:
-        """Horizontal grid lines, numbers on both axes, and titles with units."""
+        """Horizontal grid lines, numbers on both axes, and titles with units. `lift` is how far
+        above the plot the title of the y axis stands."""
         parts = []
         for value in ticks(*self.y_range, max(2, int((self.bottom - self.top) / 46))):
             y = self.y(value)
@@ -88,7 +90,7 @@ class Frame:
                 parts.append(text(x, self.bottom + 19, x_text(value), "tick", anchor="middle"))
         if x_labels:
             parts.append(text(self.right, self.bottom + 38, x_title, "title", anchor="end"))
-        parts.append(text(0.0, self.top - 12, y_title, "title"))
+        parts.append(text(0.0, self.top - lift, y_title, "title"))
         return "".join(parts)
 
 
@@ -165,6 +167,17 @@ class Labels:
 
     def avoid(self, x: float, y: float, radius: float) -> None:
         self._boxes.append((x - radius, y - radius, x + radius, y + radius))
+
+    def avoid_line(self, x1: float, y1: float, x2: float, y2: float) -> None:
+        steps = max(1, math.ceil(math.hypot(x2 - x1, y2 - y1) / 6.0))
+        for i in range(steps + 1):
+            self.avoid(x1 + (x2 - x1) * i / steps, y1 + (y2 - y1) * i / steps, 1.0)
+
+    def reserve(self, x: float, y: float, content: str, style: str) -> str:
+        """Write here whatever it covers, and keep later labels away."""
+        width = len(content) * FONT_SIZE * TEXT_WIDTH
+        self._boxes.append((x, y - FONT_SIZE, x + width, y + 4))
+        return text(x, y, content, style)
 
     def put(self, x: float, y: float, content: str, style: str, *, gap: float = 9.0) -> str:
         width, half = len(content) * FONT_SIZE * TEXT_WIDTH, FONT_SIZE / 2

@@ -269,23 +269,23 @@ def write_plan(directory: Path, setting: Setting, job: Job) -> None:
     )
 
 
-def write_trace(directory: Path, iteration_s: float = 0.084) -> None:
+def write_trace(directory: Path, iteration_s: float = 0.084, *, name: str = "layer") -> None:
     """A small convnet's iteration: twelve layers, forward and backward, and an optimizer step."""
     layers = [
         (f"layer{1 + i // 3}.{i % 3}.conv", 3.0 + i % 4, 1e9 * 2.0 ** (i % 5)) for i in range(12)
     ]
     parts: list[tuple[str, Kind, float, float | None, float | None]] = [
         ("data", Kind.DATA_WAIT, 2.0, None, None),
-        *((name, Kind.FORWARD, w, flops, 6e7 * w) for name, w, flops in layers),
-        *((name, Kind.BACKWARD, 1.9 * w, 2 * flops, 1.3e8 * w) for name, w, flops in layers[::-1]),
+        *((layer, Kind.FORWARD, w, work, 6e7 * w) for layer, w, work in layers),
+        *((layer, Kind.BACKWARD, 1.9 * w, 2 * work, 1.3e8 * w) for layer, w, work in layers[::-1]),
         ("SGD", Kind.OPTIMIZER, 5.0, 5e7, 4e8),
     ]
     unit_s = 0.97 * iteration_s / sum(part[2] for part in parts)
     operations, t_s = [], 0.0
-    for name, kind, weight, work, bytes_moved in parts:
+    for part, kind, weight, work, bytes_moved in parts:
         operations.append(
             Operation(
-                name=name,
+                name=part,
                 kind=kind,
                 start_s=t_s,
                 duration_s=weight * unit_s,

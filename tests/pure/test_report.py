@@ -1,0 +1,344 @@
+"""The report says what the record says: no more when a run was killed, and never by luck."""
+
+import json
+import math
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kilter.app import html, report, summary
+from kilter.core.errors import FileError
+from kilter.core.events import Block, Stopped
+from kilter.core.label import Label
+from kilter.core.setting import Setting
+from kilter.core.units import MHZ
+from kilter.testing import runs
+
+CHOSEN = Setting(sm_clock_hz=1245 * MHZ)
+QUIET = runs.Job(noise=0.0, drift=0.0, throttled_share=0.0)
+
+
+def report_of(*recorders, trace=None, plan=None):
+    ranks = [report.sort_events(recorder.events) for recorder in recorders]
+    return report.summarise(ranks, run="test", trace=trace, plan=plan)
+
+
+def ended(recorder):
+    recorder.stop()
+    return recorder
+
+
+def changed(recorder, change, *, phase):
+    """The run with every block of a phase changed."""
+    recorder.events = [
+        msgspec.structs.replace(e, **change(e)) if isinstance(e, Block) and e.phase == phase else e
+        for e in recorder.events
+    ]
+    return recorder
+
+
+def test_headline_is_the_truth_without_noise():
+    found = report_of(ended(runs.governed(QUIET)))
+    assert found.saving == pytest.approx(1 - QUIET.energy_ratio(CHOSEN), abs=1e-12)
+    assert found.slowdown == pytest.approx(QUIET.time_ratio(CHOSEN) - 1, abs=1e-12)
+    assert found.kept
+    assert found.restored
+    assert found.within_contract
+    assert found.choice.setting == CHOSEN
+    assert found.evidence.pairs == 20
+    assert found.rehearsed_share == 0.0
+
+
+def test_arms_have_the_ratio_of_the_headline():
+    found = report_of(ended(runs.governed()))
+    assert found.governed.energy_j / found.baseline.energy_j == pytest.approx(1 - found.saving)
+    assert found.governed.iteration_s / found.baseline.iteration_s == pytest.approx(
+        1 + found.slowdown
+    )
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say():
+    job = runs.Job(drift=0.0, throttled_share=0.0)
+    seeds, hits = 200, [0, 0]
+    for seed in range(seeds):
+        run = runs.governed(job, seed=seed, confirm_pairs=6, hold_pairs=2)
+        found = report_of(ended(run))
+        low, high = found.slowdown_ci95
+        hits[0] += low <= job.time_ratio(CHOSEN) - 1 <= high
+        low, high = found.saving_ci95
+        hits[1] += low <= 1 - job.energy_ratio(CHOSEN) <= high
+    # 95 % of 200 is 190; below 180 has a probability of 0.1 % for intervals that are right
+    assert min(hits) >= 180
+
+
+def test_pairs_that_chose_the_setting_do_not_count():
+    honest = report_of(ended(runs.governed(seed=3)))
+    lucky = report_of(
+        changed(
+            ended(runs.governed(seed=3)),
+            lambda b: {"energy_j": b.energy_j * (0.5 if b.arm == "candidate" else 2.0)},
+            phase="probe",
+        )
+    )
+    assert lucky.saving == honest.saving
+    assert lucky.saving_ci95 == honest.saving_ci95
+    assert lucky.baseline == honest.baseline
+    assert lucky.probes != honest.probes
+
+
+def test_default_stands_is_no_saving_and_no_interval():
+    run = runs.Recorder(runs.Job())
+    run.start()
+    run.pairs("probe", CHOSEN, 2)
+    run.decide("default", Setting(), "the default stands: none of 1 settings saves enough")
+    run.block("hold", Setting(), arm="baseline")
+    found = report_of(ended(run))
+    assert (found.saving, found.slowdown) == (0.0, 0.0)
+    assert (found.saving_ci95, found.slowdown_ci95) == (None, None)
+    assert not found.kept
+    assert found.governed == found.baseline
+    line = summary.headline(found)
+    assert line == "the default stands: none of 1 settings saves enough [simulated]"
+
+
+def test_holding_the_default_without_a_word_is_the_default():
+    run = runs.Recorder(runs.Job())
+    run.start()
+    run.decide("probing", CHOSEN, "probe")
+    run.pairs("probe", CHOSEN, 2)
+    run.block("hold", Setting(), arm="baseline")
+    assert report_of(ended(run)).choice.state == "default"
+
+
+def test_no_conclusion_is_unknown_not_zero():
+    run = runs.Recorder(runs.Job())
+    run.start()
+    run.decide("confirming", CHOSEN, "confirm")
+    run.pairs("confirm", CHOSEN, 3)
+    found = report_of(ended(run))
+    assert (found.saving, found.slowdown, found.governed.energy_j) == (None, None, None)
+    assert found.choice.setting == found.found
+    assert "before the evidence was in" in summary.headline(found)
+
+
+def test_observed_run_has_a_baseline_and_no_saving():
+    run = runs.Recorder(runs.Job(), mode="observe")
+    run.start("no goal was given")
+    for _ in range(3):
+        run.block("warm", Setting(), arm="baseline")
+    found = report_of(ended(run))
+    assert found.saving is None
+    assert found.baseline.iteration_s == pytest.approx(0.084, rel=0.05)
+    assert "no goal was given" in summary.headline(found)
+
+
+def test_shadow_run_shows_the_plan_and_keeps_nothing(tmp_path):
+    run = runs.Recorder(runs.Job(), mode="shadow", label=Label.MEASURED)
+    run.start("no permission: run as root")
+    run.block("warm", Setting(), arm="baseline")
+    runs.write(tmp_path, ended(run))
+    runs.write_plan(tmp_path, CHOSEN, runs.Job())
+    found = report.build(tmp_path)
+    assert (found.saving, found.kept) == (None, False)
+    assert "nothing was set; plan: SM 1245 MHz" in summary.headline(found)
+    assert "predicted, simulated" in summary.headline(found)
+
+
+def test_one_pair_has_no_interval():
+    run = runs.Recorder(runs.Job())
+    run.start()
+    run.pairs("confirm", CHOSEN, 1)
+    run.decide("holding", CHOSEN, "safe")
+    found = report_of(ended(run))
+    assert found.saving is not None
+    assert (found.saving_ci95, found.within_contract) == (None, None)
+
+
+def test_block_that_does_not_count_takes_its_pair_with_it_unless_done_again():
+    run = runs.Recorder(QUIET)
+    run.start()
+    run.pair = 1
+    run.block("confirm", Setting(), pair=1, arm="baseline")
+    run.block("confirm", CHOSEN, pair=1)
+    run.block("confirm", CHOSEN, pair=1)
+    run.block("confirm", Setting(), pair=2, arm="baseline")
+    run.block("confirm", CHOSEN, pair=2)
+    # a second search counts its pairs anew: these two are no pair
+    run.block("confirm", CHOSEN, pair=3)
+    run.block("confirm", Setting(), pair=1, arm="baseline")
+    run.block("hold", CHOSEN, pair=1)
+    run.decide("holding", CHOSEN, "safe")
+    for i, why in ((1, "stalled"), (4, "throttled")):
+        number = [k for k, e in enumerate(run.events) if isinstance(e, Block)][i]
+        run.events[number] = msgspec.structs.replace(
+            run.events[number], clean=False, why_not=why, iteration_s=9.0
+        )
+    found = report_of(ended(run))
+    assert found.evidence.pairs == 1
+    assert found.evidence.left_out == {"stalled": 1, "throttled": 1}
+    assert found.slowdown == pytest.approx(QUIET.time_ratio(CHOSEN) - 1)
+
+
+def test_unknown_energy_leaves_the_slowdown_alone():
+    run = changed(ended(runs.governed()), lambda b: {"energy_j": None}, phase="confirm")
+    some = report_of(run)
+    assert 0 < some.evidence.energy_pairs < some.evidence.pairs
+    assert (some.baseline.energy_j, some.governed.energy_j) == (None, None)
+    none = report_of(changed(run, lambda b: {"energy_j": None}, phase="hold"))
+    assert (none.saving, none.saving_ci95) == (None, None)
+    assert none.slowdown == some.slowdown
+    assert "energy unknown" in summary.headline(none)
+
+
+def test_broken_contract_is_said():
+    slow = runs.Job(clock_share=0.5, noise=0.002)
+    found = report_of(ended(runs.governed(slow)))
+    assert found.within_contract is False
+    assert "the whole interval is beyond it" in summary.headline(found)
+
+
+def test_ranks_are_added_and_named():
+    recorders = []
+    for rank in range(4):
+        run = runs.Recorder(runs.Job(), rank=rank, world_size=4, uuid=f"SIM-{rank}")
+        if rank == 0:
+            run = runs.governed(world_size=4, uuid="SIM-0")
+        else:
+            run.start()
+        run.refuse("memory clock", "not supported")
+        run.stop(restored=rank != 2)
+        recorders.append(run)
+    found = report_of(*recorders)
+    assert found.ranks == "time of the slowest of 4 ranks, energy summed over 4 ranks"
+    assert found.device == "4 x Tesla V100-SXM2-16GB"
+    assert found.restored is False
+    assert [r.what for r in found.refused].count("memory clock") == 2  # two reasons, each once
+    shared = report_of(*(shared_device(r) for r in recorders))
+    assert "4 ranks share 1 device" in shared.ranks
+
+
+def shared_device(recorder):
+    start = recorder.events[0]
+    recorder.events[0] = msgspec.structs.replace(start, device=replace(start.device, uuid="one"))
+    return recorder
+
+
+def test_rank_killed_before_its_first_line_is_missed_not_fatal(tmp_path):
+    runs.write(tmp_path, ended(runs.governed(world_size=2)))
+    (tmp_path / "events-rank1.jsonl").write_bytes(b"")
+    assert "1 of them left no record" in report.build(tmp_path).ranks
+
+
+def test_rehearsed_pairs_are_never_labelled_measured():
+    run = ended(runs.governed(label=Label.MEASURED, rehearse_hold=True))
+    found = report_of(run)
+    assert found.label is Label.SIMULATED
+    assert 0 < found.rehearsed_share < 1
+    assert "rehearsed" in summary.evidence(found)
+    assert report_of(ended(runs.governed(label=Label.MEASURED))).label is Label.MEASURED
+
+
+def test_restored_mid_run_is_the_default_with_its_reason():
+    run = runs.governed()
+    run.decide("restored", Setting(), "another tool changed the power limit")
+    found = report_of(ended(run))
+    assert (found.saving, found.kept) == (0.0, False)
+    assert "another tool changed the power limit" in summary.headline(found)
+
+
+@given(energy_j=st.floats(1e-6, 1e6), iteration_s=st.floats(0.01, 0.5))
+def test_attributed_energies_add_up(energy_j, iteration_s, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    runs.write_trace(directory, 0.084)
+    trace = replace(
+        report.codec.load(directory / "trace.json", report.IterationTrace), iteration_s=iteration_s
+    )
+    operations, method = report.attribute(trace, energy_j)
+    assert math.fsum(op.energy_j for op in operations) == pytest.approx(energy_j)
+    assert math.fsum(op.share for op in operations) == pytest.approx(1.0)
+    assert all(op.energy_j >= 0 for op in operations)
+    assert [op.energy_j for op in operations] == sorted(
+        (op.energy_j for op in operations), reverse=True
+    )
+    assert "attributed by" in method
+
+
+def test_no_energy_means_no_attribution(tmp_path):
+    runs.write_trace(tmp_path)
+    trace = report.codec.load(tmp_path / "trace.json", report.IterationTrace)
+    assert report.attribute(trace, None) == ((), None)
+    assert report.attribute(None, 1.0) == ((), None)
+
+
+RECORD = b"".join(runs.lines(ended(runs.governed(hold_pairs=2, confirm_pairs=4)).events))
+
+
+@settings(deadline=None, max_examples=60)
+@given(cut=st.integers(0, len(RECORD)))
+def test_run_killed_at_any_byte_has_a_report_or_one_clear_line(cut, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    (directory / "events-rank0.jsonl").write_bytes(RECORD[:cut])
+    if b"\n" not in RECORD[:cut]:
+        with pytest.raises(FileError, match="empty"):
+            report.build(directory)
+        return
+    found = report.build(directory)
+    assert found.restored is None or cut >= len(RECORD) - 1
+    assert found.kept == (found.choice.setting == CHOSEN)
+    if found.saving is None:
+        assert found.saving_ci95 is None
+    json.loads(report.to_json(found), parse_constant=pytest.fail)
+    assert html.page(found).endswith("</html>\n")
+    assert "kilter:" in summary.summary(found, directory)
+
+
+def test_killed_run_says_how_to_restore(tmp_path):
+    runs.write(tmp_path, runs.governed())
+    found = report.build(tmp_path)
+    assert (found.restored, found.outcome, found.energy_method) == (None, None, None)
+    assert found.kept
+    assert found.iterations > 0
+    assert "run: kilter restore" in summary.summary(found, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "holds no events-rank"),
+        ({"events-rank0.jsonl": b""}, "before its first whole record"),
+        ({"events-rank0.jsonl": RECORD[:40]}, "empty"),
+        ({"events-rank0.jsonl": RECORD[3:]}, "not an event"),
+        ({"events-rank0.jsonl": RECORD.split(b"\n", 1)[1]}, "does not begin with the start"),
+        ({"events-rank0.jsonl": RECORD, "trace.json": b"{"}, "trace.json: not a complete JSON"),
+        (
+            {"events-rank0.jsonl": RECORD, "plan.json": b'{"schema":"kilter.plan/9"}'},
+            "newer kilter",
+        ),
+    ],
+)
+def test_broken_runs_give_one_clear_line(tmp_path, files, message):
+    for name, raw in files.items():
+        (tmp_path / name).write_bytes(raw)
+    with pytest.raises(FileError, match=message) as caught:
+        report.build(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_long_runs_are_thinned_where_they_are_shown():
+    run = runs.governed(hold_pairs=400)
+    found = report_of(ended(run))
+    assert all(len(s.device_t_s) <= report.MOST_POINTS for s in found.series)
+    assert len(html.page(found)) < 700_000
+
+
+def test_end_of_the_run_is_told_apart_from_its_outcome():
+    run = runs.governed()
+    run.stop("raised ValueError")
+    found = report_of(run)
+    assert found.outcome == "raised ValueError"
+    assert isinstance(run.events[-1], Stopped)
+    assert found.kept

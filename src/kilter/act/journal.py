@@ -363,21 +363,29 @@ def open_journalled(journal: Journal) -> Device:
     return NvidiaDevice(journal.uuid)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One GPU with a journal."""
 
-    journal: Journal
+    uuid: str
+    journal: Journal | None
+    """`None` if it is damaged."""
+    fault: str | None = None
+    """What is wrong with it."""
     alive: bool
     """Somebody holds the lock: the job, or its watcher, which is about to put things back."""
 
 
 def journals(directory: Path) -> Iterator[Entry]:
-    """What is there, in order of the UUID. Raises `FileError` for a journal that is damaged."""
+    """What is there, in order of the UUID."""
     for place in _places(directory):
-        journal = place.read()
-        if journal is not None:
-            yield Entry(journal, _locked(place))
+        try:
+            journal = place.read()
+        except FileError as error:
+            yield Entry(uuid=place.uuid, journal=None, fault=str(error), alive=_locked(place))
+        else:
+            if journal is not None:
+                yield Entry(uuid=place.uuid, journal=journal, alive=_locked(place))
 
 
 def _places(directory: Path) -> list[Place]:

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     directory = state_directory(os.environ)
-    left = {entry.journal.uuid for entry in journals(directory)}
+    left = {entry.uuid for entry in journals(directory)}
     chosen = frozenset(left if args.all else left & _visible(left, os.environ))
     outcomes = list(restore_all(directory, uuids=chosen))
     others = sorted(left - chosen)

@@ -1,0 +1,658 @@
+"""`kilter bench faults`: what is left on a GPU after each accident, tried out on fake cards.
+
+Each scenario is real up to the driver: a job in a process of its own holds a lease on a card of
+`kilter.testing.fake_nvml`, whose settings outlive processes as a real card's do, and is really
+killed, stopped or cheated. The card starts with a power limit that is not its default, so that
+putting back "the default" would be noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kilter.act.journal import Journal, Place
+from kilter.act.lease import Lease
+from kilter.core.errors import KilterError
+from kilter.core.label import Label
+from kilter.core.setting import Setting
+from kilter.core.units import MHZ, MILLI
+from kilter.device.nvidia import NvidiaDevice
+from kilter.testing.fake_nvml import Card, FakeNvml, Rule
+
+HELP = "What is left on a GPU after each accident: killed jobs, killed watchers, refusals, losses."
+EPILOG = """\
+No GPU is needed or touched: the cards are fake, the processes and their deaths are real.
+
+exit code: 0 if every scenario ends with the settings that it should, 1 otherwise
+
+example:
+  kilter bench faults
+"""
+
+FOUND_LIMIT_W = 600.0
+LOW = {"sm_mhz": 1200, "limit_w": 400}
+TIMEOUT_S = 60.0
+"""For a condition that is waited for; normally a fraction of a second."""
+
+
+class Box:
+    """One fake card, one state directory, and the jobs that meet there."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.state_directory = root / "state"
+        self.state_directory.mkdir(mode=0o700)
+        self.fake = FakeNvml.create(
+            root / "cards.json", Card(load=1.0, limit_mw=round(FOUND_LIMIT_W / MILLI))
+        )
+        self.uuid = self.fake.state().cards[0].uuid
+        self.place = Place(self.state_directory, self.uuid)
+        self.names: dict[int, str] = {}
+        """Who is who in the cards' log, by pid; the watcher's is not known."""
+        self.notes: list[str] = []
+        self.jobs: list[Job] = []
+
+    def environ(self, **more: str) -> dict[str, str]:
+        return self.fake.environ() | {"KILTER_STATE_DIR": str(self.state_directory)} | more
+
+    def setting(self) -> Setting:
+        """What the card itself has, whoever asks."""
+        card = self.fake.state().cards[0]
+        lock = card.sm_lock_mhz
+        return Setting(
+            sm_clock_hz=None if lock is None else lock[1] * MHZ,
+            power_limit_w=card.enforced_limit_mw * MILLI,
+        )
+
+    def last_setter(self) -> str:
+        """Who has changed the card last."""
+        setters = self.fake.setters()
+        if not setters:
+            return "nobody"
+        return self.names.get(setters[-1].pid, "watcher")
+
+    def lowered(self) -> Setting:
+        """What the card was last set to before it was put back, from the log of its calls."""
+        sm_hz = limit_w = None
+        for call in self.fake.setters():
+            if call.error is None and self.names.get(call.pid, "").endswith("job"):
+                if call.name == "nvmlDeviceSetGpuLockedClocks":
+                    sm_hz = call.arguments[1] * MHZ
+                if call.name == "nvmlDeviceSetPowerManagementLimit":
+                    limit_w = min(limit_w or FOUND_LIMIT_W, call.arguments[0] * MILLI)
+        return Setting(sm_clock_hz=sm_hz, power_limit_w=limit_w)
+
+    def start(self, name: str = "job", **environ: str) -> Job:
+        job = Job(self, environ)
+        self.jobs.append(job)
+        self.names[job.pid] = name
+        return job
+
+    def low(self, name: str = "job", **environ: str) -> Job:
+        """A job that has lowered both knobs."""
+        job = self.start(name, **environ)
+        job.ask("enter")
+        job.ask("set", **LOW)
+        return job
+
+    def refuse(self, call: str, code: str = "NO_PERMISSION", **how: Any) -> None:
+        with self.fake.edit() as state:
+            state.rules.append(
+                Rule(call=call, error=getattr(self.fake, f"NVML_ERROR_{code}"), **how)
+            )
+
+    def note(self, text: str) -> None:
+        """Something worth a word in the table."""
+        self.notes.append(text)
+
+    def obey_again(self) -> None:
+        with self.fake.edit() as state:
+            state.rules.clear()
+
+    def restore(self) -> int:
+        """`kilter restore`, as a user or an epilog runs it; its exit code."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kilter", "restore", "--all", "--json"],
+            env=self.environ(),
+            stdout=subprocess.DEVNULL,
+        )
+        self.names[process.pid] = "kilter restore"
+        return process.wait(TIMEOUT_S)
+
+    def watcher_pid(self) -> int:
+        """Of the process that was started to watch over the card."""
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (process / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"kilter.act.watcher" in words and os.fsencode(self.state_directory) in words:
+                return int(process.name)
+        raise LookupError("no watcher runs")
+
+    def until_free(self) -> None:
+        """Wait until nobody controls the card: job and watcher are done, or dead."""
+        os.close(self.place.lock(patience_s=TIMEOUT_S))
+
+    def close(self) -> None:
+        for job in self.jobs:
+            job.kill()
+
+
+class Job:
+    """A process that holds a lease and does what it is told, line by line."""
+
+    def __init__(self, box: Box, environ: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import serve; serve({box.uuid!r})"],
+            env=box.environ(**environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    def ask(self, verb: str, **what: Any) -> Any:
+        """The job's answer; a `KilterError` of its own comes as `{"error": its name}`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"verb": verb, **what}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else {"error": "died"}
+
+    def signal(self, number: int) -> None:
+        """To the whole group, as the terminal does."""
+        os.killpg(self.pid, number)
+        self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL, of this process only."""
+        self._process.kill()
+        self.wait()
+
+    def end(self) -> Any:
+        """Let it end in good order; what it says about that."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        line = self._process.stdout.readline()
+        self.wait()
+        return json.loads(line) if line else {"error": "died"}
+
+    def wait(self) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        code = self._process.wait(TIMEOUT_S)
+        self._process.stdin.close()
+        self._process.stdout.close()
+        return code
+
+
+def serve(uuid: str) -> None:
+    """The job's side of `Job`: obeys the lines of its stdin, ends when they end."""
+    device = NvidiaDevice(uuid, timeout_s=1.0)
+    lease = Lease(device)
+    with ExitStack() as stack:
+
+        def enter() -> str | None:
+            stack.enter_context(lease)
+            return None if lease.recovered is None else lease.recovered.reason
+
+        def set_(*, hold_s: float = 60.0, **knobs: float) -> None:
+            lease.set(_setting(**knobs), hold_s=hold_s)
+
+        def verify() -> None:
+            sample = device.sample()
+            lease.verify(sample)
+            lease.verify(replace(sample, t_s=sample.t_s + 60.0))  # had time to act
+
+        def fork(*, in_c: bool) -> int:
+            pid = ctypes.CDLL(None).fork() if in_c else os.fork()
+            while pid == 0:
+                signal.pause()
+            return int(pid)
+
+        def fail() -> None:
+            raise ValueError("an error of the script itself")
+
+        verbs: dict[str, Callable[..., Any]] = {
+            "enter": enter,
+            "set": set_,
+            "renew": lease.renew,
+            "verify": verify,
+            "fork": fork,
+            "fail": fail,
+        }
+        for line in sys.stdin:
+            order = json.loads(line)
+            try:
+                answer = verbs[order.pop("verb")](**order)
+            except KilterError as error:
+                answer = {"error": type(error).__name__, "message": str(error)}
+            print(json.dumps(answer), flush=True)
+    outcome = lease.outcome
+    print(json.dumps(outcome and {"state": outcome.state, "reason": outcome.reason}), flush=True)
+
+
+def _setting(*, sm_mhz: float | None = None, limit_w: float | None = None) -> Setting:
+    return Setting(sm_clock_hz=None if sm_mhz is None else sm_mhz * MHZ, power_limit_w=limit_w)
+
+
+# Scenarios; the docstring is the row's name -------------------------------------------------
+
+
+def ends(box: Box) -> None:
+    """job ends"""
+    box.low().end()
+
+
+def raises(box: Box) -> None:
+    """script raises"""
+    job = box.low()
+    job.ask("fail")
+    job.wait()
+
+
+def ctrl_c(box: Box) -> None:
+    """Ctrl-C"""
+    box.low().signal(signal.SIGINT)
+
+
+def sigterm(box: Box) -> None:
+    """SIGTERM to the job's process group"""
+    box.low().signal(signal.SIGTERM)
+
+
+def sigkill(box: Box) -> None:
+    """SIGKILL of the job"""
+    box.low().kill()
+
+
+def sigkill_before_set(box: Box) -> None:
+    """SIGKILL between journal and first set"""
+    with box.fake.edit() as state:
+        state.rules.append(Rule(call="nvmlDeviceSet*", sigkill="before", times=1))
+    box.low().wait()
+
+
+def sigkill_inside_set(box: Box) -> None:
+    """SIGKILL between the two knobs of a set"""
+    with box.fake.edit() as state:
+        state.rules.append(Rule(call="nvmlDeviceSet*", sigkill="after", times=1))
+    box.low().wait()
+
+
+def sigkill_at_restore(box: Box) -> None:
+    """SIGKILL in the middle of the job's own restore"""
+    job = box.low()
+    with box.fake.edit() as state:
+        state.rules.append(Rule(call="nvmlDeviceReset*", sigkill="after", times=1))
+    job.end()
+
+
+def watcher_killed(box: Box) -> None:
+    """SIGKILL of the watcher, then of the job after its next set"""
+    job = box.low()
+    _kill_watcher(box)
+    job.ask("set", sm_mhz=900, limit_w=300)
+    job.kill()
+
+
+def both_killed_then_restore(box: Box) -> None:
+    """SIGKILL of job and watcher, then `kilter restore`"""
+    job = box.low()
+    _kill_watcher(box)
+    job.kill()
+    box.restore()
+
+
+def both_killed_then_next(box: Box) -> None:
+    """SIGKILL of job and watcher, then the next job"""
+    both = box.low()
+    _kill_watcher(box)
+    both.kill()
+    job = box.start("next job")
+    job.ask("enter")
+    job.end()
+
+
+def hangs(box: Box) -> None:
+    """job hangs, its deadline passes"""
+    job = box.start()
+    job.ask("enter")
+    job.ask("set", hold_s=0.05, **LOW)
+    _until(lambda: box.setting() == FOUND)
+    box.note("put back while the job hung")
+    job.kill()
+
+
+def forked_child(box: Box) -> None:
+    """SIGKILL of the job, a forked data loader lives on"""
+    with _child(box.low(), in_c=False):
+        box.until_free()
+
+
+def forked_in_c(box: Box) -> None:
+    """SIGKILL of the job, a process forked in C lives on"""
+    with _child(box.low(), in_c=True):
+        box.until_free()
+
+
+def refused_at_start(box: Box) -> None:
+    """setter refused at the first set"""
+    box.refuse("nvmlDeviceSet*")
+    job = box.start()
+    job.ask("enter")
+    box.note(job.ask("set", **LOW)["error"])
+    job.end()
+
+
+def refused_in_the_middle(box: Box) -> None:
+    """second setter of a set refused"""
+    box.refuse("nvmlDeviceSetPowerManagementLimit", times=1)
+    job = box.start()
+    job.ask("enter")
+    box.note(job.ask("set", **LOW)["error"])
+    job.end()
+
+
+def refused_at_restore(box: Box) -> None:
+    """setter refused at restore, once"""
+    job = box.low()
+    box.refuse("nvmlDeviceReset*", times=1)
+    job.end()
+
+
+def lost_at_restore(box: Box) -> None:
+    """GPU lost at restore, back later, then `kilter restore`"""
+    job = box.low()
+    box.refuse("nvmlDevice*", code="GPU_IS_LOST")
+    job.end()
+    _kill_watcher(box)  # it would go on trying for a while
+    box.note(f"kilter restore while it is lost: exit code {box.restore()}")
+    box.obey_again()
+    box.restore()
+
+
+def hung_at_restore(box: Box) -> None:
+    """setter hangs at restore, once"""
+    job = box.low()
+    with box.fake.edit() as state:
+        state.rules.append(Rule(call="nvmlDeviceReset*", hang_s=3.0, pretend=True, times=1))
+    job.end()
+
+
+def not_obeyed(box: Box) -> None:
+    """clock accepted but not obeyed"""
+    with box.fake.edit() as state:
+        state.cards[0].clips_sm_mhz = (1600, 1980)
+    job = box.low()
+    box.note(job.ask("verify")["error"])
+    job.end()
+
+
+def not_obeyed_and_killed(box: Box) -> None:
+    """clock accepted but not obeyed, SIGKILL of the job"""
+    with box.fake.edit() as state:
+        state.cards[0].clips_sm_mhz = (1600, 1980)
+    box.low().kill()
+
+
+def limit_not_taken(box: Box) -> None:
+    """power limit reported as set, but is not"""
+    with box.fake.edit() as state:
+        state.rules.append(Rule(call="nvmlDeviceSetPower*", pretend=True, times=1))
+    job = box.start()
+    job.ask("enter")
+    box.note(job.ask("set", **LOW)["error"])
+    job.end()
+
+
+def limit_changed(box: Box) -> Setting:
+    """administrator sets another power limit meanwhile, job ends"""
+    job = box.low()
+    with box.fake.edit() as state:
+        state.cards[0].limit_mw = 500_000
+    job.end()
+    return Setting(power_limit_w=500.0)
+
+
+def limit_changed_and_killed(box: Box) -> Setting:
+    """administrator sets another power limit meanwhile, SIGKILL of the job"""
+    job = box.low()
+    with box.fake.edit() as state:
+        state.cards[0].limit_mw = 500_000
+    job.kill()
+    return Setting(power_limit_w=500.0)
+
+
+def clock_changed(box: Box) -> Setting:
+    """somebody locks another SM clock meanwhile, job ends"""
+    job = box.low()
+    job.ask("verify")
+    with box.fake.edit() as state:
+        state.cards[0].sm_lock_mhz = (345, 1500)
+    job.end()
+    return Setting(sm_clock_hz=1500 * MHZ, power_limit_w=FOUND_LIMIT_W)
+
+
+def two_at_once(box: Box) -> None:
+    """second job on the same GPU"""
+    first = box.low("first job")
+    second = box.start("second job")
+    box.note(second.ask("enter")["error"])
+    second.end()
+    first.end()
+
+
+def next_waits(box: Box) -> None:
+    """SIGKILL of the job, the next one comes at once"""
+    job = box.low("first job")
+    following = box.start("next job")
+    job.kill()
+    following.ask("enter")
+    following.ask("set", sm_mhz=900)
+    following.end()
+
+
+def other_boot(box: Box) -> None:
+    """stale journal of another boot"""
+    _write_stale(box, boot="00000000-0000-4000-8000-000000000000")
+    job = box.start()
+    box.note(job.ask("enter"))
+    job.end()
+
+
+def no_state_directory(box: Box) -> None:
+    """journal cannot be written"""
+    box.state_directory.rmdir()
+    box.state_directory.write_text("a file where the directory should be")
+    job = box.start()
+    box.note(job.ask("enter")["error"])
+    job.end()
+    box.state_directory.unlink()
+    box.state_directory.mkdir()
+
+
+def read_only(box: Box) -> None:
+    """KILTER_READ_ONLY=1"""
+    job = box.start(KILTER_READ_ONLY="1")
+    box.note(job.ask("enter")["error"])
+    job.end()
+    box.note(f"{len(box.fake.setters())} setters called")
+
+
+Scenario = Callable[[Box], Setting | None]
+SCENARIOS: tuple[Scenario, ...] = (
+    ends,
+    raises,
+    ctrl_c,
+    sigterm,
+    sigkill,
+    sigkill_before_set,
+    sigkill_inside_set,
+    sigkill_at_restore,
+    watcher_killed,
+    both_killed_then_restore,
+    both_killed_then_next,
+    hangs,
+    forked_child,
+    forked_in_c,
+    refused_at_start,
+    refused_in_the_middle,
+    refused_at_restore,
+    lost_at_restore,
+    hung_at_restore,
+    not_obeyed,
+    not_obeyed_and_killed,
+    limit_not_taken,
+    limit_changed,
+    limit_changed_and_killed,
+    clock_changed,
+    two_at_once,
+    next_waits,
+    other_boot,
+    no_state_directory,
+    read_only,
+)
+FOUND = Setting(power_limit_w=FOUND_LIMIT_W)
+
+
+def _kill_watcher(box: Box) -> None:
+    pid = box.watcher_pid()
+    death = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    select.select([death], [], [], TIMEOUT_S)
+    os.close(death)
+
+
+@contextmanager
+def _child(job: Job, *, in_c: bool) -> Iterator[None]:
+    """A child of the job that outlives it, killed as it is."""
+    pid = job.ask("fork", in_c=in_c)
+    job.kill()
+    try:
+        yield
+        os.kill(pid, 0)  # it still lives: that was the point
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if time.monotonic() > give_up_s:
+            raise TimeoutError("the condition never came true")
+        time.sleep(0.005)
+
+
+def _write_stale(box: Box, *, boot: str) -> None:
+    box.place.write(
+        Journal(
+            uuid=box.uuid,
+            backend="nvml",
+            boot_id=boot,
+            pid=1,
+            start_ticks=0,
+            nonce="of another boot",
+            found=Setting(power_limit_w=700.0),
+            before=Setting(power_limit_w=700.0),
+            last=FOUND,
+            written="2026-01-01T00:00:00+00:00",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    scenario: str
+    found: Setting
+    lowered: Setting
+    """What a job had set meanwhile; from the card's log."""
+    expected: Setting
+    after: Setting
+    """Read from the card itself."""
+    set_last_by: str
+    note: str
+    journal_left: bool
+
+    @property
+    def ok(self) -> bool:
+        return self.after == self.expected and not self.journal_left
+
+
+def try_out(scenario: Scenario, root: Path) -> Row:
+    """Run one scenario in an empty directory."""
+    box = Box(root)
+    try:
+        found = box.setting()
+        expected = scenario(box) or found
+        box.until_free()
+        return Row(
+            scenario=scenario.__doc__ or scenario.__name__,
+            found=found,
+            lowered=box.lowered(),
+            expected=expected,
+            after=box.setting(),
+            set_last_by=box.last_setter(),
+            note="; ".join(box.notes),
+            journal_left=box.place.journal_path.exists(),
+        )
+    finally:
+        box.close()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = []
+    for scenario in SCENARIOS:
+        with tempfile.TemporaryDirectory(prefix="kilter-faults-") as root:
+            rows.append(try_out(scenario, Path(root)))
+    if args.json:
+        summary = {"n": len(rows), "ok": sum(row.ok for row in rows)}
+        table = [asdict(row) | {"ok": row.ok} for row in rows]
+        schema = {"schema": "kilter.bench.faults/1", "label": Label.SIMULATED.value}
+        print(json.dumps(schema | {"rows": table, "summary": summary}))
+    else:
+        print(as_text(rows))
+    return int(not all(row.ok for row in rows))
+
+
+def as_text(rows: list[Row]) -> str:
+    """The table of the README (Markdown)."""
+    lines = [
+        "| accident | found | set | afterwards | last set by | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        verdict = "ok" if row.ok else f"WRONG, expected {row.expected}"
+        after = f"{row.after} (theirs)" if row.expected != row.found else str(row.after)
+        note = f"; {row.note}" if row.note else ""
+        lowered = "nothing" if row.lowered == Setting() else str(row.lowered)
+        cells = (row.scenario, row.found, lowered, after, row.set_last_by, verdict + note)
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    ok = sum(row.ok for row in rows)
+    lines += ["", f"{ok} of {len(rows)} as they should be (fake cards, real processes)."]
+    return "\n".join(lines)

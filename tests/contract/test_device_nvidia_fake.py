@@ -176,6 +176,19 @@ def test_another_tool_changes_the_clock_and_the_limit(make_fake: MakeFake) -> No
     assert device.settings().power_limit_w == 300.0
 
 
+def test_an_idle_gaming_card_tells_the_clocks_it_will_have_under_load(make_fake: MakeFake) -> None:
+    card = Card(memory_clocks_mhz=(405, 9501), sm_clocks_mhz=(210, 2100, 15), sm_top_mhz={405: 420})
+    device = open_device(make_fake(card))
+    assert device.sample().memory_clock_hz == 405e6
+    assert device.supported().sm_clocks_hz[-1] == 2100e6
+    with pytest.raises(NotSupported, match="420"):
+        device.set(Setting(sm_clock_hz=2100e6, memory_clock_hz=405e6))
+    device.set(Setting(memory_clock_hz=405e6))
+    assert device.supported().sm_clocks_hz[-1] == 420e6
+    device.set(Setting(sm_clock_hz=2100e6))
+    assert device.supported().sm_clocks_hz[-1] == 2100e6
+
+
 def test_power_limit_pulls_the_clock_down_and_is_named_as_the_reason(make_fake: MakeFake) -> None:
     fake = make_fake(Card(load=1.0))
     device = open_device(fake)

@@ -6,8 +6,8 @@ has set; what another tool has locked can only be noticed by observation.
 
 Every vendor call runs in one daemon thread per device, and the caller waits for it only so long:
 NVML calls are known to hang for ever (open-gpu-kernel-modules#1333), and neither the training nor
-its end may wait for them. One hop covers all reads of a sample. That also makes a device
-thread-safe, and a forked child gets a thread and a session of its own.
+its end may wait for them. One hop to that thread covers all reads of a sample, and costs about as
+much as they do: tens of microseconds. A forked child gets a thread and a session of its own.
 
 Setters: a clock is locked to the range from the lowest supported clock to the value, a cap. Under
 load the GPU runs at the cap; while it waits its governor may still drop, so that a stalled job
@@ -277,7 +277,7 @@ def _mig_uuids(library: Library, handle: Any) -> Iterator[str]:
 
 
 class NvidiaDevice:
-    """One GPU by its UUID. Thread-safe. A closed device opens again when it is used."""
+    """One GPU by its UUID. Thread-safe after the first call. Opens again if used when closed."""
 
     def __init__(
         self,
@@ -316,7 +316,7 @@ class NvidiaDevice:
         return self._do(lambda handle: self._read_sample(handle, energy))
 
     def supported(self) -> Supported:
-        return self._do(self._read_supported)
+        return self._do(lambda handle: self._read_supported(handle, self._requested.get("Memory")))
 
     def settings(self) -> Setting:
         return Setting(
@@ -337,6 +337,8 @@ class NvidiaDevice:
             raise NotPermitted(f"{self._uuid}: {self._shared}")
         try:
             self._do(lambda handle: self._apply(handle, setting))
+        except ReadOnly:
+            raise
         except NotPermitted as error:
             self._info = replace(self.info(), can_set=False, refusal=str(error))
             raise
@@ -362,11 +364,9 @@ class NvidiaDevice:
     def _do(self, act: Callable[[Any], T]) -> T:
         """Run `act` on the GPU's handle in the worker; opens first if needed, also after a fork."""
         if self._worker is None or self._pid != os.getpid():
-            self._worker, self._handle, self._pid = (
-                Worker(self._library.describe),
-                None,
-                os.getpid(),
-            )
+            self._worker = Worker(self._library.describe)
+            self._handle = None
+            self._pid = os.getpid()
         timeout_s = INIT_TIMEOUT_S if self._handle is None else self._timeout_s
         return self._worker.do(lambda: act(self._opened()), timeout_s)
 
@@ -412,12 +412,12 @@ class NvidiaDevice:
         """Why nothing may be set, found by reading only."""
         mig = self._optional("nvmlDeviceGetMigMode", handle)
         if mig is not None and mig[0] == 1:
-            self._shared = "MIG is on: its instances share one clock and one limit; turn it off"
+            self._shared = "MIG is on, and its instances share one clock; turn MIG off to set it"
         if self._optional("nvmlDeviceGetVirtualizationMode", handle) in SHARED_VIRTUALIZATION:
             self._shared = "a vGPU shares its clocks with other guests; set them on the host"
         if self._shared is not None:
             return self._shared
-        if self._read_supported(handle) == Supported():
+        if self._read_supported(handle, None) == Supported():
             return "this GPU or driver has neither locked clocks (Volta or newer) nor power limits"
         return (self._privilege or missing_privilege)()
 
@@ -481,15 +481,16 @@ class NvidiaDevice:
         limit_mw = self._optional("nvmlDeviceGetPowerManagementLimit", handle)
         return None if limit_mw is None else limit_mw * MILLI
 
-    def _read_supported(self, handle: Any, memory_clock_hz: float | None = None) -> Supported:
-        """At a memory clock, or at the one observed now."""
+    def _read_supported(self, handle: Any, memory_clock_hz: float | None) -> Supported:
+        """With the SM clocks at this memory clock; `None`: at the highest, since a GPU that idles
+        at a low one, where few SM clocks exist, will not stay there under load."""
         architecture = self._architecture(handle)
         memory_mhz = sorted(self._optional("nvmlDeviceGetSupportedMemoryClocks", handle) or ())
         sm_mhz: list[int] = []
         if architecture >= VOLTA and memory_mhz:
-            now_hz = memory_clock_hz or self._read_clock_hz(handle, CLOCK_MEMORY) or 0.0
-            nearest = min(memory_mhz, key=lambda mhz: abs(mhz * MHZ - now_hz))
-            sm_mhz = self._optional("nvmlDeviceGetSupportedGraphicsClocks", handle, nearest) or []
+            highest_mhz = memory_mhz[-1] if memory_clock_hz is None else memory_clock_hz / MHZ
+            at_mhz = max((mhz for mhz in memory_mhz if mhz <= highest_mhz), default=memory_mhz[0])
+            sm_mhz = self._optional("nvmlDeviceGetSupportedGraphicsClocks", handle, at_mhz) or []
         if architecture < AMPERE or len(memory_mhz) < 2:
             memory_mhz = []
         return Supported(

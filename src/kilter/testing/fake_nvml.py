@@ -100,6 +100,8 @@ class Card(msgspec.Struct, kw_only=True):
     sm_clocks_mhz: tuple[int, int, int] = (345, 1980, 15)
     """Lowest, highest, step."""
     memory_clocks_mhz: tuple[int, ...] = (2201, 3201)
+    sm_top_mhz: dict[int, int] = {}
+    """Memory clock -> highest SM clock there; gaming cards have few SM clocks at their lowest."""
     power_limits_mw: tuple[int, int] = (200_000, 700_000)
     default_limit_mw: int = 700_000
     memory_bytes: int = 143_771 * 2**20
@@ -143,6 +145,8 @@ class Card(msgspec.Struct, kw_only=True):
 
     @property
     def memory_clock_mhz(self) -> int:
+        if self.load == 0 and self.memory_lock_mhz is None and self.sm_top_mhz:
+            return self.memory_clocks_mhz[0]
         low, high = self.memory_lock_mhz or (0, self.memory_clocks_mhz[-1])
         allowed = [clock for clock in self.memory_clocks_mhz if low <= clock <= high]
         return allowed[-1] if allowed else self.memory_clocks_mhz[-1]
@@ -668,6 +672,7 @@ class FakeNvml:
             if memoryClockMHz not in card.memory_clocks_mhz:
                 raise NVMLError(_ERRORS["NOT_FOUND"][0])
             lowest, highest, step = card.sm_clocks_mhz
+            highest = card.sm_top_mhz.get(memoryClockMHz, highest)
             return list(range(highest, lowest - 1, -step))
 
         return self._on_card("nvmlDeviceGetSupportedGraphicsClocks", handle, read, memoryClockMHz)

@@ -1,3 +1,33 @@
-"""kilter keeps GPU training and inference in kilter. See `kilter --help` or the README."""
+"""kilter keeps GPU training and inference in kilter. See `kilter --help` or the README.
+
+    import kilter
+
+    with kilter.govern(max_slowdown=0.02):
+        train()
+
+The names are imported when they are used: `import kilter` costs nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kilter.act.branches import parallel
+    from kilter.app.govern import govern
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "govern", "parallel"]
+
+_HOMES = {"govern": "kilter.app.govern", "parallel": "kilter.act.branches"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kilter' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,9 +6,10 @@ the rehearsal goes on with the trace alone until the evidence is in.
 
 from __future__ import annotations
 
+import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from kilter.act.board import LocalBoard
 from kilter.act.conductor import Conductor, Iteration, Program
@@ -16,7 +17,7 @@ from kilter.core.events import AnyEvent, Sampled
 from kilter.core.plan import Goal
 from kilter.core.setting import Sample, Setting
 from kilter.core.trace import IterationTrace
-from kilter.plan.governor import Choice, Phase
+from kilter.plan.governor import Order, Outcome, Phase
 from kilter.sim.gpu import SimGpu
 
 HOLD_BLOCKS = 150
@@ -87,22 +88,18 @@ class Rehearsal:
         self._record = record
         self._clock = clock
         self._hands = SimHands(gpu, apply)
-        self._program = Program(goal, gpu.settings(), gpu.supported(), self._hands, seed=seed)
+        self.program = Program(goal, gpu.settings(), gpu.supported(), self._hands, seed=seed)
         self._conductor = Conductor(
             self._hands,
             LocalBoard(),
             sensor_period_s=gpu.info().sensor_period_s or 0.1,
-            orders=self._program.orders(),
+            orders=self.program.orders(),
             record=record,
             clock=clock,
         )
         self._held = 0
         self.iterations = 0
         self.iterations_alone = 0
-
-    @property
-    def choice(self) -> Choice:
-        return self._program.choice
 
     def iterate(self) -> None:
         """Run one simulated iteration and let the conductor take notice."""
@@ -145,3 +142,47 @@ class Rehearsal:
                 return False
             progress(self._gpu.now_s)
         return True
+
+
+def compare(
+    gpu: SimGpu, trace: IterationTrace, setting: Setting, *, pairs: int, seed: int = 0
+) -> list[tuple[Outcome, Outcome]]:
+    """(baseline, candidate) outcomes of interleaved blocks under the found setting and another."""
+    found = gpu.settings()
+    done: list[tuple[Outcome, Outcome]] = []
+
+    def orders() -> Generator[Order, Outcome, None]:
+        yield Order(phase=Phase.WARM, setting=found, baseline=True, pair=None, reason="warm up")
+        order = random.Random(seed)
+        while True:
+            arms = [True, False]
+            order.shuffle(arms)
+            outcomes: dict[bool, Outcome] = {}
+            for baseline in arms:
+                outcomes[baseline] = yield Order(
+                    phase=Phase.CONFIRM,
+                    setting=found if baseline else setting,
+                    baseline=baseline,
+                    pair=len(done),
+                    reason="compare",
+                )
+            done.append((outcomes[True], outcomes[False]))
+
+    hands = SimHands(gpu, gpu.set)
+    conductor = Conductor(
+        hands,
+        LocalBoard(),
+        sensor_period_s=gpu.info().sensor_period_s or 0.1,
+        orders=orders(),
+        record=lambda event: None,
+        clock=lambda: gpu.now_s,
+    )
+    work = gpu.work(trace)
+    index = 0
+    while len(done) < pairs:
+        duration_s = gpu.run(work)
+        hands.tick()
+        index += 1
+        conductor.iteration(Iteration(index=index, end_s=gpu.now_s, duration_s=duration_s))
+    gpu.set(found)
+    return done

@@ -18,7 +18,8 @@ import statistics
 from collections.abc import Generator
 from dataclasses import dataclass, field
 
-from kilter.core.plan import Goal
+from kilter.core.label import Label
+from kilter.core.plan import Effect, Goal, Plan, SetClocks
 from kilter.core.setting import Setting
 from kilter.plan.guard import Contract, Verdict
 from kilter.plan.job_clocks import PRICE_OF_TIME, Forecast, Probed, Space, forecasts
@@ -85,6 +86,14 @@ class Choice:
     log_time: float = 0.0
     log_energy: float = 0.0
     reason: str
+
+    @property
+    def time_ratio(self) -> float:
+        return math.exp(self.log_time)
+
+    @property
+    def energy_ratio(self) -> float:
+        return math.exp(self.log_energy)
 
 
 @dataclass(slots=True)
@@ -297,3 +306,17 @@ def _energy(outcome: Outcome) -> float:
 def _effect(forecast: Forecast) -> str:
     energy, time = math.expm1(forecast.log_energy), math.expm1(forecast.log_time)
     return f"{energy * 100:+.1f} % energy at {time * 100:+.1f} % time"
+
+
+def plan_of(choice: Choice, found: Setting, label: Label) -> Plan:
+    """The choice as a plan; the default standing is an empty one."""
+    effect = Effect(time_ratio=choice.time_ratio, energy_ratio=choice.energy_ratio)
+    kept = choice.setting != found
+    action = SetClocks(setting=choice.setting, effect=effect, reason=choice.reason)
+    return Plan(
+        planner="job_clocks",
+        actions=(action,) if kept else (),
+        effect=effect,
+        reason=choice.reason,
+        label=label,
+    )

@@ -100,7 +100,7 @@ def fold(graph: fx.GraphModule, device: torch.device) -> Folded:
 def is_view(node: fx.Node) -> bool:
     """Costs nothing on the device."""
     if node.op != "call_function":
-        return node.op == "get_attr"
+        return bool(node.op == "get_attr")
     return bool(node.target in VIEWS or node.target in SPLITS or "getitem" in str(node.target))
 
 

@@ -302,7 +302,9 @@ class Parallel:
         before = State(self.branches)
         # The user's own errors come from here, outside every handler of ours.
         results = self.serial(*inputs)
-        changes = before.changed()
+        # Callables that are only called, once each, may change whatever they like.
+        opaque = self.is_list and self.mode in ("threads", "streams")
+        changes = None if opaque else before.changed()
         if changes is not None:  # lazily made weights, a cache, a counter
             self._restless += 1
             self._state = None
@@ -313,8 +315,8 @@ class Parallel:
                 )
             return results
         with self._preparing, torch.inference_mode(False), torch.no_grad():
-            state = State(self.branches)
-            self._state = state
+            self._state = State(self.branches)
+            state = State([]) if opaque else self._state
             bench = _Bench(self, tuple(inputs), state)
             if bench.device.type == "cuda":
                 with torch.cuda.device(bench.device):

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import argparse
 
-from kilter.core.errors import UsageError
+from kilter.core.errors import KilterError
 from kilter.core.units import parse_fraction
+from kilter.sim.profile import Profile, load_profile, names
 
 
 def fraction(text: str) -> float:
     """`2%` or `0.02`, as an argparse type."""
     try:
         return parse_fraction(text)
-    except UsageError as error:
+    except KilterError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def simulated(text: str) -> Profile:
+    """`sim:NAME`, as an argparse type: the profile of that card."""
+    kind, _, name = text.partition(":")
+    if kind != "sim" or name not in names():
+        raise argparse.ArgumentTypeError(f"{text!r}: choose sim:{', sim:'.join(names())}")
+    return load_profile(name)

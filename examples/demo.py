@@ -1,0 +1,38 @@
+"""`make demo`: two unmodified training scripts under a simulated V100, and what came of it.
+
+Each script trains for real, on this CPU. Each of its iterations drives one iteration of a simulated
+card that runs the traced operations, so that clocks are probed, judged and held as on a real one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+DEMOS = {
+    "convnet": ["train_convnet.py", "--steps", "120"],
+    "gpt": ["train_gpt.py", "--steps", "100"],
+}
+
+
+def main() -> int:
+    for name, (script, *arguments) in DEMOS.items():
+        out = HERE.parent / "runs" / f"demo-{name}-{os.getpid()}"
+        command = ["kilter", "run", "--device", "sim:v100", "--max-slowdown", "2%"]
+        print(f"\n$ {' '.join([*command, script, *arguments])}", flush=True)
+        result = subprocess.run(
+            [sys.executable, "-m", "kilter.app.cli.main", *command[1:], "--out", str(out)]
+            + [str(HERE / script), *arguments],
+            check=False,
+        )
+        if result.returncode:
+            return result.returncode
+        report = json.loads((out / "report.json").read_bytes())
+        print(f"report: {out / 'report.html'}  (label: {report['label']})", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""The fence: the one place in the package that catches everything.
+
+Nothing of ours may end, hang or change a user's training. Whatever goes wrong in our code that
+runs inside it ends here: it is told once, and kilter steps aside. Everywhere else errors are
+specific.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from kilter.core.errors import KilterError
+
+
+class Fence:
+    """Calls functions of ours on behalf of the user's program.
+
+    `aside(where, error)` is called with the first error; after that nothing inside is run any
+    more. What the user's program raises, KeyboardInterrupt and SystemExit pass.
+    """
+
+    def __init__(self, aside: Callable[[str, str], None]) -> None:
+        self._aside = aside
+        self.down = False
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., None]:
+        """`function` behind the fence. Its result is dropped."""
+
+        @functools.wraps(function)
+        def fenced(*args: Any, **kwargs: Any) -> None:
+            if not self.down:
+                self.run(function, *args, **kwargs)
+
+        return fenced
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+        """Run it now, also after an error. Whether it came to its end."""
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            first, self.down = not self.down, True
+            if first:
+                where = getattr(function, "__qualname__", repr(function))
+                self._aside(where, describe(error))
+            return False
+        return True
+
+
+def describe(error: Exception) -> str:
+    """One line: ours say what to do; for others the place in the code helps to mend it."""
+    if isinstance(error, KilterError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"

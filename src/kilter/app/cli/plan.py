@@ -1,0 +1,82 @@
+"""`kilter plan`: a plan from an iteration trace, without running the job."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from kilter.act.rehearsal import Rehearsal
+from kilter.app.cli.options import fraction, simulated
+from kilter.core import codec
+from kilter.core.errors import PlanError
+from kilter.core.label import Label
+from kilter.core.plan import Goal, Objective, Plan
+from kilter.core.trace import IterationTrace
+from kilter.core.units import show_fraction
+from kilter.plan.governor import plan_of
+from kilter.sim.gpu import SimGpu
+
+HELP = "Plan from an iteration trace (the trace.json of a run), without running the job."
+
+EPILOG = """\
+`clocks` runs the whole online loop (probe, confirm, hold) on a simulated card of the given kind.
+The plan's predicted effects are labelled simulated: the job itself has the last word.
+
+examples:
+  kilter plan clocks runs/ID/trace.json --device sim:h200
+  kilter plan clocks trace.json --device sim:a100 --max-slowdown 5% -o plan.json
+"""
+
+REHEARSE_S = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="clocks")
+    clocks = kinds.add_parser("clocks", help="one setting of the clocks for the whole job")
+    clocks.add_argument("trace", metavar="TRACE", type=Path, help="trace.json of a run")
+    clocks.add_argument("--device", type=simulated, required=True, metavar="sim:NAME")
+    clocks.add_argument("--max-slowdown", type=fraction, default=0.02, metavar="S", help="(2%%)")
+    clocks.add_argument(
+        "--objective", choices=[o.value for o in Objective], default="energy", help="(energy)"
+    )
+    clocks.add_argument("--seed", type=int, default=0, help="of the simulated card (0)")
+    clocks.add_argument("-o", dest="out", metavar="FILE", type=Path, help="write the plan here")
+    clocks.add_argument("--json", action="store_true", help="print the plan as one JSON object")
+    clocks.set_defaults(make=_clocks)
+
+
+def run(args: argparse.Namespace) -> int:
+    plan: Plan = args.make(args)
+    if args.out is not None:
+        codec.save(args.out, plan)
+    if args.json:
+        print(codec.encode(plan).decode())
+    else:
+        _tell(plan)
+    return 0
+
+
+def _clocks(args: argparse.Namespace) -> Plan:
+    trace = codec.load(args.trace, IterationTrace)
+    if not trace.operations:
+        raise PlanError(f"{args.trace}: the trace has no operations; nothing can be planned")
+    goal = Goal(max_slowdown=args.max_slowdown, objective=Objective(args.objective))
+    gpu = SimGpu(args.device, seed=args.seed)
+    found = gpu.settings()
+    rehearsal = Rehearsal(
+        gpu, trace, goal, apply=gpu.set, record=lambda event: None, seed=args.seed
+    )
+    if not rehearsal.finish(seconds=REHEARSE_S):
+        print(f"kilter plan: stopped after {REHEARSE_S:.0f} s; the best so far", file=sys.stderr)
+    return plan_of(rehearsal.program.choice, found, Label.SIMULATED)
+
+
+def _tell(plan: Plan) -> None:
+    energy = None if plan.effect.energy_ratio is None else plan.effect.energy_ratio - 1
+    print(f"plan    {', '.join(str(a.setting) for a in plan.actions) or 'do nothing'}")
+    print(
+        f"effect  {show_fraction(energy, signed=True)} energy, "
+        f"{show_fraction(plan.effect.time_ratio - 1, signed=True)} time [{plan.label.value}]"
+    )
+    print(f"reason  {plan.reason}")

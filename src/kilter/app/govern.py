@@ -1,0 +1,53 @@
+"""`kilter.govern`: the same session as `kilter run`, as a context manager."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kilter.act.session import Options, Session
+from kilter.app.config import DEFAULT_MAX_SLOWDOWN
+from kilter.app.voice import Stderr
+from kilter.core.plan import Goal, Objective
+from kilter.core.ranks import ranks
+
+
+@contextmanager
+def govern(
+    *,
+    max_slowdown: float = DEFAULT_MAX_SLOWDOWN,
+    objective: Objective | str = Objective.ENERGY,
+    device: str = "auto",
+    dry_run: bool = False,
+    out: str | Path | None = None,
+) -> Iterator[Session]:
+    """Save energy in the body of the `with`, at most `max_slowdown` (a fraction) slower.
+
+    Iterations end where an optimizer steps. A loop without one, or one that knows better, says so
+    itself, and then only it does:
+
+        with kilter.govern(max_slowdown=0.01) as job:
+            for batch in batches:
+                infer(batch)
+                job.mark()
+
+    `device` is `auto`, `nvml`, `sim:NAME` or `null`; `dry_run` sets nothing; `out` is the directory
+    of the run's files (default: `runs/ID`). `KILTER=0` in the environment switches it off. Raises
+    `UsageError` for a wrong argument, and nothing else of its own.
+    """
+    options = Options(
+        goal=Goal(max_slowdown=max_slowdown, objective=Objective(objective)),
+        device=device,
+        dry_run=dry_run,
+        out=None if out is None else Path(out).absolute(),
+        command=tuple(sys.argv),
+    )
+    session = Session(options, ranks(os.environ), Stderr())
+    if os.environ.get("KILTER") == "0":
+        yield session
+        return
+    with session:
+        yield session

@@ -1,0 +1,59 @@
+"""What a session says to the user: one line at the start, one summary at the end, on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from kilter.act.session import Options
+from kilter.app import html, report, summary
+from kilter.core.codec import write_atomically
+from kilter.core.events import Started
+
+PROGRESS_EVERY_S = 1.0
+
+
+class Stderr:
+    """The voice of `kilter run` and of `kilter.govern`. stdout belongs to the script."""
+
+    def __init__(self) -> None:
+        self._said_s = 0.0
+        self._progressed = False
+
+    def started(self, started: Started) -> None:
+        self._say(summary.start_line(started))
+
+    def refused(self, what: str, reason: str) -> None:
+        """The summary tells; nothing is said in the middle of a job."""
+
+    def failed(self, error: str) -> None:
+        self._say(f"kilter: stepped aside, the script goes on without it: {error}")
+
+    def rehearsing(self, seconds: float | None) -> None:
+        """A line that overwrites itself, on a terminal only."""
+        if not sys.stderr.isatty():
+            return
+        if seconds is None:
+            if self._progressed:
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self._said_s > PROGRESS_EVERY_S:
+            self._said_s, self._progressed = time.monotonic(), True
+            text = f"kilter: the script is over; rehearsing on, {seconds:.0f} simulated seconds"
+            print(f"\r{text}", end="", file=sys.stderr, flush=True)
+
+    def ended(self, run: Path, options: Options) -> None:
+        found = report.build(run)
+        write_atomically(run / "report.json", report.to_json(found))
+        write_atomically(run / "report.html", html.page(found).encode("utf-8", "replace"))
+        if options.json_summary:
+            self._say(report.to_json(found).decode().rstrip())
+        else:
+            self._say(summary.summary(found, run))
+
+    def _say(self, text: str) -> None:
+        """A closed stderr (a daemon, a broken pipe) is no reason to fail."""
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except (OSError, ValueError):
+            return

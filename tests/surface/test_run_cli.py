@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
-
-if importlib.util.find_spec("kilter.act.session") is None:  # until it exists
-    sys.path.append(str(Path(__file__).parents[1] / "torch_cpu" / "stub"))
-    import sitecustomize  # noqa: F401
 
 from kilter.act.session import Options
 from kilter.app.cli import main as cli

@@ -5,7 +5,6 @@ Compared are standard output, exit code or signal, and standard error but for ki
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import py_compile
 import signal
@@ -18,7 +17,6 @@ from pathlib import Path
 import pytest
 
 KILTER = str(Path(sys.executable).with_name("kilter"))
-STUB = Path(__file__).parent / "stub"
 
 
 @dataclass(frozen=True)
@@ -64,6 +62,11 @@ CASES["path: no user site, optimised"] = script(
     "import sys; assert False; print(sys.flags, __debug__)", flags=("-s", "-O", "-u")
 )
 CASES["environment"] = script("import os; print(sorted(k for k in os.environ if 'KILTER' in k))")
+CASES["threads of numpy"] = script(
+    "import os, sys; print({'numpy', 'torch'} & set(sys.modules))\n"
+    "os.environ['OPENBLAS_NUM_THREADS'] = '1'  # has an effect before the first import only\n"
+    "import numpy; print(len(os.listdir('/proc/self/task')) <= 4)"
+)
 CASES["signal handlers"] = script(
     "import signal\nfor s in signal.valid_signals(): print(s, signal.getsignal(s))"
 )
@@ -98,7 +101,7 @@ CASES["siblings hide the standard library"] = Case(
     }
 )
 CASES["warnings"] = script(
-    "import warnings; warnings.warn('old', DeprecationWarning); print(warnings.filters)"
+    "import warnings\nwarnings.warn('old', DeprecationWarning)\nwarnings.warn('new')"
 )
 CASES["warnings are errors"] = script("print(1)", flags=("-W", "error", "-X", "dev"))
 
@@ -250,7 +253,8 @@ CASES["subprocess"] = script(
 )
 CASES["unittest"] = script(
     "import unittest\nclass T(unittest.TestCase):\n    def test(self): print('ran')\n"
-    "unittest.main(argv=['x', '-q'])"
+    "runner = unittest.TextTestRunner(stream=open('/dev/null', 'w'))\n"
+    "unittest.main(argv=['x', '-v'], testRunner=runner)"
 )
 CASES["main is replaced"] = script("import sys\ndel sys.modules['__main__']\nprint(1)")
 CASES["training"] = script(
@@ -283,8 +287,6 @@ class End:
 def environment_of(case: Case) -> dict[str, str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     environment.pop("KILTER", None)
-    if importlib.util.find_spec("kilter.act.session") is None:
-        environment["PYTHONPATH"] = str(STUB)
     return environment | case.environment
 
 
@@ -452,3 +454,60 @@ def test_torch_is_imported_by_nobody_but_the_script(tmp_path: Path) -> None:
     write(case, tmp_path)
     options = ["--device", "null", "--out", str(tmp_path / "out")]
     assert start([KILTER, "run", *options, "script.py"], case, tmp_path).stdout == "False\n"
+
+
+ORDER = """
+import os, sys
+from kilter.connect import launch
+from kilter.connect.script import find_program
+
+class Session:
+    def __init__(self, options, ranks, voice): print("made", options.command, ranks)
+    def __enter__(self): print("begins")
+    def __exit__(self, kind, error, frames): print("ends", kind and kind.__name__, flush=True)
+
+launch.Session = Session
+options = launch.Options(
+    goal=None, device="null", dry_run=True, out=None, command=("x",), json_summary=False
+)
+launch.run_governed(find_program(sys.argv[1:]), options, None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "ending", "code"),
+    [("pass", "None", 0), ("sys.exit(3)", "SystemExit", 3), ("1/0", "ZeroDivisionError", 1)],
+)
+def test_the_session_ends_before_threads_and_atexit(
+    last: str, ending: str, code: int, tmp_path: Path
+) -> None:
+    source = (
+        "import atexit, sys, threading\n"
+        "atexit.register(print, 'atexit')\n"
+        "def late(): threading.main_thread().join(); print('thread')\n"
+        f"threading.Thread(target=late).start()\nprint('main')\n{last}\n"
+    )
+    case = Case({"script.py": source, "order.py": ORDER})
+    write(case, tmp_path)
+    end = start(["order.py", "script.py"], case, tmp_path)
+    made, *rest = end.stdout.splitlines()
+    assert made == "made ('x',) Ranks(rank=0, world_size=1, local_rank=0)"
+    assert rest == ["begins", "main", f"ends {ending}", "thread", "atexit"]
+    assert end.code == code
+
+
+def test_a_script_typed_at_a_terminal_is_refused(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    done = subprocess.run(
+        [sys.executable, KILTER, "run", "-"],
+        cwd=tmp_path,
+        env=environment_of(script("")),
+        stdin=theirs,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    os.close(ours)
+    os.close(theirs)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "terminal" in done.stderr

@@ -18,7 +18,6 @@ from kilter.core.errors import UsageError
 from kilter.core.plan import Goal, Objective
 from kilter.core.units import parse_bytes, parse_fraction
 from kilter.device.find import CHOICES
-from kilter.sim.profile import names
 
 DEFAULT_MAX_SLOWDOWN = 0.02
 """The contract of a run that was given no goal."""
@@ -54,6 +53,12 @@ def _objective(text: str) -> Objective:
 
 
 def _device(text: str) -> str:
+    if text in CHOICES:
+        return text
+    # Late: the simulator brings numpy, which must not be imported before the script has had its
+    # chance to say how many threads it may start.
+    from kilter.sim.profile import names
+
     choices = (*CHOICES, *(f"sim:{name}" for name in names()))
     if text not in choices:
         raise UsageError(f"{text!r} is not a device: choose one of {', '.join(choices)}")

@@ -9,6 +9,10 @@ exception simply leaves through the top of the process.
 Modules, directories and zip files go through `runpy._run_module_as_main`, which is what python
 itself calls for them. It is private, but the public `runpy.run_module` takes `__main__` away
 again when it returns, which breaks threads and `atexit` handlers that still need it.
+
+What a program that looks for it can still see: a few frames of ours below its own (`inspect.stack`
+at module level, a recursion limit that is reached as many calls earlier), our modules in
+`sys.modules`, and `sys.orig_argv`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kilter.app.config import OPTIONS, resolve
+from kilter.app.voice import Stderr
+from kilter.app.worker import worker_command, worker_environment
 from kilter.connect.launch import (
     add_torchrun_options,
     run_governed,
@@ -85,20 +87,22 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
         command = ("-m", *command)
     if os.environ.get("KILTER") == "0":
         if arguments.torchrun:
-            return functools.partial(run_torchrun, arguments, command, None)
+            return functools.partial(run_torchrun, arguments, command, {})
         return functools.partial(run_without_kilter, command)
     flags = {name: getattr(arguments, name.replace("-", "_")) for name in OPTIONS}
     options = resolve(flags, os.environ, Path.cwd(), command)
     if options.goal.memory_budget_bytes is not None and not _can_swap():
         raise UsageError("--memory-budget is not in this version yet; leave it out")
     if not arguments.torchrun:
-        return functools.partial(run_governed, find_program(command), options)
+        return functools.partial(run_governed, find_program(command), options, Stderr())
     if arguments.no_python:
         raise UsageError("--no-python starts a program that is not Python: there is no way in")
     if command[0] == "-":
         raise UsageError("a script from standard input cannot be handed to several workers")
     find_program(command)  # so that a missing file is said once, and not by every worker
-    return functools.partial(run_torchrun, arguments, command, options)
+    return functools.partial(
+        run_torchrun, arguments, worker_command(command), worker_environment(options)
+    )
 
 
 def _can_swap() -> bool:

@@ -82,6 +82,7 @@ def read_kineto(
     iterations: int | None = None,
     iteration_s: float | None = None,
     device: str = "",
+    breathe: Callable[[], None] | None = None,
 ) -> IterationTrace:
     """The mean iteration of a trace file, plain or gzip.
 
@@ -89,10 +90,14 @@ def read_kineto(
     optimizer steps, or the period of the kernels' names, unless `iterations` says how many equal
     pieces the trace holds. `iteration_s` is the time of an iteration without the profiler where
     that is known: kernels keep their times, gaps shrink or grow to fit (on the host's timeline
-    all times do). `FileError` if the file is missing, malformed or truncated, or has no work.
+    all times do). `breathe` is called now and then, for a caller that shares the interpreter with
+    something more important.
+
+    `FileError` if the file is missing, malformed or truncated, or holds no work.
     """
     events, names = _load(path)
-    return _Trace(events, names, str(path), flops).trace(iterations, iteration_s, device)
+    reader = _Trace(events, names, str(path), flops, breathe or (lambda: None))
+    return reader.trace(iterations, iteration_s, device)
 
 
 def _load(path: str | os.PathLike[str]) -> tuple[list[Event], list[str]]:
@@ -176,7 +181,12 @@ class _Trace:
     """One pass over the host's events in order of time, then the timelines."""
 
     def __init__(
-        self, events: Sequence[Event], devices: list[str], where: str, flops: Flops | None
+        self,
+        events: Sequence[Event],
+        devices: list[str],
+        where: str,
+        flops: Flops | None,
+        breathe: Callable[[], None],
     ) -> None:
         spans = [e for e in events if e.ph == "X" and e.dur >= 0.0]
         # The host's clock wins ties so that a parent comes before its first child.
@@ -185,6 +195,7 @@ class _Trace:
         self._devices = devices
         self._where = where
         self._flops = flops
+        self._breathe = breathe
         self._threads: defaultdict[int | str, _Thread] = defaultdict(_Thread)
         self._forward: dict[int, str] = {}
         """Sequence number of an operation in the forward pass -> its owner's name."""
@@ -198,8 +209,10 @@ class _Trace:
     def trace(
         self, iterations: int | None, iteration_s: float | None, device: str
     ) -> IterationTrace:
-        for event in self._host:
+        for i, event in enumerate(self._host):
             self._begin(event)
+            if i % 64 == 63:
+                self._breathe()
         for name, thread in self._threads.items():
             self._close(name, thread, float("inf"))
         timeline = "gpu" if self._device_events else "host"

@@ -75,7 +75,7 @@ class Marks:
         gpu_events: bool = True,
     ) -> None:
         self._on_border = on_border
-        self._fence = fence
+        self.fence = fence
         self._clock = clock
         self._gpu_events = gpu_events
         self.index = -1
@@ -111,7 +111,7 @@ class Marks:
         # Cannot be taken back, so it must not keep us alive.
         forked = weakref.WeakMethod(self.stop)
         os.register_at_fork(after_in_child=lambda: _call(forked()))
-        self._waiting = after_import("torch", self._fence(self._hook))
+        self._waiting = after_import("torch", self.fence(self._hook))
         self._waiting.install()
 
     def stop(self) -> None:
@@ -148,11 +148,16 @@ class Marks:
             done.append(self._finished.popleft())
         return done
 
+    @property
+    def usual_s(self) -> float | None:
+        """Median time of the last iterations (at most 31); None before the first."""
+        return statistics.median(self._recent) if self._recent else None
+
     def _hook(self) -> None:
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        stepped = self._fence(self._stepped)
+        stepped = self.fence(self._stepped)
 
         def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
             stepped(optimizer, args, kwargs)
@@ -160,7 +165,7 @@ class Marks:
         # Unlike the public torch.compiler.disable, this one imports the compiler only when called.
         disable = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
         self._handles.append(register_optimizer_step_post_hook(disable(hook)))
-        self._watcher = _InferenceWatch(self, self._fence)
+        self._watcher = _InferenceWatch(self)
         self._watcher.start()
 
     def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -296,10 +301,10 @@ class _InferenceWatch(threading.Thread):
     is called without gradients, hooks that one alone, and takes the global hooks out.
     """
 
-    def __init__(self, marks: Marks, fence: Fence) -> None:
+    def __init__(self, marks: Marks) -> None:
         super().__init__(name="kilter-inference-watch", daemon=True)
         self._marks = marks
-        self._fence = fence
+        self._fence = marks.fence
         self._over = threading.Event()
         self._handles: list[Any] = []
         self._outer: dict[int, Any] = {}

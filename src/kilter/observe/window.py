@@ -2,7 +2,7 @@
 
 The program's thread pays for switching the profiler on and off at two borders and for the window
 itself. Its preparation (CUPTI, the first time 100s of ms) runs in a thread while the program goes
-on, and so does the export to a file, which `kineto.read_kineto` reads whenever it is wanted.
+on, and so does the export to a file, which is read whenever the trace is wanted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kilter.observe.kineto import BORDER, MODULE
-from kilter.observe.marks import Fence, something_compiled
+from kilter.core.errors import FileError
+from kilter.core.trace import IterationTrace
+from kilter.observe.flops import torch_flops
+from kilter.observe.kineto import BORDER, MODULE, read_kineto
+from kilter.observe.marks import Fence, Marks, something_compiled
 
 _TRIES = 20
 """Borders at which the program's own profiler may be in our way before we give up."""
@@ -26,35 +29,28 @@ _TRIES = 20
 class Window:
     """Driven by borders: opens at border `after`, closes `iterations` later.
 
-    `state` goes from `waiting` through `preparing`, `ready`, `open` and `saving` to `done`, with
-    `path` the file, or to `failed`, with `why_not`. `costs_s` says what each step took, those of
-    them in the program's thread by `in_path_s`.
+    `state` goes from `waiting` through `preparing`, `ready`, `open` and `saving` to `saved`, then
+    `done` once `trace` has read the file, or to `failed`, with `why_not`. `costs_s` says what
+    each step took, and `in_path_s` those of them in the program's thread.
     """
 
-    def __init__(
-        self,
-        *,
-        after: int = 5,
-        iterations: int = 2,
-        directory: Path | None = None,
-        fence: Fence = lambda function: function,
-    ) -> None:
+    def __init__(self, marks: Marks, *, after: int = 5, iterations: int = 2) -> None:
         if after < 1 or iterations < 1:
             raise ValueError("a window begins after the first border and holds an iteration")
+        self._marks = marks
+        self._fence = marks.fence
         self._after = after
         self._iterations = iterations
-        self._directory = directory
-        self._fence = fence
         self.state = "waiting"
         self.why_not: str | None = None
-        self.path: Path | None = None
         self.costs_s: dict[str, float] = {}
-        self.opened_at: int | None = None
+        self.opened_at = 0
         """The border at which it opened."""
-        self._closes_at = 0
         self._tries = 0
         self._profile: Any = None
-        self._annotations = _Annotations(fence)
+        self._file: Path | None = None
+        self._trace: IterationTrace | None = None
+        self._annotations = _Annotations(self._fence)
         self._worker: threading.Thread | None = None
 
     def border(self, index: int) -> None:
@@ -65,30 +61,51 @@ class Window:
             self._open(index)
         elif self.state == "open":
             self._annotations.border()
-            if index >= self._closes_at:
-                self._close()
+            if index >= self.opened_at + self._iterations:
+                self._shut()
 
-    def abandon(self, why: str) -> None:
-        """End it wherever it is; an open window leaves no file. Twice is once."""
-        if self.state in ("done", "failed"):
-            return
-        was, self.state, self.why_not = self.state, "failed", why
-        self._annotations.remove()
-        if was == "open":
-            self._profile.stop_trace()
-        self._profile = None
+    def close(self, timeout_s: float = 10.0) -> None:
+        """The program is over: end it wherever it is. Whole iterations seen are not lost."""
+        if self.state == "open" and self._annotations.here and self._marks.index > self.opened_at:
+            self._shut()
+        if self._worker is not None:
+            self._worker.join(timeout_s)
+        if self.state not in ("saved", "done"):
+            self._abandon("the program ended before its iterations could be observed")
 
-    def wait(self, timeout_s: float) -> bool:
-        """Until the file is written (or will never be): for tests and the end of a run."""
-        worker = self._worker
-        if worker is not None:
-            worker.join(timeout_s)
-        return self.state in ("done", "failed")
+    def trace(self) -> IterationTrace | None:
+        """What was seen, from the first call after the file is there; None before, or if failed.
+
+        Reads the file, which takes up to a second: not for the program's thread.
+        """
+        if self.state == "saved" and self._file is not None:
+            try:
+                self._trace = read_kineto(
+                    self._file,
+                    flops=torch_flops(),
+                    iteration_s=self._marks.usual_s,
+                    breathe=_breathe,
+                )
+                self.state = "done"
+            except FileError as error:
+                self._abandon(str(error))
+            finally:
+                self._file.unlink(missing_ok=True)
+        return self._trace
 
     @property
     def in_path_s(self) -> float:
         """Time that the program's thread spent on switching, not counting the slower window."""
-        return sum(self.costs_s.get(step, 0.0) for step in ("begin", "open", "close"))
+        return sum(self.costs_s.get(step, 0.0) for step in ("begin", "open", "shut"))
+
+    def _abandon(self, why: str) -> None:
+        if self.state == "failed":
+            return
+        was, self.state, self.why_not = self.state, "failed", why
+        here = self._annotations.here
+        self._annotations.remove()
+        if was == "open" and here:
+            self._profile.stop_trace()
 
     def _prepare(self) -> None:
         if self._blocked():
@@ -123,24 +140,23 @@ class Window:
             self._annotations.install(modules=not something_compiled())
         self.state = "open"
         self.opened_at = index
-        self._closes_at = index + self._iterations
         self._annotations.border()
 
-    def _close(self) -> None:
-        with self._timed("close"):
+    def _shut(self) -> None:
+        with self._timed("shut"):
             self._annotations.remove()
             self._profile.stop_trace()
         self.state = "saving"
         self._run(self._save)
 
     def _save(self) -> None:
-        handle, name = tempfile.mkstemp(".kineto.json", "kilter-", self._directory)
+        handle, name = tempfile.mkstemp(".kineto.json", "kilter-")
         os.close(handle)
         with self._timed("save"):
             self._profile.export_chrome_trace(name)
         self._profile = None
-        self.path = Path(name)
-        self.state = "done"
+        self._file = Path(name)
+        self.state = "saved"
 
     def _blocked(self) -> bool:
         """The program's own profiler goes first; there can only be one."""
@@ -148,7 +164,7 @@ class Window:
             return False
         self._tries += 1
         if self._tries >= _TRIES:
-            self.abandon("the program's own profiler is active")
+            self._abandon("the program's own profiler is active")
         return True
 
     def _run(self, function: Callable[[], None]) -> None:
@@ -206,6 +222,11 @@ class _Annotations:
         self._names: dict[int, str] = {}
         self._thread = 0
 
+    @property
+    def here(self) -> bool:
+        """Is this the thread that opened the window? Only that one can end it."""
+        return threading.get_ident() == self._thread
+
     def install(self, *, modules: bool) -> None:
         from torch.nn.modules.module import (
             register_module_forward_hook,
@@ -232,13 +253,13 @@ class _Annotations:
     def _enter(self, module: Any, _args: Any) -> None:
         # Modules that run on other threads (the backward's, when it recomputes activations) would
         # close annotations of this one.
-        if threading.get_ident() == self._thread:
+        if self.here:
             if id(module) not in self._names:
                 self._name(module)
             self._open.append((module, _annotate(MODULE + self._names[id(module)])))
 
     def _leave(self, module: Any, _args: Any, _output: Any) -> None:
-        if threading.get_ident() == self._thread and any(m is module for m, _ in self._open):
+        if self.here and any(m is module for m, _ in self._open):
             while self._open:
                 inner, record = self._open.pop()
                 record.__exit__(None, None, None)
@@ -263,3 +284,8 @@ def _annotate(name: str) -> Any:
     record = _RecordFunctionFast(name)
     record.__enter__()
     return record
+
+
+def _breathe() -> None:
+    """Let the program's thread have the interpreter, which would else wait 5 ms each time."""
+    time.sleep(0.0002)

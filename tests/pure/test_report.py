@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kilter.app import html, report, summary
+from kilter.core import codec
 from kilter.core.errors import FileError
 from kilter.core.events import Block, Stopped
 from kilter.core.label import Label
 from kilter.core.setting import Setting
+from kilter.core.trace import IterationTrace
 from kilter.core.units import MHZ
 from kilter.testing import runs
 
@@ -93,7 +95,7 @@ def test_default_stands_is_no_saving_and_no_interval():
     run = runs.Recorder(runs.Job())
     run.start()
     run.pairs("probe", CHOSEN, 2)
-    run.decide("default", Setting(), "the default stands: none of 1 settings saves enough")
+    run.decide("decided", Setting(), "the default stands: none of 1 settings saves enough")
     run.block("hold", Setting(), arm="baseline")
     found = report_of(ended(run))
     assert (found.saving, found.slowdown) == (0.0, 0.0)
@@ -104,19 +106,10 @@ def test_default_stands_is_no_saving_and_no_interval():
     assert line == "the default stands: none of 1 settings saves enough [simulated]"
 
 
-def test_holding_the_default_without_a_word_is_the_default():
-    run = runs.Recorder(runs.Job())
-    run.start()
-    run.decide("probing", CHOSEN, "probe")
-    run.pairs("probe", CHOSEN, 2)
-    run.block("hold", Setting(), arm="baseline")
-    assert report_of(ended(run)).choice.state == "default"
-
-
 def test_no_conclusion_is_unknown_not_zero():
     run = runs.Recorder(runs.Job())
     run.start()
-    run.decide("confirming", CHOSEN, "confirm")
+    run.decide("confirm", CHOSEN, "confirm")
     run.pairs("confirm", CHOSEN, 3)
     found = report_of(ended(run))
     assert (found.saving, found.slowdown, found.governed.energy_j) == (None, None, None)
@@ -139,19 +132,21 @@ def test_shadow_run_shows_the_plan_and_keeps_nothing(tmp_path):
     run = runs.Recorder(runs.Job(), mode="shadow", label=Label.MEASURED)
     run.start("no permission: run as root")
     run.block("warm", Setting(), arm="baseline")
+    run.decide("predicted", CHOSEN, "safe on the simulated device")
     runs.write(tmp_path, ended(run))
     runs.write_plan(tmp_path, CHOSEN, runs.Job())
     found = report.build(tmp_path)
     assert (found.saving, found.kept) == (None, False)
     assert "nothing was set; plan: SM 1245 MHz" in summary.headline(found)
     assert "predicted, simulated" in summary.headline(found)
+    assert summary.ending(found) == "nothing was set"
 
 
 def test_one_pair_has_no_interval():
     run = runs.Recorder(runs.Job())
     run.start()
     run.pairs("confirm", CHOSEN, 1)
-    run.decide("holding", CHOSEN, "safe")
+    run.decide("hold", CHOSEN, "safe")
     found = report_of(ended(run))
     assert found.saving is not None
     assert (found.saving_ci95, found.within_contract) == (None, None)
@@ -170,7 +165,7 @@ def test_block_that_does_not_count_takes_its_pair_with_it_unless_done_again():
     run.block("confirm", CHOSEN, pair=3)
     run.block("confirm", Setting(), pair=1, arm="baseline")
     run.block("hold", CHOSEN, pair=1)
-    run.decide("holding", CHOSEN, "safe")
+    run.decide("hold", CHOSEN, "safe")
     for i, why in ((1, "stalled"), (4, "throttled")):
         number = [k for k, e in enumerate(run.events) if isinstance(e, Block)][i]
         run.events[number] = msgspec.structs.replace(
@@ -203,9 +198,10 @@ def test_broken_contract_is_said():
 def test_ranks_are_added_and_named():
     recorders = []
     for rank in range(4):
-        run = runs.Recorder(runs.Job(), rank=rank, world_size=4, uuid=f"SIM-{rank}")
+        uuid = f"GPU-{rank}"
+        run = runs.Recorder(rank=rank, world_size=4, uuid=uuid, label=Label.MEASURED)
         if rank == 0:
-            run = runs.governed(world_size=4, uuid="SIM-0")
+            run = runs.governed(world_size=4, uuid=uuid, label=Label.MEASURED)
         else:
             run.start()
         run.refuse("memory clock", "not supported")
@@ -226,8 +222,12 @@ def shared_device(recorder):
     return recorder
 
 
+def test_ranks_on_a_simulated_device_are_not_counted_as_if_they_were():
+    assert "the others are not counted" in report_of(ended(runs.governed(world_size=2))).ranks
+
+
 def test_rank_killed_before_its_first_line_is_missed_not_fatal(tmp_path):
-    runs.write(tmp_path, ended(runs.governed(world_size=2)))
+    runs.write(tmp_path, ended(runs.governed(world_size=2, label=Label.MEASURED)))
     (tmp_path / "events-rank1.jsonl").write_bytes(b"")
     assert "1 of them left no record" in report.build(tmp_path).ranks
 
@@ -241,36 +241,40 @@ def test_rehearsed_pairs_are_never_labelled_measured():
     assert report_of(ended(runs.governed(label=Label.MEASURED))).label is Label.MEASURED
 
 
-def test_restored_mid_run_is_the_default_with_its_reason():
+def test_error_of_ours_leaves_the_default_with_its_reason():
     run = runs.governed()
-    run.decide("restored", Setting(), "another tool changed the power limit")
+    run.fail("the sampler", "the disk is full")
     found = report_of(ended(run))
     assert (found.saving, found.kept) == (0.0, False)
-    assert "another tool changed the power limit" in summary.headline(found)
+    assert "stepped aside after an error" in summary.headline(found)
+    assert "the sampler: the disk is full" in summary.summary(found, "runs/x")
 
 
+def trace_of(directory):
+    runs.write_trace(directory)
+    return codec.load(directory / "trace.json", IterationTrace)
+
+
+@pytest.mark.parametrize(
+    ("label", "rule"), [(Label.MEASURED, "share of time"), (Label.SIMULATED, "in sim:v100")]
+)
 @given(energy_j=st.floats(1e-6, 1e6), iteration_s=st.floats(0.01, 0.5))
-def test_attributed_energies_add_up(energy_j, iteration_s, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("run")
-    runs.write_trace(directory, 0.084)
-    trace = replace(
-        report.codec.load(directory / "trace.json", report.IterationTrace), iteration_s=iteration_s
-    )
-    operations, method = report.attribute(trace, energy_j)
-    assert math.fsum(op.energy_j for op in operations) == pytest.approx(energy_j)
+def test_attributed_energies_add_up(label, rule, energy_j, iteration_s, tmp_path_factory):
+    trace = replace(trace_of(tmp_path_factory.mktemp("run")), iteration_s=iteration_s)
+    device = runs.governed(label=label, hold_pairs=0, confirm_pairs=0).events[0].device
+    operations, method = report.attribute(trace, energy_j, device)
+    energies = [op.energy_j for op in operations]
+    assert math.fsum(energies) == pytest.approx(energy_j)
     assert math.fsum(op.share for op in operations) == pytest.approx(1.0)
-    assert all(op.energy_j >= 0 for op in operations)
-    assert [op.energy_j for op in operations] == sorted(
-        (op.energy_j for op in operations), reverse=True
-    )
-    assert "attributed by" in method
+    assert min(energies) >= 0
+    assert energies == sorted(energies, reverse=True)
+    assert rule in method
 
 
 def test_no_energy_means_no_attribution(tmp_path):
-    runs.write_trace(tmp_path)
-    trace = report.codec.load(tmp_path / "trace.json", report.IterationTrace)
-    assert report.attribute(trace, None) == ((), None)
-    assert report.attribute(None, 1.0) == ((), None)
+    device = runs.governed().events[0].device
+    assert report.attribute(trace_of(tmp_path), None, device) == ((), None)
+    assert report.attribute(None, 1.0, device) == ((), None)
 
 
 RECORD = b"".join(runs.lines(ended(runs.governed(hold_pairs=2, confirm_pairs=4)).events))

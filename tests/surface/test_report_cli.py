@@ -118,7 +118,7 @@ def test_json_of_an_interval_without_end_is_null(tmp_path, capsysbinary):
     run = runs.Recorder(runs.Job())
     run.start()
     run.pairs("confirm", Setting(sm_clock_hz=1245 * MHZ), 1)
-    run.decide("holding", Setting(sm_clock_hz=1245 * MHZ), "safe")
+    run.decide("hold", Setting(sm_clock_hz=1245 * MHZ), "safe")
     runs.write(tmp_path, run)
     assert main(["report", str(tmp_path), "--json"]) == 0
     found = json.loads(capsysbinary.readouterr().out, parse_constant=pytest.fail)

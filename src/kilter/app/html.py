@@ -73,7 +73,7 @@ def _claim(report: Report) -> str:
         return f"{time}; energy unknown"
     if report.saving < 0.0:
         return f"{show_fraction(-report.saving)} more energy per iteration, {time}"
-    would = "" if report.mode == "govern" else "Would take "
+    would = "" if report.kept else "Would take "
     return f"{would}{show_fraction(report.saving)} less energy per iteration, {time}"
 
 
@@ -199,8 +199,8 @@ def _decisions(report: Report) -> str:
     rows = [
         f"<tr><td class='n'>{decision.t_s:.1f} s</td><td>{escape(decision.state)}</td>"
         f"<td>{escape(decision.setting)}</td>"
-        f"<td class='n'>{signed(less_one(decision.time_ratio))}</td>"
-        f"<td class='n'>{signed(less_one(decision.energy_ratio))}</td>"
+        f"<td class='n'>{_expected(decision.time_ratio)}</td>"
+        f"<td class='n'>{_expected(decision.energy_ratio)}</td>"
         f"<td class='reason'>{escape(decision.reason)}</td></tr>"
         for decision in report.decisions
     ]
@@ -216,10 +216,13 @@ def _decisions(report: Report) -> str:
     )
 
 
+def _expected(ratio: float | None) -> str:
+    return "" if ratio is None else signed(ratio - 1.0)
+
+
 def _effects(report: Report) -> str:
     entries = [
         ("Found", str(report.found)),
-        ("Set", str(report.choice.setting) if report.kept else "the default stands"),
         ("At the end", ending(report)),
     ]
     entries += [(f"Refused: {r.what}", r.reason) for r in report.refused]

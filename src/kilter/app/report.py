@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -34,15 +34,15 @@ from kilter.core.plan import Goal, Plan
 from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.model.stats import Estimate, paired_ratio
+from kilter.plan.governor import Phase
 from kilter.plan.guard import Contract
+from kilter.sim.profile import Profile, load_profile, profile_of
+from kilter.sim.work import cost_of, work_of
 
 SCHEMA = "kilter.report/1"
 
-JUDGED = ("confirm", "hold")
+JUDGED = (Phase.CONFIRM.value, Phase.HOLD.value)
 """Phases whose pairs make the headline."""
-
-HOLDING = ("hold", "holding")
-"""States of a decision to keep a setting."""
 
 MOST_POINTS = 400
 """A time series is thinned to this many points; blocks are never thinned."""
@@ -90,7 +90,8 @@ class Choice:
 
     setting: Setting
     state: str
-    """State of the last decision; `undecided` if the run ended before any conclusion."""
+    """State of the last decision; `undecided` if the record ends before any, `restored` if an
+    error of ours undid it."""
     reason: str
 
 
@@ -118,6 +119,7 @@ class OperationEnergy:
     energy_j: float
     share: float
     duration_s: float
+    """In the trace, on its timeline."""
     flops: float | None
     bytes_moved: float | None
     intensity_flop_per_byte: float | None
@@ -303,7 +305,7 @@ def summarise(
     ]
     time, energy = _estimates(judged if governed else [])
     evidence = _evidence(blocks, judged if governed else pairs, energy)
-    stands = not governed and choice.state in ("default", "restored")
+    stands = not governed and choice.state not in ("undecided", "predicted")
     slowdown, slowdown_ci = _change(time, sign=1)
     saving, saving_ci = _change(energy, sign=-1)
     if governed and judged:
@@ -314,7 +316,7 @@ def summarise(
     label = lead.device.label
     if governed and any(block.rehearsed for pair in judged for block in pair):
         label = Label.SIMULATED
-    operations, operations_method = attribute(trace, baseline.energy_j)
+    operations, operations_method = attribute(trace, baseline.energy_j, lead.device)
     iterations = max((stop.iterations for stop in stops), default=0)
     rehearsed_iterations = max((stop.rehearsed_iterations for stop in stops), default=0)
     if not complete:
@@ -335,7 +337,7 @@ def summarise(
         slowdown_ci95=slowdown_ci,
         contract=lead.goal.max_slowdown,
         within_contract=_within(lead.goal, slowdown_ci),
-        kept=governed and lead.mode == "govern",
+        kept=governed and lead.mode == "govern" and choice.state != "predicted",
         restored=_restored(stops, complete=complete),
         refused=_once(refusal for rank in ranks for refusal in rank.refused),
         energy_method=" and ".join(sorted({stop.energy_method for stop in stops})) or None,
@@ -391,6 +393,8 @@ def _ranks_text(ranks: Sequence[Rank]) -> str:
     world, devices = ranks[0].started.world_size, len(_one_per_device(ranks))
     if world == 1:
         return "one process on one device"
+    if ranks[0].started.device.backend == "sim":
+        return f"rank 0 of {world}, rehearsed on one device; the others are not counted"
     text = f"time of the slowest of {world} ranks, energy summed over {world} ranks"
     if len(ranks) < world:
         text += f"; {world - len(ranks)} of them left no record of their own"
@@ -539,20 +543,21 @@ def _probes(pairs: Pairs, chosen: Setting) -> tuple[Probe, ...]:
 # What was decided, and how it ended.
 
 
+_SEARCHING = {phase.value for phase in (Phase.WARM, Phase.PROBE, Phase.CONFIRM)}
+
+
 def _choice(rank: Rank, *, complete: bool) -> Choice:
+    """What the last decision says, unless it was still searching or an error of ours undid it."""
     found = rank.started.found
     last = rank.decisions[-1] if rank.decisions else None
-    if last is not None and last.state in HOLDING:
-        return Choice(setting=last.setting, state="holding", reason=last.reason)
-    if last is not None and last.state in ("default", "restored"):
-        return Choice(setting=found, state=last.state, reason=last.reason)
-    if rank.blocks and rank.blocks[-1].phase == "hold" and rank.blocks[-1].arm == "baseline":
-        reason = "no setting tried saves enough within the bound"
-        return Choice(setting=found, state="default", reason=reason)
+    if rank.failed:
+        return Choice(setting=found, state="restored", reason="kilter stepped aside after an error")
+    if last is not None and last.state not in _SEARCHING:
+        return Choice(setting=last.setting, state=last.state, reason=last.reason)
     if rank.started.mode == "observe":
         return Choice(setting=found, state="undecided", reason=rank.started.mode_reason)
     ended = "the run ended" if complete else "the record ends"
-    doing = f"in state {last.state!r}" if last is not None else "before the first decision"
+    doing = f"in the phase {last.state}" if last is not None else "before the first decision"
     reason = f"{ended} {doing}, before the evidence was in"
     return Choice(setting=found, state="undecided", reason=reason)
 
@@ -618,49 +623,76 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def attribute(
-    trace: IterationTrace | None, energy_j: float | None
+    trace: IterationTrace | None, energy_j: float | None, device: DeviceInfo
 ) -> tuple[tuple[OperationEnergy, ...], str | None]:
-    """Operations by energy, the largest first, and the rule by which it was attributed.
+    """Operations by energy, the largest first, and the rule by which it was attributed; the parts
+    add up to `energy_j`.
 
-    No sensor sees a single operation. Power is taken as constant within the iteration, so each
-    operation has the share of the energy that it has of the time; the parts add up to `energy_j`.
+    No sensor sees a single operation. On a real device power is taken as constant within the
+    iteration, so each operation has the share of the energy that it has of the time. A simulated
+    device has a model of each operation, which gives the shares.
     """
     if trace is None or energy_j is None or not trace.operations:
         return (), None
-    groups: dict[tuple[str, Kind], list[Operation]] = {}
-    for operation in trace.operations:
-        groups.setdefault((operation.name, operation.kind), []).append(operation)
-    busy_s = math.fsum(op.duration_s for op in trace.operations)
-    total_s = max(busy_s, trace.iteration_s)
-    if total_s <= 0.0:
-        return (), None
-    result = [
-        _operation(name, kind, group, energy_j, total_s) for (name, kind), group in groups.items()
-    ]
-    if total_s - busy_s > 1e-3 * total_s:
-        rest = Operation(
-            name="between operations", kind=Kind.GAP, start_s=0.0, duration_s=total_s - busy_s
+    rest_s = trace.iteration_s - math.fsum(op.duration_s for op in trace.operations)
+    operations = list(trace.operations)
+    profile = profile_of(device.name) if device.backend == "sim" else None
+    if profile is not None:
+        weights = _modelled_j(operations, trace, load_profile(profile))
+        method = f"attributed by the model of each operation in sim:{profile}"
+    else:
+        if rest_s > 1e-3 * trace.iteration_s:
+            operations.append(
+                Operation(name="between operations", kind=Kind.GAP, start_s=0.0, duration_s=rest_s)
+            )
+        weights = [op.duration_s for op in operations]
+        method = (
+            f"attributed by share of time on the timeline of the {trace.timeline}, with the "
+            "iteration's mean power throughout: no sensor sees a single operation"
         )
-        result.append(_operation(rest.name, rest.kind, [rest], energy_j, total_s))
-    result.sort(key=lambda operation: -operation.energy_j)
-    return tuple(result), (
-        f"attributed by share of time on the {trace.timeline}'s timeline, with the iteration's "
-        "mean power throughout; no sensor sees a single operation"
-    )
+    total = math.fsum(weights)
+    if total <= 0.0:
+        return (), None
+    groups: dict[tuple[str, Kind], list[tuple[Operation, float]]] = {}
+    for operation, weight in zip(operations, weights, strict=True):
+        groups.setdefault((operation.name, operation.kind), []).append((operation, weight / total))
+    result = [_operation(group, energy_j) for group in groups.values()]
+    return tuple(sorted(result, key=lambda op: -op.energy_j)), method
 
 
-def _operation(
-    name: str, kind: Kind, group: Sequence[Operation], energy_j: float, total_s: float
-) -> OperationEnergy:
-    duration_s = math.fsum(op.duration_s for op in group)
-    flops = _sum(op.flops for op in group)
-    bytes_moved = _sum(op.bytes_moved for op in group)
+def _modelled_j(
+    operations: Sequence[Operation], trace: IterationTrace, profile: Profile
+) -> list[float]:
+    """Energy of each operation alone on a simulated device at its default clocks."""
+    sm_hz, memory_hz = profile.knobs.sm_highest_hz, profile.knobs.memory_clocks_hz[-1]
+    energies = []
+    for operation in operations:
+        if not (operation.duration_s or operation.flops or operation.bytes_moved):
+            energies.append(0.0)
+            continue
+        work = work_of(
+            replace(trace, operations=(operation,)),
+            profile.roofline,
+            sm_hz=sm_hz,
+            memory_hz=memory_hz,
+        )
+        cost = cost_of(work, profile.roofline, profile.power, sm_hz=sm_hz, memory_hz=memory_hz)
+        energies.append(cost.energy_j)
+    return energies
+
+
+def _operation(group: Sequence[tuple[Operation, float]], energy_j: float) -> OperationEnergy:
+    """Operations of one name and kind as one."""
+    operations = [operation for operation, _ in group]
+    share = math.fsum(share for _, share in group)
+    flops = _sum(op.flops for op in operations)
+    bytes_moved = _sum(op.bytes_moved for op in operations)
     return OperationEnergy(
-        name=name,
-        kind=kind.value,
-        energy_j=energy_j * duration_s / total_s,
-        share=duration_s / total_s,
-        duration_s=duration_s,
+        name=operations[0].name,
+        kind=operations[0].kind.value,
+        energy_j=energy_j * share,
+        share=share,
+        duration_s=math.fsum(op.duration_s for op in operations),
         flops=flops,
         bytes_moved=bytes_moved,
         intensity_flop_per_byte=flops / bytes_moved if flops and bytes_moved else None,

@@ -34,12 +34,14 @@ def start_line(started: Started) -> str:
 
 def summary(report: Report, run_dir: str | Path) -> str:
     """The few lines at the end of a run."""
-    lines = [headline(report), f"evidence: {evidence(report)}", ending(report)]
+    lines = [headline(report), ending(report)]
+    if report.blocks:
+        lines.insert(1, f"evidence: {evidence(report)}")
     lines += [f"refused: {refusal.what}: {refusal.reason}" for refusal in report.refused]
     lines += [f"an error of ours, {e.where}: {e.error}" for e in report.errors[:_MOST_ERRORS]]
     page = Path(run_dir) / "report.html"
     lines.append(f"report: {page if page.exists() else f'kilter report {run_dir}'}")
-    return "\n".join(f"kilter: {ascii_line(line)}" for line in lines if line)
+    return "\n".join(f"kilter: {ascii_line(line)}" for line in lines)
 
 
 _MOST_ERRORS = 3
@@ -84,7 +86,7 @@ def headline(report: Report) -> str:
     """What came of it, in one sentence with intervals, contract and label."""
     label = f"[{report.label.value}]"
     if report.saving is None and report.slowdown is None:
-        if report.prediction is not None and report.mode != "govern":
+        if report.prediction is not None and report.choice.state == "predicted":
             expected = report.prediction
             energy = show_fraction(less_one(expected.energy_ratio), signed=True)
             time = show_fraction(expected.time_ratio - 1.0, signed=True)
@@ -97,7 +99,7 @@ def headline(report: Report) -> str:
     if report.choice.setting == report.found:
         reason = report.choice.reason.removeprefix("the default stands: ")
         return f"the default stands: {reason} {label}"
-    verb = "saved" if report.mode == "govern" else "would save"
+    verb = "saved" if report.kept else "would save"
     saving = f"{show_fraction(report.saving)} energy{interval(report.saving_ci95)}"
     slowdown = f"slowdown {show_fraction(report.slowdown)}{interval(report.slowdown_ci95)}"
     if report.saving is None:
@@ -146,14 +148,15 @@ def evidence(report: Report) -> str:
 
 def ending(report: Report) -> str:
     """What was held, and whether the found setting is back."""
-    end = "no end on record"
-    if report.restored is not None:
-        end = f"{report.found} {'restored' if report.restored else 'NOT restored'}"
+    if all(block.setting == report.found for block in report.blocks) and report.restored:
+        return "nothing was set"
     held = f"held {report.choice.setting}" if report.kept else "held the default"
-    text = f"{held}; {end}"
-    if report.restored is not True:
-        text += "; run: kilter restore"
-    return text
+    if report.restored:
+        return f"{held}; {report.found} restored"
+    end = "no end on record" if report.restored is None else f"{report.found} NOT restored"
+    if any(device.persistent for device in report.devices):
+        end += "; run: kilter restore"
+    return f"{held}; {end}"
 
 
 def _probe(probe: Probe) -> str:

@@ -50,7 +50,7 @@ class Job:
 class Recorder:
     """The events of one rank, from a job and a script of blocks."""
 
-    job: Job
+    job: Job = Job()
     seed: int = 0
     rank: int = 0
     world_size: int = 1
@@ -218,20 +218,19 @@ def governed(
     )
     chosen = Setting(sm_clock_hz=chosen_mhz * MHZ)
     run.start()
-    run.decide("observing", Setting(), "learning what one iteration is")
     for _ in range(4):
         run.block("warm", Setting(), arm="baseline")
     for mhz in PROBED_MHZ:
         setting = Setting(sm_clock_hz=mhz * MHZ)
-        run.decide("probing", setting, f"probe {setting}: the next step down")
+        run.decide("probe", setting, f"probe {setting}: the next step down")
         run.pairs("probe", setting, 2)
     run.refuse(
         "memory clock",
         "this card takes one memory clock only; nothing to do",
     )
-    run.decide("confirming", chosen, f"confirm {chosen}: the most promising of those probed")
+    run.decide("confirm", chosen, f"confirm {chosen}: the most promising of those probed")
     run.pairs("confirm", chosen, confirm_pairs)
-    run.decide("holding", chosen, f"safe after {confirm_pairs} pairs")
+    run.decide("hold", chosen, f"safe after {confirm_pairs} pairs")
     run.rehearsing = rehearse_hold
     for _ in range(hold_pairs):
         for _ in range(4):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -81,7 +80,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 
 def run(arguments: argparse.Namespace) -> Callable[[], None]:
     command = tuple(arguments.command)
-    if command[0] == "--":  # `kilter run -- SCRIPT`; argparse drops it from Python 3.13 on
+    if command[0] == "--":  # `kilter run -- SCRIPT`; later versions of argparse drop it
         command = command[1:]
     if arguments.module:
         command = ("-m", *command)
@@ -91,7 +90,7 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
         return functools.partial(run_without_kilter, command)
     flags = {name: getattr(arguments, name.replace("-", "_")) for name in OPTIONS}
     options = resolve(flags, os.environ, Path.cwd(), command)
-    if options.goal.memory_budget_bytes is not None and not _can_swap():
+    if options.goal.memory_budget_bytes is not None:
         raise UsageError("--memory-budget is not in this version yet; leave it out")
     if not arguments.torchrun:
         return functools.partial(run_governed, find_program(command), options, Stderr())
@@ -103,7 +102,3 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
     return functools.partial(
         run_torchrun, arguments, worker_command(command), worker_environment(options)
     )
-
-
-def _can_swap() -> bool:
-    return importlib.util.find_spec("kilter.act.swapper") is not None

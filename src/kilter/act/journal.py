@@ -17,7 +17,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -209,6 +209,8 @@ class Place:
             os.replace(part, self.journal_path)
             self._sync_directory()
         except OSError as error:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
             raise self._unusable(error) from error
 
     def remove(self) -> None:

@@ -30,7 +30,7 @@ from kilter.core.errors import KilterError
 from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ, MILLI
-from kilter.device.nvidia import NvidiaDevice
+from kilter.device.nvidia import CALL_TIMEOUT_S, NvidiaDevice
 from kilter.testing.fake_nvml import Card, FakeNvml, Rule
 
 HELP = "What is left on a GPU after each accident: killed jobs, killed watchers, refusals, losses."
@@ -45,6 +45,7 @@ example:
 
 FOUND_LIMIT_W = 600.0
 LOW = {"sm_mhz": 1200, "limit_w": 400}
+HANG_S = CALL_TIMEOUT_S + 1.0
 TIMEOUT_S = 60.0
 """For a condition that is waited for; normally a fraction of a second."""
 
@@ -105,9 +106,17 @@ class Box:
     def low(self, name: str = "job", **environ: str) -> Job:
         """A job that has lowered both knobs."""
         job = self.start(name, **environ)
+        for answer in (job.ask("enter"), job.ask("set", **LOW)):
+            if isinstance(answer, dict):
+                raise RuntimeError(f"the scenario does not begin: {answer}")
+        return job
+
+    def killed_in_set(self) -> None:
+        """A job that one of the rules kills while it sets."""
+        job = self.start()
         job.ask("enter")
         job.ask("set", **LOW)
-        return job
+        job.wait()
 
     def refuse(self, call: str, code: str = "NO_PERMISSION", **how: Any) -> None:
         with self.fake.edit() as state:
@@ -207,7 +216,7 @@ class Job:
 
 def serve(uuid: str) -> None:
     """The job's side of `Job`: obeys the lines of its stdin, ends when they end."""
-    device = NvidiaDevice(uuid, timeout_s=1.0)
+    device = NvidiaDevice(uuid)
     lease = Lease(device)
     with ExitStack() as stack:
 
@@ -289,14 +298,14 @@ def sigkill_before_set(box: Box) -> None:
     """SIGKILL between journal and first set"""
     with box.fake.edit() as state:
         state.rules.append(Rule(call="nvmlDeviceSet*", sigkill="before", times=1))
-    box.low().wait()
+    box.killed_in_set()
 
 
 def sigkill_inside_set(box: Box) -> None:
     """SIGKILL between the two knobs of a set"""
     with box.fake.edit() as state:
         state.rules.append(Rule(call="nvmlDeviceSet*", sigkill="after", times=1))
-    box.low().wait()
+    box.killed_in_set()
 
 
 def sigkill_at_restore(box: Box) -> None:
@@ -395,7 +404,7 @@ def hung_at_restore(box: Box) -> None:
     """setter hangs at restore, once"""
     job = box.low()
     with box.fake.edit() as state:
-        state.rules.append(Rule(call="nvmlDeviceReset*", hang_s=3.0, pretend=True, times=1))
+        state.rules.append(Rule(call="nvmlDeviceReset*", hang_s=HANG_S, pretend=True, times=1))
     job.end()
 
 
@@ -491,6 +500,23 @@ def no_state_directory(box: Box) -> None:
     box.state_directory.mkdir()
 
 
+def disk_full(box: Box) -> None:
+    """disk full at the first set"""
+    _fill_disk(box)
+    job = box.start()
+    job.ask("enter")
+    box.note(job.ask("set", **LOW)["error"])
+    job.end()
+
+
+def disk_full_later(box: Box) -> None:
+    """disk full at the second set"""
+    job = box.low()
+    _fill_disk(box)
+    box.note(job.ask("set", sm_mhz=900)["error"])
+    job.end()
+
+
 def read_only(box: Box) -> None:
     """KILTER_READ_ONLY=1"""
     job = box.start(KILTER_READ_ONLY="1")
@@ -530,9 +556,16 @@ SCENARIOS: tuple[Scenario, ...] = (
     next_waits,
     other_boot,
     no_state_directory,
+    disk_full,
+    disk_full_later,
     read_only,
 )
 FOUND = Setting(power_limit_w=FOUND_LIMIT_W)
+
+
+def _fill_disk(box: Box) -> None:
+    """Where the next journal is going to be written."""
+    box.place.journal_path.with_suffix(".part").symlink_to("/dev/full")
 
 
 def _kill_watcher(box: Box) -> None:

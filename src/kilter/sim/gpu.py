@@ -47,7 +47,7 @@ class Trouble(enum.Enum):
     LOST = "lost"
     """Every call raises `DeviceLost`."""
     COUNTER_STUCK = "counter_stuck"
-    """The energy counter stays where it was."""
+    """The energy counter stays where it was when it was last read."""
     SENSORS_LATE = "sensors_late"
     """Sensors show what was true `value` seconds ago."""
     OTHER_TOOL = "other_tool"
@@ -196,10 +196,9 @@ class SimGpu:
 
         A setting that begins to act on the way changes the speed from there on.
         """
-        begin_s = self._now.t_s
         time_factor, power_factor = self._noise.draw()
         self._idle_s = 0.0
-        left = 1.0
+        left, taken_s = 1.0, 0.0
         while left > 1e-12:
             self._reach()
             state = self._state(work)
@@ -212,7 +211,8 @@ class SimGpu:
             share = step_s / whole_s
             self._move(step_s, share * whole_j, share * cost.busy_s, share * cost.memory_s, state)
             left -= share
-        return self._now.t_s - begin_s
+            taken_s += step_s
+        return taken_s
 
     def idle(self, seconds: float) -> None:
         """Let virtual time pass without work: awake at first, later asleep."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from kilter.core.trace import IterationTrace, Kind
 from kilter.model.power import Power
-from kilter.model.roofline import Array, Quantity, Roofline
+from kilter.model.roofline import Array, Roofline
 
 CLOCKLESS = (Kind.GAP, Kind.DATA_WAIT, Kind.COPY, Kind.COLLECTIVE)
 """Kinds that keep the time they have in the trace: the host or a link decides it."""
@@ -16,16 +16,19 @@ CLOCKLESS = (Kind.GAP, Kind.DATA_WAIT, Kind.COPY, Kind.COLLECTIVE)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Work:
-    """One iteration, one entry per operation. Compared and hashed by identity."""
+    """One iteration. Compared and hashed by identity."""
 
     flops: Array
+    """Per operation, as the roofline's time needs them: a kernel that reaches half of the peak
+    counts double."""
     bytes_moved: Array
     floor_s: Array
     """Host time of the launches: an operation takes at least this."""
     fixed_s: float
     """Time of everything that no clock changes."""
-    fixed_bytes: float
-    """Bytes that copies and collectives move through the memory in that time."""
+    switched_flops: float
+    """Of the whole iteration, as its energy needs them."""
+    switched_bytes: float
     activity: float = 1.0
     """Switching per FLOP relative to the device's own benchmark (see `Power.work_j`)."""
 
@@ -36,7 +39,11 @@ class Work:
     def scaled(self, flops_factor: float, bytes_factor: float) -> Work:
         """More or less of the same work; the host's part stays."""
         return replace(
-            self, flops=self.flops * flops_factor, bytes_moved=self.bytes_moved * bytes_factor
+            self,
+            flops=self.flops * flops_factor,
+            bytes_moved=self.bytes_moved * bytes_factor,
+            switched_flops=self.switched_flops * flops_factor,
+            switched_bytes=self.switched_bytes * bytes_factor,
         )
 
 
@@ -44,31 +51,38 @@ def work_of(trace: IterationTrace, roofline: Roofline, *, sm_hz: float, memory_h
     """The work in a trace.
 
     On a host's timeline an operation's time says nothing about the device, so its FLOPs, bytes and
-    kernels alone count. On a GPU's timeline its time is a measurement: the work is scaled so that
-    the device takes exactly that time at the given (default) clocks, and FLOPs and bytes only say
-    which clock it follows. An operation of which neither is known follows the SM clock there, so
-    that a planner is not led to savings by ignorance.
+    kernels alone count. On a GPU's timeline its time is a measurement: the work is stretched so
+    that the device takes exactly that time at the given (default) clocks, unless a limit holds it
+    below them; FLOPs and bytes only say which clock it follows. An operation of which neither is
+    known follows the SM clock there, so that a planner is not led to savings by ignorance.
     """
     ops = [op for op in trace.operations if op.kind not in CLOCKLESS]
     fixed = [op for op in trace.operations if op.kind in CLOCKLESS]
     flops = np.array([op.flops or 0.0 for op in ops])
-    bytes_moved = np.array([op.bytes_moved or 0.0 for op in ops])
+    moved = np.array([op.bytes_moved or 0.0 for op in ops])
     floor_s = np.array([op.kernels * roofline.launch_s for op in ops])
+    switched_flops, switched_bytes = flops, moved
     if trace.timeline == "gpu":
         measured_s = np.array([op.duration_s for op in ops])
-        unknown = (flops == 0) & (bytes_moved == 0)
-        flops = np.where(unknown, measured_s * sm_hz * roofline.flops_per_cycle, flops)
-        model_s = roofline.busy_s(flops, bytes_moved, sm_hz, memory_hz)
-        scale = np.divide(measured_s, model_s, out=np.zeros_like(model_s), where=model_s > 0)
-        flops, bytes_moved, floor_s = flops * scale, bytes_moved * scale, np.zeros_like(floor_s)
+        unknown = (flops == 0) & (moved == 0)
+        flops = np.where(unknown, roofline.flops_per_cycle * sm_hz * measured_s, flops)
+        model_s = roofline.busy_s(flops, moved, sm_hz, memory_hz)
+        stretch = np.divide(measured_s, model_s, out=np.zeros_like(model_s), where=model_s > 0)
+        flops, moved, floor_s = flops * stretch, moved * stretch, np.zeros_like(floor_s)
+        # A kernel slower than the roofline switches no more than it has to do, and none switches
+        # more per second than the device can: a trace may come from a faster one.
+        switched_flops = np.minimum(flops, switched_flops)
+        switched_bytes = np.minimum(moved, switched_bytes)
+    through_memory = (
+        op.bytes_moved or 0.0 for op in fixed if op.kind in (Kind.COPY, Kind.COLLECTIVE)
+    )
     return Work(
         flops=flops,
-        bytes_moved=bytes_moved,
+        bytes_moved=moved,
         floor_s=floor_s,
         fixed_s=sum(op.duration_s for op in fixed),
-        fixed_bytes=sum(
-            op.bytes_moved or 0.0 for op in fixed if op.kind in (Kind.COPY, Kind.COLLECTIVE)
-        ),
+        switched_flops=float(np.sum(switched_flops)),
+        switched_bytes=float(np.sum(switched_bytes)) + sum(through_memory),
     )
 
 
@@ -99,17 +113,15 @@ def cost_of(
 ) -> Cost:
     """Time and energy of one iteration, summed over its operations."""
     busy = roofline.busy_s(work.flops, work.bytes_moved, sm_hz, memory_hz)
-    work_s = float(np.sum(np.maximum(work.floor_s, busy)))
     busy_s = float(np.sum(busy))
-    moved = float(np.sum(work.bytes_moved))
-    flops = float(np.sum(work.flops))
-    time_s = work_s + work.fixed_s
+    time_s = float(np.sum(np.maximum(work.floor_s, busy))) + work.fixed_s
     waiting_j = time_s * power.waiting_w(sm_hz, memory_hz, temperature_c)
-    work_j = power.work_j(flops, moved, busy_s, sm_hz, activity=work.activity)
-    energy_j: Quantity = waiting_j + work_j + power.joule_per_byte * work.fixed_bytes
+    work_j = power.work_j(
+        work.switched_flops, work.switched_bytes, busy_s, sm_hz, activity=work.activity
+    )
     return Cost(
         time_s=time_s,
-        energy_j=float(energy_j),
+        energy_j=float(waiting_j + work_j),
         busy_s=busy_s,
-        memory_s=moved / float(roofline.bandwidth(sm_hz, memory_hz)),
+        memory_s=float(np.sum(work.bytes_moved) / roofline.bandwidth(sm_hz, memory_hz)),
     )

@@ -12,6 +12,7 @@ from kilter.act.session import Options
 from kilter.app.cli import main as cli
 from kilter.app.cli import run as verb
 from kilter.app.config import OPTIONS, resolve
+from kilter.app.worker import received, worker_command, worker_environment
 from kilter.core.errors import UsageError
 from kilter.core.plan import Goal, Objective
 
@@ -190,6 +191,32 @@ def test_a_wrong_file_is_named(file: str, content: str, message: str, tmp_path: 
         resolve({}, {}, tmp_path, ())
     assert str(error.value).startswith(str(tmp_path / file))
     assert message in str(error.value)
+
+
+# --- what the workers of our torchrun are told ----------------------------------------------------
+
+
+def test_a_worker_has_the_options_of_its_launcher(tmp_path: Path) -> None:
+    told = Options(
+        goal=Goal(max_slowdown=0.01, objective=Objective.EDP),
+        device="null",
+        dry_run=True,
+        out=tmp_path / "out",
+        command=("train.py", "--lr", "1"),
+        json_summary=True,
+    )
+    environment = {"OTHER": "kept", **worker_environment(told)}
+    launched = worker_command(told.command)
+    assert launched == ("-mkilter.app.worker", "train.py", "--lr", "1")
+    program, options = received(launched[1:], environment)
+    assert options == told
+    assert program.argv == told.command
+    assert environment == {"OTHER": "kept"}
+
+
+def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
+    with pytest.raises(UsageError, match="torchrun ... -m kilter run SCRIPT"):
+        received(("train.py",), {})
 
 
 # --- wrong usage: exit code 2, one line that says what to do --------------------------------------

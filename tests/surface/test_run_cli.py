@@ -215,7 +215,7 @@ def test_a_worker_has_the_options_of_its_launcher(tmp_path: Path) -> None:
 
 
 def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
-    with pytest.raises(UsageError, match="torchrun ... -m kilter run SCRIPT"):
+    with pytest.raises(UsageError, match=r"torchrun \.\.\. -m kilter run SCRIPT"):
         received(("train.py",), {})
 
 

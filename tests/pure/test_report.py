@@ -192,7 +192,7 @@ def test_broken_contract_is_said():
     slow = runs.Job(clock_share=0.5, noise=0.002)
     found = report_of(ended(runs.governed(slow)))
     assert found.within_contract is False
-    assert "the whole interval is beyond it" in summary.headline(found)
+    assert "all of it beyond the contract of 2.0 %" in summary.headline(found)
 
 
 def test_ranks_are_added_and_named():

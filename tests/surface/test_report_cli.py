@@ -12,6 +12,7 @@ import pytest
 from kilter.app import report, summary
 from kilter.app.cli.main import main
 from kilter.core.events import Decided
+from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
 from kilter.testing import runs
@@ -188,6 +189,22 @@ def test_page_has_every_plot_twice_with_words_for_each(run_dir, tmp_path):
     for name, value in page.attributes:
         if name == "aria-labelledby":
             assert set(value.split()) <= set(ids)
+
+
+def test_page_of_a_shadow_run_says_that_its_plan_is_predicted(tmp_path):
+    run = runs.Recorder(mode="shadow", label=Label.MEASURED)
+    run.start("setting clocks needs root")
+    run.block("hold", Setting(), arm="baseline")
+    chosen = Setting(sm_clock_hz=1245 * MHZ)
+    run.decide("predicted", chosen, "safe on the simulated device")
+    run.stop()
+    directory = runs.write(tmp_path / "run", run)
+    runs.write_plan(directory, chosen, run.job)
+    text = page_of(directory, tmp_path)
+    heading = text[text.index("<h1>") : text.index("</h1>")]
+    assert "Nothing was set" in heading
+    assert "predicted, simulated" in heading
+    assert "setting clocks needs root" in text
 
 
 def test_hostile_names_stay_text(hostile_dir, tmp_path):

@@ -56,10 +56,14 @@ def _style() -> str:
 
 def _head(report: Report) -> str:
     command = escape(" ".join(report.command))
+    predicted = ""
+    if report.saving is None and report.prediction is not None:
+        label = report.prediction.label.value
+        predicted = f" <span class='tag {label}'>predicted, {label}</span>"
     facts = [report.device, report.ranks, report.wall_time, f"kilter {report.kilter}"]
     return (
         f"<header><p class='kicker'>kilter report {tag(report)}</p>"
-        f"<h1>{escape(_claim(report))}</h1><p class='lede'><code>{command}</code></p>"
+        f"<h1>{escape(_claim(report))}{predicted}</h1><p class='lede'><code>{command}</code></p>"
         f"<p class='facts'>{' &middot; '.join(escape(fact) for fact in facts)}</p></header>"
     )
 
@@ -67,7 +71,7 @@ def _head(report: Report) -> str:
 def _claim(report: Report) -> str:
     if report.choice.setting == report.found or report.slowdown is None:
         text = headline(report).rpartition(" [")[0]
-        return text[:1].upper() + text[1:]
+        return _capital(text).replace(" -", " \u2212")
     time = _faster_or_slower(report.slowdown)
     if report.saving is None:
         return f"{time}; energy unknown"
@@ -84,43 +88,62 @@ def _faster_or_slower(slowdown: float) -> str:
 
 def _tiles(report: Report) -> str:
     base, ours = report.baseline, report.governed
-    bound = allowed_slowdown(report.goal)
+    compared = report.evidence.pairs > 0
     tiles = [
         _tile(
-            "Energy per iteration",
-            signed(None if report.saving is None else -report.saving),
-            interval(_negated(report.saving_ci95)).strip(" ()").replace("-", "\u2212"),
-            f"{show_energy(base.energy_j)} by default, {show_energy(ours.energy_j)} governed",
-            strip("saving", report.saving_ci95, report.saving, None),
             report,
-        ),
-        _tile(
-            "Time per iteration",
-            signed(report.slowdown),
-            interval(report.slowdown_ci95).strip(" ()").replace("-", "\u2212"),
-            f"{show_time(base.iteration_s)} by default, {show_time(ours.iteration_s)} governed. "
-            f"{_capital(verdict(report))}.",
-            strip("slowdown", report.slowdown_ci95, report.slowdown, bound),
-            report,
-        ),
-        _tile(
             "Evidence",
-            f"{report.evidence.pairs} pairs",
+            f"{report.evidence.pairs} pairs" if compared else f"{len(report.blocks)} blocks",
             f"{report.evidence.iterations} of {report.iterations + report.rehearsed_iterations} "
-            "iterations",
+            "iterations"
+            if compared
+            else "nothing to compare with",
             f"{_capital(evidence(report))}.",
-            "",
-            report,
-        ),
+        )
     ]
+    if report.slowdown is None or report.choice.setting == report.found:
+        as_found = "per iteration, as found"
+        terms = f"Goal: {contract(report.goal)}."
+        tiles = [
+            _tile(report, "Energy", show_energy(base.energy_j), as_found, _energy_method(report)),
+            _tile(report, "Time", show_time(base.iteration_s), as_found, terms),
+            *tiles,
+        ]
+    else:
+        tiles = [
+            _tile(
+                report,
+                "Energy per iteration",
+                signed(None if report.saving is None else -report.saving),
+                _spread(_negated(report.saving_ci95)),
+                f"{show_energy(base.energy_j)} by default, {show_energy(ours.energy_j)} governed.",
+                strip("saving", report.saving_ci95, report.saving, None),
+            ),
+            _tile(
+                report,
+                "Time per iteration",
+                signed(report.slowdown),
+                _spread(report.slowdown_ci95),
+                f"{show_time(base.iteration_s)} by default, {show_time(ours.iteration_s)} "
+                f"governed; {verdict(report)}.",
+                strip(
+                    "slowdown", report.slowdown_ci95, report.slowdown, allowed_slowdown(report.goal)
+                ),
+            ),
+            *tiles,
+        ]
     return f"<section class='tiles' aria-label='Result'>{''.join(tiles)}</section>"
 
 
-def _tile(name: str, value: str, spread: str, text: str, strip: str, report: Report) -> str:
+def _spread(ends: tuple[float, float] | None) -> str:
+    return interval(ends).strip(" ()").replace("-", "\u2212")
+
+
+def _tile(report: Report, name: str, value: str, spread: str, text: str, drawing: str = "") -> str:
     return (
         f"<div class='tile'><h2>{escape(name)}</h2>"
         f"<p class='value'>{escape(value)} {tag(report)}</p>"
-        f"<p class='spread'>{escape(spread)}</p>{strip}<p>{escape(text)}</p></div>"
+        f"<p class='spread'>{escape(spread)}</p>{drawing}<p>{escape(text)}</p></div>"
     )
 
 
@@ -170,7 +193,7 @@ def _tried(report: Report) -> str:
     rows = []
     for probe in report.probes:
         name = escape(probe.setting)
-        role = "judged" if probe.phase == "confirm" else escape(probe.phase)
+        role = "judged, not taken" if probe.phase == "confirm" else escape(probe.phase)
         if probe.chosen and probe.phase == "confirm":
             name, role = f"<strong>{name}</strong>", "judged, chosen"
         rows.append(
@@ -199,25 +222,19 @@ def _decisions(report: Report) -> str:
     rows = [
         f"<tr><td class='n'>{decision.t_s:.1f} s</td><td>{escape(decision.state)}</td>"
         f"<td>{escape(decision.setting)}</td>"
-        f"<td class='n'>{_expected(decision.time_ratio)}</td>"
-        f"<td class='n'>{_expected(decision.energy_ratio)}</td>"
         f"<td class='reason'>{escape(decision.reason)}</td></tr>"
         for decision in report.decisions
     ]
     return (
         f"<section><h2>Decisions</h2><p>In order; the last one rules. {tag(report)}</p>"
         + _table(
-            ("At (real time)", "State", "Setting", "Time expected", "Energy expected", "Reason"),
+            ("At (real time)", "State", "Setting", "Reason"),
             rows,
-            numeric=(0, 3, 4),
+            numeric=(0,),
             caption="Decisions with their reasons",
         )
         + "</section>"
     )
-
-
-def _expected(ratio: float | None) -> str:
-    return "" if ratio is None else signed(ratio - 1.0)
 
 
 def _effects(report: Report) -> str:
@@ -236,12 +253,7 @@ def _method(report: Report) -> str:
     mode = {"govern": "settings are changed and judged", "shadow": "nothing is set"}
     entries = [
         ("Numbers", f"{report.label.value}: {_LABELS[report.label.value]}"),
-        (
-            "Energy",
-            _ENERGY.get(
-                report.energy_method or "", report.energy_method or "unknown: the record has no end"
-            ),
-        ),
+        ("Energy", _energy_method(report)),
         ("Intervals", report.interval_method),
         ("Contract", contract(report.goal)),
         ("Mode", f"{report.mode} ({mode.get(report.mode, 'watching only')}): {report.mode_reason}"),
@@ -283,6 +295,13 @@ _ENERGY = {
     "model": "computed by the simulated device's power model",
     "none": "not measured",
 }
+
+
+def _energy_method(report: Report) -> str:
+    method = report.energy_method
+    if method is None:
+        return "How it was measured is unknown: the record has no end."
+    return f"{_capital(_ENERGY.get(method, method))}."
 
 
 def _table(

@@ -28,6 +28,10 @@ def tag(report: Report) -> str:
     return f"<span class='tag {value}'>{value}</span>"
 
 
+_STRIP_WORDS = 90.0
+"""Room for "contract 2.0 %", in pixels."""
+
+
 def strip(
     key: str, ends: tuple[float, float] | None, value: float | None, bound: float | None
 ) -> str:
@@ -40,15 +44,17 @@ def strip(
     y = frame.y(0.5)
     parts = [svg.line(frame.left, y, frame.right, y, "axis")]
     parts.append(svg.line(frame.x(0.0), y - 6, frame.x(0.0), y + 6, "axis"))
-    parts.append(svg.text(frame.x(0.0), 42, "0", "tick", anchor="middle"))
+    zero, label_begin = frame.x(0.0), math.inf
     if bound is not None:
         x = frame.x(bound)
+        anchor = "start" if x + _STRIP_WORDS <= frame.right else "end"
+        label_begin = x if anchor == "start" else x - _STRIP_WORDS
         parts.append(svg.line(x, y - 10, x, y + 10, "bound"))
         parts.append(
-            svg.text(x, 42, f"contract {show_fraction(bound)}", "boundtext", anchor="end")
-            if x > 130
-            else svg.text(x, 42, f"contract {show_fraction(bound)}", "boundtext")
+            svg.text(x, 42, f"contract {show_fraction(bound)}", "boundtext", anchor=anchor)
         )
+    if zero + 8 < label_begin:
+        parts.append(svg.text(zero, 42, "0", "tick", anchor="middle"))
     parts.append(svg.line(frame.x(ends[0]), y, frame.x(ends[1]), y, "whisker"))
     parts.append(svg.dot(frame.x(value), y, 5, "ours", show_fraction(value)))
     description = f"{key} {show_fraction(value)}{interval(ends)}"
@@ -174,6 +180,7 @@ def _draw_trade_off(
         left, top, name = frame.x(x), frame.y(y), str(probe.setting)
         if probe is chosen:
             word = labels.put(left, top, f"chosen: {name}", "label strong")
+            word = word or labels.put(left, top, name, "label strong")
             words.append(word or labels.reserve(left + 9, top - 9, name, "label strong"))
         elif not _judged_twin(probe, probes):
             words.append(labels.put(left, top, name, "label"))
@@ -227,11 +234,16 @@ def iteration_times(report: Report) -> str:
         return _draw_iteration_times(report, clean, width)
 
     base, ours = report.baseline.iteration_s, report.governed.iteration_s
-    lede = (
-        "Blocks of the default and of the candidate take turns, so that whatever else changes "
-        "on the machine falls on both alike."
-    )
+    tried = any(block.setting != report.found for block in report.blocks)
+    lede = "The default alone: nothing else was tried."
+    if tried:
+        lede = (
+            "Blocks of the default and of the candidate take turns, so that whatever else changes "
+            "on the machine falls on both alike."
+        )
     left_out = len(report.blocks) - len(clean)
+    judged = report.choice.setting != report.found
+    means = "the pairs that were judged" if judged else "the default's blocks"
     every = _thinning(report)
     thinned = f" One block in {every} is drawn." if every > 1 else ""
     return _figure(
@@ -240,7 +252,7 @@ def iteration_times(report: Report) -> str:
         "Iteration time, block by block",
         lede,
         "Each point is the median of one block of iterations. Crosses are blocks that do not "
-        f"count ({left_out}); the lines are the means of the pairs that were judged.{thinned}",
+        f"count ({left_out}); lines are the means of {means}.{thinned}",
         draw,
         f"{len(report.blocks)} blocks. Default {show_time(base)}, governed {show_time(ours)}.",
     )
@@ -334,7 +346,7 @@ def _phases(blocks: Sequence[Block], frame: Frame) -> str:
         run = list(group)
         begin, end = frame.x(run[0].number - 0.5), frame.x(run[-1].number + 0.5)
         begin, end = max(begin, frame.left), min(end, frame.right)
-        if phase in JUDGED:
+        if phase in JUDGED and any(block.arm == "candidate" for block in run):
             parts.append(
                 svg.rectangle(begin, frame.top, end - begin, frame.bottom - frame.top, "judgedzone")
             )
@@ -362,14 +374,15 @@ def power(report: Report) -> str:
         return _draw_power(report, series, width)
 
     powers = [p for s in series for p in s.power_w if p is not None]
+    held = any(b.phase == "hold" and b.setting != report.found for b in report.blocks)
+    held_text = " Shaded: a setting was held." if held else ""
     devices = "one line per device" if len(series) > 1 else series[0].device
     return _figure(
         report,
         "power",
         "Power and clock over the run",
         "What the device's own sensors said.",
-        f"Board power and SM clock, {devices}; each point is a mean over a short stretch. "
-        "Shaded: the chosen setting was held.",
+        f"Board power and SM clock, {devices}; points are means over short stretches.{held_text}",
         draw,
         f"Power between {show_power(min(powers))} and {show_power(max(powers))}.",
     )

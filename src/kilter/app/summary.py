@@ -103,28 +103,33 @@ def headline(report: Report) -> str:
     saving = f"{show_fraction(report.saving)} energy{interval(report.saving_ci95)}"
     slowdown = f"slowdown {show_fraction(report.slowdown)}{interval(report.slowdown_ci95)}"
     if report.saving is None:
-        return f"energy unknown, {slowdown}; {verdict(report)} {label}"
-    return f"{verb} {saving}, {slowdown}; {verdict(report)} {label}"
+        return f"energy unknown, {slowdown}, {verdict(report)} {label}"
+    return f"{verb} {saving}, {slowdown}, {verdict(report)} {label}"
 
 
 def contract(goal: Goal) -> str:
     """The goal in words."""
     if goal.max_slowdown is None:
         return "no clock goal"
-    if goal.max_slowdown < FREE_MARGIN:
-        return f"no slowdown allowed (tested against {show_fraction(FREE_MARGIN)})"
-    return f"at most {show_fraction(goal.max_slowdown)} slower allowed"
+    return f"at most {_allowed(goal.max_slowdown)} slower"
 
 
 def verdict(report: Report) -> str:
     """The contract, and where the interval of the slowdown lies."""
-    where = {
-        True: "the whole interval is within it",
-        False: "the whole interval is beyond it",
-    }
+    if report.contract is None:
+        return "no contract"
+    terms = f"the contract of {_allowed(report.contract)}"
+    if report.slowdown_ci95 is None:
+        return terms
     if report.within_contract is None:
-        return contract(report.goal)
-    return f"{contract(report.goal)}, {where[report.within_contract]}"
+        return f"the interval reaches beyond {terms}"
+    return f"all of it {'within' if report.within_contract else 'beyond'} {terms}"
+
+
+def _allowed(max_slowdown: float) -> str:
+    if max_slowdown < FREE_MARGIN:
+        return f"{show_fraction(max_slowdown)} (tested as {show_fraction(FREE_MARGIN)})"
+    return show_fraction(max_slowdown)
 
 
 def interval(ends: tuple[float, float] | None) -> str:
@@ -137,7 +142,10 @@ def interval(ends: tuple[float, float] | None) -> str:
 def evidence(report: Report) -> str:
     """How much the numbers rest on."""
     e = report.evidence
-    text = f"{e.pairs} pairs of blocks, {e.iterations} iterations"
+    if not e.pairs:
+        text = f"no pairs, {len(report.blocks)} blocks"
+    else:
+        text = f"{e.pairs} pairs of blocks, {e.iterations} iterations"
     if report.rehearsed_share > 0.0:
         text += f" ({report.rehearsed_share * 100:.0f} % rehearsed after the script had ended)"
     if e.left_out:

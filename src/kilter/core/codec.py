@@ -6,8 +6,9 @@ helps. A malformed or truncated file gives one `FileError` line that names the f
 
 from __future__ import annotations
 
+import contextlib
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,16 +75,16 @@ def save(path: str | os.PathLike[str], value: object) -> None:
 def write_atomically(path: str | os.PathLike[str], raw: bytes) -> None:
     """Write bytes beside `path`, sync, and rename over it; `FileError` if the disk refuses."""
     target = Path(path)
-    part: str | None = None
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        with os.fdopen(handle, "wb") as file:
+        # Not tempfile: its files are for the owner alone, and a report is made to be shown.
+        with open(part, "xb") as file:
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, target)
     except OSError as error:
-        if part is not None and os.path.exists(part):
-            os.unlink(part)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
         raise FileError(f"{target}: cannot be written ({error.strerror})") from error

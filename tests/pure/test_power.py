@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kilter.model.power import Power, Thermal, capped_clock
@@ -31,6 +31,7 @@ def powers(draw):
     )
 
 
+@settings(deadline=None)
 @given(powers(), clocks, clocks, st.floats(1, 4), st.floats(0, 110))
 def test_waiting_is_positive_and_never_less_for_a_higher_clock(power, sm, memory, up, celsius):
     now = power.waiting_w(sm, memory, celsius)
@@ -39,6 +40,7 @@ def test_waiting_is_positive_and_never_less_for_a_higher_clock(power, sm, memory
     assert power.waiting_w(sm, memory * up, celsius) >= now * (1 - 1e-12)
 
 
+@settings(deadline=None)
 @given(powers(), st.floats(0, 1e15), st.floats(0, 1e13), st.floats(0, 10), clocks, st.floats(1, 4))
 def test_work_costs_energy_and_never_less_at_a_higher_clock(power, flops, moved, busy_s, sm, up):
     now = power.work_j(flops, moved, busy_s, sm)
@@ -47,6 +49,7 @@ def test_work_costs_energy_and_never_less_at_a_higher_clock(power, flops, moved,
     assert power.work_j(flops, moved, busy_s / up, sm * up) >= now * (1 - 1e-9)
 
 
+@settings(deadline=None)
 @given(powers(), clocks, clocks)
 def test_voltage_is_at_its_floor_below_the_knee_and_never_falls(power, a, b):
     assert power.voltage(power.knee_hz * 0.5) == 1.0
@@ -77,6 +80,7 @@ def test_below_the_knee_a_lower_clock_saves_no_energy_per_operation():
     assert joules(1e9) < joules(2e9), "voltage squared"
 
 
+@settings(deadline=None)
 @given(st.floats(0.1, 3), st.floats(20, 800), clocks, st.floats(1, 5))
 def test_a_limit_is_kept_or_the_clock_is_the_lowest(exponent, limit_w, lowest, span):
     highest = lowest * span
@@ -91,6 +95,7 @@ def test_a_limit_is_kept_or_the_clock_is_the_lowest(exponent, limit_w, lowest, s
         assert power_w(min(highest, clock * 1.001)) >= limit_w * 0.99, "and not kept needlessly"
 
 
+@settings(deadline=None)
 @given(st.floats(20, 800), st.floats(1, 3))
 def test_a_higher_limit_never_lowers_the_clock(limit_w, up):
     def power_w(sm_hz):

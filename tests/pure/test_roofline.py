@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kilter.model.roofline import Roofline
@@ -33,6 +33,7 @@ def card(**changes):
     return Roofline(**{**values, **changes})
 
 
+@settings(deadline=None)
 @given(rooflines(), amounts, amounts, clocks, clocks, st.floats(1, 4))
 def test_a_higher_clock_never_costs_time(roofline, flops, moved, sm, memory, up):
     now = roofline.time_s(flops, moved, 1e-6, sm, memory)
@@ -40,6 +41,7 @@ def test_a_higher_clock_never_costs_time(roofline, flops, moved, sm, memory, up)
     assert roofline.time_s(flops, moved, 1e-6, sm, memory * up) <= now * (1 + 1e-12)
 
 
+@settings(deadline=None)
 @given(rooflines(), amounts, amounts, clocks, clocks)
 def test_time_is_between_the_longer_part_and_the_sum(roofline, flops, moved, sm, memory):
     compute_s = flops / (roofline.flops_per_cycle * sm)
@@ -49,6 +51,7 @@ def test_time_is_between_the_longer_part_and_the_sum(roofline, flops, moved, sm,
     assert time_s <= (compute_s + memory_s) * (1 + 1e-9)
 
 
+@settings(deadline=None)
 @given(rooflines(), clocks, clocks)
 def test_bandwidth_is_below_both_what_is_asked_for_and_what_is_delivered(roofline, sm, memory):
     bandwidth = roofline.bandwidth(sm, memory)
@@ -56,6 +59,7 @@ def test_bandwidth_is_below_both_what_is_asked_for_and_what_is_delivered(rooflin
     assert bandwidth <= roofline.bytes_per_memory_cycle * memory * (1 + 1e-12)
 
 
+@settings(deadline=None)
 @given(rooflines(), amounts, amounts, clocks, clocks, st.floats(1e-7, 1e-2))
 def test_no_clock_beats_the_launch_floor(roofline, flops, moved, sm, memory, floor_s):
     assert roofline.time_s(flops, moved, floor_s, sm, memory) >= floor_s

@@ -1,7 +1,7 @@
 """Clock tables: every readable row comes back, every untrustworthy one is named by line."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kilter.core.errors import FileError
@@ -120,6 +120,7 @@ def test_missing_column_empty_file_and_binary_file(table, tmp_path):
         load_tables(tmp_path / "binary.csv")
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200))
 def test_any_text_is_a_table_or_one_clear_line(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("fuzz") / "t.csv"

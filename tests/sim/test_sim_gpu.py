@@ -107,8 +107,8 @@ def test_every_lower_clock_is_slower_and_draws_less(name):
         last_s, last_w = time_s, energy_j / time_s
 
 
-@settings(max_examples=25)
-@given(st.floats(1e9, 1e13), st.floats(1e7, 1e11), st.sampled_from(names()), st.integers(0, 5))
+@settings(max_examples=25, deadline=None)
+@given(st.floats(1e11, 1e13), st.floats(1e7, 1e11), st.sampled_from(names()), st.integers(0, 5))
 def test_a_lower_limit_never_speeds_up_and_is_kept(flops, moved, name, step):
     profile = load_profile(name)
     gpu = quiet(profile)
@@ -116,7 +116,8 @@ def test_a_lower_limit_never_speeds_up_and_is_kept(flops, moved, name, step):
     limit_w = gpu.supported().power_limits_w[step]
     free_s, _ = measure(gpu, work)
     settled(gpu, Setting(power_limit_w=limit_w), work)
-    time_s, energy_j = measure(gpu, work)
+    enough = math.ceil(3 * profile.sensor.period_s / free_s)
+    time_s, energy_j = measure(gpu, work, enough)
     assert time_s >= free_s * (1 - 1e-6)
     assert energy_j > 0
     at_floor = gpu.sample().sm_clock_hz == profile.knobs.sm_lowest_hz

@@ -19,45 +19,45 @@ class Cycle:
     given up. `changed` counts these changes: an interval across one is no iteration.
     """
 
-    __slots__ = ("_rest", "_seen", "_since", "_steps", "changed", "leader")
+    __slots__ = ("_patience", "_seen", "_since", "_steps", "changed", "leader")
 
     def __init__(self) -> None:
         self.leader: int | None = None
         self.changed = 0
         self._steps = 0
-        """Steps of the leader."""
-        self._seen: dict[int, int] = {}
-        """Optimizer -> `_steps` at its last step."""
+        """Steps of the leader since it leads."""
+        self._seen: dict[int, tuple[int, int]] = {}
+        """Optimizer -> `changed` and `_steps` at its last step."""
         self._since: dict[int, int] = {}
         """Steps of the others since the leader's last one."""
-        self._rest = 0
-        """The most that another stepped during one usual cycle."""
+        self._patience = 0
+        """So many steps of another without one of the leader end its lead."""
 
     def step(self, key: int) -> bool:
         """`key` stepped. Is this the border of an iteration?"""
         if key == self.leader:
             if self._since:
-                self._rest = max(self._since.values())
+                self._patience = max(8, 4 * max(self._since.values()))
                 self._since.clear()
             self._steps += 1
             return True
-        seen = self._seen.get(key)
-        self._seen[key] = self._steps
-        if self.leader is None or seen is None or 2 <= self._steps - seen <= MAX_CYCLE:
-            return self._lead(key)
+        changed, steps = self._seen.get(key, (-1, 0))
+        joins = changed < 0
+        rested = self._steps - (steps if changed == self.changed else 0)
+        self._seen[key] = self.changed, self._steps
+        if (joins or rested >= 2) and rested <= MAX_CYCLE:
+            return self._lead(key, rested)
         count = self._since[key] = self._since.get(key, 0) + 1
-        if count > max(8, 4 * self._rest):
-            return self._lead(key)
-        return False
+        return count > self._patience and self._lead(key, 1)
 
-    def _lead(self, key: int) -> bool:
+    def _lead(self, key: int, rested: int) -> bool:
         if self.leader is not None:
             self.changed += 1
             if len(self._seen) >= _MAX_KNOWN:
                 self._seen.clear()
-            self._seen[self.leader] = self._steps
+            self._seen[self.leader] = self.changed, 1
         self.leader = key
         self._since.clear()
-        self._rest = 0
-        self._steps += 1
+        self._patience = max(8, 4 * rested)
+        self._steps = 1
         return True

@@ -311,7 +311,9 @@ class _Trace:
             thread.stack.pop()
 
     def _flow(self, name: int | str, thread: _Thread, now: float) -> None:
-        """The time up to `now` belongs to the innermost open event."""
+        """The time up to `now` belongs to the innermost open event, unless kernels tell more."""
+        if self._device_events:
+            return
         top = thread.stack[-1] if thread.stack else None
         if top is not None and top.busy and thread.cursor < now:
             flops = bytes_ = 0.0
@@ -455,7 +457,7 @@ class _Unit:
 
     @staticmethod
     def group(pieces: list[_Piece]) -> list[_Unit]:
-        """The pieces of one iteration as units, in order of their begin."""
+        """The pieces of one iteration as units, stream by stream, in order of their begin."""
         units: list[_Unit] = []
         last: dict[int, _Unit] = {}
         for piece in pieces:
@@ -468,7 +470,7 @@ class _Unit:
             unit.bytes_moved += piece.bytes_moved
             unit.kernels += piece.kernels
         units = [u for u in units if length(u.busy) > 0.0]
-        return sorted(units, key=lambda unit: unit.begin)
+        return sorted(units, key=lambda unit: (unit.stream, unit.begin))
 
 
 @dataclass(slots=True)
@@ -510,6 +512,7 @@ def _average(
             for f in ("start_s", "duration_s", "wait_s", "idle_s")
         ]
         mean.append(_Row(unit, *sums))
+    mean.sort(key=lambda row: row.start_s)
     return mean, sum(length([spans[i]]) for i in alike) / len(alike), len(alike)
 
 
@@ -517,13 +520,14 @@ def _rows(units: list[_Unit], span: Interval, waits: Times) -> list[_Row]:
     rows = [
         _Row(u, (u.begin - span[0]) * 1e-6, length(union(u.busy)) * 1e-6, 0.0, 0.0) for u in units
     ]
-    begins = [u.begin for u in units]
+    by_begin = sorted(rows, key=lambda row: row.unit.begin)
+    begins = [row.unit.begin for row in by_begin]
     idle = difference([span], union(i for u in units for i in u.busy))
     waiting = intersection(idle, waits)
     for times, name in ((waiting, "wait_s"), (difference(idle, waiting), "idle_s")):
         for begin, end in times:
             # Idle time in front of the first unit counts as behind it: the iteration is a ring.
-            row = rows[max(0, bisect_right(begins, begin) - 1)]
+            row = by_begin[max(0, bisect_right(begins, begin) - 1)]
             setattr(row, name, getattr(row, name) + (end - begin) * 1e-6)
     return rows
 

@@ -67,8 +67,8 @@ def _written(
         return 0.0  # The destination is one of the inputs and is not read.
     if operation in ("cat", "stack"):
         return sum(inputs)
-    if operation.startswith(("_foreach_", "_fused_")) and operation.endswith("_"):
-        return inputs[0]
+    if operation.startswith("_fused_"):
+        return inputs[0] + sum(inputs[2:])  # Parameters and state; gradients are only read.
     product = _product(operation, shapes)
     if product is not None:
         return math.prod(product) * _size(types[0])

@@ -416,6 +416,16 @@ def test_a_stuck_counter_stands_still_and_moves_on_afterwards():
     assert readings[0] == readings[1] == readings[2] == readings[3] < readings[4]
 
 
+def test_a_counter_of_the_whole_module_runs_ahead_of_the_power():
+    module = Fault(trouble=Trouble.COUNTER_OF_MODULE, value=150.0)
+    alone, both = quiet(H200, seed=5), quiet(H200, seed=5, faults=[module])
+    for gpu in (alone, both):
+        gpu.idle(100.0)
+    assert alone.sample().power_w == both.sample().power_w
+    extra_j = both.sample(energy=True).energy_j - alone.sample(energy=True).energy_j
+    assert extra_j == pytest.approx(150 * 100, rel=0.01)
+
+
 def test_late_sensors_show_the_past():
     gpu = quiet(H200, faults=[Fault(trouble=Trouble.SENSORS_LATE, begin_s=5.0, value=1.0)])
     work = gpu.work(COPY)

@@ -101,6 +101,11 @@ def scenarios(
             ),
             "lost": trouble("the device falls off the bus", Trouble.LOST),
             "counter_stuck": trouble("the energy counter stands still", Trouble.COUNTER_STUCK),
+            "counter_of_module": trouble(
+                "the energy counter also counts a processor",
+                Trouble.COUNTER_OF_MODULE,
+                value=150.0,
+            ),
             "sensors_late": trouble("sensors lag by a second", Trouble.SENSORS_LATE, value=1.0),
         }
     )

@@ -10,7 +10,7 @@ heads that differed only in how they moved data now have equal graphs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,12 +82,13 @@ class Folded:
     """Tensors whose values are now in tables: a change of value makes the graph stale."""
 
 
-def fold(graph: fx.GraphModule, device: torch.device) -> Folded:
-    """Simplify in place. `device` is where the step runs."""
+def fold(graph: fx.GraphModule, device: torch.device, *, products: bool = False) -> Folded:
+    """Simplify in place. `device` is where the step runs. `products`: also turn plain views that
+    are multiplied into lookups, so that all operands of matrix products have one form."""
     folded = Folded(nodes_before=_work(graph))
     _drop_identities(graph)
     _fold_tables(graph, device, folded)
-    _fold_movements(graph, device, folded)
+    _fold_movements(graph, device, folded, products=products)
     _fold_tables(graph, device, folded)
     _merge_equal(graph)
     _early_first(graph)
@@ -236,7 +237,9 @@ def _moved_from(node: fx.Node, root: dict[fx.Node, fx.Node]) -> fx.Node | None:
     return None
 
 
-def _fold_movements(graph: fx.GraphModule, device: torch.device, folded: Folded) -> None:
+def _fold_movements(
+    graph: fx.GraphModule, device: torch.device, folded: Folded, *, products: bool
+) -> None:
     root: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         moved = _moved_from(node, root)
@@ -253,6 +256,8 @@ def _fold_movements(graph: fx.GraphModule, device: torch.device, folded: Folded)
         )
 
     ends = [n for n in graph.graph.nodes if copies(n) and read_by_work(n)]
+    if products:
+        ends += _multiplied_views(graph, root, copies)
     positions: dict[fx.Node, Any] = {}
     flattened: dict[tuple[fx.Node, int], fx.Node] = {}
     for node in ends:
@@ -288,6 +293,26 @@ def _fold_movements(graph: fx.GraphModule, device: torch.device, folded: Folded)
         node.replace_all_uses_with(shaped)
         folded.movements += 1
     graph.graph.eliminate_dead_code()
+
+
+def _multiplied_views(
+    graph: fx.GraphModule, root: dict[fx.Node, fx.Node], copies: Callable[[fx.Node], bool]
+) -> list[fx.Node]:
+    """Operands of matrix products that are views of some other work's result."""
+    found = []
+    for product in graph.graph.nodes:
+        if product.target is not aten.mm.default:
+            continue
+        for operand in product.args:
+            while operand.target in (aten.t.default, aten.transpose.int):
+                operand = operand.args[0]
+            chain = operand
+            while chain is not root[chain] and not copies(chain):
+                chain = chain.all_input_nodes[0]
+            plain = chain is root[operand] and chain is not operand
+            if plain and chain.op == "call_function" and operand not in found:
+                found.append(operand)
+    return found
 
 
 def _call(op: Any, fake: Any, *args: Any) -> Any:

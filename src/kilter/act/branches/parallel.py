@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from kilter.act.branches import fused, native, numerics
 from kilter.act.branches.capture import Captured, Turns, pool_bytes
@@ -98,6 +98,7 @@ class _Bench:
         self.leaves = pytree.tree_leaves(arguments)
         self.tensors = [x for x in self.leaves if isinstance(x, Tensor)]
         self.device = _device(self.tensors, state)
+        self.on_gpu = self.device.type == "cuda"
         self.traced: Trace | None = None
         self.folded: Folded | None = None
         self.untraceable: str | None = None
@@ -124,8 +125,9 @@ class _Bench:
                 base = self.program("graph_streams")
             return compile_units(base, self.owner.compiled)
         if mode == "fused":
-            base = fused.fuse(self.program("graph_streams"))
-            return compile_units(base, self.owner.compiled)
+            fold(self.unfolded, self.device, products=True)
+            base = fused.fuse(from_graph(self.unfolded))
+            return compile_units(base, self.owner.compiled) if self.on_gpu else base
         if not any(len(step) > 1 for step in self.raw.steps):
             raise Refused("no independent branches were found")
         return self.raw
@@ -141,6 +143,7 @@ class _Bench:
                 literal = any("lift_fresh" in str(u.target) for u in node.users)
                 if id(held) not in watched and not literal:
                     raise Refused("reads a tensor that is held where its replacement goes unseen")
+            self.unfolded = _copy(traced.graph)
             if self.owner.fold:
                 self.folded = fold(traced.graph, self.device)
             check_devices(traced.graph, self.device)
@@ -458,7 +461,9 @@ class Parallel:
         device = bench.device
         self._trial_bytes: int | None = None
         if device.type != "cuda" and mode in (*CAPTURED, "streams") and mode not in (
-            "batched", "compiled",
+            "batched",
+            "compiled",
+            "fused",
         ):  # fmt: skip
             raise Refused("needs a CUDA device")
         if mode == "graph" and bench.traced is None:
@@ -691,6 +696,13 @@ def _spread(inputs: tuple[Any, ...], count: int) -> list[tuple[Any, ...]]:
     if len(inputs) != count:
         raise UsageError(f"{count} branches take {count} inputs, or one for all; got {len(inputs)}")
     return [x if isinstance(x, tuple) else (x,) for x in inputs]
+
+
+def _copy(graph: fx.GraphModule) -> fx.GraphModule:
+    """Another graph over the same weights."""
+    body = fx.Graph()
+    body.output(body.graph_copy(graph.graph, {}))
+    return fx.GraphModule(graph, body)
 
 
 def _signature(leaves: Sequence[Any], spec: Any) -> Hashable:

@@ -410,9 +410,7 @@ def compile_units(program: Program, compiled: dict[Hashable, Run]) -> Program:
     a handful of bodies. `compiled` remembers them over calls."""
 
     def unit(old: Unit) -> Unit:
-        if old.graph is None:
-            raise Refused("a branch that cannot be traced cannot be compiled")
-        if old.work == 0:  # views only: nothing to compile
+        if old.graph is None or old.work == 0:  # kernels of our own, or only views
             return old
         if old.key not in compiled:
             compiled[old.key] = torch.compile(old.graph, dynamic=False, fullgraph=True)

@@ -1,0 +1,278 @@
+"""Parallel branches on a real GPU: graphs, forks, compiled groups and kernels, never silently wrong."""
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from torch import nn  # noqa: E402
+
+from kilter.act.branches import parallel  # noqa: E402
+from kilter.act.branches.fused import FusedHeads, Head  # noqa: E402
+from kilter.act.branches.workloads import (  # noqa: E402
+    TOKENS,
+    WINDOWS,
+    WORKLOADS,
+    Encoder,
+    build,
+    cyclic_table,
+    padding_mask,
+    shift_of,
+    window_table,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    # The framework's own notices (compiler, allocator) are not ours to fix.
+    pytest.mark.filterwarnings("default"),
+]
+CAPTURED = ("graph", "graph_streams", "batched")
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def linears(*widths, dtype=torch.float32):
+    return [
+        nn.Sequential(nn.Linear(64, w), nn.ReLU(), nn.Linear(w, 32)).to("cuda", dtype)
+        for w in widths
+    ]
+
+
+def serial(branches, x):
+    return tuple(b(x) for b in branches)
+
+
+def same(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def rand(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("mode", ["threads", "cpp_threads", "streams", *CAPTURED])
+def test_every_mode_is_the_loop_in_its_order(mode):
+    branches = linears(32, 64, 64, 128)
+    with parallel(branches, mode=mode) as fast:
+        for _ in range(4):
+            x = rand(8, 64)
+            same(fast(x), serial(branches, x))
+        assert fast.plan().chosen == mode, fast.explain()
+
+
+def test_the_same_kernels_give_the_same_bits():
+    branches = linears(32, 64, 96)
+    for mode in ("threads", "streams", "graph"):
+        with parallel(branches, mode=mode) as fast:
+            x = rand(8, 64)
+            fast(x)
+            y = rand(8, 64)
+            assert all(torch.equal(a, b) for a, b in zip(fast(y), serial(branches, y), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_auto_and_the_fused_mode_on_a_layer_of_window_heads(dtype):
+    encoder = Encoder(layers=2).eval().to("cuda", dtype)
+    mask = padding_mask().cuda()
+    for mode in ("fused", "auto"):
+        with parallel(encoder, mode=mode) as fast:
+            for _ in range(3):
+                x = rand(TOKENS, 1, 256, dtype=dtype)
+                found, expected = fast(x, mask), encoder(x, mask)
+                exact = encoder.double()(x.double(), mask)
+                encoder.to(dtype)
+                worst = (found.double() - exact).abs().max()
+                assert worst <= 3 * (expected.double() - exact).abs().max(), fast.explain()
+            assert fast.plan().chosen != "serial", fast.explain()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_kernels_are_their_reference(dtype):
+    heads, biases = [], []
+    for i, w in enumerate(WINDOWS):
+        rows = TOKENS // w**2
+        place = window_table(w, shift_of(i)).reshape(-1)
+        columns = cyclic_table(w, shift_of(i)).reshape(-1)
+        at = (place * 8 + i, columns * 24 + 8 + i, columns * 24 + 16 + i)
+        heads.append(Head(rows, TOKENS, w * w, 1 / w**2, *(t.cuda() for t in at), place.cuda()))
+        bias = torch.randn(rows, TOKENS, device="cuda")
+        bias[:, 500:600] = float("-inf")
+        biases.append(bias.reshape(-1))
+    fused = FusedHeads(heads, 32, torch.device("cuda"))
+    q, kv = rand(TOKENS * 8, 32, dtype=dtype), rand(TOKENS * 24, 32, dtype=dtype)
+    bias = torch.cat(biases)
+    exact = fused.reference(q.double(), kv.double(), kv.double(), bias.double())
+    found = fused._launch(q, kv, kv, bias)
+    plain = fused.reference(q, kv, kv, bias)
+    assert bool(found.isfinite().all())
+    limit = 2 * (plain.double() - exact).abs().max()
+    assert (found.double() - exact).abs().max() <= limit
+
+
+@pytest.mark.parametrize("mode", CAPTURED)
+def test_changed_weights_are_seen_however_they_change(mode):
+    branches = linears(48, 48, 64)
+    x = rand(8, 64)
+    with parallel(branches, mode=mode) as fast:
+        same(fast(x), serial(branches, x))
+        assert fast.plan().chosen == mode
+        for change in (
+            lambda: branches[0][0].weight.mul_(2),
+            lambda: branches[1].load_state_dict(linears(48)[0].state_dict()),
+            lambda: setattr(branches[2][0], "weight", nn.Parameter(rand(64, 64))),
+            lambda: setattr(branches[1][2].weight, "data", rand(32, 48)),
+            lambda: branches[0].cpu() and branches[0].cuda(),
+        ):
+            change()
+            torch.cuda.empty_cache()
+            same(fast(x), serial(branches, x))
+            same(fast(x), serial(branches, x))
+
+
+def test_results_are_not_overwritten_by_the_next_call():
+    branches = linears(48, 64)
+    with parallel(branches, mode="graph_streams") as fast:
+        x = rand(8, 64)
+        fast(x)
+        first = fast(x)
+        kept = [t.clone() for t in first]
+        fast(rand(8, 64))
+        assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+        second = fast(first[0].repeat(1, 2))
+        same(second, serial(branches, first[0].repeat(1, 2)))
+
+
+def test_impure_branches_are_refused_and_the_device_stays_usable():
+    host_index = torch.tensor([1, 0])
+    x = rand(8, 64)
+    for branch, reason in (
+        (nn.Dropout(0.5), "random"),
+        (lambda x: x * x.sum().item(), "host"),
+        (lambda x: x if x.sum() > 0 else -x, "host"),
+        (lambda x: x[x > 0], "depends on data"),
+    ):
+        fast = parallel([branch, torch.neg], mode="graph")
+        fast(x)
+        assert reason in fast.plan().reason
+    # An index table on the host is a copy and a synchronisation in the loop, a table in ours.
+    with parallel([lambda x: x[host_index] * 2, torch.neg], mode="graph_streams") as fast:
+        fast(x)
+        assert fast.plan().chosen == "graph_streams", fast.explain()
+        same(fast(x), (x[host_index] * 2, -x))
+    torch.cuda.synchronize()
+
+
+def test_a_capture_that_fails_leaves_serial_with_the_reason():
+    def synchronises(x):
+        torch.cuda.synchronize()
+        return x + 1
+
+    x = rand(4, 64)
+    fast = parallel([synchronises, torch.neg], mode="graph")
+    same(fast(x), (x + 1, -x))
+    same(fast(x), (x + 1, -x))
+    assert fast.plan().chosen == "serial"
+    with parallel(linears(32, 48), mode="graph") as after:
+        after(x)
+        assert after.plan().chosen == "graph"
+
+
+def test_calls_from_other_streams_and_threads_take_turns():
+    branches = linears(64, 64, 128)
+    inputs = [rand(8, 64) for _ in range(4)]
+    expected = [serial(branches, x) for x in inputs]
+    torch.cuda.synchronize()
+    wrong = []
+    with parallel(branches, mode="graph_streams") as fast:
+        fast(inputs[0])
+
+        def work(number):
+            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(50):
+                    found = fast(inputs[number])
+                    torch.cuda.current_stream().synchronize()
+                    for a, b in zip(found, expected[number], strict=True):
+                        if not torch.allclose(a, b, rtol=1e-4, atol=1e-4):
+                            wrong.append(number)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    assert wrong == []
+
+
+def test_inside_a_capture_of_the_users_the_loop_runs_as_written():
+    branches = linears(32, 48)
+    fast = parallel(branches, mode="graph_streams")
+    x = rand(8, 64)
+    fast(x)
+    torch.cuda.synchronize()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        serial(branches, x)
+        graph.capture_begin()
+        found = fast(x)
+        graph.capture_end()
+    graph.replay()
+    torch.cuda.synchronize()
+    same(found, serial(branches, x))
+
+
+def test_autocast_is_part_of_the_signature():
+    branches = linears(48, 64)
+    x = rand(8, 64)
+    with parallel(branches, mode="graph_streams") as fast:
+        assert fast(x)[0].dtype == fast(x)[0].dtype == torch.float32
+        with torch.autocast("cuda", torch.float16):
+            for _ in range(2):
+                found = fast(x)
+                assert found[0].dtype == torch.float16
+                for a, b in zip(found, serial(branches, x), strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+
+
+def test_ten_thousand_calls_with_twenty_shapes_do_not_grow():
+    branches = linears(64, 128)
+    inputs = [rand(rows, 64) for rows in range(1, 21)]
+    with parallel(branches, mode="graph_streams", max_graphs=8) as fast:
+
+        def calls(count):
+            for number in range(count):
+                # Mostly a few shapes, now and then all of them: graphs come and go.
+                few = number % 400 < 340
+                fast(inputs[number % (6 if few else 20)])
+
+        calls(2000)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_reserved(), fast.memory_bytes()
+        calls(10_000)
+        torch.cuda.synchronize()
+        after = torch.cuda.memory_reserved(), fast.memory_bytes()
+        assert after[0] <= before[0] + 2**21
+        assert after[1] <= before[1] + 2**21
+        for x in inputs:
+            same(fast(x), serial(branches, x))
+    torch.cuda.empty_cache()
+    assert fast.memory_bytes() == 0
+
+
+@pytest.mark.parametrize("name", ["inception", "experts", "detection"])
+def test_workloads_are_right_under_a_forked_graph(name):
+    made, inputs = build(WORKLOADS[name], device="cuda", dtype=torch.float32)
+    with parallel(made, mode="graph_streams") as fast:
+        first = fast(*inputs)
+        again = fast(*inputs)
+        assert fast.plan().chosen == "graph_streams", fast.explain()
+    torch.testing.assert_close(first, again, rtol=1e-3, atol=1e-3)

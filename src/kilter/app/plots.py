@@ -107,8 +107,8 @@ def trade_off(report: Report) -> str:
         "tradeoff",
         "Energy against time",
         lede,
-        "Down is less energy, left is faster. Open: a probe, from few pairs. Filled: judged, with "
-        "95 % interval.",
+        "Down is less energy, left is faster; labels are SM clocks, or what else was set. Open: a "
+        "probe, from few pairs. Filled: judged, with 95 % interval.",
         draw,
         f"Relative to the default at 0, 0: {described}.",
     )
@@ -177,15 +177,22 @@ def _draw_trade_off(
         marks.append(_mark(frame, probe, x, y, chosen))
     marks.append(svg.dot(frame.x(0.0), frame.y(0.0), 5, "base", "default"))
     for probe, (x, y) in reversed(drawn):
-        left, top, name = frame.x(x), frame.y(y), str(probe.setting)
+        left, top, name = frame.x(x), frame.y(y), _short(probe.setting)
         if probe is chosen:
             word = labels.put(left, top, f"chosen: {name}", "label strong")
+            word = word or labels.put(left, top, f"chosen: {name}", "label strong", gap=22.0)
             word = word or labels.put(left, top, name, "label strong")
             words.append(word or labels.reserve(left + 9, top - 9, name, "label strong"))
         elif not _judged_twin(probe, probes):
             words.append(labels.put(left, top, name, "label"))
     words.append(labels.put(frame.x(0.0), frame.y(0.0), "default", "label"))
     return height, "".join(parts + marks + words)
+
+
+def _short(setting: Setting) -> str:
+    """What is set; of the SM clock alone, its value alone."""
+    alone = setting == Setting(sm_clock_hz=setting.sm_clock_hz)
+    return str(setting).removeprefix("SM ") if alone else str(setting)
 
 
 def _beyond(bound: float) -> str:
@@ -360,7 +367,7 @@ def _phases(blocks: Sequence[Block], frame: Frame) -> str:
         x = max(frame.x(min(rehearsed) - 0.5), frame.left)
         parts.append(svg.line(x, frame.top, x, frame.bottom, "cut"))
         if frame.right - x > 80:
-            parts.append(svg.text(x + 5, frame.bottom - 7, "rehearsed", "tick"))
+            parts.append(svg.text(x + 5, frame.top + 14, "rehearsed", "tick"))
     return "".join(parts)
 
 
@@ -469,12 +476,12 @@ def signed(value: float | None) -> str:
     return show_fraction(value, signed=True).replace("-", "\u2212")
 
 
-def _plain(value: float) -> str:
-    return f"{value:g}"
+def _plain(value: float, decimals: int) -> str:
+    return f"{value:.{decimals}f}"
 
 
-def _percent(value: float) -> str:
-    return f"{value:+g} %".replace("-", "\u2212") if value else "0"
+def _percent(value: float, decimals: int) -> str:
+    return f"{value:+.{decimals}f} %".replace("-", "\u2212") if value else "0"
 
 
 def _time_unit(seconds: float) -> tuple[str, float]:

@@ -521,7 +521,7 @@ def _probes(pairs: Pairs, chosen: Setting) -> tuple[Probe, ...]:
         role = "confirm" if ours.phase in JUDGED else ours.phase
         groups.setdefault((ours.setting, role), []).append(pair)
     result = []
-    for (setting, role), group in groups.items():
+    for (setting, role), group in sorted(groups.items(), key=_from_the_top):
         time, energy = _estimates(group)
         if time is not None:
             result.append(
@@ -538,6 +538,14 @@ def _probes(pairs: Pairs, chosen: Setting) -> tuple[Probe, ...]:
                 )
             )
     return tuple(result)
+
+
+def _from_the_top(item: tuple[tuple[Setting, str], object]) -> tuple[float, float, float, bool]:
+    """Highest setting first (a knob left alone is above any value), probes before judgements."""
+    (setting, role), _ = item
+    knobs = (setting.sm_clock_hz, setting.memory_clock_hz, setting.power_limit_w)
+    sm, memory, limit = (-math.inf if knob is None else -knob for knob in knobs)
+    return sm, memory, limit, role != "probe"
 
 
 # What was decided, and how it ended.

@@ -34,6 +34,11 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
+def decimals(values: Sequence[float]) -> int:
+    """Decimals that tell all of these numbers apart."""
+    return max((len(f"{value:g}".partition(".")[2]) for value in values), default=0)
+
+
 def padded(values: Sequence[float], share: float = 0.08) -> tuple[float, float]:
     """The range of some values with a margin on both sides."""
     low, high = min(values), max(values)
@@ -70,24 +75,29 @@ class Frame:
         *,
         x_title: str,
         y_title: str,
-        x_text: Callable[[float], str],
-        y_text: Callable[[float], str],
+        x_text: Callable[[float, int], str],
+        y_text: Callable[[float, int], str],
         x_labels: bool = True,
         lift: float = 12.0,
     ) -> str:
-        """Horizontal grid lines, numbers on both axes, and titles with units. `lift` is how far
-        above the plot the title of the y axis stands."""
+        """Horizontal grid lines, numbers on both axes, and titles with units. The texts are made
+        of a number and how many decimals it is to have; `lift` is how far above the plot the title
+        of the y axis stands."""
         parts = []
-        for value in ticks(*self.y_range, max(2, int((self.bottom - self.top) / 46))):
+        values = ticks(*self.y_range, max(2, int((self.bottom - self.top) / 46)))
+        for value in values:
             y = self.y(value)
             parts.append(line(self.left, y, self.right, y, "grid"))
-            parts.append(text(self.left - 8, y + 4, y_text(value), "tick", anchor="end"))
+            parts.append(
+                text(self.left - 8, y + 4, y_text(value, decimals(values)), "tick", anchor="end")
+            )
         parts.append(line(self.left, self.bottom, self.right, self.bottom, "axis"))
-        for value in ticks(*self.x_range, max(2, int((self.right - self.left) / 90))):
-            x = self.x(value)
+        values = ticks(*self.x_range, max(2, int((self.right - self.left) / 90)))
+        for value in values:
+            x, shown = self.x(value), x_text(value, decimals(values))
             parts.append(line(x, self.bottom, x, self.bottom + 4, "axis"))
             if x_labels:
-                parts.append(text(x, self.bottom + 19, x_text(value), "tick", anchor="middle"))
+                parts.append(text(x, self.bottom + 19, shown, "tick", anchor="middle"))
         if x_labels:
             parts.append(text(self.right, self.bottom + 38, x_title, "title", anchor="end"))
         parts.append(text(0.0, self.top - lift, y_title, "title"))
@@ -192,7 +202,7 @@ class Labels:
             (x - gap, y + gap + 8, "end", x - gap - width),
         )
         for place_x, place_y, anchor, left in places:
-            box = (left, place_y - 4 - half, left + width, place_y - 4 + half)
+            box = (left - 4, place_y - 4 - half, left + width + 4, place_y - 4 + half)
             if self._free(box):
                 self._boxes.append(box)
                 return text(place_x, place_y, content, style, anchor=anchor)
@@ -200,7 +210,7 @@ class Labels:
 
     def _free(self, box: tuple[float, float, float, float]) -> bool:
         frame = self._frame
-        inside = frame.left <= box[0] and box[2] <= frame.right + 4 and box[1] >= frame.top - 4
+        inside = frame.left - 4 <= box[0] and box[2] <= frame.right + 8 and box[1] >= frame.top - 4
         return inside and box[3] <= frame.bottom and not any(_overlap(box, b) for b in self._boxes)
 
 

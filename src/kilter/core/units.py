@@ -85,7 +85,7 @@ def show_energy(joules: float | None) -> str:
     """49.3 -> `"49.3 J"`, None -> `"unknown"`."""
     if joules is None:
         return "unknown"
-    for unit, size in (("MJ", 1e6), ("kJ", 1e3), ("J", 1.0), ("mJ", 1e-3)):
+    for unit, size in (("MJ", 1e6), ("kJ", 1e3), ("J", 1.0), ("mJ", 1e-3), ("uJ", 1e-6)):
         if abs(joules) >= size:
             return f"{joules / size:.3g} {unit}"
     return f"{joules:.3g} J"

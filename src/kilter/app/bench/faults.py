@@ -142,17 +142,6 @@ class Box:
         self.names[process.pid] = "kilter restore"
         return process.wait(TIMEOUT_S)
 
-    def watcher_pid(self) -> int:
-        """Of the process that was started to watch over the card."""
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (process / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if b"kilter.act.watcher" in words and os.fsencode(self.state_directory) in words:
-                return int(process.name)
-        raise LookupError("no watcher runs")
-
     def until_free(self) -> None:
         """Wait until nobody controls the card: job and watcher are done, or dead."""
         os.close(self.place.lock(patience_s=TIMEOUT_S))
@@ -160,6 +149,28 @@ class Box:
     def close(self) -> None:
         for job in self.jobs:
             job.kill()
+
+
+def find_watcher(directory: Path) -> int | None:
+    """The process that watches over the cards of a state directory."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"kilter.act.watcher" in words and os.fsencode(directory) in words:
+            return int(process.name)
+    return None
+
+
+def kill_watcher(directory: Path) -> None:
+    """SIGKILL to the watcher, if there is one; it is dead when this returns."""
+    pid = find_watcher(directory)
+    if pid is not None:
+        death = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        select.select([death], [], [], TIMEOUT_S)
+        os.close(death)
 
 
 class Job:
@@ -319,7 +330,7 @@ def sigkill_at_restore(box: Box) -> None:
 def watcher_killed(box: Box) -> None:
     """SIGKILL of the watcher, then of the job after its next set"""
     job = box.low()
-    _kill_watcher(box)
+    kill_watcher(box.state_directory)
     job.ask("set", sm_mhz=900, limit_w=300)
     job.kill()
 
@@ -327,7 +338,7 @@ def watcher_killed(box: Box) -> None:
 def both_killed_then_restore(box: Box) -> None:
     """SIGKILL of job and watcher, then `kilter restore`"""
     job = box.low()
-    _kill_watcher(box)
+    kill_watcher(box.state_directory)
     job.kill()
     box.restore()
 
@@ -335,7 +346,7 @@ def both_killed_then_restore(box: Box) -> None:
 def both_killed_then_next(box: Box) -> None:
     """SIGKILL of job and watcher, then the next job"""
     both = box.low()
-    _kill_watcher(box)
+    kill_watcher(box.state_directory)
     both.kill()
     job = box.start("next job")
     job.ask("enter")
@@ -394,7 +405,7 @@ def lost_at_restore(box: Box) -> None:
     job = box.low()
     box.refuse("nvmlDevice*", code="GPU_IS_LOST")
     job.end()
-    _kill_watcher(box)  # it would go on trying for a while
+    kill_watcher(box.state_directory)  # it would go on trying for a while
     box.note(f"kilter restore while it is lost: exit code {box.restore()}")
     box.obey_again()
     box.restore()
@@ -566,14 +577,6 @@ FOUND = Setting(power_limit_w=FOUND_LIMIT_W)
 def _fill_disk(box: Box) -> None:
     """Where the next journal is going to be written."""
     box.place.journal_path.with_suffix(".part").symlink_to("/dev/full")
-
-
-def _kill_watcher(box: Box) -> None:
-    pid = box.watcher_pid()
-    death = os.pidfd_open(pid)
-    os.kill(pid, signal.SIGKILL)
-    select.select([death], [], [], TIMEOUT_S)
-    os.close(death)
 
 
 @contextmanager

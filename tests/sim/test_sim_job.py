@@ -2,6 +2,7 @@
 
 import statistics
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -144,3 +145,18 @@ def test_a_broken_profile_names_the_file_and_the_place():
 )
 def test_a_real_card_finds_its_profile(card, profile):
     assert profile_of(card) == profile
+
+
+def test_the_document_states_the_errors_of_the_profiles():
+    document = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
+    for name in ("v100", "rtx3080ti", "a100"):
+        e = load_profile(name).evidence
+        (line,) = [line for line in document.splitlines() if line.startswith(f"| {name} |")]
+        shown = [cell.strip() for cell in line.split("|")[3:8]]
+        found = (
+            e.fit_time_error,
+            e.fit_energy_error,
+            e.held_out_time_error,
+            e.held_out_energy_error,
+        )
+        assert shown == [*(f"{100 * value:.1f} %" for value in found), str(e.held_out_rows)]

@@ -140,11 +140,11 @@ class SimGpu:
         self._supported = profile.knobs.supported()
         self._asked = Setting()
         self._force = Setting()
-        self._pending = sorted(
+        self._pending = [
             _Request(fault.begin_s, fault.setting, partial=True)
-            for fault in faults
+            for fault in sorted(faults, key=lambda fault: fault.begin_s)
             if fault.trouble is Trouble.OTHER_TOOL and fault.setting is not None
-        )
+        ]
         self._states: dict[tuple[Work, Setting, float, float, float], _State] = {}
         asleep_c = profile.thermal.after(0.0, profile.power.idle_w, math.inf)
         self._now = _Point(

@@ -476,6 +476,23 @@ def test_settings_that_vanish_with_the_process_need_no_files(world: World) -> No
     assert world.watches == []
 
 
+def test_a_forked_child_neither_sets_nor_restores_nor_waits(world: World) -> None:
+    """The fork as seen by the child, where another thread's lock is held for ever."""
+    with world.lease() as lease:
+        lease.set(LOW)
+        lock = lease._lock
+        assert lock is not None
+        lease._lock = os.dup(lock)
+        with lease._turn:
+            lease._forget()
+        pid, lease._pid = lease._pid, -1
+        with pytest.raises(Held, match="another process"):
+            lease.set(LOWER)
+        assert world.card.setting == LOW
+        lease._pid, lease._lock = pid, lock
+    assert world.card.setting == FOUND
+
+
 def test_a_second_lease_names_the_process_that_has_the_first(world: World) -> None:
     with world.lease() as lease:
         lease.set(LOW)
@@ -526,6 +543,27 @@ def test_a_deadline_that_has_passed_is_told_and_the_next_set_takes(world: World)
         assert world.card.setting == LOW
 
 
+def test_a_deadline_that_passed_unnoticed_is_not_taken_for_somebody_else(world: World) -> None:
+    with world.lease() as lease:
+        lease.set(LOW)
+        look(lease)
+        world.card.sm_cap_hz, world.card.limit_w = None, 600.0  # the watcher, in its process
+        world.watches[0].over.append(1)
+    assert lease.outcome is not None
+    assert lease.outcome.left == ()
+    assert world.card.setting == FOUND
+
+
+def test_a_limit_set_by_somebody_after_a_deadline_is_not_overwritten(world: World) -> None:
+    with world.lease() as lease:
+        lease.set(LOW)
+        world.card.sm_cap_hz, world.card.limit_w = None, 500.0
+        world.watches[0].over.append(1)
+        with pytest.raises(Held, match="500 W"):
+            lease.set(LOW)
+    assert world.card.setting == replace(FOUND, power_limit_w=500.0)
+
+
 def test_a_set_that_takes_longer_than_its_deadline_is_undone(world: World) -> None:
     with world.lease() as lease:
         lease.set(LOW)
@@ -574,7 +612,7 @@ def test_a_clock_that_somebody_else_has_released_is_left_to_them(world: World) -
         lease.set(LOW)
         look(lease)
         world.card.sm_cap_hz = 1.5e9
-        with pytest.raises(Held, match="SM clock"):
+        with pytest.raises(Held, match="its clocks"):
             look(lease)
     assert world.card.setting == replace(FOUND, sm_clock_hz=1.5e9)
     assert lease.outcome is not None

@@ -33,13 +33,18 @@ STATE_VARIABLE = "KILTER_STATE_DIR"
 PATIENCE_S = 5.0
 """How long a lock is waited for whose holder is dead: its watcher is just putting things back."""
 POLL_S = 0.02
-LIMIT_TOLERANCE_W = 1.0
-"""Boards round a power limit, some to whole watts."""
-CLOCK_TOLERANCE_HZ = 16 * MHZ
-"""A little more than a step of a clock (15 MHz on NVIDIA)."""
+CLOCK_STEP_HZ = 16 * MHZ
+"""A little more than a step of an observed clock (15 MHz on NVIDIA)."""
 
 Knob = Literal["sm_clock_hz", "memory_clock_hz", "power_limit_w"]
-KNOBS: tuple[Knob, ...] = ("sm_clock_hz", "memory_clock_hz", "power_limit_w")
+CLOCKS: tuple[Literal["sm_clock_hz", "memory_clock_hz"], ...] = ("sm_clock_hz", "memory_clock_hz")
+KNOBS: tuple[Knob, ...] = (*CLOCKS, "power_limit_w")
+TOLERANCE: Mapping[Knob, float] = {
+    "sm_clock_hz": 0.5 * MHZ,
+    "memory_clock_hz": 0.5 * MHZ,
+    "power_limit_w": 1.0,
+}
+"""Of a request that is read back: clocks are counted in MHz, and some boards round to a watt."""
 
 
 class Journal(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,7 +178,7 @@ class Place:
             pid, ticks = (int(word) for word in words) if len(words) == 2 else (None, None)
             alive = pid is not None and start_ticks(pid) == ticks
             if alive or time.monotonic() > until_s:
-                who = f"process {pid}" if alive else f"what process {pid} has left behind"
+                who = f"process {pid}" if alive else "the watcher or a child of a dead process"
                 raise Held(f"{self.uuid}: {who} controls this GPU; one kilter per GPU")
             time.sleep(POLL_S)
 
@@ -262,10 +267,10 @@ def over(found: Setting, setting: Setting) -> Setting:
 
 
 def near(knob: Knob, a: float | None, b: float | None) -> bool:
-    """The same value, as far as a device can tell."""
+    """The same request, as far as a device can tell."""
     if a is None or b is None:
         return a is b
-    return abs(a - b) <= (LIMIT_TOLERANCE_W if knob == "power_limit_w" else CLOCK_TOLERANCE_HZ)
+    return abs(a - b) <= TOLERANCE[knob]
 
 
 def changed_by_others(journal: Journal, now: Setting, sample: Sample) -> tuple[Knob, ...]:
@@ -273,9 +278,7 @@ def changed_by_others(journal: Journal, now: Setting, sample: Sample) -> tuple[K
     above a cap that had been obeyed, so somebody has released or replaced it since."""
     ours = (journal.found, journal.before, journal.last)
     limit_w = now.power_limit_w
-    changed: list[Knob] = []
-    if above_cap(journal.last.sm_clock_hz, sample.sm_clock_hz) and journal.obeyed:
-        changed.append("sm_clock_hz")
+    changed: list[Knob] = list(above_caps(journal.last, sample)) if journal.obeyed else []
     if limit_w is not None and not any(
         near("power_limit_w", limit_w, setting.power_limit_w) for setting in ours
     ):
@@ -283,11 +286,15 @@ def changed_by_others(journal: Journal, now: Setting, sample: Sample) -> tuple[K
     return tuple(changed)
 
 
-def above_cap(cap_hz: float | None, observed_hz: float | None) -> bool:
-    """Whether an observed clock shows that a cap is not in force."""
-    if cap_hz is None or observed_hz is None:
-        return False
-    return observed_hz > cap_hz + CLOCK_TOLERANCE_HZ
+def above_caps(setting: Setting, sample: Sample) -> tuple[Knob, ...]:
+    """Clocks that are observed above their cap, which is therefore not in force."""
+    return tuple(
+        knob
+        for knob in CLOCKS
+        if (cap_hz := getattr(setting, knob)) is not None
+        and (observed_hz := getattr(sample, knob)) is not None
+        and observed_hz > cap_hz + CLOCK_STEP_HZ
+    )
 
 
 def put_back(device: Device, journal: Journal) -> Outcome:

@@ -24,6 +24,7 @@ same way through `set`, `verify` and `restore` otherwise.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import socket
@@ -32,6 +33,8 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +46,7 @@ from kilter.act.journal import (
     Journal,
     Outcome,
     Place,
-    above_cap,
+    above_caps,
     boot_id,
     changed_by_others,
     lower,
@@ -118,14 +121,16 @@ class Lease:
             self._lock = self._place.lock()
             _close_in_forked_children(self)
         self._pid = os.getpid()
+        taken = False
         try:
             stale = self._place and self._place.read()
             if self._place and stale:
                 self.recovered = recover(self._place, stale, self._device)
             self._found = self._setting = self._device.settings()
-        except KilterError:
-            self._let_go(unlock=True)
-            raise
+            taken = True
+        finally:
+            if not taken:
+                self._let_go(unlock=True)
         return self
 
     def __exit__(
@@ -163,7 +168,7 @@ class Lease:
         """
         with self._turn:
             self._check_held()
-            with _EndOnError(self):
+            with self._undone_on_error():
                 self._notice_deadline()
                 self._look_before()
                 target = over(self._found, setting)
@@ -177,7 +182,7 @@ class Lease:
         in force again; what was measured meanwhile belongs to neither."""
         with self._turn:
             self._check_held()
-            with _EndOnError(self):
+            with self._undone_on_error():
                 if self._notice_deadline():
                     return False
                 if lower(self._setting, self._found):
@@ -185,15 +190,15 @@ class Lease:
                 return True
 
     def verify(self, sample: Sample) -> None:
-        """Look whether the SM clock is what was asked for, once that had time to act. A lower
-        clock is fine: power, heat and idleness have a say, too.
+        """Look whether the clocks are what was asked for, once that had time to act. A lower clock
+        is fine: power, heat and idleness have a say, too.
 
         Raises `NotObeyed` if the clock stays above the cap, and `Held` if it was below and no
         longer is: then somebody else has changed it.
         """
         with self._turn:
             self._check_held()
-            with _EndOnError(self):
+            with self._undone_on_error():
                 if not self._notice_deadline():
                     self._judge(sample)
 
@@ -206,6 +211,15 @@ class Lease:
             return self._outcome
 
     # Steps ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """Whatever goes wrong while the device is changed: put back what was found, then say it."""
+        try:
+            yield
+        except KilterError:
+            self.restore()
+            raise
 
     def _check_held(self) -> None:
         if self._pid != os.getpid():
@@ -280,28 +294,32 @@ class Lease:
 
     def _notice_deadline(self) -> bool:
         """Whether the watcher has put the found setting back. The device object does not know
-        that another process has changed the device, and is told by setting the same again."""
-        if self._watcher is None or not self._watcher.passed():
+        that another process has changed the clocks, and is told by setting the same again; a limit
+        it can read, and that may be somebody else's by now."""
+        if self._watcher is None or self._journal is None or not self._watcher.passed():
             return False
-        self._device.set(self._found)
+        limit_w = self._device.settings().power_limit_w
+        self._device.set(dataclasses.replace(self._found, power_limit_w=limit_w))
         self._setting = self._found
+        self._journal = msgspec.structs.replace(
+            self._journal, before=self._found, last=self._found, obeyed=False
+        )
         return True
 
     def _judge(self, sample: Sample) -> None:
         journal = self._journal
-        if journal is None or self._setting.sm_clock_hz is None:
+        if journal is None:
             return
         if self._since_s is None:
             self._since_s = sample.t_s
         if sample.t_s < self._since_s + self._latency_s:
             return
-        if above_cap(self._setting.sm_clock_hz, sample.sm_clock_hz):
-            if journal.obeyed:
-                raise Held(f"{self._uuid}: somebody else has changed the SM clock; left as it is")
-            raise NotObeyed(
-                f"{self._uuid}: runs at {Setting(sm_clock_hz=sample.sm_clock_hz)}, above the "
-                f"{self._setting} that it accepted"
-            )
+        above = above_caps(journal.last, sample)
+        if above and journal.obeyed:
+            raise Held(f"{self._uuid}: somebody else has changed its clocks; they are left alone")
+        if above:
+            now = Setting(sm_clock_hz=sample.sm_clock_hz, memory_clock_hz=sample.memory_clock_hz)
+            raise NotObeyed(f"{self._uuid}: has accepted {journal.last}, but runs at {now}")
         if not journal.obeyed and (sample.sm_utilisation or 0.0) >= BUSY:
             self._write(msgspec.structs.replace(journal, obeyed=True))
 
@@ -310,6 +328,7 @@ class Lease:
         if self._pid != os.getpid():
             return Outcome(uuid=uuid, state="held", reason="left to the process that holds it")
         try:
+            self._notice_deadline()
             if self._journal is not None and self._touched:
                 outcome = put_back(self._device, self._journal)
             else:
@@ -348,7 +367,9 @@ class Lease:
             self._watcher.close()
 
     def _forget(self) -> None:
-        """In a forked child: what is open here must not keep the lock, or the watcher waiting."""
+        """In a forked child: what is open here must not keep the lock, or the watcher waiting;
+        and a thread that is not here any more must not keep us waiting."""
+        self._turn = threading.RLock()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -365,20 +386,6 @@ def _close_in_forked_children(lease: Lease) -> None:
             method()
 
     os.register_at_fork(after_in_child=in_child)
-
-
-class _EndOnError:
-    """Whatever goes wrong while a device is changed: put back what was found, then say it."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, KilterError):
-            self._lease.restore()
 
 
 class _Watcher:

@@ -52,13 +52,17 @@ def main(arguments: list[str]) -> None:
     if os.fork():
         return  # the job waits for this process; the other one is nobody's child
     place = Place(Path(directory), uuid)
-    journal = _ours(place, nonce)
-    if journal is None:
+    try:
+        journal = _ours(place, nonce)
+        if journal is None:
+            return
+        with closing(open_journalled(journal)) as device:
+            device.settings()  # a watcher that cannot reach the GPU is none
+    except KilterError as error:
+        _say(f"cannot watch: {error}")
         return
     with socket.socket(fileno=int(connection)) as job:
-        with closing(open_journalled(journal)) as device:
-            device.settings()  # a watcher that cannot reach the GPU is none: say so before the set
-        job.send(MESSAGE.pack(READY, math.inf), socket.MSG_NOSIGNAL)
+        _tell(job, READY)
         _watch(place, journal, job)
     _finish(place, nonce, int(lock))
 
@@ -119,9 +123,13 @@ def _keep_deadline(place: Place, nonce: str, number: int, job: socket.socket) ->
     except DeviceError as error:
         _say(f"deadline passed, and not put back: {error}")
         return time.monotonic() + AGAIN_S
+    _tell(job, number)
+    return math.inf
+
+
+def _tell(job: socket.socket, number: int) -> None:
     with suppress(OSError):  # the job is just ending, which the next look at it shows
         job.send(MESSAGE.pack(number, 0.0), socket.MSG_NOSIGNAL)
-    return math.inf
 
 
 def _finish(place: Place, nonce: str, lock: int) -> None:

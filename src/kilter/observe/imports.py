@@ -18,7 +18,8 @@ class after_import:  # noqa: N801
     behind it, and is gone, with its loader, before the module's first line runs: nothing that
     looks at the module's `__loader__` or `__spec__` sees us. `action` runs after its last line;
     what it raises would appear in the program's `import`, so it must not raise. A module that
-    fails to import leaves us waiting for the next attempt.
+    fails to import leaves us waiting for the next attempt; of one whose import has begun before
+    `install`, in another thread, the end is not noticed.
     """
 
     def __init__(self, name: str, action: Action) -> None:

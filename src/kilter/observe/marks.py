@@ -287,18 +287,15 @@ def _called_by_scaler() -> bool:
     return False
 
 
-def something_compiled() -> bool:
-    """Has `torch.compile` compiled anything? The compiler is not imported for the answer."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and utils.counters["frames"]["total"] > 0
-
-
 class _InferenceWatch(threading.Thread):
     """Finds the module whose calls are the iterations of a program that has no optimizer.
 
     Waits in a thread of its own until the program has gone `INFERENCE_AFTER_S` without a step,
     then watches all modules for a few calls (torch's global hooks), picks the outermost one that
     is called without gradients, hooks that one alone, and takes the global hooks out.
+
+    The compiler would trace these hooks, and warns of them. It is imported by whatever compiles,
+    and also by every optimizer: once it is there, nothing is watched.
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -306,6 +303,7 @@ class _InferenceWatch(threading.Thread):
         self._marks = marks
         self._fence = marks.fence
         self._over = threading.Event()
+        self._compiler = after_import("torch._dynamo", self.stop)
         self._handles: list[Any] = []
         self._outer: dict[int, Any] = {}
         """Thread -> the outermost module that it is in."""
@@ -318,6 +316,7 @@ class _InferenceWatch(threading.Thread):
 
     def stop(self) -> None:
         self._over.set()
+        self._compiler.cancel()
         while self._handles:
             self._handles.pop().remove()
 
@@ -327,8 +326,10 @@ class _InferenceWatch(threading.Thread):
             register_module_forward_pre_hook,
         )
 
-        if something_compiled():
-            self._marks.why_not = "compiled inference has no marks; call kilter.mark()"
+        if "torch._dynamo" not in sys.modules:
+            self._compiler.install()
+        if self._over.is_set() or "torch._dynamo" in sys.modules:
+            self._marks.why_not = "no optimizer step yet; to time inference, call kilter.mark()"
             return
         self._handles = [
             register_module_forward_pre_hook(self._fence(self._enter)),

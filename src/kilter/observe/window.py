@@ -20,7 +20,7 @@ from kilter.core.errors import FileError
 from kilter.core.trace import IterationTrace
 from kilter.observe.flops import torch_flops
 from kilter.observe.kineto import BORDER, MODULE, read_kineto
-from kilter.observe.marks import Fence, Marks, something_compiled
+from kilter.observe.marks import Fence, Marks
 
 _TRIES = 20
 """Borders at which the program's own profiler may be in our way before we give up."""
@@ -137,7 +137,7 @@ class Window:
             return
         with self._timed("open"):
             self._profile.start_trace()
-            self._annotations.install(modules=not something_compiled())
+            self._annotations.install(modules=not _something_compiled())
         self.state = "open"
         self.opened_at = index
         self._annotations.border()
@@ -206,6 +206,12 @@ def _profiler_active() -> bool:
 
     profiler = sys.modules["torch.autograd.profiler"]
     return bool(_profiler_enabled() or profiler._is_profiler_enabled)
+
+
+def _something_compiled() -> bool:
+    """Has `torch.compile` compiled anything? The compiler is not imported for the answer."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["frames"]["total"] > 0
 
 
 class _Annotations:

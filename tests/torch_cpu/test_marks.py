@@ -1,0 +1,269 @@
+"""Borders of iterations in unchanged programs, each run in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+MODEL = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+x = torch.randn(4, 8)
+"""
+TRAIN = MODEL + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+STEP = "optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()\n"
+
+
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def fresh(program):
+    """What was seen of a program in a process of its own; it must be silent on stderr."""
+    command = [sys.executable, str(HERE / "observed.py")]
+    done = subprocess.run(
+        command, input=program, capture_output=True, text=True, timeout=300, env=ENVIRON
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def observe():
+    """The same in a process that has already imported torch."""
+    command = [sys.executable, str(HERE / "observed.py"), "serve"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRON
+    ) as server:
+
+        def ask(program):
+            server.stdin.write(json.dumps(program) + "\n")
+            server.stdin.flush()
+            done = json.loads(server.stdout.readline())
+            assert (done["code"], done["err"]) == (0, "")
+            return json.loads(done["out"].splitlines()[-1])
+
+        yield ask
+        server.stdin.close()
+
+
+def test_every_step_ends_an_iteration_and_torch_is_imported_by_the_program_alone():
+    seen = fresh(TRAIN + f"for _ in range(10): {STEP}")
+    assert not seen["torch_before"]
+    assert seen["source"] == "optimizer"
+    assert (seen["borders"], seen["iterations"]) == (10, 9)
+    assert seen["timelines"] == ["host"]
+
+
+def test_a_program_without_torch_stays_without_torch():
+    seen = fresh("import json\nassert sum(range(10)) == 45\n")
+    assert not seen["torch_after"]
+    assert seen["borders"] == 0
+
+
+def test_gradient_accumulation_is_one_iteration_per_step(observe):
+    program = """
+for i in range(40):
+    model(x).sum().backward()
+    if i % 4 == 3:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    assert observe(TRAIN + program)["borders"] == 10
+
+
+def test_steps_skipped_by_the_gradient_scaler_are_not_slow_iterations(observe):
+    program = """
+import time
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+for i in range(16):
+    optimizer.zero_grad()
+    loss = model(x).sum() * (float("inf") if i == 9 else 1.0)
+    scaler.scale(loss).backward()
+    time.sleep(0.05)
+    scaler.step(optimizer)
+    scaler.update()
+"""
+    seen = observe(TRAIN + program)
+    assert seen["borders"] == 15
+    assert seen["skipped"] == [9]
+
+
+def test_a_gan_is_one_iteration_per_step_of_the_generator(observe):
+    program = """
+critic = nn.Linear(1, 1)
+g = optimizer
+c = torch.optim.Adam(critic.parameters())
+for i in range(10):
+    for _ in range(5):
+        c.zero_grad(); critic(model(x)).sum().backward(); c.step()
+    g.zero_grad(); critic(model(x)).sum().backward(); g.step()
+"""
+    seen = observe(TRAIN + program)
+    # The critic led until the generator's first step.
+    assert seen["borders"] == 5 + 10
+    assert seen["iterations"] == 4 + 9
+
+
+def test_a_closure_is_called_often_but_is_one_iteration(observe):
+    program = """
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+def closure():
+    optimizer.zero_grad()
+    loss = (model(x) ** 2).sum()
+    loss.backward()
+    return loss
+for _ in range(6):
+    optimizer.step(closure)
+"""
+    assert observe(TRAIN + program)["borders"] == 6
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_training_is_marked_without_a_warning_or_a_recompilation(observe, backend):
+    program = f"""
+import logging, warnings
+warnings.simplefilter("default")
+logging.getLogger("torch").setLevel(logging.ERROR)
+compiled = torch.compile(model, backend={backend!r})
+for _ in range(10):
+    optimizer.zero_grad(); compiled(x).sum().backward(); optimizer.step()
+from torch._dynamo.utils import counters
+assert counters["frames"]["ok"] == 1, counters
+assert not counters["graph_break"], counters
+"""
+    seen = observe(TRAIN + program)
+    assert seen["borders"] == 10
+    assert seen["window"] == "done"
+    assert not [o for o in seen["operations"] if o["name"] in ("0", "1", "2")]
+
+
+def test_inference_is_marked_by_its_outermost_module():
+    program = """
+import time
+class Wrapper(nn.Module):
+    def __init__(self): super().__init__(); self.inner = model
+    def forward(self, x): return self.inner(self.inner[0](x)[:, :8])
+wrapped = Wrapper()
+from kilter.observe import marks
+until = time.monotonic() + marks.INFERENCE_AFTER_S + 0.5
+with torch.no_grad():
+    while time.monotonic() < until: wrapped(x); time.sleep(0.01)
+    before = MARKS.index
+    assert before >= 0
+    for _ in range(10): wrapped(x)
+    assert MARKS.index == before + 10
+from torch.nn.modules import module
+assert not module._global_forward_hooks
+assert not module._global_forward_pre_hooks
+import copy, io, pickle
+copies = [copy.deepcopy(wrapped.inner), pickle.loads(pickle.dumps(model))]
+"""
+    seen = fresh(MODEL + program)
+    assert seen["source"] == "module"
+    assert seen["window"] == "done"
+
+
+def test_a_saved_model_carries_nothing_of_ours(tmp_path):
+    program = f"""
+import time, torch.nn.functional
+from kilter.observe import marks
+until = time.monotonic() + marks.INFERENCE_AFTER_S + 0.3
+with torch.no_grad():
+    while time.monotonic() < until: model(x); time.sleep(0.01)
+assert MARKS.source == "module"
+torch.save(model, {str(tmp_path / "model.pt")!r})
+"""
+    fresh(MODEL + program)
+    load = (
+        "import sys, torch; sys.modules['kilter'] = None; "
+        f"m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); "
+        "print(m(torch.zeros(4, 8)).shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
+    assert done.stdout == "torch.Size([4, 1])\n", done.stderr
+
+
+def test_explicit_marks_win(observe):
+    program = """
+for i in range(12):
+    optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
+    if i % 3 == 2: MARKS.mark()
+"""
+    seen = observe(TRAIN + program)
+    assert seen["source"] == "explicit"
+    assert seen["borders"] == 3 + 4
+
+
+def test_data_loader_workers_and_forked_children_are_left_alone(observe):
+    program = """
+import os, warnings
+warnings.simplefilter("ignore")
+from torch.utils.data import DataLoader, TensorDataset
+loader = DataLoader(TensorDataset(torch.randn(24, 8)), batch_size=4, num_workers=2)
+for (x,) in loader:
+    optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
+pid = os.fork()
+if pid == 0:
+    optimizer.step()
+    from torch.optim import optimizer as o
+    os._exit(0 if MARKS.index == 5 and not o._global_optimizer_post_hooks else 1)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+    assert observe(TRAIN + program)["borders"] == 6
+
+
+def test_a_profiler_of_the_program_goes_first(observe):
+    program = f"""
+from torch.profiler import profile
+with profile() as p:
+    for _ in range(30): {STEP}
+assert len(p.key_averages()) > 5
+"""
+    seen = observe("import os; os.environ['KINETO_LOG_LEVEL'] = '99'\n" + TRAIN + program)
+    assert seen["borders"] == 30
+    assert seen["window"] == "failed"
+    assert "own profiler" in seen["window_why_not"]
+
+
+def test_stopping_inside_a_step_does_not_disturb_the_step(observe):
+    program = f"""
+MARKS._on_border = lambda index, t_s: MARKS.stop() if index == 3 else None
+for _ in range(8): {STEP}
+assert MARKS.index == 3
+"""
+    assert observe(TRAIN + program)["borders"] == 4
+
+
+def test_importing_torch_leaves_no_trace_of_the_waiting():
+    program = """
+import sys
+import torch
+from importlib.machinery import SourceFileLoader
+assert type(torch.__loader__) is SourceFileLoader
+assert type(torch.__spec__.loader) is SourceFileLoader
+assert not [f for f in sys.meta_path if type(f).__module__.startswith("kilter")]
+"""
+    fresh(program)
+
+
+def test_a_program_that_prepares_for_long_and_then_compiles_is_not_in_the_way():
+    program = """
+import time, warnings, logging
+from kilter.observe import marks
+time.sleep(marks.INFERENCE_AFTER_S + 0.5)
+model(x)
+logging.getLogger("torch").setLevel(logging.ERROR)
+compiled = torch.compile(model, backend="eager")
+for _ in range(3): compiled(x)
+from torch._dynamo.utils import counters
+assert counters["frames"]["ok"] == 1, counters
+"""
+    seen = fresh(MODEL + program)
+    assert seen["borders"] == 0

@@ -3,9 +3,9 @@
 Two witnesses of energy are kept apart. Power is read at every tick of the sensors and integrated
 by trapezoids. The counter costs milliseconds a reading (3 ms on an H200) and moves only once a
 tick, so it is read rarely, always in this thread, and right after a tick; of an interval that
-holds two readings far enough apart the energy is their difference, plus the integral of power
-over the two edges. Whatever was used, both are known where both exist, and so is what the
-sampler itself cost.
+holds two readings far enough apart the energy is their difference, plus the two edges by the
+integral of power, scaled to the counter. Whatever was used, both are known where both exist, and
+so is what the sampler itself cost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHORT_S = 1.0
 _POLL_S = 0.002
 """How closely a tick is caught before the counter is read."""
 _KEPT = 72_000
-"""Samples: two hours at ten a second."""
+"""Samples: two hours at ten a second, at least."""
 _HOLE_PERIODS = 5.0
 """Over more missing periods than this no power is guessed."""
 
@@ -85,7 +85,7 @@ class Sampler:
         self._clock = clock
         self._sleep = sleep
         self._has_counter = False
-        self._samples: deque[Sample] = deque(maxlen=_KEPT)
+        self._samples: list[Sample] = []
         self._readings: deque[_Reading] = deque(maxlen=_KEPT)
         self._wanted = False
         self._methods: set[str] = set()
@@ -154,10 +154,11 @@ class Sampler:
     def energy_between(self, begin_s: float, end_s: float) -> Energy | None:
         """Energy over an interval; None if neither witness covers it.
 
-        The interval may reach one period beyond the first or the last sample.
+        The interval may reach a few periods beyond the first or the last sample.
         """
         with self._turn:
-            samples, readings = list(self._samples), list(self._readings)
+            readings = list(self._readings)
+            samples = self._between(begin_s, end_s)
         integral_j = self._integral(samples, begin_s, end_s)
         counter_j = self._counted(samples, readings, begin_s, end_s)
         if counter_j is not None:
@@ -177,8 +178,9 @@ class Sampler:
         """The clocks that the busy device held over the last seconds: what it really runs at,
         which under a power or thermal limit is less than what it is allowed to."""
         with self._turn:
-            samples = list(self._samples)
-        recent = [s for s in samples if s.t_s >= samples[-1].t_s - seconds and _busy(s)]
+            end_s = self._samples[-1].t_s if self._samples else 0.0
+            samples = self._between(end_s - seconds, end_s)
+        recent = [s for s in samples if s.t_s >= end_s - seconds and _busy(s)]
         sm = [s.sm_clock_hz for s in recent if s.sm_clock_hz is not None]
         memory = [s.memory_clock_hz for s in recent if s.memory_clock_hz is not None]
         return Setting(
@@ -225,6 +227,8 @@ class Sampler:
             # A clock that stands still would make intervals of no length.
             if not self._samples or sample.t_s > self._samples[-1].t_s:
                 self._samples.append(sample)
+                if len(self._samples) >= 2 * _KEPT:
+                    del self._samples[:_KEPT]
                 if sample.energy_j is not None:
                     self._readings.append(_Reading(sample.t_s, sample.energy_j, on_tick))
         if self._on_sample is not None:
@@ -247,6 +251,12 @@ class Sampler:
         self.cost_s += time.perf_counter() - begin
         return power_w
 
+    def _between(self, begin_s: float, end_s: float) -> list[Sample]:
+        """The samples of an interval, and those around it that belong to its edges."""
+        reach_s = (_HOLE_PERIODS + 1.0) * self.period_s
+        first = bisect_left(self._samples, begin_s - reach_s, key=_time)
+        return self._samples[first : bisect_right(self._samples, end_s + reach_s, key=_time)]
+
     # Energy --------------------------------------------------------------------------------
 
     def _integral(self, samples: list[Sample], begin_s: float, end_s: float) -> float | None:
@@ -267,14 +277,17 @@ class Sampler:
             return None
         if a.energy_j == b.energy_j:
             return None  # A counter that stands still for so long does not count.
-        edges = ((begin_s, a.t_s), (b.t_s, end_s))
-        known = [self._integral(samples, t0, t1) if t1 > t0 else 0.0 for t0, t1 in edges]
-        total = b.energy_j - a.energy_j
-        for edge in known:
-            if edge is None:
-                return None
-            total += edge
-        return total
+        counted_j = b.energy_j - a.energy_j
+        parts = [
+            self._integral(samples, t0, t1) if t1 > t0 else 0.0
+            for t0, t1 in ((begin_s, a.t_s), (a.t_s, b.t_s), (b.t_s, end_s))
+        ]
+        before, between, after = parts
+        if before is None or between is None or after is None:
+            return None
+        # The integral knows how power went, the counter how much it was.
+        gain = counted_j / between if between > 0.0 else 1.0
+        return counted_j + gain * (before + after)
 
 
 def integrate(
@@ -303,6 +316,10 @@ def integrate(
             slope = (v1 - v0) / (t1 - t0)
             total += (b - a) * (v0 + slope * ((a + b) / 2 - t0))
     return total
+
+
+def _time(sample: Sample) -> float:
+    return sample.t_s
 
 
 def _busy(sample: Sample) -> bool:

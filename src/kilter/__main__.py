@@ -1,8 +1,7 @@
-"""`python -m kilter`: the command line, for those who start it through torchrun or a debugger."""
+"""`python -m kilter`: the same as the command `kilter`."""
 
 import sys
 
 from kilter.app.cli.main import main
 
-if __name__ == "__main__":
-    sys.exit(main())
+sys.exit(main())

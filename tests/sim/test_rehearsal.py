@@ -11,9 +11,10 @@ from kilter.core.label import Label
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
+from kilter.sim.cards import names
 from kilter.sim.gpu import SimGpu
 from kilter.sim.noise import Noise
-from kilter.sim.profile import load_profile, names
+from kilter.sim.profile import load_profile
 
 
 def trace(flops, bytes_moved, wait_s=0.0, layers=20):

@@ -11,6 +11,7 @@ import pytest
 
 from kilter.app import report, summary
 from kilter.app.cli.main import main
+from kilter.app.opening import start_line
 from kilter.core.events import Decided
 from kilter.core.label import Label
 from kilter.core.setting import Setting
@@ -229,7 +230,7 @@ def test_hostile_names_reach_a_terminal_as_ascii(hostile_dir, capsys):
 def test_start_is_one_line(mode):
     run = runs.Recorder(runs.Job(), mode=mode, world_size=2)
     run.start("because\nof \u00e4 reason")
-    line = summary.start_line(run.events[0])
+    line = start_line(run.events[0])
     assert line.isascii()
     assert line.isprintable()
     assert line.startswith("kilter 0.1.0: ")

@@ -451,7 +451,6 @@ def test_torch_is_imported_by_nobody_but_the_script(tmp_path: Path) -> None:
     assert start([KILTER, "run", *options, "script.py"], case, tmp_path).stdout == "False\n"
 
 
-@pytest.mark.xfail(reason="the session and its voice import the planners, which import numpy")
 def test_numpy_is_imported_by_nobody_but_the_script(tmp_path: Path) -> None:
     """`os.environ["OPENBLAS_NUM_THREADS"] = "1"` has an effect before the first import only."""
     case = script("import sys; print('numpy' in sys.modules)")

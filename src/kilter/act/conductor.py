@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -37,13 +36,15 @@ REPEATS = 2
 """How often a block may be done again before it counts as it is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Iteration:
+class Iteration(Protocol):
     """One iteration on the device's clock."""
 
-    index: int
-    end_s: float
-    duration_s: float
+    @property
+    def index(self) -> int: ...
+    @property
+    def end_s(self) -> float: ...
+    @property
+    def duration_s(self) -> float: ...
 
 
 class Hands(Protocol):
@@ -311,3 +312,13 @@ class Program:
 
 WARM_BLOCKS = 3
 """Blocks before the first probe: to know the length of an iteration and the sustained clock."""
+
+
+def watching(found: Setting) -> Generator[Order, Outcome, None]:
+    """Baseline blocks for ever: what is measured when nothing may be set."""
+    phase = Phase.WARM
+    while True:
+        yield Order(
+            phase=phase, setting=found, baseline=True, pair=None, reason="the default stands"
+        )
+        phase = Phase.HOLD

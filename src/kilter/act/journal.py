@@ -24,7 +24,7 @@ from typing import Literal
 
 import msgspec
 
-from kilter.core.errors import DeviceError, FileError, Held, NotObeyed
+from kilter.core.errors import DeviceError, FileError, Held, NotObeyed, NotSupported
 from kilter.core.setting import Sample, Setting
 from kilter.core.units import MHZ
 from kilter.device.base import Device
@@ -300,23 +300,26 @@ def above_caps(setting: Setting, sample: Sample) -> tuple[Knob, ...]:
 def put_back(device: Device, journal: Journal) -> Outcome:
     """Make the device as it was found, but for what somebody else has changed since, and check.
 
-    May be repeated. `device` may be another object than the one that has set, in another process:
-    a clock whose request it cannot know is released. Raises what `Device.set` raises, and
-    `NotObeyed`.
+    May be repeated. `device` may be another object than the one that has set. Raises what
+    `Device.set` raises, and `NotObeyed`.
     """
     now = device.settings()
     left = changed_by_others(journal, now, device.sample())
     target = replace(journal.found, **{knob: getattr(now, knob) for knob in left})
-    ours = [
-        knob
+    asked = {
+        knob: value
         for knob in KNOBS
         if knob not in left
-        and any(
-            not near(knob, getattr(asked, knob), getattr(journal.found, knob))
-            for asked in (journal.before, journal.last)
-        )
-    ]
-    if ours:
+        for setting in (journal.before, journal.last)
+        if not near(knob, value := getattr(setting, knob), getattr(journal.found, knob))
+    }
+    unknown = {knob: v for knob, v in asked.items() if getattr(now, knob) is None and v is not None}
+    if unknown:
+        # Set by another object, in a process that is dead: this one is told by asking again, and
+        # then knows what to release. It does so with no knob that the dead had not touched.
+        with suppress(NotSupported):  # asked for in vain
+            device.set(replace(target, **unknown))
+    if asked:
         device.set(target)
     after = device.settings()
     for knob in KNOBS:

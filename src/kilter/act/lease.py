@@ -238,9 +238,10 @@ class Lease:
             )
 
     def _change(self, target: Setting, hold_s: float) -> None:
-        number = self._announce(target, hold_s)
+        journal, number = self._announce(target, hold_s)
         self._touched = True
         self._device.set(target)
+        self._journal = msgspec.structs.replace(journal, before=target)
         self._setting, self._since_s = target, None
         now = self._device.settings()
         if not all(near(knob, getattr(now, knob), getattr(target, knob)) for knob in KNOBS):
@@ -248,7 +249,7 @@ class Lease:
         if self._watcher is not None and number in self._watcher.passed():
             raise DeviceHung(f"{self._uuid}: setting {target} took longer than {hold_s:g} s")
 
-    def _announce(self, target: Setting, hold_s: float) -> int:
+    def _announce(self, target: Setting, hold_s: float) -> tuple[Journal, int]:
         """Make sure that whatever happens from here on is undone. The order is what counts:
         journal, watcher, deadline."""
         deadline_s = time.monotonic() + hold_s if lower(target, self._found) else None
@@ -266,7 +267,9 @@ class Lease:
             written=datetime.now().astimezone().isoformat(timespec="seconds"),
         )
         self._write(journal)
-        return self._arm(hold_s)
+        number = self._arm(hold_s)
+        assert self._journal is not None
+        return self._journal, number
 
     def _write(self, journal: Journal) -> None:
         if self._place is not None:

@@ -10,9 +10,10 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 
 from kilter.act.board import LocalBoard
-from kilter.act.conductor import Conductor, Iteration, Program
+from kilter.act.conductor import Conductor, Program
 from kilter.core.events import AnyEvent, Sampled
 from kilter.core.plan import Goal
 from kilter.core.setting import Sample, Setting
@@ -22,6 +23,15 @@ from kilter.sim.gpu import SimGpu
 
 HOLD_BLOCKS = 150
 """Blocks to hold at the end: three comparisons with the baseline, and room for drift to show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One simulated iteration."""
+
+    index: int
+    end_s: float
+    duration_s: float
 
 
 class SimHands:
@@ -121,7 +131,7 @@ class Rehearsal:
                 )
             )
         self._conductor.iteration(
-            Iteration(index=self.iterations, end_s=self._gpu.now_s, duration_s=duration_s)
+            Turn(index=self.iterations, end_s=self._gpu.now_s, duration_s=duration_s)
         )
         if self._conductor.phase is Phase.HOLD:
             self._held += self._conductor.blocks - blocks
@@ -183,6 +193,6 @@ def compare(
         duration_s = gpu.run(work)
         hands.tick()
         index += 1
-        conductor.iteration(Iteration(index=index, end_s=gpu.now_s, duration_s=duration_s))
+        conductor.iteration(Turn(index=index, end_s=gpu.now_s, duration_s=duration_s))
     gpu.set(found)
     return done

@@ -4,29 +4,28 @@
 
 The program's own thread only ever notes that an iteration has ended. Everything else, from reading
 sensors to setting clocks, happens in one thread of ours, a few times a second.
+
+What needs numpy (planning, simulation) is imported when it is needed: a script may still choose
+how numpy and its libraries are to be loaded.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import kilter
 from kilter.act.board import Board, LocalBoard, StoreBoard
-from kilter.act.conductor import Conductor, Iteration, Program
 from kilter.act.fence import Fence
 from kilter.act.lease import Lease
 from kilter.act.recorder import Recorder
-from kilter.act.rehearsal import Rehearsal
 from kilter.core import codec
 from kilter.core.errors import DeviceError, FileError, KilterError, UsageError
 from kilter.core.events import Decided, Failed, Refused, Sampled, Started, Stopped
@@ -38,15 +37,15 @@ from kilter.core.trace import IterationTrace
 from kilter.device.base import Device
 from kilter.device.find import find
 from kilter.observe.chrome import save_chrome
-from kilter.observe.flops import torch_flops
-from kilter.observe.kineto import read_kineto
-from kilter.observe.marks import Iteration as Marked
-from kilter.observe.marks import Marks
+from kilter.observe.marks import Iteration, Marks
 from kilter.observe.sampler import Sampler
 from kilter.observe.window import Window
-from kilter.plan.governor import Order, Outcome, Phase, plan_of
-from kilter.sim import profile as profiles
-from kilter.sim.gpu import SimGpu
+from kilter.sim.cards import names
+
+if TYPE_CHECKING:
+    from kilter.act.conductor import Conductor, Program
+    from kilter.act.rehearsal import Rehearsal
+    from kilter.plan.governor import Order, Outcome
 
 PULSE_S = 0.1
 """How often our thread looks: the sensors of today's cards change ten times a second."""
@@ -58,8 +57,6 @@ FIRST_BLOCK = 20
 """Iterations before the first block: warm-up, and the observation window, are over by then."""
 HOLD_S = 60.0
 """Deadline of a low setting, renewed as long as iterations end."""
-SAVE_S = 10.0
-"""At the end, for an observation that is still being written."""
 REHEARSE_S = 60.0
 SHADOW_S = 5.0
 """Real seconds that a rehearsal may take after the script: as the user asked for, and for the
@@ -130,7 +127,6 @@ class Session:
         self._rehearsal: Rehearsal | None = None
         self._conductor: Conductor | None = None
         self._program: Program | None = None
-        self._usual: deque[float] = deque(maxlen=50)
         self._recorded_s = 0.0
         self._renewed_s = 0.0
         self._over = threading.Event()
@@ -201,10 +197,10 @@ class Session:
         self._voice.started(started)
         if self._mode == "shadow":
             self._refuse("setting clocks", why)
-        if not isinstance(device, SimGpu):
+        if not self._simulated:
             self._sampler = Sampler(device)
             self._sampler.start()
-        self._window = Window(after=WINDOW_AFTER, directory=self.run, fence=self._fence)
+        self._window = Window(self.marks, after=WINDOW_AFTER)
         self.marks.start()
         self._thread = threading.Thread(target=self._loop, name="kilter", daemon=True)
         self._thread.start()
@@ -226,14 +222,12 @@ class Session:
         assert self._recorder is not None
         assert self.run is not None
         if self._window is not None:
-            if self._window.state == "open":
-                self._window.abandon("the script ended inside the observation window")
-            self._window.wait(SAVE_S)
+            self._window.close()
         if not self._fence.down:
             self._pulse()
             if self._rehearsal is not None:
                 self._rehearse()
-            elif isinstance(self._device, SimGpu):
+            elif self._simulated:
                 self._refuse("rehearsing", self._why_no_trace())
             elif self._mode == "shadow":
                 self._predict()
@@ -298,12 +292,11 @@ class Session:
     def _pulse(self) -> None:
         """In our thread, a few times a second."""
         finished = [i for i in self.marks.finished() if not i.skipped]
-        self._usual.extend(i.duration_s for i in finished)
-        if self._trace is None and self._window is not None and self._window.path is not None:
-            self._take_trace(self._window.path)
+        if self._trace is None and self._window is not None:
+            self._take_trace(self._window.trace())
         if self._sampler is not None:
             self._record_sample(self._sampler)
-        if isinstance(self._device, SimGpu):
+        if self._simulated:
             if self._rehearsal is not None:
                 for _ in finished:
                     self._rehearsal.iterate()
@@ -313,12 +306,10 @@ class Session:
         if self._conductor is not None:
             self._conduct(self._conductor, finished)
 
-    def _conduct(self, conductor: Conductor, finished: list[Marked]) -> None:
+    def _conduct(self, conductor: Conductor, finished: list[Iteration]) -> None:
         try:
-            for i in finished:
-                conductor.iteration(
-                    Iteration(index=i.index, end_s=i.end_s, duration_s=i.duration_s)
-                )
+            for iteration in finished:
+                conductor.iteration(iteration)
             conductor.step()
             if self._lease is not None and self._lease.outcome is None:
                 self._keep_lease(self._lease, progress=bool(finished))
@@ -349,6 +340,8 @@ class Session:
         board = self._find_board()
         if board is None:
             return
+        from kilter.act.conductor import Conductor, Program, watching
+
         hands = _Hands(self._sampler, self._info)
         orders: Generator[Order, Outcome, None] | None = None
         if self._mode == "govern":
@@ -362,7 +355,7 @@ class Session:
                 )
                 orders = self._program.orders()
             else:
-                orders = _watch(self._found)
+                orders = watching(self._found)
         assert self._recorder is not None
         self._conductor = Conductor(
             hands,
@@ -402,18 +395,20 @@ class Session:
 
     # The trace, and what is made of it ------------------------------------------------------
 
-    def _take_trace(self, path: Path) -> None:
+    def _take_trace(self, trace: IterationTrace | None) -> None:
+        if trace is None:
+            return
         assert self.run is not None
         assert self._recorder is not None
-        usual_s = statistics.median(self._usual) if self._usual else None
-        trace = read_kineto(path, flops=torch_flops(), iteration_s=usual_s)
-        trace = replace(trace, source=" ".join(self._options.command))
-        path.unlink()
-        self._trace = trace
+        trace = self._trace = replace(trace, source=" ".join(self._options.command))
         if self._ranks.rank == 0:
             codec.save(self.run / "trace.json", trace)
             save_chrome(self.run / "trace.chrome.json", trace)
-        if isinstance(self._device, SimGpu) and self._mode != "observe" and self._ranks.rank == 0:
+        if self._simulated and self._mode != "observe" and self._ranks.rank == 0:
+            from kilter.act.rehearsal import Rehearsal
+            from kilter.sim.gpu import SimGpu
+
+            assert isinstance(self._device, SimGpu)
             self._lease = Lease(self._device)
             self._lease.__enter__()
             self._rehearsal = Rehearsal(
@@ -438,22 +433,30 @@ class Session:
     def _rehearse(self) -> None:
         """Go on with the trace until the evidence is in."""
         assert self._rehearsal is not None
-        over = self._rehearsal.finish(seconds=REHEARSE_S, progress=self._voice.rehearsing)
+        over, why_not = False, f"stopped after {REHEARSE_S:.0f} s"
+        try:
+            over = self._rehearsal.finish(seconds=REHEARSE_S, progress=self._voice.rehearsing)
+        except KeyboardInterrupt:  # the script is over: its exit code stands
+            why_not = "interrupted"
         self._voice.rehearsing(None)
         if not over:
-            self._refuse("a complete rehearsal", f"stopped after {REHEARSE_S:.0f} s")
+            self._refuse("a complete rehearsal", why_not)
 
     def _predict(self) -> None:
         """What would have been set: the loop on a simulated card of this kind."""
         assert self._info is not None
-        name = profiles.profile_of(self._info.name)
         if self._trace is None or self._ranks.rank != 0:
             return
+        from kilter.act.rehearsal import Rehearsal
+        from kilter.sim.gpu import SimGpu
+        from kilter.sim.profile import load_profile, profile_of
+
+        name = profile_of(self._info.name)
         if name is None:
-            known = ", ".join(profiles.names())
+            known = ", ".join(names())
             self._refuse("predicting a plan", f"no profile of {self._info.name} (have {known})")
             return
-        gpu = SimGpu(profiles.load_profile(name), seed=SEED)
+        gpu = SimGpu(load_profile(name), seed=SEED)
         rehearsal = Rehearsal(
             gpu,
             self._trace,
@@ -470,6 +473,8 @@ class Session:
         if program is None or self._info is None or self._recorder is None:
             return
         predicted = self._mode == "shadow"
+        from kilter.plan.governor import plan_of
+
         label = Label.SIMULATED if predicted else self._info.label
         choice = program.choice
         assert self.run is not None
@@ -485,6 +490,10 @@ class Session:
             )
         )
 
+    @property
+    def _simulated(self) -> bool:
+        return self._info is not None and self._info.backend == "sim"
+
     # Small things ---------------------------------------------------------------------------
 
     def _now(self) -> float:
@@ -496,7 +505,7 @@ class Session:
         self._voice.refused(what, reason)
 
     def _energy_method(self) -> str:
-        if isinstance(self._device, SimGpu):
+        if self._simulated:
             return "model"
         return self._sampler.energy_method if self._sampler else "none"
 
@@ -525,24 +534,17 @@ class _Hands:
         return self._sampler.sustained()
 
 
-def _watch(found: Setting) -> Generator[Order, Outcome, None]:
-    """Baseline blocks for ever: what is measured when nothing may be set."""
-    phase = Phase.WARM
-    while True:
-        yield Order(
-            phase=phase, setting=found, baseline=True, pair=None, reason="the default stands"
-        )
-        phase = Phase.HOLD
-
-
 def open_device(spec: str, ranks: Ranks) -> Device:
     """`sim:NAME`, or what `kilter.device.find` knows. Raises `UsageError` and device errors."""
     kind, _, name = spec.partition(":")
     if kind != "sim":
         return find(spec, local_rank=ranks.local_rank, environ=os.environ)
-    if name not in profiles.names():
-        raise UsageError(f"--device {spec}: choose sim:{', sim:'.join(profiles.names())}")
-    return SimGpu(profiles.load_profile(name), seed=ranks.local_rank, index=ranks.local_rank)
+    if name not in names():
+        raise UsageError(f"--device {spec}: choose sim:{', sim:'.join(names())}")
+    from kilter.sim.gpu import SimGpu
+    from kilter.sim.profile import load_profile
+
+    return SimGpu(load_profile(name), seed=ranks.local_rank, index=ranks.local_rank)
 
 
 _JOB_NAMES = (

@@ -57,7 +57,7 @@ def _device(text: str) -> str:
         return text
     # Late: the simulator brings numpy, which must not be imported before the script has had its
     # chance to say how many threads it may start.
-    from kilter.sim.profile import names
+    from kilter.sim.cards import names
 
     choices = (*CHOICES, *(f"sim:{name}" for name in names()))
     if text not in choices:

@@ -11,9 +11,10 @@ import math
 from collections.abc import Iterable, Sequence
 from importlib import resources
 
+from kilter.app.opening import contract
 from kilter.app.plots import iteration_times, power, signed, strip, tag, trade_off
 from kilter.app.report import OperationEnergy, Report, allowed_slowdown
-from kilter.app.summary import contract, ending, evidence, headline, interval, less_one, verdict
+from kilter.app.summary import ending, evidence, headline, interval, less_one, verdict
 from kilter.app.svg import escape
 from kilter.core.units import show_energy, show_fraction, show_time
 

@@ -9,27 +9,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from kilter.app.opening import allowed, ascii_line, contract
 from kilter.app.report import Probe, Report
-from kilter.core.events import Started
-from kilter.core.plan import Goal
 from kilter.core.units import show_energy, show_fraction, show_time
-from kilter.plan.guard import FREE_MARGIN
-
-
-def start_line(started: Started) -> str:
-    """The one line at the start of a run."""
-    device = started.device
-    doing = {"govern": "governing", "shadow": "shadowing (nothing is set)"}.get(
-        started.mode, "watching only"
-    )
-    text = f"kilter {started.kilter}: {doing} {device.name} [{device.label.value}]"
-    if started.goal.max_slowdown is not None and started.mode != "observe":
-        text += f", {contract(started.goal)}"
-    if started.mode != "govern":
-        text += f"; {started.mode_reason}"
-    if started.world_size > 1:
-        text += f"; {started.world_size} ranks"
-    return ascii_line(text)
 
 
 def summary(report: Report, run_dir: str | Path) -> str:
@@ -107,29 +89,16 @@ def headline(report: Report) -> str:
     return f"{verb} {saving}, {slowdown}, {verdict(report)} {label}"
 
 
-def contract(goal: Goal) -> str:
-    """The goal in words."""
-    if goal.max_slowdown is None:
-        return "no clock goal"
-    return f"at most {_allowed(goal.max_slowdown)} slower"
-
-
 def verdict(report: Report) -> str:
     """The contract, and where the interval of the slowdown lies."""
     if report.contract is None:
         return "no contract"
-    terms = f"the contract of {_allowed(report.contract)}"
+    terms = f"the contract of {allowed(report.contract)}"
     if report.slowdown_ci95 is None:
         return terms
     if report.within_contract is None:
         return f"the interval reaches beyond {terms}"
     return f"all of it {'within' if report.within_contract else 'beyond'} {terms}"
-
-
-def _allowed(max_slowdown: float) -> str:
-    if max_slowdown < FREE_MARGIN:
-        return f"{show_fraction(max_slowdown)} (tested as {show_fraction(FREE_MARGIN)})"
-    return show_fraction(max_slowdown)
 
 
 def interval(ends: tuple[float, float] | None) -> str:
@@ -180,8 +149,3 @@ def _probe(probe: Probe) -> str:
 def less_one(ratio: float | None) -> float | None:
     """A ratio to the default as a change."""
     return None if ratio is None else ratio - 1.0
-
-
-def ascii_line(text: str) -> str:
-    """One line of printable ASCII; everything else is shown as an escape."""
-    return "".join(c if " " <= c <= "~" else c.encode("unicode_escape").decode() for c in text)

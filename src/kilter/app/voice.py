@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from kilter.act.session import Options
-from kilter.app import html, report, summary
+from kilter.app.opening import start_line
 from kilter.core.codec import write_atomically
 from kilter.core.events import Started
 
@@ -22,7 +22,7 @@ class Stderr:
         self._progressed = False
 
     def started(self, started: Started) -> None:
-        self._say(summary.start_line(started))
+        self._say(start_line(started))
 
     def refused(self, what: str, reason: str) -> None:
         """The summary tells; nothing is said in the middle of a job."""
@@ -43,6 +43,8 @@ class Stderr:
             print(f"\r{text}", end="", file=sys.stderr, flush=True)
 
     def ended(self, run: Path, options: Options) -> None:
+        from kilter.app import html, report, summary
+
         found = report.build(run)
         write_atomically(run / "report.json", report.to_json(found))
         write_atomically(run / "report.html", html.page(found).encode("utf-8", "replace"))

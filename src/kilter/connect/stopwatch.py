@@ -1,24 +1,22 @@
-"""`python -m kilter.connect.stopwatch FILE OPTIONS SCRIPT ARGS...`: a script with a stopwatch.
+"""`python -m kilter.connect.stopwatch FILE COMMAND...`: a program with a stopwatch.
 
-For `kilter bench overhead`: the same stopwatch runs in both arms, with and without a session, so
-that their difference is what the session costs. OPTIONS is the JSON of `kilter run`'s options, or
-`-` for no session. FILE receives one line per optimizer step: the host's monotonic seconds.
+For `kilter bench overhead`: COMMAND is a script, or `-m kilter run ... SCRIPT`; the same stopwatch
+runs in both arms, so that their difference is what kilter costs. FILE receives one line per
+optimizer step: the host's monotonic seconds.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any
 
-from kilter.connect.launch import WORKER_OPTIONS, run_governed, worker
 from kilter.connect.script import find_program, run_program
 from kilter.observe.imports import after_import
 
 
-def main(file: str, options: str, command: list[str]) -> None:
-    """Run the command; write the times also when it raises."""
+def main(file: str, command: list[str]) -> None:
+    """Run the command; the times are written also when it raises or exits."""
     times: list[float] = []
 
     def watch() -> None:
@@ -31,15 +29,11 @@ def main(file: str, options: str, command: list[str]) -> None:
 
     after_import("torch", watch).install()
     try:
-        if options == "-":
-            run_program(find_program(command))
-        else:
-            os.environ[WORKER_OPTIONS] = options
-            run_governed(*worker(command, os.environ))
+        run_program(find_program(command))
     finally:
         with open(file, "w", encoding="ascii") as out:
             out.writelines(f"{t:.9f}\n" for t in times)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3:])
+    main(sys.argv[1], sys.argv[2:])

@@ -10,6 +10,9 @@ from kilter.core.errors import UsageError
 from kilter.core.label import Label
 from kilter.core.setting import Setting
 
+FREE_MARGIN = 0.005
+"""What "no slowdown" (a bound of 0) means: no finite test can prove exactly zero."""
+
 
 class Objective(enum.Enum):
     """What is minimised under the contract: E, E*T or E*T^2 of one iteration."""

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kilter.core.plan import FREE_MARGIN
 from kilter.model.stats import log_evidence_above, log_evidence_below
 
 ZONE = 0.01
@@ -23,9 +24,6 @@ allowed. A narrower zone costs longer tests, never more violations."""
 
 LEAST_SAVING = 0.01
 """A setting that saves less than this fraction of energy is given up as not worth holding."""
-
-FREE_MARGIN = 0.005
-"""What "no slowdown" (a bound of 0) means: no finite test can prove exactly zero."""
 
 
 class Verdict(enum.Enum):

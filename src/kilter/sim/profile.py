@@ -18,6 +18,7 @@ from kilter.core.errors import FileError, NoDevice
 from kilter.core.setting import Supported
 from kilter.model.power import Power, Thermal
 from kilter.model.roofline import Roofline, require_positive
+from kilter.sim.cards import names
 
 SCHEMA = "kilter.profile/1"
 
@@ -143,12 +144,6 @@ class Profile:
     sensor: Sensor
     switch: Switch
     evidence: Evidence
-
-
-def names() -> tuple[str, ...]:
-    """The profiles that ship with kilter."""
-    files = (resources.files("kilter.sim") / "profiles").iterdir()
-    return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
 
 
 def load_profile(name: str) -> Profile:

@@ -125,17 +125,11 @@ def _spread(runs: list[Run]) -> float:
 def _measure(arm: str, command: list[str], device: str, place: Path) -> Run:
     place.mkdir()
     file = place / "times"
-    options = "-"
     if arm == "kilter":
-        wanted = {
-            "goal": {"max_slowdown": 0.02},
-            "device": device,
-            "dry_run": True,
-            "out": str(place / "run"),
-        }
-        options = msgspec.json.encode(wanted).decode()
+        options = ["--dry-run", "--max-slowdown", "2%", "--device", device, "--out", f"{place}/run"]
+        command = ["-m", "kilter", "run", *options, *command]
     done = subprocess.run(
-        [sys.executable, "-m", "kilter.connect.stopwatch", str(file), options, *command],
+        [sys.executable, "-m", "kilter.connect.stopwatch", str(file), *command],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -6,7 +6,8 @@ import argparse
 
 from kilter.core.errors import KilterError
 from kilter.core.units import parse_fraction
-from kilter.sim.profile import Profile, load_profile, names
+from kilter.sim.cards import names
+from kilter.sim.profile import Profile, load_profile
 
 
 def fraction(text: str) -> float:

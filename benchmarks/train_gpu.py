@@ -1,0 +1,97 @@
+"""Plain training loops on one GPU: a GPT of 400 M, ResNet-50, MobileNetV3. Knows nothing of kilter.
+
+bf16 autocast, AdamW, random weights, synthetic data on the GPU, synchronised after each iteration.
+Prints the script's own clock: the median iteration of its second half.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = (
+            z.view(b, t, self.heads, c // self.heads).transpose(1, 2)
+            for z in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        a = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(a.transpose(1, 2).reshape(b, t, c))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers, width, heads, vocabulary, context):
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.place = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens):
+        x = self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.head(self.norm(self.blocks(x)))
+
+
+def job(name, batch):
+    """(model, inputs, targets)"""
+    if name == "gpt":
+        batch = batch or 8
+        tokens = torch.randint(0, 50304, (batch, 1025), device="cuda")
+        return GPT(24, 1024, 16, 50304, 1024), tokens[:, :-1], tokens[:, 1:]
+    import torchvision
+
+    models = {
+        "resnet50": torchvision.models.resnet50,
+        "mobilenet": torchvision.models.mobilenet_v3_large,
+    }
+    batch = batch or 128
+    images = torch.randn(batch, 3, 224, 224, device="cuda")
+    images = images.to(memory_format=torch.channels_last)
+    model = models[name]().to(memory_format=torch.channels_last)
+    return model, images, torch.randint(0, 1000, (batch,), device="cuda")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=["gpt", "resnet50", "mobilenet"], default="gpt")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--steps", type=int, default=150)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    model, inputs, targets = job(args.model, args.batch)
+    model = model.cuda().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    times = []
+    for _ in range(args.steps):
+        begin = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(inputs)
+            loss = nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    median = statistics.median(times[len(times) // 2 :])
+    print(f"{args.model} loss {loss.item():.4f} iteration {median * 1e3:.3f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The line at the start of a run. Needs nothing that the script might want to import itself."""
+
+from __future__ import annotations
+
+from kilter.core.events import Started
+from kilter.core.plan import FREE_MARGIN, Goal
+from kilter.core.units import show_fraction
+
+
+def start_line(started: Started) -> str:
+    """The one line at the start of a run."""
+    device = started.device
+    doing = {"govern": "governing", "shadow": "shadowing (nothing is set)"}.get(
+        started.mode, "watching only"
+    )
+    text = f"kilter {started.kilter}: {doing} {device.name} [{device.label.value}]"
+    if started.goal.max_slowdown is not None and started.mode != "observe":
+        text += f", {contract(started.goal)}"
+    if started.mode != "govern":
+        text += f"; {started.mode_reason}"
+    if started.world_size > 1:
+        text += f"; {started.world_size} ranks"
+    return ascii_line(text)
+
+
+def contract(goal: Goal) -> str:
+    """The goal in words."""
+    if goal.max_slowdown is None:
+        return "no clock goal"
+    return f"at most {allowed(goal.max_slowdown)} slower"
+
+
+def allowed(max_slowdown: float) -> str:
+    """A bound in words, with what a bound of zero means."""
+    if max_slowdown < FREE_MARGIN:
+        return f"{show_fraction(max_slowdown)} (tested as {show_fraction(FREE_MARGIN)})"
+    return show_fraction(max_slowdown)
+
+
+def ascii_line(text: str) -> str:
+    """One line of printable ASCII; everything else is shown as an escape."""
+    return "".join(c if " " <= c <= "~" else c.encode("unicode_escape").decode() for c in text)

@@ -40,7 +40,8 @@ class Victims:
     """A process that forks jobs on demand; see `kill_at_line/victims.py`."""
 
     def __init__(self) -> None:
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(shim_path())])}
+        paths = [str(HERE), str(shim_path()), os.environ.get("PYTHONPATH", "")]
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "victims.py")],
             env=environ,

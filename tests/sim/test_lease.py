@@ -107,7 +107,8 @@ class Card:
 
 
 class Handle:
-    """A device object as NVML allows it: locked clocks cannot be asked for, only remembered."""
+    """A device object as NVML allows it: locked clocks cannot be asked for, only remembered. What
+    it has never set it leaves alone."""
 
     def __init__(
         self,
@@ -165,11 +166,11 @@ class Handle:
         self.card.sets += 1
 
         def sm() -> None:
-            if self.known.get("sm", -1) != setting.sm_clock_hz:
+            if self.known.get("sm") != setting.sm_clock_hz:
                 self.card.sm_cap_hz = self.known["sm"] = setting.sm_clock_hz
 
         def memory() -> None:
-            if self.known.get("memory", -1) != setting.memory_clock_hz:
+            if self.known.get("memory") != setting.memory_clock_hz:
                 self.card.memory_cap_hz = self.known["memory"] = setting.memory_clock_hz
 
         def limit() -> None:
@@ -638,6 +639,29 @@ def test_a_dead_job_does_not_overwrite_a_newer_clock_either(world: World) -> Non
     world.card.sm_cap_hz = 1.5e9
     [outcome] = world.restore()
     assert outcome.left == ("sm_clock_hz",)
+    assert world.card.setting == replace(FOUND, sm_clock_hz=1.5e9)
+
+
+def test_a_clock_that_the_site_has_locked_stays_locked(world: World) -> None:
+    """It cannot be read, so it is not in `found`; it is kept by never being touched."""
+    world.card.memory_cap_hz = 2.2e9
+    with world.lease() as lease:
+        lease.set(LOW)
+    assert world.card.setting == replace(FOUND, memory_clock_hz=2.2e9)
+    with process(world, Steps()), world.lease() as lease:
+        lease.set(LOW)
+        world.steps.dead = True
+    world.restore()
+    assert world.card.setting == replace(FOUND, memory_clock_hz=2.2e9)
+
+
+def test_one_knob_is_put_back_and_the_other_is_left_to_somebody_else(world: World) -> None:
+    with process(world, Steps()), world.lease() as lease:
+        lease.set(LOW)
+        look(lease)
+        world.steps.dead = True
+    world.card.sm_cap_hz = 1.5e9
+    world.restore()
     assert world.card.setting == replace(FOUND, sm_clock_hz=1.5e9)
 
 

@@ -118,13 +118,19 @@ def until(condition: Callable[[], bool]) -> None:
     give_up_s = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < give_up_s, "the condition never came true"
-        time.sleep(0.005)
+        time.sleep(0.001)
 
 
 def box_at(root: Path, name: object) -> Box:
     path = root / str(name)
     path.mkdir()
     return Box(path)
+
+
+def nonce_of(box: Box) -> str:
+    journal = box.place.read()
+    assert journal is not None
+    return journal.nonce
 
 
 def test_a_job_killed_at_any_line_is_put_back_by_its_watcher(pool: Any, tmp_path: Path) -> None:
@@ -195,6 +201,24 @@ def test_a_watcher_killed_at_any_line_leaves_it_to_the_next_start(
         assert not box.place.journal_path.exists(), where
 
     list(executor.map(check, lines(count)))
+
+
+def test_a_stopped_watcher_is_replaced_and_does_no_harm_when_it_goes_on(tmp_path: Path) -> None:
+    """It sees its connection closed while the job lives, under a journal that is no longer its."""
+    box = Box(tmp_path)
+    job = box.low()
+    stopped = find_watcher(box.state_directory)
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    nonce = nonce_of(box)
+    until(lambda: job.ask("renew") and nonce_of(box) != nonce)  # until it hears no more
+    os.kill(stopped, signal.SIGCONT)
+    until(lambda: start_ticks(stopped) is None)
+    low = box.setting()
+    job.kill()
+    box.until_free()
+    assert low != FOUND
+    assert box.setting() == FOUND
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)

@@ -544,6 +544,15 @@ def test_a_deadline_that_has_passed_is_told_and_the_next_set_takes(world: World)
         assert world.card.setting == LOW
 
 
+def test_a_set_after_a_deadline_takes_without_a_renewal_before(world: World) -> None:
+    with world.lease() as lease:
+        lease.set(LOW)
+        world.card.sm_cap_hz, world.card.limit_w = None, 600.0
+        world.watches[0].over.append(1)
+        lease.set(LOW)
+        assert world.card.setting == LOW
+
+
 def test_a_deadline_that_passed_unnoticed_is_not_taken_for_somebody_else(world: World) -> None:
     with world.lease() as lease:
         lease.set(LOW)

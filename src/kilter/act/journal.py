@@ -24,7 +24,7 @@ from typing import Literal
 
 import msgspec
 
-from kilter.core.errors import DeviceError, FileError, Held, NotObeyed, NotSupported
+from kilter.core.errors import DeviceError, FileError, Held, NotObeyed, NotPermitted, NotSupported
 from kilter.core.setting import Sample, Setting
 from kilter.core.units import MHZ
 from kilter.device.base import Device
@@ -317,7 +317,7 @@ def put_back(device: Device, journal: Journal) -> Outcome:
     if unknown:
         # Set by another object, in a process that is dead: this one is told by asking again, and
         # then knows what to release. It does so with no knob that the dead had not touched.
-        with suppress(NotSupported):  # asked for in vain
+        with suppress(NotSupported, NotPermitted):  # then the dead had asked in vain, too
             device.set(replace(target, **unknown))
     if asked:
         device.set(target)

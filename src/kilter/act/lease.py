@@ -100,7 +100,7 @@ class Lease:
         self._journal: Journal | None = None
         self._found = Setting()
         self._setting = Setting()
-        self._touched = False
+        self._tried = self._taken = self._refused = False
         self._since_s: float | None = None
         self._latency_s = SWITCH_LATENCY_S
         self._outcome: Outcome | None = None
@@ -239,8 +239,13 @@ class Lease:
 
     def _change(self, target: Setting, hold_s: float) -> None:
         journal, number = self._announce(target, hold_s)
-        self._touched = True
-        self._device.set(target)
+        self._tried = True
+        try:
+            self._device.set(target)
+        except NotPermitted:
+            self._refused = True
+            raise
+        self._taken = True
         self._journal = msgspec.structs.replace(journal, before=target)
         self._setting, self._since_s = target, None
         now = self._device.settings()
@@ -327,21 +332,11 @@ class Lease:
             self._write(msgspec.structs.replace(journal, obeyed=True))
 
     def _end(self) -> Outcome:
-        uuid = self._uuid
         if self._pid != os.getpid():
-            return Outcome(uuid=uuid, state="held", reason="left to the process that holds it")
+            reason = "left to the process that holds it"
+            return Outcome(uuid=self._uuid, state="held", reason=reason)
         try:
-            self._notice_deadline()
-            if self._journal is not None and self._touched:
-                outcome = put_back(self._device, self._journal)
-            else:
-                outcome = Outcome(
-                    uuid=uuid,
-                    state="restored",
-                    reason="nothing was set",
-                    found=self._found,
-                    after=self._found,
-                )
+            outcome = self._undo()
             if self._place is not None:
                 self._place.remove()
         except (DeviceError, FileError) as error:
@@ -349,7 +344,7 @@ class Lease:
             self._let_go(unlock=False)
             advice = "; the watcher tries again; later: kilter restore" if self._place else ""
             return Outcome(
-                uuid=uuid,
+                uuid=self._uuid,
                 state="failed",
                 reason=f"{error}{advice}",
                 found=self._found,
@@ -358,6 +353,23 @@ class Lease:
         self._let_go(unlock=True)
         self._setting = outcome.after or self._found
         return outcome
+
+    def _undo(self) -> Outcome:
+        self._notice_deadline()
+        if self._journal is not None and self._tried:
+            try:
+                return put_back(self._device, self._journal)
+            except NotPermitted:
+                # Where setting and releasing are refused alike, there is nothing to put back.
+                if self._taken or not self._refused:
+                    raise
+        return Outcome(
+            uuid=self._uuid,
+            state="restored",
+            reason="nothing was set",
+            found=self._found,
+            after=self._found,
+        )
 
     def _let_go(self, *, unlock: bool) -> None:
         lock, self._lock = self._lock, None

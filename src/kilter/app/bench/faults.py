@@ -335,6 +335,15 @@ def watcher_killed(box: Box) -> None:
     job.kill()
 
 
+def watcher_terminated(box: Box) -> None:
+    """SIGTERM to the watcher, as `scancel` sends it to all, then SIGKILL of the job"""
+    job = box.low()
+    watcher = find_watcher(box.state_directory)
+    assert watcher is not None
+    os.kill(watcher, signal.SIGTERM)
+    job.kill()
+
+
 def both_killed_then_restore(box: Box) -> None:
     """SIGKILL of job and watcher, then `kilter restore`"""
     job = box.low()
@@ -375,6 +384,15 @@ def forked_in_c(box: Box) -> None:
         box.until_free()
 
 
+def forked_child_alone(box: Box) -> None:
+    """SIGKILL of job and watcher, a forked data loader lives on, then `kilter restore`"""
+    job = box.low()
+    kill_watcher(box.state_directory)
+    with _child(job, in_c=False):
+        box.restore()
+        box.until_free()
+
+
 def refused_at_start(box: Box) -> None:
     """setter refused at the first set"""
     box.refuse("nvmlDeviceSet*")
@@ -382,6 +400,16 @@ def refused_at_start(box: Box) -> None:
     job.ask("enter")
     box.note(job.ask("set", **LOW)["error"])
     job.end()
+
+
+def refused_outright(box: Box) -> None:
+    """every setter refused from the first set on"""
+    box.refuse("nvmlDeviceSet*")
+    box.refuse("nvmlDeviceReset*")
+    job = box.start()
+    job.ask("enter")
+    box.note(job.ask("set", **LOW)["error"])
+    box.note(job.end()["reason"])
 
 
 def refused_in_the_middle(box: Box) -> None:
@@ -547,12 +575,15 @@ SCENARIOS: tuple[Scenario, ...] = (
     sigkill_inside_set,
     sigkill_at_restore,
     watcher_killed,
+    watcher_terminated,
     both_killed_then_restore,
     both_killed_then_next,
     hangs,
     forked_child,
     forked_in_c,
+    forked_child_alone,
     refused_at_start,
+    refused_outright,
     refused_in_the_middle,
     refused_at_restore,
     lost_at_restore,

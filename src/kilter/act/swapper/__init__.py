@@ -1,0 +1,10 @@
+"""Applies a memory schedule to a running PyTorch job. Results never depend on the schedule.
+
+`engine` stands in the saved-tensor hooks, `backend` moves bytes (CUDA, or a stand-in on the CPU),
+`remake` knows how a saved tensor can be made again from others.
+"""
+
+from kilter.act.swapper.backend import Backend, CpuStandIn
+from kilter.act.swapper.engine import Swapper, SwapReport
+
+__all__ = ["Backend", "CpuStandIn", "SwapReport", "Swapper"]

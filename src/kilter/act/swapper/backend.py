@@ -1,0 +1,143 @@
+"""What moves bytes: the interface, and the stand-in for a device on a machine without one.
+
+All methods are called on the thread that runs the framework's operations, and none but
+`elapsed_s` may block it. Order matters as on a GPU: a copy starts after the work that was issued
+before it, and what is issued later may overtake it unless it waits for the copy's event.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kilter.core.errors import DeviceError
+
+if TYPE_CHECKING:
+    import torch
+
+Event = Any
+"""Marks a copy's end, or a moment; opaque."""
+
+
+class HostMemoryError(DeviceError):
+    """The host has not enough memory for what the schedule moves there."""
+
+
+class Backend(Protocol):
+    """A device with memory, a host arena, and one copy engine in each direction."""
+
+    device: torch.device
+
+    def alloc(self, size_bytes: int) -> torch.Tensor:
+        """Device memory as a flat byte tensor."""
+
+    def reserve(self, size_bytes: int) -> torch.Tensor:
+        """Host memory that copies reach at full speed; `HostMemoryError` before harm is done."""
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
+        """Start copying device bytes to the host."""
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Event:
+        """Start copying host bytes to the device."""
+
+    def wait(self, event: Event) -> None:
+        """What is issued from now on runs after the copy."""
+
+    def evicted(self, storage: torch.UntypedStorage) -> None:
+        """The engine gives this storage up, and nobody else holds it."""
+
+    def mark(self) -> Event:
+        """This moment on the device's timeline."""
+
+    def elapsed_s(self, begin: Event, end: Event) -> float:
+        """Device time between two marks; may wait for them."""
+
+    def keep_busy(self) -> None:
+        """Let the device do nothing for a moment, so that what is issued next runs back to back
+        and is timed without the host's own pace."""
+
+    def used_bytes(self) -> int | None:
+        """Device memory in use now; None if only the engine's own count is to be had."""
+
+    def peak_bytes(self) -> int | None:
+        """The most in use since the last call; None as above."""
+
+    def close(self) -> None:
+        """Finish all copies and give the host memory back."""
+
+
+class CpuStandIn:
+    """A device made of CPU memory, as unkind as a real one.
+
+    Copies are carried out as late as the interface allows (when somebody waits, or when the next
+    `lag` copies have been issued), so a missing wait shows as wrong bytes. Fresh memory and memory
+    given up are filled with a pattern that no result survives.
+    """
+
+    POISON = 0xCD
+
+    def __init__(self, *, host_limit_bytes: int | None = None, lag: int = 8) -> None:
+        import torch
+
+        self.device = torch.device("cpu")
+        self._host_limit_bytes = host_limit_bytes
+        self._lag = lag
+        self._pending: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
+        self._issued = 0
+
+    def alloc(self, size_bytes: int) -> torch.Tensor:
+        import torch
+
+        return torch.full((size_bytes,), self.POISON, dtype=torch.uint8)
+
+    def reserve(self, size_bytes: int) -> torch.Tensor:
+        import torch
+
+        if self._host_limit_bytes is not None and size_bytes > self._host_limit_bytes:
+            raise HostMemoryError(
+                f"{size_bytes} bytes of host memory, {self._host_limit_bytes} left"
+            )
+        return torch.full((size_bytes,), self.POISON, dtype=torch.uint8)
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
+        return self._issue(host, device)
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Event:
+        return self._issue(device, host)
+
+    def _issue(self, target: torch.Tensor, source: torch.Tensor) -> int:
+        self._issued += 1
+        self._pending.append((self._issued, target, source))
+        if len(self._pending) > self._lag:
+            self._run_until(self._pending[0][0])
+        return self._issued
+
+    def _run_until(self, number: int) -> None:
+        while self._pending and self._pending[0][0] <= number:
+            _, target, source = self._pending.popleft()
+            target.copy_(source)
+
+    def wait(self, event: Event) -> None:
+        self._run_until(event)
+
+    def evicted(self, storage: torch.UntypedStorage) -> None:
+        storage.fill_(self.POISON)
+
+    def mark(self) -> Event:
+        return time.perf_counter()
+
+    def elapsed_s(self, begin: Event, end: Event) -> float:
+        return float(end - begin)
+
+    def keep_busy(self) -> None:
+        pass
+
+    def used_bytes(self) -> int | None:
+        return None
+
+    def peak_bytes(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        self._run_until(self._issued)

@@ -1,0 +1,137 @@
+"""The CUDA backend: one copy stream in each direction, pinned host memory of exact size.
+
+The computing stream waits for events, the CPU never does. Buffers are allocated and freed on the
+computing stream and copies wait for it, so no `record_stream` is needed: that would hold memory
+back until the copy stream has passed, and raise the peak.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from kilter.act.swapper.backend import Event, HostMemoryError
+from kilter.core.errors import NoDevice
+from kilter.core.units import MIB, show_bytes
+from kilter.plan.swap.problem import Link
+
+HOST_SHARE = 0.8
+"""Share of the host's free memory that may be pinned; the job's own data loaders need the rest."""
+
+
+class Cuda:
+    """Memory and copy engines of one NVIDIA GPU, through the framework's own allocator."""
+
+    def __init__(self, device: torch.device, out: Any, back: Any) -> None:
+        self.device = device
+        self._out = out
+        self._in = back
+        self._registered: list[torch.Tensor] = []
+
+    @classmethod
+    def open(cls, index: int | None = None) -> Cuda:
+        """The current device, or the given one. `NoDevice` if the framework sees none."""
+        if not torch.cuda.is_available():
+            raise NoDevice("PyTorch sees no CUDA device")
+        device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        return cls(device, torch.cuda.Stream(device), torch.cuda.Stream(device))
+
+    def alloc(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+    def reserve(self, size_bytes: int) -> torch.Tensor:
+        """Registered with the driver rather than allocated by it: `pin_memory` rounds up to the
+        next power of two."""
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if size_bytes > HOST_SHARE * free_bytes:
+            raise HostMemoryError(
+                f"{show_bytes(size_bytes)} of host memory needed, {show_bytes(free_bytes)} free"
+            )
+        host = torch.empty(size_bytes, dtype=torch.uint8)
+        result = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size_bytes, 0)
+        if int(result) != 0:
+            raise HostMemoryError(f"{show_bytes(size_bytes)} cannot be pinned (CUDA: {result})")
+        self._registered.append(host)
+        return host
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
+        return self._copy(self._out, host, device)
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Event:
+        return self._copy(self._in, device, host)
+
+    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> Event:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event
+
+    def wait(self, event: Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def evicted(self, storage: torch.UntypedStorage) -> None:
+        pass
+
+    def mark(self) -> Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_s(self, begin: Event, end: Event) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+    def keep_busy(self) -> None:
+        torch.cuda._sleep(2_000_000)  # clock ticks: about a millisecond
+
+    def used_bytes(self) -> int | None:
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak_bytes(self) -> int | None:
+        peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak_bytes
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        for host in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        self._registered.clear()
+
+
+def measure_link(backend: Cuda, *, size_bytes: int = 256 * MIB, repeats: int = 4) -> Link:
+    """The link's table on this machine: each direction alone, both at once, and a small copy."""
+    hosts = [backend.reserve(size_bytes) for _ in range(2)]
+    devices = [backend.alloc(size_bytes) for _ in range(2)]
+
+    def seconds(out: bool, back: bool, size: int, count: int) -> float:
+        torch.cuda.synchronize(backend.device)
+        begin = backend.mark()
+        ends = []
+        for _ in range(count):
+            if out:
+                ends.append(backend.copy_out(hosts[0][:size], devices[0][:size]))
+            if back:
+                ends.append(backend.copy_in(devices[1][:size], hosts[1][:size]))
+        for end in ends:
+            backend.wait(end)
+        return backend.elapsed_s(begin, backend.mark())
+
+    for out, back in ((True, False), (False, True), (True, True)):
+        seconds(out, back, size_bytes, 1)
+    moved = size_bytes * repeats
+    out_s = seconds(True, False, size_bytes, repeats)
+    in_s = seconds(False, True, size_bytes, repeats)
+    both_s = seconds(True, True, size_bytes, repeats)
+    small = 64
+    latency_s = seconds(True, False, MIB, small) / small - MIB * out_s / moved
+    return Link(
+        to_host_bytes_per_s=moved / out_s,
+        to_device_bytes_per_s=moved / in_s,
+        both_bytes_per_s=2 * moved / both_s,
+        latency_s=max(0.0, latency_s),
+    )

@@ -1,0 +1,274 @@
+"""How a saved tensor can be made again: a recipe read off the autograd graph that made it.
+
+The node that produced a tensor names the operation, and its own saved inputs are the very tensors
+that the operation read, so a recipe is right by construction: there is no matching of shapes or
+positions. It is taken anew in every pass, and holds what it reads. Known are operations that cost
+little beside the bytes they spare: casts, activations, norms, sums, and matrix products for the
+planner to weigh. Random operations are not made again, and nothing that changes a module's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+EPS = "kilter.eps"
+"""Key in a node's metadata: the norm's epsilon, which the node itself does not keep."""
+
+Fetch = Callable[[], "torch.Tensor"]
+"""Gives a tensor that the recipe reads, when it runs."""
+
+Lookup = Callable[[Any, str], "tuple[Fetch, int | None] | None"]
+"""For a node and the name of a tensor that it saved: how to have that tensor later, and the number
+of its datum, if it is one; None if the node saved nothing under that name. May raise `Foreign`."""
+
+
+class Foreign(Exception):
+    """Part of the graph is kept by other hooks than ours, so a recipe cannot be read off it."""
+
+
+class Stale(RuntimeError):
+    """What the recipe reads was modified in between, so the tensor cannot be made again."""
+
+
+@dataclass(slots=True)
+class Recipe:
+    """Makes a tensor again. `sources` are the numbers of the saved data it reads."""
+
+    kind: str
+    make: Fetch
+    sources: tuple[int, ...]
+    leaves: frozenset[int]
+    """Identities of the parameters it reads."""
+
+
+@dataclass(slots=True)
+class _Builder:
+    lookup: Lookup
+    leaves: set[int] = field(default_factory=set)
+    sources: list[int] = field(default_factory=list)
+    depth: int = 0
+
+    def saved(self, node: Any, name: str) -> Fetch | None:
+        """A tensor that a node saved."""
+        found = self.lookup(node, name)
+        if found is None:
+            return None
+        fetch, number = found
+        if number is not None:
+            self.sources.append(number)
+        return fetch
+
+    def value(self, edge: tuple[Any, int], dtype: torch.dtype | None = None) -> Fetch | None:
+        """What a node produced: a leaf, a saved result, or made again from its inputs."""
+        node, output = edge
+        if node is None or output != 0 or self.depth > 4:
+            return None
+        if node.name() == "torch::autograd::AccumulateGrad":
+            self.leaves.add(id(node.variable))
+            return _leaf(node.variable)
+        if node.name() == "ReluBackward0":
+            return self.saved(node, "result")
+        return self.made(node, dtype)
+
+    def made(self, node: Any, dtype: torch.dtype | None) -> Fetch | None:
+        self.depth += 1
+        build = _BUILDERS.get(node.name())
+        made = None if build is None else build(self, node, dtype)
+        self.depth -= 1
+        return made
+
+
+def recipe(tensor: torch.Tensor, lookup: Lookup) -> Recipe | None:
+    """The recipe of the whole storage behind `tensor`, or None if there is none."""
+    base = tensor._base if tensor._is_view() else tensor
+    if base is None or base.grad_fn is None or base.storage_offset() != 0:
+        return None
+    whole = base.numel() * base.element_size() == base.untyped_storage().nbytes()
+    if not whole or base.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+        return None
+    node = base.grad_fn
+    builder = _Builder(lookup)
+    try:
+        make = builder.made(node, base.dtype)
+    except Foreign:
+        return None
+    if make is None:
+        return None
+    size, stride, dtype = base.size(), base.stride(), base.dtype
+    return Recipe(
+        kind=_KINDS[node.name()],
+        make=lambda: _laid_out(make(), size, stride, dtype),
+        sources=tuple(sorted(set(builder.sources))),
+        leaves=frozenset(builder.leaves),
+    )
+
+
+def _laid_out(
+    made: torch.Tensor, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    import torch
+
+    if made.dtype != dtype or made.size() != size:
+        raise Stale(f"made {made.dtype} {tuple(made.size())}, expected {dtype} {tuple(size)}")
+    whole = made.storage_offset() == 0 and (
+        made.untyped_storage().nbytes() == made.numel() * made.element_size()
+    )
+    if made.stride() == stride and whole:
+        return made
+    out = torch.empty_strided(size, stride, dtype=dtype, device=made.device)
+    return out.copy_(made)
+
+
+def _leaf(parameter: torch.Tensor) -> Fetch:
+    version = parameter._version
+
+    def fetch() -> torch.Tensor:
+        if parameter._version != version:
+            raise Stale("a parameter was modified between forward and backward")
+        return parameter.detach()
+
+    return fetch
+
+
+def _unary(apply: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable[..., Fetch | None]:
+    """An operation of its saved input and attributes of the node, read now."""
+
+    def build(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
+        source = builder.saved(node, "self")
+        if source is None:
+            return None
+        attribute = getattr(node, "_saved_approximate", None)
+        return lambda: apply(source(), attribute)
+
+    return build
+
+
+def _gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    import torch
+
+    return torch.ops.aten.gelu.default(x, approximate=approximate)
+
+
+def _silu(x: torch.Tensor, _: None) -> torch.Tensor:
+    import torch
+
+    return torch.ops.aten.silu.default(x)
+
+
+def _cast(builder: _Builder, node: Any, dtype: torch.dtype | None) -> Fetch | None:
+    source = builder.value(node.next_functions[0])
+    if source is None or dtype is None:
+        return None  # in the middle of a recipe the target type is not known
+    return lambda: source().to(dtype)
+
+
+def _layer_norm(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
+    import torch
+
+    eps = node.metadata.get(EPS)
+    if eps is None:
+        return None
+    source = builder.saved(node, "input")
+    if source is None:
+        return None
+    shape = list(node._saved_normalized_shape)
+    weight = builder.saved(node, "weight") or _nothing
+    bias = builder.saved(node, "bias") or _nothing
+    return lambda: torch.ops.aten.native_layer_norm.default(source(), shape, weight(), bias(), eps)[
+        0
+    ]
+
+
+def _nothing() -> Any:
+    """An affine parameter that the norm does not have."""
+    return None
+
+
+def _batch_norm(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
+    """With the batch's own statistics; running statistics are neither read nor updated."""
+    import torch
+
+    training = getattr(node, "_saved_training", True)
+    eps = getattr(node, "_saved_eps", None)
+    if eps is None:
+        eps = getattr(node, "_saved_epsilon", None)
+    source = builder.saved(node, "input")
+    if not training or eps is None or source is None:
+        return None
+    weight = builder.saved(node, "weight") or _nothing
+    bias: Fetch | None = _nothing
+    if len(node.next_functions) > 2 and node.next_functions[2][0] is not None:
+        bias = builder.value(node.next_functions[2])
+    if bias is None:
+        return None
+    operation = {
+        "NativeBatchNormBackward0": torch.ops.aten.native_batch_norm.default,
+        "CudnnBatchNormBackward0": torch.ops.aten.cudnn_batch_norm.default,
+    }[node.name()]
+    return lambda: operation(source(), weight(), bias(), None, None, True, 0.0, eps)[0]
+
+
+def _relu(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
+    source = builder.value(node.next_functions[0])
+    return None if source is None else lambda: source().relu()
+
+
+def _add(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
+    if getattr(node, "_saved_alpha", 1) != 1 or len(node.next_functions) != 2:
+        return None
+    if any(following is None for following, _ in node.next_functions):
+        return None  # a number, or a tensor outside the graph
+    left, right = (builder.value(edge) for edge in node.next_functions)
+    if left is None or right is None:
+        return None
+    return lambda: left() + right()
+
+
+def _multiply(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
+    left, right = builder.saved(node, "self"), builder.saved(node, "other")
+    if left is None or right is None:
+        return None
+    return lambda: left() * right()
+
+
+def _matrix_product(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
+    import torch
+
+    if getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1:
+        return None
+    left, right = builder.saved(node, "mat1"), builder.saved(node, "mat2")
+    added = builder.value(node.next_functions[0], dtype)
+    if left is None or right is None or added is None:
+        return None
+    return lambda: torch.ops.aten.addmm.default(added(), left(), right())
+
+
+_BUILDERS: dict[str, Callable[[_Builder, Any, Any], Fetch | None]] = {
+    "GeluBackward0": _unary(_gelu),
+    "SiluBackward0": _unary(_silu),
+    "ToCopyBackward0": _cast,
+    "NativeLayerNormBackward0": _layer_norm,
+    "NativeBatchNormBackward0": _batch_norm,
+    "CudnnBatchNormBackward0": _batch_norm,
+    "ReluBackward0": _relu,
+    "AddBackward0": _add,
+    "MulBackward0": _multiply,
+    "AddmmBackward0": _matrix_product,
+}
+_KINDS = {
+    "GeluBackward0": "gelu",
+    "SiluBackward0": "silu",
+    "ToCopyBackward0": "cast",
+    "NativeLayerNormBackward0": "layer norm",
+    "NativeBatchNormBackward0": "batch norm",
+    "CudnnBatchNormBackward0": "batch norm",
+    "ReluBackward0": "relu",
+    "AddBackward0": "sum",
+    "MulBackward0": "product",
+    "AddmmBackward0": "matrix product",
+}

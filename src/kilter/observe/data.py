@@ -1,0 +1,219 @@
+"""The required data of one pass: what autograd keeps from forward to backward, and what for.
+
+A *pass* is one forward with its backward. Its clock is the sequence of saved-tensor events: a large
+tensor is packed (saved by an operation) or unpacked (needed again). Operation `k` is everything
+from event `k` to the next one, so an observer that stands in the two hooks sees every operation,
+and nothing has to be installed around the framework's own operations.
+
+Values and arithmetic only: who stands in the hooks is `kilter.act.swapper`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kilter.core.label import Label
+from kilter.core.trace import Datum, IterationTrace, Kind, Operation
+from kilter.plan.swap.problem import Interval, Link, Problem
+
+
+@dataclass(slots=True)
+class SavedDatum:
+    """One storage that autograd keeps, however many views of it were saved."""
+
+    name: str
+    size_bytes: int
+    packed_at: int
+    """Event of the first save."""
+    free_at: int | None = None
+    """First event at which nothing but autograd held it; None: somebody does all the time."""
+    needed_at: int | None = None
+    """Event of the first use in backward; None if backward never asks for it."""
+    recipe: str | None = None
+    """How it could be made again (`gelu`, `cast`, ...)."""
+    sources: tuple[int, ...] = ()
+    """Numbers of the data that the recipe reads."""
+    remake_s: float | None = None
+    """Measured time of the recipe, once its result was found bitwise equal."""
+
+
+@dataclass(slots=True)
+class PassRecord:
+    """What is known of passes with one fingerprint. Operation times are the shortest seen, levels
+    the highest seen (gradients and optimizer state appear after the first pass)."""
+
+    prints: tuple[int, ...]
+    """Running fingerprint after each event; the last one is the pass's own."""
+    names: tuple[str, ...]
+    """Name of each operation: the framework's node at its event."""
+    backward_from: int
+    """First event of backward."""
+    data: tuple[SavedDatum, ...]
+    operation_s: list[float]
+    level_bytes: list[int]
+    """Peak during each operation with everything kept."""
+    passes: int = 1
+    timing_only: bool = False
+    """Only the times were looked at."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.level_bytes)
+
+    def merge(self, other: PassRecord) -> None:
+        """Take over what another pass with the same fingerprint has seen."""
+        assert self.prints == other.prints
+        self.passes += other.passes
+        times = zip(self.operation_s, other.operation_s, strict=True)
+        self.operation_s = [min(pair) for pair in times]
+        if other.timing_only:
+            return
+        levels = zip(self.level_bytes, other.level_bytes, strict=True)
+        self.level_bytes = [max(pair) for pair in levels]
+        for mine, theirs in zip(self.data, other.data, strict=True):
+            for moment in ("free_at", "needed_at"):
+                seen = (getattr(mine, moment), getattr(theirs, moment))
+                known = [event for event in seen if event is not None]
+                latest = moment == "free_at"
+                both = len(known) == 2 or not latest
+                setattr(mine, moment, (max if latest else min)(known) if known and both else None)
+
+    def problem(
+        self, *, link: Link, budget_bytes: int, min_bytes: int, swap: bool = True
+    ) -> tuple[Problem, tuple[int, ...]]:
+        """What the planners need, and for each interval the number of its datum.
+
+        With `swap` false only what can be made again may leave (no host memory is to be had).
+        """
+        numbers: dict[int, int] = {}
+        intervals: list[Interval] = []
+        for number, datum in enumerate(self.data):
+            if datum.size_bytes < min_bytes or datum.free_at is None or datum.needed_at is None:
+                continue
+            after = max(datum.free_at - 1, datum.packed_at)
+            if datum.needed_at - after < 2 or not (swap or datum.remake_s is not None):
+                continue
+            numbers[number] = len(intervals)
+            intervals.append(
+                Interval(
+                    name=datum.name,
+                    size_bytes=datum.size_bytes,
+                    after=after,
+                    before=datum.needed_at,
+                    recompute_s=datum.remake_s,
+                    needs=tuple(numbers[s] for s in datum.sources if s in numbers),
+                )
+            )
+        problem = Problem(
+            operation_s=tuple(self.operation_s),
+            resident_bytes=tuple(self.level_bytes),
+            intervals=tuple(intervals),
+            link=link,
+            budget_bytes=budget_bytes,
+        )
+        return problem, tuple(numbers)
+
+    def trace(self, *, device: str, source: str = "") -> IterationTrace:
+        """The pass as an iteration trace, for `kilter plan memory`. What is not saved data
+        (weights, gradients, optimizer state, workspace) is one datum of its highest level."""
+        count = len(self.operation_s)
+        spans = [
+            (d.packed_at, count - 1 if d.needed_at is None else d.needed_at) for d in self.data
+        ]
+        held = [0] * (count + 1)
+        for datum, (first, last) in zip(self.data, spans, strict=True):
+            held[first] += datum.size_bytes
+            held[last + 1] -= datum.size_bytes
+        rest, running = [], 0
+        for level, change in zip(self.level_bytes, held, strict=False):
+            running += change
+            rest.append(level - running)
+        reads: list[set[int]] = [set() for _ in range(count)]
+        writes: list[set[int]] = [set() for _ in range(count)]
+        data = [
+            Datum(
+                name="weights, gradients, optimizer state, workspace",
+                kind="weight",
+                size_bytes=max(0, max(rest)),
+                first_use=-1,
+                last_use=count - 1,
+            )
+        ]
+        for number, (datum, (first, last)) in enumerate(
+            zip(self.data, spans, strict=True), start=1
+        ):
+            writes[first].add(number)
+            reads[last].add(number)
+            if datum.free_at is not None:
+                reads[min(max(first, datum.free_at - 1), last)].add(number)
+            data.append(
+                Datum(
+                    name=datum.name,
+                    kind="feature_map",
+                    size_bytes=datum.size_bytes,
+                    first_use=first,
+                    last_use=last,
+                )
+            )
+        operations, start_s = [], 0.0
+        for k, duration_s in enumerate(self.operation_s):
+            operations.append(
+                Operation(
+                    name=self.names[k],
+                    kind=Kind.BACKWARD if k >= self.backward_from else Kind.FORWARD,
+                    start_s=start_s,
+                    duration_s=duration_s,
+                    reads=tuple(sorted(reads[k])),
+                    writes=tuple(sorted(writes[k])),
+                )
+            )
+            start_s += duration_s
+        return IterationTrace(
+            iteration_s=start_s,
+            operations=tuple(operations),
+            data=tuple(data),
+            timeline="gpu" if device != "cpu" else "host",
+            device=device,
+            label=Label.MEASURED,
+            iterations=self.passes,
+            source=source,
+        )
+
+
+@dataclass(slots=True)
+class PassRecorder:
+    """Builds the record of one pass from its events."""
+
+    timing_only: bool = False
+    prints: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    data: list[SavedDatum] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list)
+    backward_from: int | None = None
+
+    def event(self, fingerprint: int, name: str, *, backward: bool) -> int:
+        """A hook event; its index."""
+        index = len(self.prints)
+        self.prints.append(fingerprint)
+        self.names.append(name)
+        if backward and self.backward_from is None:
+            self.backward_from = index
+        return index
+
+    def level(self, peak_bytes: int, away_bytes: int) -> None:
+        """The operation that now ends had this peak, while this much saved data was away."""
+        self.levels.append(peak_bytes + away_bytes)
+
+    def record(self, operation_s: list[float]) -> PassRecord:
+        """The finished pass. The last operation has no end of its own: it takes no time."""
+        count = len(self.prints)
+        last = self.levels[-1] if self.levels else 0
+        return PassRecord(
+            prints=tuple(self.prints),
+            names=tuple(self.names),
+            backward_from=count if self.backward_from is None else self.backward_from,
+            data=tuple(self.data),
+            operation_s=(operation_s + [0.0] * count)[:count],
+            level_bytes=(self.levels + [last] * count)[:count],
+            timing_only=self.timing_only,
+        )

@@ -45,7 +45,8 @@ class after_import:  # noqa: N801
         """Part of python's protocol for finders."""
         if name != self._name:
             return None
-        for finder in [f for f in sys.meta_path if f is not self]:
+        # Only those behind us: another one of our kind in front of us is asking us right now.
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(name, path, target)
             if spec is not None:
                 if spec.loader is not None:

@@ -89,10 +89,10 @@ class Cuda:
         torch.cuda._sleep(2_000_000)  # clock ticks: about a millisecond
 
     def used_bytes(self) -> int | None:
-        return torch.cuda.memory_allocated(self.device)
+        return int(torch.cuda.memory_allocated(self.device))
 
     def peak_bytes(self) -> int | None:
-        peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        peak_bytes = int(torch.cuda.max_memory_allocated(self.device))
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak_bytes
 

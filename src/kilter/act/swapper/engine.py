@@ -78,6 +78,13 @@ class Modified(RuntimeError):
         )
 
 
+def _described(tensor: torch.Tensor) -> str:
+    """What made a tensor, its shape and its type, for people."""
+    base = tensor._base if tensor._is_view() else tensor
+    maker = "input" if base is None or base.grad_fn is None else base.grad_fn.name()
+    return f"{maker} {tuple(tensor.size())} {str(tensor.dtype).removeprefix('torch.')}"
+
+
 _HERE, _COMING, _AWAY = range(3)
 
 
@@ -578,10 +585,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         from torch.multiprocessing.reductions import StorageWeakRef
 
         assert self._recorder is not None
-        base = tensor._base if tensor._is_view() else tensor
-        maker = "input" if base is None or base.grad_fn is None else base.grad_fn.name()
         datum = SavedDatum(
-            name=f"{saved.number}: {maker} {tuple(tensor.size())} {str(tensor.dtype)[6:]}",
+            name="" if self._recorder.timing_only else f"{saved.number}: {_described(tensor)}",
             size_bytes=saved.size_bytes,
             packed_at=len(self._recorder.prints) - 1,
         )

@@ -1,0 +1,345 @@
+"""Iteration time and peak memory under a memory budget: plain, block checkpointing, and kilter.
+
+    python benchmarks/memory_h200.py --out DIR [--workloads gpt,long,resnet] [--rounds 2]
+
+All rows of a workload come from one process, interleaved; times are medians of CUDA events around
+whole iterations, peaks are allocated memory, both measured after the plan is made. `--identity`
+compares loss, every gradient and every parameter of some planned steps with those of plain ones,
+bit for bit, with deterministic kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from kilter.act.swapper import Swapper
+from kilter.act.swapper.cuda import Cuda, measure_link
+from kilter.core.units import GIB
+from kilter.plan.swap.choose import plan
+from kilter.plan.swap.problem import Link
+
+VOCABULARY = 50304
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // 64
+        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.one(x)).chunk(3, dim=-1)
+        q, k, v = (t.view(batch, length, self.heads, 64).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.two(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self, layers: int, width: int, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.places = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.checkpointing = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return self.head(self.norm(x))
+
+
+class Resnet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from torchvision.models import resnet152
+
+        self.net = resnet152().to(memory_format=torch.channels_last)
+        self.checkpointing = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        net = self.net
+        x = net.maxpool(net.relu(net.bn1(net.conv1(x))))
+        for stage in (net.layer1, net.layer2, net.layer3, net.layer4):
+            for block in stage:
+                x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return net.fc(torch.flatten(net.avgpool(x), 1))
+
+
+@dataclass
+class Job:
+    """A model with its optimizer and one batch of random data."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: tuple[torch.Tensor, torch.Tensor]
+
+    def step(self) -> torch.Tensor:
+        inputs, targets = self.batch
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = self.model(inputs)
+            loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def gpt(layers: int, width: int, batch: int, length: int) -> Job:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Gpt(layers, width, length)
+        tokens = torch.randint(0, VOCABULARY, (batch, length + 1))
+    return Job(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
+        (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()),
+    )
+
+
+def resnet(batch: int) -> Job:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Resnet()
+        images = torch.randn(batch, 3, 224, 224).to(memory_format=torch.channels_last)
+        targets = torch.randint(0, 1000, (batch,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return Job(model, optimizer, (images, targets))
+
+
+WORKLOADS: dict[str, Callable[[], Job]] = {
+    "gpt": lambda: gpt(48, 1600, 8, 1024),
+    "long": lambda: gpt(36, 1280, 2, 8192),
+    "resnet": lambda: resnet(256),
+}
+SMALL: dict[str, Callable[[], Job]] = {
+    "gpt": lambda: gpt(6, 1600, 2, 1024),
+    "long": lambda: gpt(4, 1280, 1, 4096),
+    "resnet": lambda: resnet(32),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mode of one workload in one round; all measured unless named predicted."""
+
+    workload: str
+    mode: str
+    round: int
+    iteration_s: float
+    peak_bytes: int
+    budget_bytes: int | None = None
+    predicted_s: float | None = None
+    bound_s: float | None = None
+    compute_s: float | None = None
+    swapped: int = 0
+    remade: int = 0
+    out_bytes: int = 0
+    host_bytes: int = 0
+    plan_s: float | None = None
+    late: int = 0
+    deviations: int = 0
+    events: int = 0
+    refused: tuple[str, ...] = ()
+    label: str = "measured"
+
+
+def timed(job: Job, count: int) -> tuple[float, int]:
+    """Median time of an iteration and the peak over them."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        job.step()
+        mark.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(marks)]
+    return statistics.median(times), torch.cuda.max_memory_allocated()
+
+
+@contextlib.contextmanager
+def checkpointing(job: Job) -> Iterator[None]:
+    job.model.checkpointing = True
+    try:
+        yield
+    finally:
+        job.model.checkpointing = False
+
+
+def ours(job: Job, base: Row, link: Link, count: int, *, explain: bool) -> Row:
+    """One row under a budget: let the engine watch, try and plan, then measure."""
+    assert base.budget_bytes is not None
+    swapper = Swapper(Cuda.open(), budget_bytes=base.budget_bytes, link=link)
+    with swapper:
+        for _ in range(16):
+            job.step()
+            report = swapper.report()
+            if report.planned >= 4 or len(report.refused) > 40:
+                break
+        iteration_s, peak_bytes = timed(job, count)
+        report = swapper.report()
+    row = replace(
+        base,
+        iteration_s=iteration_s,
+        peak_bytes=peak_bytes,
+        late=report.late,
+        deviations=report.deviations,
+        host_bytes=report.host_bytes,
+        refused=tuple(dict.fromkeys(text[:160] for text in report.refused))[:6],
+    )
+    if not report.plans:
+        return row
+    value = report.plans[-1]
+    record = swapper.records()[0]
+    row = replace(
+        row,
+        predicted_s=value.iteration_s,
+        compute_s=value.compute_s,
+        swapped=value.swapped,
+        remade=value.remade,
+        out_bytes=value.out_bytes,
+        events=len(record.prints),
+    )
+    if explain:
+        problem, _ = record.problem(link=link, budget_bytes=value.budget_bytes, min_bytes=2**20)
+        again = plan(problem, bound=_has_solver(), clock=time.perf_counter)
+        row = replace(row, bound_s=again.bound_s, plan_s=again.solve_s)
+    return row
+
+
+def _has_solver() -> bool:
+    try:
+        import highspy  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def measure(name: str, link: Link, rounds: int, count: int, out: Path) -> list[Row]:
+    job = WORKLOADS[name]()
+    rows: list[Row] = []
+    plain_bytes = checkpoint_bytes = 0
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        share = row.peak_bytes / plain_bytes if plain_bytes else 1.0
+        predicted = "" if row.predicted_s is None else f"predicted {row.predicted_s * 1e3:.1f} ms"
+        print(
+            f"{name} {row.mode:>13} {row.iteration_s * 1e3:7.1f} ms {row.peak_bytes / GIB:6.2f} GiB",
+            f"({share:.3f}) {predicted} {row.swapped} swapped {row.remade} remade",
+            f"late {row.late} deviations {row.deviations} compute {row.compute_s}",
+            f"plan {row.plan_s} bound {row.bound_s} {row.refused[:3]}",
+            flush=True,
+        )
+        (out / f"memory-{name}.json").write_text(
+            json.dumps({"link": asdict(link), "rows": [asdict(r) for r in rows]}, indent=1)
+        )
+
+    for number in range(rounds):
+        for _ in range(3):
+            job.step()
+        time_s, peak = timed(job, count)
+        plain_bytes = plain_bytes or peak
+        add(Row(name, "plain", number, time_s, peak))
+        with checkpointing(job):
+            for _ in range(2):
+                job.step()
+            time_s, peak = timed(job, count)
+        checkpoint_bytes = checkpoint_bytes or peak
+        add(Row(name, "checkpoint", number, time_s, peak))
+        budgets = {f"{share} %": share * plain_bytes // 100 for share in (75, 60, 50)}
+        budgets["as checkpoint"] = checkpoint_bytes
+        for mode, budget in budgets.items():
+            base = Row(name, mode, number, 0.0, 0, budget_bytes=budget)
+            add(ours(job, base, link, count, explain=number == 0))
+    return rows
+
+
+def identity(name: str, link: Link, steps: int = 8) -> dict[str, object]:
+    """Loss of each step, and gradients and parameters of the last, against the plain run."""
+    found: list[list[torch.Tensor]] = []
+    report = None
+    peak = 0
+    for governed in (False, True):
+        job = SMALL[name]()
+        swapper = Swapper(Cuda.open(), budget_bytes=int(0.7 * peak) or 1, link=link)
+        values: list[torch.Tensor] = []
+        torch.cuda.reset_peak_memory_stats()
+        with swapper if governed else contextlib.nullcontext():
+            for i in range(steps):
+                inputs, targets = job.batch
+                with torch.autocast("cuda", torch.bfloat16):
+                    logits = job.model(inputs)
+                    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+                loss.backward()
+                values.append(loss.detach().clone())
+                if i == steps - 1:
+                    values += [p.grad.clone() for p in job.model.parameters()]
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+        values += [p.detach().clone() for p in job.model.parameters()]
+        values += [b.detach().clone() for b in job.model.buffers()]
+        peak = peak or torch.cuda.max_memory_allocated()
+        found.append(values)
+        report = swapper.report()
+        del job
+    assert report is not None
+    same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    return {
+        "workload": name,
+        "tensors": len(same),
+        "different": len(same) - sum(same),
+        "planned_passes": report.planned,
+        "swapped": sum(p.swapped for p in report.plans),
+        "remade": sum(p.remade for p in report.plans),
+        "late": report.late,
+        "refused": report.refused[:4],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--workloads", default="gpt,long,resnet")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--count", type=int, default=6)
+    parser.add_argument("--identity", action="store_true")
+    options = parser.parse_args()
+    backend = Cuda.open()
+    link = measure_link(backend)
+    backend.close()
+    print(link, torch.cuda.get_device_name(), torch.__version__, flush=True)
+    for name in options.workloads.split(","):
+        begin = time.perf_counter()
+        if options.identity:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            print(json.dumps(identity(name, link)), flush=True)
+            torch.use_deterministic_algorithms(False)
+        else:
+            measure(name, link, options.rounds, options.count, options.out)
+        torch.cuda.empty_cache()
+        print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

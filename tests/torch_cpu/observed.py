@@ -23,6 +23,7 @@ def observe(program: str) -> dict[str, object]:
     marks = Marks(lambda index, t_s: window.border(index))
     window = Window(marks, after=3)
     warnings.simplefilter("error")
+    window.start()
     marks.start()
     torch_before = "torch" in sys.modules
     exec(compile(program, "program.py", "exec"), {"MARKS": marks, "WINDOW": window})

@@ -219,17 +219,67 @@ assert os.waitpid(pid, 0)[1] == 0
     assert observe(TRAIN + program)["borders"] == 6
 
 
-def test_a_profiler_of_the_program_goes_first(observe):
-    program = f"""
-from torch.profiler import profile
-with profile() as p:
-    for _ in range(30): {STEP}
-assert len(p.key_averages()) > 5
+USES_A_PROFILER = """
+import os
+os.environ["KINETO_LOG_LEVEL"] = "99"
+from torch.profiler import ProfilerActivity, profile, schedule
 """
-    seen = observe("import os; os.environ['KINETO_LOG_LEVEL'] = '99'\n" + TRAIN + program)
-    assert seen["borders"] == 30
-    assert seen["window"] == "failed"
-    assert "own profiler" in seen["window_why_not"]
+
+
+@pytest.mark.parametrize("first", range(8))
+def test_a_profiler_of_the_program_goes_first(observe, first):
+    """It begins at every stage of our window, and sees what it would see without us."""
+    program = f"""
+for i in range(20):
+    if i == {first}:
+        p = profile(activities=[ProfilerActivity.CPU])
+        p.start()
+    {STEP.strip()}
+    if i == {first + 2}:
+        p.stop()
+assert [e.count for e in p.key_averages() if e.key == "Optimizer.step#SGD.step"] == [3]
+import torch.autograd.profiler as profiler
+assert profiler.profile._prepare_trace.__module__ == "torch.autograd.profiler"
+"""
+    seen = observe(TRAIN + USES_A_PROFILER + program)
+    assert seen["borders"] == 20
+    if seen["window"] == "failed":
+        assert "torch.profiler itself" in seen["window_why_not"]
+    else:
+        assert (seen["window"], first > 4) == ("done", True)
+
+
+def test_a_scheduled_profiler_of_the_program_keeps_its_warm_up(observe):
+    program = f"""
+with profile(activities=[ProfilerActivity.CPU],
+             schedule=schedule(wait=0, warmup=2, active=2, repeat=1)) as p:
+    for _ in range(8):
+        {STEP.strip()}
+        p.step()
+assert [e.count for e in p.key_averages() if e.key == "Optimizer.step#SGD.step"] == [2]
+"""
+    assert observe(TRAIN + USES_A_PROFILER + program)["window"] == "failed"
+
+
+def test_a_child_forked_inside_the_window_is_not_recorded(observe):
+    program = f"""
+import os
+forked = False
+for i in range(20):
+    {STEP.strip()}
+    if WINDOW.state == "open" and not forked:
+        forked = True
+        pid = os.fork()
+        if pid == 0:
+            {STEP.strip()}
+            from torch.autograd import _disable_profiler
+            names = [e.name() for e in _disable_profiler().events()]
+            os._exit(names.count("Optimizer.step#SGD.step"))
+        assert os.waitpid(pid, 0)[1] == 0
+    WINDOW.state == "preparing" and WINDOW._worker.join()
+assert forked
+"""
+    assert observe(TRAIN + program)["window"] == "done"
 
 
 def test_stopping_inside_a_step_does_not_disturb_the_step(observe):

@@ -2,7 +2,10 @@
 
 The program's thread pays for switching the profiler on and off at two borders and for the window
 itself. Its preparation (CUPTI, the first time 100s of ms) runs in a thread while the program goes
-on, and so does the export to a file, which is read whenever the trace is wanted.
+on, and so does the export to a file, which is read whenever the trace is wanted. What is left is
+mostly the collection of events when it is switched off, some us for each (measured on a CPU, 24
+transformer layers: 5 us without shapes, 9 us with), so that on a GPU, whose times hardly vary,
+one iteration has to do.
 """
 
 from __future__ import annotations
@@ -12,30 +15,36 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kilter.core.errors import FileError
 from kilter.core.trace import IterationTrace
 from kilter.observe.flops import torch_flops
+from kilter.observe.imports import after_import
 from kilter.observe.kineto import BORDER, MODULE, read_kineto
 from kilter.observe.marks import Fence, Marks
 
-_TRIES = 20
-"""Borders at which the program's own profiler may be in our way before we give up."""
+_THE_PROGRAM_S = "the program uses torch.profiler itself"
 
 
 class Window:
-    """Driven by borders: opens at border `after`, closes `iterations` later.
+    """Driven by borders: opens at border `after`, closes `iterations` later (None: 1 on a GPU,
+    2 on a CPU).
+
+    There can only be one profiler, and the program's own goes first: whenever it prepares one,
+    ours ends.
 
     `state` goes from `waiting` through `preparing`, `ready`, `open` and `saving` to `saved`, then
     `done` once `trace` has read the file, or to `failed`, with `why_not`. `costs_s` says what
     each step took, and `in_path_s` those of them in the program's thread.
     """
 
-    def __init__(self, marks: Marks, *, after: int = 5, iterations: int = 2) -> None:
-        if after < 1 or iterations < 1:
+    def __init__(self, marks: Marks, *, after: int = 5, iterations: int | None = None) -> None:
+        if after < 1 or (iterations is not None and iterations < 1):
             raise ValueError("a window begins after the first border and holds an iteration")
         self._marks = marks
         self._fence = marks.fence
@@ -46,22 +55,31 @@ class Window:
         self.costs_s: dict[str, float] = {}
         self.opened_at = 0
         """The border at which it opened."""
-        self._tries = 0
         self._profile: Any = None
+        self._guard: _Guard | None = None
         self._file: Path | None = None
         self._trace: IterationTrace | None = None
         self._annotations = _Annotations(self._fence)
         self._worker: threading.Thread | None = None
 
+    def start(self) -> None:
+        """Watch for the program's own profiler from the import of torch on. Without it, that
+        begins at the first border; one that is already prepared by then is not noticed."""
+        if self._guard is None:
+            self._guard = _Guard(self._fence(partial(self._abandon, _THE_PROGRAM_S)))
+            self._guard.start()
+            os.register_at_fork(after_in_child=self._forked)
+
     def border(self, index: int) -> None:
         """Border `index` of the program's iterations, called in the program's thread."""
         if self.state == "waiting":
+            self.start()
             self._prepare()
         elif self.state == "ready" and index >= self._after:
             self._open(index)
         elif self.state == "open":
             self._annotations.border()
-            if index >= self.opened_at + self._iterations:
+            if index >= self.opened_at + (self._iterations or 1):
                 self._shut()
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -70,7 +88,7 @@ class Window:
             self._shut()
         if self._worker is not None:
             self._worker.join(timeout_s)
-        if self.state not in ("saved", "done"):
+        if self.state not in ("saving", "saved", "done"):
             self._abandon("the program ended before its iterations could be observed")
 
     def trace(self) -> IterationTrace | None:
@@ -99,42 +117,68 @@ class Window:
         return sum(self.costs_s.get(step, 0.0) for step in ("begin", "open", "shut"))
 
     def _abandon(self, why: str) -> None:
-        if self.state == "failed":
+        """End it wherever it is. In the thread of a window that is ready or open, so that the
+        profiler can be switched off."""
+        if self.state in ("saving", "saved", "done", "failed"):
             return
+        if self.state == "preparing" and self._worker is not None:
+            self._worker.join()
         was, self.state, self.why_not = self.state, "failed", why
         here = self._annotations.here
         self._annotations.remove()
-        if was == "open" and here:
+        if was == "ready":
+            self._profile.start_trace()
+        if was == "ready" or (was == "open" and here):
             self._profile.stop_trace()
+        self._profile = None
+        self._unguard()
+
+    def _unguard(self) -> None:
+        if self._guard is not None:
+            self._guard.stop()
+
+    def _forked(self) -> None:
+        """In a child that the program forked inside the window, the profiler would go on for ever:
+        nobody is there to end it."""
+        if self.state == "open":
+            from torch.autograd import _enable_record_function
+
+            _enable_record_function(False)
+        self.state = "failed"
+        self._annotations.forget()
 
     def _prepare(self) -> None:
-        if self._blocked():
+        if _profiler_active():
+            self._abandon(_THE_PROGRAM_S)
             return
         import torch
         from torch.profiler import ProfilerActivity, profile
 
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        with self._timed("begin"), _quiet_kineto():
+        self._iterations = self._iterations or (1 if cuda else 2)
+        assert self._guard is not None
+        with self._guard.ours(), self._timed("begin"), _quiet_kineto():
             # Kineto registers itself in the thread that first uses it, and says so on stderr if
             # that is not the one that loaded torch. An empty trace of the CPU does it, in 3 ms.
-            first = profile(activities=[ProfilerActivity.CPU])
+            first = profile(activities=[ProfilerActivity.CPU], acc_events=True)
             first.prepare_trace()
             first.start_trace()
             first.stop_trace()
-        self._profile = profile(activities=activities, record_shapes=True)
+        # acc_events: without it some versions warn, once, about something that is not our case
+        self._profile = profile(activities=activities, record_shapes=True, acc_events=True)
         self.state = "preparing"
         self._run(self._prepare_aside)
 
     def _prepare_aside(self) -> None:
-        with self._timed("prepare"):
+        assert self._guard is not None
+        with self._guard.ours(), self._timed("prepare"):
             self._profile.prepare_trace()
+        torch_flops()  # Imports what the trace needs later, while timing matters least.
         if self.state == "preparing":
             self.state = "ready"
 
     def _open(self, index: int) -> None:
-        if self._blocked():
-            return
         with self._timed("open"):
             self._profile.start_trace()
             self._annotations.install(modules=not _something_compiled())
@@ -157,15 +201,7 @@ class Window:
         self._profile = None
         self._file = Path(name)
         self.state = "saved"
-
-    def _blocked(self) -> bool:
-        """The program's own profiler goes first; there can only be one."""
-        if not _profiler_active():
-            return False
-        self._tries += 1
-        if self._tries >= _TRIES:
-            self._abandon("the program's own profiler is active")
-        return True
+        self._unguard()
 
     def _run(self, function: Callable[[], None]) -> None:
         self._worker = threading.Thread(
@@ -175,6 +211,59 @@ class Window:
 
     def _timed(self, step: str) -> _Timed:
         return _Timed(self.costs_s, step)
+
+
+class _Guard:
+    """Tells when the program prepares a profiler of its own, before it does.
+
+    Torch has no hook for that, and two at a time are an error in the program's own call, so the
+    method by which every Kineto profiler begins is replaced until our window is over.
+    """
+
+    def __init__(self, in_the_way: Callable[[], None]) -> None:
+        self._in_the_way = in_the_way
+        self._ours: set[int] = set()
+        """Threads in which we prepare one."""
+        self._waiting: after_import | None = None
+        self._restore: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        self._waiting = after_import("torch.autograd.profiler", self._replace)
+        self._waiting.install()
+
+    def stop(self) -> None:
+        """Twice is once."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._restore()
+        self._restore = lambda: None
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """What this thread prepares inside is ours."""
+        thread = threading.get_ident()
+        self._ours.add(thread)
+        try:
+            yield
+        finally:
+            self._ours.discard(thread)
+
+    def _replace(self) -> None:
+        from torch.autograd.profiler import profile
+
+        original = profile._prepare_trace
+
+        def prepare(profiler: Any) -> Any:
+            if threading.get_ident() not in self._ours:
+                self._in_the_way()
+            return original(profiler)
+
+        def restore() -> None:
+            if profile._prepare_trace is prepare:
+                profile._prepare_trace = original
+
+        profile._prepare_trace = prepare
+        self._restore = restore
 
 
 class _Timed:
@@ -251,6 +340,10 @@ class _Annotations:
             self._handles.pop().remove()
         self._leave_all()
         self._names.clear()
+
+    def forget(self) -> None:
+        """Be without effect in a forked child."""
+        self._thread = 0
 
     def border(self) -> None:
         self._leave_all()

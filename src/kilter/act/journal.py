@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -233,7 +233,8 @@ class Place:
             os.close(handle)
 
     def _unusable(self, error: OSError) -> FileError:
-        return FileError(f"{error.filename or self.directory}: {error.strerror}; nothing is set")
+        where = error.filename or self.journal_path
+        return FileError(f"{where}: {error.strerror}; without lock and journal nothing is set")
 
 
 def boot_id() -> str:
@@ -258,12 +259,18 @@ def start_ticks(pid: int) -> int | None:
 def over(found: Setting, setting: Setting) -> Setting:
     """`setting`, with every knob that it leaves open as it was found: a plan for the SM clock must
     not undo the administrator's power limit."""
-    chosen = {
-        knob: found_value if (value := getattr(setting, knob)) is None else value
-        for knob in KNOBS
-        for found_value in (getattr(found, knob),)
-    }
-    return Setting(**chosen)
+    return Setting(
+        **{
+            knob: getattr(found if getattr(setting, knob) is None else setting, knob)
+            for knob in KNOBS
+        }
+    )
+
+
+def lower(setting: Setting, found: Setting) -> bool:
+    """Whether some knob is below what was found, so that a hanging job would stay slow."""
+    pairs = ((getattr(setting, knob), getattr(found, knob)) for knob in KNOBS)
+    return any(a is not None and (b is None or a < b) for a, b in pairs)
 
 
 def near(knob: Knob, a: float | None, b: float | None) -> bool:
@@ -458,9 +465,3 @@ def _restore_one(place: Place, open_device: Callable[[Journal], Device]) -> Outc
             found=None if journal is None else journal.found,
             pid=None if journal is None else journal.pid,
         )
-
-
-def lower(setting: Setting, found: Setting) -> bool:
-    """Whether some knob is below what was found, so that a hanging job would stay slow."""
-    pairs = ((getattr(setting, f.name), getattr(found, f.name)) for f in fields(Setting))
-    return any(a is not None and (b is None or a < b) for a, b in pairs)

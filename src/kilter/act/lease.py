@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
@@ -34,7 +35,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -57,7 +58,7 @@ from kilter.act.journal import (
     start_ticks,
     state_directory,
 )
-from kilter.act.watcher import MESSAGE, READY
+from kilter.act.watcher import MESSAGE
 from kilter.core.errors import (
     DeviceError,
     DeviceHung,
@@ -284,7 +285,7 @@ class Lease:
     def _arm(self, hold_s: float) -> int:
         """Tell the watcher the deadline of the journal's setting; start one if there is none."""
         if self._place is None or self._journal is None:
-            return READY
+            return 0
         hold_s = hold_s if lower(self._journal.last, self._found) else float("inf")
         if self._watcher is not None:
             number = self._watcher.tell(time.monotonic() + hold_s)
@@ -292,6 +293,7 @@ class Lease:
                 return number
             # It is gone, or does not read. With another nonce it will not act if it wakes up.
             self._watcher.close()
+            self._watcher = None
             self._write(msgspec.structs.replace(self._journal, nonce=secrets.token_hex(8)))
         assert self._lock is not None
         self._watcher = _Watcher.start(self._place, self._lock, self._journal)
@@ -408,8 +410,10 @@ class _Watcher:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._number = READY
-        self._alive = True
+        self._number = 0
+        self._death: int | None = None
+        """Becomes readable when the watcher dies. The connection alone does not tell, if a child
+        was forked while it was made and has the other end open, too."""
 
     @classmethod
     def start(cls, place: Place, lock: int, journal: Journal) -> _Watcher:
@@ -444,17 +448,22 @@ class _Watcher:
                 raise DeviceError(f"no watcher could be started: {error}") from error
         ours.settimeout(WATCHER_START_S)
         watcher = cls(ours)
-        if watcher._receive() != [READY]:
+        pids = watcher.passed()
+        if not pids:
             watcher.close()
             raise DeviceError(
                 f"the watcher did not come up; see {place.directory / 'watcher.log'}. "
                 "Nothing is set without it"
             )
         ours.setblocking(False)
+        with suppress(OSError):  # dead already, or an old kernel
+            watcher._death = os.pidfd_open(pids[0])
         return watcher
 
     def tell(self, deadline_s: float) -> int | None:
         """Number of the deadline; `None` if nobody is there to hear it."""
+        if self._death is not None and _readable(self._death):
+            return None
         self._number += 1
         try:
             # MSG_NOSIGNAL: a script may have put SIGPIPE back to its deadly default.
@@ -465,9 +474,6 @@ class _Watcher:
 
     def passed(self) -> list[int]:
         """Numbers of deadlines that have passed since the last call."""
-        return self._receive()
-
-    def _receive(self) -> list[int]:
         try:
             raw = self._connection.recv(64 * MESSAGE.size)
         except (BlockingIOError, TimeoutError, ConnectionResetError):
@@ -477,3 +483,12 @@ class _Watcher:
 
     def close(self) -> None:
         self._connection.close()
+        if self._death is not None:
+            os.close(self._death)
+            self._death = None
+
+
+def _readable(handle: int) -> bool:
+    poll = select.poll()  # `select` itself fails from the 1024th open file on
+    poll.register(handle, select.POLLIN)
+    return bool(poll.poll(0))

@@ -35,9 +35,9 @@ from kilter.act.journal import (
 from kilter.core.errors import DeviceError, KilterError
 
 MESSAGE = struct.Struct("=Qd")
-"""Job to watcher: number, deadline (monotonic seconds; infinite: none). Watcher to job: READY when
-it can restore, and the number of a deadline that has passed, once the found setting is back."""
-READY = 0
+"""Job to watcher: number, deadline (monotonic seconds; infinite: none). Watcher to job: first its
+pid, when it is able to restore; then the number of each deadline that has passed, once the found
+setting is back."""
 TRIES_S = (0.0, 0.5, 2.0, 5.0)
 """Waits before each attempt to put a dead job's GPU back."""
 AGAIN_S = 5.0
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
         _say(f"cannot watch: {error}")
         return
     with socket.socket(fileno=int(connection)) as job:
-        _tell(job, READY)
+        _tell(job, os.getpid())
         _watch(place, journal, job)
     _finish(place, nonce, int(lock))
 
@@ -75,7 +75,7 @@ def _watch(place: Place, journal: Journal, job: socket.socket) -> None:
     if death is not None:
         poll.register(death, select.POLLIN)
     job.setblocking(False)
-    number, deadline_s = READY, math.inf
+    number, deadline_s = 0, math.inf
     while True:
         left_s = deadline_s - time.monotonic()
         # In parts: poll takes at most 24 days in milliseconds, and rounds down.

@@ -169,7 +169,9 @@ def kill_watcher(directory: Path) -> None:
     if pid is not None:
         death = os.pidfd_open(pid)
         os.kill(pid, signal.SIGKILL)
-        select.select([death], [], [], TIMEOUT_S)
+        poll = select.poll()
+        poll.register(death, select.POLLIN)
+        poll.poll(TIMEOUT_S * 1e3)
         os.close(death)
 
 
@@ -333,6 +335,18 @@ def watcher_killed(box: Box) -> None:
     kill_watcher(box.state_directory)
     job.ask("set", sm_mhz=900, limit_w=300)
     job.kill()
+
+
+def watcher_killed_for_good(box: Box) -> None:
+    """SIGKILL of the watcher, and no other one can start"""
+    job = box.low()
+    kill_watcher(box.state_directory)
+    log = box.state_directory / "watcher.log"
+    log.unlink()
+    log.mkdir()  # in the way
+    box.note(job.ask("set", sm_mhz=900)["error"])
+    box.note(f"{box.setting()} while the job goes on")
+    job.end()
 
 
 def watcher_terminated(box: Box) -> None:
@@ -575,6 +589,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     sigkill_inside_set,
     sigkill_at_restore,
     watcher_killed,
+    watcher_killed_for_good,
     watcher_terminated,
     both_killed_then_restore,
     both_killed_then_next,

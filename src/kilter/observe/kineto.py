@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -342,7 +343,9 @@ class _Trace:
         return [self._kernel(e) for e in self._device_events if e.arg("device") == device]
 
     def _kernel(self, event: Event) -> _Piece:
-        launched, parent = self._launched.get(event.arg("correlation"), (event.ts, None))
+        # The GPU runs behind the host: what nobody has launched here was launched before the trace.
+        before = -inf if self._launched else event.ts
+        launched, parent = self._launched.get(event.arg("correlation"), (before, None))
         flops = bytes_ = 0.0
         for work in (parent.operation, parent.sized) if parent else ():
             if work is not None:
@@ -415,7 +418,8 @@ def _optimizer(annotation: str) -> str:
 
 def _short(kernel: str) -> str:
     """The name of a kernel without its template and arguments."""
-    name = re.split(r"[<(]", kernel.removeprefix("void "), maxsplit=1)[0]
+    plain = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
+    name = re.split(r"[<(]", plain, maxsplit=1)[0]
     return name.rpartition("::")[2] or kernel
 
 

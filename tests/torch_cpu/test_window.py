@@ -185,3 +185,19 @@ def test_an_error_in_a_forward_pass_is_the_program_s_and_leaves_nothing_open():
     window.close()
     trace = window.trace()
     assert flops(trace, "head", Kind.FORWARD) == 2 * 4 * 8 * 10
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["while it runs", "at its end"])
+def test_a_gpu_s_timeline_is_read_by_a_child(early):
+    _, window = train(*fresh(Convnet), observe=True)
+    window._on_gpu, window._closed = True, False
+    assert window.trace() is None
+    assert window.state == "reading"
+    if early:
+        window.close()
+    else:
+        window._reader.wait()
+    trace = window.trace()
+    assert flops(trace, "head", Kind.FORWARD) == 2 * 4 * 8 * 10
+    assert window.state == "done"
+    assert not window._file.exists()

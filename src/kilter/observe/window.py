@@ -11,6 +11,7 @@ one iteration has to do.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -21,13 +22,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kilter.core import codec
 from kilter.core.errors import FileError
 from kilter.core.trace import IterationTrace
+from kilter.observe import read
 from kilter.observe.flops import torch_flops
 from kilter.observe.imports import after_import
 from kilter.observe.kineto import BORDER, MODULE, read_kineto
 from kilter.observe.marks import Fence, Marks
 
+_OVER = ("saving", "saved", "reading", "done", "failed")
+_READ_S = 60.0
+"""The longest that the end of a program waits for its trace to be read."""
 _THE_PROGRAM_S = "the program uses torch.profiler itself"
 
 
@@ -38,9 +44,9 @@ class Window:
     There can only be one profiler, and the program's own goes first: whenever it prepares one,
     ours ends.
 
-    `state` goes from `waiting` through `preparing`, `ready`, `open` and `saving` to `saved`, then
-    `done` once `trace` has read the file, or to `failed`, with `why_not`. `costs_s` says what
-    each step took, and `in_path_s` those of them in the program's thread.
+    `state` goes from `waiting` through `preparing`, `ready`, `open` and `saving` to `saved`, then,
+    as `trace` reads the file, `reading` and `done`; or to `failed`, with `why_not`. `costs_s` says
+    what each step took, and `in_path_s` those of them in the program's thread.
     """
 
     def __init__(self, marks: Marks, *, after: int = 5, iterations: int | None = None) -> None:
@@ -59,6 +65,9 @@ class Window:
         self._guard: _Guard | None = None
         self._file: Path | None = None
         self._trace: IterationTrace | None = None
+        self._on_gpu = False
+        self._closed = False
+        self._reader: subprocess.Popen[bytes] | None = None
         self._annotations = _Annotations(self._fence)
         self._worker: threading.Thread | None = None
 
@@ -84,32 +93,55 @@ class Window:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """The program is over: end it wherever it is. Whole iterations seen are not lost."""
+        self._closed = True
         if self.state == "open" and self._annotations.here and self._marks.index > self.opened_at:
             self._shut()
         if self._worker is not None:
             self._worker.join(timeout_s)
-        if self.state not in ("saving", "saved", "done"):
+        if self.state not in _OVER:
             self._abandon("the program ended before its iterations could be observed")
 
     def trace(self) -> IterationTrace | None:
-        """What was seen, from the first call after the file is there; None before, or if failed.
+        """What was seen; None before the file is read, or if failed. Not for the program's thread.
 
-        Reads the file, which takes up to a second: not for the program's thread.
+        A host's timeline is read on the spot. A GPU's is read by a child, since a training that
+        is bound by its host would feel every ms of ours; `close` ends the waiting for it.
         """
         if self.state == "saved" and self._file is not None:
-            try:
-                self._trace = read_kineto(
-                    self._file,
-                    flops=torch_flops(),
-                    iteration_s=self._marks.usual_s,
-                    breathe=_breathe,
+            if self._on_gpu and not self._closed:
+                result = self._file.with_suffix(".trace")
+                self._reader = read.start(self._file, result, iteration_s=self._marks.usual_s)
+                self.state = "reading"
+            else:
+                self._read(
+                    lambda raw: read_kineto(
+                        raw, flops=torch_flops(), iteration_s=self._marks.usual_s, breathe=_breathe
+                    )
                 )
-                self.state = "done"
-            except FileError as error:
-                self._abandon(str(error))
-            finally:
-                self._file.unlink(missing_ok=True)
+        elif self.state == "reading" and self._reader is not None and self._file is not None:
+            if self._closed:
+                self._await_reader(self._reader)
+            if self._reader.poll() is not None:
+                self._read(lambda raw: codec.load(raw.with_suffix(".trace"), IterationTrace))
         return self._trace
+
+    def _await_reader(self, reader: subprocess.Popen[bytes]) -> None:
+        try:
+            reader.wait(_READ_S)
+        except subprocess.TimeoutExpired:
+            reader.kill()
+            reader.wait()
+
+    def _read(self, reader: Callable[[Path], IterationTrace]) -> None:
+        assert self._file is not None
+        try:
+            self._trace = reader(self._file)
+            self.state = "done"
+        except FileError as error:
+            self.state, self.why_not = "failed", str(error)
+        finally:
+            for file in (self._file, self._file.with_suffix(".trace")):
+                file.unlink(missing_ok=True)
 
     @property
     def in_path_s(self) -> float:
@@ -119,7 +151,7 @@ class Window:
     def _abandon(self, why: str) -> None:
         """End it wherever it is. In the thread of a window that is ready or open, so that the
         profiler can be switched off."""
-        if self.state in ("saving", "saved", "done", "failed"):
+        if self.state in _OVER:
             return
         if self.state == "preparing" and self._worker is not None:
             self._worker.join()
@@ -154,7 +186,7 @@ class Window:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        cuda = self._on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         self._iterations = self._iterations or (1 if cuda else 2)
         assert self._guard is not None
@@ -174,7 +206,6 @@ class Window:
         assert self._guard is not None
         with self._guard.ours(), self._timed("prepare"):
             self._profile.prepare_trace()
-        torch_flops()  # Imports what the trace needs later, while timing matters least.
         if self.state == "preparing":
             self.state = "ready"
 

@@ -90,6 +90,11 @@ def pool() -> Iterator[tuple[ThreadPoolExecutor, Callable[[], Victims]]]:
         each.close()
 
 
+@pytest.fixture(autouse=True)
+def fake_cards_may_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KILTER_READ_ONLY", raising=False)
+
+
 def run_job(victims: Victims, box: Box, at: int, *, both: bool) -> str:
     with victims.job(box, role="job", at=at, both=both):
         pass

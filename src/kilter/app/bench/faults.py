@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kilter.act.journal import Journal, Place
+from kilter.act.journal import STATE_VARIABLE, Journal, Place
 from kilter.act.lease import Lease
 from kilter.core.errors import KilterError
 from kilter.core.label import Label
@@ -68,7 +68,10 @@ class Box:
         self.jobs: list[Job] = []
 
     def environ(self, **more: str) -> dict[str, str]:
-        return self.fake.environ() | {"KILTER_STATE_DIR": str(self.state_directory)} | more
+        """Of a process in the box: fake cards, and nothing that is meant for real ones."""
+        base = {name: value for name, value in os.environ.items() if not name.startswith("KILTER")}
+        own = {STATE_VARIABLE: str(self.state_directory)}
+        return self.fake.environ(base) | own | more
 
     def setting(self) -> Setting:
         """What the card itself has, whoever asks."""

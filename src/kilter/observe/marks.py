@@ -207,12 +207,11 @@ class Marks:
         self._on_border(self.index, now)
 
     def _record(self, device: Any) -> Any:
-        import torch
-
-        if torch.cuda.is_current_stream_capturing():
+        cuda = sys.modules["torch"].cuda
+        if cuda.is_current_stream_capturing():
             return None
-        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
+        event = self._pool.pop() if self._pool else cuda.Event(enable_timing=True)
+        event.record(cuda.current_stream(device))
         return event
 
     def _harvest(self) -> None:
@@ -295,7 +294,8 @@ class _InferenceWatch(threading.Thread):
     is called without gradients, hooks that one alone, and takes the global hooks out.
 
     The compiler would trace these hooks, and warns of them. It is imported by whatever compiles,
-    and also by every optimizer: once it is there, nothing is watched.
+    and also by every optimizer: once it is there, nothing is watched. (`torch.jit.script`, which
+    does not import it, refuses a module with a hook of ours.)
     """
 
     def __init__(self, marks: Marks) -> None:

@@ -1,5 +1,7 @@
-"""Parallel branches on a real GPU: graphs, forks, compiled groups and kernels, never silently wrong."""
+"""Parallel branches on a real GPU: graphs, forks, compiled groups and kernels, never wrong."""
 
+import copy
+import gc
 import threading
 
 import pytest
@@ -83,14 +85,14 @@ def test_the_same_kernels_give_the_same_bits():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_auto_and_the_fused_mode_on_a_layer_of_window_heads(dtype):
     encoder = Encoder(layers=2).eval().to("cuda", dtype)
+    wide = copy.deepcopy(encoder).double()
     mask = padding_mask().cuda()
     for mode in ("fused", "auto"):
         with parallel(encoder, mode=mode) as fast:
             for _ in range(3):
                 x = rand(TOKENS, 1, 256, dtype=dtype)
                 found, expected = fast(x, mask), encoder(x, mask)
-                exact = encoder.double()(x.double(), mask)
-                encoder.to(dtype)
+                exact = wide(x.double(), mask)
                 worst = (found.double() - exact).abs().max()
                 assert worst <= 3 * (expected.double() - exact).abs().max(), fast.explain()
             assert fast.plan().chosen != "serial", fast.explain()
@@ -137,6 +139,18 @@ def test_changed_weights_are_seen_however_they_change(mode):
             torch.cuda.empty_cache()
             same(fast(x), serial(branches, x))
             same(fast(x), serial(branches, x))
+
+
+def test_tables_and_weights_live_as_long_as_the_graph_that_reads_them():
+    encoder = Encoder(layers=1).eval().cuda()
+    with parallel(encoder, mode="batched") as fast:
+        x, mask = rand(TOKENS, 1, 256), padding_mask().cuda()
+        fast(x, mask)
+        gc.collect()
+        torch.cuda.empty_cache()
+        taken = [torch.full((2**20,), -1, device="cuda") for _ in range(64)]
+        torch.testing.assert_close(fast(x, mask), encoder(x, mask), rtol=1e-3, atol=1e-4)
+        assert len(taken) == 64
 
 
 def test_results_are_not_overwritten_by_the_next_call():
@@ -276,3 +290,26 @@ def test_workloads_are_right_under_a_forked_graph(name):
         again = fast(*inputs)
         assert fast.plan().chosen == "graph_streams", fast.explain()
     torch.testing.assert_close(first, again, rtol=1e-3, atol=1e-3)
+
+
+def test_split_products_are_as_exact_as_float32():
+    from kilter.act.branches.products import _operation
+
+    linear = _operation()
+    for rows, inner, columns in ((704, 256, 768), (704, 256, 2048), (704, 2048, 256), (37, 64, 50)):
+        x, weight, bias = rand(rows, inner), rand(columns, inner), rand(columns)
+        exact = x.double() @ weight.double().T + bias.double()
+        plain = (torch.nn.functional.linear(x, weight, bias).double() - exact).abs().max()
+        found = linear(x, weight, bias, False)
+        assert (found.double() - exact).abs().max() <= 2 * plain
+        assert torch.equal(linear(x, weight, bias, True), found.relu())
+
+
+def test_host_tables_cost_no_synchronisation_in_ours():
+    """The published code's index meshes on the host become tables on the device."""
+    encoder = Encoder(layers=1, host_tables=True, rebuild=True).eval().cuda()
+    x, mask = rand(TOKENS, 1, 256), padding_mask().cuda()
+    with parallel(encoder, mode="graph_streams") as fast:
+        fast(x, mask)
+        assert fast.plan().chosen == "graph_streams", fast.explain()
+        torch.testing.assert_close(fast(x, mask), encoder(x, mask), rtol=1e-3, atol=1e-4)

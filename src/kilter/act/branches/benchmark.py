@@ -37,6 +37,7 @@ GPU_ROWS = (
     "serial",
     "auto",
     "fused",
+    "compiled_batched",
     "compiled",
     "batched",
     "graph",
@@ -53,8 +54,9 @@ ABOUT = {
     "published": "eager loop with the published code's host traps",
     "serial": "eager loop, device buffers",
     "auto": "ours: tries its ways, keeps the fastest right one",
-    "fused": "ours: two Triton launches for all heads of a layer, rest compiled",
-    "compiled": "ours: stacked groups compiled, forked inside one graph",
+    "fused": "ours: three Triton launches for all heads of a layer, rest compiled",
+    "compiled_batched": "ours: stacked groups compiled, forked inside one graph",
+    "compiled": "ours: every branch compiled after folding, forked inside one graph",
     "batched": "ours: stacked groups, not compiled, forked inside one graph",
     "graph": "one CUDA graph of the loop",
     "graph_fork": "one CUDA graph of the loop, a forked stream for each branch",
@@ -165,7 +167,7 @@ def _measure(
         if on_gpu:
             result["peak_bytes"] = torch.cuda.max_memory_allocated() - held
             result["pool_bytes"] = way.pool()
-        if row in ("auto", "fused", "compiled"):
+        if row in ("auto", "fused", "compiled", "compiled_batched"):
             result["explain"] = way.explain()
         return result
     except (Refused, *TRACE_ERRORS) as error:

@@ -6,9 +6,10 @@ instead of copying it, or kept an output over the next replay, would get wrong n
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -35,6 +36,28 @@ class Turns:
         self.stream: torch.cuda.Stream | None = None
 
 
+@contextmanager
+def _clean(device: torch.device, pool: Any) -> Iterator[None]:
+    """No garbage collection inside (it may free another graph, which breaks a capture); and after
+    a failure the random generator and the allocator, which the framework leaves in the middle of
+    it, are brought back."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    collecting = gc.isenabled()
+    gc.disable()
+    whole = False
+    try:
+        yield
+        whole = True
+    finally:
+        if collecting:
+            gc.enable()
+        if not whole:
+            generator.graphsafe_set_state(generator.clone_state())
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(index, pool)
+
+
 class Captured:
     """A captured step. Not thread-safe by itself: `turns` makes it so."""
 
@@ -48,6 +71,8 @@ class Captured:
         turns: Turns,
     ) -> None:
         self._turns = turns
+        # The graph reads weights and tables by address: whatever the step holds must stay alive.
+        self._step = step
         # Runs on the capture stream, so that this memory belongs to it and stays where it is.
         backend = Cuda(device)
         stream = backend.side(CAPTURE_SIDE)
@@ -62,15 +87,16 @@ class Captured:
             for _ in range(WARM_UPS):
                 step(self._inputs)
             torch.cuda.synchronize(device)
-            # Only this thread's calls can break the capture: a data loader may pin memory.
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            whole = False
-            try:
-                self._outputs = list(step(self._inputs))
-                whole = True
-            finally:  # a capture left open would break every later launch
-                with nullcontext() if whole else suppress(RuntimeError):
-                    self._graph.capture_end()
+            with _clean(device, pool):
+                # Only this thread's calls can break the capture: a data loader may pin memory.
+                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                whole = False
+                try:
+                    self._outputs = list(step(self._inputs))
+                    whole = True
+                finally:  # a capture left open would break every later launch
+                    with nullcontext() if whole else suppress(RuntimeError):
+                        self._graph.capture_end()
         backend.current().wait_stream(stream)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:

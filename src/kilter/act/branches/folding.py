@@ -425,6 +425,8 @@ def _early_first(graph: fx.GraphModule) -> None:
     if not placeholders:
         return
     last = placeholders[-1]
+    for node in early:
+        node.meta["early"] = True
     for node in nodes:
         if (node in early or weight_view(node)) and node.op != "placeholder":
             last.append(node)

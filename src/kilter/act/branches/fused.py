@@ -1,4 +1,4 @@
-"""All heads of a layer in two launches: one Triton kernel for the scores, one for the values.
+"""All heads of a layer in three launches: scores, softmax, values, each for every head at once.
 
 Heads of the form `softmax(a * rows_q(q) rows_k(k)^T + bias) rows_v(v)`, each with its own number of
 rows and row tables, differ only in numbers. A program of the grid looks its head up in a work list,
@@ -24,10 +24,21 @@ from kilter.act.branches.tracing import Refused, value
 
 aten = torch.ops.aten
 
-BLOCK_ROWS = 16
-BLOCK_COLUMNS = 64
-SLOTS_EACH = 8
-"""Slots that one program of the score kernel adds up; longer sums are split over programs."""
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the kernels cut their work."""
+
+    rows: int = 16
+    columns: int = 64
+    slots: int = 8
+    """Slots that one program of the score kernel adds up; longer sums are split over programs."""
+    warps: int = 2
+    stages: int = 3
+    precision: str = "tf32x3"
+    """Of float32 products: three TF32 products with the rounding errors added back, about as
+    exact as `ieee`; the check against float64 judges it like everything else."""
+
 
 _TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
 
@@ -66,10 +77,17 @@ class _Match:
 class FusedHeads:
     """`(q, k, v, bias) -> (tokens, heads * width)` for a layer's heads."""
 
-    def __init__(self, heads: Sequence[Head], width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        heads: Sequence[Head],
+        width: int,
+        device: torch.device,
+        blocks: Blocks | None = None,
+    ) -> None:
         self.heads, self.width = tuple(heads), width
+        self.blocks = blocks or Blocks()
         self.tokens = heads[0].rows * heads[0].slots
-        self._tables = _Tables(self.heads, device)
+        self._tables = _Tables(self.heads, self.blocks, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor]:
         if q.is_cuda and has_triton():
@@ -90,58 +108,70 @@ class FusedHeads:
         return torch.cat(parts, dim=1)
 
     def _launch(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        scores_kernel, values_kernel = _kernels()
-        t = self._tables
+        from kilter.act.branches import kernels
+
+        t, b = self._tables, self.blocks
         scores = torch.empty(t.score_numel, dtype=torch.float32, device=q.device)
+        weights = torch.empty(t.weight_numel, dtype=v.dtype, device=q.device)
         out = torch.empty(
             (self.tokens, len(self.heads) * self.width), dtype=v.dtype, device=v.device
         )
-        blocks = {"ROWS": BLOCK_ROWS, "COLUMNS": BLOCK_COLUMNS, "WIDTH": self.width}
-        scores_kernel[(t.score_work.shape[0],)](
-            q, k, scores, t.heads, t.score_work, t.query, t.key,
-            **blocks, num_warps=4, num_stages=3,
-        )  # fmt: skip
-        values_kernel[(t.value_work.shape[0],)](
-            scores, bias, v, out, t.heads, t.scales, t.value_work, t.values, t.place,
-            out.shape[1], **blocks, num_warps=4, num_stages=2,
-        )  # fmt: skip
+        cut = {
+            "ROWS": b.rows,
+            "COLUMNS": b.columns,
+            "WIDTH": self.width,
+            "PRECISION": b.precision,
+            "num_warps": b.warps,
+            "num_stages": b.stages,
+        }
+        kernels.scores[(t.score_work.shape[0],)](
+            q, k, scores, t.heads, t.score_work, t.query, t.key, **cut
+        )
+        kernels.softmax[(t.row_work.shape[0],)](
+            scores, bias, weights, t.heads, t.scales, t.row_work, SPAN=t.span, num_warps=4
+        )
+        kernels.values[(t.value_work.shape[0],)](
+            weights, v, out, t.heads, t.value_work, t.values, t.place, out.shape[1], **cut
+        )
         return out
 
 
 class _Tables:
     """The heads' numbers on the device, and who does what."""
 
-    def __init__(self, heads: Sequence[Head], device: torch.device) -> None:
+    def __init__(self, heads: Sequence[Head], blocks: Blocks, device: torch.device) -> None:
         numbers, score_work, value_work = [], [], []
         row_at = column_at = score_at = bias_at = 0
         for index, h in enumerate(heads):
-            splits = math.ceil(h.slots / SLOTS_EACH)
+            splits = math.ceil(h.slots / blocks.slots)
             numbers.append(
                 [h.rows, h.columns, h.slots, splits, row_at, column_at, score_at, bias_at]
             )
-            row_blocks = math.ceil(h.rows / BLOCK_ROWS)
+            row_blocks = math.ceil(h.rows / blocks.rows)
             for split in range(splits):
-                slots = min(SLOTS_EACH, h.slots - split * SLOTS_EACH)
+                slots = min(blocks.slots, h.slots - split * blocks.slots)
                 score_work += [
                     (slots, [index, row, column, split])
                     for row in range(row_blocks)
-                    for column in range(math.ceil(h.columns / BLOCK_COLUMNS))
+                    for column in range(math.ceil(h.columns / blocks.columns))
                 ]
             value_work += [
-                (splits, [index, row, slot]) for row in range(row_blocks) for slot in range(h.slots)
+                [index, row, slot] for row in range(row_blocks) for slot in range(h.slots)
             ]
             row_at += h.rows * h.slots
             column_at += h.columns * h.slots
             score_at += splits * h.rows * h.columns
             bias_at += h.rows * h.columns
-        self.score_numel = score_at
+        self.score_numel, self.weight_numel = score_at, bias_at
+        self.span = 1 << (max(h.columns for h in heads) - 1).bit_length()
         # Longest first: the last programs of the grid are the short ones.
         score_work.sort(key=lambda item: -item[0])
-        value_work.sort(key=lambda item: -item[0])
         self.heads = torch.tensor(numbers, dtype=torch.int32, device=device)
         self.scales = torch.tensor([h.scale for h in heads], dtype=torch.float32, device=device)
         self.score_work = torch.tensor([w for _, w in score_work], dtype=torch.int32).to(device)
-        self.value_work = torch.tensor([w for _, w in value_work], dtype=torch.int32).to(device)
+        self.value_work = torch.tensor(value_work, dtype=torch.int32).to(device)
+        row_work = [[i, row] for i, h in enumerate(heads) for row in range(h.rows)]
+        self.row_work = torch.tensor(row_work, dtype=torch.int32).to(device)
         self.query = _joined([h.query for h in heads], device)
         self.key = _joined([h.key for h in heads], device)
         self.values = _joined([h.values for h in heads], device)
@@ -162,24 +192,20 @@ def has_triton() -> bool:
     return True
 
 
-@cache
-def _kernels() -> tuple[Any, Any]:
-    from kilter.act.branches import kernels
-
-    return kernels.scores, kernels.values
-
-
 # --- finding the form -----------------------------------------------------------------------------
 
 
 def fuse(program: Program) -> Program:
-    """Every step whose units are all such heads becomes one unit of two launches."""
+    """Every step whose units are all such heads becomes one unit of three launches."""
     slots = program.slots
     constants = dict(program.constants)
     steps: list[tuple[Unit, ...]] = []
     bias_slot: dict[Hashable, int] = {}
     layers: dict[Hashable, FusedHeads] = {}
     joined: dict[tuple[int, ...], int] = {}
+    early: list[Unit] = []
+    first = -1
+    available = set(constants) | set(program.inputs)
     found = 0
     for step in program.steps:
         step = tuple(_with_joined(unit, joined) for unit in step)
@@ -189,10 +215,18 @@ def fuse(program: Program) -> Program:
             steps.append(step)
             continue
         found += 1
+        if first < 0:
+            first = len(steps)
+            available |= {slot for s in steps for unit in s for slot in unit.writes}
         bias_key = tuple((m.bias_key, m.bias_reads) for m in heads)
         if bias_key not in bias_slot:
             bias_slot[bias_key] = slots
-            steps.append((_bias_unit(heads, slots),))
+            unit = _bias_unit(heads, slots)
+            # What needs nothing of the layers is done beside each other, before the first.
+            if first < 0 or set(unit.reads) <= available:
+                early.append(unit)
+            else:
+                steps.append((unit,))
             slots += 1
         head_key = tuple(tuple(_identity(t) for t in _tables_of(m.head)) for m in heads)
         if head_key not in layers:
@@ -213,6 +247,8 @@ def fuse(program: Program) -> Program:
             )
         )
         slots += 1
+    if early:
+        steps.insert(first, tuple(early))
     if not found:
         raise Refused("no layer whose branches are all attention heads over row tables")
     read = {slot for step in steps for unit in step for slot in unit.reads}

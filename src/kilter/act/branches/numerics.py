@@ -27,9 +27,25 @@ class _Widened(fx.Interpreter):  # type: ignore[misc]
         }
         if target is torch.ops.aten._softmax.default:
             args = (*args[:2], False)  # half to float: the input is double already
-        if target is torch.ops.aten._scaled_dot_product_efficient_attention.default:
-            raise NotImplementedError(str(target))
+        if "_scaled_dot_product" in str(target):
+            return _attention(target, args, kwargs)
         return super().call_function(target, args, wide)
+
+
+def _attention(target: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The fused attentions have no float64 form; their definition has."""
+    names = [a.name for a in target._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    found, _ = torch.ops.aten._scaled_dot_product_attention_math(
+        given["query"],
+        given["key"],
+        given["value"],
+        given.get("attn_bias", given.get("attn_mask")),
+        0.0,
+        given.get("is_causal", False),
+        scale=given.get("scale"),
+    )
+    return (found, *[None] * (len(target._schema.returns) - 1))
 
 
 def _wide(x: Any) -> Any:

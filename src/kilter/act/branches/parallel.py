@@ -7,6 +7,7 @@ reason, and the reason is kept for `explain()`.
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections import OrderedDict
@@ -21,6 +22,7 @@ from torch import Tensor, fx, nn
 from kilter.act.branches import fused, native, numerics
 from kilter.act.branches.capture import Captured, Turns, pool_bytes
 from kilter.act.branches.folding import Folded, check_devices, fold
+from kilter.act.branches.products import split_products
 from kilter.act.branches.program import (
     Program,
     RunStep,
@@ -58,18 +60,24 @@ MODES = (
     "graph_streams",
     "batched",
     "compiled",
+    "compiled_batched",
     "fused",
 )
 ON_CPU = ("threads", "batched")
-ON_GPU = ("graph", "graph_streams", "batched", "compiled", "fused")
+ON_GPU = ("graph", "graph_streams", "batched", "fused", "compiled_batched", "compiled")
 """What `auto` tries. Threads and eager streams are not among the GPU's: a graph removes the
 launches that they spread."""
-CAPTURED = ("graph", "graph_streams", "batched", "compiled", "fused")
+COMPILED = ("fused", "compiled_batched", "compiled")
+CAPTURED = ("graph", "graph_streams", "batched", *COMPILED)
 SAME_KERNELS = ("threads", "streams", "graph")
 """On a GPU these run the serial loop's own kernels, so their results must be equal bit for bit."""
+EAGER = ("graph_streams", "batched")
+UNCOMPILED = {"compiled": "graph_streams", "compiled_batched": "batched"}
 READMIT = 8
 """Calls that a signature whose graph was evicted runs serially before it is captured again, so
 that more signatures than graphs do not spend their time on captures."""
+UNIT_S = 0.7
+"""First guess at the time to compile one piece."""
 RESTLESS = 3
 """Calls that change their own modules before such a signature is left to the serial loop."""
 
@@ -92,6 +100,7 @@ class _Bench:
     """Everything the candidates of one signature are built from."""
 
     def __init__(self, owner: Parallel, arguments: tuple[Any, ...], state: State) -> None:
+        self.began = time.perf_counter()
         self.owner = owner
         self.arguments = arguments
         self.state = state
@@ -119,15 +128,17 @@ class _Bench:
         if mode == "batched":
             return stack_equal(self.program("graph_streams"))
         if mode == "compiled":
-            try:
-                base = self.program("batched")
-            except Refused:
-                base = self.program("graph_streams")
-            return compile_units(base, self.owner.compiled)
+            return compile_units(self.program("graph_streams"), self.owner.compiled)
+        if mode == "compiled_batched":
+            return compile_units(self.program("batched"), self.owner.compiled)
         if mode == "fused":
             fold(self.unfolded, self.device, products=True)
             base = fused.fuse(from_graph(self.unfolded))
-            return compile_units(base, self.owner.compiled) if self.on_gpu else base
+            if not self.on_gpu:
+                return base
+            if fused.has_triton() and not torch.backends.cuda.matmul.allow_tf32:
+                base = split_products(base)
+            return compile_units(base, self.owner.compiled)
         if not any(len(step) > 1 for step in self.raw.steps):
             raise Refused("no independent branches were found")
         return self.raw
@@ -204,7 +215,7 @@ class Parallel:
         mode: str = "auto",
         streams: int | None = None,
         compile: bool = True,
-        compile_budget_s: float = 60.0,
+        prepare_budget_s: float = 20.0,
         max_graphs: int = 16,
         fold: bool = True,
     ) -> None:
@@ -221,7 +232,7 @@ class Parallel:
         if not self.branches or not all(callable(b) for b in self.branches):
             raise UsageError("branches must be one module, or a list of modules or callables")
         self.mode, self.streams, self.fold = mode, streams, fold
-        self.compile, self.compile_budget_s, self.max_graphs = compile, compile_budget_s, max_graphs
+        self.compile, self.prepare_budget_s, self.max_graphs = compile, prepare_budget_s, max_graphs
         self.compiled: dict[Hashable, Callable[..., Any]] = {}
         self._compile_s = 0.0
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
@@ -334,6 +345,9 @@ class Parallel:
     def _prepare(self, bench: _Bench, results: Any, known: BranchPlan | None) -> _Entry:
         device = bench.device
         began = time.perf_counter()
+        if self.mode == "auto" and self.compile and bench.on_gpu:
+            # The compiler's workers start now, beside the tracing.
+            importlib.import_module("torch._inductor.compile_fx")
         opaque = self.mode in ("threads", "streams") and self.is_list
         if not opaque:
             bench.trace()
@@ -385,39 +399,40 @@ class Parallel:
     def _candidates(self, bench: _Bench) -> list[tuple[str, int]]:
         found = []
         for mode in ON_GPU if bench.device.type == "cuda" else ON_CPU:
-            if mode in ("compiled", "fused") and not self.compile:
+            if mode in COMPILED and not self.compile:
                 continue
-            found += [(mode, width) for width in self._widths(bench, mode)]
+            widths = self._widths(bench, mode)
+            # One for each, and a few: what lies between is seldom the best.
+            found += [(mode, width) for width in widths if mode not in EAGER or width > 2] or [
+                (mode, widths[-1])
+            ]
         return found
 
     def _widths(self, bench: _Bench, mode: str) -> list[int]:
         """Numbers of streams worth trying for a mode."""
         if mode in ("graph", "serial"):
             return [1]
+        if mode == "fused":
+            return [1, 4]
         try:
-            if mode in ("compiled", "fused"):  # not compiled only to be counted
-                program = bench.program("graph_streams")
-                if mode == "compiled":
-                    program = stack_equal(program)
-            else:
-                program = bench.program(mode)
+            # Not compiled only to be counted.
+            program = bench.program(UNCOMPILED.get(mode, mode))
         except Refused:
-            if mode != "compiled" or bench.traced is None:
-                return [1]
-            program = bench.raw
+            return [1]
         widest = max((len(step) for step in program.steps), default=1)
         if mode in ("threads", "cpp_threads", "streams"):
             return [widest]
-        if mode == "batched" and bench.device.type != "cuda":
+        if bench.device.type != "cuda":
             return [1]
         return [w for w in lane_counts(widest) if w <= 8] or [1]
 
     def _try(self, bench: _Bench, mode: str, streams: int, judge: _Judge | None) -> Trial:
         began = time.perf_counter()
         blank = Trial(mode=mode, streams=streams)
-        if mode in ("compiled", "fused") and self._compile_s > self.compile_budget_s:
-            spent = f"the {self.compile_budget_s:.0f} s for compiling are spent"
-            return replace(blank, refused=spent)
+        if mode in COMPILED and self.mode == "auto":
+            why = self._why_not_compile(bench, mode)
+            if why is not None:
+                return replace(blank, refused=why)
         release: Callable[[], None] | None = None
         try:
             run, release = self._build(bench, mode, streams, last=False)
@@ -451,8 +466,25 @@ class Parallel:
         finally:
             if release is not None:
                 release()
-            if mode in ("compiled", "fused"):
+            if mode in COMPILED:
                 self._compile_s += time.perf_counter() - began
+
+    def _why_not_compile(self, bench: _Bench, mode: str) -> str | None:
+        """Whether a mode's units can be compiled in the time that is left, judged by those done."""
+        try:
+            program = bench.program(UNCOMPILED.get(mode, "graph_streams"))
+        except Refused as refused:
+            return str(refused)
+        keys = {u.key for step in program.steps for u in step if u.graph is not None and u.work}
+        new = len(keys - set(self.compiled)) if mode != "fused" else 4
+        each = self._compile_s / len(self.compiled) if self.compiled else UNIT_S
+        spent = time.perf_counter() - bench.began
+        if spent + new * each > self.prepare_budget_s:
+            return (
+                f"compiling {new} more pieces would take about {new * each:.0f} s; "
+                f"{spent:.0f} of {self.prepare_budget_s:.0f} s are spent"
+            )
+        return None
 
     def _build(
         self, bench: _Bench, mode: str, streams: int, *, last: bool
@@ -460,11 +492,7 @@ class Parallel:
         """A mode made ready to run on tensors, and how to take it down again."""
         device = bench.device
         self._trial_bytes: int | None = None
-        if device.type != "cuda" and mode in (*CAPTURED, "streams") and mode not in (
-            "batched",
-            "compiled",
-            "fused",
-        ):  # fmt: skip
+        if device.type != "cuda" and mode in ("graph", "graph_streams", "streams"):
             raise Refused("needs a CUDA device")
         if mode == "graph" and bench.traced is None:
             raise Refused(bench.untraceable or "not traced")
@@ -664,7 +692,7 @@ def parallel(
     mode: str = "auto",
     streams: int | None = None,
     compile: bool = True,
-    compile_budget_s: float = 60.0,
+    prepare_budget_s: float = 20.0,
     max_graphs: int = 16,
     fold: bool = True,
 ) -> Parallel:
@@ -674,16 +702,17 @@ def parallel(
     A list is called with one input for each branch (a tuple is several arguments), or with one
     input for all of them, and returns a tuple in the same order. `mode`: `auto` tries what there is
     and keeps the fastest right one; any other mode is used if it is right, else serial. `compile`:
-    whether `auto` may use `torch.compile`, over all signatures for at most about
-    `compile_budget_s`. `max_graphs`: signatures whose graphs are kept. `fold`: whether constant
-    tables and data movement are simplified. Raises `UsageError`; what the branches raise is raised.
+    whether `auto` may use `torch.compile`; for each signature it starts nothing that would
+    not be ready within about `prepare_budget_s`. `max_graphs`: signatures whose graphs are kept.
+    `fold`: whether constant tables and data movement are simplified. Raises `UsageError`; what the
+    branches raise is raised.
     """
     return Parallel(
         branches,
         mode=mode,
         streams=streams,
         compile=compile,
-        compile_budget_s=compile_budget_s,
+        prepare_budget_s=prepare_budget_s,
         max_graphs=max_graphs,
         fold=fold,
     )

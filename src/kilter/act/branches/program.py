@@ -139,7 +139,11 @@ def from_graph(graph: fx.GraphModule) -> Program:
     weights = [_weight(n) for n in nodes]
     chunks: list[list[list[fx.Node]]] = []
     position = 0
+    # What comes first for everybody is one piece, run once: not worth cutting up.
+    early = sum(bool(n.meta.get("early")) for n in nodes)
     for region in find_regions(producers, weights):
+        if region.start < early:
+            continue
         chunks.append([nodes[position : region.start]])
         chunks.append([[nodes[i] for i in branch] for branch in region.branches])
         position = region.end

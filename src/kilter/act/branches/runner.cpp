@@ -5,6 +5,7 @@
 // thread-local state of the caller apply as they do in Python.
 
 #include <ATen/Parallel.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/Event.h>
@@ -46,6 +47,20 @@ struct Unit {
   std::vector<int64_t> reads, read_into;    // slot -> register
   std::vector<int64_t> writes, write_from;  // slot <- register
 };
+
+// A Python number where the schema wants a tensor is a tensor that does not decide the type.
+IValue constant(const py::object& value, const c10::TypePtr& type) {
+  const bool number = py::isinstance<py::float_>(value) || py::isinstance<py::int_>(value);
+  if (number && type->kind() == c10::TypeKind::TensorType) {
+    c10::Scalar scalar = py::isinstance<py::float_>(value)
+                             ? c10::Scalar(value.cast<double>())
+                             : c10::Scalar(value.cast<int64_t>());
+    at::Tensor tensor = c10::scalar_to_tensor(scalar);
+    tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return tensor;
+  }
+  return torch::jit::toIValue(value, type);
+}
 
 IValue element_of(const IValue& value, int64_t index) {
   if (value.isTuple()) return value.toTupleRef().elements()[index];
@@ -168,7 +183,7 @@ class Runner {
         if (kind == "register") argument = {From::Register, IValue(), registers};
         else if (kind == "list") argument = {From::TensorList, IValue(), registers};
         else if (kind == "optional") argument = {From::OptionalList, IValue(), registers};
-        else argument = {From::Constant, torch::jit::toIValue(value, formal.type()), {}};
+        else argument = {From::Constant, constant(value, formal.type()), {}};
       }
       operation.arguments.push_back(std::move(argument));
     }

@@ -140,12 +140,23 @@ def trace(function: Callable_, arguments: tuple[Any, ...]) -> Trace:
     return Trace(graph, tensor_at, seen["spec"], seen["const"])
 
 
+def _argument(node: fx.Node, name: str) -> Any:
+    """What an operation is called with, by name; None if it has no such argument."""
+    for position, formal in enumerate(node.target._schema.arguments):
+        if formal.name == name:
+            given = node.args[position] if position < len(node.args) else formal.default_value
+            return node.kwargs.get(name, given)
+    return None
+
+
 def _check_pure(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         name = str(node.target)
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
+        if torch.Tag.nondeterministic_seeded in node.target.tags and _argument(
+            node, "dropout_p"
+        ) not in (0, 0.0):
             raise Refused(f"draws random numbers ({name}); is a dropout active?")
         if node.target._schema.is_mutable:
             raise Refused(f"writes to an input, a weight or a buffer ({name})")

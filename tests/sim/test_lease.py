@@ -584,6 +584,23 @@ def test_a_set_that_takes_longer_than_its_deadline_is_undone(world: World) -> No
     assert world.card.setting == FOUND
 
 
+def test_a_set_that_meets_the_restore_of_an_earlier_deadline_is_done_again(world: World) -> None:
+    with world.lease() as lease:
+        lease.set(LOW)
+        watch = world.watches[0]
+
+        def passed() -> list[int]:
+            if watch.number != 2 or world.card.sm_cap_hz != LOWER.sm_clock_hz:
+                return []
+            world.card.sm_cap_hz, world.card.limit_w = None, 600.0  # just after our set
+            return [1]
+
+        watch.passed = passed  # type: ignore[method-assign]
+        lease.set(LOWER)
+        watch.passed = list  # type: ignore[method-assign]
+        assert world.card.setting == replace(FOUND, sm_clock_hz=LOWER.sm_clock_hz)
+
+
 def test_a_limit_that_is_reported_but_not_taken_is_noticed(world: World) -> None:
     with world.lease() as lease:
         lease._device.lies = True  # type: ignore[attr-defined]

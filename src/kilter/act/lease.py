@@ -252,8 +252,12 @@ class Lease:
         now = self._device.settings()
         if not all(near(knob, getattr(now, knob), getattr(target, knob)) for knob in KNOBS):
             raise NotObeyed(f"{self._uuid}: asked for {target}, but it has {now}")
-        if self._watcher is not None and number in self._watcher.passed():
+        passed = [] if self._watcher is None else self._watcher.passed()
+        if number in passed:
             raise DeviceHung(f"{self._uuid}: setting {target} took longer than {hold_s:g} s")
+        if passed:  # an earlier deadline, at the last moment: its restore may have come after us
+            self._device.set(self._found)
+            self._device.set(target)
 
     def _announce(self, target: Setting, hold_s: float) -> tuple[Journal, int]:
         """Make sure that whatever happens from here on is undone. The order is what counts:

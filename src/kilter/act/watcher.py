@@ -32,7 +32,7 @@ from kilter.act.journal import (
     recover,
     start_ticks,
 )
-from kilter.core.errors import DeviceError, KilterError
+from kilter.core.errors import KilterError
 
 MESSAGE = struct.Struct("=Qd")
 """Job to watcher: number, deadline (monotonic seconds; infinite: none). Watcher to job: first its
@@ -113,14 +113,14 @@ def _receive(job: socket.socket) -> bytes:
 def _keep_deadline(place: Place, nonce: str, number: int, job: socket.socket) -> float:
     """The job has not renewed in time. Put back what was found, but leave the journal: the job
     still holds the GPU. Returns when to try again."""
-    journal = _ours(place, nonce)
-    if journal is None:
-        return math.inf
     try:
+        journal = _ours(place, nonce)
+        if journal is None:
+            return math.inf
         # A new object each time: what an old one believes to be set may no longer be so.
         with closing(open_journalled(journal)) as device:
             _say(f"deadline passed: {_line(put_back(device, journal))}")
-    except DeviceError as error:
+    except KilterError as error:
         _say(f"deadline passed, and not put back: {error}")
         return time.monotonic() + AGAIN_S
     _tell(job, number)

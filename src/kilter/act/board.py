@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
+
+from kilter.core.errors import KilterError
+
+
+class BoardGone(KilterError):
+    """The board cannot be reached any more: the process that kept it has ended."""
 
 
 class Board(Protocol):
-    """Notes by name. Neither call waits for another rank."""
+    """Notes by name. No call waits for another rank; each may raise `BoardGone`."""
 
     def post(self, name: str, note: bytes) -> None:
         """Leave a note; each name is used once."""
@@ -46,21 +54,35 @@ class StoreBoard:
 
     @classmethod
     def find(cls) -> StoreBoard | None:
+        """The store of this process's group, once there is one; raises `BoardGone`."""
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
             return None
-        store = dist.distributed_c10d._get_default_store()
-        return cls(dist.PrefixStore("kilter", _second_connection(store)))
+        with _reaching():
+            store = dist.distributed_c10d._get_default_store()
+            return cls(dist.PrefixStore("kilter", _second_connection(store)))
 
     def post(self, name: str, note: bytes) -> None:
-        self._store.set(name, note)
+        with _reaching():
+            self._store.set(name, note)
 
     def look(self, name: str) -> bytes | None:
-        return bytes(self._store.get(name)) if self._store.check([name]) else None
+        with _reaching():
+            return bytes(self._store.get(name)) if self._store.check([name]) else None
 
     def drop(self, name: str) -> None:
-        self._store.delete_key(name)
+        with _reaching():
+            self._store.delete_key(name)
+
+
+@contextmanager
+def _reaching() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistError, and what its other stores raise
+        reason = str(error).partition("\n")[0]
+        raise BoardGone(f"the key-value store of the job is gone ({reason})") from error
 
 
 def _second_connection(store: Any) -> Any:

@@ -4,19 +4,25 @@ Fed with iterations as they end, on whatever clock the device lives by: a real G
 simulated GPU's virtual time. Rank 0 asks the governor; every rank executes the same order on its
 own device, counts the same iterations, and reports; the slowest rank's time and the sum of the
 energies are the outcome. Ranks agree by iteration number through the board.
+
+A rank that cannot set says so in its report. Then nothing more is set on any of them: the others
+would only wait for it, at a clock that nobody has judged.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 import msgspec
 
 from kilter.act.board import Board
-from kilter.core.events import AnyEvent, Block, Decided
+from kilter.act.journal import KNOBS
+from kilter.core.errors import DeviceError, FileError
+from kilter.core.events import AnyEvent, Block, Decided, Refused
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting, Supported
 from kilter.plan.governor import Choice, Governor, Order, Outcome, Phase
@@ -29,6 +35,8 @@ SENSOR_PERIODS = 20
 LEAST_BLOCK_S = 1.0
 """Settings change at most about once a second: faster switching disturbs collectives
 (NVIDIA/nccl#1551)."""
+MOST_ITERATIONS = 100_000
+"""Of a block; more are not kept."""
 STALL = 3.0
 """A block with an iteration this many times as long as its median holds something else than the
 job's rhythm (a checkpoint, an evaluation): it is done again."""
@@ -51,7 +59,11 @@ class Hands(Protocol):
     """What the conductor needs of a device under a lease."""
 
     def apply(self, setting: Setting) -> None:
-        """Ask for a setting; raises the lease's errors."""
+        """Ask for a setting; open knobs are to be as found. Raises the lease's errors."""
+
+    def check(self) -> None:
+        """An iteration has ended: is the setting obeyed, and still ours? Raises the lease's
+        errors."""
 
     def settled(self) -> bool:
         """Enough time has passed for it to act."""
@@ -67,6 +79,7 @@ class _Note(msgspec.Struct, frozen=True):
     """An order as the ranks see it."""
 
     setting: Setting
+    """Only the knobs that are not as found: ranks may have found different limits."""
     iterations: int
 
 
@@ -75,13 +88,18 @@ class _Result(msgspec.Struct, frozen=True):
 
     iteration_s: float
     energy_j: float | None
-    stalled: bool
+    why_not: str | None
+    """Why the block should be done again."""
+    refused: str | None
+    """Why this rank sets nothing any more."""
 
 
 class Conductor:
-    """One per rank. `iteration` never waits and never raises but what `Hands.apply` raises.
+    """One per rank. Neither `iteration` nor `step` waits; they raise what the board raises.
 
-    `orders` is the governor's coroutine on rank 0 and None elsewhere; `record` takes the events.
+    `orders` is the governor's coroutine on rank 0 and None elsewhere; it is thrown a `DeviceError`
+    when a rank cannot set. `record` takes the events. `refused`: why this rank sets nothing; what
+    its lease raises becomes the reason.
     """
 
     def __init__(
@@ -89,6 +107,7 @@ class Conductor:
         hands: Hands,
         board: Board,
         *,
+        found: Setting,
         rank: int = 0,
         world_size: int = 1,
         sensor_period_s: float,
@@ -96,9 +115,11 @@ class Conductor:
         record: Callable[[AnyEvent], None],
         clock: Callable[[], float],
         rehearsed: bool = False,
+        refused: str | None = None,
     ) -> None:
         self._hands = hands
         self._board = board
+        self._found = found
         self._rank = rank
         self._world_size = world_size
         self._block_s = max(LEAST_BLOCK_S, SENSOR_PERIODS * sensor_period_s)
@@ -106,12 +127,14 @@ class Conductor:
         self._record = record
         self._clock = clock
         self.rehearsed = rehearsed
+        self.refused = refused
+        self._given_up = refused is not None
         self._number = 0
         self._order: Order | None = None
         self._note: _Note | None = None
         self._ready = False
         self._begin: int | None = None
-        self._seen: deque[Iteration] = deque(maxlen=100_000)
+        self._seen: deque[Iteration] = deque(maxlen=MOST_ITERATIONS)
         self._repeats = 0
         self._iteration_s: float | None = None
         self._decided: tuple[str, Setting, str] | None = None
@@ -125,12 +148,23 @@ class Conductor:
     def iteration(self, iteration: Iteration) -> None:
         """Take notice of one more iteration."""
         self._seen.append(iteration)
+        self._set(self._hands.check)
         self.step()
 
     def step(self) -> None:
         """Do whatever can be done now without waiting."""
         while self._advance():
             pass
+
+    def _set(self, act: Callable[[], None]) -> None:
+        """Something with the lease, which ends with its first error."""
+        if self.refused is not None:
+            return
+        try:
+            act()
+        except (DeviceError, FileError) as error:
+            self.refused = str(error)
+            self._record(Refused(t_s=self._clock(), what="setting clocks", reason=self.refused))
 
     def _advance(self) -> bool:
         """One step of the present block; False when something has to happen first."""
@@ -142,7 +176,7 @@ class Conductor:
             if raw is None:
                 return False
             self._note = msgspec.json.decode(raw, type=_Note)
-            self._hands.apply(self._note.setting)
+            self._set(functools.partial(self._hands.apply, self._note.setting))
             return True
         if not self._ready:
             if not self._seen or not self._hands.settled():
@@ -165,8 +199,7 @@ class Conductor:
         if self._board.look(f"result/{number}/{self._rank}") is None:
             if not self._seen or self._seen[-1].index < self._begin + self._note.iterations - 1:
                 return False
-            result = self._measure(self._begin, self._note.iterations)
-            self._board.post(f"result/{number}/{self._rank}", msgspec.json.encode(result))
+            self._board.post(f"result/{number}/{self._rank}", msgspec.json.encode(self._measure()))
             if self._orders is None:
                 self._next()
             return True
@@ -200,19 +233,29 @@ class Conductor:
         iterations = LEAST_ITERATIONS
         if self._iteration_s:
             iterations = max(iterations, round(self._block_s / self._iteration_s))
-        note = _Note(setting=order.setting, iterations=iterations)
+        note = _Note(
+            setting=_changes(self._found, order.setting),
+            iterations=min(iterations, MOST_ITERATIONS),
+        )
         self._board.post(f"order/{self._number}", msgspec.json.encode(note))
 
-    def _measure(self, begin: int, count: int) -> _Result:
-        block = [i for i in self._seen if begin <= i.index < begin + count]
-        times = [i.duration_s for i in block] or [self._seen[-1].duration_s]
+    def _block(self) -> list[Iteration]:
+        """The iterations of the present block, less those that were not timed."""
+        assert self._begin is not None
+        assert self._note is not None
+        end = self._begin + self._note.iterations
+        return [i for i in self._seen if self._begin <= i.index < end]
+
+    def _measure(self) -> _Result:
+        block = self._block() or [self._seen[-1]]
+        times = [i.duration_s for i in block]
         median = statistics.median(times)
-        begin_s, end_s = block[0].end_s - block[0].duration_s, block[-1].end_s
-        power = self._hands.mean_power_w(begin_s, end_s)
+        power_w = self._hands.mean_power_w(block[0].end_s - times[0], block[-1].end_s)
         return _Result(
             iteration_s=median,
-            energy_j=None if power is None else power * (end_s - begin_s) / len(times),
-            stalled=max(times) > STALL * median,
+            energy_j=None if power_w is None else power_w * statistics.fmean(times),
+            why_not=_STALLED if max(times) > STALL * median else None,
+            refused=self.refused,
         )
 
     def _conclude(self, results: list[_Result]) -> None:
@@ -220,7 +263,6 @@ class Conductor:
         assert self._order is not None
         assert self._orders is not None
         assert self._note is not None
-        assert self._begin is not None
         order, note = self._order, self._note
         energies = [r.energy_j for r in results]
         known = [e for e in energies if e is not None]
@@ -228,10 +270,12 @@ class Conductor:
             iteration_s=max(r.iteration_s for r in results),
             energy_j=sum(known) if len(known) == len(energies) else None,
         )
-        stalled = any(r.stalled for r in results)
-        again = stalled and self._repeats < REPEATS and order.phase is not Phase.WARM
+        refused = None if self._given_up else _refusal(results)
+        why_not = refused or next((r.why_not for r in results if r.why_not), None)
+        if order.phase is Phase.WARM or self._repeats >= REPEATS:
+            why_not = refused
         self._iteration_s = outcome.iteration_s
-        span = [i for i in self._seen if i.index >= self._begin]
+        block = self._block() or [self._seen[-1]]
         self._record(
             Block(
                 t_s=self._clock(),
@@ -243,24 +287,25 @@ class Conductor:
                 iterations=note.iterations,
                 iteration_s=outcome.iteration_s,
                 energy_j=outcome.energy_j,
-                device_begin_s=span[0].end_s - span[0].duration_s,
-                device_end_s=span[note.iterations - 1].end_s,
-                clean=not again,
-                why_not="an iteration far longer than the others" if again else None,
+                device_begin_s=block[0].end_s - block[0].duration_s,
+                device_end_s=block[-1].end_s,
+                clean=why_not is None,
+                why_not=why_not,
                 rehearsed=self.rehearsed,
             )
         )
         self.blocks += 1
         self._next()
-        if again:
-            self._repeats += 1
-            self._issue(order)
-        else:
-            self._repeats = 0
-            self._issue(self._orders.send(outcome))
+        if refused:
+            self._given_up = True
+            order = self._orders.throw(DeviceError(refused))
+        elif why_not is None:
+            order = self._orders.send(outcome)
+        self._repeats = 0 if why_not is None else self._repeats + 1
+        self._issue(order)
 
     def _next(self) -> None:
-        """Forget the block; the iterations are kept, since the next block may have begun. Notes of
+        """Forget the block and its iterations: the next one begins later on all ranks. Notes of
         the block before can go: every rank has reported on this one, so has read those."""
         before = self._number - 1
         for name in (f"ready/{before}/{self._rank}", f"result/{before}/{self._rank}"):
@@ -271,6 +316,26 @@ class Conductor:
         self._number += 1
         self._order = self._note = self._begin = None
         self._ready = False
+        last = self._seen[-1]
+        self._seen.clear()
+        self._seen.append(last)
+
+
+_STALLED = "an iteration far longer than the others"
+
+
+def _changes(found: Setting, setting: Setting) -> Setting:
+    """The knobs of a setting that are not as found."""
+    knobs = {knob: getattr(setting, knob) for knob in KNOBS}
+    return Setting(**{k: value for k, value in knobs.items() if value != getattr(found, k)})
+
+
+def _refusal(results: Sequence[_Result]) -> str | None:
+    """Why a rank sets nothing any more, and which one, or None."""
+    for rank, result in enumerate(results):
+        if result.refused:
+            return result.refused if len(results) == 1 else f"rank {rank}: {result.refused}"
+    return None
 
 
 class Program:
@@ -288,15 +353,25 @@ class Program:
         self._hands = hands
         self._seed = seed
         self._governor: Governor | None = None
+        self._refused: str | None = None
 
     @property
     def choice(self) -> Choice:
+        if self._refused is not None:
+            return Choice(setting=self._found, reason=f"the default stands: {self._refused}")
         if self._governor is None:
             return Choice(setting=self._found, reason="the default stands: nothing tried yet")
         return self._governor.choice
 
     def orders(self) -> Generator[Order, Outcome, None]:
         """The coroutine for `Conductor`."""
+        try:
+            yield from self._govern()
+        except DeviceError as error:
+            self._refused = str(error)
+            yield from watching(self._found, self.choice.reason)
+
+    def _govern(self) -> Generator[Order, Outcome, None]:
         for _ in range(WARM_BLOCKS):
             yield Order(
                 phase=Phase.WARM,
@@ -314,11 +389,7 @@ WARM_BLOCKS = 3
 """Blocks before the first probe: to know the length of an iteration and the sustained clock."""
 
 
-def watching(found: Setting) -> Generator[Order, Outcome, None]:
+def watching(found: Setting, reason: str = "the default stands") -> Generator[Order, Outcome, None]:
     """Baseline blocks for ever: what is measured when nothing may be set."""
-    phase = Phase.WARM
     while True:
-        yield Order(
-            phase=phase, setting=found, baseline=True, pair=None, reason="the default stands"
-        )
-        phase = Phase.HOLD
+        yield Order(phase=Phase.HOLD, setting=found, baseline=True, pair=None, reason=reason)

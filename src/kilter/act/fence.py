@@ -43,10 +43,13 @@ class Fence:
         except Exception as error:
             first, self.down = not self.down, True
             if first:
-                where = getattr(function, "__qualname__", repr(function))
-                self._aside(where, describe(error))
+                self.run(self._tell, getattr(function, "__qualname__", repr(function)), error)
             return False
         return True
+
+    def _tell(self, where: str, error: Exception) -> None:
+        """Stepping aside may fail, too: that is behind the fence like everything else."""
+        self._aside(where, describe(error))
 
 
 def describe(error: Exception) -> str:

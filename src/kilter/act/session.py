@@ -14,25 +14,25 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import kilter
-from kilter.act.board import Board, LocalBoard, StoreBoard
+from kilter.act.board import Board, BoardGone, LocalBoard, StoreBoard
 from kilter.act.fence import Fence
 from kilter.act.lease import Lease
 from kilter.act.recorder import Recorder
 from kilter.core import codec
-from kilter.core.errors import DeviceError, FileError, KilterError, UsageError
+from kilter.core.errors import DeviceError, DeviceHung, FileError, UsageError
 from kilter.core.events import Decided, Failed, Refused, Sampled, Started, Stopped
 from kilter.core.label import Label
 from kilter.core.plan import Goal
 from kilter.core.ranks import Ranks
-from kilter.core.setting import DeviceInfo, Setting
+from kilter.core.setting import DeviceInfo, Sample, Setting
 from kilter.core.trace import IterationTrace
 from kilter.device.base import Device
 from kilter.device.find import find
@@ -56,7 +56,12 @@ WINDOW_AFTER = 10
 FIRST_BLOCK = 20
 """Iterations before the first block: warm-up, and the observation window, are over by then."""
 HOLD_S = 60.0
-"""Deadline of a low setting, renewed as long as iterations end."""
+HOLD_ITERATIONS = 5
+"""Deadline of a low setting, renewed as long as iterations end: the longer of the two."""
+JOIN_S = 60.0
+"""How long our thread may take to end: a call to a driver that hangs is given up in 5 s."""
+OTHERS_S = 5.0
+"""How long rank 0 waits for the ends of the other ranks before it sums up."""
 REHEARSE_S = 60.0
 SHADOW_S = 5.0
 """Real seconds that a rehearsal may take after the script: as the user asked for, and for the
@@ -107,7 +112,12 @@ class Silent:
 
 class Session:
     """A context manager around the user's program. Never raises for a reason of its own, except
-    `UsageError` (the user can mend it before anything runs), and never swallows the program's."""
+    `UsageError` (the user can mend it before anything runs), and never swallows the program's.
+
+    One governs a process. A session inside another hands its marks on, and does nothing else.
+    """
+
+    _running: ClassVar[Session | None] = None
 
     def __init__(self, options: Options, ranks: Ranks, voice: Voice | None = None) -> None:
         self._options = options
@@ -120,6 +130,9 @@ class Session:
         self._info: DeviceInfo | None = None
         self._found = Setting()
         self._mode = "observe"
+        self._mode_reason = ""
+        self._board: Board | None = None
+        self._alone = False
         self._lease: Lease | None = None
         self._sampler: Sampler | None = None
         self._window: Window | None = None
@@ -128,31 +141,35 @@ class Session:
         self._conductor: Conductor | None = None
         self._program: Program | None = None
         self._recorded_s = 0.0
-        self._renewed_s = 0.0
         self._over = threading.Event()
-        self._turn = threading.Lock()
         self._thread: threading.Thread | None = None
         self._pid = 0
+        self._outer: Session | None = None
+        self._wrong: UsageError | None = None
         self.marks = Marks(self._border, fence=self._fence)
         self.run: Path | None = None
         """The directory of the run, once it has one."""
 
     def mark(self) -> None:
         """The program says that an iteration ends here; from then on nothing else ends one."""
-        self._fence(self.marks.mark)()
+        session = self._outer or self
+        session._fence(session.marks.mark)()
 
     # Begin and end --------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
         self._pid = os.getpid()
-        try:
-            self._device = open_device(self._options.device, self._ranks)
-        except UsageError:
-            raise
-        except KilterError as error:
-            self._step_aside("opening the device", str(error))
+        outer = Session._running
+        if outer is not None and outer._pid == self._pid:
+            self._outer = outer
+            outer._fence(outer._refuse)("a session inside this one", "one governs a process")
             return self
-        self._fence(self._start)()
+        check_out(self._options.out, self._ranks)
+        if self._fence.run(self._open):
+            self._fence(self._start)()
+        if self._wrong is not None:
+            raise self._wrong
+        Session._running = self
         return self
 
     def __exit__(
@@ -161,25 +178,39 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if os.getpid() != self._pid:
-            return  # a forked child that left the script: not ours to end
-        self.marks.stop()
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
+        if os.getpid() != self._pid or self._outer is not None:
+            return  # a forked child that left the script, or the outer session's to end
+        Session._running = None
+        self._fence.run(self._quiet)
         if self._recorder is not None:
             # also after an error of ours: what was found has to come back, and the user to know
             self._fence.run(self._finish, how_it_ended(error))
         self._fence.run(self._close)
+
+    def _open(self) -> None:
+        try:
+            self._device = open_device(self._options.device, self._ranks)
+        except UsageError as error:
+            self._wrong = error
+
+    def _quiet(self) -> None:
+        """The program is over: nothing more is noticed, and our thread ends."""
+        self.marks.stop()
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
+            if self._thread.is_alive():
+                raise DeviceHung(f"our thread did not end within {JOIN_S:g} s")
 
     def _start(self) -> None:
         device = self._device
         assert device is not None
         info = self._info = device.info()
         self._found = device.settings()
-        self.run = self._options.out or _run_directory(self._ranks)
-        self._recorder = Recorder(self.run / f"events-rank{self._ranks.rank}.jsonl")
+        self.run = _run_directory(self._options.out, self._ranks)
+        self._recorder = Recorder(self.run / _events_name(self._ranks))
         self._mode, why = self._choose_mode(info)
+        self._mode_reason = why
         started = Started(
             t_s=self._now(),
             kilter=kilter.__version__,
@@ -221,17 +252,7 @@ class Session:
         assert self._info is not None
         assert self._recorder is not None
         assert self.run is not None
-        if self._window is not None:
-            self._window.close()
-        if not self._fence.down:
-            self._pulse()
-            if self._rehearsal is not None:
-                self._rehearse()
-            elif self._simulated:
-                self._refuse("rehearsing", self._why_no_trace())
-            elif self._mode == "shadow":
-                self._predict()
-            self._write_plan()
+        self._fence(self._settle)()
         after, restored = self._restore()
         if self._sampler is not None:
             self._sampler.stop()
@@ -251,7 +272,39 @@ class Session:
                 label=self._info.label,
             )
         )
+        self._wait_for_others()
         self._voice.ended(self.run, self._options)
+
+    def _settle(self) -> None:
+        """What is left to do before the end is written: the last iterations, the plan."""
+        if self._window is not None:
+            self._window.close()
+        self._look()
+        if self._rehearsal is not None:
+            self._rehearse()
+        elif self._simulated:
+            self._refuse("rehearsing", self._why_no_trace())
+        elif self._mode == "shadow":
+            self._predict()
+        elif self._mode == "govern" and self._conductor is None:
+            self._refuse("governing", self._why_not_begun())
+        self._write_plan()
+
+    def _wait_for_others(self) -> None:
+        """The summary is about all ranks: rank 0 waits a little for the last lines of the rest."""
+        if self._ranks.world_size == 1 or self._alone:
+            return
+        others, end_s = set(range(1, self._ranks.world_size)), time.monotonic() + OTHERS_S
+        try:
+            board = self._board or self._find_board()
+            if board is None:
+                return
+            board.post(f"ended/{self._ranks.rank}", b"")
+            while self._ranks.rank == 0 and others and time.monotonic() < end_s:
+                others = {rank for rank in others if board.look(f"ended/{rank}") is None}
+                time.sleep(PULSE_S / 10)
+        except BoardGone:  # the others have ended
+            return
 
     def _close(self) -> None:
         if self._recorder is not None:
@@ -261,12 +314,13 @@ class Session:
 
     def _step_aside(self, where: str, error: str) -> None:
         """After the first error of ours: restore, say so once, leave the program alone."""
-        self.marks.stop()
-        self._over.set()
+        for step in (self.marks.stop, self._over.set, self._restore):
+            self._fence.run(step)
+        if self._sampler is not None:
+            self._fence.run(self._sampler.stop, timeout_s=0.0)
         if self._recorder is not None:
-            self._recorder(Failed(t_s=self._now(), where=where, error=error))
-        self._voice.failed(error)
-        self._restore()
+            self._fence.run(self._recorder, Failed(t_s=self._now(), where=where, error=error))
+        self._fence.run(self._voice.failed, error)
 
     def _restore(self) -> tuple[Setting, bool]:
         """The settings afterwards, and whether they are as found."""
@@ -291,82 +345,96 @@ class Session:
 
     def _pulse(self) -> None:
         """In our thread, a few times a second."""
-        finished = [i for i in self.marks.finished() if not i.skipped]
-        if self._trace is None and self._window is not None:
-            self._take_trace(self._window.trace())
-        if self._sampler is not None:
-            self._record_sample(self._sampler)
-        if self._simulated:
-            if self._rehearsal is not None:
-                for _ in finished:
-                    self._rehearsal.iterate()
+        finished = self._look()
+        if self._simulated or self._alone:
             return
         if self._conductor is None and self.marks.index >= FIRST_BLOCK:
             self._begin_conducting()
         if self._conductor is not None:
             self._conduct(self._conductor, finished)
 
+    def _look(self) -> list[Iteration]:
+        """Take what has come in: iterations, the trace, a reading of the sensors."""
+        finished = [i for i in self.marks.finished() if not i.skipped]
+        if self._trace is None and self._window is not None:
+            self._take_trace(self._window.trace())
+        if self._sampler is not None:
+            self._record_sample(self._sampler)
+        if self._rehearsal is not None:
+            for _ in finished:
+                self._rehearsal.iterate()
+        return finished
+
     def _conduct(self, conductor: Conductor, finished: list[Iteration]) -> None:
         try:
             for iteration in finished:
                 conductor.iteration(iteration)
             conductor.step()
-            if self._lease is not None and self._lease.outcome is None:
-                self._keep_lease(self._lease, progress=bool(finished))
-        except DeviceError as error:
-            # The lease has ended and has put back what was found. Go on looking, set nothing.
-            self._refuse("setting clocks", str(error))
-            self._mode = "shadow"
-            self._lease_over()
+        except BoardGone as error:
+            self._alone = True
+            self._refuse("going on with the other ranks", str(error))
+            self._restore()
+            return
+        if self._mode == "govern" and conductor.refused is not None:
+            self._only_look(conductor.refused)
 
-    def _keep_lease(self, lease: Lease, *, progress: bool) -> None:
-        assert self._sampler is not None
-        if (sample := self._sampler.latest) is not None:
-            lease.verify(sample)
-        if progress and self._now() - self._renewed_s > HOLD_S / 6:
-            self._renewed_s = self._now()
-            lease.renew(hold_s=HOLD_S)
-
-    def _lease_over(self) -> None:
-        if self._lease is not None:
-            self._lease.restore()
-        self._conductor = None
-        self._begin_conducting()
+    def _only_look(self, reason: str) -> None:
+        """Set nothing from now on; what was found comes back now."""
+        self._mode = "shadow"
+        self._voice.refused("setting clocks", reason)
+        self._restore()
 
     def _begin_conducting(self) -> None:
         assert self._device is not None
         assert self._info is not None
         assert self._sampler is not None
-        board = self._find_board()
-        if board is None:
+        if self._board is None:
+            self._board = self._find_board()
+        if self._board is None:
             return
         from kilter.act.conductor import Conductor, Program, watching
 
-        hands = _Hands(self._sampler, self._info)
-        orders: Generator[Order, Outcome, None] | None = None
+        hands = _Hands(self._sampler, self._info, self.marks)
+        refused: str | None = self._mode_reason
         if self._mode == "govern":
-            self._lease = Lease(self._device)
-            self._lease.__enter__()
-            hands.lease = self._lease
+            refused = self._take_lease(hands)
+        orders: Generator[Order, Outcome, None] | None = None
         if self._ranks.rank == 0:
-            if self._mode == "govern":
+            if refused is None:
                 self._program = Program(
                     self._options.goal, self._found, self._device.supported(), hands, seed=SEED
                 )
                 orders = self._program.orders()
             else:
-                orders = watching(self._found)
+                orders = watching(self._found, f"the default stands: {refused}")
         assert self._recorder is not None
         self._conductor = Conductor(
             hands,
-            board,
+            self._board,
+            found=self._found,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             sensor_period_s=self._info.sensor_period_s or PULSE_S,
             orders=orders,
             record=self._recorder,
             clock=self._now,
+            refused=refused,
         )
+
+    def _take_lease(self, hands: _Hands) -> str | None:
+        """Why the device cannot be had, or None. What it was found at is known only now: a dead
+        job may have left something, which the lease puts back first."""
+        assert self._device is not None
+        lease = Lease(self._device)
+        try:
+            lease.__enter__()
+        except (DeviceError, FileError) as error:
+            self._mode = "shadow"
+            self._refuse("setting clocks", str(error))
+            return str(error)
+        self._lease = hands.lease = lease
+        self._found = lease.found
+        return None
 
     def _find_board(self) -> Board | None:
         """Alone: our own; with others: the store that the process group met at, once it has."""
@@ -416,6 +484,7 @@ class Session:
                 trace,
                 self._options.goal,
                 apply=self._lease.set,
+                verify=self._lease.verify,
                 record=self._recorder,
                 clock=self._now,
                 seed=SEED,
@@ -429,6 +498,15 @@ class Session:
         if self.marks.why_not:
             return self.marks.why_not
         return f"the script ended after {max(0, self.marks.index)} iterations: too few to observe"
+
+    def _why_not_begun(self) -> str:
+        if self.marks.why_not:
+            return self.marks.why_not
+        if self.marks.index < FIRST_BLOCK:
+            return f"the script ended after {max(0, self.marks.index)} iterations: too few"
+        if self._board is None and self._ranks.world_size > 1:
+            return "the ranks have no process group to agree through"
+        return "the script ended at once"
 
     def _rehearse(self) -> None:
         """Go on with the trace until the evidence is in."""
@@ -513,16 +591,39 @@ class Session:
 class _Hands:
     """A real device as the conductor sees it. Without a lease it only looks."""
 
-    def __init__(self, sampler: Sampler, info: DeviceInfo) -> None:
+    def __init__(self, sampler: Sampler, info: DeviceInfo, marks: Marks) -> None:
         self._sampler = sampler
+        self._marks = marks
         self._latency_s = info.switch_latency_s or info.sensor_period_s or PULSE_S
         self._set_s = 0.0
+        self._renewed_s = 0.0
+        self._verified: Sample | None = None
         self.lease: Lease | None = None
 
     def apply(self, setting: Setting) -> None:
-        if self.lease is not None and setting != self.lease.setting:
-            self.lease.set(setting, hold_s=HOLD_S)
-            self._set_s = time.monotonic()
+        if self.lease is not None:
+            before = self.lease.setting
+            self.lease.set(setting, hold_s=self._hold_s)
+            if self.lease.setting != before:
+                self._set_s = time.monotonic()
+
+    def check(self) -> None:
+        if self.lease is None:
+            return
+        if self._sampler.why_ended is not None:
+            raise DeviceError(f"nobody can see what the device does: {self._sampler.why_ended}")
+        sample = self._sampler.latest
+        if sample is not None and sample is not self._verified:
+            self._verified = sample
+            self.lease.verify(sample)
+        if time.monotonic() - self._renewed_s > HOLD_S / 6:
+            self._renewed_s = time.monotonic()
+            self.lease.renew(hold_s=self._hold_s)
+
+    @property
+    def _hold_s(self) -> float:
+        """Long iterations need a longer deadline: only their ends renew it."""
+        return max(HOLD_S, HOLD_ITERATIONS * (self._marks.usual_s or 0.0))
 
     def settled(self) -> bool:
         return time.monotonic() >= self._set_s + self._latency_s
@@ -566,17 +667,45 @@ def how_it_ended(error: BaseException | None) -> str:
     return f"raised {type(error).__name__}"
 
 
-def _run_directory(ranks: Ranks) -> Path:
-    """`runs/<time>-<pid>`; for several ranks the name of their job, which they have in common."""
-    if ranks.world_size == 1:
-        name = f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+def check_out(out: Path | None, ranks: Ranks) -> None:
+    """Raises `UsageError` if the directory of a run holds one already: records are never mixed,
+    and never overwritten."""
+    if out is not None and (_attempt(out) / _events_name(ranks)).exists():
+        raise UsageError(f"--out {out}: holds a run already; choose another place, or delete it")
+
+
+def _events_name(ranks: Ranks) -> str:
+    return f"events-rank{ranks.rank}.jsonl"
+
+
+def _attempt(out: Path) -> Path:
+    """Workers that torchrun has started again do not write where the first ones did."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return out if restarts == "0" else out / f"restart-{restarts}"
+
+
+def _run_directory(out: Path | None, ranks: Ranks) -> Path:
+    """What was asked for, or `runs/<time>-<pid>`; for several ranks the name of their job, which
+    they have in common."""
+    if out is not None:
+        path = _attempt(out)
+    elif ranks.world_size == 1:
+        path = Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
     else:
-        name = "-".join(value for key in _JOB_NAMES if (value := os.environ.get(key)))
-    path = Path("runs", name or "job").absolute()  # the script may change its directory
+        path = Path("runs", _job_name(os.environ))
+    path = path.absolute()  # the script may change its directory
     try:
-        path.mkdir(parents=True, exist_ok=ranks.world_size > 1)
+        path.mkdir(parents=True, exist_ok=out is not None or ranks.world_size > 1)
     except OSError as error:
         raise FileError(
             f"{path}: cannot be made ({error.strerror}); choose a place with --out DIR"
         ) from error
     return path
+
+
+def _job_name(environ: Mapping[str, str]) -> str:
+    names = [value for key in _JOB_NAMES if (value := environ.get(key))]
+    if environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE"):
+        # torchrun's run id is "none" unless given: the next job would have the same name
+        names.append(str(os.getppid()))
+    return "-".join(names) or "job"

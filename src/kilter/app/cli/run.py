@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kilter.act.session import check_out
 from kilter.app.config import OPTIONS, resolve
 from kilter.app.voice import Stderr
 from kilter.app.worker import worker_command, worker_environment
@@ -19,6 +20,7 @@ from kilter.connect.launch import (
 )
 from kilter.connect.script import find_program
 from kilter.core.errors import UsageError
+from kilter.core.ranks import ranks
 
 HELP = "Run a Python script, unmodified, and save energy under a proven slowdown contract."
 
@@ -92,6 +94,7 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
     options = resolve(flags, os.environ, Path.cwd(), command)
     if options.goal.memory_budget_bytes is not None:
         raise UsageError("--memory-budget is not in this version yet; leave it out")
+    check_out(options.out, ranks(os.environ))
     if not arguments.torchrun:
         return functools.partial(run_governed, find_program(command), options, Stderr())
     if arguments.no_python:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import weakref
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kilter.act.swapper.backend import Backend, Event, HostMemoryError
-from kilter.act.swapper.remake import EPS, Foreign, Recipe, Stale, recipe
+from kilter.act.swapper.remake import EPS, SAVED, Foreign, Recipe, Stale, recipe
 from kilter.core.errors import PlanError
 from kilter.core.units import MIB
 from kilter.observe.data import PassRecord, PassRecorder, SavedDatum
@@ -116,17 +116,21 @@ class _Saved:
         self.engine._gone(self)
 
 
-class _View:
+class _View(NamedTuple):
     """What autograd is given instead of a large tensor: a storage and how it is looked at."""
 
-    __slots__ = ("dtype", "offset", "saved", "size", "stride")
+    saved: _Saved
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
-    def __init__(self, saved: _Saved, tensor: torch.Tensor) -> None:
-        self.saved = saved
-        self.dtype = tensor.dtype
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
+
+class _Small(NamedTuple):
+    """What autograd is given for everything else."""
+
+    tensor: torch.Tensor
+    version: int
 
 
 @dataclass(slots=True)
@@ -135,6 +139,7 @@ class _Planned:
 
     value: MemoryPlan
     prints: tuple[int, ...]
+    leave: dict[int, tuple[int, ...]]
     release: dict[int, tuple[int, ...]]
     load: dict[int, tuple[int, ...]]
     offsets: dict[int, int]
@@ -309,7 +314,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not self._tracked(tensor):
             # A leaf may be held itself; a result must not be (its node would hold itself alive).
-            return (tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+            return _Small(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         storage = tensor.untyped_storage()
         size_bytes = storage.nbytes()
         if self._alive == 0 or self._boundary:
@@ -324,14 +329,13 @@ class Swapper(AbstractContextManager["Swapper"]):
         if saved is None or not known:
             saved = self._save(tensor, size_bytes)
         self._leave_event(begin)
-        return _View(saved, tensor)
+        return _View(saved, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if type(packed) is tuple:
-            tensor, version = packed
-            if tensor._version != version:
+        if type(packed) is _Small:
+            if packed.tensor._version != packed.version:
                 raise Modified
-            return tensor
+            return packed.tensor
         saved = packed.saved
         now = saved.round == self._round
         begin = self._enter_event(1, saved.number if now else -1)
@@ -375,6 +379,8 @@ class Swapper(AbstractContextManager["Swapper"]):
             if self._leaving:
                 self._release_leaving()
         elif event < len(planned.prints) and planned.prints[event] == mark:
+            for number in planned.leave.get(event, ()):
+                self._leave(number, planned)
             for number in planned.release.get(event, ()):
                 self._release(number, planned)
             for number in planned.load.get(event, ()):
@@ -541,9 +547,12 @@ class Swapper(AbstractContextManager["Swapper"]):
         offsets, total = arena(problem, value.schedule)
         if total > (0 if self._arena is None else self._arena.numel()):
             self._arena = self._backend.reserve(total)
+        leave: dict[int, list[int]] = {}
         release: dict[int, list[int]] = {}
         load: dict[int, list[int]] = {}
         for move in value.schedule.moves:
+            after = problem.intervals[move.interval].after
+            leave.setdefault(after + 1, []).append(numbers[move.interval])
             release.setdefault(move.release, []).append(numbers[move.interval])
             load.setdefault(move.load, []).append(numbers[move.interval])
         for index in value.schedule.remade:
@@ -551,6 +560,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         return _Planned(
             value=replace(value, host_bytes=total),
             prints=known.record.prints,
+            leave={event: tuple(found) for event, found in leave.items()},
             release={event: tuple(found) for event, found in release.items()},
             load={event: tuple(found) for event, found in load.items()},
             offsets={numbers[index]: offset for index, offset in offsets.items()},
@@ -564,19 +574,18 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._number += 1
         saved = _Saved(self, number, tensor, size_bytes)
         self._alive += 1
-        self._here[saved.key] = weakref.ref(saved)
-        self._by_number[number] = weakref.ref(saved)
+        reference = self._here[saved.key] = weakref.ref(saved)
+        self._by_number[number] = reference
+        if tensor.grad_fn is not None and tensor.output_nr == 0:
+            seen = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+            tensor.grad_fn.metadata[SAVED] = (reference, seen)
         self._hold(saved.size_bytes)
         planned = self._plan
         if self._recorder is not None:
             self._watch(saved, tensor)
         if planned is not None:
             if number in planned.remade:
-                saved.recipe = recipe(tensor, self._lookup)
-            elif number in planned.offsets:
-                assert self._arena is not None
-                offset = planned.offsets[number]
-                self._send(saved, self._arena[offset : offset + saved.size_bytes])
+                saved.recipe = recipe(tensor, self._kept_by, self._produced_by)
         elif self._over_budget():
             self._spill(saved)
         return saved
@@ -597,11 +606,11 @@ class Swapper(AbstractContextManager["Swapper"]):
                 StorageWeakRef(tensor.untyped_storage()),
             )
         if self._trial is not None:
-            saved.recipe = recipe(tensor, self._lookup)
+            saved.recipe = recipe(tensor, self._kept_by, self._produced_by)
             if saved.recipe is not None:
                 datum.recipe, datum.sources = saved.recipe.kind, saved.recipe.sources
 
-    def _lookup(self, node: Any, name: str) -> tuple[Any, int | None] | None:
+    def _kept_by(self, node: Any, name: str) -> tuple[Any, int | None] | None:
         """What a node saved under a name, as we packed it; nothing is unpacked, since the hooks of
         others may do anything (checkpointing runs the forward again)."""
         raw = getattr(node, f"_raw_saved_{name}")
@@ -609,19 +618,30 @@ class Swapper(AbstractContextManager["Swapper"]):
         if packed is None:
             return None
         if hook is None:
-            packed = (packed.detach(), packed._version)
+            packed = _Small(packed.detach(), packed._version)
         elif hook != self._unpack:
             raise Foreign(f"{node.name()} keeps {name} with a hook that is not ours")
-        if isinstance(packed, tuple):
-            held, version = packed
+        if isinstance(packed, _View):
+            view = packed
+            return (lambda: self._look(view)), view.saved.number
 
-            def small() -> torch.Tensor:
-                if held._version != version:
-                    raise Stale("a tensor that the recipe reads was modified in place")
-                return held.detach()
+        def small() -> torch.Tensor:
+            if packed.tensor._version != packed.version:
+                raise Stale("a tensor that the recipe reads was modified in place")
+            return packed.tensor.detach()
 
-            return small, None
-        return (lambda: self._look(packed)), packed.saved.number
+        return small, None
+
+    def _produced_by(self, node: Any) -> tuple[Any, int] | None:
+        """A node's output, if an operation saved it and nobody wrote to it since."""
+        found = node.metadata.get(SAVED)
+        saved = None if found is None else found[0]()
+        if saved is None or saved.round != self._round:
+            return None
+        if saved.alias is not None and saved.alias._version != saved.version:
+            return None
+        view = _View(saved, *found[1])
+        return (lambda: self._look(view)), saved.number
 
     def _look(self, view: _View) -> torch.Tensor:
         """The tensor behind a view, fetched if it is away."""
@@ -649,6 +669,18 @@ class Swapper(AbstractContextManager["Swapper"]):
         saved.host = host
         saved.departure = self._backend.copy_out(host, self._flat(saved))
         self._counts["out"] += saved.size_bytes
+
+    def _leave(self, number: int, planned: _Planned) -> None:
+        """Start the planned copy to the host, in the order that the plan counts on."""
+        reference = self._by_number.get(number)
+        saved = None if reference is None else reference()
+        if saved is None or saved.state != _HERE or saved.departure is not None:
+            return
+        assert saved.alias is not None
+        assert self._arena is not None
+        if saved.alias._version == saved.version:
+            offset = planned.offsets[number]
+            self._send(saved, self._arena[offset : offset + saved.size_bytes])
 
     def _release(self, number: int, planned: _Planned) -> None:
         reference = self._by_number.get(number)
@@ -734,9 +766,10 @@ class Swapper(AbstractContextManager["Swapper"]):
         if datum.remake_s is not None:
             return
         torch = self._torch
-        self._backend.keep_busy()
-        begin = self._backend.mark()
         try:
+            self._made(saved.recipe)  # what it reads is here from now on, and every kernel loaded
+            self._backend.keep_busy()
+            begin = self._backend.mark()
             made = self._made(saved.recipe)
         except (Stale, torch.OutOfMemoryError) as error:
             self._refused.append(f"{datum.name}: {error}")

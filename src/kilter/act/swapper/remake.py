@@ -9,6 +9,7 @@ planner to weigh. Random operations are not made again, and nothing that changes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+DEPTH = 5
+"""Longest chain of operations that are not saved in between."""
+SAVED = "kilter.saved"
+"""Key in a node's metadata: its output, if an operation saved it."""
 EPS = "kilter.eps"
 """Key in a node's metadata: the norm's epsilon, which the node itself does not keep."""
 
 Fetch = Callable[[], "torch.Tensor"]
 """Gives a tensor that the recipe reads, when it runs."""
+
+Produced = Callable[[Any], "tuple[Fetch, int] | None"]
+"""For a node: its output, if some operation saved it; how to have it, and the datum's number."""
 
 Lookup = Callable[[Any, str], "tuple[Fetch, int | None] | None"]
 """For a node and the name of a tensor that it saved: how to have that tensor later, and the number
@@ -46,16 +54,46 @@ class Recipe:
     """Identities of the parameters it reads."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Want:
+    """What is known of a value in the middle of a recipe."""
+
+    dtype: torch.dtype | None = None
+    size: torch.Size | None = None
+
+
 @dataclass(slots=True)
 class _Builder:
-    lookup: Lookup
+    kept: Lookup
+    produced: Produced
     leaves: set[int] = field(default_factory=set)
     sources: list[int] = field(default_factory=list)
     depth: int = 0
 
     def saved(self, node: Any, name: str) -> Fetch | None:
         """A tensor that a node saved."""
-        found = self.lookup(node, name)
+        return self._noted(self.kept(node, name))
+
+    def value(self, edge: tuple[Any, int], want: _Want) -> Fetch | None:
+        """What a node produced: a parameter, something saved, or made again from its inputs."""
+        node, output = edge
+        if node is None or output != 0 or self.depth > DEPTH:
+            return None
+        if node.name() == "torch::autograd::AccumulateGrad":
+            self.leaves.add(id(node.variable))
+            return _leaf(node.variable)
+        return self._noted(self.produced(node)) or self.made(node, want)
+
+    def made(self, node: Any, want: _Want) -> Fetch | None:
+        build = _BUILDERS.get(node.name())
+        if build is None:
+            return None
+        self.depth += 1
+        made = build(self, node, want)
+        self.depth -= 1
+        return made
+
+    def _noted(self, found: tuple[Fetch, int | None] | None) -> Fetch | None:
         if found is None:
             return None
         fetch, number = found
@@ -63,27 +101,8 @@ class _Builder:
             self.sources.append(number)
         return fetch
 
-    def value(self, edge: tuple[Any, int], dtype: torch.dtype | None = None) -> Fetch | None:
-        """What a node produced: a leaf, a saved result, or made again from its inputs."""
-        node, output = edge
-        if node is None or output != 0 or self.depth > 4:
-            return None
-        if node.name() == "torch::autograd::AccumulateGrad":
-            self.leaves.add(id(node.variable))
-            return _leaf(node.variable)
-        if node.name() == "ReluBackward0":
-            return self.saved(node, "result")
-        return self.made(node, dtype)
 
-    def made(self, node: Any, dtype: torch.dtype | None) -> Fetch | None:
-        self.depth += 1
-        build = _BUILDERS.get(node.name())
-        made = None if build is None else build(self, node, dtype)
-        self.depth -= 1
-        return made
-
-
-def recipe(tensor: torch.Tensor, lookup: Lookup) -> Recipe | None:
+def recipe(tensor: torch.Tensor, kept: Lookup, produced: Produced) -> Recipe | None:
     """The recipe of the whole storage behind `tensor`, or None if there is none."""
     base = tensor._base if tensor._is_view() else tensor
     if base is None or base.grad_fn is None or base.storage_offset() != 0:
@@ -92,9 +111,9 @@ def recipe(tensor: torch.Tensor, lookup: Lookup) -> Recipe | None:
     if not whole or base.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
         return None
     node = base.grad_fn
-    builder = _Builder(lookup)
+    builder = _Builder(kept, produced)
     try:
-        make = builder.made(node, base.dtype)
+        make = builder.made(node, _Want(base.dtype, base.size()))
     except Foreign:
         return None
     if make is None:
@@ -138,7 +157,7 @@ def _leaf(parameter: torch.Tensor) -> Fetch:
 def _unary(apply: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable[..., Fetch | None]:
     """An operation of its saved input and attributes of the node, read now."""
 
-    def build(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
+    def build(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
         source = builder.saved(node, "self")
         if source is None:
             return None
@@ -160,14 +179,24 @@ def _silu(x: torch.Tensor, _: None) -> torch.Tensor:
     return torch.ops.aten.silu.default(x)
 
 
-def _cast(builder: _Builder, node: Any, dtype: torch.dtype | None) -> Fetch | None:
-    source = builder.value(node.next_functions[0])
-    if source is None or dtype is None:
+def _cast(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
+    dtype = want.dtype
+    if dtype is None:
         return None  # in the middle of a recipe the target type is not known
-    return lambda: source().to(dtype)
+    source = builder.value(node.next_functions[0], _Want(size=want.size))
+    return None if source is None else lambda: source().to(dtype)
 
 
-def _layer_norm(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
+def _view(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
+    size = want.size
+    before = getattr(node, "_saved_self_sym_sizes", None)
+    if size is None or before is None or math.prod(before) != size.numel():
+        return None
+    source = builder.value(node.next_functions[0], _Want(want.dtype, None))
+    return None if source is None else lambda: source().reshape(size)
+
+
+def _layer_norm(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
     import torch
 
     eps = node.metadata.get(EPS)
@@ -189,7 +218,7 @@ def _nothing() -> Any:
     return None
 
 
-def _batch_norm(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
+def _batch_norm(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
     """With the batch's own statistics; running statistics are neither read nor updated."""
     import torch
 
@@ -203,7 +232,7 @@ def _batch_norm(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
     weight = builder.saved(node, "weight") or _nothing
     bias: Fetch | None = _nothing
     if len(node.next_functions) > 2 and node.next_functions[2][0] is not None:
-        bias = builder.value(node.next_functions[2])
+        bias = builder.value(node.next_functions[2], _Want())
     if bias is None:
         return None
     operation = {
@@ -213,42 +242,50 @@ def _batch_norm(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
     return lambda: operation(source(), weight(), bias(), None, None, True, 0.0, eps)[0]
 
 
-def _relu(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
-    source = builder.value(node.next_functions[0])
+def _relu(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
+    source = builder.value(node.next_functions[0], want)
     return None if source is None else lambda: source().relu()
 
 
-def _add(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
+def _add(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
     if getattr(node, "_saved_alpha", 1) != 1 or len(node.next_functions) != 2:
         return None
-    if any(following is None for following, _ in node.next_functions):
-        return None  # a number, or a tensor outside the graph
-    left, right = (builder.value(edge) for edge in node.next_functions)
+    # A missing edge is a number or a tensor outside the graph: unknown. The sizes are the result's
+    # unless something is broadcast, and then the views in between find a wrong count.
+    left, right = (builder.value(edge, _Want(size=want.size)) for edge in node.next_functions)
     if left is None or right is None:
         return None
     return lambda: left() + right()
 
 
-def _multiply(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
+def _multiply(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
     left, right = builder.saved(node, "self"), builder.saved(node, "other")
     if left is None or right is None:
         return None
     return lambda: left() * right()
 
 
-def _matrix_product(builder: _Builder, node: Any, dtype: Any) -> Fetch | None:
+def _matrix_product(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
     import torch
 
     if getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1:
         return None
     left, right = builder.saved(node, "mat1"), builder.saved(node, "mat2")
-    added = builder.value(node.next_functions[0], dtype)
+    edge = node.next_functions[0]
+    while edge[0] is not None and edge[0].name() == "ToCopyBackward0":
+        edge = edge[0].next_functions[0]  # the bias, cast to the type of the factors
+    added = builder.value(edge, _Want())
     if left is None or right is None or added is None:
         return None
-    return lambda: torch.ops.aten.addmm.default(added(), left(), right())
+
+    def make() -> torch.Tensor:
+        factor = left()
+        return torch.ops.aten.addmm.default(added().to(factor.dtype), factor, right())
+
+    return make
 
 
-_BUILDERS: dict[str, Callable[[_Builder, Any, Any], Fetch | None]] = {
+_BUILDERS: dict[str, Callable[[_Builder, Any, _Want], Fetch | None]] = {
     "GeluBackward0": _unary(_gelu),
     "SiluBackward0": _unary(_silu),
     "ToCopyBackward0": _cast,
@@ -259,6 +296,8 @@ _BUILDERS: dict[str, Callable[[_Builder, Any, Any], Fetch | None]] = {
     "AddBackward0": _add,
     "MulBackward0": _multiply,
     "AddmmBackward0": _matrix_product,
+    "ViewBackward0": _view,
+    "UnsafeViewBackward0": _view,
 }
 _KINDS = {
     "GeluBackward0": "gelu",
@@ -271,4 +310,6 @@ _KINDS = {
     "AddBackward0": "sum",
     "MulBackward0": "product",
     "AddmmBackward0": "matrix product",
+    "ViewBackward0": "view",
+    "UnsafeViewBackward0": "view",
 }

@@ -241,7 +241,7 @@ def _solve(
     value = np.asarray(solver.getSolution().col_value)
     excess = float(info.objective_function_value) if not whole else float(info.mip_dual_bound)
     return Relaxed(
-        bound_s=(times.sum() + max(0.0, excess)) / second,
+        bound_s=float((times.sum() + max(0.0, excess)) / second),
         swapped=tuple(value[x].tolist()),
         remade=tuple(value[r].tolist()),
     )

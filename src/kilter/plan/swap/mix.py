@@ -14,6 +14,9 @@ from kilter.plan.swap.problem import Problem
 from kilter.plan.swap.simulate import Outcome, Schedule
 from kilter.plan.swap.spanning import swap_rest
 
+REACHES = (0.01, 0.04)
+"""Shares of the iteration by which something may be made again before its own use."""
+
 
 def mix(problem: Problem) -> Schedule:
     """Swap, recompute and keep. `PlanError` if not even everything away fits the budget."""
@@ -24,7 +27,15 @@ def mix(problem: Problem) -> Schedule:
             f"the budget of {problem.budget_bytes} bytes is below {problem.floor_bytes}, which "
             "operations need even when everything else is away"
         )
-    order = by_price(problem)
+    found = min(
+        (_search(problem, within_reach(problem, by_price(problem), reach)) for reach in REACHES),
+        key=lambda candidate: candidate[1].iteration_s,
+    )
+    return found[0]
+
+
+def _search(problem: Problem, order: list[int]) -> tuple[Schedule, Outcome]:
+    """The best number of intervals to make again, taken from the front of `order`."""
     tried: dict[int, tuple[Schedule, Outcome] | None] = {}
 
     def time_at(count: int) -> float:
@@ -42,11 +53,9 @@ def mix(problem: Problem) -> Schedule:
             break
         low, high = max(0, best - step), min(len(order), best + step)
         step = max(1, step // 4)
-    found = tried[best]
-    if found is None:  # swapping and making again get in each other's way only through `needs`
-        found = swap_rest(problem, frozenset())
+    found = tried[best] or swap_rest(problem, frozenset())
     assert found is not None, "everything away fits, so swapping alone does"
-    return found[0]
+    return found
 
 
 def by_price(problem: Problem) -> list[int]:
@@ -59,6 +68,40 @@ def by_price(problem: Problem) -> list[int]:
 
     possible = [i for i, j in enumerate(problem.intervals) if j.recompute_s is not None]
     return sorted(possible, key=price)
+
+
+def within_reach(problem: Problem, order: list[int], reach: float) -> list[int]:
+    """`order` without those whose making would bring others back too early.
+
+    What is made from something that is itself made again forces that one to be there first, and so
+    on back: a chain through the whole model would hold everything at once. An interval joins only
+    if nothing made again comes earlier than its own use by more than `reach` of the iteration.
+    """
+    intervals = problem.intervals
+    limit = max(1, int(reach * len(problem.operation_s)))
+    due = [interval.before for interval in intervals]
+    chosen: set[int] = set()
+
+    def moved(index: int, at: int, changes: dict[int, int]) -> bool:
+        for other in intervals[index].needs:
+            if intervals[other].after < at < changes.get(other, due[other]):
+                if other in chosen and intervals[other].before - at > limit:
+                    return False
+                changes[other] = at
+                if other in chosen and not moved(other, at, changes):
+                    return False
+        return True
+
+    accepted = []
+    for index in order:
+        changes: dict[int, int] = {}
+        at = due[index]
+        if intervals[index].before - at <= limit and moved(index, at, changes):
+            for other, earlier in changes.items():
+                due[other] = earlier
+            chosen.add(index)
+            accepted.append(index)
+    return accepted
 
 
 def _needed(problem: Problem, chosen: list[int]) -> frozenset[int]:

@@ -1,0 +1,231 @@
+"""`kilter plan memory TRACE`: what leaves the device, what comes back when, what is made again.
+
+All planners work on the same problem and the event simulator judges each; every predicted number is
+labelled simulated. `--chrome FILE` writes the schedule as a Chrome trace with the memory level
+before and after, for Perfetto.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kilter.core import codec
+from kilter.core.errors import PlanError, UsageError
+from kilter.core.trace import IterationTrace
+from kilter.core.units import MIB, parse_bytes, parse_fraction, show_bytes, show_fraction, show_time
+from kilter.plan.swap.choose import PLANNERS, MemoryPlan, plan
+from kilter.plan.swap.problem import Link, Problem, problem_of
+from kilter.plan.swap.simulate import simulate
+
+HELP = "what to swap, to make again and to keep, so that an iteration fits a memory budget"
+EPILOG = """\
+The link's rates default to those measured on one H200 with PCIe 5 x16; give your machine's own.
+
+examples:
+  kilter plan memory runs/ID/trace.json --memory-budget 24GiB
+  kilter plan memory trace.json --memory-budget 60% --planner exact --json
+  kilter plan memory trace.json --memory-budget 60% --chrome schedule.json
+"""
+
+H200_PCIE5 = Link(
+    to_host_bytes_per_s=55.4e9,
+    to_device_bytes_per_s=55.6e9,
+    both_bytes_per_s=101.7e9,
+    latency_s=3e-6,
+)
+"""Measured on one H200, PCIe 5 x16, large copies between device and pinned host memory."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", metavar="TRACE", type=Path, help="trace.json of a run")
+    parser.add_argument(
+        "--memory-budget", required=True, metavar="B", help="24GiB, or 60%% of the trace's peak"
+    )
+    parser.add_argument("--planner", choices=list(PLANNERS), default="mix", help="(mix)")
+    add_link_arguments(parser)
+    parser.add_argument("--min-bytes", type=int, default=MIB, metavar="N", help="(1 MiB)")
+    parser.add_argument("--chrome", type=Path, metavar="FILE", help="write a Chrome trace here")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_link_arguments(parser: argparse.ArgumentParser) -> None:
+    """The table of the link, in GB/s."""
+    rates = (
+        ("--to-host", H200_PCIE5.to_host_bytes_per_s, "device to host alone"),
+        ("--to-device", H200_PCIE5.to_device_bytes_per_s, "host to device alone"),
+        ("--both", H200_PCIE5.both_bytes_per_s, "the two together, both at once"),
+    )
+    for option, rate, meaning in rates:
+        parser.add_argument(
+            option,
+            type=float,
+            default=rate / 1e9,
+            metavar="GB/s",
+            help=f"{meaning} ({rate / 1e9:g})",
+        )
+
+
+def link_of(args: argparse.Namespace) -> Link:
+    """The link that the arguments describe; `UsageError` for rates that are none."""
+    return Link(
+        to_host_bytes_per_s=args.to_host * 1e9,
+        to_device_bytes_per_s=args.to_device * 1e9,
+        both_bytes_per_s=args.both * 1e9,
+        latency_s=H200_PCIE5.latency_s,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    trace = codec.load(args.trace, IterationTrace)
+    link = link_of(args)
+    whole = problem_of(trace, link=link, budget_bytes=1, min_bytes=args.min_bytes)
+    budget_bytes = budget_of(args.memory_budget, whole.peak_bytes)
+    problem = problem_of(trace, link=link, budget_bytes=budget_bytes, min_bytes=args.min_bytes)
+    found = answer(problem, args.planner)
+    if args.chrome is not None:
+        chosen = plan(problem, args.planner)
+        codec.write_atomically(args.chrome, msgspec.json.encode(chrome(problem, chosen)))
+    if args.json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        _tell(found, problem)
+    return 0 if found["feasible"] else 1
+
+
+def budget_of(text: str, peak_bytes: int) -> int:
+    """`24GiB`, or a share of the peak without a plan: `60%`."""
+    if text.strip().endswith("%"):
+        return int(parse_fraction(text) * peak_bytes)
+    return parse_bytes(text)
+
+
+def answer(problem: Problem, planner: str) -> dict[str, Any]:
+    """The JSON object: the chosen planner's plan, and beside it what every planner makes of it."""
+    has_solver = importlib.util.find_spec("highspy") is not None
+    if planner == "exact" and not has_solver:
+        raise UsageError("the exact planner needs HiGHS: pip install 'kilter[exact]'")
+    plans = {
+        name: plan(problem, name, bound=has_solver, clock=time.perf_counter)
+        for name in PLANNERS
+        if has_solver or name != "exact"
+    }
+    chosen = plans[planner]
+    moves = {move.interval: move for move in chosen.schedule.moves}
+    remade = frozenset(chosen.schedule.remade)
+    swap, recompute, keep = [], [], []
+    for index, interval in enumerate(problem.intervals):
+        entry = {
+            "name": interval.name,
+            "size_bytes": interval.size_bytes,
+            "after": interval.after,
+            "before": interval.before,
+        }
+        if index in moves:
+            swap.append(entry | {"release": moves[index].release, "load": moves[index].load})
+        elif index in remade:
+            recompute.append(entry | {"recompute_s": interval.recompute_s})
+        else:
+            keep.append(entry)
+    return {
+        "schema": "kilter.plan-memory/1",
+        "label": chosen.label.value,
+        **_numbers(chosen),
+        "budget_bytes": problem.budget_bytes,
+        "peak_before_bytes": problem.peak_bytes,
+        "compute_s": problem.compute_s,
+        "host_bytes": chosen.host_bytes,
+        "hidden": chosen.hidden,
+        "link": asdict(problem.link),
+        "actions": {"swap": swap, "recompute": recompute, "keep": keep},
+        **{name: _numbers(value) for name, value in plans.items()},
+        **({} if has_solver else {"exact": None}),
+    }
+
+
+def _numbers(value: MemoryPlan) -> dict[str, Any]:
+    return {
+        "feasible": value.feasible,
+        "peak_bytes": value.peak_bytes,
+        "iteration_s": value.iteration_s,
+        "bound_s": value.bound_s,
+        "planner": value.planner,
+        "solve_s": value.solve_s,
+        "stall_s": value.stall_s,
+        "remake_s": value.remake_s,
+        "out_bytes": value.out_bytes,
+        "in_bytes": value.in_bytes,
+        "swapped": value.swapped,
+        "remade": value.remade,
+    }
+
+
+def chrome(problem: Problem, chosen: MemoryPlan) -> dict[str, Any]:
+    """The schedule as a Chrome trace: one row for compute, remaking and stalls, one a direction,
+    and the memory level with and without the plan. Times are simulated."""
+    if not chosen.feasible:
+        raise PlanError("there is no feasible schedule to draw")
+    outcome = simulate(problem, chosen.schedule)
+    rows = {"compute": 1, "remake": 1, "stall": 1, "out": 2, "in": 3}
+    names = {1: "compute", 2: "to host", 3: "to device"}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
+        for tid, name in names.items()
+    ]
+    away = {move.interval: (move.release, move.load) for move in chosen.schedule.moves}
+    due = problem.deadlines(frozenset(chosen.schedule.remade))
+    away |= {i: (problem.intervals[i].after + 1, due[i]) for i in chosen.schedule.remade}
+    level = problem.profile(away)
+    for span in outcome.spans:
+        operation = span.lane in ("compute", "stall")
+        what = f"operation {span.index}" if operation else problem.intervals[span.index].name
+        events.append(
+            {
+                "ph": "X",
+                "pid": 1,
+                "tid": rows[span.lane],
+                "name": what if span.lane == "compute" else f"{span.lane}: {what}",
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+            }
+        )
+        if span.lane == "compute":
+            sizes = {
+                "planned": int(level[span.index]),
+                "without": problem.resident_bytes[span.index],
+            }
+            events.append(
+                {"ph": "C", "pid": 1, "name": "bytes", "ts": span.start_s * 1e6, "args": sizes}
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _tell(found: dict[str, Any], problem: Problem) -> None:
+    before, budget = show_bytes(problem.peak_bytes), show_bytes(problem.budget_bytes)
+    print(f"peak    {before} -> {show_bytes(found['peak_bytes'])} (budget {budget})")
+    slowdown = found["iteration_s"] / problem.compute_s - 1
+    print(
+        f"time    {show_time(found['iteration_s'])} ({show_fraction(slowdown, signed=True)}), "
+        f"bound {show_time(found['bound_s'])} [{found['label']}]"
+    )
+    print(
+        f"actions {len(found['actions']['swap'])} swapped, "
+        f"{len(found['actions']['recompute'])} made again, {len(found['actions']['keep'])} kept; "
+        f"{show_bytes(found['out_bytes'])} out, {show_fraction(found['hidden'])} hidden, "
+        f"{show_bytes(found['host_bytes'])} of host memory"
+    )
+    for name in PLANNERS:
+        other = found[name]
+        if other is None:
+            print(f"{name:<9} needs: pip install 'kilter[exact]'")
+            continue
+        print(
+            f"{name:<9} {show_time(other['iteration_s']):>9}  planned in "
+            f"{show_time(other['solve_s'])}{'' if other['feasible'] else '  does not fit'}"
+        )

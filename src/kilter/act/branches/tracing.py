@@ -136,8 +136,23 @@ def trace(function: Callable_, arguments: tuple[Any, ...]) -> Trace:
             f"cannot be traced ({type(error).__name__}: {reason[0] if reason else ''})"
         ) from error
     graph.graph.eliminate_dead_code()
+    _reshape_copies(graph)
     _check_pure(graph)
     return Trace(graph, tensor_at, seen["spec"], seen["const"])
+
+
+def _reshape_copies(graph: fx.GraphModule) -> None:
+    """`squeeze_` and its like give a temporary another shape in place: the same as a view."""
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        source = node.args[0] if node.args else None
+        temporary = isinstance(source, fx.Node) and source.op == "call_function"
+        if torch.Tag.inplace_view in node.target.tags and temporary:
+            name = node.target._schema.name.split("::")[1].removesuffix("_")
+            packet = getattr(torch.ops.aten, name)
+            node.target = getattr(packet, node.target._overloadname)
+    graph.recompile()
 
 
 def _argument(node: fx.Node, name: str) -> Any:

@@ -141,10 +141,16 @@ def test_a_limit_set_by_the_administrator_is_found_and_put_back(make_fake: MakeF
     assert (card.sm_lock_mhz, card.limit_mw) == (None, 600_000)
 
 
-def test_a_new_object_releases_the_lock_that_a_dead_one_left(make_fake: MakeFake) -> None:
+def test_a_lock_that_this_object_has_not_made_is_left_alone_until_reset(
+    make_fake: MakeFake,
+) -> None:
+    """The site may have locked the memory clock; a plan for the limit must not undo that."""
     fake = make_fake()
     open_device(fake).set(Setting(sm_clock_hz=1200e6))
-    open_device(fake).set(Setting(power_limit_w=700.0))
+    other = open_device(fake)
+    other.set(Setting(power_limit_w=650.0))
+    assert fake.state().cards[0].sm_lock_mhz is not None
+    other.reset()
     assert fake.state().cards[0].sm_lock_mhz is None
 
 

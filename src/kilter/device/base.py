@@ -34,7 +34,9 @@ class Device(Protocol):
 
     def set(self, setting: Setting) -> None:
         """Make `settings()` equal to `setting`: a knob that is `None` is released to the device's
-        governor, a knob that already has its value is not touched.
+        governor, a knob that already has its value is not touched. Where nobody can ask about a
+        knob, one that this object has never set counts as `None` and is not touched either:
+        somebody else may have set it.
 
         Raises `ReadOnly`, `NotPermitted`, `NotSupported` (no such knob or value). A partly applied
         setting is possible after an error: the caller restores. Success means that the request was

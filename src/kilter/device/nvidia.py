@@ -17,6 +17,7 @@ does not burn the power of a pinned clock.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -301,7 +302,8 @@ class NvidiaDevice:
         self._absent: set[tuple[Any, ...]] = set()
         """Sensors that the GPU or the driver lacks: asked for once."""
         self._requested: dict[str, float | None] = {}
-        """Clocks locked (Hz) or released (`None`) by this object; no entry: nobody knows."""
+        """Clocks locked (Hz) or released (`None`) by this object; NaN where its own call may or may
+        not have acted; no entry: not touched."""
 
     # Reading --------------------------------------------------------------------------------
 
@@ -320,17 +322,21 @@ class NvidiaDevice:
 
     def settings(self) -> Setting:
         return Setting(
-            sm_clock_hz=self._requested.get("Gpu"),
-            memory_clock_hz=self._requested.get("Memory"),
+            sm_clock_hz=self._asked("Gpu"),
+            memory_clock_hz=self._asked("Memory"),
             power_limit_w=self._do(self._read_limit_w),
         )
+
+    def _asked(self, domain: str) -> float | None:
+        value_hz = self._requested.get(domain)
+        return None if value_hz is None or math.isnan(value_hz) else value_hz
 
     # Setting --------------------------------------------------------------------------------
 
     def set(self, setting: Setting) -> None:
         """As in `Device`. Each knob is tried even if another one fails, so that a restore gets as
-        far as it can; the first error is raised. A clock that this object has never set is in an
-        unknown state and is therefore released when the setting says `None`."""
+        far as it can; the first error is raised. A clock that this object has never set is
+        left alone when the setting says `None`: who has locked it may want it so."""
         _forbid_if_read_only()
         self.info()
         if self._shared is not None:
@@ -346,7 +352,7 @@ class NvidiaDevice:
     def reset(self) -> None:
         """Release both clocks, whoever has locked them, and put back the default limit."""
         _forbid_if_read_only()
-        self._requested.clear()
+        self._requested = {"Gpu": math.nan, "Memory": math.nan}
         self.set(Setting())
 
     def close(self) -> None:
@@ -531,9 +537,9 @@ class NvidiaDevice:
         self, domain: str, value_hz: float | None, clocks_hz: tuple[float, ...], handle: Any
     ) -> None:
         """Cap the clocks of a domain (in NVML's word), or release them."""
-        if domain in self._requested and self._requested[domain] == value_hz:
+        if self._requested.get(domain) == value_hz:
             return
-        self._requested.pop(domain, None)
+        self._requested[domain] = math.nan
         if value_hz is not None:
             lowest_mhz, value_mhz = round(clocks_hz[0] / MHZ), round(value_hz / MHZ)
             self._setter(f"nvmlDeviceSet{domain}LockedClocks", handle, lowest_mhz, value_mhz)

@@ -319,6 +319,8 @@ def test_changed_weights_are_seen_however_they_change():
             lambda: setattr(branches[0][2], "weight", nn.Parameter(torch.randn(4, 6))),
             lambda: branches[2].load_state_dict(linears(6, 6, 6)[0].state_dict()),
             lambda: branches[0].__setitem__(1, nn.Tanh()),
+            lambda: branches[1].register_forward_hook(lambda m, i, o: o + 1),
+            lambda: branches[1].append(nn.Linear(4, 4)),
             lambda: setattr(branches[2][0].weight, "data", torch.randn(6, 8)),
         ]
         for change in changes:

@@ -111,14 +111,20 @@ class _Bench:
         self.traced: Trace | None = None
         self.folded: Folded | None = None
         self.untraceable: str | None = None
-        self._programs: dict[str, Program] = {}
+        self._programs: dict[str, Program | Refused] = {}
         self._seconds: dict[str, dict[Hashable, float]] = {}
 
     def program(self, mode: str) -> Program:
         """The program that a mode runs; `Refused` if it has none."""
         if mode not in self._programs:
-            self._programs[mode] = self._make(mode)
-        return self._programs[mode]
+            try:
+                self._programs[mode] = self._make(mode)
+            except Refused as refused:
+                self._programs[mode] = refused
+        found = self._programs[mode]
+        if isinstance(found, Refused):
+            raise found
+        return found
 
     def _make(self, mode: str) -> Program:
         if mode in ("threads", "streams") and self.owner.is_list:

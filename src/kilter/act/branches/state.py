@@ -25,6 +25,7 @@ class State:
         self._held: list[tuple[Any, Any, Any]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
         self._plain: list[tuple[dict[str, Any], str, Any]] = []
+        self._sizes: list[tuple[Any, int]] = []
         self.tensors: dict[int, Tensor] = {}
         self.modules: list[nn.Module] = []
         seen: set[int] = set()
@@ -48,6 +49,7 @@ class State:
         if isinstance(found, nn.Module):
             self.modules.append(found)
             for group in (found._parameters, found._buffers, found._modules):
+                self._sizes.append((group, len(group)))
                 for name, item in group.items():
                     self._held.append((group, name, item))
             return [
@@ -77,6 +79,8 @@ class State:
             return inside
         if isinstance(found, partial):
             return [found.func, *found.args, *found.keywords.values()]
+        if isinstance(found, (dict, list)):
+            self._sizes.append((found, len(found)))
         if isinstance(found, dict):
             self._held += [(found, key, item) for key, item in found.items()]
             return list(found.values())
@@ -119,6 +123,9 @@ class State:
                     return f"{name!r} was replaced"
             except (KeyError, IndexError):
                 return f"{name!r} was removed"
+        for holder, size in self._sizes:  # also the dictionaries of hooks
+            if len(holder) != size:
+                return "something was added or removed"
         for cell, item in self._cells:
             if cell.cell_contents is not item:
                 return "a captured variable was replaced"

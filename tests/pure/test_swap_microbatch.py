@@ -12,6 +12,8 @@ from kilter.plan.swap.problem import Interval, Link, Problem
 
 SLOW = Link(to_host_bytes_per_s=1.0, to_device_bytes_per_s=1.0, both_bytes_per_s=2.0)
 
+FAST = Link(to_host_bytes_per_s=20.0, to_device_bytes_per_s=20.0, both_bytes_per_s=40.0)
+
 
 def chain(*, budget: int, fixed: int = 100) -> Problem:
     """Ten layers of 40 bytes over 100 fixed bytes; nothing can be made again, the link is slow."""
@@ -46,7 +48,7 @@ def test_more_pieces_as_the_budget_shrinks_and_never_more_than_needed() -> None:
 
 def test_a_large_fixed_time_speaks_for_swapping() -> None:
     assert best(chain(budget=490), fixed_s=0.0) == 2
-    problem = replace(chain(budget=490), link=replace(SLOW, to_host_bytes_per_s=20.0))
+    problem = replace(chain(budget=490), link=FAST)
     assert best(problem, fixed_s=1.0) == 1
 
 

@@ -518,7 +518,9 @@ class NvidiaDevice:
         supported = self._read_supported(handle, setting.memory_clock_hz)
         _check_clock("SM", setting.sm_clock_hz, supported.sm_clocks_hz)
         _check_clock("memory", setting.memory_clock_hz, supported.memory_clocks_hz)
-        _check_limit(setting.power_limit_w, supported.power_limits_w)
+        if setting.power_limit_w != self._read_limit_w(handle):
+            # one that cannot be set can still be left as it is
+            _check_limit(setting.power_limit_w, supported.power_limits_w)
         steps = (
             partial(self._lock, "Memory", setting.memory_clock_hz, supported.memory_clocks_hz),
             partial(self._lock, "Gpu", setting.sm_clock_hz, supported.sm_clocks_hz),

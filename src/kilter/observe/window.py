@@ -159,9 +159,9 @@ class Window:
         here = self._annotations.here
         self._annotations.remove()
         if was == "ready":
-            self._profile.start_trace()
+            self._profile._start_trace()
         if was == "ready" or (was == "open" and here):
-            self._profile.stop_trace()
+            self._profile.__exit__(None, None, None)
         self._profile = None
         self._unguard()
 
@@ -184,34 +184,35 @@ class Window:
             self._abandon(_THE_PROGRAM_S)
             return
         import torch
-        from torch.profiler import ProfilerActivity, profile
+
+        # What torch.profiler.profile stands on; that one adds a warning in some versions, and
+        # builds a Python object for every event when it is stopped (60 us each on an H200's host).
+        from torch.autograd.profiler import profile
 
         cuda = self._on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         self._iterations = self._iterations or (1 if cuda else 2)
         assert self._guard is not None
         with self._guard.ours(), self._timed("begin"), _quiet_kineto():
             # Kineto registers itself in the thread that first uses it, and says so on stderr if
             # that is not the one that loaded torch. An empty trace of the CPU does it, in 3 ms.
-            first = profile(activities=[ProfilerActivity.CPU], acc_events=True)
-            first.prepare_trace()
-            first.start_trace()
-            first.stop_trace()
-        # acc_events: without it some versions warn, once, about something that is not our case
-        self._profile = profile(activities=activities, record_shapes=True, acc_events=True)
+            first = profile()
+            first._prepare_trace()
+            first._start_trace()
+            first.__exit__(None, None, None)
+        self._profile = profile(use_device="cuda" if cuda else None, record_shapes=True)
         self.state = "preparing"
         self._run(self._prepare_aside)
 
     def _prepare_aside(self) -> None:
         assert self._guard is not None
         with self._guard.ours(), self._timed("prepare"):
-            self._profile.prepare_trace()
+            self._profile._prepare_trace()
         if self.state == "preparing":
             self.state = "ready"
 
     def _open(self, index: int) -> None:
         with self._timed("open"):
-            self._profile.start_trace()
+            self._profile._start_trace()
             self._annotations.install(modules=not _something_compiled())
         self.state = "open"
         self.opened_at = index
@@ -220,7 +221,7 @@ class Window:
     def _shut(self) -> None:
         with self._timed("shut"):
             self._annotations.remove()
-            self._profile.stop_trace()
+            self._profile.__exit__(None, None, None)
         self.state = "saving"
         self._run(self._save)
 

@@ -232,6 +232,7 @@ class Session:
             self._sampler = Sampler(device)
             self._sampler.start()
         self._window = Window(self.marks, after=WINDOW_AFTER)
+        self._window.start()
         self.marks.start()
         self._thread = threading.Thread(target=self._loop, name="kilter", daemon=True)
         self._thread.start()

@@ -229,12 +229,12 @@ class Session:
         if self._mode == "shadow":
             self._refuse("setting clocks", why)
         if not self._simulated:
-            self._sampler = Sampler(device)
+            self._sampler = Sampler(device, fence=self._fence)
             self._sampler.start()
         self._window = Window(self.marks, after=WINDOW_AFTER)
         self._window.start()
         self.marks.start()
-        self._thread = threading.Thread(target=self._loop, name="kilter", daemon=True)
+        self._thread = threading.Thread(target=self._fence(self._loop), name="kilter", daemon=True)
         self._thread.start()
 
     def _choose_mode(self, info: DeviceInfo) -> tuple[str, str]:
@@ -340,9 +340,8 @@ class Session:
             self._window.border(index)
 
     def _loop(self) -> None:
-        pulse = self._fence(self._pulse)
         while not self._over.wait(PULSE_S):
-            pulse()
+            self._pulse()
 
     def _pulse(self) -> None:
         """In our thread, a few times a second."""
@@ -355,7 +354,10 @@ class Session:
             self._conduct(self._conductor, finished)
 
     def _look(self) -> list[Iteration]:
-        """Take what has come in: iterations, the trace, a reading of the sensors."""
+        """Take what has come in: iterations, the trace, a reading of the sensors. Raises
+        `FileError` once nothing can be recorded any more: nothing is done without a record."""
+        if self._recorder is not None and self._recorder.lost is not None:
+            raise FileError(self._recorder.lost)
         finished = [i for i in self.marks.finished() if not i.skipped]
         if self._trace is None and self._window is not None:
             self._take_trace(self._window.trace())

@@ -65,7 +65,8 @@ class Sampler:
     """Samples one device until it is stopped or the device is lost. All times are `Sample.t_s`,
     the device's clock, which for a real device is the monotonic clock of the host.
 
-    `start` and `stop` are for a thread; `poll` alone drives it in virtual time.
+    `start` and `stop` are for a thread; `poll` alone drives it in virtual time. `fence` wraps what
+    the thread runs: errors of ours must end there.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Sampler:
         period_s: float | None = None,
         counter_every_s: float = LONG_S,
         on_sample: Callable[[Sample], None] | None = None,
+        fence: Callable[[Callable[..., None]], Callable[..., None]] = lambda function: function,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -82,6 +84,7 @@ class Sampler:
         self._period_s = period_s
         self._counter_every_s = counter_every_s
         self._on_sample = on_sample
+        self._fence = fence
         self._clock = clock
         self._sleep = sleep
         self._has_counter = False
@@ -118,7 +121,8 @@ class Sampler:
     def start(self) -> None:
         """Sample from now on, in a daemon thread. Device errors end up in `why_ended`."""
         if self._thread is None and not self._stopped:
-            self._thread = threading.Thread(target=self._run, name="kilter-sampler", daemon=True)
+            run = self._fence(self._run)
+            self._thread = threading.Thread(target=run, name="kilter-sampler", daemon=True)
             self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:

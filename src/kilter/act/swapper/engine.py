@@ -78,6 +78,12 @@ class Modified(RuntimeError):
         )
 
 
+def _note_epsilon(module: Any, inputs: Any, output: Any) -> None:
+    """A layer norm's node does not keep its epsilon, which its recipe needs."""
+    if output.grad_fn is not None:
+        output.grad_fn.metadata[EPS] = module.eps
+
+
 def _described(tensor: torch.Tensor) -> str:
     """What made a tensor, its shape and its type, for people."""
     base = tensor._base if tensor._is_view() else tensor
@@ -92,7 +98,7 @@ class _Saved:
     """One storage that autograd saved, and where its bytes are."""
 
     __slots__ = (
-        "__weakref__", "alias", "arrival", "departure", "engine", "host", "key", "number",
+        "__weakref__", "alias", "arrival", "departure", "engine", "host", "intact", "key", "number",
         "original", "packed", "pooled", "recipe", "round", "size_bytes", "state", "version",
     )  # fmt: skip
 
@@ -104,6 +110,8 @@ class _Saved:
         self.original = weakref.ref(tensor)
         self.packed = self.version = tensor._version
         self.round = engine._round
+        self.intact = True
+        """Never left: `alias` is the tensor that was saved."""
         self.key = tensor.untyped_storage()._cdata
         self.state = _HERE
         self.host: torch.Tensor | None = None
@@ -120,6 +128,8 @@ class _View(NamedTuple):
     """What autograd is given instead of a large tensor: a storage and how it is looked at."""
 
     saved: _Saved
+    first: bool
+    """The view that the storage was met with, which is how `saved.alias` looks at it."""
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -215,6 +225,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._pool_bytes = 0
         self._handles: list[Any] = []
         self._hooks: Any = None
+        self._norms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._search: Any = None
         self._counts = dict.fromkeys(
             ("passes", "planned", "deviations", "late", "spilled", "remade", "out", "in"), 0
         )
@@ -225,7 +237,6 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def __enter__(self) -> Swapper:
         import torch
-        from torch.nn.modules.module import register_module_forward_hook
         from torch.optim.optimizer import (
             register_optimizer_step_post_hook,
             register_optimizer_step_pre_hook,
@@ -235,8 +246,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._alone = self._users(torch.empty(1).detach())
         self._hooks.__enter__()
+        self._search_norms(True)
         self._handles = [
-            register_module_forward_hook(self._after_module),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
@@ -245,8 +256,10 @@ class Swapper(AbstractContextManager["Swapper"]):
     def __exit__(self, *exception: object) -> None:
         """Stop observing. Graphs that are still alive stay usable: their data find their way."""
         self._hooks.__exit__(*exception)
-        for handle in self._handles:
+        for handle in (*self._handles, *self._norms.values()):
             handle.remove()
+        self._norms.clear()
+        self._search_norms(False)
         if self._alive == 0:
             self._end_pass()
         self._plan = None
@@ -254,6 +267,15 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._closing = True
         if self._alive == 0:
             self._backend.close()
+
+    def _search_norms(self, search: bool) -> None:
+        from torch.nn.modules.module import register_module_forward_hook
+
+        if search and self._search is None:
+            self._search = register_module_forward_hook(self._after_module)
+        elif not search and self._search is not None:
+            self._search.remove()
+            self._search = None
 
     def report(self) -> SwapReport:
         counts = self._counts
@@ -281,9 +303,11 @@ class Swapper(AbstractContextManager["Swapper"]):
     # Hooks
 
     def _after_module(self, module: Any, inputs: Any, output: Any) -> None:
-        """A layer norm's node does not keep its epsilon, which its recipe needs."""
-        if type(module) is self._torch.nn.LayerNorm and output.grad_fn is not None:
-            output.grad_fn.metadata[EPS] = module.eps
+        """While passes are watched: find the layer norms. A hook on every module call would cost
+        too much to keep, so each norm gets its own."""
+        if type(module) is self._torch.nn.LayerNorm and module not in self._norms:
+            self._norms[module] = module.register_forward_hook(_note_epsilon)
+            _note_epsilon(module, inputs, output)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A graph that outlives the step still needs what is made from the old parameters."""
@@ -299,13 +323,14 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._boundary = self._alive > 0
 
     def _tracked(self, tensor: torch.Tensor) -> bool:
-        torch = self._torch
+        # In the order of what decides most often: this runs for every saved tensor.
         return (
-            type(tensor) is torch.Tensor
+            type(tensor) is self._torch.Tensor
+            and tensor.numel() * tensor.element_size() >= self._min_bytes
             and tensor.device == self._backend.device
-            and tensor.layout is torch.strided
+            and tensor.layout is self._torch.strided
             and not (tensor.is_leaf and tensor.requires_grad)
-            and not isinstance(tensor._base, torch.nn.Parameter)
+            and type(tensor._base) is not self._torch.nn.Parameter
             and not tensor.is_conj()
             and not tensor.is_neg()
             and tensor.untyped_storage().nbytes() >= self._min_bytes
@@ -329,7 +354,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         if saved is None or not known:
             saved = self._save(tensor, size_bytes)
         self._leave_event(begin)
-        return _View(saved, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        seen = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _View(saved, not known, *seen)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is _Small:
@@ -456,6 +482,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             alike = [k for k in self._known.values() if k.record.prints[0] == first_print]
             timing_only = bool(alike) and self._trial is None and self._round % 2 == 0
             self._recorder = PassRecorder(timing_only=timing_only)
+        self._search_norms(self._plan is None)
         if self._plan is None or self._plan.tuned < TUNED:
             self._backend.peak_bytes()  # from here on
 
@@ -574,13 +601,14 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._number += 1
         saved = _Saved(self, number, tensor, size_bytes)
         self._alive += 1
+        planned = self._plan
         reference = self._here[saved.key] = weakref.ref(saved)
         self._by_number[number] = reference
-        if tensor.grad_fn is not None and tensor.output_nr == 0:
+        recipes = self._trial is not None or (planned is not None and planned.remade)
+        if recipes and tensor.grad_fn is not None and tensor.output_nr == 0:
             seen = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
             tensor.grad_fn.metadata[SAVED] = (reference, seen)
         self._hold(saved.size_bytes)
-        planned = self._plan
         if self._recorder is not None:
             self._watch(saved, tensor)
         if planned is not None:
@@ -640,7 +668,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             return None
         if saved.alias is not None and saved.alias._version != saved.version:
             return None
-        view = _View(saved, *found[1])
+        view = _View(saved, False, *found[1])
         return (lambda: self._look(view)), saved.number
 
     def _look(self, view: _View) -> torch.Tensor:
@@ -655,6 +683,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         original = saved.original()
         if original is not None and original._version != saved.packed:
             raise Modified
+        if view.first and saved.intact:
+            return alias
         tensor = self._torch.empty(0, dtype=view.dtype, device=alias.device)
         return tensor.set_(alias.untyped_storage(), view.offset, view.size, view.stride)
 
@@ -702,6 +732,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._users(saved.alias) == self._alone:
             self._backend.evicted(saved.alias.untyped_storage())
         saved.alias = None
+        saved.intact = False
         saved.state = _AWAY
         if saved.host is None and saved.recipe is not None and saved.recipe.leaves:
             self._owed.add(saved)
@@ -755,8 +786,12 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _made(self, found: Recipe) -> torch.Tensor:
         torch = self._torch
-        with torch.no_grad(), torch.autocast(self._backend.device.type, enabled=False):
-            return found.make()
+        device_type = self._backend.device.type
+        with torch.no_grad():
+            if not torch.is_autocast_enabled(device_type):  # as in every ordinary backward
+                return found.make()
+            with torch.autocast(device_type, enabled=False):
+                return found.make()
 
     def _try(self, saved: _Saved) -> None:
         """Make a datum again beside the real one: how long it takes, and whether it is the same."""

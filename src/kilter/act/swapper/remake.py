@@ -170,13 +170,13 @@ def _unary(apply: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable[..., 
 def _gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     import torch
 
-    return torch.ops.aten.gelu.default(x, approximate=approximate)
+    return torch.nn.functional.gelu(x, approximate=approximate)
 
 
 def _silu(x: torch.Tensor, _: None) -> torch.Tensor:
     import torch
 
-    return torch.ops.aten.silu.default(x)
+    return torch.nn.functional.silu(x)
 
 
 def _cast(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
@@ -208,9 +208,7 @@ def _layer_norm(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
     shape = list(node._saved_normalized_shape)
     weight = builder.saved(node, "weight") or _nothing
     bias = builder.saved(node, "bias") or _nothing
-    return lambda: torch.ops.aten.native_layer_norm.default(source(), shape, weight(), bias(), eps)[
-        0
-    ]
+    return lambda: torch.native_layer_norm(source(), shape, weight(), bias(), eps)[0]
 
 
 def _nothing() -> Any:
@@ -236,8 +234,8 @@ def _batch_norm(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
     if bias is None:
         return None
     operation = {
-        "NativeBatchNormBackward0": torch.ops.aten.native_batch_norm.default,
-        "CudnnBatchNormBackward0": torch.ops.aten.cudnn_batch_norm.default,
+        "NativeBatchNormBackward0": torch.native_batch_norm,
+        "CudnnBatchNormBackward0": torch.cudnn_batch_norm,
     }[node.name()]
     return lambda: operation(source(), weight(), bias(), None, None, True, 0.0, eps)[0]
 
@@ -280,7 +278,7 @@ def _matrix_product(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
 
     def make() -> torch.Tensor:
         factor = left()
-        return torch.ops.aten.addmm.default(added().to(factor.dtype), factor, right())
+        return torch.addmm(added().to(factor.dtype), factor, right())
 
     return make
 

@@ -44,7 +44,6 @@ PATIENCE_S = 60.0
 FASTER = """
 import kilter.act.conductor, kilter.act.session, kilter.device.nvidia
 kilter.device.nvidia.SENSOR_PERIOD_S = {9: 0.01}
-kilter.device.nvidia.NvidiaDevice.__init__.__kwdefaults__["timeout_s"] = 1.0
 kilter.act.conductor.LEAST_BLOCK_S = 0.04
 kilter.act.conductor.SENSOR_PERIODS = 4
 kilter.act.session.PULSE_S = 0.01
@@ -259,19 +258,24 @@ def test_a_limit_that_can_be_read_and_not_set_is_no_reason_to_refuse(box: Box) -
     assert not box.locked()
 
 
+IMPATIENT = """
+kilter.device.nvidia.NvidiaDevice.__init__.__kwdefaults__["timeout_s"] = 2.0
+"""
+
+
 @pytest.mark.parametrize(
     ("rule", "told"),
     [
         (Rule(call="nvmlDeviceSet*", skip=3, times=1, error=4), ""),
         (Rule(call="nvmlDevice*", error=15), ""),
-        (Rule(call="nvmlDevice*", hang_s=3.0), "did not return"),
+        (Rule(call="nvmlDevice*", hang_s=6.0), "did not return"),
     ],
     ids=["refused", "lost", "hangs"],
 )
 def test_trouble_in_the_middle_ends_the_setting_and_not_the_job(
     box: Box, rule: Rule, told: str
 ) -> None:
-    box.start()
+    box.start(patch=IMPATIENT if rule.hang_s else "")
     box.wait_for(box.locked)
     with box.fake.edit() as state:
         state.rules.append(rule)
@@ -288,6 +292,7 @@ def test_trouble_in_the_middle_ends_the_setting_and_not_the_job(
     assert len(box.of(Stopped)) == 1
     assert box.of(Failed) == []
     assert len(box.fake.setters()) >= set_by_then
+    assert "the default stands: " in err
     box.wait_for_restore()
 
 
@@ -348,9 +353,12 @@ def test_two_ranks_set_both_cards_alike_and_write_one_report(tmp_path: Path) -> 
             for number in (0, 1)
         ]
         assert asked[0]
-        assert asked[0] == asked[1]
+        both = min(map(len, asked))  # at the end one may already have been asked for the next
+        assert asked[0][:both] == asked[1][:both]
+        assert max(map(len, asked)) - both <= 1
         assert box.of(Block, 1) == []
         assert [box.of(Stopped, rank)[-1].restored for rank in (0, 1)] == [True, True]
         assert box.of(Failed) == box.of(Failed, 1) == []
         assert err.count("report: ") == 1
         assert report.build(box.run).restored
+        assert "before the evidence was in" in err or holding(box)

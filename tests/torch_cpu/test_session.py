@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import kilter
 from kilter.act import conductor, session
+from kilter.act.board import BoardGone, StoreBoard
 from kilter.act.session import Options, Session, Silent, check_out
 from kilter.core.errors import DeviceLost, UsageError
 from kilter.core.events import AnyEvent, Block, Failed, Refused, Started, Stopped, read_events
@@ -204,6 +207,47 @@ def test_ranks_of_one_node_find_the_same_place_and_the_next_job_another(
     monkeypatch.setattr(os, "getppid", lambda: 4712)
     assert len(first) == 1
     assert session._job_name(environ) not in first
+
+
+# --- the board of several ranks ------------------------------------------------------------------
+
+
+def test_notes_go_through_the_store_of_the_job_and_its_end_is_told(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    serve = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", serve]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        boards = [StoreBoard(dist.PrefixStore("kilter", store)) for _ in range(2)]
+        assert boards[0].look("order/0") is None
+        boards[0].post("order/0", b"note")
+        boards[0].post("ended/0", b"")
+        assert boards[1].look("order/0") == b"note"
+        assert boards[1].look("ended/0") == b""
+        boards[1].drop("order/0")
+        boards[1].drop("order/0")
+        assert boards[0].look("order/0") is None
+        server.kill()
+    for reach in (
+        lambda: boards[0].look("order/0"),
+        lambda: boards[0].post("order/1", b""),
+        lambda: boards[0].drop("order/1"),
+    ):
+        with pytest.raises(BoardGone, match="gone"):
+            reach()
+    capfd.readouterr()  # what torch itself says about it
+
+
+def test_a_process_without_a_group_has_no_board() -> None:
+    assert StoreBoard.find() is None
 
 
 # --- errors of ours ------------------------------------------------------------------------------

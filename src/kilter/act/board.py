@@ -49,8 +49,11 @@ class StoreBoard:
     waiting (the client holds a lock while it talks). `find` is None as long as there is no store.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, server: Any = None) -> None:
+        """`server` is kept alive for as long as this board is: the job's own store may be the one
+        that serves, and be dropped with its process group while other ranks still look."""
         self._store = store
+        self._server = server
 
     @classmethod
     def find(cls) -> StoreBoard | None:
@@ -61,7 +64,7 @@ class StoreBoard:
             return None
         with _reaching():
             store = dist.distributed_c10d._get_default_store()
-            return cls(dist.PrefixStore("kilter", _second_connection(store)))
+            return cls(dist.PrefixStore("kilter", _second_connection(store)), store)
 
     def post(self, name: str, note: bytes) -> None:
         with _reaching():

@@ -139,6 +139,11 @@ class Rehearsal:
         self.iterations = 0
         self.iterations_alone = 0
 
+    @property
+    def phase(self) -> Phase | None:
+        """Of the order that is being executed."""
+        return self._conductor.phase
+
     def iterate(self) -> None:
         """Run one simulated iteration and let the conductor take notice."""
         duration_s = self._run()

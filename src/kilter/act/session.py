@@ -138,6 +138,7 @@ class Session:
         self._window: Window | None = None
         self._trace: IterationTrace | None = None
         self._rehearsal: Rehearsal | None = None
+        self._predicted: Rehearsal | None = None
         self._conductor: Conductor | None = None
         self._program: Program | None = None
         self._recorded_s = 0.0
@@ -285,7 +286,7 @@ class Session:
             self._rehearse()
         elif self._simulated:
             self._refuse("rehearsing", self._why_no_trace())
-        elif self._mode == "shadow":
+        elif self._mode == "shadow" and self._lease is None:
             self._predict()
         elif self._mode == "govern" and self._conductor is None:
             self._refuse("governing", self._why_not_begun())
@@ -547,17 +548,21 @@ class Session:
             seed=SEED,
         )
         rehearsal.finish(seconds=SHADOW_S)
-        self._program = rehearsal.program
+        self._predicted = rehearsal
 
     def _write_plan(self) -> None:
-        program = self._rehearsal.program if self._rehearsal else self._program
+        rehearsal, conductor = self._rehearsal or self._predicted, self._conductor
+        program = rehearsal.program if rehearsal else self._program
         if program is None or self._info is None or self._recorder is None:
             return
-        predicted = self._mode == "shadow"
-        from kilter.plan.governor import plan_of
+        from kilter.plan.governor import Phase, plan_of
 
-        label = Label.SIMULATED if predicted else self._info.label
         choice = program.choice
+        phase = rehearsal.phase if rehearsal else conductor.phase if conductor else None
+        if choice.setting == self._found and phase is not Phase.HOLD:
+            return  # the search is not over: nothing is decided
+        predicted = self._predicted is not None
+        label = Label.SIMULATED if predicted else self._info.label
         assert self.run is not None
         codec.save(self.run / "plan.json", plan_of(choice, self._found, label))
         self._recorder(

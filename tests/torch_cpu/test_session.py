@@ -21,6 +21,7 @@ import kilter
 from kilter.act import conductor, session
 from kilter.act.board import BoardGone, StoreBoard
 from kilter.act.session import Options, Session, Silent, check_out
+from kilter.app.cli.main import main
 from kilter.core.errors import DeviceLost, UsageError
 from kilter.core.events import AnyEvent, Block, Failed, Refused, Started, Stopped, read_events
 from kilter.core.label import Label
@@ -176,6 +177,8 @@ def test_a_run_is_never_written_over_another() -> None:
         kilter.govern(device="null", out="run"),
     ):
         raise AssertionError("the program must not begin")
+    Path("job.py").write_text("raise AssertionError('the program must not begin')")
+    assert main(["run", "--device", "null", "--out", "run", "job.py"]) == 2
     assert Path("run/events-rank0.jsonl").read_bytes() == before
 
 

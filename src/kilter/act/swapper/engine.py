@@ -225,6 +225,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._pool_bytes = 0
         self._handles: list[Any] = []
         self._hooks: Any = None
+        self._unpack_hook: Any = None
         self._norms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._search: Any = None
         self._counts = dict.fromkeys(
@@ -243,7 +244,9 @@ class Swapper(AbstractContextManager["Swapper"]):
         )
 
         self._torch = torch
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        # Without this dynamo would compile our own frames when it meets them beside the user's.
+        pack, self._unpack_hook = (torch.compiler.disable(f) for f in (self._pack, self._unpack))
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack_hook)
         self._alone = self._users(torch.empty(1).detach())
         self._hooks.__enter__()
         self._search_norms(True)
@@ -647,7 +650,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             return None
         if hook is None:
             packed = _Small(packed.detach(), packed._version)
-        elif hook != self._unpack:
+        elif hook is not self._unpack_hook:
             raise Foreign(f"{node.name()} keeps {name} with a hook that is not ours")
         if isinstance(packed, _View):
             view = packed

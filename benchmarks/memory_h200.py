@@ -30,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 from kilter.act.swapper import Swapper
 from kilter.act.swapper.cuda import Cuda, measure_link
 from kilter.core.units import GIB
-from kilter.plan.swap.choose import plan
 from kilter.plan.swap.problem import Link
 
 VOCABULARY = 50304
@@ -152,13 +151,11 @@ class Row:
     peak_bytes: int
     budget_bytes: int | None = None
     predicted_s: float | None = None
-    bound_s: float | None = None
     compute_s: float | None = None
     swapped: int = 0
     remade: int = 0
     out_bytes: int = 0
     host_bytes: int = 0
-    plan_s: float | None = None
     host_s: float = 0.0
     """Time the CPU takes to issue an iteration: near the iteration time, the CPU is the limit."""
     late: int = 0
@@ -193,7 +190,7 @@ def checkpointing(job: Job) -> Iterator[None]:
         job.model.checkpointing = False
 
 
-def ours(job: Job, base: Row, link: Link, count: int, *, explain: bool, out: Path) -> Row:
+def ours(job: Job, base: Row, link: Link, count: int, *, first: bool, out: Path) -> Row:
     """One row under a budget: let the engine watch, try and plan, then measure."""
     assert base.budget_bytes is not None
     swapper = Swapper(Cuda.open(), budget_bytes=base.budget_bytes, link=link)
@@ -228,20 +225,9 @@ def ours(job: Job, base: Row, link: Link, count: int, *, explain: bool, out: Pat
         out_bytes=value.out_bytes,
         events=len(record.prints),
     )
-    if explain:
+    if first:
         (out / f"record-{base.workload}.json").write_bytes(msgspec.json.encode(record))
-        problem, _ = record.problem(link=link, budget_bytes=value.budget_bytes, min_bytes=2**20)
-        again = plan(problem, bound=_has_solver(), clock=time.perf_counter)
-        row = replace(row, bound_s=again.bound_s, plan_s=again.solve_s)
     return row
-
-
-def _has_solver() -> bool:
-    try:
-        import highspy  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def measure(
@@ -260,7 +246,7 @@ def measure(
             f"{row.peak_bytes / GIB:6.2f} GiB ({share:.3f}) {predicted}",
             f"{row.swapped} swapped {row.remade} remade host {row.host_s * 1e3:.1f} ms",
             f"late {row.late} deviations {row.deviations} compute {row.compute_s}",
-            f"plan {row.plan_s} bound {row.bound_s} {row.refused[:3]}",
+            f"{row.refused[:3]}",
             flush=True,
         )
         (out / f"memory-{name}.json").write_text(
@@ -283,7 +269,7 @@ def measure(
         budgets["as checkpoint"] = checkpoint_bytes
         for mode, budget in budgets.items():
             base = Row(name, mode, number, 0.0, 0, budget_bytes=budget)
-            add(ours(job, base, link, count, explain=number == 0, out=out))
+            add(ours(job, base, link, count, first=number == 0, out=out))
     return rows
 
 

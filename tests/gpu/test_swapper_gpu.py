@@ -1,0 +1,81 @@
+"""The memory engine on a real GPU. Reads only: no setting of the card is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from kilter.act.swapper import Swapper, SwapReport
+from kilter.act.swapper.cuda import Cuda, measure_link
+from kilter.plan.swap.problem import Link
+
+pytestmark = pytest.mark.gpu
+
+PCIE = Link(to_host_bytes_per_s=5e10, to_device_bytes_per_s=5e10, both_bytes_per_s=9e10)
+SLOW = Link(to_host_bytes_per_s=1e8, to_device_bytes_per_s=1e8, both_bytes_per_s=2e8)
+
+
+def trained(
+    budget_bytes: int | None, link: Link, planner: str
+) -> tuple[list[torch.Tensor], int, SwapReport | None]:
+    """Losses, gradients and parameters of ten steps of a stack of blocks, and the peak at the end."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        layers = [
+            nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+            for _ in range(12)
+        ]
+        net = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    values: list[torch.Tensor] = []
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            x = torch.randn(4096, 512, device="cuda")
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = net(x).float().square().mean()
+            loss.backward()
+            values.append(loss.detach().clone())
+            values.extend(p.grad.clone() for p in net.parameters() if p.grad is not None)
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+            values[:] = [value.cpu() for value in values]
+
+    if budget_bytes is None:
+        steps(8)
+        torch.cuda.reset_peak_memory_stats()
+        steps(2)
+        return values, torch.cuda.max_memory_allocated(), None
+    swapper = Swapper(Cuda.open(), budget_bytes=budget_bytes, link=link, planner=planner)
+    with swapper:
+        steps(8)
+        torch.cuda.reset_peak_memory_stats()
+        steps(2)
+        peak_bytes = torch.cuda.max_memory_allocated()
+    return values, peak_bytes, swapper.report()
+
+
+@pytest.mark.parametrize(("link", "planner"), [(PCIE, "spanning"), (PCIE, "mix"), (SLOW, "mix")])
+def test_planned_training_is_bitwise_plain_and_within_the_budget(link: Link, planner: str) -> None:
+    plain, plain_bytes, _ = trained(None, link, planner)
+    budget_bytes = int(0.75 * plain_bytes)
+    values, peak_bytes, report = trained(budget_bytes, link, planner)
+    assert report is not None
+    assert report.planned >= 2
+    assert report.late == 0
+    assert peak_bytes <= budget_bytes
+    assert all(torch.equal(a, b) for a, b in zip(plain, values, strict=True))
+
+
+def test_the_link_is_measured_in_both_directions() -> None:
+    backend = Cuda.open()
+    link = measure_link(backend)
+    backend.close()
+    assert link.to_host_bytes_per_s > 1e9
+    assert link.to_device_bytes_per_s > 1e9
+    assert link.both_bytes_per_s > 0.8 * link.to_host_bytes_per_s

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 KILTER = (sys.executable, "-m", "kilter")
-STEPS = {"gpt": 160, "resnet50": 260, "mobilenet": 400}
+STEPS = {"gpt": 130, "resnet50": 220, "mobilenet": 320}
 WATCH = """
 import sys, time, pynvml
 pynvml.nvmlInit()
@@ -50,7 +50,7 @@ def main() -> int:
             row.pop("runs_detail", None)
             print({k: v for k, v in row.items() if k not in ("runs", "command")}, flush=True)
         (out / "main.json").write_text(json.dumps(result, indent=1))
-    for model, steps in (("gpt", 300), ("resnet50", 700)):
+    for model, steps in (("gpt", 220), ("resnet50", 450)):
         result[f"energy_{model}"] = energy(model, steps, out)
         print(model, result[f"energy_{model}"], flush=True)
         (out / "main.json").write_text(json.dumps(result, indent=1))

@@ -122,6 +122,16 @@ def test_branches_of_a_whole_encoder_are_found_stacked_and_equal(published):
     torch.testing.assert_close(first, encoder(x, padding_mask()), rtol=0, atol=0)
 
 
+def test_the_fused_form_is_found_in_the_loop_and_is_the_loop():
+    """Without a GPU the definition runs; the form is found in the trace, whatever the class."""
+    encoder = Encoder(layers=1).eval()
+    x, mask = torch.randn(TOKENS, 1, 256), padding_mask()
+    with parallel(encoder, mode="fused") as fast:
+        first, again = fast(x, mask), fast(x, mask)
+        assert fast.plan().chosen == "fused", fast.explain()
+    torch.testing.assert_close(first, again, rtol=1e-5, atol=1e-5)
+
+
 # --- calling --------------------------------------------------------------------------------------
 
 MODES = ("auto", "serial", "threads", "batched")

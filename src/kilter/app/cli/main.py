@@ -18,7 +18,7 @@ from kilter.core.errors import KilterError
 VERBS: dict[str, str] = {
     "run": "run a script, unmodified, under a goal",
     "report": "what a run found, did and restored",
-    "plan": "plan clocks from an iteration trace",
+    "plan": "plan clocks or memory from an iteration trace",
     "rehearse": "try a plan on a simulated device",
     "doctor": "what is there, what is allowed, what to do about it",
     "restore": "put back whatever a dead run left",

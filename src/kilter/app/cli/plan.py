@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from kilter.act.rehearsal import Rehearsal
+from kilter.app import plan_memory
 from kilter.app.cli.options import fraction, simulated
 from kilter.core import codec
 from kilter.core.errors import PlanError
@@ -26,13 +27,22 @@ The plan's predicted effects are labelled simulated: the job itself has the last
 examples:
   kilter plan clocks runs/ID/trace.json --device sim:h200
   kilter plan clocks trace.json --device sim:a100 --max-slowdown 5% -o plan.json
+  kilter plan memory trace.json --memory-budget 24GiB
 """
 
 REHEARSE_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="clocks")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="clocks|memory")
+    memory = kinds.add_parser(
+        "memory",
+        help=plan_memory.HELP,
+        epilog=plan_memory.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan_memory.add_arguments(memory)
+    memory.set_defaults(act=plan_memory.run)
     clocks = kinds.add_parser("clocks", help="one setting of the clocks for the whole job")
     clocks.add_argument("trace", metavar="TRACE", type=Path, help="trace.json of a run")
     clocks.add_argument("--device", type=simulated, required=True, metavar="sim:NAME")
@@ -43,11 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     clocks.add_argument("--seed", type=int, default=0, help="of the simulated card (0)")
     clocks.add_argument("-o", dest="out", metavar="FILE", type=Path, help="write the plan here")
     clocks.add_argument("--json", action="store_true", help="print the plan as one JSON object")
-    clocks.set_defaults(make=_clocks)
+    clocks.set_defaults(act=_clocks)
 
 
 def run(args: argparse.Namespace) -> int:
-    plan: Plan = args.make(args)
+    return int(args.act(args))
+
+
+def _clocks(args: argparse.Namespace) -> int:
+    plan = _plan_clocks(args)
     if args.out is not None:
         codec.save(args.out, plan)
     if args.json:
@@ -57,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _clocks(args: argparse.Namespace) -> Plan:
+def _plan_clocks(args: argparse.Namespace) -> Plan:
     trace = codec.load(args.trace, IterationTrace)
     if not trace.operations:
         raise PlanError(f"{args.trace}: the trace has no operations; nothing can be planned")

@@ -155,7 +155,7 @@ def problem_of(
     `PlanError` if the trace carries no required data (`IterationTrace.data`).
     """
     if not trace.data:
-        raise PlanError("the trace has no required data; record it with: kilter run")
+        raise PlanError("the trace lists no required data (`kilter run` does not record it yet)")
     count = len(trace.operations)
     change = np.zeros(count + 1, dtype=np.int64)
     for datum in trace.data:

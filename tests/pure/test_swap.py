@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kilter.core.errors import PlanError, UsageError
@@ -21,7 +21,12 @@ from kilter.plan.swap.simulate import Move, Schedule, simulate
 from kilter.plan.swap.spanning import spanning
 
 EVEN = Link(to_host_bytes_per_s=10.0, to_device_bytes_per_s=10.0, both_bytes_per_s=20.0)
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,  # heuristics promise nothing on every problem: a failure must be repeatable
+    suppress_health_check=[HealthCheck.too_slow],
+)
 
 
 def chain(sizes: list[int], *, budget: int, link: Link = EVEN, op_s: float = 1.0) -> Problem:
@@ -147,20 +152,22 @@ def test_brute_force_lies_between_the_bound_and_the_planners(problem: Problem) -
         assert plan(problem, name).iteration_s >= best * (1 - 1e-6) - 1e-9
 
 
-@settings(max_examples=15, deadline=None)
-@given(problems(max_intervals=8))
-def test_mix_is_close_to_the_best_choice_of_eight_intervals(problem: Problem) -> None:
+@pytest.mark.parametrize("rate", [4.0, 12.0, 60.0])
+@pytest.mark.parametrize("share", [0.35, 0.6, 0.85])
+def test_mix_is_close_to_the_best_choice_of_eight_intervals(rate: float, share: float) -> None:
     """All 3^8 choices, each placed by the same rule: the search over prices loses little."""
-    assume(problem.peak_bytes > problem.budget_bytes)
+    link = Link(to_host_bytes_per_s=rate, to_device_bytes_per_s=rate, both_bytes_per_s=1.8 * rate)
+    whole = chain([10, 30, 20, 40, 10, 30, 20, 40, 5], budget=1, link=link)
+    problem = replace(whole, budget_bytes=int(share * whole.peak_bytes))
+    assert len(problem.intervals) == 8
     best = float("inf")
-    for choices in itertools.product("ksr", repeat=len(problem.intervals)):
+    for choices in itertools.product("ksr", repeat=8):
         remade = frozenset(i for i, c in enumerate(choices) if c == "r")
-        if any(problem.intervals[i].recompute_s is None for i in remade):
-            continue
         schedule = place(problem, [i for i, c in enumerate(choices) if c == "s"], remade)
         if schedule is not None:
             best = min(best, simulate(problem, schedule).iteration_s)
-    assert plan(problem, "mix").iteration_s <= 1.5 * best
+    assert best < float("inf")
+    assert plan(problem, "mix").iteration_s <= 1.05 * best
 
 
 @quick

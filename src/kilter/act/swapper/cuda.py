@@ -28,7 +28,6 @@ class Cuda:
         self.device = device
         self._out = out
         self._in = back
-        self._issued = torch.cuda.Event()
         self._registered: list[torch.Tensor] = []
 
     @classmethod
@@ -64,16 +63,11 @@ class Cuda:
         return self._copy(self._in, device, host)
 
     def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> Event:
-        compute = torch.cuda.current_stream(self.device)
-        self._issued.record(compute)
-        stream.wait_event(self._issued)
-        torch.cuda.set_stream(stream)
-        try:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        finally:
-            torch.cuda.set_stream(compute)
-        event = torch.cuda.Event()
-        event.record(stream)
+            event = torch.cuda.Event()
+            event.record(stream)
         return event
 
     def wait(self, event: Event) -> None:

@@ -18,12 +18,13 @@ from kilter.core.errors import KilterError
 class Fence:
     """Calls functions of ours on behalf of the user's program.
 
-    `aside(where, error)` is called with the first error; after that nothing inside is run any
+    `aside(where, error)` is called with the first error; after it nothing inside is run any
     more. What the user's program raises, KeyboardInterrupt and SystemExit pass.
     """
 
     def __init__(self, aside: Callable[[str, str], None]) -> None:
         self._aside = aside
+        self._told = False
         self.down = False
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., None]:
@@ -41,9 +42,10 @@ class Fence:
         try:
             function(*args, **kwargs)
         except Exception as error:
-            first, self.down = not self.down, True
+            first, self._told = not self._told, True
             if first:
                 self.run(self._tell, getattr(function, "__qualname__", repr(function)), error)
+                self.down = True
             return False
         return True
 

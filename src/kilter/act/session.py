@@ -53,6 +53,8 @@ RECORD_EVERY_S = 0.5
 """Readings of the sensors that go into the events."""
 WINDOW_AFTER = 10
 """Border at which the observation window opens: by then caches and tuners have settled."""
+WINDOW_PASSES_S = 30.0
+"""After an error of ours, for an observation that is under way."""
 FIRST_BLOCK = 20
 """Iterations before the first block: warm-up, and the observation window, are over by then."""
 HOLD_S = 60.0
@@ -198,6 +200,8 @@ class Session:
         """The program is over: nothing more is noticed, and our thread ends."""
         self.marks.stop()
         self._over.set()
+        if self._window is not None:
+            self._window.close()
         if self._thread is not None:
             self._thread.join(JOIN_S)
             if self._thread.is_alive():
@@ -279,8 +283,6 @@ class Session:
 
     def _settle(self) -> None:
         """What is left to do before the end is written: the last iterations, the plan."""
-        if self._window is not None:
-            self._window.close()
         self._look()
         if self._rehearsal is not None:
             self._rehearse()
@@ -316,13 +318,26 @@ class Session:
 
     def _step_aside(self, where: str, error: str) -> None:
         """After the first error of ours: restore, say so once, leave the program alone."""
-        for step in (self.marks.stop, self._over.set, self._restore):
+        for step in (self._restore, self._let_window_pass, self.marks.stop, self._over.set):
             self._fence.run(step)
         if self._sampler is not None:
             self._fence.run(self._sampler.stop, timeout_s=0.0)
         if self._recorder is not None:
             self._fence.run(self._recorder, Failed(t_s=self._now(), where=where, error=error))
         self._fence.run(self._voice.failed, error)
+
+    def _let_window_pass(self) -> None:
+        """A profiler can only be switched off in the thread that it was switched on in; left on,
+        it would fill the memory. In a thread of ours: wait for the program to get there."""
+        window = self._window
+        if window is None:
+            return
+        if not threading.current_thread().name.startswith("kilter"):
+            window.close()
+            return
+        end_s = time.monotonic() + WINDOW_PASSES_S
+        while window.busy and time.monotonic() < end_s and not self._over.is_set():
+            time.sleep(PULSE_S / 10)
 
     def _restore(self) -> tuple[Setting, bool]:
         """The settings afterwards, and whether they are as found."""

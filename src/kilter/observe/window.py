@@ -144,6 +144,11 @@ class Window:
                 file.unlink(missing_ok=True)
 
     @property
+    def busy(self) -> bool:
+        """The profiler is prepared or on: only the program's thread can take it out."""
+        return self.state in ("preparing", "ready", "open")
+
+    @property
     def in_path_s(self) -> float:
         """Time that the program's thread spent on switching, not counting the slower window."""
         return sum(self.costs_s.get(step, 0.0) for step in ("begin", "open", "shut"))

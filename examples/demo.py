@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
+KILTER = (sys.executable, "-m", "kilter")
 DEMOS = {
     "convnet": ["train_convnet.py", "--steps", "120"],
     "gpt": ["train_gpt.py", "--steps", "100"],
@@ -23,8 +24,7 @@ def main() -> int:
         command = ["kilter", "run", "--device", "sim:v100", "--max-slowdown", "2%"]
         print(f"\n$ {' '.join([*command, script, *arguments])}", flush=True)
         result = subprocess.run(
-            [sys.executable, "-m", "kilter.app.cli.main", *command[1:], "--out", str(out)]
-            + [str(HERE / script), *arguments],
+            [*KILTER, *command[1:], "--out", str(out), str(HERE / script), *arguments],
             check=False,
         )
         if result.returncode:

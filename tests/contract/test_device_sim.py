@@ -3,8 +3,8 @@
 import pytest
 
 from kilter.core.label import Label
-from kilter.sim.gpu import SimGpu
 from kilter.sim.cards import names
+from kilter.sim.gpu import SimGpu
 from kilter.sim.profile import load_profile
 from kilter.testing.device import DeviceConformance
 

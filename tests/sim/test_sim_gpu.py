@@ -13,9 +13,9 @@ from kilter.core.label import Label
 from kilter.core.setting import Setting, Throttle
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.core.units import MHZ
+from kilter.sim.cards import names
 from kilter.sim.gpu import Fault, SimGpu, Trouble
 from kilter.sim.noise import QUIET, Noise
-from kilter.sim.cards import names
 from kilter.sim.profile import load_profile
 
 V100, H200 = load_profile("v100"), load_profile("h200")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kilter.act.board import LocalBoard
 from kilter.act.conductor import Conductor, Program
 from kilter.act.journal import over
-from kilter.core.events import AnyEvent, Sampled
+from kilter.core.events import AnyEvent, sampled
 from kilter.core.plan import Goal
 from kilter.core.setting import Sample, Setting
 from kilter.core.trace import IterationTrace
@@ -151,18 +151,7 @@ class Rehearsal:
         self.iterations += 1
         self.iterations_alone += self._conductor.rehearsed
         if sample := self._hands.tick():
-            self._record(
-                Sampled(
-                    t_s=self._clock(),
-                    device_t_s=sample.t_s,
-                    power_w=sample.power_w,
-                    sm_clock_hz=sample.sm_clock_hz,
-                    memory_clock_hz=sample.memory_clock_hz,
-                    sm_utilisation=sample.sm_utilisation,
-                    temperature_c=sample.temperature_c,
-                    throttle=tuple(t.value for t in sample.throttle or ()),
-                )
-            )
+            self._record(sampled(sample, self._clock()))
         self._conductor.iteration(
             Turn(index=self.iterations, end_s=self._gpu.now_s, duration_s=duration_s)
         )

@@ -28,7 +28,7 @@ from kilter.act.lease import Lease
 from kilter.act.recorder import Recorder
 from kilter.core import codec
 from kilter.core.errors import DeviceError, DeviceHung, FileError, UsageError
-from kilter.core.events import Decided, Failed, Refused, Sampled, Started, Stopped
+from kilter.core.events import Decided, Failed, Refused, Started, Stopped, sampled
 from kilter.core.label import Label
 from kilter.core.plan import Goal
 from kilter.core.ranks import Ranks
@@ -465,20 +465,7 @@ class Session:
             return
         self._recorded_s = self._now()
         assert self._recorder is not None
-        self._recorder(
-            Sampled(
-                t_s=self._now(),
-                device_t_s=sample.t_s,
-                power_w=sample.power_w,
-                sm_clock_hz=sample.sm_clock_hz,
-                memory_clock_hz=sample.memory_clock_hz,
-                sm_utilisation=sample.sm_utilisation,
-                temperature_c=sample.temperature_c,
-                throttle=None
-                if sample.throttle is None
-                else tuple(reason.value for reason in sample.throttle),
-            )
-        )
+        self._recorder(sampled(sample, self._now()))
 
     # The trace, and what is made of it ------------------------------------------------------
 

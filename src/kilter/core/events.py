@@ -14,7 +14,7 @@ import msgspec
 from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.core.plan import Goal
-from kilter.core.setting import DeviceInfo, Setting
+from kilter.core.setting import DeviceInfo, Sample, Setting
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower):
@@ -55,6 +55,20 @@ class Sampled(Event, frozen=True, kw_only=True):
     throttle: tuple[str, ...] | None = None
 
 
+def sampled(sample: Sample, t_s: float) -> Sampled:
+    """A reading as an event."""
+    return Sampled(
+        t_s=t_s,
+        device_t_s=sample.t_s,
+        power_w=sample.power_w,
+        sm_clock_hz=sample.sm_clock_hz,
+        memory_clock_hz=sample.memory_clock_hz,
+        sm_utilisation=sample.sm_utilisation,
+        temperature_c=sample.temperature_c,
+        throttle=None if sample.throttle is None else tuple(r.value for r in sample.throttle),
+    )
+
+
 class Block(Event, frozen=True, kw_only=True):
     """Some iterations in a row under one setting: the unit of all judgement. `t_s` is its end."""
 
@@ -84,7 +98,8 @@ class Decided(Event, frozen=True, kw_only=True):
     """The governor came to a conclusion; the last one rules."""
 
     state: str
-    """`observing`, `probing`, `confirming`, `holding`, `default`, `restored`."""
+    """The governor's phase (`probe`, `confirm`, `hold`), or how it ended: `decided`, or `predicted`
+    where nothing was set."""
     setting: Setting
     reason: str
     time_ratio: float | None = None

@@ -64,7 +64,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         "  --max-slowdown 2%     energy under this contract (0 = only free savings); with no goal"
         " given: 2%\n"
         "  --memory-budget 24GiB\n"
-        "                        fit into this much GPU memory (alone: clocks are left alone)\n"
+        "                        fit into this much GPU memory (not in this version yet)\n"
         "  --objective NAME      what is minimised under the contract: energy (default), edp or"
         " ed2p\n"
         "  --device DEVICE       auto (default), nvml, sim:NAME or null\n"

@@ -82,7 +82,7 @@ OPTIONS = {
         Option(
             "memory-budget",
             parse_bytes,
-            "fit into this much GPU memory (alone: clocks are left alone)",
+            "fit into this much GPU memory (not in this version yet)",
             "24GiB",
         ),
         Option(

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"window     {window * 100:+.1f} % over {FIRST_BLOCK} iterations")
     if hooks:
         print(
-            f"hooks      {show_time(statistics.fmean(hooks))} per iteration in the script's thread"
+            f"hooks      {show_time(statistics.fmean(hooks))} per iteration, with the window's share"
         )
     if own:
         print(f"own clock  kilter's iteration time differs by {statistics.fmean(own) * 100:+.2f} %")

@@ -105,9 +105,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"window     {window * 100:+.1f} % over {FIRST_BLOCK} iterations")
     if hooks:
-        print(
-            f"hooks      {show_time(statistics.fmean(hooks))} per iteration, with the window's share"
-        )
+        print(f"hooks      {show_time(statistics.fmean(hooks))} per iteration, window included")
     if own:
         print(f"own clock  kilter's iteration time differs by {statistics.fmean(own) * 100:+.2f} %")
     return 0

@@ -12,7 +12,7 @@ help:
 	@echo "make demo   train a convnet and a GPT on the CPU under a simulated V100; prints a summary and a report"
 	@echo "make test   lint, types, layers and all tests that need no GPU"
 	@echo "make lint   ruff, mypy --strict, import-linter"
-	@echo "make bench  the tables of the README that need no GPU"
+	@echo "make bench  the tables of the README that need no GPU; clock tables: make bench TABLES='a.csv b.csv'"
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kilter needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
@@ -33,7 +33,11 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks
+	$(BIN)/kilter bench faults
+	$(BIN)/kilter bench memory
+	$(BIN)/python benchmarks/hook_cost.py
+	$(if $(TABLES),$(BIN)/kilter bench clocks --max-slowdown 5% --seeds 20 --table $(TABLES))
+	$(if $(TABLES),$(BIN)/kilter bench clocks --aa --policies kilter --seeds 20 --table $(TABLES))
 
 clean:
 	rm -rf $(VENV) runs

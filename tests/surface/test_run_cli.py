@@ -14,7 +14,7 @@ from kilter.app.cli import run as verb
 from kilter.app.config import OPTIONS, resolve
 from kilter.app.worker import received, worker_command, worker_environment
 from kilter.core.errors import UsageError
-from kilter.core.plan import Goal, Objective
+from kilter.core.plan import Goal, MemoryBudget, Objective
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +63,10 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         "  -h, --help            show this help message and exit\n"
         "  --max-slowdown 2%     energy under this contract (0 = only free savings); with no goal"
         " given: 2%\n"
-        "  --memory-budget 24GiB\n"
-        "                        fit into this much GPU memory (not in this version yet)\n"
+        "  --memory-budget 24GiB|75%|auto\n"
+        "                        fit into this much GPU memory: 24GiB, 75% of the peak, or auto"
+        " (the card);\n"
+        "                        clocks are then left alone unless --max-slowdown is given\n"
         "  --objective NAME      what is minimised under the contract: energy (default), edp or"
         " ed2p\n"
         "  --device DEVICE       auto (default), nvml, sim:NAME or null\n"
@@ -128,7 +130,23 @@ def test_with_no_goal_given_the_contract_is_two_percent(tmp_path: Path) -> None:
 
 def test_a_memory_budget_alone_leaves_the_clocks_alone(tmp_path: Path) -> None:
     goal = options(tmp_path, "--memory-budget", "1GiB").goal
-    assert goal == Goal(max_slowdown=None, memory_budget_bytes=2**30)
+    assert goal == Goal(max_slowdown=None, memory_budget=MemoryBudget(size_bytes=2**30))
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("24GiB", MemoryBudget(size_bytes=24 * 2**30)),
+        ("800MB", MemoryBudget(size_bytes=800 * 10**6)),
+        (" 1.5 gib", MemoryBudget(size_bytes=3 * 2**29)),
+        ("75%", MemoryBudget(share=0.75)),
+        ("62.5 %", MemoryBudget(share=0.625)),
+        ("auto", MemoryBudget()),
+        ("Auto", MemoryBudget()),
+    ],
+)
+def test_a_memory_budget_is_a_size_a_share_or_the_card(text: str, budget: MemoryBudget) -> None:
+    assert MemoryBudget.parse(text) == budget
 
 
 def test_flags_are_read(tmp_path: Path) -> None:
@@ -198,7 +216,9 @@ def test_a_wrong_file_is_named(file: str, content: str, message: str, tmp_path: 
 
 def test_a_worker_has_the_options_of_its_launcher(tmp_path: Path) -> None:
     told = Options(
-        goal=Goal(max_slowdown=0.01, objective=Objective.EDP),
+        goal=Goal(
+            max_slowdown=0.01, objective=Objective.EDP, memory_budget=MemoryBudget(share=0.75)
+        ),
         device="null",
         dry_run=True,
         out=tmp_path / "out",
@@ -233,8 +253,12 @@ def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
         (["--objective", "speed", "train.py"], "choose one of energy, edp, ed2p"),
         (["--device", "gpu", "train.py"], "choose one of auto, nvml, null, sim:"),
         (["--device", "sim:nothing", "train.py"], "choose one of auto, nvml, null, sim:"),
-        (["--memory-budget", "much", "train.py"], "--memory-budget: 'much' is not a size"),
-        (["--memory-budget", "1GiB", "train.py"], "not in this version"),
+        (["--memory-budget", "much", "train.py"], "--memory-budget: 'much' is not a memory budget"),
+        (["--memory-budget", "24", "train.py"], "is 24 bytes: write the unit, as in 24GiB"),
+        (["--memory-budget", "-1GiB", "train.py"], "--memory-budget"),
+        (["--memory-budget", "0GiB", "train.py"], "is not a memory budget"),
+        (["--memory-budget", "120%", "train.py"], "'120%' leaves nothing to do"),
+        (["--memory-budget", "x%", "train.py"], "'x%' is not a share"),
         (["--max-slow", "1%", "train.py"], "unrecognized arguments: --max-slow"),
         (["--no-python", "train.py"], "not Python"),
         (["missing.py"], "can't open file"),

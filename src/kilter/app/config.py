@@ -15,8 +15,8 @@ from typing import Any
 
 from kilter.act.session import Options
 from kilter.core.errors import UsageError
-from kilter.core.plan import Goal, Objective
-from kilter.core.units import parse_bytes, parse_fraction
+from kilter.core.plan import Goal, MemoryBudget, Objective
+from kilter.core.units import parse_fraction
 from kilter.device.find import CHOICES
 
 DEFAULT_MAX_SLOWDOWN = 0.02
@@ -81,9 +81,10 @@ OPTIONS = {
         ),
         Option(
             "memory-budget",
-            parse_bytes,
-            "fit into this much GPU memory (not in this version yet)",
-            "24GiB",
+            MemoryBudget.parse,
+            "fit into this much GPU memory: 24GiB, 75%% of the peak, or auto (the card); clocks are"
+            " then left alone unless --max-slowdown is given",
+            "24GiB|75%|auto",
         ),
         Option(
             "objective",
@@ -121,13 +122,13 @@ def resolve(
                     raise UsageError(f"{where}: {error}") from None
                 break
     max_slowdown = given.get("max-slowdown")
-    memory_budget_bytes = given.get("memory-budget")
-    if max_slowdown is None and memory_budget_bytes is None:
+    memory_budget = given.get("memory-budget")
+    if max_slowdown is None and memory_budget is None:
         max_slowdown = DEFAULT_MAX_SLOWDOWN
     return Options(
         goal=Goal(
             max_slowdown=max_slowdown,
-            memory_budget_bytes=memory_budget_bytes,
+            memory_budget=memory_budget,
             objective=given.get("objective", Objective.ENERGY),
         ),
         device=given.get("device", "auto"),

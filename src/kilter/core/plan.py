@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kilter.core.errors import UsageError
 from kilter.core.label import Label
 from kilter.core.setting import Setting
+from kilter.core.units import MIB, parse_bytes, show_bytes
 
 FREE_MARGIN = 0.005
 """What "no slowdown" (a bound of 0) means: no finite test can prove exactly zero."""
@@ -27,12 +28,60 @@ class Objective(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """How much device memory the job may take: a size, a share of what it takes without us, or
+    (neither given) as much as the card has."""
+
+    size_bytes: int | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.size_bytes is not None and self.share is not None:
+            raise UsageError("a memory budget is a size or a share, not both")
+        if self.size_bytes is not None and self.size_bytes < MIB:
+            raise UsageError(f"{self.size_bytes} bytes are no memory budget: write 24GiB")
+        if self.share is not None and not 0.0 < self.share < 1.0:
+            raise UsageError(f"{self.share:.4g} of the peak is no memory budget: write 75%")
+
+    @classmethod
+    def parse(cls, text: str) -> MemoryBudget:
+        """`24GiB`, `75%` or `auto`."""
+        words = text.strip().lower()
+        if words == "auto":
+            return cls()
+        if words.endswith("%"):
+            try:
+                share = float(words[:-1]) / 100
+            except ValueError:
+                raise UsageError(f"{text!r} is not a share: write 75%") from None
+            if not 0.0 < share < 1.0:
+                raise UsageError(f"{text!r} leaves nothing to do: write a share like 75%, or auto")
+            return cls(share=share)
+        try:
+            size_bytes = parse_bytes(text)
+        except UsageError:
+            raise UsageError(
+                f"{text!r} is not a memory budget: write 24GiB, 75% (of the peak without kilter) "
+                "or auto (just fit the card)"
+            ) from None
+        if size_bytes < MIB:
+            raise UsageError(f"{text!r} is {size_bytes} bytes: write the unit, as in 24GiB")
+        return cls(size_bytes=size_bytes)
+
+    def __str__(self) -> str:
+        if self.size_bytes is not None:
+            return show_bytes(self.size_bytes)
+        return "auto" if self.share is None else f"{self.share * 100:g} %"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
     """What the user asked for. Checked here, so that a planner can rely on it."""
 
     max_slowdown: float | None = None
     """Allowed slowdown as a fraction of the baseline's iteration time; None = clocks left alone."""
-    memory_budget_bytes: int | None = None
+    memory_budget: MemoryBudget | None = None
+    """None = memory left alone."""
     objective: Objective = Objective.ENERGY
     error_probability: float = 0.05
     """The contract is broken with at most this probability."""
@@ -41,8 +90,6 @@ class Goal:
         s = self.max_slowdown
         if s is not None and not (math.isfinite(s) and 0.0 <= s < 1.0):
             raise UsageError(f"max_slowdown={s} must be a fraction from 0 to below 1 (2 % is 0.02)")
-        if self.memory_budget_bytes is not None and self.memory_budget_bytes <= 0:
-            raise UsageError(f"memory_budget_bytes={self.memory_budget_bytes} must be positive")
         if not 0.0 < self.error_probability < 0.5:
             raise UsageError(f"error_probability={self.error_probability} must be in (0, 0.5)")
 
@@ -66,6 +113,24 @@ class SetClocks:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveData:
+    """What leaves the device in a pass, when it comes back, and what is made again.
+
+    Numbers are those of the trace's memory: intervals and operations.
+    """
+
+    budget_bytes: int
+    min_bytes: int
+    """Smaller data are left alone."""
+    link: tuple[float, float, float, float]
+    """Bytes per second to the host, to the device, both at once; latency in seconds."""
+    moves: tuple[tuple[int, int, int], ...]
+    """Interval, operation from which on its memory is free, operation at which its load starts."""
+    remade: tuple[int, ...]
+    """Intervals made again before their use."""
+
+
 Action = SetClocks
 """The union of everything a plan can contain; a new kind of action is added here."""
 
@@ -80,3 +145,5 @@ class Plan:
     reason: str
     label: Label
     """Where the predicted effects come from."""
+    memory: MoveData | None = None
+    """The memory schedule that the rest was planned on."""

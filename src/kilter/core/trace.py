@@ -45,6 +45,8 @@ class Operation:
     reads: tuple[int, ...] = ()
     """Indices into `IterationTrace.data`."""
     writes: tuple[int, ...] = ()
+    level_bytes: int | None = None
+    """The most device memory in use during it, with all data kept; None if not observed."""
 
     @property
     def intensity(self) -> float | None:
@@ -66,6 +68,10 @@ class Datum:
     """Index of the operation; for data that exists before the iteration, -1."""
     last_use: int
     producer: int | None = None
+    remake_s: float | None = None
+    """Measured time to make it again from `sources`, bit for bit; None: not known to be so."""
+    sources: tuple[int, ...] = ()
+    """Indices of the data that this needs on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +89,9 @@ class IterationTrace:
     """How many iterations were averaged."""
     source: str = ""
     """The command or file that it was taken from."""
+    memory: IterationTrace | None = None
+    """The same iteration with its required data, on the clock of saved tensors, where memory was
+    observed as well."""
 
     @property
     def busy_s(self) -> float:

@@ -92,8 +92,6 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
         return functools.partial(run_without_kilter, command)
     flags = {name: getattr(arguments, name.replace("-", "_")) for name in OPTIONS}
     options = resolve(flags, os.environ, Path.cwd(), command)
-    if options.goal.memory_budget_bytes is not None:
-        raise UsageError("--memory-budget is not in this version yet; leave it out")
     check_out(options.out, ranks(os.environ))
     if not arguments.torchrun:
         return functools.partial(run_governed, find_program(command), options, Stderr())

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from kilter.core.errors import KilterError
+
+T = TypeVar("T")
 
 
 class Fence:
@@ -36,6 +38,12 @@ class Fence:
                 self.run(function, *args, **kwargs)
 
         return fenced
+
+    def ask(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Run it now; its result, or nothing after an error."""
+        found: list[T] = []
+        self.run(lambda: found.append(function(*args)))
+        return found
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
         """Run it now, also after an error. Whether it came to its end."""

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kilter.act.fence import Fence
 from kilter.act.swapper.backend import Backend, Event, HostMemoryError
 from kilter.act.swapper.remake import EPS, SAVED, Foreign, Recipe, Stale, recipe
 from kilter.core.errors import PlanError
@@ -143,6 +145,16 @@ class _Small(NamedTuple):
     tensor: torch.Tensor
     version: int
 
+    def whole(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise Modified
+        return self.tensor
+
+
+def _small(tensor: torch.Tensor) -> _Small:
+    # A leaf may be held itself; a result must not be (its node would hold itself alive).
+    return _Small(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+
 
 @dataclass(slots=True)
 class _Planned:
@@ -177,7 +189,8 @@ class _Known:
 class Swapper(AbstractContextManager["Swapper"]):
     """Keeps the training inside the `with` block within `budget_bytes` of device memory.
 
-    `link` is the measured table of this machine. Storages below `min_bytes` are left alone.
+    `link` is the measured table of this machine. Storages below `min_bytes` are left alone. What
+    goes wrong in here ends at the `fence`, where there is one: from then on data only come back.
     """
 
     def __init__(
@@ -188,12 +201,17 @@ class Swapper(AbstractContextManager["Swapper"]):
         link: Link,
         planner: str = "mix",
         min_bytes: int = MIB,
+        fence: Fence | None = None,
     ) -> None:
         self._backend = backend
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
+        """May be changed until a plan is made for it."""
+        self.may_plan = True
+        """Switched off, passes are watched and data leave on demand, but nothing is planned."""
         self._link = link
         self._planner = planner
         self._min_bytes = min_bytes
+        self._fence = fence
         self._here: dict[int, weakref.ref[_Saved]] = {}
         """By storage, those on the device: each holds its storage, so no key is ever reused."""
         self._by_number: dict[int, weakref.ref[_Saved]] = {}
@@ -245,15 +263,18 @@ class Swapper(AbstractContextManager["Swapper"]):
         )
 
         self._torch = torch
+        hooks: tuple[Callable[..., Any], ...] = (self._pack, self._unpack)
+        if self._fence is not None:
+            hooks = (self._pack_fenced, self._unpack_fenced)
         # Without this dynamo would compile our own frames when it meets them beside the user's.
-        pack, self._unpack_hook = (torch.compiler.disable(f) for f in (self._pack, self._unpack))
+        pack, self._unpack_hook = (torch.compiler.disable(hook) for hook in hooks)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack_hook)
         self._alone = self._users(torch.empty(1).detach())
         self._hooks.__enter__()
         self._search_norms(True)
         self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(self._fenced(self._before_step)),
+            register_optimizer_step_post_hook(self._fenced(self._after_step)),
         ]
         return self
 
@@ -276,10 +297,15 @@ class Swapper(AbstractContextManager["Swapper"]):
         from torch.nn.modules.module import register_module_forward_hook
 
         if search and self._search is None:
-            self._search = register_module_forward_hook(self._after_module)
+            self._search = register_module_forward_hook(self._fenced(self._after_module))
         elif not search and self._search is not None:
             self._search.remove()
             self._search = None
+
+    @property
+    def planned(self) -> bool:
+        """The present pass runs under a plan, or the last one did."""
+        return self._plan is not None
 
     def report(self) -> SwapReport:
         counts = self._counts
@@ -305,6 +331,30 @@ class Swapper(AbstractContextManager["Swapper"]):
         return tuple(known.record for known in self._known.values())
 
     # Hooks
+
+    def _fenced(self, hook: Callable[..., None]) -> Callable[..., None]:
+        return hook if self._fence is None else self._fence(hook)
+
+    def _pack_fenced(self, tensor: torch.Tensor) -> Any:
+        assert self._fence is not None
+        packed = [] if self._fence.down else self._fence.ask(self._pack, tensor)
+        return packed[0] if packed else _small(tensor)
+
+    def _unpack_fenced(self, packed: Any) -> torch.Tensor:
+        """After an error of ours only the way back is left; what fails there is the program's."""
+        assert self._fence is not None
+        found = [] if self._fence.down else self._fence.ask(self._unpack_or_modified, packed)
+        if not found:
+            return packed.whole() if type(packed) is _Small else self._look(packed)
+        if isinstance(found[0], Modified):
+            raise found[0]
+        return found[0]
+
+    def _unpack_or_modified(self, packed: Any) -> torch.Tensor | Modified:
+        try:
+            return self._unpack(packed)
+        except Modified as error:  # the program's own, not ours
+            return error
 
     def _after_module(self, module: Any, inputs: Any, output: Any) -> None:
         """While passes are watched: find the layer norms. A hook on every module call would cost
@@ -342,8 +392,7 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not self._tracked(tensor):
-            # A leaf may be held itself; a result must not be (its node would hold itself alive).
-            return _Small(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+            return _small(tensor)
         storage = tensor.untyped_storage()
         size_bytes = storage.nbytes()
         if self._alive == 0 or self._boundary:
@@ -363,9 +412,7 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is _Small:
-            if packed.tensor._version != packed.version:
-                raise Modified
-            return packed.tensor
+            return packed.whole()
         saved = packed.saved
         now = saved.round == self._round
         begin = self._enter_event(1, saved.number if now else -1)
@@ -472,7 +519,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._times.clear()
         self._deviated = False
         self._held_peak_bytes = self._segment_peak_bytes = self._held_bytes
-        candidate = self._candidate()
+        candidate = self._candidate() if self.may_plan else None
         if candidate is not None and candidate.tried:
             self._make_plan(candidate)
             candidate = None
@@ -549,10 +596,10 @@ class Swapper(AbstractContextManager["Swapper"]):
         if peak_bytes is None:
             return
         self._peaks.append(peak_bytes)
-        if peak_bytes > self._budget_bytes:
+        if peak_bytes > self.budget_bytes:
             for known in self._known.values():
                 if known.plan is planned:
-                    known.less_bytes += peak_bytes - self._budget_bytes
+                    known.less_bytes += peak_bytes - self.budget_bytes
                     self._make_plan(known)
 
     # Planning
@@ -570,7 +617,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _ready(self, known: _Known, *, swap: bool) -> _Planned:
         problem, numbers = known.record.problem(
             link=self._link,
-            budget_bytes=self._budget_bytes - known.less_bytes,
+            budget_bytes=self.budget_bytes - known.less_bytes,
             min_bytes=self._min_bytes,
             swap=swap,
         )
@@ -838,7 +885,7 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _over_budget(self) -> bool:
         used_bytes = self._backend.used_bytes()
-        return (self._held_bytes if used_bytes is None else used_bytes) > self._budget_bytes
+        return (self._held_bytes if used_bytes is None else used_bytes) > self.budget_bytes
 
     def _spill(self, saved: _Saved) -> None:
         """The budget is reached: this datum goes to the host, freed at the next event."""

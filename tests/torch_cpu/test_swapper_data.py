@@ -115,7 +115,7 @@ def test_the_pass_becomes_a_trace_that_plans(record: PassRecord) -> None:
     assert trace.label is Label.MEASURED
     again = codec.decode(codec.encode(trace), IterationTrace, where="memory")
     problem = problem_of(again, link=LINK, budget_bytes=4 * ROW, min_bytes=1)
-    assert problem.peak_bytes == pytest.approx(record.peak_bytes, abs=ROW)
-    found = plan(problem, "spanning")
+    assert problem == record.problem(link=LINK, budget_bytes=4 * ROW, min_bytes=1)[0]
+    found = plan(problem, "mix")
     assert found.feasible
-    assert found.swapped > 0
+    assert found.swapped + found.remade > 0

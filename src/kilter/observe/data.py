@@ -114,38 +114,22 @@ class PassRecord:
         return problem, tuple(numbers)
 
     def trace(self, *, device: str, source: str = "") -> IterationTrace:
-        """The pass as an iteration trace, for `kilter plan memory`. What is not saved data
-        (weights, gradients, optimizer state, workspace) is one datum of its highest level."""
+        """The pass as an iteration trace, for `kilter plan memory`: what `problem_of` makes of it
+        is what `problem` makes of the record. Operations carry their level of memory; weights,
+        gradients and workspace are in it and are not listed."""
         count = len(self.operation_s)
-        spans = [
-            (d.packed_at, count - 1 if d.needed_at is None else d.needed_at) for d in self.data
-        ]
-        held = [0] * (count + 1)
-        for datum, (first, last) in zip(self.data, spans, strict=True):
-            held[first] += datum.size_bytes
-            held[last + 1] -= datum.size_bytes
-        rest, running = [], 0
-        for level, change in zip(self.level_bytes, held, strict=False):
-            running += change
-            rest.append(level - running)
-        reads: list[set[int]] = [set() for _ in range(count)]
-        writes: list[set[int]] = [set() for _ in range(count)]
-        data = [
-            Datum(
-                name="weights, gradients, optimizer state, workspace",
-                kind="weight",
-                size_bytes=max(0, max(rest)),
-                first_use=-1,
-                last_use=count - 1,
-            )
-        ]
-        for number, (datum, (first, last)) in enumerate(
-            zip(self.data, spans, strict=True), start=1
-        ):
-            writes[first].add(number)
-            reads[last].add(number)
-            if datum.free_at is not None:
-                reads[min(max(first, datum.free_at - 1), last)].add(number)
+        reads: list[list[int]] = [[] for _ in range(count)]
+        writes: list[list[int]] = [[] for _ in range(count)]
+        data = []
+        for number, datum in enumerate(self.data):
+            first, last = datum.packed_at, count - 1
+            held_until = last  # by others than autograd: no chance to be away
+            if datum.needed_at is not None and datum.free_at is not None:
+                last = datum.needed_at
+                held_until = min(max(first, datum.free_at - 1), last)
+            writes[first].append(number)
+            for event in {*range(first + 1, held_until + 1), last}:
+                reads[event].append(number)
             data.append(
                 Datum(
                     name=datum.name,
@@ -153,6 +137,8 @@ class PassRecord:
                     size_bytes=datum.size_bytes,
                     first_use=first,
                     last_use=last,
+                    remake_s=datum.remake_s,
+                    sources=datum.sources,
                 )
             )
         operations, start_s = [], 0.0
@@ -163,8 +149,9 @@ class PassRecord:
                     kind=Kind.BACKWARD if k >= self.backward_from else Kind.FORWARD,
                     start_s=start_s,
                     duration_s=duration_s,
-                    reads=tuple(sorted(reads[k])),
-                    writes=tuple(sorted(writes[k])),
+                    reads=tuple(reads[k]),
+                    writes=tuple(writes[k]),
+                    level_bytes=self.level_bytes[k],
                 )
             )
             start_s += duration_s

@@ -152,10 +152,21 @@ def problem_of(
 
     A feature map can be made again when all that its producer reads is still alive at its next use;
     the cost is the producer's own time. Weights, optimizer state and gradients stay.
+    A trace of a run under a memory budget has measured levels and measured costs, and these rule.
     `PlanError` if the trace carries no required data (`IterationTrace.data`).
     """
+    trace = trace.memory or trace
     if not trace.data:
-        raise PlanError("the trace lists no required data (`kilter run` does not record it yet)")
+        raise PlanError("the trace lists no required data; record it: kilter run --memory-budget")
+    levels = [operation.level_bytes for operation in trace.operations]
+    if None not in levels:
+        return Problem(
+            operation_s=tuple(operation.duration_s for operation in trace.operations),
+            resident_bytes=tuple(level for level in levels if level is not None),
+            intervals=_observed(trace, min_bytes),
+            link=link,
+            budget_bytes=budget_bytes,
+        )
     count = len(trace.operations)
     change = np.zeros(count + 1, dtype=np.int64)
     for datum in trace.data:
@@ -205,6 +216,33 @@ def problem_of(
         link=link,
         budget_bytes=budget_bytes,
     )
+
+
+def _observed(trace: IterationTrace, min_bytes: int) -> tuple[Interval, ...]:
+    """One interval for each datum that is left alone before its last use, with the measured time to
+    make it again."""
+    touched: dict[int, list[int]] = {}
+    for position, operation in enumerate(trace.operations):
+        for index in {*operation.reads, *operation.writes}:
+            touched.setdefault(index, []).append(position)
+    numbers: dict[int, int] = {}
+    intervals: list[Interval] = []
+    for index, datum in enumerate(trace.data):
+        uses = touched.get(index, [])
+        if len(uses) < 2 or uses[-1] - uses[-2] < 2 or datum.size_bytes < min_bytes:
+            continue
+        numbers[index] = len(intervals)
+        intervals.append(
+            Interval(
+                name=datum.name,
+                size_bytes=datum.size_bytes,
+                after=uses[-2],
+                before=uses[-1],
+                recompute_s=datum.remake_s,
+                needs=tuple(numbers[source] for source in datum.sources if source in numbers),
+            )
+        )
+    return tuple(intervals)
 
 
 def _producer(trace: IterationTrace, index: int) -> int:

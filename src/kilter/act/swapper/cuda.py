@@ -7,18 +7,18 @@ back until the copy stream has passed, and raise the peak.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
 from kilter.act.swapper.backend import Event, HostMemoryError
+from kilter.act.swapper.host import available_bytes
 from kilter.core.errors import NoDevice
 from kilter.core.units import MIB, show_bytes
 from kilter.plan.swap.problem import Link
 
 HOST_SHARE = 0.8
-"""Share of the host's free memory that may be pinned; the job's own data loaders need the rest."""
+"""Share of what the host can give that may be pinned; the job's own data loaders need the rest."""
 
 
 class Cuda:
@@ -44,10 +44,11 @@ class Cuda:
     def reserve(self, size_bytes: int) -> torch.Tensor:
         """Registered with the driver rather than allocated by it: `pin_memory` rounds up to the
         next power of two."""
-        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if size_bytes > HOST_SHARE * free_bytes:
+        left_bytes, whose = available_bytes()
+        if size_bytes > HOST_SHARE * left_bytes:
             raise HostMemoryError(
-                f"{show_bytes(size_bytes)} of host memory needed, {show_bytes(free_bytes)} free"
+                f"{show_bytes(size_bytes)} of host memory needed, and {show_bytes(left_bytes)} "
+                f"{whose} (at most {HOST_SHARE:.0%} of it is taken)"
             )
         host = torch.empty(size_bytes, dtype=torch.uint8)
         result = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size_bytes, 0)

@@ -21,7 +21,7 @@ from kilter.core.errors import PlanError, UsageError
 from kilter.core.trace import IterationTrace
 from kilter.core.units import MIB, parse_bytes, parse_fraction, show_bytes, show_fraction, show_time
 from kilter.plan.swap.choose import PLANNERS, MemoryPlan, plan
-from kilter.plan.swap.problem import Link, Problem, problem_of
+from kilter.plan.swap.problem import H200_PCIE5, Link, Problem, problem_of
 from kilter.plan.swap.simulate import simulate
 
 HELP = "what to swap, to make again and to keep, so that an iteration fits a memory budget"
@@ -33,14 +33,6 @@ examples:
   kilter plan memory trace.json --memory-budget 60% --planner exact --json
   kilter plan memory trace.json --memory-budget 60% --chrome schedule.json
 """
-
-H200_PCIE5 = Link(
-    to_host_bytes_per_s=55.4e9,
-    to_device_bytes_per_s=55.6e9,
-    both_bytes_per_s=101.7e9,
-    latency_s=3e-6,
-)
-"""Measured on one H200, PCIe 5 x16, large copies between device and pinned host memory."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -107,6 +107,68 @@ class Decided(Event, frozen=True, kw_only=True):
     energy_ratio: float | None = None
 
 
+class Fitted(Event, frozen=True, kw_only=True):
+    """A memory plan came into force. What the plan does is simulated, what it starts from was
+    observed; the last one for the largest pass is in `plan.json`."""
+
+    planner: str
+    budget_bytes: int
+    feasible: bool
+    peak_before_bytes: int
+    peak_bytes: int
+    compute_s: float
+    """Forward and backward with everything kept."""
+    iteration_s: float
+    """Forward and backward under the plan."""
+    stall_s: float
+    remake_s: float
+    out_bytes: int
+    in_bytes: int
+    hidden: float
+    """Share of the transfers' time that compute hides."""
+    host_bytes: int
+    swapped: int
+    remade: int
+    kept: int
+
+
+class Moved(Event, frozen=True, kw_only=True):
+    """What the memory engine has done since the start. The last one rules."""
+
+    backend: str
+    """`cuda`, or `stand-in`: only what autograd keeps is counted, in the memory of the CPU."""
+    budget_bytes: int | None
+    """None: not known yet."""
+    budget: str
+    """Where the budget comes from, in words."""
+    applied: bool
+    """False: only observed (`--dry-run`)."""
+    plain_peak_bytes: int | None
+    """Peak with everything kept, as observed before there was a plan."""
+    plain_peak_seen: bool
+    """The program really reached it; False: something was away, and is counted in."""
+    peak_bytes: int | None
+    """Measured under the plan."""
+    least_bytes: int | None
+    """The smallest peak that any plan reaches."""
+    plain_iteration_s: float | None
+    """The fastest iteration before there was a plan, with nothing away."""
+    iteration_s: float | None
+    """Median of the iterations under the plan."""
+    passes: int
+    planned: int
+    """Passes under a plan to their end."""
+    deviations: int
+    late: int
+    spilled: int
+    remade: int
+    out_bytes: int
+    in_bytes: int
+    host_bytes: int
+    bound_s: float | None = None
+    """No schedule makes forward and backward of the largest pass faster; None if not computed."""
+
+
 class Refused(Event, frozen=True, kw_only=True):
     """Something was not done, and why."""
 
@@ -138,7 +200,7 @@ class Stopped(Event, frozen=True, kw_only=True):
     label: Label
 
 
-AnyEvent = Started | Sampled | Block | Decided | Refused | Failed | Stopped
+AnyEvent = Started | Sampled | Block | Decided | Fitted | Moved | Refused | Failed | Stopped
 
 _DECODER = msgspec.json.Decoder(AnyEvent)
 

@@ -161,6 +161,8 @@ class _Planned:
     """A plan made ready to run: commands by event."""
 
     value: MemoryPlan
+    numbers: tuple[int, ...]
+    """The datum behind each interval that was planned."""
     prints: tuple[int, ...]
     leave: dict[int, tuple[int, ...]]
     release: dict[int, tuple[int, ...]]
@@ -329,6 +331,12 @@ class Swapper(AbstractContextManager["Swapper"]):
     def records(self) -> tuple[PassRecord, ...]:
         """What was observed, one record for each kind of pass."""
         return tuple(known.record for known in self._known.values())
+
+    def plans(self) -> tuple[tuple[PassRecord, MemoryPlan, tuple[int, ...]], ...]:
+        """For each kind of pass with a plan: its record, the plan, and the number of the datum
+        behind each interval that the plan names."""
+        found = [(known.record, known.plan) for known in self._known.values()]
+        return tuple((record, p.value, p.numbers) for record, p in found if p is not None)
 
     # Hooks
 
@@ -637,6 +645,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             release.setdefault(problem.intervals[index].after + 1, []).append(numbers[index])
         return _Planned(
             value=replace(value, host_bytes=total),
+            numbers=numbers,
             prints=known.record.prints,
             leave={event: tuple(found) for event, found in leave.items()},
             release={event: tuple(found) for event, found in release.items()},

@@ -39,23 +39,20 @@ class Fence:
 
         return fenced
 
-    def ask(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Run it now; its result, or nothing after an error."""
-        found: list[T] = []
-        self.run(lambda: found.append(function(*args)))
-        return found
-
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
         """Run it now, also after an error. Whether it came to its end."""
+        return bool(self.ask(function, *args, **kwargs))
+
+    def ask(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> list[T]:
+        """Run it now, also after an error; its result, or nothing if it did not come to its end."""
         try:
-            function(*args, **kwargs)
+            return [function(*args, **kwargs)]
         except Exception as error:
             first, self._told = not self._told, True
             if first:
                 self.run(self._tell, getattr(function, "__qualname__", repr(function)), error)
                 self.down = True
-            return False
-        return True
+            return []
 
     def _tell(self, where: str, error: Exception) -> None:
         """Stepping aside may fail, too: that is behind the fence like everything else."""

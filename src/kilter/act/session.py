@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import kilter
 from kilter.act.board import Board, BoardGone, LocalBoard, StoreBoard
 from kilter.act.fence import Fence
+from kilter.act.fitter import Fitter, Schedule
 from kilter.act.lease import Lease
 from kilter.act.recorder import Recorder
 from kilter.core import codec
@@ -139,6 +140,8 @@ class Session:
         self._sampler: Sampler | None = None
         self._window: Window | None = None
         self._trace: IterationTrace | None = None
+        self._fitter: Fitter | None = None
+        self._schedule: Schedule | None = None
         self._rehearsal: Rehearsal | None = None
         self._predicted: Rehearsal | None = None
         self._conductor: Conductor | None = None
@@ -184,6 +187,8 @@ class Session:
         if os.getpid() != self._pid or self._outer is not None:
             return  # a forked child that left the script, or the outer session's to end
         Session._running = None
+        if self._fitter is not None:
+            self._fence.run(self._fitter.stop)
         self._fence.run(self._quiet)
         if self._recorder is not None:
             # also after an error of ours: what was found has to come back, and the user to know
@@ -236,8 +241,18 @@ class Session:
         if not self._simulated:
             self._sampler = Sampler(device, fence=self._fence)
             self._sampler.start()
-        self._window = Window(self.marks, after=WINDOW_AFTER)
+        self._window = Window(self.marks, after=WINDOW_AFTER, patient=not self._simulated)
         self._window.start()
+        if self._options.goal.memory_budget is not None:
+            self._fitter = Fitter(
+                self._options.goal.memory_budget,
+                info,
+                fence=self._fence,
+                record=self._recorder,
+                clock=self._now,
+                dry_run=self._options.dry_run,
+            )
+            self._fitter.start()
         self.marks.start()
         self._thread = threading.Thread(target=self._fence(self._loop), name="kilter", daemon=True)
         self._thread.start()
@@ -259,6 +274,8 @@ class Session:
         assert self._recorder is not None
         assert self.run is not None
         self._fence(self._settle)()
+        if self._fitter is not None:
+            self._fence.run(self._fitter.conclude)
         after, restored = self._restore()
         if self._sampler is not None:
             self._sampler.stop()
@@ -286,7 +303,7 @@ class Session:
         self._look()
         if self._rehearsal is not None:
             self._rehearse()
-        elif self._simulated:
+        elif self._simulated and self._mode != "observe":
             self._refuse("rehearsing", self._why_no_trace())
         elif self._mode == "shadow" and self._lease is None:
             self._predict()
@@ -354,6 +371,8 @@ class Session:
         """In the program's thread, at the end of an iteration: as little as possible."""
         if self._window is not None:
             self._window.border(index)
+        if self._fitter is not None:
+            self._fitter.border(index)
 
     def _loop(self) -> None:
         while not self._over.wait(PULSE_S):
@@ -364,7 +383,8 @@ class Session:
         finished = self._look()
         if self._simulated or self._alone:
             return
-        if self._conductor is None and self.marks.index >= FIRST_BLOCK:
+        memory_settled = self._fitter is None or self._fitter.settled
+        if self._conductor is None and self.marks.index >= FIRST_BLOCK and memory_settled:
             self._begin_conducting()
         if self._conductor is not None:
             self._conduct(self._conductor, finished)
@@ -377,6 +397,10 @@ class Session:
         finished = [i for i in self.marks.finished() if not i.skipped]
         if self._trace is None and self._window is not None:
             self._take_trace(self._window.trace())
+        if self._fitter is not None:
+            for iteration in finished:
+                self._fitter.time(iteration)
+            self._take_schedule(self._fitter.schedule())
         if self._sampler is not None:
             self._record_sample(self._sampler)
         if self._rehearsal is not None:
@@ -476,7 +500,7 @@ class Session:
         assert self._recorder is not None
         trace = self._trace = replace(trace, source=" ".join(self._options.command))
         if self._ranks.rank == 0:
-            codec.save(self.run / "trace.json", trace)
+            self._save_trace()
             save_chrome(self.run / "trace.chrome.json", trace)
         if self._simulated and self._mode != "observe" and self._ranks.rank == 0:
             from kilter.act.rehearsal import Rehearsal
@@ -495,6 +519,25 @@ class Session:
                 clock=self._now,
                 seed=SEED,
             )
+
+    def _take_schedule(self, schedule: Schedule | None) -> None:
+        """A memory plan came into force: it can be looked at, and planned anew, from the files."""
+        if schedule is None:
+            return
+        self._schedule = schedule
+        if self._ranks.rank == 0:
+            self._save_trace()
+            assert self.run is not None
+            codec.save(self.run / "plan.json", schedule.plan)
+
+    def _save_trace(self) -> None:
+        """The operations with their kernels, the required data, or one inside the other."""
+        memory = None if self._schedule is None else self._schedule.trace
+        if memory is not None:
+            memory = replace(memory, source=" ".join(self._options.command))
+        trace = memory if self._trace is None else replace(self._trace, memory=memory)
+        assert self.run is not None
+        codec.save(self.run / "trace.json", trace)
 
     def _why_no_trace(self) -> str:
         if self._ranks.rank != 0:
@@ -566,7 +609,10 @@ class Session:
         predicted = self._predicted is not None
         label = Label.SIMULATED if predicted else self._info.label
         assert self.run is not None
-        codec.save(self.run / "plan.json", plan_of(choice, self._found, label))
+        plan = plan_of(choice, self._found, label)
+        if self._schedule is not None:
+            plan = replace(plan, memory=self._schedule.plan.memory)
+        codec.save(self.run / "plan.json", plan)
         self._recorder(
             Decided(
                 t_s=self._now(),

@@ -11,20 +11,24 @@ from pathlib import Path
 from kilter.act.session import Options, Session
 from kilter.app.config import DEFAULT_MAX_SLOWDOWN
 from kilter.app.voice import Stderr
-from kilter.core.plan import Goal, Objective
+from kilter.core.plan import Goal, MemoryBudget, Objective
 from kilter.core.ranks import ranks
 
 
 @contextmanager
 def govern(
     *,
-    max_slowdown: float = DEFAULT_MAX_SLOWDOWN,
+    max_slowdown: float | None = None,
+    memory_budget: str | int | None = None,
     objective: Objective | str = Objective.ENERGY,
     device: str = "auto",
     dry_run: bool = False,
     out: str | Path | None = None,
 ) -> Iterator[Session]:
-    """Save energy in the body of the `with`, at most `max_slowdown` (a fraction) slower.
+    """Save energy in the body of the `with`, at most `max_slowdown` (a fraction) slower; keep its
+    training within a `memory_budget` (`"24GiB"`, bytes, `"75%"` of its peak, `"auto"`); or both.
+
+    With neither given: energy, at 2 %. With a memory budget alone, clocks are left alone.
 
     Iterations end where an optimizer steps. A loop without one, or one that knows better, says so
     itself, and then only it does:
@@ -38,8 +42,13 @@ def govern(
     of the run's files (default: `runs/ID`). `KILTER=0` in the environment switches it off. Raises
     `UsageError` for a wrong argument, and nothing else of its own.
     """
+    budget: MemoryBudget | None = None
+    if memory_budget is not None:
+        budget = MemoryBudget.parse(str(memory_budget))
+    elif max_slowdown is None:
+        max_slowdown = DEFAULT_MAX_SLOWDOWN
     options = Options(
-        goal=Goal(max_slowdown=max_slowdown, objective=Objective(objective)),
+        goal=Goal(max_slowdown=max_slowdown, memory_budget=budget, objective=Objective(objective)),
         device=device,
         dry_run=dry_run,
         out=None if out is None else Path(out).absolute(),

@@ -1,0 +1,537 @@
+"""Joins the swapper to a session: finds the job's device, makes its budget, tells what came of it.
+
+    import torch -> a waiting hook -> the first large tensor saved for backward -> backend, link,
+    budget -> `Swapper` -> plan -> the same at every border: is there something to tell?
+
+Nothing is opened before the program itself has used the device: it may still choose another one,
+or fork. Hooks on saved tensors belong to a thread, so the waiting one is set where torch is
+imported, and in any thread that turns out to step an optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kilter.act.fence import Fence
+from kilter.core.errors import KilterError, PlanError
+from kilter.core.events import AnyEvent, Fitted, Moved, Refused
+from kilter.core.label import Label
+from kilter.core.plan import Effect, MemoryBudget, MoveData, Plan
+from kilter.core.setting import DeviceInfo
+from kilter.core.trace import IterationTrace
+from kilter.core.units import MIB, show_bytes
+from kilter.observe.imports import after_import
+from kilter.observe.marks import Iteration
+
+if TYPE_CHECKING:
+    import torch
+
+    from kilter.act.swapper import Swapper
+    from kilter.act.swapper.backend import Backend
+    from kilter.observe.data import PassRecord
+    from kilter.plan.swap.choose import MemoryPlan
+    from kilter.plan.swap.problem import Link, Problem
+
+RESERVE = 0.05
+"""Share of what the card has for us that `auto` leaves alone: fragments, and workspace that comes
+and goes between two looks."""
+UNLIMITED = 2**60
+"""More bytes than any device has."""
+SEEN_PASSES = 2
+"""Passes of one kind after which its peak is known: the first creates gradients and state."""
+SETTLED = 3
+"""Iterations under a plan after which the job counts as settled; the peak is measured in them."""
+GIVE_UP = 60
+"""Border after which clocks no longer wait for a memory plan."""
+TELL_EVERY_S = 5.0
+"""The report of a killed run may be so old."""
+LINK_BYTES = 64 * MIB
+"""Buffers that the link is measured with."""
+MOST_BOUND = 3000
+BOUND_S = 5.0
+"""Operations up to which the bound is computed, and for how long, at the end of the script."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A pass as it was observed, and the plan for it."""
+
+    trace: IterationTrace
+    plan: Plan
+
+
+class _Kept(NamedTuple):
+    """What autograd is given while nothing moves yet."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class Fitter:
+    """Makes the program fit `budget`. All but `time` and `schedule` belong to its own threads."""
+
+    def __init__(
+        self,
+        budget: MemoryBudget,
+        info: DeviceInfo,
+        *,
+        fence: Fence,
+        record: Callable[[AnyEvent], None],
+        clock: Callable[[], float],
+        dry_run: bool = False,
+    ) -> None:
+        self._budget = budget
+        self._info = info
+        self._fence = fence
+        self._record = record
+        self._clock = clock
+        self._dry_run = dry_run
+        self._torch: Any = None
+        self._waiting = after_import("torch", fence(self._arrived))
+        self._waits: dict[int, Any] = {}
+        """By thread, the waiting hook in it."""
+        self._over = False
+        self._kind: str | None = None
+        self._backend: Backend | None = None
+        self._link: Link | None = None
+        self._swapper: Swapper | None = None
+        self._card_bytes = UNLIMITED
+        self._budget_bytes: int | None = None
+        self._words = "not known: no data were met"
+        self._told_s = 0.0
+        self._plans: tuple[MemoryPlan, ...] = ()
+        self._refused: set[str] = set()
+        self._spilled = 0
+        self._was_planned = False
+        self._peak_bytes: int | None = None
+        self._border = -1
+        self._phases: dict[int, str] = {}
+        """By border, what the iteration that it ends was: `plain` or `planned`."""
+        self._times: dict[str, deque[float]] = {"plain": deque(maxlen=64)}
+        self._times["planned"] = deque(maxlen=512)
+        self._schedules: deque[Schedule] = deque(maxlen=1)
+
+    # Begin and end
+
+    def start(self) -> None:
+        """Begin as soon as the program has imported torch."""
+        forked = weakref.WeakMethod(self._forked)
+        os.register_at_fork(after_in_child=lambda: _call(forked()))
+        self._waiting.install()
+
+    def stop(self) -> None:
+        """The program is over: take the hooks out. Data that are away still find their way back."""
+        self._over = True
+        self._waiting.cancel()
+        if self._torch is None:
+            return
+        graph = self._torch.autograd.graph
+        if graph.disable_saved_tensors_hooks is self._disable:
+            graph.disable_saved_tensors_hooks = self._disable_before
+        swapper, here = self._swapper, threading.get_ident()
+        if swapper is not None:
+            self._peak_bytes = self._measured_peak_bytes(swapper)
+        if swapper is not None and self._owner == here:
+            swapper.__exit__(None, None, None)
+        waiting = self._waits.pop(here, None)
+        if waiting is not None:
+            waiting.__exit__()
+
+    def conclude(self) -> None:
+        """Tell what came of it, once all times are known."""
+        swapper = self._swapper
+        if swapper is None:
+            self._refuse(self._why_nothing())
+            return
+        if self._dry_run:
+            self._plan_only(swapper)
+        else:
+            self._look(swapper)
+        self._tell(swapper, *self._bounds(swapper))
+
+    def _forked(self) -> None:
+        """A child has the hooks of the thread that forked it, and nothing to govern."""
+        self._over = True
+        self._waiting.cancel()
+
+    # Waiting for data
+
+    def _arrived(self) -> None:
+        import torch
+
+        self._torch = torch
+        graph = torch.autograd.graph
+        self._disable_before = graph.disable_saved_tensors_hooks
+        self._disable = self._without_ours(self._disable_before)
+        graph.disable_saved_tensors_hooks = self._disable
+        self._wait_here()
+
+    def _wait_here(self) -> None:
+        torch = self._torch
+
+        def pack(tensor: torch.Tensor) -> _Kept:
+            return self._pack(tensor)
+
+        # Dynamo would compile our own frames; unlike the public torch.compiler.disable, this one
+        # imports the compiler only when called.
+        disable = torch._disable_dynamo
+        hooks = torch.autograd.graph.saved_tensors_hooks(disable(pack), disable(_whole))
+        hooks.__enter__()
+        self._waits[threading.get_ident()] = hooks
+
+    def _without_ours(self, disable: Callable[[str], Any]) -> Callable[[str], Any]:
+        """`torch.func.grad` and its kin refuse to work under hooks on saved tensors. Ours step out
+        of the way, unless the program has put its own above them."""
+        autograd = self._torch._C._autograd
+
+        @contextmanager
+        def disabled(error_message: str) -> Iterator[None]:
+            taken = []
+            top = autograd._top_saved_tensors_default_hooks(True)
+            while top is not None and self._is_ours(top):
+                autograd._pop_saved_tensors_default_hooks()
+                taken.append(top)
+                top = autograd._top_saved_tensors_default_hooks(True)
+            try:
+                with disable(error_message):
+                    yield
+            finally:
+                for hooks in reversed(taken):
+                    autograd._push_saved_tensors_default_hooks(*hooks)
+
+        return disabled
+
+    def _is_ours(self, hooks: tuple[Any, Any]) -> bool:
+        return str(getattr(hooks[0], "__module__", "")).startswith("kilter.")
+
+    def _pack(self, tensor: torch.Tensor) -> _Kept:
+        if not self._over and self._swapper is None and self._large(tensor):
+            self._fence(self._meet)(tensor)
+        # A leaf may be held itself; a result must not be (its node would hold itself alive).
+        return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+
+    def _large(self, tensor: torch.Tensor) -> bool:
+        """Whether this is the first of the data that the job is to be governed by."""
+        if tensor.numel() * tensor.element_size() < MIB or (
+            tensor.is_leaf and tensor.requires_grad
+        ):
+            return False
+        if type(tensor) is not self._torch.Tensor or tensor.device.type not in ("cuda", "cpu"):
+            return False
+        if self._kind is None:
+            # Asking whether there is CUDA begins to use it: only where the answer matters.
+            seen = self._info.backend == "nvml" or tensor.is_cuda
+            built = self._torch.version.cuda is not None
+            self._kind = "cuda" if seen or (built and self._torch.cuda.is_available()) else "cpu"
+        if tensor.device.type != self._kind:
+            return False
+        return self._kind == "cpu" or not self._torch.cuda.is_current_stream_capturing()
+
+    def _meet(self, tensor: torch.Tensor) -> None:
+        """The program has used the device: open it, and take our place in front of the wait."""
+        from kilter.act.swapper import CpuStandIn, Swapper
+        from kilter.plan.swap.problem import H200_PCIE5
+
+        if self._kind == "cuda":
+            from kilter.act.swapper.cuda import Cuda, measure_link
+
+            cuda = Cuda.open(tensor.device.index)
+            self._backend, self._link = cuda, measure_link(cuda, size_bytes=LINK_BYTES)
+        else:
+            self._backend, self._link = CpuStandIn(), H200_PCIE5
+        self._set_budget(self._backend.device)
+        limit_bytes = self._card_bytes if self._budget_bytes is None else self._budget_bytes
+        swapper = Swapper(
+            self._backend,
+            budget_bytes=UNLIMITED if self._dry_run else limit_bytes,
+            link=self._link,
+            fence=self._fence,
+        )
+        swapper.may_plan = self._budget_bytes is not None or self._dry_run
+        here = threading.get_ident()
+        self._waits.pop(here).__exit__()  # on top: autograd has just called it
+        swapper.__enter__()
+        self._owner = here
+        self._swapper = swapper
+
+    # The budget
+
+    def _set_budget(self, device: torch.device) -> None:
+        """What is known before anything was observed."""
+        budget = self._budget
+        card_bytes, words = self._card(device)
+        self._card_bytes = UNLIMITED if card_bytes is None else card_bytes
+        if budget.size_bytes is not None:
+            self._budget_bytes, self._words = budget.size_bytes, "as asked"
+            if card_bytes is not None and card_bytes < budget.size_bytes and self._kind == "cuda":
+                self._budget_bytes = card_bytes
+                self._words = f"less than the {budget} asked for, to fit {words}"
+        elif budget.share is not None:
+            self._words = f"{budget} of the plain peak, which is being observed"
+        elif card_bytes is not None:
+            self._budget_bytes, self._words = card_bytes, f"to fit {words}"
+        else:
+            self._words = "none"
+            self._refuse("auto: there is no card to fit; give a size or a share")
+
+    def _card(self, device: torch.device) -> tuple[int | None, str]:
+        """What the card has for this process, less the reserve, and how that was found."""
+        if device.type != "cuda":
+            size_bytes = self._info.memory_bytes
+            words = f"{show_bytes(size_bytes)} of {self._info.name}"
+            return size_bytes, words
+        cuda = self._torch.cuda
+        free_bytes, total_bytes = cuda.mem_get_info(device)
+        ours_bytes = cuda.memory_reserved(device)
+        fraction = cuda.get_per_process_memory_fraction(device)
+        room_bytes = min(free_bytes + ours_bytes, int(fraction * total_bytes))
+        words = f"{show_bytes(room_bytes)} of {show_bytes(total_bytes)}"
+        if room_bytes < free_bytes + ours_bytes:
+            words += " (the program's own cap)"
+        else:
+            words += " (the rest is held by others and by the driver)"
+        return int((1 - RESERVE) * room_bytes), f"{words}, less {RESERVE:.0%} in reserve"
+
+    def _set_share(self, swapper: Swapper) -> None:
+        """A share of the plain peak, once that was observed."""
+        records = swapper.records()
+        if not any(record.passes >= SEEN_PASSES for record in records):
+            return
+        share = self._budget.share
+        assert share is not None
+        peak_bytes = max(record.peak_bytes for record in records)
+        self._words = f"{self._budget} of the plain peak, {show_bytes(peak_bytes)}"
+        if swapper.report().spilled:
+            peak_bytes = self._card_bytes
+            self._words = f"{self._budget} of the card's {show_bytes(peak_bytes)}"
+            self._words += ", since the job does not fit without a plan"
+        self._budget_bytes = int(share * peak_bytes)
+        if not self._dry_run:
+            swapper.budget_bytes = self._budget_bytes
+            swapper.may_plan = True
+
+    # While the program runs
+
+    def border(self, index: int) -> None:
+        """An iteration of the program ends here, in its thread."""
+        self._border = index
+        swapper = self._swapper
+        if swapper is None:
+            here = threading.get_ident()
+            if self._torch is not None and here not in self._waits and not self._over:
+                self._wait_here()
+            return
+        self._look(swapper)
+        if self._clock() - self._told_s > TELL_EVERY_S:
+            self._tell(swapper)
+
+    def _look(self, swapper: Swapper) -> None:
+        if self._budget_bytes is None and self._budget.share is not None:
+            self._set_share(swapper)
+        report = swapper.report()
+        planned = swapper.planned
+        if planned and self._was_planned and not self._dry_run:
+            self._phases[self._border] = "planned"
+        elif (not planned or self._dry_run) and report.spilled == self._spilled:
+            self._phases[self._border] = "plain"
+        self._was_planned, self._spilled = planned, report.spilled
+        if report.plans != self._plans and not self._dry_run:
+            old, self._plans = self._plans, report.plans
+            for record, plan, numbers in swapper.plans():
+                if plan not in old:
+                    self._fitted(record, plan, numbers)
+        self._tell_refused(report.refused)
+
+    def _tell_refused(self, reasons: tuple[str, ...]) -> None:
+        """Each reason once; those about single data (`NAME: REASON`) by their number."""
+        if len(self._refused) == len(set(reasons)):
+            return
+        new = Counter(reason.partition(": ")[2] or reason for reason in {*reasons} - self._refused)
+        self._refused.update(reasons)
+        for reason, count in new.items():
+            self._refuse(reason if count == 1 else f"{reason} ({count} data)")
+
+    def _refuse(self, reason: str) -> None:
+        self._record(Refused(t_s=self._clock(), what="a part of the memory plan", reason=reason))
+
+    def _fitted(self, record: PassRecord, plan: MemoryPlan, numbers: tuple[int, ...]) -> None:
+        assert self._link is not None
+        problem, every = self._problem(record, plan.budget_bytes)
+        self._record(
+            Fitted(
+                t_s=self._clock(),
+                planner=plan.planner,
+                budget_bytes=plan.budget_bytes,
+                feasible=plan.feasible,
+                peak_before_bytes=plan.peak_before_bytes,
+                peak_bytes=plan.peak_bytes,
+                compute_s=plan.compute_s,
+                iteration_s=plan.iteration_s,
+                stall_s=plan.stall_s,
+                remake_s=plan.remake_s,
+                out_bytes=plan.out_bytes,
+                in_bytes=plan.in_bytes,
+                hidden=plan.hidden,
+                host_bytes=plan.host_bytes,
+                swapped=plan.swapped,
+                remade=plan.remade,
+                kept=len(problem.intervals) - plan.swapped - plan.remade,
+            )
+        )
+        largest = max((known.peak_before_bytes for known in self._plans), default=0)
+        if plan.peak_before_bytes < largest:
+            return
+        place = {number: index for index, number in enumerate(every)}
+        link = self._link
+        moves = sorted(
+            (place[numbers[move.interval]], move.release, move.load) for move in plan.schedule.moves
+        )
+        moved = MoveData(
+            budget_bytes=plan.budget_bytes,
+            min_bytes=MIB,
+            link=(
+                link.to_host_bytes_per_s,
+                link.to_device_bytes_per_s,
+                link.both_bytes_per_s,
+                link.latency_s,
+            ),
+            moves=tuple(moves),
+            remade=tuple(sorted(place[numbers[index]] for index in plan.schedule.remade)),
+        )
+        effect = Effect(time_ratio=plan.iteration_s / plan.compute_s, peak_bytes=plan.peak_bytes)
+        device = "cpu" if self._kind == "cpu" else self._info.name
+        self._schedules.append(
+            Schedule(
+                trace=record.trace(device=device),
+                plan=Plan(
+                    planner=plan.planner,
+                    actions=(),
+                    effect=effect,
+                    reason=f"a memory budget of {show_bytes(self._budget_bytes)}: {self._words}",
+                    label=Label.SIMULATED,
+                    memory=moved,
+                ),
+            )
+        )
+
+    def _problem(self, record: PassRecord, budget_bytes: int) -> tuple[Problem, tuple[int, ...]]:
+        assert self._link is not None
+        return record.problem(link=self._link, budget_bytes=budget_bytes, min_bytes=MIB)
+
+    # What came of it
+
+    def _measured_peak_bytes(self, swapper: Swapper) -> int | None:
+        """Under the plan in force: by the allocator where there is one."""
+        report = swapper.report()
+        if not swapper.planned or self._dry_run or self._backend is None:
+            return report.peaks_bytes[-1] if report.peaks_bytes else None
+        if self._kind == "cuda":
+            return int(self._torch.cuda.max_memory_allocated(self._backend.device))
+        return report.held_peak_bytes
+
+    def _tell(
+        self, swapper: Swapper, least_bytes: int | None = None, bound_s: float | None = None
+    ) -> None:
+        self._told_s = self._clock()
+        report = swapper.report()
+        plain, planned = (list(self._times[kind]) for kind in ("plain", "planned"))
+        peaks = report.peaks_bytes[-1:]
+        self._record(
+            Moved(
+                t_s=self._told_s,
+                backend="cuda" if self._kind == "cuda" else "stand-in",
+                budget_bytes=self._budget_bytes,
+                budget=self._words,
+                applied=not self._dry_run,
+                plain_peak_bytes=max((r.peak_bytes for r in swapper.records()), default=None),
+                plain_peak_seen=report.spilled == 0,
+                peak_bytes=self._peak_bytes or (peaks[0] if peaks else None),
+                least_bytes=least_bytes,
+                plain_iteration_s=min(plain, default=None),
+                iteration_s=statistics.median(planned) if planned else None,
+                passes=report.passes,
+                planned=report.planned,
+                deviations=report.deviations,
+                late=report.late,
+                spilled=report.spilled,
+                remade=report.remade,
+                out_bytes=report.out_bytes,
+                in_bytes=report.in_bytes,
+                host_bytes=report.host_bytes,
+                bound_s=bound_s,
+            )
+        )
+
+    def _why_nothing(self) -> str:
+        if self._torch is None:
+            return "the script did not import torch"
+        where = "on a GPU " if self._kind == "cuda" else ""
+        return f"no tensor of {show_bytes(MIB)} or more was saved for backward {where}"
+
+    def _plan_only(self, swapper: Swapper) -> None:
+        """What would have been done."""
+        from kilter.plan.swap.choose import plan
+
+        record = max(swapper.records(), key=lambda r: r.peak_bytes, default=None)
+        if record is None or self._budget_bytes is None:
+            return
+        problem, numbers = self._problem(record, self._budget_bytes)
+        try:
+            self._fitted(record, plan(problem), numbers)
+        except PlanError as error:
+            self._refuse(str(error))
+
+    def _bounds(self, swapper: Swapper) -> tuple[int | None, float | None]:
+        """For the largest kind of pass: the smallest peak, and the time that no schedule beats."""
+        record = max(swapper.records(), key=lambda r: r.peak_bytes, default=None)
+        if record is None or self._budget_bytes is None:
+            return None, None
+        problem, _ = self._problem(record, self._budget_bytes)
+        bound_s = None
+        if len(record.operation_s) <= MOST_BOUND and problem.floor_bytes <= problem.budget_bytes:
+            from kilter.plan.swap.exact import relax
+
+            # No solver installed, or not in time: the bound stays unknown.
+            with suppress(KilterError):
+                bound_s = relax(problem, limit_s=BOUND_S).bound_s
+        return problem.floor_bytes, bound_s
+
+    # In the session's own thread
+
+    def time(self, iteration: Iteration) -> None:
+        """An iteration's duration has become known."""
+        phase = self._phases.pop(iteration.index, None)
+        if phase is not None and not iteration.skipped:
+            self._times[phase].append(iteration.duration_s)
+
+    def schedule(self) -> Schedule | None:
+        """The newest schedule, handed out once."""
+        return self._schedules.popleft() if self._schedules else None
+
+    @property
+    def settled(self) -> bool:
+        """The clocks may be judged from here on: the job runs as it is going to run."""
+        if self._swapper is None or self._dry_run or self._border >= GIVE_UP:
+            return True
+        return len(self._times["planned"]) >= SETTLED
+
+
+def _whole(packed: _Kept) -> torch.Tensor:
+    if packed.tensor._version != packed.version:
+        from kilter.act.swapper.engine import Modified
+
+        raise Modified
+    return packed.tensor
+
+
+def _call(method: Callable[[], None] | None) -> None:
+    if method is not None:
+        method()

@@ -1,6 +1,7 @@
 """The observation window on real training: what it sees, and that it changes nothing."""
 
 import gc
+import os
 import sys
 import threading
 
@@ -187,17 +188,52 @@ def test_an_error_in_a_forward_pass_is_the_program_s_and_leaves_nothing_open():
     assert flops(trace, "head", Kind.FORWARD) == 2 * 4 * 8 * 10
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["while it runs", "at its end"])
-def test_a_gpu_s_timeline_is_read_by_a_child(early):
-    _, window = train(*fresh(Convnet), observe=True)
-    window._on_gpu, window._closed = True, False
+def test_a_patient_window_writes_nothing_before_the_program_is_over():
+    marks = Marks(lambda index, t_s: window.border(index))
+    window = Window(marks, after=1, patient=True)
+    marks.start()
+    model, x, y = fresh(Convnet)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while window.state != "held":
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if window.state == "preparing":
+            window._worker.join()
     assert window.trace() is None
-    assert window.state == "reading"
-    if early:
-        window.close()
-    else:
-        window._reader.wait()
-    trace = window.trace()
-    assert flops(trace, "head", Kind.FORWARD) == 2 * 4 * 8 * 10
+    marks.stop()
+    window.close()
+    assert flops(window.trace(), "head", Kind.FORWARD) == 2 * 4 * 8 * 10
     assert window.state == "done"
     assert not window._file.exists()
+
+
+def test_flops_of_a_depthwise_convolution_do_not_grow_with_its_channels():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten())
+    _, window = train(model, torch.randn(4, 3, 12, 12), torch.randint(0, 10, (4,)), observe=True)
+    once = 2 * 4 * 8 * (8 * 8) * (1 * 3 * 3)
+    assert flops(window.trace(), "1", Kind.FORWARD) == once
+    assert flops(window.trace(), "1", Kind.BACKWARD) == 2 * once
+
+
+@pytest.mark.parametrize(
+    ("cuda", "chosen", "seen"),
+    [("13.0", None, "1"), ("13.0", "0", "0"), ("12.4", None, None), (None, None, None)],
+)
+def test_cupti_goes_where_that_is_safe_and_the_program_did_not_choose(
+    cuda, chosen, seen, monkeypatch
+):
+    profile = torch.autograd.profiler.profile
+    stop, stops = profile.__exit__, []
+
+    def note(*arguments):
+        stops.append(os.environ.get("TEARDOWN_CUPTI"))
+        return stop(*arguments)
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(profile, "__exit__", note)
+    monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("TEARDOWN_CUPTI", chosen)
+    train(*fresh(Convnet), observe=True)
+    assert stops == [chosen, seen]  # of the empty trace, of the window
+    assert os.environ.get("TEARDOWN_CUPTI") == chosen

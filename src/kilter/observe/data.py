@@ -16,6 +16,19 @@ from kilter.core.label import Label
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
 from kilter.plan.swap.problem import Interval, Link, Problem
 
+FOREIGN = 0
+"""Event: something saved in another pass is used."""
+
+
+def use_code(number: int) -> int:
+    """Event: datum `number` is used. That it is saved, its size in bytes says instead."""
+    return -1 - 2 * number
+
+
+def again_code(number: int) -> int:
+    """Event: datum `number` is saved once more."""
+    return -2 - 2 * number
+
 
 @dataclass(slots=True)
 class SavedDatum:
@@ -39,11 +52,12 @@ class SavedDatum:
 
 @dataclass(slots=True)
 class PassRecord:
-    """What is known of passes with one fingerprint. Operation times are the shortest seen, levels
+    """What is known of passes with the same events. Operation times are the shortest seen, levels
     the highest seen (gradients and optimizer state appear after the first pass)."""
 
-    prints: tuple[int, ...]
-    """Running fingerprint after each event; the last one is the pass's own."""
+    events: tuple[int, ...]
+    """What happened: the size of a storage saved for the first time, `again_code`, `use_code`, or
+    `FOREIGN`. Passes are told apart by it."""
     names: tuple[str, ...]
     """Name of each operation: the framework's node at its event."""
     backward_from: int
@@ -60,9 +74,20 @@ class PassRecord:
     def peak_bytes(self) -> int:
         return max(self.level_bytes)
 
+    def numbers(self) -> list[int]:
+        """The datum of each event, -1 for `FOREIGN`."""
+        found, count = [], 0
+        for code in self.events:
+            if code > 0:
+                found.append(count)
+                count += 1
+            else:
+                found.append(-1 if code == FOREIGN else (-code - 1) // 2)
+        return found
+
     def merge(self, other: PassRecord) -> None:
-        """Take over what another pass with the same fingerprint has seen."""
-        assert self.prints == other.prints
+        """Take over what another pass with the same events has seen."""
+        assert self.events == other.events
         self.passes += other.passes
         times = zip(self.operation_s, other.operation_s, strict=True)
         self.operation_s = [min(pair) for pair in times]
@@ -172,20 +197,24 @@ class PassRecorder:
     """Builds the record of one pass from its events."""
 
     timing_only: bool = False
-    prints: list[int] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     data: list[SavedDatum] = field(default_factory=list)
     levels: list[int] = field(default_factory=list)
     backward_from: int | None = None
 
-    def event(self, fingerprint: int, name: str, *, backward: bool) -> int:
+    @property
+    def event(self) -> int:
+        """Index of the present event."""
+        return len(self.events) - 1
+
+    def note(self, code: int, name: str, *, backward: bool) -> int:
         """A hook event; its index."""
-        index = len(self.prints)
-        self.prints.append(fingerprint)
+        self.events.append(code)
         self.names.append(name)
         if backward and self.backward_from is None:
-            self.backward_from = index
-        return index
+            self.backward_from = self.event
+        return self.event
 
     def level(self, peak_bytes: int, away_bytes: int) -> None:
         """The operation that now ends had this peak, while this much saved data was away."""
@@ -193,10 +222,10 @@ class PassRecorder:
 
     def record(self, operation_s: list[float]) -> PassRecord:
         """The finished pass. The last operation has no end of its own: it takes no time."""
-        count = len(self.prints)
+        count = len(self.events)
         last = self.levels[-1] if self.levels else 0
         return PassRecord(
-            prints=tuple(self.prints),
+            events=tuple(self.events),
             names=tuple(self.names),
             backward_from=count if self.backward_from is None else self.backward_from,
             data=tuple(self.data),

@@ -1,17 +1,15 @@
 """The observation window: `torch.profiler` for a few iterations, then nothing of it is left.
 
 The program's thread pays for switching the profiler on and off at two borders and for the window
-itself. Its preparation (CUPTI, the first time 100s of ms) runs in a thread while the program goes
-on, and so does the export to a file, which is read whenever the trace is wanted. What is left is
-mostly the collection of events when it is switched off, some us for each (measured on a CPU, 24
-transformer layers: 5 us without shapes, 9 us with), so that on a GPU, whose times hardly vary,
-one iteration has to do.
+itself. What that costs is mostly the collection of events when it is switched off, about 10 us for
+each with their shapes, so that on a GPU, whose times hardly vary, one iteration has to do. Writing
+them to a file takes half as long again and holds the interpreter, also from another thread: a
+patient window leaves that until the program is over.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,18 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kilter.core import codec
 from kilter.core.errors import FileError
 from kilter.core.trace import IterationTrace
-from kilter.observe import read
 from kilter.observe.flops import torch_flops
 from kilter.observe.imports import after_import
 from kilter.observe.kineto import BORDER, MODULE, read_kineto
 from kilter.observe.marks import Fence, Marks
 
-_OVER = ("saving", "saved", "reading", "done", "failed")
-_READ_S = 60.0
-"""The longest that the end of a program waits for its trace to be read."""
+_OVER = ("held", "saving", "saved", "done", "failed")
 _THE_PROGRAM_S = "the program uses torch.profiler itself"
 
 
@@ -44,18 +38,29 @@ class Window:
     There can only be one profiler, and the program's own goes first: whenever it prepares one,
     ours ends.
 
-    `state` goes from `waiting` through `preparing`, `ready`, `open` and `saving` to `saved`, then,
-    as `trace` reads the file, `reading` and `done`; or to `failed`, with `why_not`. `costs_s` says
-    what each step took, and `in_path_s` those of them in the program's thread.
+    A `patient` window has its trace when the program is over, not earlier; a program that is killed
+    has none.
+
+    `state` goes from `waiting` through `preparing`, `ready`, `open`, `held` (patient) and `saving`
+    to `saved`, and when `trace` has read the file to `done`; or to `failed`, with `why_not`.
+    `costs_s` says what each step took, and `in_path_s` those of them in the program's thread.
     """
 
-    def __init__(self, marks: Marks, *, after: int = 5, iterations: int | None = None) -> None:
+    def __init__(
+        self,
+        marks: Marks,
+        *,
+        after: int = 5,
+        iterations: int | None = None,
+        patient: bool = False,
+    ) -> None:
         if after < 1 or (iterations is not None and iterations < 1):
             raise ValueError("a window begins after the first border and holds an iteration")
         self._marks = marks
         self._fence = marks.fence
         self._after = after
         self._iterations = iterations
+        self._patient = patient
         self.state = "waiting"
         self.why_not: str | None = None
         self.costs_s: dict[str, float] = {}
@@ -65,9 +70,6 @@ class Window:
         self._guard: _Guard | None = None
         self._file: Path | None = None
         self._trace: IterationTrace | None = None
-        self._on_gpu = False
-        self._closed = False
-        self._reader: subprocess.Popen[bytes] | None = None
         self._annotations = _Annotations(self._fence)
         self._worker: threading.Thread | None = None
 
@@ -93,55 +95,31 @@ class Window:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """The program is over: end it wherever it is. Whole iterations seen are not lost."""
-        self._closed = True
         if self.state == "open" and self._annotations.here and self._marks.index > self.opened_at:
             self._shut()
         if self._worker is not None:
             self._worker.join(timeout_s)
+        if self.state == "held":
+            self._save()
         if self.state not in _OVER:
             self._abandon("the program ended before its iterations could be observed")
 
     def trace(self) -> IterationTrace | None:
-        """What was seen; None before the file is read, or if failed. Not for the program's thread.
-
-        A host's timeline is read on the spot. A GPU's is read by a child, since a training that
-        is bound by its host would feel every ms of ours; `close` ends the waiting for it.
-        """
+        """What was seen; None before it is saved, or if failed. Not for the program's thread."""
         if self.state == "saved" and self._file is not None:
-            if self._on_gpu and not self._closed:
-                result = self._file.with_suffix(".trace")
-                self._reader = read.start(self._file, result, iteration_s=self._marks.usual_s)
-                self.state = "reading"
-            else:
-                self._read(
-                    lambda raw: read_kineto(
-                        raw, flops=torch_flops(), iteration_s=self._marks.usual_s, breathe=_breathe
-                    )
+            try:
+                self._trace = read_kineto(
+                    self._file,
+                    flops=torch_flops(),
+                    iteration_s=self._marks.usual_s,
+                    breathe=_breathe,
                 )
-        elif self.state == "reading" and self._reader is not None and self._file is not None:
-            if self._closed:
-                self._await_reader(self._reader)
-            if self._reader.poll() is not None:
-                self._read(lambda raw: codec.load(raw.with_suffix(".trace"), IterationTrace))
+                self.state = "done"
+            except FileError as error:
+                self.state, self.why_not = "failed", str(error)
+            finally:
+                self._file.unlink(missing_ok=True)
         return self._trace
-
-    def _await_reader(self, reader: subprocess.Popen[bytes]) -> None:
-        try:
-            reader.wait(_READ_S)
-        except subprocess.TimeoutExpired:
-            reader.kill()
-            reader.wait()
-
-    def _read(self, reader: Callable[[Path], IterationTrace]) -> None:
-        assert self._file is not None
-        try:
-            self._trace = reader(self._file)
-            self.state = "done"
-        except FileError as error:
-            self.state, self.why_not = "failed", str(error)
-        finally:
-            for file in (self._file, self._file.with_suffix(".trace")):
-                file.unlink(missing_ok=True)
 
     @property
     def busy(self) -> bool:
@@ -194,7 +172,7 @@ class Window:
         # builds a Python object for every event when it is stopped (60 us each on an H200's host).
         from torch.autograd.profiler import profile
 
-        cuda = self._on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         self._iterations = self._iterations or (1 if cuda else 2)
         assert self._guard is not None
         with self._guard.ours(), self._timed("begin"), _quiet_kineto():
@@ -230,8 +208,9 @@ class Window:
         with self._timed("shut"), _cupti_goes():
             self._annotations.remove()
             self._profile.__exit__(None, None, None)
-        self.state = "saving"
-        self._run(self._save)
+        self.state = "held" if self._patient else "saving"
+        if not self._patient:
+            self._run(self._save)
 
     def _save(self) -> None:
         handle, name = tempfile.mkstemp(".kineto.json", "kilter-")

@@ -12,7 +12,7 @@ from kilter.act.swapper import CpuStandIn, Swapper
 from kilter.core import codec
 from kilter.core.label import Label
 from kilter.core.trace import IterationTrace
-from kilter.observe.data import PassRecord
+from kilter.observe.data import PassRecord, use_code
 from kilter.plan.swap.choose import plan
 from kilter.plan.swap.problem import Link, problem_of
 
@@ -76,12 +76,17 @@ def test_recipes_name_what_they_read_and_were_found_equal(record: PassRecord) ->
 
 def test_levels_count_what_is_held(record: PassRecord) -> None:
     assert record.peak_bytes == 6 * ROW
-    assert len(record.level_bytes) == len(record.operation_s) == len(record.prints)
+    assert len(record.level_bytes) == len(record.operation_s) == len(record.events)
     assert record.passes >= 2
 
 
-def test_the_fingerprint_is_that_of_the_events(record: PassRecord) -> None:
-    assert len(set(record.prints)) == len(record.prints)
+def test_each_datum_is_saved_before_it_is_used(record: PassRecord) -> None:
+    numbers = record.numbers()
+    for number, datum in enumerate(record.data):
+        assert numbers.index(number) == datum.packed_at
+        assert record.events[datum.packed_at] == datum.size_bytes
+        assert datum.needed_at is not None
+        assert record.events[datum.needed_at] == use_code(number)
 
 
 def test_merging_takes_the_shortest_time_the_highest_level_and_the_latest_use(

@@ -32,6 +32,9 @@ class Backend(Protocol):
     def alloc(self, size_bytes: int) -> torch.Tensor:
         """Device memory as a flat byte tensor."""
 
+    def alloc_like(self, host: torch.Tensor) -> torch.Tensor:
+        """Device memory of the same type and layout."""
+
     def reserve(self, size_bytes: int) -> torch.Tensor:
         """Host memory that copies reach at full speed; `HostMemoryError` before harm is done."""
 
@@ -90,6 +93,10 @@ class CpuStandIn:
         import torch
 
         return torch.full((size_bytes,), self.POISON, dtype=torch.uint8)
+
+    def alloc_like(self, host: torch.Tensor) -> torch.Tensor:
+        flat = self.alloc(host.numel() * host.element_size()).view(host.dtype)
+        return flat.as_strided(host.size(), host.stride())
 
     def reserve(self, size_bytes: int) -> torch.Tensor:
         import torch

@@ -21,10 +21,45 @@ HOST_SHARE = 0.8
 """Share of what the host can give that may be pinned; the job's own data loaders need the rest."""
 
 
+class _Lane:
+    """One copy stream. Its copies end in the order of their numbers, so whoever waits for one has
+    waited for all before it, and a few events do for all copies: the event of copy `n` is used
+    again by copy `n + RING`, and waiting for that one instead is late, never wrong."""
+
+    RING = 256
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._ready = torch.cuda.Event()
+        self._done = [torch.cuda.Event() for _ in range(self.RING)]
+        self._issued = 0
+        self._waited: dict[int, int] = {}
+        """By stream: the last copy that it waited for."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, compute: Any) -> Event:
+        self._ready.record(compute)
+        self._stream.wait_event(self._ready)
+        # `with torch.cuda.stream()` costs more than all the rest.
+        torch.cuda.set_stream(self._stream)
+        try:
+            target.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(compute)
+        self._issued += 1
+        self._done[self._issued % self.RING].record(self._stream)
+        return self, self._issued
+
+    def wait(self, number: int, compute: Any) -> None:
+        stream = compute.cuda_stream
+        if self._waited.get(stream, 0) < number:
+            compute.wait_event(self._done[number % self.RING])
+            self._waited[stream] = number
+
+
 class Cuda:
     """Memory and copy engines of one NVIDIA GPU, through the framework's own allocator."""
 
-    def __init__(self, device: torch.device, out: Any, back: Any) -> None:
+    def __init__(self, device: torch.device, out: _Lane, back: _Lane) -> None:
         self.device = device
         self._out = out
         self._in = back
@@ -36,10 +71,13 @@ class Cuda:
         if not torch.cuda.is_available():
             raise NoDevice("PyTorch sees no CUDA device")
         device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        return cls(device, torch.cuda.Stream(device), torch.cuda.Stream(device))
+        return cls(device, _Lane(device), _Lane(device))
 
     def alloc(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+    def alloc_like(self, host: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self.device)
 
     def reserve(self, size_bytes: int) -> torch.Tensor:
         """Registered with the driver rather than allocated by it: `pin_memory` rounds up to the
@@ -63,16 +101,15 @@ class Cuda:
     def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Event:
         return self._copy(self._in, device, host)
 
-    def _copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> Event:
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-        return event
+    def _copy(self, lane: _Lane, target: torch.Tensor, source: torch.Tensor) -> Event:
+        if torch.cuda.current_device() == self.device.index:
+            return lane.copy(target, source, torch.cuda.current_stream())
+        with torch.cuda.device(self.device):
+            return lane.copy(target, source, torch.cuda.current_stream())
 
     def wait(self, event: Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
+        lane, number = event
+        lane.wait(number, torch.cuda.current_stream(self.device))
 
     def evicted(self, storage: torch.UntypedStorage) -> None:
         pass

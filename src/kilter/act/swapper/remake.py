@@ -12,27 +12,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
 DEPTH = 5
 """Longest chain of operations that are not saved in between."""
-SAVED = "kilter.saved"
-"""Key in a node's metadata: its output, if an operation saved it."""
 EPS = "kilter.eps"
 """Key in a node's metadata: the norm's epsilon, which the node itself does not keep."""
 
 Fetch = Callable[[], "torch.Tensor"]
 """Gives a tensor that the recipe reads, when it runs."""
 
-Produced = Callable[[Any], "tuple[Fetch, int] | None"]
-"""For a node: its output, if some operation saved it; how to have it, and the datum's number."""
 
-Lookup = Callable[[Any, str], "tuple[Fetch, int | None] | None"]
-"""For a node and the name of a tensor that it saved: how to have that tensor later, and the number
-of its datum, if it is one; None if the node saved nothing under that name. May raise `Foreign`."""
+class Memory(Protocol):
+    """Who knows what operations saved and produced."""
+
+    def kept_by(self, node: Any, name: str) -> tuple[Fetch, int | None] | None:
+        """How to have later what a node saved under an attribute's name, and the number of its
+        datum, if it is one; None if the node saved nothing there. May raise `Foreign`."""
+
+    def produced_by(self, node: Any) -> tuple[Fetch, int] | None:
+        """A node's output, if some operation saved it: how to have it, and its number."""
 
 
 class Foreign(Exception):
@@ -64,15 +66,14 @@ class _Want:
 
 @dataclass(slots=True)
 class _Builder:
-    kept: Lookup
-    produced: Produced
+    memory: Memory
     leaves: set[int] = field(default_factory=set)
     sources: list[int] = field(default_factory=list)
     depth: int = 0
 
     def saved(self, node: Any, name: str) -> Fetch | None:
         """A tensor that a node saved."""
-        return self._noted(self.kept(node, name))
+        return self._noted(self.memory.kept_by(node, f"_raw_saved_{name}"))
 
     def value(self, edge: tuple[Any, int], want: _Want) -> Fetch | None:
         """What a node produced: a parameter, something saved, or made again from its inputs."""
@@ -82,7 +83,7 @@ class _Builder:
         if node.name() == "torch::autograd::AccumulateGrad":
             self.leaves.add(id(node.variable))
             return _leaf(node.variable)
-        return self._noted(self.produced(node)) or self.made(node, want)
+        return self._noted(self.memory.produced_by(node)) or self.made(node, want)
 
     def made(self, node: Any, want: _Want) -> Fetch | None:
         build = _BUILDERS.get(node.name())
@@ -102,7 +103,7 @@ class _Builder:
         return fetch
 
 
-def recipe(tensor: torch.Tensor, kept: Lookup, produced: Produced) -> Recipe | None:
+def recipe(tensor: torch.Tensor, memory: Memory) -> Recipe | None:
     """The recipe of the whole storage behind `tensor`, or None if there is none."""
     base = tensor._base if tensor._is_view() else tensor
     if base is None or base.grad_fn is None or base.storage_offset() != 0:
@@ -111,7 +112,7 @@ def recipe(tensor: torch.Tensor, kept: Lookup, produced: Produced) -> Recipe | N
     if not whole or base.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
         return None
     node = base.grad_fn
-    builder = _Builder(kept, produced)
+    builder = _Builder(memory)
     try:
         make = builder.made(node, _Want(base.dtype, base.size()))
     except Foreign:

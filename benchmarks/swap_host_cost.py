@@ -1,0 +1,143 @@
+"""What the memory engine costs the host: `python benchmarks/swap_host_cost.py [--layers N]`.
+
+A GPT of tiny tensors on the CPU, so that an iteration is little but the host's work of issuing it.
+Side by side and interleaved: without the engine, watched, and under plans that keep everything,
+swap, or make again. The backend copies nothing (its numbers are wrong, its time is the engine's
+own). Printed are the extra microseconds of an iteration, and for each saved tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from kilter.act.swapper import CpuStandIn, Swapper
+from kilter.plan.swap.problem import Link
+
+FAST = Link(to_host_bytes_per_s=1e14, to_device_bytes_per_s=1e14, both_bytes_per_s=2e14)
+SLOW = Link(to_host_bytes_per_s=1e6, to_device_bytes_per_s=1e6, both_bytes_per_s=2e6)
+WIDTH = 64
+
+
+class Idle(CpuStandIn):
+    """Moves nothing and waits for nothing."""
+
+    def alloc(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def _issue(self, target: torch.Tensor, source: torch.Tensor) -> int:
+        return 0
+
+    def evicted(self, storage: torch.UntypedStorage) -> None:
+        pass
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(self.one(x)).chunk(3, dim=-1)
+        q, k, v = (t.view(batch, length, 1, WIDTH).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, WIDTH))
+        return x + self.down(F.gelu(self.up(self.two(x))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(options.layers)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.randn(2, 32, WIDTH)
+
+    def iteration() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def settled(planner: str, share: float, link: Link) -> Swapper:
+        swapper = Swapper(
+            Idle(),
+            budget_bytes=int(share * peak_bytes),
+            link=link,
+            planner=planner,
+            min_bytes=2048,
+        )
+        with swapper:
+            for _ in range(16):
+                iteration()
+        return swapper
+
+    packs = 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal packs
+        packs += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+        iteration()
+    watch = Swapper(Idle(), budget_bytes=10**15, link=FAST, min_bytes=2048)
+    with watch:
+        for _ in range(4):
+            iteration()
+    peak_bytes = watch.records()[0].peak_bytes
+
+    arms: dict[str, Swapper | None] = {
+        "plain": None,
+        "kept": settled("mix", 1.01, FAST),
+        "swapped": settled("spanning", 0.6, FAST),
+        "mixed": settled("mix", 0.6, SLOW),
+    }
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(options.rounds):
+        for name, swapper in arms.items():
+            if swapper is None:
+                times[name].append(_timed(iteration))
+            else:
+                with swapper:
+                    iteration()
+                    times[name].append(_timed(iteration))
+    plain_s = min(times["plain"])
+    rows: list[dict[str, Any]] = []
+    for name, swapper in arms.items():
+        plans = () if swapper is None else swapper.report().plans
+        extra_s = min(times[name]) - plain_s
+        rows.append(
+            {
+                "arm": name,
+                "iteration_us": min(times[name]) * 1e6,
+                "extra_us": extra_s * 1e6,
+                "per_saved_us": extra_s * 1e6 / packs,
+                "swapped": sum(plan.swapped for plan in plans),
+                "remade": sum(plan.remade for plan in plans),
+            }
+        )
+    print(json.dumps({"label": "measured", "saved": packs, "rows": rows}, indent=1))
+
+
+def _timed(iteration: Any) -> float:
+    begin = time.process_time()
+    iteration()
+    return time.process_time() - begin
+
+
+if __name__ == "__main__":
+    main()

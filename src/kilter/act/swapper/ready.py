@@ -1,0 +1,105 @@
+"""A plan made ready to run: for each event what is expected, and what is due.
+
+So that an ordinary event under a plan costs the host one look at a list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kilter.observe.data import FOREIGN, PassRecord, use_code
+from kilter.plan.swap.choose import MemoryPlan
+from kilter.plan.swap.problem import Problem
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Due(NamedTuple):
+    """What an event starts: numbers of data, in the order that the plan counts on."""
+
+    leave: tuple[int, ...]
+    release: tuple[int, ...]
+    load: tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """One event of the pass."""
+
+    expected: int | None
+    """The storage's size where something is saved, its `use_code` where it is used."""
+    number: int
+    due: Due | None
+
+
+@dataclass(slots=True)
+class Ready:
+    """One kind of pass under its plan."""
+
+    value: MemoryPlan
+    events: tuple[int, ...]
+    steps: list[Step]
+    """One for each event, and one after the end that nothing meets."""
+    followed: frozenset[int]
+    """Data that leave, and what others are made again from. The rest is left to autograd."""
+    remade: frozenset[int]
+    read: frozenset[int]
+    """What others are made again from."""
+    hosts: dict[int, torch.Tensor]
+    """Where in the arena the data go, by number; in the shape of the datum once it is known."""
+    beside_bytes: list[int]
+    """What is held at each event by data that are not followed."""
+    tuned: int = 0
+    """Passes whose peak was measured."""
+
+
+def ready(
+    record: PassRecord,
+    problem: Problem,
+    numbers: tuple[int, ...],
+    value: MemoryPlan,
+    hosts: dict[int, torch.Tensor],
+) -> Ready:
+    """`numbers` are the data behind the problem's intervals."""
+    count = len(record.events)
+    leave: list[list[int]] = [[] for _ in range(count + 1)]
+    release: list[list[int]] = [[] for _ in range(count + 1)]
+    load: list[list[int]] = [[] for _ in range(count + 1)]
+    for move in value.schedule.moves:
+        number = numbers[move.interval]
+        leave[problem.intervals[move.interval].after + 1].append(number)
+        release[move.release].append(number)
+        load[move.load].append(number)
+    for index in value.schedule.remade:
+        release[problem.intervals[index].after + 1].append(numbers[index])
+    remade = frozenset(numbers[index] for index in value.schedule.remade)
+    moved = frozenset(numbers[move.interval] for move in value.schedule.moves)
+    read = frozenset(source for number in remade for source in record.data[number].sources)
+    followed = remade | moved | read
+
+    steps: list[Step] = []
+    for event, (code, number) in enumerate(zip(record.events, record.numbers(), strict=True)):
+        due = Due(tuple(leave[event]), tuple(release[event]), tuple(load[event]))
+        used = code in (FOREIGN, use_code(number))
+        expected = code if used else record.data[number].size_bytes
+        steps.append(Step(expected, number, due if any(due) else None))
+    change = [0] * (count + 1)
+    for number, datum in enumerate(record.data):
+        if number not in followed:
+            change[datum.packed_at] += datum.size_bytes
+            change[count if datum.needed_at is None else datum.needed_at + 1] -= datum.size_bytes
+    beside, running = [], 0
+    for difference in change[:count]:
+        running += difference
+        beside.append(running)
+    return Ready(
+        value=value,
+        events=record.events,
+        steps=[*steps, Step(None, -1, None)],
+        followed=followed,
+        remade=remade,
+        read=read,
+        hosts=hosts,
+        beside_bytes=beside,
+    )

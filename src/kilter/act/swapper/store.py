@@ -1,0 +1,396 @@
+"""Where each saved storage is, and how it goes and comes back.
+
+A datum is *here*, *away*, or *coming*. It goes once its bytes are safe on the host or can be made
+again, and comes back from its copy or from its recipe. Writes in place are noticed by version
+counters: what was written to stays, and its next use raises the error of the plain run.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kilter.act.swapper.backend import Backend, Event
+from kilter.act.swapper.remake import Fetch, Foreign, Recipe, Stale
+
+if TYPE_CHECKING:
+    import torch
+
+HERE, COMING, AWAY = range(3)
+OUTPUT = "kilter.output"
+"""Key in a node's metadata: its output, if an operation saved it."""
+
+
+class Modified(RuntimeError):
+    """The error of the plain run, raised for it: a saved tensor was modified in place."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "one of the variables needed for gradient computation has been modified by an "
+            "inplace operation (found by kilter, which holds the saved tensors)"
+        )
+
+
+class Pass:
+    """One pass, alive as long as anything that was saved in it."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Saved:
+    """One storage that autograd saved, and where its bytes are."""
+
+    __slots__ = (
+        "__weakref__", "alias", "arrival", "departure", "host", "intact", "key", "number",
+        "original", "packed", "plain", "pooled", "recipe", "size_bytes", "state", "store",
+        "version", "within",
+    )  # fmt: skip
+
+    def __init__(
+        self, store: Store, within: Pass, number: int, tensor: torch.Tensor, size_bytes: int
+    ) -> None:
+        self.store = store
+        self.within = within
+        self.number = number
+        self.size_bytes = size_bytes
+        self.alias: torch.Tensor | None = tensor.detach()
+        self.plain = False
+        """`alias` is the whole storage, in a layout that copies keep. Else it may be a part, and
+        what comes back is flat bytes."""
+        self.original = weakref.ref(tensor)
+        self.packed = self.version = tensor._version
+        self.intact = True
+        """Never left: `alias` looks at the very storage that was saved."""
+        self.key = tensor.untyped_storage()._cdata
+        self.state = HERE
+        self.host: torch.Tensor | None = None
+        self.pooled: torch.Tensor | None = None
+        """Host memory to give back."""
+        self.departure: Event = None
+        self.arrival: Event = None
+        self.recipe: Recipe | None = None
+
+    def __del__(self) -> None:
+        self.store.gone(self)
+
+
+class View(NamedTuple):
+    """What autograd is given instead of a large tensor: a storage and how it is looked at."""
+
+    saved: Saved
+    dtype: torch.dtype
+    size: torch.Size | None
+    """None: just as `saved.alias` does."""
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+
+
+def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What autograd is given for everything else.
+
+    A leaf may be held itself; a result must not be (its node would hold itself alive).
+    """
+    return (tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+
+
+def whole(held: tuple[Any, ...]) -> torch.Tensor:
+    """The tensor behind `kept`, or `Modified`."""
+    tensor: torch.Tensor = held[0]
+    if tensor._version != held[1]:
+        raise Modified
+    return tensor
+
+
+def covers(tensor: torch.Tensor, size_bytes: int) -> bool:
+    """The tensor is its storage, each element once, in a layout that copies keep."""
+    import torch
+
+    return bool(
+        tensor.numel() * tensor.element_size() == size_bytes
+        and tensor.storage_offset() == 0
+        and (
+            tensor.is_contiguous()
+            or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+        )
+    )
+
+
+def _seen(
+    storage_of: torch.Tensor,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+) -> torch.Tensor:
+    """The storage of a tensor, looked at in another way."""
+    import torch
+
+    tensor = torch.empty(0, dtype=dtype, device=storage_of.device)
+    return tensor.set_(storage_of.untyped_storage(), offset, size, stride)
+
+
+def _users(tensor: torch.Tensor) -> int:
+    import torch
+
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _lone() -> torch.Tensor:
+    import torch
+
+    return torch.empty(1).detach()
+
+
+def flat(saved: Saved) -> torch.Tensor:
+    """The bytes of a datum that is here."""
+    import torch
+
+    assert saved.alias is not None
+    return _seen(saved.alias, torch.uint8, (saved.size_bytes,), (1,), 0)
+
+
+class Store:
+    """All data that the engine follows, on the device and away from it."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.unpack_hook: Any = None
+        """Ours: it tells what we packed from what others did."""
+        self.within = weakref.ref(Pass())
+        """The present pass, while anything is left of it."""
+        self._one = _users(_lone())
+        self._here: dict[int, weakref.ref[Saved]] = {}
+        """By storage, those on the device: each holds its storage, so no key is ever reused."""
+        self.alive = 0
+        """Data that somebody may still ask for."""
+        self.closing = False
+        self.away_bytes = 0
+        self.held_bytes = 0
+        self.beside_bytes = 0
+        """Held as well, by tensors that nobody follows."""
+        self.held_peak_bytes = 0
+        self.segment_peak_bytes = 0
+        self.pool: dict[int, list[torch.Tensor]] = {}
+        """Host memory for what leaves without a plan, by size."""
+        self.out_bytes = 0
+        self.in_bytes = 0
+        self.remade = 0
+
+    def begin(self) -> Pass:
+        """A new pass. Who saves something in it holds it."""
+        within = Pass()
+        self.within = weakref.ref(within)
+        self.beside_bytes = 0
+        self.held_peak_bytes = self.segment_peak_bytes = self.held_bytes
+        return within
+
+    # Save and look
+
+    def find(self, tensor: torch.Tensor, within: Pass) -> Saved | None:
+        """The datum of this pass that is this tensor's storage, unchanged since it was saved."""
+        reference = self._here.get(tensor.untyped_storage()._cdata)
+        saved = None if reference is None else reference()
+        if saved is None or saved.within is not within or saved.version != tensor._version:
+            return None
+        return saved
+
+    def save(self, tensor: torch.Tensor, size_bytes: int, within: Pass, number: int) -> Saved:
+        base = tensor._base
+        if base is not None and covers(base, size_bytes):
+            tensor = base
+        saved = Saved(self, within, number, tensor, size_bytes)
+        saved.plain = tensor is base or covers(tensor, size_bytes)
+        self.alive += 1
+        self._here[saved.key] = weakref.ref(saved)
+        self.hold(size_bytes)
+        return saved
+
+    def view(self, saved: Saved, tensor: torch.Tensor) -> View:
+        """How autograd's tensor is found in the datum again."""
+        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        alias = saved.alias
+        assert alias is not None
+        alike = dtype is alias.dtype and size == alias.size() and stride == alias.stride()
+        if saved.plain and alike:
+            return View(saved, dtype, None)
+        return View(saved, dtype, size, stride, tensor.storage_offset())
+
+    def look(self, view: View) -> torch.Tensor:
+        """The tensor behind a view, fetched if it is away. `Modified` if somebody wrote to it."""
+        saved, dtype, size, stride, offset = view
+        if saved.state != HERE:
+            self.fetch(saved)
+        alias = saved.alias
+        assert alias is not None
+        if alias._version != saved.version:
+            raise Modified
+        if not saved.intact:
+            original = saved.original()
+            if original is not None and original._version != saved.packed:
+                raise Modified
+        if size is None:
+            return alias
+        if dtype is alias.dtype:
+            return alias.as_strided(size, stride, offset)
+        return _seen(alias, dtype, size, stride, offset)
+
+    # Go and come back
+
+    def leave(self, saved: Saved, host: torch.Tensor) -> torch.Tensor | None:
+        """Start the copy to the host; the datum stays until it is released. Returns the host memory
+        in the datum's shape (which a caller may give next time), or None if nothing is to go."""
+        alias = saved.alias
+        if saved.state != HERE or saved.departure is not None:
+            return None
+        assert alias is not None
+        if alias._version != saved.version:
+            return None
+        if not saved.plain:
+            alias = flat(saved)
+        if host.dtype is not alias.dtype or host.size() != alias.size():
+            host = host.view(alias.dtype)
+        if host.stride() != alias.stride():
+            host = host.as_strided(alias.size(), alias.stride())
+        saved.host = host
+        saved.departure = self._backend.copy_out(host, alias)
+        self.out_bytes += saved.size_bytes
+        return host
+
+    def release(self, saved: Saved) -> None:
+        """Give the device memory up, if the bytes are on the host or can be made again."""
+        alias = saved.alias
+        if saved.state != HERE or (saved.departure is None and saved.recipe is None):
+            return
+        assert alias is not None
+        if saved.departure is not None:
+            self._backend.wait(saved.departure)
+        if alias._version != saved.version:
+            return  # written to in place: stays, and the next use raises what the plain run raises
+        self._here.pop(saved.key, None)
+        if self.alone(alias):
+            self._backend.evicted(alias.untyped_storage())
+        saved.alias = None
+        saved.intact = False
+        saved.state = AWAY
+        self.hold(-saved.size_bytes)
+        self.away_bytes += saved.size_bytes
+
+    def load(self, saved: Saved) -> None:
+        """Start the copy back to the device."""
+        host = saved.host
+        if saved.state != AWAY or host is None:
+            return
+        saved.alias = self._backend.alloc_like(host)
+        saved.arrival = self._backend.copy_in(saved.alias, host)
+        saved.state = COMING
+        self.in_bytes += saved.size_bytes
+        self.hold(saved.size_bytes)
+        self.away_bytes -= saved.size_bytes
+
+    def fetch(self, saved: Saved) -> None:
+        """Bring it back now."""
+        if saved.state == AWAY and saved.host is None:
+            self._remake(saved)
+        else:
+            self.load(saved)
+            self._backend.wait(saved.arrival)
+        alias = saved.alias
+        assert alias is not None
+        saved.state = HERE
+        # From here on `version` counts writes to the copy; writes to the original were judged.
+        saved.version = alias._version
+        saved.key = alias.untyped_storage()._cdata
+        self._here[saved.key] = weakref.ref(saved)
+
+    def _remake(self, saved: Saved) -> None:
+        assert saved.recipe is not None
+        saved.alias = self.made(saved.recipe)
+        saved.recipe = None  # lets go of what it reads
+        self.remade += 1
+        self.hold(saved.size_bytes)
+        self.away_bytes -= saved.size_bytes
+
+    def made(self, found: Recipe) -> torch.Tensor:
+        """What the recipe makes, recorded by nobody."""
+        import torch
+
+        device_type = self._backend.device.type
+        if not torch.is_grad_enabled() and not torch.is_autocast_enabled(device_type):
+            return found.make()  # as in every ordinary backward
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            return found.make()
+
+    def alone(self, tensor: torch.Tensor) -> bool:
+        """Nobody else holds this tensor's storage. Compared with the count for one tensor alone,
+        since the framework's own wrapper counts too."""
+        return _users(tensor) == self._one
+
+    def hold(self, change_bytes: int) -> None:
+        self.held_bytes += change_bytes
+        held_bytes = self.held_bytes + self.beside_bytes
+        if held_bytes > self.segment_peak_bytes:
+            self.segment_peak_bytes = held_bytes
+            if held_bytes > self.held_peak_bytes:
+                self.held_peak_bytes = held_bytes
+
+    def gone(self, saved: Saved) -> None:
+        """Nobody will ask for this datum again. Copies in flight still use its memory: what is
+        issued from now on must come after them."""
+        self.alive -= 1
+        if saved.state == AWAY:
+            self.away_bytes -= saved.size_bytes
+        else:
+            reference = self._here.get(saved.key)
+            if reference is not None and reference() is None:
+                del self._here[saved.key]
+            self.held_bytes -= saved.size_bytes
+            if saved.state == COMING:
+                self._backend.wait(saved.arrival)
+            elif saved.departure is not None:
+                self._backend.wait(saved.departure)
+        if saved.pooled is not None:
+            self.pool.setdefault(saved.size_bytes, []).append(saved.pooled)
+        if self.closing and self.alive == 0:
+            self._backend.close()
+
+    # What recipes ask
+
+    def mark(self, saved: Saved, tensor: torch.Tensor) -> None:
+        """Leave a note at the node that produced the tensor: this is what became of its output."""
+        node = tensor.grad_fn
+        if node is not None and tensor.output_nr == 0:
+            seen = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+            node.metadata[OUTPUT] = (weakref.ref(saved), seen)
+
+    def produced_by(self, node: Any) -> tuple[Fetch, int] | None:
+        """A node's output, if an operation saved it and nobody wrote to it since."""
+        found = node.metadata.get(OUTPUT)
+        saved = None if found is None else found[0]()
+        if saved is None or saved.within is not self.within():
+            return None
+        if saved.alias is not None and saved.alias._version != saved.version:
+            return None
+        view = View(saved, *found[1])
+        return (lambda: self.look(view)), saved.number
+
+    def kept_by(self, node: Any, name: str) -> tuple[Fetch, int | None] | None:
+        """What a node saved under a name, as we packed it; nothing is unpacked, since the hooks of
+        others may do anything (checkpointing runs the forward again)."""
+        raw = getattr(node, name)
+        packed, hook = raw.data, raw.unpack_hook
+        if packed is None:
+            return None
+        if hook is None:
+            packed = (packed.detach(), packed._version)
+        elif hook is not self.unpack_hook:
+            raise Foreign(f"{node.name()} keeps {name} with a hook that is not ours")
+        if type(packed) is View:
+            return (lambda: self.look(packed)), packed.saved.number
+
+        def fetch() -> torch.Tensor:
+            tensor, version = packed[:2]
+            if tensor._version != version:
+                raise Stale("a tensor that the recipe reads was modified in place")
+            return tensor.detach()
+
+        return fetch, None

@@ -1,0 +1,153 @@
+"""Watching a pass: how long each operation takes, who holds what, and what can be made again.
+
+Slow and thorough; a pass under a plan is not watched.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from kilter.act.swapper.backend import Backend, Event
+from kilter.act.swapper.remake import Stale, recipe
+from kilter.act.swapper.store import HERE, Saved, Store, flat
+from kilter.observe.data import PassRecord, PassRecorder, SavedDatum
+
+if TYPE_CHECKING:
+    import torch
+
+
+def described(tensor: torch.Tensor) -> str:
+    """What made a tensor, its shape and its type, for people."""
+    base = tensor._base if tensor._is_view() else tensor
+    maker = "input" if base is None or base.grad_fn is None else base.grad_fn.name()
+    return f"{maker} {tuple(tensor.size())} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+class Watch:
+    """One pass. With `timing_only` nothing is looked at that would show in the times; in a `trial`
+    every datum with a recipe is made again beside the real one."""
+
+    def __init__(
+        self, backend: Backend, store: Store, *, timing_only: bool = False, trial: bool = False
+    ) -> None:
+        self._backend = backend
+        self._store = store
+        self._recorder = PassRecorder(timing_only=timing_only)
+        self.timing_only = timing_only
+        self.trial = trial
+        self.refused: list[str] = []
+        self._marks: list[tuple[Event, Event]] = []
+        self._begin: Event = None
+        self._held_by_others: dict[int, tuple[weakref.ref[Saved], Any]] = {}
+
+    @property
+    def saved(self) -> int:
+        """Data so far."""
+        return len(self._recorder.data)
+
+    def enter(self, code: int, *, used: bool) -> None:
+        """An event begins: the operation before it has ended."""
+        import torch
+
+        self._begin = self._backend.mark()
+        node = torch._C._current_autograd_node() if used else None
+        name = "forward" if node is None else str(node.name())
+        event = self._recorder.note(code, name, backward=used)
+        if self.timing_only:
+            return
+        if event:
+            peak_bytes = self._backend.peak_bytes()
+            self._recorder.level(
+                self._store.segment_peak_bytes if peak_bytes is None else peak_bytes,
+                self._store.away_bytes,
+            )
+        self._poll(event)
+
+    def leave(self) -> None:
+        """The event ends: the next operation begins."""
+        self._marks.append((self._begin, self._backend.mark()))
+        self._store.segment_peak_bytes = self._store.held_bytes
+
+    def save(self, saved: Saved, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        datum = SavedDatum(
+            name="" if self.timing_only else f"{saved.number}: {described(tensor)}",
+            size_bytes=saved.size_bytes,
+            packed_at=self._recorder.event,
+        )
+        self._recorder.data.append(datum)
+        if not self.timing_only:
+            storage = StorageWeakRef(tensor.untyped_storage())
+            self._held_by_others[saved.number] = (weakref.ref(saved), storage)
+        if self.trial:
+            self._store.mark(saved, tensor)
+            saved.recipe = recipe(tensor, self._store)
+            if saved.recipe is not None:
+                datum.recipe, datum.sources = saved.recipe.kind, saved.recipe.sources
+
+    def use(self, saved: Saved) -> None:
+        datum = self._recorder.data[saved.number]
+        if datum.needed_at is None:
+            datum.needed_at = self._recorder.event
+        if self.trial and saved.recipe is not None:
+            self._try(saved, datum)
+
+    def record(self) -> PassRecord:
+        """The pass that has ended."""
+        ends = [begin for begin, _ in self._marks[1:]]
+        starts = [end for _, end in self._marks[:-1]]
+        return self._recorder.record(
+            [
+                max(0.0, self._backend.elapsed_s(start, end))
+                for start, end in zip(starts, ends, strict=True)
+            ]
+        )
+
+    def _poll(self, event: int) -> None:
+        """Which saved storages nobody but autograd holds any more."""
+        freed = []
+        for number, (reference, storage) in self._held_by_others.items():
+            saved = reference()
+            if saved is None or storage.expired():
+                free = True
+            else:
+                free = (
+                    saved.state == HERE
+                    and saved.alias is not None
+                    and self._store.alone(saved.alias)
+                )
+            if free:
+                self._recorder.data[number].free_at = event
+                freed.append(number)
+        for number in freed:
+            del self._held_by_others[number]
+
+    def _try(self, saved: Saved, datum: SavedDatum) -> None:
+        """Make a datum again beside the real one: how long it takes, and whether it is the same."""
+        import torch
+
+        found = saved.recipe
+        saved.recipe = None
+        if datum.remake_s is not None or found is None:
+            return
+        try:
+            self._store.made(found)  # what it reads is here from now on, and every kernel loaded
+            self._backend.keep_busy()
+            begin = self._backend.mark()
+            issued_s = time.perf_counter()
+            made = self._store.made(found)
+            issued_s = time.perf_counter() - issued_s
+        except (Stale, torch.OutOfMemoryError) as error:
+            self.refused.append(f"{datum.name}: {error}")
+            return
+        end = self._backend.mark()
+        again = torch.empty(0, dtype=torch.uint8, device=made.device)
+        again.set_(made.untyped_storage(), 0, (saved.size_bytes,), (1,))
+        if torch.equal(flat(saved), again):
+            # Small ones cost the host more than the device, and a job may be limited by either.
+            datum.remake_s = max(issued_s, self._backend.elapsed_s(begin, end))
+        else:
+            self.refused.append(f"{datum.name}: made again, it differs")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kilter.core.errors import PlanError
 from kilter.core.label import Label
+from kilter.core.units import show_bytes, show_time
 
 FORK_GAIN = 0.03
 """A forked plan must be this much faster than the best unforked one (fraction of its time)."""
@@ -139,6 +140,30 @@ def choose(trials: Sequence[Trial]) -> tuple[Trial, str]:
     if best.mode == "serial" or _seconds(best) >= serial.seconds:
         return serial, f"nothing tried is faster than the serial loop{forking}"
     return best, f"{serial.seconds / _seconds(best):.2f}x faster than the serial loop{forking}"
+
+
+def describe(plan: BranchPlan) -> str:
+    """A plan as a table for people."""
+    lines = [
+        f"{plan.chosen} on {plan.streams} stream(s): {plan.reason} ({plan.label.value})",
+        f"{plan.branches} branches in {plan.steps} steps",
+    ]
+    if plan.groups:
+        groups = " ".join("{" + ",".join(map(str, g)) + "}" for g in plan.groups)
+        lines.append(f"equal branches of the widest step: {groups}")
+    if plan.lanes:
+        lanes = " | ".join(",".join(map(str, lane)) for lane in plan.lanes)
+        lines.append(f"streams of the widest step, main first: {lanes}")
+    for t in plan.trials:
+        name = f"  {t.mode:<14}{t.streams:>2} "
+        if t.refused is not None:
+            lines.append(f"{name} refused: {t.refused}")
+            continue
+        error = "" if t.error is None else f", error {t.error:.2g}"
+        same = ", bitwise equal" if t.bitwise else ""
+        memory = "" if t.memory_bytes is None else f", {show_bytes(t.memory_bytes)}"
+        lines.append(f"{name} {show_time(t.seconds)}{error}{same}{memory}")
+    return "\n".join(lines)
 
 
 def _seconds(trial: Trial) -> float:

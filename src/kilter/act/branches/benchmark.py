@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kilter.act.branches import numerics
 from kilter.act.branches.capture import Captured, Turns, pool_bytes
+from kilter.act.branches.loop import Loop
 from kilter.act.branches.parallel import Parallel, parallel
 from kilter.act.branches.program import Program, compile_units, from_graph
 from kilter.act.branches.streams import Cuda, ForkJoin
@@ -116,7 +117,7 @@ def run_rows(
 
 
 def _serial(made: Any) -> Callable[..., Any]:
-    return Parallel(made, mode="serial").serial
+    return Loop.of(made)
 
 
 def _exact(made: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -220,7 +221,9 @@ def _plain(call: Callable[..., Any]) -> _Way:
 def _branches_compiled(made: Any, inputs: Sequence[Tensor]) -> _Way:
     """Row R13: nothing folded or stacked, every branch compiled by itself, one stream for each."""
     device = inputs[0].device
-    program: Program = compile_units(from_graph(trace(_serial(made), tuple(inputs)).graph), {})
+    program: Program = compile_units(
+        from_graph(trace(_serial(made), tuple(inputs)).graph).with_weights(Tensor.detach), {}
+    )
     seconds = unit_seconds(program, inputs, device)
     lanes = [
         assign_lanes([seconds.get(u.key, u.work * 1e-6) for u in step], len(step))

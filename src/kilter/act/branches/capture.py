@@ -27,13 +27,47 @@ _ONE_AT_A_TIME = threading.Lock()
 """The runtime allows one capture in a process at a time."""
 
 
+SMALL = 2**14
+"""Elements up to which tensors are copied together: one launch, but few blocks for each tensor."""
+
+
 class Turns:
     """Replays that share a memory pool take turns, whichever stream they are called on."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.done: torch.cuda.Event | None = None
-        self.stream: torch.cuda.Stream | None = None
+        self._done: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._raw = -1
+
+    def begin(self, device: int) -> None:
+        """The stream that is current waits for the last replay, if that was on another."""
+        raw = torch._C._cuda_getCurrentRawStream(device)
+        if raw != self._raw:
+            self._raw, self._stream = raw, torch.cuda.current_stream(device)
+            if self._done is not None:
+                self._stream.wait_event(self._done)
+
+    def end(self) -> None:
+        if self._done is None:
+            self._done = torch.cuda.Event()
+        self._done.record(self._stream)
+
+
+class Copies:
+    """Copies tensors onto others of the same shapes: small ones together, large ones alone."""
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self._small = [i for i, t in enumerate(like) if t.numel() <= SMALL]
+        if len(self._small) == 1:
+            self._small = []
+        self._large = [i for i in range(len(like)) if i not in self._small]
+
+    def __call__(self, to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        for i in self._large:
+            to[i].copy_(given[i])
+        if self._small:
+            torch._foreach_copy_([to[i] for i in self._small], [given[i] for i in self._small])
 
 
 @contextmanager
@@ -58,6 +92,43 @@ def _clean(device: torch.device, pool: Any) -> Iterator[None]:
                 torch._C._cuda_endAllocateToPool(index, pool)
 
 
+def record(step: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Any, Any]:
+    """The CUDA graph of a call and what the call returned; warm, and on the capture stream."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(device)
+    with _clean(device, pool):
+        # Only this thread's calls can break the capture: a data loader may pin memory.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        whole = False
+        try:
+            made = step()
+            whole = True
+        finally:  # a capture left open would break every later launch
+            with nullcontext() if whole else suppress(RuntimeError):
+                graph.capture_end()
+    return graph, made
+
+
+@contextmanager
+def capturing(device: torch.device) -> Iterator[None]:
+    """On the capture stream, alone; behind what the caller's stream has issued, and before what it
+    issues next. Memory made inside belongs to that stream and stays where it is."""
+    backend = Cuda(device)
+    main, stream = backend.current(), backend.side(CAPTURE_SIDE)
+    stream.wait_stream(main)
+    with _ONE_AT_A_TIME, torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+    main.wait_stream(stream)
+
+
+def static_like(given: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of the same shapes and strides, at addresses of their own, with the same values."""
+    made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in given]
+    for static, tensor in zip(made, given, strict=True):
+        static.copy_(tensor)
+    return made
+
+
 class Captured:
     """A captured step. Not thread-safe by itself: `turns` makes it so."""
 
@@ -71,52 +142,36 @@ class Captured:
         turns: Turns,
     ) -> None:
         self._turns = turns
+        self._device = torch.cuda.current_device() if device.index is None else device.index
         # The graph reads weights and tables by address: whatever the step holds must stay alive.
         self._step = step
-        # Runs on the capture stream, so that this memory belongs to it and stays where it is.
-        backend = Cuda(device)
-        stream = backend.side(CAPTURE_SIDE)
-        stream.wait_stream(backend.current())
-        self._graph = torch.cuda.CUDAGraph()
-        self._inputs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-                        for t in inputs]  # fmt: skip
-        for static, given in zip(self._inputs, inputs, strict=True):
-            static.copy_(given)
-        stream.wait_stream(backend.current())
-        with _ONE_AT_A_TIME, torch.cuda.device(device), torch.cuda.stream(stream):
+        self._inputs = static_like(inputs)
+        with capturing(device):
             for _ in range(WARM_UPS):
                 step(self._inputs)
-            torch.cuda.synchronize(device)
-            with _clean(device, pool):
-                # Only this thread's calls can break the capture: a data loader may pin memory.
-                self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                whole = False
-                try:
-                    self._outputs = list(step(self._inputs))
-                    whole = True
-                finally:  # a capture left open would break every later launch
-                    with nullcontext() if whole else suppress(RuntimeError):
-                        self._graph.capture_end()
-        backend.current().wait_stream(stream)
+            self._graph, made = record(lambda: step(self._inputs), device, pool)
+        self._outputs: list[Tensor] = list(made)
+        self._released = False
+        self._copy_in, self._copy_out = Copies(self._inputs), Copies(self._outputs)
 
-    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+        """The outputs; None if another thread has given the graph up meanwhile."""
         turns = self._turns
         with turns.lock:
-            stream = torch.cuda.current_stream(self._inputs[0].device if self._inputs else None)
-            if turns.stream is not None and turns.stream != stream and turns.done is not None:
-                stream.wait_event(turns.done)
-            if self._inputs:
-                torch._foreach_copy_(self._inputs, list(inputs))
+            if self._released:
+                return None
+            turns.begin(self._device)
+            self._copy_in(self._inputs, inputs)
             self._graph.replay()
-            outputs = [t.clone() for t in self._outputs]
-            turns.done = turns.done or torch.cuda.Event()
-            turns.done.record(stream)
-            turns.stream = stream
+            outputs = [torch.empty_like(t) for t in self._outputs]
+            self._copy_out(outputs, self._outputs)
+            turns.end()
         return outputs
 
     def release(self) -> None:
         """Give the memory back to the pool."""
         with self._turns.lock:
+            self._released = True
             self._outputs.clear()
             self._inputs.clear()
             self._graph.reset()

@@ -82,14 +82,18 @@ class Folded:
     """Tensors whose values are now in tables: a change of value makes the graph stale."""
 
 
-def fold(graph: fx.GraphModule, device: torch.device, *, products: bool = False) -> Folded:
-    """Simplify in place. `device` is where the step runs. `products`: also turn plain views that
-    are multiplied into lookups, so that all operands of matrix products have one form."""
+def fold(
+    graph: fx.GraphModule, device: torch.device, *, movements: bool = True, products: bool = False
+) -> Folded:
+    """Simplify in place. `device` is where the step runs. `movements`: turn data movement into
+    lookups, whose gradient would be a slow scatter. `products`: also turn plain views that are
+    multiplied into lookups, so that all operands of matrix products have one form."""
     folded = Folded(nodes_before=_work(graph))
     _drop_identities(graph)
     _fold_tables(graph, device, folded)
-    _fold_movements(graph, device, folded, products=products)
-    _fold_tables(graph, device, folded)
+    if movements:
+        _fold_movements(graph, device, folded, products=products)
+        _fold_tables(graph, device, folded)
     _merge_equal(graph)
     _early_first(graph)
     graph.graph.eliminate_dead_code()

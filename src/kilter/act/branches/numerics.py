@@ -7,7 +7,7 @@ serial loop (`kilter.plan.branches.within`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,15 @@ from torch import Tensor, fx
 
 
 class _Widened(fx.Interpreter):  # type: ignore[misc]
-    """The graph in float64."""
+    """The graph in float64; `weights` are stand-ins that gradients are taken for."""
+
+    def __init__(self, graph: fx.GraphModule, weights: dict[int, Tensor]) -> None:
+        super().__init__(graph)
+        self.weights = weights
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return _wide(super().get_attr(target, args, kwargs))
+        found = super().get_attr(target, args, kwargs)
+        return self.weights[id(found)] if id(found) in self.weights else _wide(found)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         wide = {
@@ -57,7 +62,49 @@ def _wide(x: Any) -> Any:
 def reference(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The outputs in float64; `RuntimeError` where an operation has no float64 form."""
     with torch.no_grad():
-        return list(_Widened(graph).run(*(_wide(x) for x in inputs)))
+        return list(_Widened(graph, {}).run(*(_wide(x) for x in inputs)))
+
+
+def reference_gradients(
+    graph: fx.GraphModule, inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[Tensor]:
+    """The outputs in float64, then the gradients of `gradients` in float64."""
+    wide = [_wide(x).requires_grad_(x.requires_grad) for x in inputs]
+    leaves = [_wide(w).requires_grad_() for w in weights]
+    stand_ins = {id(w): leaf for w, leaf in zip(weights, leaves, strict=True)}
+    return gradients(lambda given: _Widened(graph, stand_ins).run(*given), wide, leaves)
+
+
+def gradients(
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> list[Tensor]:
+    """The outputs, then the gradients for the inputs that require one and for the weights, of a sum
+    of the outputs with fixed random factors: the same for every way of running."""
+    with torch.enable_grad():
+        outputs = list(run(inputs))
+        roots = [t for t in outputs if t.requires_grad]
+        leaves = [*(t for t in inputs if t.requires_grad), *weights]
+        generator = torch.Generator().manual_seed(0)
+        factors = [torch.randn(t.shape, generator=generator).to(t) for t in roots]
+        found = (
+            torch.autograd.grad(roots, leaves, factors, allow_unused=True)
+            if roots and leaves
+            else [None] * len(leaves)
+        )
+    made = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    return [t.detach() for t in (*outputs, *made)]
+
+
+def to_own_scale(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Tensor]:
+    """Each tensor over the largest value of its exact counterpart: errors of small gradients count
+    like those of large ones."""
+    scales = [float(e.abs().max()) if e.numel() and e.is_floating_point() else 1.0 for e in exact]
+    return [
+        f.to(torch.float64) / s if s > 0 and f.is_floating_point() else f
+        for f, s in zip(found, scales, strict=True)
+    ]
 
 
 def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

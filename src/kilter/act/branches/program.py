@@ -51,6 +51,10 @@ class Program:
     steps: tuple[tuple[Unit, ...], ...]
     outputs: tuple[int, ...]
 
+    def with_weights(self, convert: Callable[[Tensor], Tensor]) -> Program:
+        """The same over other tensors in place of its constants."""
+        return replace(self, constants=tuple((slot, convert(t)) for slot, t in self.constants))
+
     @property
     def branches(self) -> int:
         return sum(unit.members for step in self.steps if len(step) > 1 for unit in step)
@@ -250,7 +254,7 @@ def _program(graph: fx.GraphModule, chunks: list[list[list[fx.Node]]], output: f
     return Program(
         slots=len(slots),
         inputs=inputs,
-        constants=tuple((slots[n], t.detach()) for n, t in constants.items()),
+        constants=tuple((slots[n], t) for n, t in constants.items()),
         tables=frozenset(tables),
         steps=tuple(steps),
         outputs=tuple(outputs),

@@ -46,6 +46,8 @@ class Trace:
     out_spec: pytree.TreeSpec
     out_const: dict[int, Any]
     """Flattened outputs that are no tensors."""
+    cuts_gradient: str | None
+    """The line that takes something out of autograd: the graph's own gradient would flow there."""
 
 
 def is_device(t: torch.Tensor) -> bool:
@@ -80,15 +82,32 @@ _HOST_READS = {
 _REAL = (torch.Tensor, torch.nn.Parameter)
 
 
+_CUTS = {
+    torch.Tensor.detach,
+    torch.Tensor.detach_,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.data.__get__,
+    torch._C._set_grad_enabled,
+}
+
+
 class _NoHostReads(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
     """Reading a tensor's value on the host would bake today's value into the graph; writing to a
     real tensor would happen now, while tracing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = False
+        """In the user's function: the tracer's own doings around it do not count."""
+        self.cuts_gradient: str | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _HOST_READS:
             raise Refused(f"a tensor's value is read on the host ({func.__name__}) at {_line()}")
+        if func in _CUTS and self.inside:
+            self.cuts_gradient = self.cuts_gradient or _line()
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if writes and args and type(args[0]) in _REAL and not torch._is_functional_tensor(args[0]):
@@ -112,12 +131,16 @@ def trace(function: Callable_, arguments: tuple[Any, ...]) -> Trace:
     flat, spec = pytree.tree_flatten(arguments)
     tensor_at = tuple(i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor))
     seen: dict[str, Any] = {}
+    watch = _NoHostReads()
 
     def flat_function(*tensors: torch.Tensor) -> list[torch.Tensor]:
         leaves = list(flat)
         for position, tensor in zip(tensor_at, tensors, strict=True):
             leaves[position] = tensor
-        outputs, seen["spec"] = pytree.tree_flatten(function(*pytree.tree_unflatten(leaves, spec)))
+        watch.inside = True
+        made = function(*pytree.tree_unflatten(leaves, spec))
+        watch.inside = False
+        outputs, seen["spec"] = pytree.tree_flatten(made)
         is_tensor = [isinstance(leaf, torch.Tensor) for leaf in outputs]
         seen["const"] = {
             i: leaf for i, (leaf, yes) in enumerate(zip(outputs, is_tensor, strict=True)) if not yes
@@ -128,7 +151,7 @@ def trace(function: Callable_, arguments: tuple[Any, ...]) -> Trace:
     pure = torch.func.functionalize(flat_function, remove="mutations")
     tracer = make_fx(pure, tracing_mode="fake", _allow_non_fake_inputs=True)
     try:
-        with torch.no_grad(), _NoHostReads():
+        with torch.no_grad(), watch:
             graph = tracer(*(flat[i].detach() for i in tensor_at))
     except TRACE_ERRORS as error:
         reason = str(error).strip().splitlines()
@@ -138,7 +161,7 @@ def trace(function: Callable_, arguments: tuple[Any, ...]) -> Trace:
     graph.graph.eliminate_dead_code()
     _reshape_copies(graph)
     _check_pure(graph)
-    return Trace(graph, tensor_at, seen["spec"], seen["const"])
+    return Trace(graph, tensor_at, seen["spec"], seen["const"], watch.cuts_gradient)
 
 
 def _reshape_copies(graph: fx.GraphModule) -> None:

@@ -1,0 +1,125 @@
+"""What the user gave: a list of branches or one module, and the serial loop over it.
+
+The loop is the meaning of a call in every mode. Here also is what a call is told apart by: its
+signature, and what stands in the way of running it in any other way than as written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from kilter.core.errors import UsageError
+
+Branches = Callable[..., Any] | Sequence[Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The branches as they were written, one after the other."""
+
+    branches: tuple[Callable[..., Any], ...]
+    is_list: bool
+
+    @classmethod
+    def of(cls, given: Branches) -> Loop:
+        is_list = isinstance(given, (list, tuple, nn.ModuleList))
+        branches: tuple[Any, ...] = tuple(given) if is_list else (given,)  # type: ignore[arg-type]
+        if not branches or not all(callable(b) for b in branches):
+            raise UsageError("branches must be one module, or a list of modules or callables")
+        return cls(branches, is_list)
+
+    def __call__(self, *inputs: Any) -> Any:
+        if not self.is_list:
+            return self.branches[0](*inputs)
+        spread = self.spread(inputs)
+        return tuple(b(*arguments) for b, arguments in zip(self.branches, spread, strict=True))
+
+    def spread(self, inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """The arguments of each branch of a list."""
+        count = len(self.branches)
+        if len(inputs) == 1 and count != 1:
+            inputs = inputs * count
+        if len(inputs) != count:
+            raise UsageError(
+                f"{count} branches take {count} inputs, or one for all; got {len(inputs)}"
+            )
+        return [x if isinstance(x, tuple) else (x,) for x in inputs]
+
+
+TENSORS = (Tensor, nn.Parameter)
+"""What an input may be; a subclass may mean something else by its operations."""
+_VALUES = (Tensor, int, float, str, bool, type(None), torch.dtype)
+
+
+def why_serial(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
+    """Why this call must run as written, whatever was prepared."""
+    for leaf in leaves:
+        if type(leaf) not in TENSORS:
+            if isinstance(leaf, Tensor):
+                return "an input is a tensor subclass"
+            if not isinstance(leaf, _VALUES):
+                return f"an input is a {type(leaf).__name__}"
+    if any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing():
+        return "called inside somebody else's capture"
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return "called under a tensor mode"
+    return None
+
+
+def signature(leaves: Sequence[Any], spec: Hashable, gradients: Hashable) -> Hashable:
+    """Everything that a prepared form depends on besides the branches themselves. `gradients`: for
+    which inputs autograd records the call; None if it does not."""
+    return (
+        tuple(
+            (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x)
+            for x in leaves
+        ),
+        spec,
+        gradients,
+        torch.is_autocast_enabled("cuda"),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.enabled,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def assembler(spec: pytree.TreeSpec, const: dict[int, Any]) -> Callable[[Sequence[Any]], Any]:
+    """Builds what the loop returns from its tensors; `const` are the leaves that are no tensors."""
+    tensors = [i for i in range(spec.num_leaves) if i not in const]
+    number = {leaf: at for at, leaf in enumerate(tensors)}
+    template = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    if template == 0 and not const:
+        return lambda results: results[0]
+    if not const and type(template) is tuple and template == tuple(range(spec.num_leaves)):
+        return tuple
+
+    def built(part: Any, results: Sequence[Any]) -> Any:
+        if type(part) is int:
+            return const[part] if part in const else results[number[part]]
+        return type(part)([built(inside, results) for inside in part])
+
+    if _plain(template):
+        return lambda results: built(template, results)
+
+    def unflattened(results: Sequence[Any]) -> Any:
+        leaves = [built(i, results) for i in range(spec.num_leaves)]
+        return pytree.tree_unflatten(leaves, spec)
+
+    return unflattened
+
+
+def _plain(template: Any) -> bool:
+    """Only tuples, lists and leaves."""
+    if type(template) in (tuple, list):
+        return all(map(_plain, template))
+    return type(template) is int

@@ -1,0 +1,737 @@
+"""Below the floor of weights, gradients and optimizer state: the optimizer's work in buckets.
+
+*Gradients are consumed as they arrive.* When the last gradient of a bucket of parameters has been
+accumulated, the optimizer's own step is run on these parameters, inside backward, and the gradients
+are let go. `optimizer.step()` of the program then finds nothing left to do for them. This is done
+only for a loop that was watched and never looked at a gradient, whose code mentions none, and whose
+optimizer treats each parameter on its own; everything else keeps its gradients.
+
+*Optimizer state streams.* Between its visits a bucket's state lies in host memory. In backward the
+next buckets' state comes in beside the computation; with gradients kept the same happens inside
+`optimizer.step()`, which is never wrong and hides less.
+
+State tensors keep their identity: while they are away their storage has no bytes, and an operation
+that reads them then raises.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from kilter.act.fence import Fence
+from kilter.act.swapper.backend import Backend, Event, HostMemoryError
+from kilter.act.swapper.gradients import Followed, GradientConsumed, Gradients, Place
+from kilter.act.swapper.stream import StateBucket, Stream, Where, size_of
+from kilter.core.errors import PlanError, UsageError
+from kilter.core.units import MIB
+from kilter.observe.mentions import callers, mention
+from kilter.plan.swap.problem import Link
+from kilter.plan.swap.state import Bucket, StatePlan, Update, in_buckets, plan_state
+
+if TYPE_CHECKING:
+    import torch
+
+ELEMENTWISE = frozenset(
+    {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"}
+)
+"""Optimizers of `torch.optim` that treat each parameter on its own: bucket by bucket they compute
+what they compute at once, bit for bit."""
+TOUCHES = frozenset(
+    {"grad", "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm",
+     "unscale_", "main_grad"}
+)  # fmt: skip
+"""Names that code uses which looks at gradients or changes them."""
+GRADIENTS = ("auto", "consume", "keep")
+WATCHED_STEPS = 3
+"""Optimizer steps that a loop is watched for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReport:
+    """What happened so far, and how it stands now."""
+
+    consuming: bool
+    """Gradients of at least one optimizer are used up in backward."""
+    visits: int
+    """Buckets updated in backward."""
+    late: int
+    """Visits that found their state away and fetched it then and there."""
+    out_bytes: int
+    in_bytes: int
+    host_bytes: int
+    gradient_bytes: int
+    """The most that gradients take now; without consuming, all of them."""
+    state_bytes: int
+    """State on the device between visits."""
+    away_bytes: int
+    """State on the host between visits."""
+    plans: tuple[StatePlan, ...]
+    refused: tuple[str, ...]
+    """Why gradients are kept or state stays."""
+
+
+class _Phase(Enum):
+    WATCHING = "watching"
+    CONSUMING = "consuming"
+    KEEPING = "keeping"
+
+
+class _Charge:
+    """One optimizer and how far we are with it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.phase = _Phase.WATCHING
+        self.streams = False
+        self.steps = 0
+        self.open = False
+        """A round of visits is under way."""
+        self.visited: set[int] = set()
+        self.told = False
+        """What others know: gradients are consumed."""
+        self.followed: list[Followed] = []
+        """In the order in which gradients arrive."""
+        self.group_of: dict[int, int] = {}
+        self.buckets: list[StateBucket] = []
+        self.bucket_of: dict[int, int] = {}
+        self.plan: StatePlan | None = None
+        self.refused: list[str] = []
+        self.settings: Any = None
+        """The groups' options when the first gradient arrived."""
+        self.marks: list[tuple[int, Event]] = []
+        self.arrives_s: dict[int, float] = {}
+        self.seen: dict[int, tuple[int, int]] = {}
+        """Storage and version of gradients as they arrived."""
+        self.stash: list[tuple[Any, torch.Tensor]] = []
+        """Gradients hidden from the program's own step, which has nothing left to do with them."""
+        self.handles: list[Any] = []
+        self.before: Any = None
+
+    def watching(self) -> bool:
+        return self.phase is _Phase.WATCHING
+
+    def object_to(self, reason: str) -> None:
+        if self.phase is not _Phase.KEEPING:
+            self.phase = _Phase.KEEPING
+            self.refused.append(f"gradients are kept: {reason}")
+
+    def keep_state(self, reason: str) -> None:
+        self.streams = False
+        self.refused.append(f"optimizer state stays: {reason}")
+
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer()
+
+    @property
+    def altered(self) -> bool:
+        """The groups have other parameters than when the optimizer was met."""
+        groups = self.optimizer.param_groups
+        return [id(p) for group in groups for p in group["params"]] != list(self.group_of)
+
+    def options(self) -> list[Any]:
+        """Everything that the step reads from the groups, comparable."""
+        return [
+            sorted(
+                (key, (id(value), value._version) if hasattr(value, "_version") else value)
+                for key, value in group.items()
+                if key != "params"
+            )
+            for group in self.optimizer.param_groups
+        ]
+
+    @property
+    def took(self) -> bool:
+        return any(f.place is Place.TAKEN for f in self.followed)
+
+
+class StateMover(AbstractContextManager["StateMover"]):
+    """Keeps gradients and optimizer state off the device while nothing needs them.
+
+    With `room_bytes`, at most so much optimizer state is on the device at any time, from the first
+    step on; without, all of it stays. `gradients` says what may be done with them: "auto" consumes
+    where neither the watched iterations nor the program's code give a reason not to, "consume" does
+    not look at the code, "keep" never does.
+
+    `before_update` is told which parameters are about to change, `changed` that the memory which
+    gradients and state take is another from now on.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        link: Link,
+        gradients: str = "auto",
+        room_bytes: int | None = None,
+        bucket_bytes: int | None = None,
+        min_bytes: int = MIB // 16,
+        before_update: Callable[[Iterable[torch.Tensor]], None] | None = None,
+        changed: Callable[[], None] | None = None,
+        fence: Fence | None = None,
+    ) -> None:
+        if gradients not in GRADIENTS:
+            raise UsageError(f"gradients {gradients!r} is not one of {', '.join(GRADIENTS)}")
+        self._backend = backend
+        self._link = link
+        self._stream = Stream(backend, min_bytes)
+        self._gradients = gradients
+        self._room_bytes = room_bytes
+        self._bucket_bytes = bucket_bytes
+        self._before_update = before_update
+        self._changed = changed
+        self._fence = fence
+        self._charges: weakref.WeakKeyDictionary[Any, _Charge] = weakref.WeakKeyDictionary()
+        self._access = Gradients()
+        self._early: dict[int, Any] = {}
+        """Parameters whose gradient arrived before their optimizer was met, in this order."""
+        self._hooked: dict[int, weakref.ref[Any]] = {}
+        self._hooks: list[Any] = []
+        """On gradients."""
+        self._handles: list[Any] = []
+        self._search: Any = None
+        self._visits = 0
+        self._late = 0
+
+    # Begin and end
+
+    def __enter__(self) -> StateMover:
+        import torch
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        self._torch = torch
+        self._access.__enter__()
+        if self._gradients == "keep":
+            self._access.ignore()
+        else:
+            # Until the first step nobody knows the optimizers: modules show the parameters.
+            self._search = register_module_forward_pre_hook(self._fenced(self._before_module))
+        self._handles = [register_optimizer_step_pre_hook(self._fenced(self._meet))]
+        self._arrived_hook = torch.compiler.disable(self._fenced(self._arrived))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Bring the state home and forget about gradients."""
+        for charge in self._charges.values():
+            if charge.took:
+                charge.refused.append("parameters were updated in backward, and no step followed")
+            self._unstash(charge)
+            self._bring_home(charge)
+            for handle in charge.handles:
+                handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._stop_search()
+        self._let_gradients_be()
+        self._backend.close()
+
+    def _stop_search(self) -> None:
+        if self._search is not None:
+            self._search.remove()
+            self._search = None
+
+    def _let_gradients_be(self) -> None:
+        """Nobody's gradients are consumed, nor will be."""
+        self._gradients = "keep"
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._access.ignore()
+
+    def report(self) -> StateReport:
+        charges = list(self._charges.values())
+        buckets = [b for charge in charges for b in charge.buckets]
+        away_bytes = sum(b.size_bytes for b in buckets if b.where is Where.AWAY)
+        return StateReport(
+            consuming=any(c.phase is _Phase.CONSUMING for c in charges),
+            visits=self._visits,
+            late=self._late,
+            out_bytes=self._stream.out_bytes,
+            in_bytes=self._stream.in_bytes,
+            host_bytes=self._stream.host_bytes,
+            gradient_bytes=sum(self._gradient_bytes(c) for c in charges),
+            state_bytes=sum(b.size_bytes for b in buckets) - away_bytes,
+            away_bytes=away_bytes,
+            plans=tuple(c.plan for c in charges if c.plan is not None),
+            refused=tuple(dict.fromkeys(text for c in charges for text in c.refused)),
+        )
+
+    def _gradient_bytes(self, charge: _Charge) -> int:
+        sizes = [b.gradient_bytes for b in charge.buckets]
+        if charge.phase is _Phase.CONSUMING:
+            return max(sizes, default=0)
+        return sum(sizes)
+
+    def _fenced(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Behind the fence an error of ours ends our work: state comes home, gradients stay."""
+        fence = self._fence
+        if fence is None:
+            return hook
+
+        def fenced(*args: Any) -> None:
+            refusals: list[GradientConsumed] = []
+
+            def run() -> None:
+                try:
+                    hook(*args)
+                except GradientConsumed as refusal:  # the program's to know
+                    refusals.append(refusal)
+
+            if not fence.down:
+                fence.run(run)
+            if refusals:
+                raise refusals[0]
+            if fence.down:
+                for charge in self._charges.values():
+                    charge.phase, charge.streams = _Phase.KEEPING, False
+                    self._bring_home(charge)
+
+        return fenced
+
+    # Who is there
+
+    def _before_module(self, module: Any, inputs: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            self._hook(parameter)
+
+    def _hook(self, parameter: Any) -> None:
+        hooked = self._hooked.get(id(parameter))
+        if not (parameter.requires_grad and parameter.is_leaf) or self._gradients == "keep":
+            return
+        if hooked is not None and hooked() is parameter:
+            return
+        self._hooked[id(parameter)] = weakref.ref(parameter)
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived_hook))
+
+    def _meet(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """The step of an optimizer is about to begin, perhaps its first."""
+        charge = self._charges.get(optimizer)
+        if charge is not None and not charge.altered:
+            if charge.before is not None:  # after those of the program, which may change gradients
+                optimizer._optimizer_step_pre_hooks.move_to_end(charge.before.id)
+            return
+        self._stop_search()
+        if charge is not None:
+            if charge.took:
+                raise GradientConsumed("the optimizer's parameters changed before the step")
+            self._bring_home(charge)
+            for handle in charge.handles:
+                handle.remove()
+            self._forget(charge)
+        charge = self._charges[optimizer] = self._charged(optimizer)
+        weakref.finalize(optimizer, self._forget, charge).atexit = False
+
+    def _charged(self, optimizer: Any) -> _Charge:
+        charge = _Charge(optimizer)
+        known = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        order = [p for key, p in self._early.items() if key in known]
+        order += [p for key, p in reversed(known.items()) if key not in self._early]
+        self._early.clear()
+        for index, group in enumerate(optimizer.param_groups):
+            charge.group_of.update((id(p), index) for p in group["params"])
+        reason = self._unfit(charge)
+        if reason is not None:
+            charge.object_to(reason)
+            charge.keep_state(reason)
+            charge.followed = []
+            return charge
+        for parameter in order:
+            self._hook(parameter)
+            place = Place.NONE if self._access.get(parameter) is None else Place.THERE
+            charge.followed.append(Followed(parameter, charge, place))
+        self._access.followed.update((id(f.parameter), f) for f in charge.followed)
+        updates = [Update(gradient_bytes=size_of(p), state_bytes=0) for p in order]
+        for number, cut in enumerate(in_buckets(updates, self._bucket_bytes)):
+            members = order[cut.first : cut.first + cut.count]
+            charge.buckets.append(StateBucket(members))
+            charge.bucket_of.update((id(p), number) for p in members)
+        charge.streams = self._room_bytes is not None
+        if self._gradients == "keep":
+            charge.object_to("as asked for")
+        charge.before = optimizer.register_step_pre_hook(self._fenced(self._before_step))
+        charge.handles = [
+            charge.before,
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_post_hook(self._after_state_dict),
+            optimizer.register_load_state_dict_post_hook(self._fenced(self._after_load)),
+        ]
+        return charge
+
+    def _unfit(self, charge: _Charge) -> str | None:
+        """Why this optimizer cannot be run bucket by bucket."""
+        torch = self._torch
+        kind = type(charge.optimizer)
+        if kind.__name__ not in ELEMENTWISE or not kind.__module__.startswith("torch.optim."):
+            return f"{kind.__name__} is not known to treat each parameter on its own"
+        if not hasattr(kind.step, "__wrapped__"):
+            return f"{kind.__name__}.step was replaced"
+        for group in charge.optimizer.param_groups:
+            if group.get("differentiable"):
+                return "the optimizer is differentiable"
+            if len({(p.dtype, p.device) for p in group["params"]}) > 1:
+                return "a group has parameters of several types or devices"
+            for p in group["params"]:
+                if type(p) is not torch.nn.Parameter or p.is_sparse or p.is_complex():
+                    return f"a parameter is a {type(p).__name__}, {p.dtype}, {p.layout}"
+                if p.device != self._backend.device:
+                    return f"parameters are on {p.device}"
+                other = self._access.followed.get(id(p))
+                if other is not None and other.owner is not charge:
+                    other.owner.object_to("a parameter belongs to two optimizers")
+                    return "a parameter belongs to two optimizers"
+        return None
+
+    def _forget(self, charge: _Charge) -> None:
+        """Its optimizer is gone, or has other parameters now."""
+        for f in charge.followed:
+            if self._access.followed.get(id(f.parameter)) is f:
+                del self._access.followed[id(f.parameter)]
+        for bucket in charge.buckets:
+            self._stream.disown(bucket, {})
+        charge.followed, charge.buckets = [], []
+
+    # Backward
+
+    def _arrived(self, parameter: Any) -> None:
+        """A gradient was accumulated."""
+        found = self._access.followed.get(id(parameter))
+        if found is None:
+            self._early[id(parameter)] = parameter
+            return
+        found.arrives()
+        charge: _Charge = found.owner  # type: ignore[assignment]
+        if charge.phase is _Phase.KEEPING:
+            return
+        gradient = self._access.get(parameter)
+        assert gradient is not None
+        if charge.settings is None:
+            charge.settings = charge.options()
+        if charge.phase is _Phase.WATCHING:
+            charge.marks.append((id(parameter), self._backend.mark()))
+            self._watch(charge, parameter, gradient)
+            return
+        number = charge.bucket_of[id(parameter)]
+        bucket = charge.buckets[number]
+        bucket.missing -= 1
+        if gradient.requires_grad or gradient.layout is not self._torch.strided:
+            bucket.missing = len(bucket.members) + 1  # left to the step
+        if not charge.open:
+            if charge.altered:
+                charge.object_to("the optimizer's parameters changed")
+                return
+            self._open(charge)
+        if bucket.missing == 0:
+            self._visits += 1
+            self._visit(charge, number, keep=False)
+
+    def _watch(self, charge: _Charge, parameter: Any, gradient: torch.Tensor) -> None:
+        if gradient.requires_grad or gradient.layout is not self._torch.strided:
+            charge.object_to("a gradient is sparse or has a graph of its own")
+        # Two hooks: ours, and one of somebody who might change what we have used already.
+        if len(parameter._post_accumulate_grad_hooks) > 1:
+            charge.object_to("a parameter has hooks of the program on its gradient")
+        charge.seen[id(parameter)] = _state_of(gradient)
+
+    # The step
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        charge = self._charges[optimizer]
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            self._before_closure(charge)
+            return
+        if charge.phase is _Phase.WATCHING:
+            self._judge(charge)
+        elif charge.took and charge.settings != charge.options():
+            raise GradientConsumed("the optimizer's options changed between backward and step")
+        elif charge.took and getattr(optimizer, "grad_scale", None) is not None:
+            raise GradientConsumed("gradients are to be unscaled")
+        for f in charge.followed:
+            f.steps()
+        if charge.streams:
+            if not charge.open:
+                self._open(charge)
+            for number, bucket in enumerate(charge.buckets):
+                if bucket.streamed or charge.plan is None:
+                    self._visit(charge, number, keep=True)
+                else:  # left to the program's own step
+                    self._then(charge, number)
+        self._close(charge)
+
+    def _before_closure(self, charge: _Charge) -> None:
+        if charge.took:
+            raise GradientConsumed("optimizer.step was given a closure")
+        charge.object_to("optimizer.step is given a closure")
+        if charge.streams:
+            charge.keep_state("optimizer.step is given a closure")
+            self._bring_home(charge)
+
+    def _judge(self, charge: _Charge) -> None:
+        """What this watched iteration says about consuming."""
+        torch = self._torch
+        if charge.settings is not None and charge.settings != charge.options():
+            charge.object_to("the optimizer's options change between backward and step")
+        if getattr(charge.optimizer, "grad_scale", None) is not None:
+            charge.object_to("gradients are unscaled by the step")
+        if torch.is_autocast_enabled(self._backend.device.type):
+            charge.object_to("the step runs under autocast")
+        distributed = torch.distributed
+        if (
+            distributed.is_available()
+            and distributed.is_initialized()
+            and distributed.get_world_size() > 1
+        ):
+            charge.object_to("gradients are reduced over processes when backward ends")
+        for f in charge.followed:
+            gradient = self._access.get(f.parameter)
+            before = charge.seen.get(id(f.parameter))
+            if gradient is not None and before is not None and before != _state_of(gradient):
+                charge.object_to("gradients are changed between backward and step")
+        if self._gradients == "auto" and charge.steps == 1 and charge.watching():
+            found = mention(TOUCHES, callers(skip=("torch", "kilter")))
+            if found is not None:
+                charge.object_to(f'{found} mentions gradients (gradients="consume" overrides)')
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        charge = self._charges[optimizer]
+        self._unstash(charge)
+        if self._fence is None:
+            self._settle(charge)
+        elif not self._fence.down:
+            self._fence.run(self._settle, charge)
+
+    def _settle(self, charge: _Charge) -> None:
+        """Between a step and the next backward: decide how it goes on."""
+        charge.steps += 1
+        if charge.marks:
+            zero = charge.marks[0][1]
+            charge.arrives_s = {
+                key: max(0.0, self._backend.elapsed_s(zero, mark)) for key, mark in charge.marks
+            }
+        if charge.streams and charge.plan is None:
+            states = charge.optimizer.state
+            for p in (p for group in charge.optimizer.param_groups for p in group["params"]):
+                if p in states:  # in the order that the optimizer would have made them in
+                    states[p] = states.pop(p)
+            self._plan(charge)
+        if charge.phase is _Phase.WATCHING and charge.steps >= WATCHED_STEPS:
+            charge.phase = _Phase.CONSUMING
+            if charge.streams:
+                self._plan(charge)
+        consuming = charge.phase is _Phase.CONSUMING
+        if consuming != charge.told and self._changed is not None:
+            self._changed()
+        charge.told = consuming
+        if all(c.phase is _Phase.KEEPING for c in self._charges.values()):
+            self._let_gradients_be()
+        charge.settings = None
+        charge.marks.clear()
+        charge.seen.clear()
+
+    def _unstash(self, charge: _Charge) -> None:
+        for parameter, gradient in charge.stash:
+            self._access.put(parameter, gradient)
+        charge.stash.clear()
+
+    # Rounds of visits
+
+    def _open(self, charge: _Charge) -> None:
+        charge.open = True
+        if charge.plan is not None:
+            self._load_planned(charge, charge.plan.begin)
+
+    def _visit(self, charge: _Charge, number: int, *, keep: bool) -> None:
+        """Update the parameters of a bucket that have a gradient."""
+        bucket = charge.buckets[number]
+        gradients = [(p, self._access.get(p)) for p in bucket.members]
+        ready = [(p, gradient) for p, gradient in gradients if gradient is not None]
+        if ready:
+            if bucket.where is not Where.HERE:
+                self._bring(charge, bucket)
+            if self._before_update is not None:
+                self._before_update([p for p, _ in ready])
+            self._update(charge, [p for p, _ in ready])
+            for parameter, gradient in ready:
+                self._access.put(parameter, None)
+                if keep:
+                    charge.stash.append((parameter, gradient))
+                else:
+                    self._access.followed[id(parameter)].place = Place.TAKEN
+            if charge.streams and charge.plan is None:
+                self._stream.adopt(bucket, charge.optimizer.state)
+                self._shed(charge)
+            if bucket.streamed:
+                self._leave(charge, bucket)
+        self._then(charge, number)
+
+    def _update(self, charge: _Charge, parameters: Sequence[Any]) -> None:
+        """The optimizer's own step on some of its parameters, without its hooks."""
+        torch = self._torch
+        optimizer = charge.optimizer
+        groups = optimizer.param_groups
+        chosen: dict[int, list[Any]] = {}
+        for parameter in parameters:
+            chosen.setdefault(charge.group_of[id(parameter)], []).append(parameter)
+        device_type = self._backend.device.type
+        optimizer.param_groups = [{**groups[i], "params": chosen[i]} for i in sorted(chosen)]
+        try:
+            if charge.phase is _Phase.CONSUMING and torch.is_autocast_enabled(device_type):
+                with torch.autocast(device_type, enabled=False):
+                    type(optimizer).step.__wrapped__(optimizer)
+            else:
+                type(optimizer).step.__wrapped__(optimizer)
+        finally:
+            optimizer.param_groups = groups
+
+    def _then(self, charge: _Charge, number: int) -> None:
+        """What the plan issues after a visit."""
+        plan = charge.plan
+        if plan is None or number in charge.visited:
+            return
+        charge.visited.add(number)
+        for i in plan.release[number]:
+            if charge.buckets[i].where is Where.LEAVING:
+                self._evict(charge, charge.buckets[i])
+        self._load_planned(charge, plan.load[number])
+
+    def _load_planned(self, charge: _Charge, numbers: Iterable[int]) -> None:
+        assert self._room_bytes is not None
+        for i in numbers:
+            bucket = charge.buckets[i]
+            fits = self._stream.held_bytes + bucket.size_bytes <= self._room_bytes
+            if bucket.where is Where.AWAY and fits and i not in charge.visited:
+                self._stream.load(bucket)
+
+    def _close(self, charge: _Charge) -> None:
+        """All updates are done: what streams goes, what did not need its state drops it."""
+        charge.open = False
+        charge.visited.clear()
+        for bucket in charge.buckets:
+            bucket.missing = len(bucket.members)
+            if not bucket.streamed or bucket.where is Where.AWAY:
+                continue
+            if bucket.lent:
+                self._leave(charge, bucket)
+            self._evict(charge, bucket)
+
+    # Streaming
+
+    def _plan(self, charge: _Charge) -> None:
+        assert self._room_bytes is not None
+        cuts, first = [], 0
+        for bucket in charge.buckets:
+            cuts.append(
+                Bucket(
+                    first=first,
+                    count=len(bucket.members),
+                    gradient_bytes=bucket.gradient_bytes,
+                    state_bytes=bucket.size_bytes,
+                    due_s=max(charge.arrives_s.get(id(p), 0.0) for p in bucket.members),
+                )
+            )
+            first += len(bucket.members)
+        mine_bytes = sum(b.size_bytes for b in charge.buckets if b.where is not Where.AWAY)
+        room_bytes = self._room_bytes - (self._stream.held_bytes - mine_bytes)
+        try:
+            plan = plan_state(cuts, room_bytes=room_bytes, link=self._link)
+        except PlanError as error:
+            charge.keep_state(str(error))
+            self._bring_home(charge)
+            return
+        charge.plan = plan
+        for number, bucket in enumerate(charge.buckets):
+            bucket.streamed = number in plan.streamed
+            if bucket.streamed and bucket.where is Where.HERE:
+                self._leave_at_once(charge, bucket)
+        for bucket in charge.buckets:
+            if not bucket.streamed:
+                self._bring(charge, bucket)
+        if self._changed is not None:
+            self._changed()
+
+    def _shed(self, charge: _Charge) -> None:
+        """State is being made and nothing is planned yet: the oldest leaves while there is more
+        than room for."""
+        assert self._room_bytes is not None
+        for bucket in charge.buckets:
+            if self._stream.held_bytes <= self._room_bytes:
+                return
+            if bucket.where is Where.HERE and bucket.size_bytes:
+                self._leave_at_once(charge, bucket)
+
+    def _leave_at_once(self, charge: _Charge, bucket: StateBucket) -> None:
+        self._leave(charge, bucket)
+        if bucket.where is Where.LEAVING:
+            self._evict(charge, bucket)
+
+    def _evict(self, charge: _Charge, bucket: StateBucket) -> None:
+        if not self._stream.evict(bucket):
+            charge.refused.append("optimizer state stays where the program holds it")
+
+    def _leave(self, charge: _Charge, bucket: StateBucket) -> None:
+        """Start the way to the host; without host memory the bucket stays for good."""
+        try:
+            self._stream.leave(bucket, charge.optimizer.state)
+        except HostMemoryError as error:
+            bucket.streamed = False
+            charge.refused.append(f"optimizer state stays: {error}")
+
+    def _bring(self, charge: _Charge, bucket: StateBucket) -> None:
+        """Have the state on the device from here on, even if nothing was prepared for that."""
+        if bucket.where is Where.AWAY:
+            self._late += charge.open
+            for other in charge.buckets:
+                if other.where is Where.LEAVING:
+                    self._evict(charge, other)
+        self._stream.bring(bucket)
+
+    def _bring_home(self, charge: _Charge) -> None:
+        """All state on the device for good, or in host tensors if it does not fit there."""
+        charge.plan = None
+        states = charge.optimizer.state
+        for bucket in charge.buckets:
+            try:
+                self._stream.bring(bucket)
+            except self._torch.OutOfMemoryError:
+                for p, key, value in self._stream.copies(bucket):
+                    states[p] |= {key: value}
+                charge.refused.append("optimizer state did not fit the device and is on the host")
+            self._stream.disown(bucket, states)
+
+    # Checkpoints
+
+    def _after_state_dict(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """State that is away is given as copies in host memory."""
+        charge = self._charges[optimizer]
+        if charge.took:
+            raise GradientConsumed("state_dict was asked for between backward and step")
+        states = optimizer.state
+        numbers = {id(state): index for index, state in state_dict["state"].items()}
+        for bucket in charge.buckets:
+            if bucket.flat is None:
+                continue
+            for p in bucket.members:
+                if p in states:
+                    state_dict["state"][numbers[id(states[p])]] = states[p].plain()
+            if bucket.where is Where.AWAY:
+                for p, key, value in self._stream.copies(bucket):
+                    state_dict["state"][numbers[id(states[p])]][key] = value
+        return state_dict
+
+    def _after_load(self, optimizer: Any) -> None:
+        """The state is another now: ours is garbage, and the next step is a first one."""
+        charge = self._charges[optimizer]
+        for bucket in charge.buckets:
+            self._stream.disown(bucket, {})
+        charge.plan = None
+
+
+def _state_of(gradient: torch.Tensor) -> tuple[int, int]:
+    """Whether a gradient is still the one it was."""
+    return gradient.untyped_storage()._cdata, gradient._version

@@ -499,8 +499,7 @@ def closure_late(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) 
 
     def evaluate() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = net(torch.ones(6, WIDTH)).square().mean()
-        return loss
+        return net(torch.ones(6, WIDTH)).square().mean()  # type: ignore[no-any-return]
 
     optimizer.step(evaluate)  # type: ignore[arg-type]
 

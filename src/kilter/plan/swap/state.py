@@ -23,6 +23,8 @@ VISITS = 48
 the device one bucket of gradients."""
 WINDOWS = (2, 3, 4, 6)
 """Sizes tried for the room that streamed buckets share, in buckets of the largest size."""
+LAGS = (1, 2, 3)
+"""Visits that a bucket is given to leave before its memory is asked for."""
 MARGINS = (0, 1, 2, 4)
 """Buckets at either end that are tried as not streamed: the first have nobody to hide behind on
 their way in, the last on their way out."""
@@ -104,10 +106,11 @@ def plan_state(buckets: Sequence[Bucket], *, room_bytes: int, link: Link) -> Sta
     """
     total_bytes = sum(b.state_bytes for b in buckets)
     if total_bytes <= room_bytes:
-        return _scheduled(buckets, frozenset(), room_bytes, link)
+        return _scheduled(buckets, frozenset(), room_bytes, link, LAGS[0])
     found = [
-        _scheduled(buckets, streamed, room_bytes, link)
-        for streamed in _candidates(buckets, room_bytes)
+        _scheduled(buckets, streamed, room_bytes, link, lag)
+        for streamed in dict.fromkeys(_candidates(buckets, room_bytes))
+        for lag in LAGS
     ]
     if not found:
         raise PlanError(
@@ -145,10 +148,10 @@ def _spread(pool: Sequence[int], buckets: Sequence[Bucket], away_bytes: int) -> 
 
 
 def _scheduled(
-    buckets: Sequence[Bucket], streamed: frozenset[int], room_bytes: int, link: Link
+    buckets: Sequence[Bucket], streamed: frozenset[int], room_bytes: int, link: Link, lag: int
 ) -> StatePlan:
     """Loads as early as the room allows; memory is given up when a load needs it, oldest first, and
-    the bucket of the visit itself only if the next visit would find its state away otherwise."""
+    within the lag only if the next visit would find its state away otherwise."""
     total_bytes = sum(b.state_bytes for b in buckets)
     resident_bytes = total_bytes - sum(buckets[i].state_bytes for i in streamed)
     free_bytes = room_bytes - resident_bytes
@@ -167,7 +170,7 @@ def _scheduled(
         while to_load:
             needed_bytes = buckets[to_load[0]].state_bytes
             urgent = to_load[0] == visit + 1
-            ready = [i for i in leaving if i < visit or urgent]
+            ready = [i for i in leaving if i <= visit - lag or urgent]
             if needed_bytes > free_bytes + sum(buckets[i].state_bytes for i in ready):
                 break
             while needed_bytes > free_bytes:

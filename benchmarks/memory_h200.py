@@ -94,14 +94,18 @@ class Job:
     optimizer: torch.optim.Optimizer
     batch: tuple[torch.Tensor, torch.Tensor]
 
-    def step(self) -> torch.Tensor:
+    def step(self, mark: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """One iteration; `mark` is called when each of its three phases has been issued."""
         inputs, targets = self.batch
         with torch.autocast("cuda", torch.bfloat16):
             logits = self.model(inputs)
             loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        mark()
         loss.backward()
+        mark()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        mark()
         return loss.detach()
 
 
@@ -156,8 +160,11 @@ class Row:
     remade: int = 0
     out_bytes: int = 0
     host_bytes: int = 0
-    host_s: float = 0.0
-    """Time the CPU takes to issue an iteration: near the iteration time, the CPU is the limit."""
+    device_s: tuple[float, ...] = ()
+    """Forward, backward, optimizer step on the device."""
+    host_s: tuple[float, ...] = ()
+    """The same on the CPU, which issues them: where it is late, the device waits; where it is far
+    ahead, it waits for the device."""
     late: int = 0
     deviations: int = 0
     events: int = 0
@@ -165,20 +172,39 @@ class Row:
     label: str = "measured"
 
 
-def timed(job: Job, count: int) -> tuple[float, int, float]:
-    """Median time of an iteration, the peak over them, and the CPU's time to issue one."""
+@dataclass(frozen=True)
+class Timing:
+    """Medians over some iterations, and the peak over all of them."""
+
+    iteration_s: float
+    peak_bytes: int
+    device_s: tuple[float, ...]
+    host_s: tuple[float, ...]
+
+
+def timed(job: Job, count: int) -> Timing:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    begin = time.perf_counter()
-    marks[0].record()
-    for mark in marks[1:]:
-        job.step()
-        mark.record()
-    host_s = (time.perf_counter() - begin) / count
+    marks: list[torch.cuda.Event] = []
+    clock: list[float] = []
+
+    def mark() -> None:
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+        clock.append(time.perf_counter())
+
+    mark()
+    for _ in range(count):
+        job.step(mark)
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(marks)]
-    return statistics.median(times), torch.cuda.max_memory_allocated(), host_s
+    device_s = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(marks)]
+    host_s = [b - a for a, b in pairwise(clock)]
+    return Timing(
+        statistics.median(a.elapsed_time(b) * 1e-3 for a, b in pairwise(marks[::3])),
+        torch.cuda.max_memory_allocated(),
+        tuple(statistics.median(device_s[phase::3]) for phase in range(3)),
+        tuple(statistics.median(host_s[phase::3]) for phase in range(3)),
+    )
 
 
 @contextlib.contextmanager
@@ -200,13 +226,11 @@ def ours(job: Job, base: Row, link: Link, count: int, *, first: bool, out: Path)
             report = swapper.report()
             if report.planned >= 4 or len(report.refused) > 40:
                 break
-        iteration_s, peak_bytes, host_s = timed(job, count)
+        timing = timed(job, count)
         report = swapper.report()
     row = replace(
         base,
-        iteration_s=iteration_s,
-        peak_bytes=peak_bytes,
-        host_s=host_s,
+        **vars(timing),
         late=report.late,
         deviations=report.deviations,
         host_bytes=report.host_bytes,
@@ -223,11 +247,15 @@ def ours(job: Job, base: Row, link: Link, count: int, *, first: bool, out: Path)
         swapped=value.swapped,
         remade=value.remade,
         out_bytes=value.out_bytes,
-        events=len(record.prints),
+        events=len(record.events),
     )
     if first:
         (out / f"record-{base.workload}.json").write_bytes(msgspec.json.encode(record))
     return row
+
+
+def in_ms(times_s: tuple[float, ...]) -> str:
+    return "+".join(f"{time_s * 1e3:.1f}" for time_s in times_s)
 
 
 def measure(
@@ -244,7 +272,8 @@ def measure(
         print(
             f"{name} {row.mode:>13} {row.iteration_s * 1e3:7.1f} ms",
             f"{row.peak_bytes / GIB:6.2f} GiB ({share:.3f}) {predicted}",
-            f"{row.swapped} swapped {row.remade} remade host {row.host_s * 1e3:.1f} ms",
+            f"{row.swapped} swapped {row.remade} remade device {in_ms(row.device_s)}",
+            f"host {in_ms(row.host_s)} ms events {row.events}",
             f"late {row.late} deviations {row.deviations} compute {row.compute_s}",
             f"{row.refused[:3]}",
             flush=True,
@@ -256,15 +285,15 @@ def measure(
     for number in range(rounds):
         for _ in range(3):
             job.step()
-        time_s, peak, host_s = timed(job, count)
-        plain_bytes = plain_bytes or peak
-        add(Row(name, "plain", number, time_s, peak, host_s=host_s))
+        timing = timed(job, count)
+        plain_bytes = plain_bytes or timing.peak_bytes
+        add(Row(name, "plain", number, **vars(timing)))
         with checkpointing(job):
             for _ in range(2):
                 job.step()
-            time_s, peak, host_s = timed(job, count)
-        checkpoint_bytes = checkpoint_bytes or peak
-        add(Row(name, "checkpoint", number, time_s, peak, host_s=host_s))
+            timing = timed(job, count)
+        checkpoint_bytes = checkpoint_bytes or timing.peak_bytes
+        add(Row(name, "checkpoint", number, **vars(timing)))
         budgets = {f"{share} %": share * plain_bytes // 100 for share in shares}
         budgets["as checkpoint"] = checkpoint_bytes
         for mode, budget in budgets.items():

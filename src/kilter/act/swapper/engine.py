@@ -16,6 +16,7 @@ what the plan leaves alone is handed to autograd as it is, and an event is one l
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -83,6 +84,15 @@ def _note_epsilon(module: Any, inputs: Any, output: Any) -> None:
     """A layer norm's node does not keep its epsilon, which its recipe needs."""
     if output.grad_fn is not None:
         output.grad_fn.metadata[EPS] = module.eps
+
+
+@functools.cache
+def _leave_uncompiled() -> None:
+    """Dynamo would compile our own frames when it meets them beside the user's. A wrapper
+    (`torch.compiler.disable`) would cost each call more than an ordinary event does."""
+    import torch._dynamo.trace_rules
+
+    torch._dynamo.trace_rules.add("kilter")
 
 
 @dataclass(slots=True)
@@ -163,15 +173,17 @@ class Swapper(AbstractContextManager["Swapper"]):
             register_optimizer_step_pre_hook,
         )
 
+        if self._store.closing:  # used before: plans and host memory of then are gone
+            self._known.clear()
+            self._store.pool.clear()
+            self._arena, self._pool_bytes = None, 0
+            self._store.closing = False
         self._torch = torch
         self._tensor = torch.Tensor
-        # Without this dynamo would compile our own frames when it meets them beside the user's. The
-        # outer ones are only marked, since a wrapper would cost more than all they do.
-        for frame in (Swapper._pack, Swapper._unpack):
-            torch.compiler.disable(frame, recursive=False)
+        _leave_uncompiled()
         fenced = self._fence is not None
-        self._pack_large = torch.compiler.disable(self._save_fenced if fenced else self._save)
-        self._unpack_large = torch.compiler.disable(self._use_fenced if fenced else self._use)
+        self._save_large = self._save_fenced if fenced else self._save
+        self._use_large = self._use_fenced if fenced else self._use
         self._store.unpack_hook = self._unpack
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._store.unpack_hook)
         self._hooks.__enter__()
@@ -234,6 +246,12 @@ class Swapper(AbstractContextManager["Swapper"]):
         """What was observed, one record for each kind of pass."""
         return tuple(known.record for known in self._known.values())
 
+    def plans(self) -> tuple[tuple[PassRecord, MemoryPlan, tuple[int, ...]], ...]:
+        """For each kind of pass with a plan: its record, the plan, and the number of the datum
+        behind each interval that the plan names."""
+        found = [(known.record, known.plan) for known in self._known.values()]
+        return tuple((record, r.value, r.numbers) for record, r in found if r is not None)
+
     # Hooks
 
     def _fenced(self, hook: Callable[..., None]) -> Callable[..., None]:
@@ -275,7 +293,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             and not tensor.is_neg()
             and tensor.untyped_storage().nbytes() >= self._min_bytes
         ):
-            return self._pack_large(tensor)
+            return self._save_large(tensor)
         return (tensor if tensor.is_leaf else tensor.detach(), tensor._version)  # `kept`
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -283,7 +301,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             if packed[0]._version != packed[1]:
                 raise Modified
             return packed[0]
-        return self._unpack_large(packed)
+        return self._use_large(packed)
 
     def _save_fenced(self, tensor: torch.Tensor) -> Any:
         assert self._fence is not None

@@ -38,6 +38,8 @@ class Ready:
     """One kind of pass under its plan."""
 
     value: MemoryPlan
+    numbers: tuple[int, ...]
+    """The datum behind each interval that was planned."""
     events: tuple[int, ...]
     steps: list[Step]
     """One for each event, and one after the end that nothing meets."""
@@ -95,6 +97,7 @@ def ready(
         beside.append(running)
     return Ready(
         value=value,
+        numbers=numbers,
         events=record.events,
         steps=[*steps, Step(None, -1, None)],
         followed=followed,

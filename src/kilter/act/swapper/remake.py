@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -45,53 +44,97 @@ class Stale(RuntimeError):
     """What the recipe reads was modified in between, so the tensor cannot be made again."""
 
 
-@dataclass(slots=True)
-class Recipe:
-    """Makes a tensor again. `sources` are the numbers of the saved data it reads."""
-
-    kind: str
-    make: Fetch
-    sources: tuple[int, ...]
-    leaves: frozenset[int]
-    """Identities of the parameters it reads."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Want:
+class _Want(NamedTuple):
     """What is known of a value in the middle of a recipe."""
 
     dtype: torch.dtype | None = None
     size: torch.Size | None = None
 
 
-@dataclass(slots=True)
-class _Builder:
-    memory: Memory
-    leaves: set[int] = field(default_factory=set)
-    sources: list[int] = field(default_factory=list)
-    depth: int = 0
+class Recipe:
+    """Makes a tensor again. Built in every pass, for hundreds of tensors, so it is kept small."""
+
+    __slots__ = (
+        "_depth",
+        "_make",
+        "_memory",
+        "dtype",
+        "leaves",
+        "node",
+        "size",
+        "sources",
+        "stride",
+    )
+
+    def __init__(self, memory: Memory, tensor: torch.Tensor) -> None:
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.sources: list[int] = []
+        """Numbers of the saved data that it reads."""
+        self.leaves: list[int] = []
+        """Identities of the parameters that it reads."""
+        self.node = ""
+        self._memory: Memory | None = memory
+        self._depth = 0
+        self._make: Fetch | None = None
+
+    @property
+    def kind(self) -> str:
+        """What the operation is called, for people."""
+        return _KINDS[self.node]
+
+    def build(self, node: Any) -> bool:
+        """Read it off the graph; whether there is one."""
+        self.node = node.name()
+        try:
+            self._make = self.made(node, _Want(self.dtype, self.size))
+        except Foreign:
+            self._make = None
+        self._memory = None
+        return self._make is not None
+
+    def make(self) -> torch.Tensor:
+        """The tensor, in its own layout. May raise `Stale`."""
+        assert self._make is not None
+        made = self._make()
+        if made.dtype is not self.dtype or made.size() != self.size:
+            raise Stale(f"made {made.dtype} {tuple(made.size())}, expected {tuple(self.size)}")
+        if (
+            made.stride() == self.stride
+            and made.storage_offset() == 0
+            and made.untyped_storage().nbytes() == made.nbytes
+        ):
+            return made
+        import torch
+
+        out = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=made.device)
+        return out.copy_(made)
+
+    # While it is built
 
     def saved(self, node: Any, name: str) -> Fetch | None:
         """A tensor that a node saved."""
-        return self._noted(self.memory.kept_by(node, f"_raw_saved_{name}"))
+        assert self._memory is not None
+        return self._noted(self._memory.kept_by(node, name))
 
     def value(self, edge: tuple[Any, int], want: _Want) -> Fetch | None:
         """What a node produced: a parameter, something saved, or made again from its inputs."""
         node, output = edge
-        if node is None or output != 0 or self.depth > DEPTH:
+        if node is None or output != 0 or self._depth > DEPTH:
             return None
         if node.name() == "torch::autograd::AccumulateGrad":
-            self.leaves.add(id(node.variable))
-            return _leaf(node.variable)
-        return self._noted(self.memory.produced_by(node)) or self.made(node, want)
+            parameter = node.variable
+            self.leaves.append(id(parameter))
+            return _leaf(parameter)
+        assert self._memory is not None
+        return self._noted(self._memory.produced_by(node)) or self.made(node, want)
 
     def made(self, node: Any, want: _Want) -> Fetch | None:
         build = _BUILDERS.get(node.name())
         if build is None:
             return None
-        self.depth += 1
+        self._depth += 1
         made = build(self, node, want)
-        self.depth -= 1
+        self._depth -= 1
         return made
 
     def _noted(self, found: tuple[Fetch, int | None] | None) -> Fetch | None:
@@ -106,42 +149,15 @@ class _Builder:
 def recipe(tensor: torch.Tensor, memory: Memory) -> Recipe | None:
     """The recipe of the whole storage behind `tensor`, or None if there is none."""
     base = tensor._base if tensor._is_view() else tensor
-    if base is None or base.grad_fn is None or base.storage_offset() != 0:
+    if base is None or base.storage_offset() != 0:
         return None
-    whole = base.numel() * base.element_size() == base.untyped_storage().nbytes()
-    if not whole or base.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+    node, storage = base.grad_fn, base.untyped_storage()
+    if node is None or storage.nbytes() != base.nbytes:
         return None
-    node = base.grad_fn
-    builder = _Builder(memory)
-    try:
-        make = builder.made(node, _Want(base.dtype, base.size()))
-    except Foreign:
+    if base is not tensor and storage._cdata != tensor.untyped_storage()._cdata:
         return None
-    if make is None:
-        return None
-    size, stride, dtype = base.size(), base.stride(), base.dtype
-    return Recipe(
-        kind=_KINDS[node.name()],
-        make=lambda: _laid_out(make(), size, stride, dtype),
-        sources=tuple(sorted(set(builder.sources))),
-        leaves=frozenset(builder.leaves),
-    )
-
-
-def _laid_out(
-    made: torch.Tensor, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    import torch
-
-    if made.dtype != dtype or made.size() != size:
-        raise Stale(f"made {made.dtype} {tuple(made.size())}, expected {dtype} {tuple(size)}")
-    whole = made.storage_offset() == 0 and (
-        made.untyped_storage().nbytes() == made.numel() * made.element_size()
-    )
-    if made.stride() == stride and whole:
-        return made
-    out = torch.empty_strided(size, stride, dtype=dtype, device=made.device)
-    return out.copy_(made)
+    found = Recipe(memory, base)
+    return found if found.build(node) else None
 
 
 def _leaf(parameter: torch.Tensor) -> Fetch:
@@ -158,8 +174,8 @@ def _leaf(parameter: torch.Tensor) -> Fetch:
 def _unary(apply: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable[..., Fetch | None]:
     """An operation of its saved input and attributes of the node, read now."""
 
-    def build(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
-        source = builder.saved(node, "self")
+    def build(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+        source = recipe.saved(node, "_raw_saved_self")
         if source is None:
             return None
         attribute = getattr(node, "_saved_approximate", None)
@@ -180,35 +196,35 @@ def _silu(x: torch.Tensor, _: None) -> torch.Tensor:
     return torch.nn.functional.silu(x)
 
 
-def _cast(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
+def _cast(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
     dtype = want.dtype
     if dtype is None:
         return None  # in the middle of a recipe the target type is not known
-    source = builder.value(node.next_functions[0], _Want(size=want.size))
+    source = recipe.value(node.next_functions[0], _Want(size=want.size))
     return None if source is None else lambda: source().to(dtype)
 
 
-def _view(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
+def _view(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
     size = want.size
     before = getattr(node, "_saved_self_sym_sizes", None)
     if size is None or before is None or math.prod(before) != size.numel():
         return None
-    source = builder.value(node.next_functions[0], _Want(want.dtype, None))
+    source = recipe.value(node.next_functions[0], _Want(want.dtype, None))
     return None if source is None else lambda: source().reshape(size)
 
 
-def _layer_norm(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
+def _layer_norm(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
     import torch
 
     eps = node.metadata.get(EPS)
     if eps is None:
         return None
-    source = builder.saved(node, "input")
+    source = recipe.saved(node, "_raw_saved_input")
     if source is None:
         return None
     shape = list(node._saved_normalized_shape)
-    weight = builder.saved(node, "weight") or _nothing
-    bias = builder.saved(node, "bias") or _nothing
+    weight = recipe.saved(node, "_raw_saved_weight") or _nothing
+    bias = recipe.saved(node, "_raw_saved_bias") or _nothing
     return lambda: torch.native_layer_norm(source(), shape, weight(), bias(), eps)[0]
 
 
@@ -217,7 +233,7 @@ def _nothing() -> Any:
     return None
 
 
-def _batch_norm(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
+def _batch_norm(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
     """With the batch's own statistics; running statistics are neither read nor updated."""
     import torch
 
@@ -225,13 +241,13 @@ def _batch_norm(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
     eps = getattr(node, "_saved_eps", None)
     if eps is None:
         eps = getattr(node, "_saved_epsilon", None)
-    source = builder.saved(node, "input")
+    source = recipe.saved(node, "_raw_saved_input")
     if not training or eps is None or source is None:
         return None
-    weight = builder.saved(node, "weight") or _nothing
+    weight = recipe.saved(node, "_raw_saved_weight") or _nothing
     bias: Fetch | None = _nothing
     if len(node.next_functions) > 2 and node.next_functions[2][0] is not None:
-        bias = builder.value(node.next_functions[2], _Want())
+        bias = recipe.value(node.next_functions[2], _Want())
     if bias is None:
         return None
     operation = {
@@ -241,39 +257,39 @@ def _batch_norm(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
     return lambda: operation(source(), weight(), bias(), None, None, True, 0.0, eps)[0]
 
 
-def _relu(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
-    source = builder.value(node.next_functions[0], want)
+def _relu(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+    source = recipe.value(node.next_functions[0], want)
     return None if source is None else lambda: source().relu()
 
 
-def _add(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
+def _add(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
     if getattr(node, "_saved_alpha", 1) != 1 or len(node.next_functions) != 2:
         return None
     # A missing edge is a number or a tensor outside the graph: unknown. The sizes are the result's
     # unless something is broadcast, and then the views in between find a wrong count.
-    left, right = (builder.value(edge, _Want(size=want.size)) for edge in node.next_functions)
+    left, right = (recipe.value(edge, _Want(size=want.size)) for edge in node.next_functions)
     if left is None or right is None:
         return None
     return lambda: left() + right()
 
 
-def _multiply(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
-    left, right = builder.saved(node, "self"), builder.saved(node, "other")
+def _multiply(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+    left, right = recipe.saved(node, "_raw_saved_self"), recipe.saved(node, "_raw_saved_other")
     if left is None or right is None:
         return None
     return lambda: left() * right()
 
 
-def _matrix_product(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
+def _matrix_product(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
     import torch
 
     if getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1:
         return None
-    left, right = builder.saved(node, "mat1"), builder.saved(node, "mat2")
+    left, right = recipe.saved(node, "_raw_saved_mat1"), recipe.saved(node, "_raw_saved_mat2")
     edge = node.next_functions[0]
     while edge[0] is not None and edge[0].name() == "ToCopyBackward0":
         edge = edge[0].next_functions[0]  # the bias, cast to the type of the factors
-    added = builder.value(edge, _Want())
+    added = recipe.value(edge, _Want())
     if left is None or right is None or added is None:
         return None
 
@@ -284,7 +300,7 @@ def _matrix_product(builder: _Builder, node: Any, want: _Want) -> Fetch | None:
     return make
 
 
-_BUILDERS: dict[str, Callable[[_Builder, Any, _Want], Fetch | None]] = {
+_BUILDERS: dict[str, Callable[[Recipe, Any, _Want], Fetch | None]] = {
     "GeluBackward0": _unary(_gelu),
     "SiluBackward0": _unary(_silu),
     "ToCopyBackward0": _cast,

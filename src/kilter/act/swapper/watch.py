@@ -86,7 +86,8 @@ class Watch:
             self._store.mark(saved, tensor)
             saved.recipe = recipe(tensor, self._store)
             if saved.recipe is not None:
-                datum.recipe, datum.sources = saved.recipe.kind, saved.recipe.sources
+                datum.recipe = saved.recipe.kind
+                datum.sources = tuple(sorted(set(saved.recipe.sources)))
 
     def use(self, saved: Saved) -> None:
         datum = self._recorder.data[saved.number]

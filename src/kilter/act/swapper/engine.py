@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -138,8 +138,6 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._fence = fence
         self._by_number: dict[int, weakref.ref[Saved]] = {}
         """Data of the present pass that are followed."""
-        self._outliving: list[weakref.ref[Saved]] = []
-        """Those of earlier passes."""
         self._open = False
         self._measured = False
         self._boundary = False
@@ -265,16 +263,19 @@ class Swapper(AbstractContextManager["Swapper"]):
             _note_epsilon(module, inputs, output)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """A graph that outlives the step still needs what is made from the old parameters."""
-        if self._store.alive == 0:
-            return
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for reference in (*self._outliving, *self._by_number.values()):
-            saved = reference()
-            if saved is None or saved.state != AWAY or saved.host is not None:
-                continue
-            if saved.recipe is not None and stepped.intersection(saved.recipe.leaves):
-                self._store.fetch(saved)
+        self.before_update(p for group in optimizer.param_groups for p in group["params"])
+
+    def before_update(self, parameters: Iterable[torch.Tensor]) -> None:
+        """A graph that outlives the update still needs what is made from the old parameters."""
+        for parameter in parameters:
+            self._store.pay(id(parameter))
+
+    def forget(self) -> None:
+        """What stays on the device takes more or less than before: watch and plan anew."""
+        if self._store.within() is None:
+            self._end_pass()
+        self._known.clear()
+        self._misses = 0
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._steps += 1
@@ -479,14 +480,6 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._event = 0
         self._round += 1
         self._boundary = False
-        if self._store.alive:
-            self._outliving = [
-                reference
-                for reference in (*self._outliving, *self._by_number.values())
-                if reference() is not None
-            ]
-        else:
-            self._outliving.clear()
         self._by_number.clear()
         self._leaving.clear()
         self._deviated = False

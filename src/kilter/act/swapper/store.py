@@ -161,6 +161,8 @@ class Store:
         self._one = _users(_lone())
         self._here: dict[int, weakref.ref[Saved]] = {}
         """By storage, those on the device: each holds its storage, so no key is ever reused."""
+        self._owed: dict[int, list[weakref.ref[Saved]]] = {}
+        """By parameter, those away that are to be made again from it."""
         self.alive = 0
         """Data that somebody may still ask for."""
         self.closing = False
@@ -180,6 +182,8 @@ class Store:
         """A new pass. Who saves something in it holds it."""
         within = Pass()
         self.within = weakref.ref(within)
+        owed = {leaf: [r for r in found if r() is not None] for leaf, found in self._owed.items()}
+        self._owed = {leaf: found for leaf, found in owed.items() if found}
         self.beside_bytes = 0
         self.held_peak_bytes = self.segment_peak_bytes = self.held_bytes
         return within
@@ -274,6 +278,16 @@ class Store:
         saved.state = AWAY
         self.hold(-saved.size_bytes)
         self.away_bytes += saved.size_bytes
+        if saved.host is None and saved.recipe is not None:
+            for leaf in saved.recipe.leaves:
+                self._owed.setdefault(leaf, []).append(weakref.ref(saved))
+
+    def pay(self, leaf: int) -> None:
+        """The parameter with this id is about to change: have what is made from it."""
+        for reference in self._owed.pop(leaf, ()):
+            saved = reference()
+            if saved is not None and saved.state == AWAY and saved.host is None:
+                self.fetch(saved)
 
     def load(self, saved: Saved) -> None:
         """Start the copy back to the device."""

@@ -92,6 +92,7 @@ def test_a_long_interval_is_measured_by_the_counter():
     assert energy.joules == pytest.approx(true_energy(wave, 7.0, 49.0), rel=0.01)
     assert energy.disagreement == pytest.approx(0.05, abs=0.015)
     assert sampler.energy_method == "counter"
+    assert sampler.disagreement == energy.disagreement
 
 
 def test_a_short_interval_is_the_integral_of_power():

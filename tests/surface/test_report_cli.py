@@ -21,7 +21,8 @@ from kilter.testing import runs
 KEYS = {
     *("schema", "label", "run", "device", "devices", "iterations", "baseline", "governed"),
     *("saving", "saving_ci95", "slowdown", "slowdown_ci95", "contract", "within_contract"),
-    *("kept", "restored", "refused", "energy_method", "interval_method", "goal", "found"),
+    *("kept", "restored", "refused", "energy_method", "energy_disagreement"),
+    *("interval_method", "goal", "found", "memory"),
     *("after", "choice", "evidence", "rehearsed_iterations", "rehearsed_share", "mode"),
     *("mode_reason", "outcome", "ranks", "command", "kilter", "wall_time", "duration_s"),
     *("overhead", "probes", "decisions", "errors", "prediction", "blocks", "series"),
@@ -162,6 +163,20 @@ def test_page_that_cannot_be_written_is_one_line(run_dir, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["report", str(run_dir), "--html", str(tmp_path / "file" / "page.html")]) == 1
     assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("apart", "warned"), [(0.12, True), (-0.12, True), (0.02, False)])
+def test_energy_that_two_witnesses_disagree_on_is_doubted(apart, warned, tmp_path, capsys):
+    run = runs.governed()
+    run.stop(energy_disagreement=apart)
+    runs.write(tmp_path / "run", run)
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert main(["report", str(tmp_path / "run"), "--html", str(page)]) == 0
+    told = f"the integral of power is {apart:+.1%} off the energy counter"
+    assert (told in capsys.readouterr().out) == warned
+    assert (told in page.read_text()) == warned
+    assert (told in summary.summary(report.build(tmp_path / "run"), tmp_path)) == warned
 
 
 def test_json_and_html_exclude_each_other(run_dir, capsys):

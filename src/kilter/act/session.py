@@ -293,6 +293,7 @@ class Session:
                 sampler_cost_s=self._sampler.cost_s if self._sampler else 0.0,
                 hook_cost_s=self.marks.cost_s,
                 label=self._info.label,
+                energy_disagreement=self._sampler.disagreement if self._sampler else None,
             )
         )
         self._wait_for_others()

@@ -11,21 +11,24 @@ import math
 from collections.abc import Iterable, Sequence
 from importlib import resources
 
+from kilter.app import memory_plots
+from kilter.app.memory_report import Timeline
 from kilter.app.opening import contract
 from kilter.app.plots import iteration_times, power, signed, strip, tag, trade_off
 from kilter.app.report import OperationEnergy, Report, allowed_slowdown
-from kilter.app.summary import ending, evidence, headline, interval, less_one, verdict
+from kilter.app.summary import doubt, ending, evidence, headline, interval, less_one, verdict
 from kilter.app.svg import escape
 from kilter.core.units import show_energy, show_fraction, show_time
 
 MOST_OPERATIONS = 12
 
 
-def page(report: Report) -> str:
-    """The whole page."""
+def page(report: Report, memory: Timeline | None = None) -> str:
+    """The whole page; `memory` is the pass that the memory plan was made for."""
     sections = [
         _head(report),
         _tiles(report),
+        memory_plots.section(report.memory, memory),
         trade_off(report),
         iteration_times(report),
         power(report),
@@ -70,6 +73,8 @@ def _head(report: Report) -> str:
 
 
 def _claim(report: Report) -> str:
+    if report.goal.max_slowdown is None and report.memory is not None:
+        return memory_plots.claim(report.memory)
     if report.choice.setting == report.found or report.slowdown is None:
         text = headline(report).rpartition(" [")[0]
         return _capital(text).replace(" -", " \u2212")
@@ -88,6 +93,8 @@ def _faster_or_slower(slowdown: float) -> str:
 
 
 def _tiles(report: Report) -> str:
+    if report.goal.max_slowdown is None and report.memory is not None:
+        return ""  # the memory section has its own
     base, ours = report.baseline, report.governed
     compared = report.evidence.pairs > 0
     tiles = [
@@ -302,7 +309,9 @@ def _energy_method(report: Report) -> str:
     method = report.energy_method
     if method is None:
         return "How it was measured is unknown: the record has no end."
-    return f"{_capital(_ENERGY.get(method, method))}."
+    doubts = doubt(report)
+    warning = f" Warning: {doubts}." if doubts else ""
+    return f"{_capital(_ENERGY.get(method, method))}.{warning}"
 
 
 def _table(

@@ -13,10 +13,18 @@ def start_line(started: Started) -> str:
     doing = {"govern": "governing", "shadow": "shadowing (nothing is set)"}.get(
         started.mode, "watching only"
     )
-    text = f"kilter {started.kilter}: {doing} {device.name} [{device.label.value}]"
+    fitting = started.goal.memory_budget is not None
+    if fitting:
+        doing = "fitting" if started.mode == "observe" else f"fitting and {doing}"
+    name = f"{device.name} [{device.label.value}]"
+    if fitting and device.backend == "null":
+        name = "a stand-in on the CPU [simulated]"
+    text = f"kilter {started.kilter}: {doing} {name}"
+    if fitting:
+        text += f", memory {started.goal.memory_budget}"
     if started.goal.max_slowdown is not None and started.mode != "observe":
         text += f", {contract(started.goal)}"
-    if started.mode != "govern":
+    if started.mode != "govern" and not (fitting and started.goal.max_slowdown is None):
         text += f"; {started.mode_reason}"
     if started.world_size > 1:
         text += f"; {started.world_size} ranks"

@@ -18,11 +18,12 @@ import msgspec
 
 from kilter.core import codec
 from kilter.core.errors import PlanError, UsageError
+from kilter.core.plan import MemoryBudget
 from kilter.core.trace import IterationTrace
-from kilter.core.units import MIB, parse_bytes, parse_fraction, show_bytes, show_fraction, show_time
+from kilter.core.units import MIB, show_bytes, show_fraction, show_time
 from kilter.plan.swap.choose import PLANNERS, MemoryPlan, plan
 from kilter.plan.swap.problem import H200_PCIE5, Link, Problem, problem_of
-from kilter.plan.swap.simulate import simulate
+from kilter.plan.swap.simulate import Schedule, simulate
 
 HELP = "what to swap, to make again and to keep, so that an iteration fits a memory budget"
 EPILOG = """\
@@ -93,9 +94,12 @@ def run(args: argparse.Namespace) -> int:
 
 def budget_of(text: str, peak_bytes: int) -> int:
     """`24GiB`, or a share of the peak without a plan: `60%`."""
-    if text.strip().endswith("%"):
-        return int(parse_fraction(text) * peak_bytes)
-    return parse_bytes(text)
+    budget = MemoryBudget.parse(text)
+    if budget.share is not None:
+        return int(budget.share * peak_bytes)
+    if budget.size_bytes is None:
+        raise UsageError("--memory-budget auto: a trace has no card; give a size or a share")
+    return budget.size_bytes
 
 
 def answer(problem: Problem, planner: str) -> dict[str, Any]:
@@ -163,16 +167,21 @@ def chrome(problem: Problem, chosen: MemoryPlan) -> dict[str, Any]:
     and the memory level with and without the plan. Times are simulated."""
     if not chosen.feasible:
         raise PlanError("there is no feasible schedule to draw")
-    outcome = simulate(problem, chosen.schedule)
+    return chrome_of_schedule(problem, chosen.schedule)
+
+
+def chrome_of_schedule(problem: Problem, schedule: Schedule) -> dict[str, Any]:
+    """The same of a schedule that is known to be feasible."""
+    outcome = simulate(problem, schedule)
     rows = {"compute": 1, "remake": 1, "stall": 1, "out": 2, "in": 3}
     names = {1: "compute", 2: "to host", 3: "to device"}
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
         for tid, name in names.items()
     ]
-    away = {move.interval: (move.release, move.load) for move in chosen.schedule.moves}
-    due = problem.deadlines(frozenset(chosen.schedule.remade))
-    away |= {i: (problem.intervals[i].after + 1, due[i]) for i in chosen.schedule.remade}
+    away = {move.interval: (move.release, move.load) for move in schedule.moves}
+    due = problem.deadlines(frozenset(schedule.remade))
+    away |= {i: (problem.intervals[i].after + 1, due[i]) for i in schedule.remade}
     level = problem.profile(away)
     for span in outcome.spans:
         operation = span.lane in ("compute", "stall")

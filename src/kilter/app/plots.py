@@ -63,8 +63,8 @@ def strip(
     )
 
 
-def _figure(
-    report: Report,
+def figure(
+    tagged: str,
     key: str,
     title: str,
     lede: str,
@@ -79,7 +79,7 @@ def _figure(
         drawings.append(f"<div class='{name}'>{drawing}</div>")
     return (
         f"<section><h2>{escape(title)}</h2><p>{escape(lede)}</p><figure>{''.join(drawings)}"
-        f"<figcaption>{escape(caption)} {tag(report)}</figcaption></figure></section>"
+        f"<figcaption>{escape(caption)} {tagged}</figcaption></figure></section>"
     )
 
 
@@ -102,8 +102,8 @@ def trade_off(report: Report) -> str:
     lede = "Each point is a setting that was tried on the job, against the default beside it."
     if chosen is not None:
         lede += f" {chosen.setting} was chosen and then judged anew, on pairs of its own."
-    return _figure(
-        report,
+    return figure(
+        tag(report),
         "tradeoff",
         "Energy against time",
         lede,
@@ -253,8 +253,8 @@ def iteration_times(report: Report) -> str:
     means = "the pairs that were judged" if judged else "the default's blocks"
     every = _thinning(report)
     thinned = f" One block in {every} is drawn." if every > 1 else ""
-    return _figure(
-        report,
+    return figure(
+        tag(report),
         "times",
         "Iteration time, block by block",
         lede,
@@ -384,8 +384,8 @@ def power(report: Report) -> str:
     held = any(b.phase == "hold" and b.setting != report.found for b in report.blocks)
     held_text = " Shaded: a setting was held." if held else ""
     devices = "one line per device" if len(series) > 1 else series[0].device
-    return _figure(
-        report,
+    return figure(
+        tag(report),
         "power",
         "Power and clock over the run",
         "What the device's own sensors said.",

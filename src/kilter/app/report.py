@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from kilter.app.memory_report import MemoryReport, memory_report
 from kilter.core import codec
 from kilter.core.errors import FileError
 from kilter.core.events import (
@@ -23,6 +24,8 @@ from kilter.core.events import (
     Block,
     Decided,
     Failed,
+    Fitted,
+    Moved,
     Refused,
     Sampled,
     Started,
@@ -177,6 +180,8 @@ class Report:
     """The found setting was put back and seen; None if the record ends without an end."""
     refused: tuple[Refused, ...]
     energy_method: str | None
+    energy_disagreement: float | None
+    """(integral of power - energy counter) / counter: the larger of all ranks."""
     interval_method: str
     goal: Goal
     found: Setting
@@ -200,6 +205,8 @@ class Report:
     decisions: tuple[Decided, ...]
     errors: tuple[Failed, ...]
     prediction: Prediction | None
+    memory: MemoryReport | None
+    """None if memory was left alone."""
     blocks: tuple[Block, ...]
     series: tuple[Series, ...]
     operations: tuple[OperationEnergy, ...]
@@ -214,6 +221,8 @@ class Rank:
     samples: tuple[Sampled, ...]
     blocks: tuple[Block, ...]
     decisions: tuple[Decided, ...]
+    fitted: tuple[Fitted, ...]
+    moved: tuple[Moved, ...]
     refused: tuple[Refused, ...]
     failed: tuple[Failed, ...]
     stopped: Stopped | None
@@ -282,6 +291,8 @@ def sort_events(events: Iterable[AnyEvent]) -> Rank | None:
         samples=tuple(e for e in record if isinstance(e, Sampled)),
         blocks=tuple(e for e in record if isinstance(e, Block)),
         decisions=tuple(e for e in record if isinstance(e, Decided)),
+        fitted=tuple(e for e in record if isinstance(e, Fitted)),
+        moved=tuple(e for e in record if isinstance(e, Moved)),
         refused=tuple(e for e in record if isinstance(e, Refused)),
         failed=tuple(e for e in record if isinstance(e, Failed)),
         stopped=stopped[-1] if stopped else None,
@@ -341,6 +352,11 @@ def summarise(
         restored=_restored(stops, complete=complete),
         refused=_once(refusal for rank in ranks for refusal in rank.refused),
         energy_method=" and ".join(sorted({stop.energy_method for stop in stops})) or None,
+        energy_disagreement=max(
+            (s.energy_disagreement for s in stops if s.energy_disagreement is not None),
+            key=abs,
+            default=None,
+        ),
         interval_method=_INTERVAL_METHOD,
         goal=lead.goal,
         found=lead.found,
@@ -362,6 +378,10 @@ def summarise(
         decisions=ranks[0].decisions,
         errors=tuple(failure for rank in ranks for failure in rank.failed),
         prediction=_prediction(plan),
+        memory=memory_report(
+            lead.goal.memory_budget,
+            [(rank.started.rank, rank.fitted, rank.moved) for rank in ranks],
+        ),
         blocks=blocks,
         series=tuple(_series(rank) for rank in _one_per_device(ranks)),
         operations=operations,
@@ -594,7 +614,7 @@ def _overhead(stops: Sequence[Stopped], iterations: int) -> Overhead:
 
 
 def _prediction(plan: Plan | None) -> Prediction | None:
-    if plan is None:
+    if plan is None or plan.effect.peak_bytes is not None:  # None, or one of memory alone
         return None
     return Prediction(
         planner=plan.planner,

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from kilter.app import memory_report
 from kilter.app.opening import allowed, ascii_line, contract
 from kilter.app.report import Probe, Report
 from kilter.core.units import show_energy, show_fraction, show_time
+from kilter.observe.sampler import DISAGREEMENT
 
 
 def summary(report: Report, run_dir: str | Path) -> str:
@@ -19,6 +21,12 @@ def summary(report: Report, run_dir: str | Path) -> str:
     lines = [headline(report), ending(report)]
     if report.blocks:
         lines.insert(1, f"evidence: {evidence(report)}")
+    if report.memory is not None:
+        told = [f"{name}: {text}" for name, text in memory_report.details(report.memory)]
+        told.insert(0, memory_report.headline(report.memory))
+        lines = told if report.goal.max_slowdown is None else told + lines
+    if (doubts := doubt(report)) is not None:
+        lines.append(f"warning: {doubts}")
     lines += [f"refused: {refusal.what}: {refusal.reason}" for refusal in report.refused]
     lines += [f"an error of ours, {e.where}: {e.error}" for e in report.errors[:_MOST_ERRORS]]
     page = Path(run_dir) / "report.html"
@@ -44,6 +52,11 @@ def full(report: Report) -> str:
         f"end      {ending(report)}",
         f"energy   by {report.energy_method or 'unknown means (no end on record)'}",
     ]
+    if (doubts := doubt(report)) is not None:
+        lines.append(f"warning  {doubts}")
+    if report.memory is not None:
+        lines.append(memory_report.headline(report.memory).replace("memory:", "memory  "))
+        lines += [f"  {name:<12}{text}" for name, text in memory_report.details(report.memory)]
     if report.mode != "govern":
         lines.append(f"mode     {report.mode}: {report.mode_reason}")
     lines += [f"refused  {refusal.what}: {refusal.reason}" for refusal in report.refused]
@@ -62,6 +75,17 @@ def full(report: Report) -> str:
 
 
 _MOST_OPERATIONS = 10
+
+
+def doubt(report: Report) -> str | None:
+    """A warning if the two ways to measure energy do not agree."""
+    apart = report.energy_disagreement
+    if apart is None or abs(apart) <= DISAGREEMENT:
+        return None
+    return (
+        f"the integral of power is {apart:+.1%} off the energy counter: "
+        "one of them is wrong by as much; savings, which are ratios, suffer less"
+    )
 
 
 def headline(report: Report) -> str:

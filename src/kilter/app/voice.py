@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
+
 from kilter.act.session import Options
 from kilter.app.opening import start_line
 from kilter.core.codec import write_atomically
@@ -43,11 +45,15 @@ class Stderr:
             print(f"\r{text}", end="", file=sys.stderr, flush=True)
 
     def ended(self, run: Path, options: Options) -> None:
-        from kilter.app import html, report, summary
+        from kilter.app import html, memory_report, report, summary
 
         found = report.build(run)
+        pass_ = memory_report.timeline(run)
         write_atomically(run / "report.json", report.to_json(found))
-        write_atomically(run / "report.html", html.page(found).encode("utf-8", "replace"))
+        write_atomically(run / "report.html", html.page(found, pass_).encode("utf-8", "replace"))
+        if pass_ is not None:
+            chrome = msgspec.json.encode(memory_report.chrome_of(pass_))
+            write_atomically(run / "memory.chrome.json", chrome)
         if options.json_summary:
             self._say(report.to_json(found).decode().rstrip())
         else:

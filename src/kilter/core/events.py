@@ -152,7 +152,7 @@ class Moved(Event, frozen=True, kw_only=True):
     least_bytes: int | None
     """The smallest peak that any plan reaches."""
     plain_iteration_s: float | None
-    """The fastest iteration before there was a plan, with nothing away."""
+    """Median of iterations with everything kept and without us; None: there were none."""
     iteration_s: float | None
     """Median of the iterations under the plan."""
     passes: int
@@ -198,6 +198,8 @@ class Stopped(Event, frozen=True, kw_only=True):
     sampler_cost_s: float
     hook_cost_s: float
     label: Label
+    energy_disagreement: float | None = None
+    """(integral of power - counter) / counter, where both were there."""
 
 
 AnyEvent = Started | Sampled | Block | Decided | Fitted | Moved | Refused | Failed | Stopped

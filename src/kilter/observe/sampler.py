@@ -28,6 +28,8 @@ LONG_S = 10.0
 """Over this long a counter difference is right to about 1 % wherever its ends fall between ticks;
 ends that are known to lie on ticks are good from `SHORT_S` on."""
 SHORT_S = 1.0
+DISAGREEMENT = 0.05
+"""Counter and integral further apart than this: one of them is wrong, and people should know."""
 _POLL_S = 0.002
 """How closely a tick is caught before the counter is read."""
 _KEPT = 72_000
@@ -92,6 +94,8 @@ class Sampler:
         self._readings: deque[_Reading] = deque(maxlen=_KEPT)
         self._wanted = False
         self._methods: set[str] = set()
+        self._compared_j = [0.0, 0.0]
+        """Of the energies handed out that both witnesses know: by the counter, by the integral."""
         self._over = threading.Event()
         self._stopped = False
         self._turn = threading.Lock()
@@ -117,6 +121,12 @@ class Sampler:
     def energy_method(self) -> str:
         """What the energies handed out so far were from, for the report."""
         return " and ".join(sorted(self._methods)) or "none"
+
+    @property
+    def disagreement(self) -> float | None:
+        """(integral - counter) / counter over all energies handed out that both knew."""
+        counter_j, integral_j = self._compared_j
+        return integral_j / counter_j - 1.0 if counter_j > 0.0 else None
 
     def start(self) -> None:
         """Sample from now on, in a daemon thread. Device errors end up in `why_ended`."""
@@ -167,6 +177,9 @@ class Sampler:
         counter_j = self._counted(samples, readings, begin_s, end_s)
         if counter_j is not None:
             self._methods.add("counter")
+            if integral_j is not None:
+                self._compared_j[0] += counter_j
+                self._compared_j[1] += integral_j
             return Energy(counter_j, "counter", counter_j, integral_j)
         if integral_j is not None:
             self._methods.add("power integral")

@@ -181,7 +181,13 @@ class Recorder:
     def fail(self, where: str, error: str) -> None:
         self.events.append(Failed(t_s=self.t_s, where=where, error=error))
 
-    def stop(self, outcome: str = "finished", *, restored: bool = True) -> None:
+    def stop(
+        self,
+        outcome: str = "finished",
+        *,
+        restored: bool = True,
+        energy_disagreement: float | None = None,
+    ) -> None:
         self.events.append(
             Stopped(
                 t_s=self.t_s,
@@ -195,6 +201,7 @@ class Recorder:
                 sampler_cost_s=0.031,
                 hook_cost_s=5e-6 * self.iterations,
                 label=self.label,
+                energy_disagreement=energy_disagreement,
             )
         )
 

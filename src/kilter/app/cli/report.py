@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kilter.app import html, report, summary
+from kilter.app import html, memory_report, report, summary
 from kilter.core.codec import write_atomically
 
 HELP = "What a run found, what it saved and what it cost, what was set, restored and refused."
@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.buffer.write(report.to_json(found))
         sys.stdout.buffer.flush()
     elif arguments.html is not None:
-        write_atomically(arguments.html, html.page(found).encode("utf-8", "replace"))
+        page = html.page(found, memory_report.timeline(directory))
+        write_atomically(arguments.html, page.encode("utf-8", "replace"))
         print(arguments.html)
     else:
         print(summary.full(found))

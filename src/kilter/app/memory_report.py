@@ -1,0 +1,332 @@
+"""The memory part of a report: what the budget was, what it came to, what moved and what it cost.
+
+Values from the events of a run alone, so a killed run has them too; the timeline of a pass comes
+from the `trace.json` and `plan.json` beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kilter.core import codec
+from kilter.core.events import Fitted, Moved
+from kilter.core.label import Label
+from kilter.core.plan import MemoryBudget, MoveData, Plan
+from kilter.core.trace import IterationTrace
+from kilter.core.units import show_bytes, show_fraction, show_time
+from kilter.plan.swap.problem import Link, Problem, problem_of
+from kilter.plan.swap.simulate import Move, Schedule, Span, simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """One rank's card."""
+
+    rank: int
+    budget_bytes: int | None
+    peak_before_bytes: int | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """What came of a memory budget, on rank 0's card. `None` is unknown, never zero."""
+
+    label: Label
+    """Of all that is not said to be simulated: measured on a GPU; a stand-in is a simulation."""
+    backend: str
+    goal: MemoryBudget
+    budget_bytes: int | None
+    budget: str
+    """Where the budget comes from."""
+    applied: bool
+    feasible: bool | None
+    """There is a plan within the budget; None: none was asked for, or it is not known."""
+    within: bool | None
+    """The measured peak is within the budget."""
+    peak_before_bytes: int | None
+    peak_before_seen: bool
+    """False: something was away all the time, and is counted in."""
+    peak_bytes: int | None
+    least_bytes: int | None
+    iteration_before_s: float | None
+    """With everything kept and without us; None where the budget did not allow it."""
+    iteration_s: float | None
+    pass_before_s: float | None
+    pass_s: float | None
+    """Forward and backward: as observed, and under the plan (simulated)."""
+    bound_s: float | None
+    stall_s: float | None
+    remake_s: float | None
+    pass_out_bytes: int | None
+    pass_in_bytes: int | None
+    hidden: float | None
+    host_bytes: int
+    swapped: int | None
+    remade: int | None
+    kept: int | None
+    passes: int
+    planned: int
+    deviations: int
+    late: int
+    spilled: int
+    out_bytes: int
+    in_bytes: int
+    plans: tuple[Fitted, ...]
+    """In the order in which they came into force."""
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def slowdown(self) -> float | None:
+        """Measured: iterations under the plan against the plain ones."""
+        if not self.iteration_s or not self.iteration_before_s:
+            return None
+        return self.iteration_s / self.iteration_before_s - 1.0
+
+    @property
+    def pass_slowdown(self) -> float | None:
+        """Simulated: forward and backward under the plan against everything kept."""
+        if not self.pass_s or not self.pass_before_s:
+            return None
+        return self.pass_s / self.pass_before_s - 1.0
+
+    @property
+    def moves_nothing(self) -> bool:
+        """The job fits as it is."""
+        return self.feasible is True and not self.swapped and not self.remade
+
+
+def memory_report(
+    goal: MemoryBudget | None, ranks: Sequence[tuple[int, Sequence[Fitted], Sequence[Moved]]]
+) -> MemoryReport | None:
+    """From the events of each rank. None if memory was left alone, or nothing was met."""
+    if goal is None or not ranks or not ranks[0][2]:
+        return None
+    _, plans, moved = ranks[0]
+    last = moved[-1]
+    largest = max((plan.peak_before_bytes for plan in plans), default=None)
+    plan = next((p for p in reversed(plans) if p.peak_before_bytes == largest), None)
+    feasible = plan.feasible if plan is not None else None
+    if plan is None and None not in (last.least_bytes, last.budget_bytes):
+        feasible = False if last.least_bytes > last.budget_bytes else None  # type: ignore[operator]
+    within = None
+    if last.applied and last.peak_bytes is not None and last.budget_bytes is not None:
+        within = last.peak_bytes <= last.budget_bytes
+    return MemoryReport(
+        label=Label.MEASURED if last.backend == "cuda" else Label.SIMULATED,
+        backend=last.backend,
+        goal=goal,
+        budget_bytes=last.budget_bytes,
+        budget=last.budget,
+        applied=last.applied,
+        feasible=feasible,
+        within=within,
+        peak_before_bytes=last.plain_peak_bytes,
+        peak_before_seen=last.plain_peak_seen,
+        peak_bytes=last.peak_bytes,
+        least_bytes=last.least_bytes,
+        iteration_before_s=last.plain_iteration_s,
+        iteration_s=last.iteration_s,
+        pass_before_s=None if plan is None else plan.compute_s,
+        pass_s=None if plan is None else plan.iteration_s,
+        bound_s=last.bound_s,
+        stall_s=None if plan is None else plan.stall_s,
+        remake_s=None if plan is None else plan.remake_s,
+        pass_out_bytes=None if plan is None else plan.out_bytes,
+        pass_in_bytes=None if plan is None else plan.in_bytes,
+        hidden=None if plan is None else plan.hidden,
+        host_bytes=last.host_bytes if last.applied or plan is None else plan.host_bytes,
+        swapped=None if plan is None else plan.swapped,
+        remade=None if plan is None else plan.remade,
+        kept=None if plan is None else plan.kept,
+        passes=last.passes,
+        planned=last.planned,
+        deviations=last.deviations,
+        late=last.late,
+        spilled=last.spilled,
+        out_bytes=last.out_bytes,
+        in_bytes=last.in_bytes,
+        plans=tuple(plans),
+        ranks=tuple(
+            RankMemory(
+                rank=rank,
+                budget_bytes=events[-1].budget_bytes,
+                peak_before_bytes=events[-1].plain_peak_bytes,
+                peak_bytes=events[-1].peak_bytes,
+            )
+            for rank, _, events in ranks
+            if events
+        ),
+    )
+
+
+# In words
+
+
+def headline(memory: MemoryReport) -> str:
+    """What came of it, in one sentence."""
+    label = f"[{memory.label.value}]"
+    before, budget = show_bytes(memory.peak_before_bytes), show_bytes(memory.budget_bytes)
+    if memory.budget_bytes is None:
+        return f"memory: no budget ({memory.budget}); peak {before}, nothing was moved {label}"
+    if memory.moves_nothing:
+        return f"memory: the job fits: peak {before} within {budget}, nothing was moved {label}"
+    if memory.feasible is False:
+        least = show_bytes(memory.least_bytes)
+        did = "; data left on demand" if memory.spilled else ""
+        return f"memory: {budget} cannot be met, {least} is the least that is possible{did} {label}"
+    if memory.feasible is None:
+        return f"memory: no plan yet: peak {before}, budget {budget} {label}"
+    if not memory.applied:
+        planned = show_bytes(memory.plans[-1].peak_bytes)
+        return f"memory: peak {before} would be {planned}; nothing was moved [simulated]"
+    after = show_bytes(memory.peak_bytes)
+    over = "" if memory.within is not False else f", OVER the budget of {budget}"
+    return f"memory: peak {before} -> {after}{over}{_slower(memory)} {label}"
+
+
+def _slower(memory: MemoryReport) -> str:
+    if memory.slowdown is None:
+        return ""
+    return f", iteration {show_fraction(memory.slowdown, signed=True)}"
+
+
+def details(memory: MemoryReport) -> list[tuple[str, str]]:
+    """Name and text of what else a reader may ask."""
+    lines = []
+    if memory.budget_bytes is not None:
+        lines.append(("budget", f"{show_bytes(memory.budget_bytes)}: {memory.budget}"))
+    if memory.backend == "stand-in":
+        counted = "no GPU: a stand-in on the CPU that counts what autograd keeps, nothing else"
+        lines.append(("device", counted))
+    if not memory.peak_before_seen and memory.peak_before_bytes is not None:
+        text = f"{show_bytes(memory.peak_before_bytes)} counted: parts were away on demand"
+        lines.append(("peak before", f"{text} from the first iteration on"))
+    if memory.moves_nothing or memory.budget_bytes is None:
+        return lines + _ranks(memory)
+    lines.append(("time", _time(memory)))
+    if memory.pass_out_bytes is not None:
+        moved = f"{show_bytes(memory.pass_out_bytes)} out and {show_bytes(memory.pass_in_bytes)}"
+        lines.append(
+            (
+                "each pass",
+                f"{memory.swapped} data swapped, {memory.remade} made again, {memory.kept} kept; "
+                f"{moved} in, {show_fraction(memory.hidden)} of it hidden [simulated]",
+            )
+        )
+    if memory.host_bytes:
+        pinned = "pinned " if memory.backend == "cuda" else ""
+        lines.append(("host", f"{show_bytes(memory.host_bytes)} of {pinned}host memory"))
+    if memory.applied:
+        counts = f"{memory.passes} passes, {memory.planned} under a plan; "
+        counts += f"{memory.deviations} deviations, {memory.late} late, {memory.spilled} on demand"
+        lines.append(("passes", counts))
+    return lines + _ranks(memory)
+
+
+def _time(memory: MemoryReport) -> str:
+    parts = []
+    if memory.iteration_s is not None:
+        before = ""
+        if memory.iteration_before_s is not None:
+            before = f"{show_time(memory.iteration_before_s)} -> "
+        after = show_time(memory.iteration_s)
+        parts.append(f"iteration {before}{after} [{memory.label.value}]")
+    if memory.pass_s is not None:
+        bound = "" if memory.bound_s is None else f", bound {show_time(memory.bound_s)}"
+        change = show_fraction(memory.pass_slowdown, signed=True)
+        parts.append(
+            f"forward and backward {show_time(memory.pass_before_s)} -> "
+            f"{show_time(memory.pass_s)} ({change}){bound} [simulated]"
+        )
+    return "; ".join(parts) or "unknown"
+
+
+def _ranks(memory: MemoryReport) -> list[tuple[str, str]]:
+    if len(memory.ranks) < 2:
+        return []
+    peaks = ", ".join(
+        f"{r.rank}: {show_bytes(r.peak_before_bytes)} -> {show_bytes(r.peak_bytes)}"
+        for r in memory.ranks
+    )
+    return [("ranks", f"peak of each: {peaks}")]
+
+
+# The timeline of one pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One pass under its plan, in simulated time."""
+
+    problem: Problem
+    schedule: Schedule
+    starts_s: tuple[float, ...]
+    """Of each operation."""
+    end_s: float
+    before_bytes: tuple[int, ...]
+    after_bytes: tuple[int, ...]
+    backward_from: int
+    """First operation of backward."""
+    spans: tuple[Span, ...]
+    device: str
+
+
+def timeline(run: str | Path) -> Timeline | None:
+    """From the files of a run; None if it has no memory plan. `FileError` if one is malformed."""
+    trace, plan = Path(run) / "trace.json", Path(run) / "plan.json"
+    if not trace.exists() or not plan.exists():
+        return None
+    return timeline_of(codec.load(trace, IterationTrace), codec.load(plan, Plan))
+
+
+def timeline_of(trace: IterationTrace, plan: Plan) -> Timeline | None:
+    """The plan's schedule on the trace's memory, by the event simulator."""
+    memory, moved = trace.memory or trace, plan.memory
+    if moved is None or not memory.data:
+        return None
+    problem, schedule = problem_and_schedule(memory, moved)
+    outcome = simulate(problem, schedule)
+    starts_s = tuple(span.start_s for span in outcome.spans if span.lane == "compute")
+    away = {move.interval: (move.release, move.load) for move in schedule.moves}
+    due = problem.deadlines(frozenset(schedule.remade))
+    away |= {i: (problem.intervals[i].after + 1, due[i]) for i in schedule.remade}
+    count = len(problem.operation_s)
+    kinds = [operation.kind.value for operation in memory.operations]
+    return Timeline(
+        problem=problem,
+        schedule=schedule,
+        starts_s=starts_s,
+        end_s=outcome.iteration_s,
+        before_bytes=problem.resident_bytes,
+        after_bytes=tuple(int(level) for level in problem.profile(away)),
+        backward_from=kinds.index("backward") if "backward" in kinds else count,
+        spans=outcome.spans,
+        device=memory.device,
+    )
+
+
+def problem_and_schedule(trace: IterationTrace, moved: MoveData) -> tuple[Problem, Schedule]:
+    """What was planned, from the files."""
+    out, back, both, latency_s = moved.link
+    link = Link(
+        to_host_bytes_per_s=out,
+        to_device_bytes_per_s=back,
+        both_bytes_per_s=both,
+        latency_s=latency_s,
+    )
+    problem = problem_of(
+        trace, link=link, budget_bytes=moved.budget_bytes, min_bytes=moved.min_bytes
+    )
+    moves = tuple(Move(interval, release, load) for interval, release, load in moved.moves)
+    return problem, Schedule(moves=moves, remade=moved.remade)
+
+
+def chrome_of(found: Timeline) -> dict[str, Any]:
+    """The pass as a Chrome trace."""
+    from kilter.app.plan_memory import chrome_of_schedule
+
+    return chrome_of_schedule(found.problem, found.schedule)

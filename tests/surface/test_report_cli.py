@@ -25,8 +25,8 @@ KEYS = {
     *("interval_method", "goal", "found", "memory"),
     *("after", "choice", "evidence", "rehearsed_iterations", "rehearsed_share", "mode"),
     *("mode_reason", "outcome", "ranks", "command", "kilter", "wall_time", "duration_s"),
-    *("overhead", "probes", "decisions", "errors", "prediction", "blocks", "series"),
-    *("operations", "operations_method"),
+    *("overhead", "probes", "decisions", "errors", "prediction", "memory", "blocks"),
+    *("series", "operations", "operations_method"),
 }
 
 HOSTILE = '"><img src=x onerror=alert(1)>&\x1b[31m\x00</title></svg>'

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kilter.act.fence import Fence
 from kilter.core.errors import KilterError, PlanError
@@ -47,6 +47,8 @@ UNLIMITED = 2**60
 """More bytes than any device has."""
 SEEN_PASSES = 2
 """Passes of one kind after which its peak is known: the first creates gradients and state."""
+PLAIN = 4
+"""Iterations without us, to know what they take; only where the budget is a share of that."""
 SETTLED = 3
 """Iterations under a plan after which the job counts as settled; the peak is measured in them."""
 GIVE_UP = 60
@@ -66,13 +68,6 @@ class Schedule:
 
     trace: IterationTrace
     plan: Plan
-
-
-class _Kept(NamedTuple):
-    """What autograd is given while nothing moves yet."""
-
-    tensor: torch.Tensor
-    version: int
 
 
 class Fitter:
@@ -109,7 +104,11 @@ class Fitter:
         self._told_s = 0.0
         self._plans: tuple[MemoryPlan, ...] = ()
         self._refused: set[str] = set()
-        self._spilled = 0
+        self._seen = False
+        """The job ran with everything kept, and its peak is known."""
+        self._plain_left: int | None = None
+        """Iterations without us that are still to come; None: not begun."""
+        self._plain_peak_bytes = 0
         self._was_planned = False
         self._peak_bytes: int | None = None
         self._border = -1
@@ -140,6 +139,8 @@ class Fitter:
         if swapper is not None:
             self._peak_bytes = self._measured_peak_bytes(swapper)
         if swapper is not None and self._owner == here:
+            if self._plain_left:
+                swapper.step_in()
             swapper.__exit__(None, None, None)
         waiting = self._waits.pop(here, None)
         if waiting is not None:
@@ -175,15 +176,19 @@ class Fitter:
         self._wait_here()
 
     def _wait_here(self) -> None:
+        from kilter.act.swapper.store import kept, whole
+
         torch = self._torch
 
-        def pack(tensor: torch.Tensor) -> _Kept:
-            return self._pack(tensor)
+        def pack(tensor: Any) -> Any:
+            if not self._over and self._swapper is None and self._large(tensor):
+                self._fence(self._meet)(tensor)
+            return kept(tensor)
 
         # Dynamo would compile our own frames; unlike the public torch.compiler.disable, this one
         # imports the compiler only when called.
         disable = torch._disable_dynamo
-        hooks = torch.autograd.graph.saved_tensors_hooks(disable(pack), disable(_whole))
+        hooks = torch.autograd.graph.saved_tensors_hooks(disable(pack), disable(whole))
         hooks.__enter__()
         self._waits[threading.get_ident()] = hooks
 
@@ -211,12 +216,6 @@ class Fitter:
 
     def _is_ours(self, hooks: tuple[Any, Any]) -> bool:
         return str(getattr(hooks[0], "__module__", "")).startswith("kilter.")
-
-    def _pack(self, tensor: torch.Tensor) -> _Kept:
-        if not self._over and self._swapper is None and self._large(tensor):
-            self._fence(self._meet)(tensor)
-        # A leaf may be held itself; a result must not be (its node would hold itself alive).
-        return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
     def _large(self, tensor: torch.Tensor) -> bool:
         """Whether this is the first of the data that the job is to be governed by."""
@@ -279,8 +278,7 @@ class Fitter:
         elif card_bytes is not None:
             self._budget_bytes, self._words = card_bytes, f"to fit {words}"
         else:
-            self._words = "none"
-            self._refuse("auto: there is no card to fit; give a size or a share")
+            self._words = "auto, but there is no card to fit: give a size or a share"
 
     def _card(self, device: torch.device) -> tuple[int | None, str]:
         """What the card has for this process, less the reserve, and how that was found."""
@@ -307,9 +305,12 @@ class Fitter:
             return
         share = self._budget.share
         assert share is not None
-        peak_bytes = max(record.peak_bytes for record in records)
+        spilled = swapper.report().spilled > 0
+        if not spilled and not self._plain_over(swapper):
+            return
+        peak_bytes = max(self._plain_peak_bytes, *(record.peak_bytes for record in records))
         self._words = f"{self._budget} of the plain peak, {show_bytes(peak_bytes)}"
-        if swapper.report().spilled:
+        if spilled:
             peak_bytes = self._card_bytes
             self._words = f"{self._budget} of the card's {show_bytes(peak_bytes)}"
             self._words += ", since the job does not fit without a plan"
@@ -317,6 +318,36 @@ class Fitter:
         if not self._dry_run:
             swapper.budget_bytes = self._budget_bytes
             swapper.may_plan = True
+
+    def _plain_over(self, swapper: Swapper) -> bool:
+        """Let some iterations run without us: their time and peak are what a plan is held against.
+        They fit, since the watched ones did."""
+        cuda = self._torch.cuda if self._kind == "cuda" else None
+        device = None if self._backend is None else self._backend.device
+        if self._plain_left is None:
+            if not self._on_top():
+                return True
+            self._plain_left = PLAIN
+            swapper.step_out()
+            if cuda is not None:
+                cuda.reset_peak_memory_stats(device)
+            return False
+        self._phases[self._border] = "plain"
+        self._plain_left -= 1
+        if self._plain_left > 0 or not self._here():
+            return False
+        swapper.step_in()
+        if cuda is not None:
+            self._plain_peak_bytes = int(cuda.max_memory_allocated(device))
+        return True
+
+    def _here(self) -> bool:
+        return self._owner == threading.get_ident()
+
+    def _on_top(self) -> bool:
+        """The swapper's hooks can be taken out: this is their thread, and nobody's lie on them."""
+        top = self._torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return self._here() and top is not None and self._is_ours(top)
 
     # While the program runs
 
@@ -337,12 +368,12 @@ class Fitter:
         if self._budget_bytes is None and self._budget.share is not None:
             self._set_share(swapper)
         report = swapper.report()
+        if not self._seen and not report.spilled:
+            self._seen = any(record.passes >= SEEN_PASSES for record in swapper.records())
         planned = swapper.planned
         if planned and self._was_planned and not self._dry_run:
             self._phases[self._border] = "planned"
-        elif (not planned or self._dry_run) and report.spilled == self._spilled:
-            self._phases[self._border] = "plain"
-        self._was_planned, self._spilled = planned, report.spilled
+        self._was_planned = planned
         if report.plans != self._plans and not self._dry_run:
             old, self._plans = self._plans, report.plans
             for record, plan, numbers in swapper.plans():
@@ -443,7 +474,8 @@ class Fitter:
         self._told_s = self._clock()
         report = swapper.report()
         plain, planned = (list(self._times[kind]) for kind in ("plain", "planned"))
-        peaks = report.peaks_bytes[-1:]
+        peaks = [self._plain_peak_bytes, *(record.peak_bytes for record in swapper.records())]
+        measured = report.peaks_bytes[-1] if report.peaks_bytes else None
         self._record(
             Moved(
                 t_s=self._told_s,
@@ -451,11 +483,11 @@ class Fitter:
                 budget_bytes=self._budget_bytes,
                 budget=self._words,
                 applied=not self._dry_run,
-                plain_peak_bytes=max((r.peak_bytes for r in swapper.records()), default=None),
-                plain_peak_seen=report.spilled == 0,
-                peak_bytes=self._peak_bytes or (peaks[0] if peaks else None),
+                plain_peak_bytes=max(peaks, default=0) or None,
+                plain_peak_seen=self._seen,
+                peak_bytes=self._peak_bytes or measured,
                 least_bytes=least_bytes,
-                plain_iteration_s=min(plain, default=None),
+                plain_iteration_s=statistics.median(plain) if plain else None,
                 iteration_s=statistics.median(planned) if planned else None,
                 passes=report.passes,
                 planned=report.planned,
@@ -522,14 +554,6 @@ class Fitter:
         if self._swapper is None or self._dry_run or self._border >= GIVE_UP:
             return True
         return len(self._times["planned"]) >= SETTLED
-
-
-def _whole(packed: _Kept) -> torch.Tensor:
-    if packed.tensor._version != packed.version:
-        from kilter.act.swapper.engine import Modified
-
-        raise Modified
-    return packed.tensor
 
 
 def _call(method: Callable[[], None] | None) -> None:

@@ -64,9 +64,12 @@ def _head(report: Report) -> str:
     if report.saving is None and report.prediction is not None:
         label = report.prediction.label.value
         predicted = f" <span class='tag {label}'>predicted, {label}</span>"
-    facts = [report.device, report.ranks, report.wall_time, f"kilter {report.kilter}"]
+    alone = report.memory if report.goal.max_slowdown is None else None
+    tagged = tag(report) if alone is None else memory_plots.tag(alone.label)
+    device = "a stand-in on the CPU" if alone and alone.backend == "stand-in" else report.device
+    facts = [device, report.ranks, report.wall_time, f"kilter {report.kilter}"]
     return (
-        f"<header><p class='kicker'>kilter report {tag(report)}</p>"
+        f"<header><p class='kicker'>kilter report {tagged}</p>"
         f"<h1>{escape(_claim(report))}{predicted}</h1><p class='lede'><code>{command}</code></p>"
         f"<p class='facts'>{' &middot; '.join(escape(fact) for fact in facts)}</p></header>"
     )

@@ -10,6 +10,7 @@ from kilter.app import svg
 from kilter.app.memory_report import MemoryReport, Timeline, details, headline
 from kilter.app.plots import NARROW, figure
 from kilter.app.svg import Frame, escape
+from kilter.core.label import Label
 from kilter.core.units import GIB, KIB, MIB, show_bytes, show_fraction, show_time
 
 LANES = (
@@ -56,15 +57,14 @@ def claim(memory: MemoryReport) -> str:
 
 
 def _tiles(memory: MemoryReport) -> str:
-    tag = _tag(memory.label.value)
+    own, simulated = tag(memory.label), tag(Label.SIMULATED)
     before = show_bytes(memory.peak_before_bytes)
-    simulated = _tag("simulated")
     peak = memory.peak_bytes
     spread, value = f"{before} with everything kept", show_bytes(peak)
     if peak is None:
         value, spread = before, "with everything kept"
     budget = f"Budget {show_bytes(memory.budget_bytes)}: {memory.budget}."
-    tiles = [_tile("Peak memory", value, tag, spread, budget)]
+    tiles = [_tile("Peak memory", value, own, spread, budget)]
     known, change = memory.slowdown is not None, memory.slowdown
     if not known:
         change = memory.pass_slowdown
@@ -80,7 +80,7 @@ def _tiles(memory: MemoryReport) -> str:
         _tile(
             "Time per iteration" if known else "Time of a pass",
             show_fraction(change, signed=True).replace("-", "\u2212"),
-            tag if known else simulated,
+            own if known else simulated,
             bound,
             times,
         )
@@ -101,15 +101,16 @@ def _tiles(memory: MemoryReport) -> str:
     return "".join(tiles)
 
 
-def _tile(name: str, value: str, tag: str, spread: str, text: str) -> str:
+def _tile(name: str, value: str, tagged: str, spread: str, text: str) -> str:
     return (
-        f"<div class='tile'><h2>{escape(name)}</h2><p class='value'>{escape(value)} {tag}</p>"
+        f"<div class='tile'><h2>{escape(name)}</h2><p class='value'>{escape(value)} {tagged}</p>"
         f"<p class='spread'>{escape(spread)}</p><p>{escape(text)}</p></div>"
     )
 
 
-def _tag(label: str) -> str:
-    return f"<span class='tag {label}'>{label}</span>"
+def tag(label: Label) -> str:
+    """Where the numbers beside it come from."""
+    return f"<span class='tag {label.value}'>{label.value}</span>"
 
 
 def _picture(memory: MemoryReport, found: Timeline) -> str:
@@ -119,7 +120,7 @@ def _picture(memory: MemoryReport, found: Timeline) -> str:
     before, after = max(found.before_bytes), max(found.after_bytes)
     swapped, remade = len(found.schedule.moves), len(found.schedule.remade)
     return figure(
-        _tag("simulated"),
+        tag(Label.SIMULATED),
         "memory",
         "Device memory over one pass, and the schedule",
         "Forward, then backward. Grey: what autograd and the rest hold when everything is kept. "
@@ -157,7 +158,6 @@ def _draw(found: Timeline, width: float) -> tuple[float, str]:
         left=left, top=level_bottom, right=right, bottom=bottom, x_range=x_range, y_range=(0.0, 1.0)
     )
     budget = upper.y(found.problem.budget_bytes / size)
-    x_title = f"time in the pass, {time} (forward from the left, then backward)"
     parts = [
         legend,
         upper.axes(
@@ -182,9 +182,7 @@ def _draw(found: Timeline, width: float) -> tuple[float, str]:
         parts.append(svg.line(x, bottom, x, bottom + 4, "axis"))
         shown = _plain(value, svg.decimals(values))
         parts.append(svg.text(x, bottom + 19, shown, "tick", anchor="middle"))
-    if not wide:
-        x_title = f"time in the pass, {time}"
-    parts.append(svg.text(right, bottom + 38, x_title, "title", anchor="end"))
+    parts.append(svg.text(right, bottom + 38, f"time in the pass, {time}", "title", anchor="end"))
     return bottom + 46, "".join(parts)
 
 

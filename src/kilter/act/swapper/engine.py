@@ -207,6 +207,14 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._store.alive == 0:
             self._backend.close()
 
+    def step_out(self) -> None:
+        """Between passes: what is saved from here on is left to autograd."""
+        self._hooks.__exit__(None, None, None)
+
+    def step_in(self) -> None:
+        """Between passes, after `step_out`, in the same thread."""
+        self._hooks.__enter__()
+
     def _search_norms(self, search: bool) -> None:
         from torch.nn.modules.module import register_module_forward_hook
 

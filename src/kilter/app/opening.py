@@ -31,8 +31,16 @@ def start_line(started: Started) -> str:
     return ascii_line(text)
 
 
+def wish(goal: Goal) -> str:
+    """The whole goal in words."""
+    if goal.memory_budget is None:
+        return contract(goal)
+    memory = f"memory {goal.memory_budget}"
+    return memory if goal.max_slowdown is None else f"{memory}; {contract(goal)}"
+
+
 def contract(goal: Goal) -> str:
-    """The goal in words."""
+    """What was asked of the clocks, in words."""
     if goal.max_slowdown is None:
         return "no clock goal"
     return f"at most {allowed(goal.max_slowdown)} slower"

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 from kilter.app import memory_report
-from kilter.app.opening import allowed, ascii_line, contract
+from kilter.app.opening import allowed, ascii_line, wish
 from kilter.app.report import Probe, Report
 from kilter.core.units import show_energy, show_fraction, show_time
 from kilter.observe.sampler import DISAGREEMENT
@@ -25,6 +25,8 @@ def summary(report: Report, run_dir: str | Path) -> str:
         told = [f"{name}: {text}" for name, text in memory_report.details(report.memory)]
         told.insert(0, memory_report.headline(report.memory))
         lines = told if report.goal.max_slowdown is None else told + lines
+    if report.memory is None or report.goal.max_slowdown is not None:
+        lines += clocks
     if (doubts := doubt(report)) is not None:
         lines.append(f"warning: {doubts}")
     lines += [f"refused: {refusal.what}: {refusal.reason}" for refusal in report.refused]
@@ -44,7 +46,12 @@ def full(report: Report) -> str:
     lines = [
         f"run      {report.run}: {' '.join(report.command)}",
         f"device   {report.device} [{label}]; {report.ranks}",
-        f"goal     {contract(report.goal)}",
+        f"goal     {wish(report.goal)}",
+    ]
+    if report.memory is not None:
+        lines.append(memory_report.headline(report.memory).replace("memory:", "memory  "))
+        lines += [f"  {name:<12}{text}" for name, text in memory_report.details(report.memory)]
+    clocks = [
         f"result   {headline(report)}",
         f"default  {show_time(base.iteration_s)}, {show_energy(base.energy_j)} per iteration",
         f"governed {show_time(ours.iteration_s)}, {show_energy(ours.energy_j)} per iteration",
@@ -54,9 +61,6 @@ def full(report: Report) -> str:
     ]
     if (doubts := doubt(report)) is not None:
         lines.append(f"warning  {doubts}")
-    if report.memory is not None:
-        lines.append(memory_report.headline(report.memory).replace("memory:", "memory  "))
-        lines += [f"  {name:<12}{text}" for name, text in memory_report.details(report.memory)]
     if report.mode != "govern":
         lines.append(f"mode     {report.mode}: {report.mode_reason}")
     lines += [f"refused  {refusal.what}: {refusal.reason}" for refusal in report.refused]

@@ -5,35 +5,42 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from kilter.act.rehearsal import compare
 from kilter.app.cli.options import fraction, simulated
+from kilter.app.memory_report import timeline_of
 from kilter.core import codec
-from kilter.core.errors import PlanError
+from kilter.core.errors import PlanError, UsageError
 from kilter.core.plan import Plan
 from kilter.core.trace import IterationTrace
-from kilter.core.units import show_fraction
+from kilter.core.units import show_bytes, show_fraction, show_time
 from kilter.model.stats import Estimate, paired_ratio
 from kilter.plan.guard import Contract
+from kilter.plan.swap.simulate import simulate
 from kilter.sim.gpu import SimGpu
 
 HELP = "Try a plan on a simulated device: interleaved blocks against the default."
 
 EPILOG = """\
-The contract is judged as on a real job; every figure is labelled simulated.
+The contract is judged as on a real job; a memory schedule is run by the event simulator, with the
+link that it was planned for. Every figure is labelled simulated.
 
 examples:
   kilter rehearse plan.json --trace runs/ID/trace.json --device sim:h200
   kilter rehearse plan.json --trace trace.json --device sim:v100 --pairs 40 --json
+  kilter rehearse runs/ID/plan.json --trace runs/ID/trace.json      a plan of memory alone
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", type=Path, help="plan.json")
     parser.add_argument("--trace", metavar="TRACE", type=Path, required=True, help="trace.json")
-    parser.add_argument("--device", type=simulated, required=True, metavar="sim:NAME")
+    parser.add_argument(
+        "--device", type=simulated, metavar="sim:NAME", help="not needed for memory alone"
+    )
     parser.add_argument("--max-slowdown", type=fraction, default=0.02, metavar="S", help="(2%%)")
     parser.add_argument("--pairs", type=int, default=20, metavar="N", help="of blocks (20)")
     parser.add_argument("--seed", type=int, default=0, help="of the simulated card (0)")
@@ -43,6 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     plan = codec.load(args.plan, Plan)
     trace = codec.load(args.trace, IterationTrace)
+    memory = _memory(plan, trace)
+    if args.device is None and (plan.actions or memory is None):
+        raise UsageError("clocks are rehearsed on a simulated device: add --device sim:NAME")
+    if args.device is None:
+        assert memory is not None
+        if args.json:
+            _print({"memory": memory})
+        else:
+            _tell_memory(memory)
+        return 0
     if args.pairs < 2:
         raise PlanError(f"--pairs {args.pairs}: an interval needs at least 2")
     if not trace.operations:
@@ -61,8 +78,6 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json:
         document = {
-            "schema": "kilter.rehearse/1",
-            "label": "simulated",
             "device": gpu.info().name,
             "setting": setting,
             "pairs": args.pairs,
@@ -72,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
             "saving_ci95": None if energy is None else (1 - energy.high, 1 - energy.low),
             "max_slowdown": args.max_slowdown,
             "verdict": verdict.value,
+            "memory": memory,
         }
-        print(msgspec.json.encode(document).decode())
+        _print(document)
         return 0
     print(f"{gpu.info().name}, {args.pairs} pairs of blocks: {setting} against the default")
     print(f"time     {_change(time)}")
@@ -81,7 +97,48 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"contract at most {show_fraction(args.max_slowdown)} slower: {verdict.value} [simulated]"
     )
+    if memory is not None:
+        _tell_memory(memory)
     return 0
+
+
+def _print(document: dict[str, object]) -> None:
+    head = {"schema": "kilter.rehearse/1", "label": "simulated"}
+    print(msgspec.json.encode(head | document).decode())
+
+
+def _memory(plan: Plan, trace: IterationTrace) -> dict[str, object] | None:
+    """What the event simulator says of the plan's memory schedule."""
+    found = timeline_of(trace, plan)
+    if found is None:
+        return None
+    outcome = simulate(found.problem, found.schedule)
+    return {
+        "budget_bytes": found.problem.budget_bytes,
+        "peak_before_bytes": found.problem.peak_bytes,
+        "peak_bytes": outcome.peak_bytes,
+        "compute_s": found.problem.compute_s,
+        "iteration_s": outcome.iteration_s,
+        "stall_s": outcome.stall_s,
+        "remake_s": outcome.remake_s,
+        "out_bytes": outcome.out_bytes,
+        "in_bytes": outcome.in_bytes,
+        "faults": outcome.faults,
+    }
+
+
+def _tell_memory(memory: dict[str, Any]) -> None:
+    before, peak = show_bytes(memory["peak_before_bytes"]), show_bytes(memory["peak_bytes"])
+    slower = show_fraction(memory["iteration_s"] / memory["compute_s"] - 1, signed=True)
+    print(f"memory   peak {before} -> {peak}, budget {show_bytes(memory['budget_bytes'])}")
+    print(
+        f"pass     {show_time(memory['compute_s'])} -> {show_time(memory['iteration_s'])} "
+        f"({slower}); waits {show_time(memory['stall_s'])}, "
+        f"made again {show_time(memory['remake_s'])}; {show_bytes(memory['out_bytes'])} out, "
+        f"{show_bytes(memory['in_bytes'])} in [simulated]"
+    )
+    for fault in memory["faults"]:
+        print(f"fault    {fault}")
 
 
 def _change(estimate: Estimate | None) -> str:

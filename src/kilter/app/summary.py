@@ -25,8 +25,6 @@ def summary(report: Report, run_dir: str | Path) -> str:
         told = [f"{name}: {text}" for name, text in memory_report.details(report.memory)]
         told.insert(0, memory_report.headline(report.memory))
         lines = told if report.goal.max_slowdown is None else told + lines
-    if report.memory is None or report.goal.max_slowdown is not None:
-        lines += clocks
     if (doubts := doubt(report)) is not None:
         lines.append(f"warning: {doubts}")
     lines += [f"refused: {refusal.what}: {refusal.reason}" for refusal in report.refused]
@@ -59,6 +57,8 @@ def full(report: Report) -> str:
         f"end      {ending(report)}",
         f"energy   by {report.energy_method or 'unknown means (no end on record)'}",
     ]
+    if report.memory is None or report.goal.max_slowdown is not None:
+        lines += clocks
     if (doubts := doubt(report)) is not None:
         lines.append(f"warning  {doubts}")
     if report.mode != "govern":

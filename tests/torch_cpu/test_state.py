@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from kilter.act.fence import Fence
-from kilter.act.swapper import CpuStandIn
+from kilter.act.swapper import CpuStandIn, Swapper
 from kilter.act.swapper.gradients import GradientConsumed
 from kilter.act.swapper.state import StateMover, StateReport
 from kilter.core.errors import UsageError
@@ -757,3 +757,36 @@ def test_deep_copies_and_moves_of_the_module_still_work() -> None:
         net.to(torch.float32)
         step(net, optimizer, 5)
     assert all(p.grad is None for p in twin.parameters())
+
+
+# Beside the engine for saved tensors
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_beside_the_swapper(mode: str) -> None:
+    found = []
+    for governed in (False, True):
+        net = network()
+        optimizer = adamw(net)
+        with (
+            nullcontext()
+            if not governed
+            else Swapper(CpuStandIn(), budget_bytes=3_000, link=LINK, min_bytes=256) as swapper
+        ):
+            options = (
+                MODES[mode]
+                if swapper is None
+                else {
+                    **MODES[mode],
+                    "before_update": swapper.before_update,
+                    "changed": swapper.forget,
+                }
+            )
+            with nullcontext() if swapper is None else mover(**options) as state:
+                for number in range(16):
+                    step(net, optimizer, number)
+                if swapper is not None and state is not None:
+                    assert swapper.report().planned > 2
+                    assert state.report().late == 0
+        found.append(values(net, optimizer))
+    assert same(*found)

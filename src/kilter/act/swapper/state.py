@@ -694,15 +694,20 @@ class StateMover(AbstractContextManager["StateMover"]):
     def _bring_home(self, charge: _Charge) -> None:
         """All state on the device for good, or in host tensors if it does not fit there."""
         charge.plan = None
-        states = charge.optimizer.state
         for bucket in charge.buckets:
             try:
                 self._stream.bring(bucket)
+                if bucket.flat is not None:
+                    self._stream.separate(bucket)
             except self._torch.OutOfMemoryError:
-                for p, key, value in self._stream.copies(bucket):
-                    states[p] |= {key: value}
-                charge.refused.append("optimizer state did not fit the device and is on the host")
-            self._stream.disown(bucket, states)
+                self._keep_on_host(charge, bucket)
+            self._stream.disown(bucket, charge.optimizer.state)
+
+    def _keep_on_host(self, charge: _Charge, bucket: StateBucket) -> None:
+        if bucket.where is Where.AWAY:
+            for p, key, value in self._stream.copies(bucket):
+                charge.optimizer.state[p] |= {key: value}
+            charge.refused.append("optimizer state did not fit the device and is on the host")
 
     # Checkpoints
 

@@ -216,6 +216,15 @@ class Stream:
             self._backend.wait(bucket.arrival)
         bucket.where = Where.HERE
 
+    def separate(self, bucket: StateBucket) -> None:
+        """Give each tensor of a bucket that is here a storage of its own again."""
+        import torch
+
+        for _, _, value in bucket.views:
+            own = value.clone()
+            with torch.no_grad():
+                value.set_(own.untyped_storage(), 0, value.size(), value.stride())
+
     def copies(self, bucket: StateBucket) -> Iterator[tuple[Any, str, torch.Tensor]]:
         """The state of a bucket that is away, in ordinary host memory."""
         import torch

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 from kilter.core.errors import PlanError
 from kilter.plan.swap.problem import Link
@@ -123,16 +123,14 @@ def plan_state(buckets: Sequence[Bucket], *, room_bytes: int, link: Link) -> Sta
 def _candidates(buckets: Sequence[Bucket], room_bytes: int) -> Iterator[frozenset[int]]:
     """Sets of buckets to stream that leave room for themselves, evenly spread."""
     total_bytes = sum(b.state_bytes for b in buckets)
-    largest_bytes = max(b.state_bytes for b in buckets)
     holders = [i for i, b in enumerate(buckets) if b.state_bytes]
-    for window in WINDOWS:
-        away_bytes = total_bytes - room_bytes + window * largest_bytes
-        for head in MARGINS:
-            for tail in MARGINS:
-                pool = holders[head : len(holders) - tail]
-                if sum(buckets[i].state_bytes for i in pool) >= away_bytes:
-                    yield frozenset(_spread(pool, buckets, away_bytes))
-    if largest_bytes <= room_bytes:
+    for head, tail, window in product(MARGINS, MARGINS, WINDOWS):
+        pool = holders[head : len(holders) - tail]
+        sizes = [buckets[i].state_bytes for i in pool]
+        away_bytes = total_bytes - room_bytes + window * max(sizes, default=0)
+        if sum(sizes) >= away_bytes:
+            yield frozenset(_spread(pool, buckets, away_bytes))
+    if max(b.state_bytes for b in buckets) <= room_bytes:
         yield frozenset(holders)
 
 

@@ -13,10 +13,12 @@ from kilter.sim.replay import (
     TELEMETRY,
     RecordedDevice,
     ReplayDevice,
+    load_recording,
     load_tables,
     load_telemetry,
     table_noise,
 )
+from kilter.testing import runs
 
 
 @pytest.fixture
@@ -90,6 +92,28 @@ def test_a_recording_is_read_at_its_own_pace_in_si_units(recording):
     now = 99.0
     assert device.sample().power_w == 309
     assert device.length_s == pytest.approx(0.9)
+
+
+def test_a_recorded_run_is_played_on_the_clock_of_the_job(tmp_path):
+    """Blocks are timed on the host's clock, so that is where the samples have to lie."""
+    run = runs.governed()
+    run.stop()
+    samples = load_recording(runs.write(tmp_path / "run", run))
+    now = 5000.0
+    device = RecordedDevice(samples, lambda: now, "job", begin_s=5000.0)
+    assert device.sample().t_s == 5000.0
+    now += device.length_s / 2
+    sample = device.sample()
+    assert 5000.0 < sample.t_s <= now
+    assert sample.power_w in {s.power_w for s in samples}
+    assert device.info().label is Label.REPLAYED
+
+
+def test_a_run_without_readings_cannot_be_replayed(tmp_path):
+    run = runs.Recorder(runs.Job())
+    run.start()
+    with pytest.raises(FileError, match="holds no reading"):
+        load_recording(runs.write(tmp_path / "run", run))
 
 
 def test_a_recording_cannot_be_set(recording):

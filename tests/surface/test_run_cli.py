@@ -69,7 +69,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         "                        clocks are then left alone unless --max-slowdown is given\n"
         "  --objective NAME      what is minimised under the contract: energy (default), edp or"
         " ed2p\n"
-        "  --device DEVICE       auto (default), nvml, sim:NAME or null\n"
+        "  --device DEVICE       auto (default), nvml, sim:NAME, replay:PATH of a recorded run, or"
+        " null\n"
         "  --dry-run             observe, plan and report, but set nothing\n"
         "  --out DIR             where the files of the run go (default: runs/ID)\n"
         "  --json                the summary at the end is one line of JSON, also on stderr\n"
@@ -253,6 +254,7 @@ def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
         (["--objective", "speed", "train.py"], "choose one of energy, edp, ed2p"),
         (["--device", "gpu", "train.py"], "choose one of auto, nvml, null, sim:"),
         (["--device", "sim:nothing", "train.py"], "choose one of auto, nvml, null, sim:"),
+        (["--device", "replay:nowhere", "train.py"], "no such recording"),
         (["--memory-budget", "much", "train.py"], "--memory-budget: 'much' is not a memory budget"),
         (["--memory-budget", "24", "train.py"], "is 24 bytes: write the unit, as in 24GiB"),
         (["--memory-budget", "-1GiB", "train.py"], "--memory-budget"),
@@ -276,6 +278,19 @@ def test_wrong_usage_exits_2(
     assert printed.out == ""
     assert message in printed.err
     assert len(printed.err.splitlines()) <= 2
+
+
+def test_a_broken_recording_exits_1_before_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.csv").write_text("a,b\n")
+    (tmp_path / "train.py").write_text("print('ran')\n")
+    arguments = ["--device", f"replay:{tmp_path}/bad.csv", str(tmp_path / "train.py")]
+    assert cli.main(["run", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "missing columns" in printed.err
+    assert len(printed.err.splitlines()) == 1
 
 
 def test_without_torch_an_unknown_option_says_so(

@@ -151,7 +151,7 @@ class Session:
         self._thread: threading.Thread | None = None
         self._pid = 0
         self._outer: Session | None = None
-        self._wrong: UsageError | None = None
+        self._wrong: UsageError | FileError | None = None
         self.marks = Marks(self._border, fence=self._fence)
         self.run: Path | None = None
         """The directory of the run, once it has one."""
@@ -171,10 +171,11 @@ class Session:
             outer._fence(outer._refuse)("a session inside this one", "one governs a process")
             return self
         check_out(self._options.out, self._ranks)
-        if self._fence.run(self._open):
-            self._fence(self._start)()
+        opened = self._fence.run(self._open)
         if self._wrong is not None:
             raise self._wrong
+        if opened:
+            self._fence(self._start)()
         Session._running = self
         return self
 
@@ -198,7 +199,7 @@ class Session:
     def _open(self) -> None:
         try:
             self._device = open_device(self._options.device, self._ranks)
-        except UsageError as error:
+        except (UsageError, FileError) as error:
             self._wrong = error
 
     def _quiet(self) -> None:
@@ -693,8 +694,14 @@ class _Hands:
 
 
 def open_device(spec: str, ranks: Ranks) -> Device:
-    """`sim:NAME`, or what `kilter.device.find` knows. Raises `UsageError` and device errors."""
+    """`sim:NAME`, `replay:PATH`, or what `kilter.device.find` knows. Raises `UsageError`,
+    `FileError` and device errors."""
     kind, _, name = spec.partition(":")
+    if kind == "replay":
+        from kilter.sim.replay import RecordedDevice, load_recording
+
+        now_s = time.monotonic
+        return RecordedDevice(load_recording(name), now_s, Path(name).name, begin_s=now_s())
     if kind != "sim":
         return find(spec, local_rank=ranks.local_rank, environ=os.environ)
     if name not in names():

@@ -55,13 +55,23 @@ def _objective(text: str) -> Objective:
 def _device(text: str) -> str:
     if text in CHOICES:
         return text
+    kind, _, name = text.partition(":")
+    if kind == "replay":
+        if not Path(name).exists():
+            raise UsageError(f"{text!r}: no such recording (a run's directory, or a CSV file)")
+        from kilter.sim.replay import load_recording
+
+        load_recording(name)  # a broken one is said before the script begins
+        return f"replay:{Path(name).absolute()}"  # the script may change its directory
     # Late: the simulator brings numpy, which must not be imported before the script has had its
     # chance to say how many threads it may start.
     from kilter.sim.cards import names
 
     choices = (*CHOICES, *(f"sim:{name}" for name in names()))
     if text not in choices:
-        raise UsageError(f"{text!r} is not a device: choose one of {', '.join(choices)}")
+        raise UsageError(
+            f"{text!r} is not a device: choose one of {', '.join(choices)}, or replay:PATH"
+        )
     return text
 
 
@@ -92,7 +102,12 @@ OPTIONS = {
             "what is minimised under the contract: energy (default), edp or ed2p",
             "NAME",
         ),
-        Option("device", _device, "auto (default), nvml, sim:NAME or null", "DEVICE"),
+        Option(
+            "device",
+            _device,
+            "auto (default), nvml, sim:NAME, replay:PATH of a recorded run, or null",
+            "DEVICE",
+        ),
         Option("dry-run", _switch, "observe, plan and report, but set nothing"),
         Option("out", _directory, "where the files of the run go (default: runs/ID)", "DIR"),
         Option("json", _switch, "the summary at the end is one line of JSON, also on stderr"),

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from kilter.core.errors import FileError, NotPermitted, NotSupported
+from kilter.core.events import Sampled, read_events
 from kilter.core.label import Label
 from kilter.core.setting import DeviceInfo, Sample, Setting, Supported
 from kilter.core.units import MHZ, MIB
@@ -341,6 +342,30 @@ def load_telemetry(path: str | os.PathLike[str]) -> tuple[Sample, ...]:
     return tuple(samples)
 
 
+def load_recording(path: str | os.PathLike[str]) -> tuple[Sample, ...]:
+    """The samples of a run of ours (its directory), or of a telemetry recording (a CSV file)."""
+    directory = Path(path)
+    if not directory.is_dir():
+        return load_telemetry(path)
+    events = directory / "events-rank0.jsonl"
+    samples: list[Sample] = []
+    for event in read_events(events):
+        if isinstance(event, Sampled) and (not samples or event.device_t_s > samples[-1].t_s):
+            samples.append(
+                Sample(
+                    t_s=event.device_t_s,
+                    power_w=event.power_w,
+                    sm_clock_hz=event.sm_clock_hz,
+                    memory_clock_hz=event.memory_clock_hz,
+                    sm_utilisation=event.sm_utilisation,
+                    temperature_c=event.temperature_c,
+                )
+            )
+    if not samples:
+        raise FileError(f"{events}: holds no reading of a device's sensors")
+    return tuple(samples)
+
+
 def _times(value: float | None, unit: float) -> float | None:
     return None if value is None else value * unit
 
@@ -348,15 +373,23 @@ def _times(value: float | None, unit: float) -> float | None:
 class RecordedDevice:
     """A recorded run as a device that can only be read.
 
-    `clock` gives the seconds since the recording began; the answer is the last sample up to then,
-    and stays at the last one when the recording is over.
+    `clock` is the clock that the recording is played on, from `begin_s` on; the answer is the last
+    sample up to now, and stays at the last one when the recording is over.
     """
 
-    def __init__(self, samples: tuple[Sample, ...], clock: Callable[[], float], name: str) -> None:
+    def __init__(
+        self,
+        samples: tuple[Sample, ...],
+        clock: Callable[[], float],
+        name: str,
+        *,
+        begin_s: float = 0.0,
+    ) -> None:
         self._samples = samples
         self._times = [sample.t_s - samples[0].t_s for sample in samples]
         self._clock = clock
         self._name = name
+        self._begin_s = begin_s
 
     @property
     def length_s(self) -> float:
@@ -376,8 +409,8 @@ class RecordedDevice:
         )
 
     def sample(self, *, energy: bool = False) -> Sample:
-        place = max(0, bisect.bisect_right(self._times, self._clock()) - 1)
-        sample = self._samples[place]
+        place = max(0, bisect.bisect_right(self._times, self._clock() - self._begin_s) - 1)
+        sample = replace(self._samples[place], t_s=self._begin_s + self._times[place])
         return sample if energy else replace(sample, energy_j=None)
 
     def supported(self) -> Supported:

@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from kilter.act.swapper.fused import can_normalise, normalised
+
 if TYPE_CHECKING:
     import torch
 
@@ -28,9 +30,10 @@ Fetch = Callable[[], "torch.Tensor"]
 class Memory(Protocol):
     """Who knows what operations saved and produced."""
 
-    def kept_by(self, node: Any, name: str) -> tuple[Fetch, int | None] | None:
+    def kept_by(self, node: Any, name: str) -> tuple[Fetch, int | torch.Tensor] | None:
         """How to have later what a node saved under an attribute's name, and the number of its
-        datum, if it is one; None if the node saved nothing there. May raise `Foreign`."""
+        datum, or itself if it is none; None if the node saved nothing there. May raise `Foreign`.
+        """
 
     def produced_by(self, node: Any) -> tuple[Fetch, int] | None:
         """A node's output, if some operation saved it: how to have it, and its number."""
@@ -61,6 +64,7 @@ class Recipe:
         "dtype",
         "leaves",
         "node",
+        "others",
         "size",
         "sources",
         "stride",
@@ -72,6 +76,8 @@ class Recipe:
         """Numbers of the saved data that it reads."""
         self.leaves: list[int] = []
         """Identities of the parameters that it reads."""
+        self.others: list[torch.Tensor] = []
+        """What it reads that is not ours to move: parameters, and small tensors."""
         self.node = ""
         self._memory: Memory | None = memory
         self._depth = 0
@@ -124,6 +130,7 @@ class Recipe:
         if node.name() == "torch::autograd::AccumulateGrad":
             parameter = node.variable
             self.leaves.append(id(parameter))
+            self.others.append(parameter)
             return _leaf(parameter)
         assert self._memory is not None
         return self._noted(self._memory.produced_by(node)) or self.made(node, want)
@@ -137,12 +144,14 @@ class Recipe:
         self._depth -= 1
         return made
 
-    def _noted(self, found: tuple[Fetch, int | None] | None) -> Fetch | None:
+    def _noted(self, found: tuple[Fetch, int | torch.Tensor] | None) -> Fetch | None:
         if found is None:
             return None
-        fetch, number = found
-        if number is not None:
-            self.sources.append(number)
+        fetch, source = found
+        if isinstance(source, int):
+            self.sources.append(source)
+        else:
+            self.others.append(source)
         return fetch
 
 
@@ -200,6 +209,9 @@ def _cast(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
     dtype = want.dtype
     if dtype is None:
         return None  # in the middle of a recipe the target type is not known
+    before = node.next_functions[0][0]
+    if before is not None and before.name() == "NativeLayerNormBackward0":
+        return _layer_norm(recipe, before, want)
     source = recipe.value(node.next_functions[0], _Want(size=want.size))
     return None if source is None else lambda: source().to(dtype)
 
@@ -214,18 +226,28 @@ def _view(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
 
 
 def _layer_norm(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+    """With the cast that follows it, if one does."""
     import torch
 
     eps = node.metadata.get(EPS)
-    if eps is None:
-        return None
     source = recipe.saved(node, "_raw_saved_input")
-    if source is None:
+    if eps is None or source is None or want.dtype is None:
         return None
+    dtype = want.dtype
     shape = list(node._saved_normalized_shape)
     weight = recipe.saved(node, "_raw_saved_weight") or _nothing
     bias = recipe.saved(node, "_raw_saved_bias") or _nothing
-    return lambda: torch.native_layer_norm(source(), shape, weight(), bias(), eps)[0]
+    mean = recipe.saved(node, "_raw_saved_result1") or _nothing
+    rstd = recipe.saved(node, "_raw_saved_result2") or _nothing
+
+    def make() -> torch.Tensor:
+        x, gain, offset = source(), weight(), bias()
+        if x.dtype is not dtype and len(shape) == 1 and can_normalise(x, gain, offset, shape[0]):
+            return normalised(x, mean(), rstd(), gain, offset, dtype)
+        out: torch.Tensor = torch.native_layer_norm(x, shape, gain, offset, eps)[0]
+        return out if out.dtype is dtype else out.to(dtype)
+
+    return make
 
 
 def _nothing() -> Any:
@@ -237,10 +259,10 @@ def _batch_norm(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
     """With the batch's own statistics; running statistics are neither read nor updated."""
     import torch
 
+    name = node.name()
+    native = name == "NativeBatchNormBackward0"
     training = getattr(node, "_saved_training", True)
-    eps = getattr(node, "_saved_eps", None)
-    if eps is None:
-        eps = getattr(node, "_saved_epsilon", None)
+    eps = getattr(node, "_saved_eps" if native else "_saved_epsilon", None)
     source = recipe.saved(node, "_raw_saved_input")
     if not training or eps is None or source is None:
         return None
@@ -250,11 +272,37 @@ def _batch_norm(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
         bias = recipe.value(node.next_functions[2], _Want())
     if bias is None:
         return None
-    operation = {
-        "NativeBatchNormBackward0": torch.native_batch_norm,
-        "CudnnBatchNormBackward0": torch.cudnn_batch_norm,
-    }[node.name()]
-    return lambda: operation(source(), weight(), bias(), None, None, True, 0.0, eps)[0]
+    if not native:
+        return lambda: torch.cudnn_batch_norm(
+            source(), weight(), bias(), None, None, True, 0.0, eps
+        )[0]
+    mean = recipe.saved(node, "_raw_saved_result1")
+    deviation = recipe.saved(node, "_raw_saved_result2")
+
+    def make() -> torch.Tensor:
+        x = source()
+        if x.is_cuda and mean is not None and deviation is not None:
+            # The second half of the forward: its first half, the sums, is in what it saved.
+            return torch.batch_norm_elemt(x, weight(), bias(), mean(), deviation(), eps)
+        return torch.native_batch_norm(x, weight(), bias(), None, None, True, 0.0, eps)[0]
+
+    return make
+
+
+def _convolution(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+    import torch
+
+    source = recipe.saved(node, "_raw_saved_input")
+    weight = recipe.saved(node, "_raw_saved_weight")
+    edge = node.next_functions[2]
+    bias = _nothing if edge[0] is None else recipe.value(edge, _Want())
+    if source is None or weight is None or bias is None:
+        return None
+    how = tuple(
+        getattr(node, f"_saved_{name}")
+        for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    )
+    return lambda: torch.convolution(source(), weight(), bias(), *how)
 
 
 def _relu(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
@@ -307,6 +355,7 @@ _BUILDERS: dict[str, Callable[[Recipe, Any, _Want], Fetch | None]] = {
     "NativeLayerNormBackward0": _layer_norm,
     "NativeBatchNormBackward0": _batch_norm,
     "CudnnBatchNormBackward0": _batch_norm,
+    "ConvolutionBackward0": _convolution,
     "ReluBackward0": _relu,
     "AddBackward0": _add,
     "MulBackward0": _multiply,
@@ -321,6 +370,7 @@ _KINDS = {
     "NativeLayerNormBackward0": "layer norm",
     "NativeBatchNormBackward0": "batch norm",
     "CudnnBatchNormBackward0": "batch norm",
+    "ConvolutionBackward0": "convolution",
     "ReluBackward0": "relu",
     "AddBackward0": "sum",
     "MulBackward0": "product",

@@ -387,7 +387,7 @@ class Store:
         view = View(saved, *found[1])
         return (lambda: self.look(view)), saved.number
 
-    def kept_by(self, node: Any, name: str) -> tuple[Fetch, int | None] | None:
+    def kept_by(self, node: Any, name: str) -> tuple[Fetch, int | torch.Tensor] | None:
         """What a node saved under a name, as we packed it; nothing is unpacked, since the hooks of
         others may do anything (checkpointing runs the forward again)."""
         raw = getattr(node, name)
@@ -407,4 +407,4 @@ class Store:
                 raise Stale("a tensor that the recipe reads was modified in place")
             return tensor.detach()
 
-        return fetch, None
+        return fetch, packed[0]

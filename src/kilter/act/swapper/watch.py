@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     import torch
 
 
+LEAD_S = 0.05
+"""Of the host before the device when a pass is timed. A watched pass is issued slowly; without the
+lead the device would wait, and the wait would count as time of operations."""
+
+
 def described(tensor: torch.Tensor) -> str:
     """What made a tensor, its shape and its type, for people."""
     base = tensor._base if tensor._is_view() else tensor
@@ -41,6 +46,12 @@ class Watch:
         self._marks: list[tuple[Event, Event]] = []
         self._begin: Event = None
         self._held_by_others: dict[int, tuple[weakref.ref[Saved], Any]] = {}
+        if timing_only:
+            backend.keep_busy(LEAD_S)
+        self._read: dict[int, torch.UntypedStorage] = {}
+        """By identity, storages that recipes read and that are not ours."""
+        self._emptied: set[int] = set()
+        """Those of them that somebody empties and fills again, as sharding does with weights."""
 
     @property
     def saved(self) -> int:
@@ -52,7 +63,7 @@ class Watch:
         import torch
 
         self._begin = self._backend.mark()
-        node = torch._C._current_autograd_node() if used else None
+        node = torch._C._current_autograd_node() if used and not self.timing_only else None
         name = "forward" if node is None else str(node.name())
         event = self._recorder.note(code, name, backward=used)
         if self.timing_only:
@@ -64,6 +75,9 @@ class Watch:
                 self._store.away_bytes,
             )
         self._poll(event)
+        for key, storage in self._read.items():
+            if storage.nbytes() == 0:
+                self._emptied.add(key)
 
     def leave(self) -> None:
         """The event ends: the next operation begins."""
@@ -87,6 +101,9 @@ class Watch:
             saved.recipe = recipe(tensor, self._store)
             if saved.recipe is not None:
                 datum.recipe = saved.recipe.kind
+                for tensor in saved.recipe.others:
+                    storage = tensor.untyped_storage()
+                    self._read[storage._cdata] = storage
                 datum.sources = tuple(sorted(set(saved.recipe.sources)))
 
     def use(self, saved: Saved) -> None:
@@ -134,9 +151,12 @@ class Watch:
         saved.recipe = None
         if datum.remake_s is not None or found is None:
             return
+        if not self._emptied.isdisjoint(t.untyped_storage()._cdata for t in found.others):
+            self.refused.append(f"{datum.name}: is made from weights that come and go (sharding)")
+            return
         try:
             self._store.made(found)  # what it reads is here from now on, and every kernel loaded
-            self._backend.keep_busy()
+            self._backend.keep_busy(1e-3)
             begin = self._backend.mark()
             issued_s = time.perf_counter()
             made = self._store.made(found)

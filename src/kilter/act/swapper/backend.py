@@ -56,7 +56,7 @@ class Backend(Protocol):
     def elapsed_s(self, begin: Event, end: Event) -> float:
         """Device time between two marks; may wait for them."""
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, seconds: float) -> None:
         """Let the device do nothing for a moment, so that what is issued next runs back to back
         and is timed without the host's own pace."""
 
@@ -137,7 +137,7 @@ class CpuStandIn:
     def elapsed_s(self, begin: Event, end: Event) -> float:
         return float(end - begin)
 
-    def keep_busy(self) -> None:
+    def keep_busy(self, seconds: float) -> None:
         pass
 
     def used_bytes(self) -> int | None:

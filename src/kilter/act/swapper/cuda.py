@@ -17,6 +17,8 @@ from kilter.core.errors import NoDevice
 from kilter.core.units import MIB, show_bytes
 from kilter.plan.swap.problem import Link
 
+CLOCK_HZ = 2e9
+"""Of the counter that the framework's sleep counts by, near enough."""
 HOST_SHARE = 0.8
 """Share of what the host can give that may be pinned; the job's own data loaders need the rest."""
 
@@ -123,8 +125,8 @@ class Cuda:
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e-3
 
-    def keep_busy(self) -> None:
-        torch.cuda._sleep(2_000_000)  # clock ticks: about a millisecond
+    def keep_busy(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * CLOCK_HZ))
 
     def used_bytes(self) -> int | None:
         return int(torch.cuda.memory_allocated(self.device))

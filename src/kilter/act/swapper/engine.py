@@ -46,6 +46,8 @@ MAX_TRIALS = 3
 """A kind of pass that does not come again within so many is left without a plan."""
 TUNED = 3
 """Passes under a new plan whose peak is measured."""
+MAX_PLANS = 5
+"""For one kind of pass: each time that a plan's peak was measured above the budget is a new one."""
 PATIENCE = 2
 """Passes in a row that may depart from every plan before planning starts anew."""
 HOPELESS_EVERY = 8
@@ -74,6 +76,8 @@ class SwapReport:
     """The most saved data on the device at one time in the last pass that was measured: watched,
     or among the first under a plan."""
     plans: tuple[MemoryPlan, ...]
+    settled: bool
+    """There is a plan, and every plan was measured and holds."""
     peaks_bytes: tuple[int, ...]
     """Measured peak of the first passes under each plan, in order of planning."""
     refused: tuple[str, ...]
@@ -104,6 +108,8 @@ class _Known:
     """Its recipes were tried against the real data."""
     trials: int = 0
     plan: Ready | None = None
+    plans: int = 0
+    """Made so far."""
     hopeless: bool = False
     less_bytes: int = 0
     """Taken off the budget because passes under a plan measured more than predicted."""
@@ -244,6 +250,8 @@ class Swapper(AbstractContextManager["Swapper"]):
             host_bytes=(0 if self._arena is None else self._arena.numel()) + self._pool_bytes,
             held_peak_bytes=self._last_held_peak_bytes,
             plans=plans,
+            settled=bool(plans)
+            and all(known.plan.tuned >= TUNED for known in self._known.values() if known.plan),
             peaks_bytes=tuple(self._peaks),
             refused=tuple(self._refused),
         )
@@ -576,13 +584,15 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._peaks.append(peak_bytes)
         if peak_bytes > self.budget_bytes:
             for known in self._known.values():
-                if known.plan is planned:
-                    known.less_bytes += peak_bytes - self.budget_bytes
+                if known.plan is planned and known.plans < MAX_PLANS:
+                    # More each time, since another plan errs by another amount.
+                    known.less_bytes += known.plans * (peak_bytes - self.budget_bytes)
                     self._make_plan(known)
 
     # Planning
 
     def _make_plan(self, known: _Known) -> None:
+        known.plans += 1
         for swap in (True, False):
             try:
                 known.plan = self._ready(known, swap=swap)

@@ -3,7 +3,8 @@
 Fed with iterations as they end, on whatever clock the device lives by: a real GPU's job, or a
 simulated GPU's virtual time. Rank 0 asks the governor; every rank executes the same order on its
 own device, counts the same iterations, and reports; the slowest rank's time and the sum of the
-energies are the outcome. Ranks agree by iteration number through the board.
+energies are the outcome. Ranks agree by iteration number through the board. Ranks of one role
+group (pipeline stages are several) have one setting in common.
 
 A rank that cannot set says so in its report. Then nothing more is set on any of them: the others
 would only wait for it, at a clock that nobody has judged.
@@ -27,6 +28,7 @@ from kilter.core.plan import Goal
 from kilter.core.setting import Setting, Supported
 from kilter.plan.governor import Choice, Governor, Order, Outcome, Phase
 from kilter.plan.job_clocks import space
+from kilter.plan.roles import MOST_ROLES, RoleGovernor
 
 LEAST_ITERATIONS = 5
 """Of a block: its median has to survive an outlier or two."""
@@ -80,7 +82,12 @@ class _Note(msgspec.Struct, frozen=True):
 
     setting: Setting
     """Only the knobs that are not as found: ranks may have found different limits."""
+    roles: dict[str, Setting]
+    """The same by role group; if not empty, a group that is not named is to be as found."""
     iterations: int
+
+    def of(self, role: str) -> Setting:
+        return self.roles.get(role, Setting()) if self.roles else self.setting
 
 
 class _Result(msgspec.Struct, frozen=True):
@@ -98,8 +105,8 @@ class Conductor:
     """One per rank. Neither `iteration` nor `step` waits; they raise what the board raises.
 
     `orders` is the governor's coroutine on rank 0 and None elsewhere; it is thrown a `DeviceError`
-    when a rank cannot set. `record` takes the events. `refused`: why this rank sets nothing; what
-    its lease raises becomes the reason.
+    when a rank cannot set. `role` is the group of this rank. `record` takes the events.
+    `refused`: why this rank sets nothing; what its lease raises becomes the reason.
     """
 
     def __init__(
@@ -114,6 +121,7 @@ class Conductor:
         orders: Generator[Order, Outcome, None] | None,
         record: Callable[[AnyEvent], None],
         clock: Callable[[], float],
+        role: str = "",
         rehearsed: bool = False,
         refused: str | None = None,
     ) -> None:
@@ -126,6 +134,7 @@ class Conductor:
         self._orders = orders
         self._record = record
         self._clock = clock
+        self._role = role
         self.rehearsed = rehearsed
         self.refused = refused
         self._given_up = refused is not None
@@ -175,8 +184,10 @@ class Conductor:
             raw = self._board.look(f"order/{number}")
             if raw is None:
                 return False
+            if number == 0:
+                self._board.post(f"role/{self._rank}", self._role.encode())
             self._note = msgspec.json.decode(raw, type=_Note)
-            self._set(functools.partial(self._hands.apply, self._note.setting))
+            self._set(functools.partial(self._hands.apply, self._note.of(self._role)))
             return True
         if not self._ready:
             if not self._seen or not self._hands.settled():
@@ -235,6 +246,7 @@ class Conductor:
             iterations = max(iterations, round(self._block_s / self._iteration_s))
         note = _Note(
             setting=_changes(self._found, order.setting),
+            roles={role: _changes(self._found, s) for role, s in order.roles.items()},
             iterations=min(iterations, MOST_ITERATIONS),
         )
         self._board.post(f"order/{self._number}", msgspec.json.encode(note))
@@ -341,18 +353,27 @@ def _refusal(results: Sequence[_Result]) -> str | None:
 class Program:
     """What rank 0's conductor is told to do: warm up, look at the device, then govern.
 
-    `choice` is what stands at any moment.
+    `choice` is what stands at any moment; `roles` tells the role groups, and is asked once every
+    rank has run a block.
     """
 
     def __init__(
-        self, goal: Goal, found: Setting, supported: Supported, hands: Hands, *, seed: int
+        self,
+        goal: Goal,
+        found: Setting,
+        supported: Supported,
+        hands: Hands,
+        *,
+        seed: int,
+        roles: Callable[[], Sequence[str]] = lambda: ("",),
     ) -> None:
         self._goal = goal
         self._found = found
         self._supported = supported
         self._hands = hands
         self._seed = seed
-        self._governor: Governor | None = None
+        self._roles = roles
+        self._governor: Governor | RoleGovernor | None = None
         self._refused: str | None = None
 
     @property
@@ -381,12 +402,22 @@ class Program:
                 reason="learning the rhythm",
             )
         settings = space(self._found, self._hands.sustained(), self._supported)
-        self._governor = Governor(settings, self._goal, seed=self._seed)
+        roles = self._roles()
+        if 1 < len(roles) <= MOST_ROLES:
+            self._governor = RoleGovernor(roles, settings, self._goal, seed=self._seed)
+        else:
+            self._governor = Governor(settings, self._goal, seed=self._seed)
         yield from self._governor.run()
 
 
 WARM_BLOCKS = 3
 """Blocks before the first probe: to know the length of an iteration and the sustained clock."""
+
+
+def roles_on(board: Board, world_size: int) -> tuple[str, ...]:
+    """The role groups of a job, in order of their first rank; those known so far."""
+    notes = (board.look(f"role/{rank}") for rank in range(world_size))
+    return tuple(dict.fromkeys(note.decode() for note in notes if note is not None))
 
 
 def watching(found: Setting, reason: str = "the default stands") -> Generator[Order, Outcome, None]:

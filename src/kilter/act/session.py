@@ -17,6 +17,7 @@ import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -437,7 +438,7 @@ class Session:
             self._board = self._find_board()
         if self._board is None:
             return
-        from kilter.act.conductor import Conductor, Program, watching
+        from kilter.act.conductor import Conductor, Program, roles_on, watching
 
         hands = _Hands(self._sampler, self._info, self.marks)
         refused: str | None = self._mode_reason
@@ -447,7 +448,12 @@ class Session:
         if self._ranks.rank == 0:
             if refused is None:
                 self._program = Program(
-                    self._options.goal, self._found, self._device.supported(), hands, seed=SEED
+                    self._options.goal,
+                    self._found,
+                    self._device.supported(),
+                    hands,
+                    seed=SEED,
+                    roles=partial(roles_on, self._board, self._ranks.world_size),
                 )
                 orders = self._program.orders()
             else:
@@ -463,6 +469,7 @@ class Session:
             orders=orders,
             record=self._recorder,
             clock=self._now,
+            role=self.marks.role,
             refused=refused,
         )
 

@@ -110,7 +110,10 @@ class SetClocks:
     setting: Setting
     from_operation: int = 0
     effect: Effect
+    """Of the whole plan: settings of several role groups are judged together."""
     reason: str
+    role: str = ""
+    """The role group that it is for; all ranks if empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ and read a few iterations later, when it has passed, so that nobody ever waits f
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import statistics
 import sys
@@ -90,6 +91,8 @@ class Marks:
         self._cycle = Cycle()
         self._epoch = 0
         self._scaled = False
+        self._shapes: list[str] = []
+        """Of the parameters that are stepped here, with their types."""
         self._known: dict[int, Any] = {}
         """id(optimizer) -> the CUDA device of its parameters, or None."""
         self._pending: deque[_Pending] = deque()
@@ -153,6 +156,12 @@ class Marks:
         """Median time of the last iterations (at most 31); None before the first."""
         return statistics.median(self._recent) if self._recent else None
 
+    @property
+    def role(self) -> str:
+        """The kind of work that this rank does, told by the shapes of the parameters that it
+        steps: alike on all ranks of a data-parallel job, different on the stages of a pipeline."""
+        return hashlib.sha256(repr(sorted(self._shapes)).encode()).hexdigest()[:6]
+
     def _hook(self) -> None:
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -188,6 +197,7 @@ class Marks:
         self._thread = threading.get_ident()
         if len(self._known) > 4096:
             self._known.clear()
+        self._shapes += _shapes(optimizer)
         self._known[key] = _cuda_device(optimizer) if self._gpu_events else None
         self._scaled = self._scaled or _called_by_scaler()
 
@@ -272,6 +282,11 @@ def _cuda_device(optimizer: Any) -> Any:
         for parameter in group["params"]:
             return parameter.device if parameter.is_cuda else None
     return None
+
+
+def _shapes(optimizer: Any) -> list[str]:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [f"{tuple(p.shape)} {p.dtype}" for p in parameters]
 
 
 def _called_by_scaler() -> bool:

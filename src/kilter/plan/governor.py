@@ -15,7 +15,7 @@ import enum
 import math
 import random
 import statistics
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 
 from kilter.core.label import Label
@@ -68,6 +68,9 @@ class Order:
     pair: int | None
     """Blocks of one pair are compared with each other; None outside a comparison."""
     reason: str
+    roles: Mapping[str, Setting] = field(default_factory=dict)
+    """By role group, where groups differ; the setting of a group that is not named is the found
+    one. Empty: all ranks get `setting`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,8 @@ class Choice:
     log_time: float = 0.0
     log_energy: float = 0.0
     reason: str
+    roles: Mapping[str, Setting] = field(default_factory=dict)
+    """By role group, where groups differ, as in `Order`."""
 
     @property
     def time_ratio(self) -> float:
@@ -136,7 +141,7 @@ class Governor:
         """Search and hold for as long as there are iterations."""
         while True:
             yield from self.search()
-            drift = yield from self._hold()
+            drift = yield from self.hold()
             self._probed.clear()
             self._decided.clear()
             self._tests_before = self._tests
@@ -220,7 +225,7 @@ class Governor:
         if worth and self._objective(candidate) < self._objective(self.choice):
             self.choice = candidate
 
-    def _hold(self) -> Generator[Order, Outcome, str]:
+    def hold(self) -> Generator[Order, Outcome, str]:
         """Hold the choice; returns why the search has to be done again."""
         choice, baseline = self.choice, self.choice.setting == self._space.found
         references = _Evidence()
@@ -311,12 +316,12 @@ def _effect(forecast: Forecast) -> str:
 def plan_of(choice: Choice, found: Setting, label: Label) -> Plan:
     """The choice as a plan; the default standing is an empty one."""
     effect = Effect(time_ratio=choice.time_ratio, energy_ratio=choice.energy_ratio)
-    kept = choice.setting != found
-    action = SetClocks(setting=choice.setting, effect=effect, reason=choice.reason)
+    settings = choice.roles or {"": choice.setting}
+    actions = tuple(
+        SetClocks(setting=setting, effect=effect, reason=choice.reason, role=role)
+        for role, setting in settings.items()
+        if setting != found
+    )
     return Plan(
-        planner="job_clocks",
-        actions=(action,) if kept else (),
-        effect=effect,
-        reason=choice.reason,
-        label=label,
+        planner="job_clocks", actions=actions, effect=effect, reason=choice.reason, label=label
     )

@@ -538,10 +538,10 @@ class Fitter:
 
     # In the session's own thread
 
-    def time(self, iteration: Iteration) -> None:
-        """An iteration's duration has become known."""
+    def time(self, iteration: Iteration, *, counts: bool = True) -> None:
+        """An iteration's duration has become known, and whether it is like the others."""
         phase = self._phases.pop(iteration.index, None)
-        if phase is not None and not iteration.skipped:
+        if phase is not None and counts and not iteration.skipped:
             self._times[phase].append(iteration.duration_s)
 
     def schedule(self) -> Schedule | None:

@@ -55,6 +55,8 @@ RECORD_EVERY_S = 0.5
 """Readings of the sensors that go into the events."""
 WINDOW_AFTER = 10
 """Border at which the observation window opens: by then caches and tuners have settled."""
+WINDOW_BORDERS = 3
+"""From the border at which it opens to the last one that is slow because of it."""
 WINDOW_PASSES_S = 30.0
 """After an error of ours, for an observation that is under way."""
 FIRST_BLOCK = 20
@@ -402,7 +404,7 @@ class Session:
             self._take_trace(self._window.trace())
         if self._fitter is not None:
             for iteration in finished:
-                self._fitter.time(iteration)
+                self._fitter.time(iteration, counts=not self._observed(iteration))
             self._take_schedule(self._fitter.schedule())
         if self._sampler is not None:
             self._record_sample(self._sampler)
@@ -410,6 +412,11 @@ class Session:
             for _ in finished:
                 self._rehearsal.iterate()
         return finished
+
+    def _observed(self, iteration: Iteration) -> bool:
+        """The profiler was switched on, off or open in it."""
+        begin = self._window.opened_at if self._window is not None else 0
+        return begin > 0 and begin <= iteration.index <= begin + WINDOW_BORDERS
 
     def _conduct(self, conductor: Conductor, finished: list[Iteration]) -> None:
         try:

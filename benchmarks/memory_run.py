@@ -1,0 +1,150 @@
+"""`kilter run --memory-budget` on a GPT that does not fit its card, as a user would start it.
+
+    python benchmarks/memory_run.py --out DIR [--layers 48 --width 1600 --batch 8 --length 1024]
+
+Cases, one JSON line each: `plain` and `auto` under a real cap of the allocator, `75%` without one
+(which also measures the plain run), and `identity`: losses and parameters of a smaller model under
+a budget against the plain ones, bit for bit, with deterministic kernels. This file is also the
+training script, which knows nothing of kilter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CASES = ("plain", "auto", "75%", "identity")
+
+
+def train(args: argparse.Namespace) -> tuple[list[str], str]:
+    """Losses, and a digest of the parameters."""
+    import torch
+    import torch.nn.functional as F  # noqa: N812
+    from torch import nn
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    width, length = args.width, args.length
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (
+                t.view(*t.shape[:2], -1, 64).transpose(1, 2)
+                for t in self.qkv(self.one(x)).chunk(3, dim=-1)
+            )
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(y.transpose(1, 2).flatten(2))
+            return x + self.down(F.gelu(self.up(self.two(x))))
+
+    if args.cap and device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(args.cap)
+    if args.deterministic:
+        torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = nn.Sequential(
+            nn.Embedding(args.vocabulary, width),
+            *(Block() for _ in range(args.layers)),
+            nn.LayerNorm(width),
+            nn.Linear(width, args.vocabulary, bias=False),
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    losses, times = [], []
+    for step in range(args.steps):
+        begin = time.perf_counter()
+        torch.manual_seed(step)
+        tokens = torch.randint(args.vocabulary, (args.batch, length), device=device)
+        with torch.autocast(device, torch.bfloat16):
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+        times.append(time.perf_counter() - begin)
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().numpy().tobytes())
+    print(json.dumps({"last_s": times[-4:], "all_s": [round(t, 3) for t in times]}))
+    return losses, digest.hexdigest()
+
+
+def identity(args: argparse.Namespace) -> dict[str, Any]:
+    """Plain, then governed, in this process."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    args.layers, args.width, args.length, args.batch = args.small
+    args.deterministic, args.steps = True, 14
+    import kilter
+
+    plain = train(args)
+    with kilter.govern(memory_budget="60%", out=args.out / "identity") as job:
+        governed = train(args)
+    assert job.run is not None
+    report = json.loads((job.run / "report.json").read_bytes())
+    return {"same": plain == governed, "memory": report["memory"]}
+
+
+def case(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One case in a process of its own."""
+    begin = time.perf_counter()
+    own = [str(Path(__file__).resolve()), *sys.argv[1:]]
+    run = args.out / name.strip("%")
+    if name == "identity":
+        command = [sys.executable, *own, "--role", "identity"]
+    elif name == "plain":
+        command = [sys.executable, *own, "--role", "train"]
+    else:
+        governed = ["kilter", "run", "--memory-budget", name, "--out", str(run)]
+        command = [sys.executable, "-m", *governed, *own, "--role", "train"]
+    if name in ("75%", "identity"):
+        command += ["--cap", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    report = run / "report.json"
+    return {
+        "case": name,
+        "rc": done.returncode,
+        "wall_s": round(time.perf_counter() - begin, 1),
+        "stdout": done.stdout.splitlines()[-2:],
+        "stderr": done.stderr.splitlines()[-16:],
+        "memory": json.loads(report.read_bytes())["memory"] if report.exists() else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs"))
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--role", choices=("all", "train", "identity"), default="all")
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--width", type=int, default=1600)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=50304)
+    parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--cap", type=float, default=0.25, help="share of the card; 0 for none")
+    parser.add_argument("--small", type=int, nargs=4, default=(12, 1024, 1024, 4), metavar="N")
+    parser.add_argument("--deterministic", action="store_true")
+    args = parser.parse_args()
+    args.out = args.out.absolute()
+    if args.role == "train":
+        train(args)
+    elif args.role == "identity":
+        print(json.dumps(identity(args)))
+    else:
+        for name in args.cases.split(","):
+            print(json.dumps(case(name, args)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -91,6 +91,8 @@ def fold(
     folded = Folded(nodes_before=_work(graph))
     _drop_identities(graph)
     _fold_tables(graph, device, folded)
+    if products:
+        _hoist_factors(graph)
     if movements:
         _fold_movements(graph, device, folded, products=products)
         _fold_tables(graph, device, folded)
@@ -241,13 +243,19 @@ def _moved_from(node: fx.Node, root: dict[fx.Node, fx.Node]) -> fx.Node | None:
     return None
 
 
-def _fold_movements(
-    graph: fx.GraphModule, device: torch.device, folded: Folded, *, products: bool
-) -> None:
+def _roots(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """For each node the one whose elements it rearranges; itself if it makes new ones."""
     root: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         moved = _moved_from(node, root)
         root[node] = node if moved is None else moved
+    return root
+
+
+def _fold_movements(
+    graph: fx.GraphModule, device: torch.device, folded: Folded, *, products: bool
+) -> None:
+    root = _roots(graph)
 
     def copies(node: fx.Node) -> bool:
         return root[node] is not node and (node.target in COPIES or node.target in LOOKUPS)
@@ -317,6 +325,30 @@ def _multiplied_views(
             if plain and chain.op == "call_function" and operand not in found:
                 found.append(operand)
     return found
+
+
+def _hoist_factors(graph: fx.GraphModule) -> None:
+    """A number that multiplies an operand of matrix products multiplies their results instead, if
+    nothing else reads the operand: one rounding less, and the operand is moved data only."""
+    moved: dict[fx.Node, list[fx.Node]] = {}
+    for node, root in _roots(graph).items():
+        moved.setdefault(root, []).append(node)
+    for node, movements in moved.items():
+        if node.target not in (aten.mul.Tensor, aten.mul.Scalar):
+            continue
+        source, factor = node.args
+        if not isinstance(factor, (int, float)) or value(source).dtype != value(node).dtype:
+            continue
+        products = [user for n in movements for user in n.users if user not in movements]
+        if any(p.target is not aten.mm.default for p in products):
+            continue
+        node.replace_all_uses_with(source)
+        for product in products:
+            with graph.graph.inserting_after(product):
+                scaled = graph.graph.call_function(aten.mul.Tensor, (product, factor))
+            scaled.meta["val"] = value(product)
+            product.replace_all_uses_with(scaled, lambda user, scaled=scaled: user is not scaled)
+    graph.graph.eliminate_dead_code()
 
 
 def _call(op: Any, fake: Any, *args: Any) -> Any:

@@ -1,4 +1,5 @@
-"""All heads of a layer in three launches: scores, softmax, values, each for every head at once.
+"""All heads of a layer in four launches: heads of one slot by themselves, beside them scores,
+softmax and values of the others, each for every head at once.
 
 Heads of the form `softmax(a * rows_q(q) rows_k(k)^T + bias) rows_v(v)`, each with its own number of
 rows and row tables, differ only in numbers. A program of the grid looks its head up in a work list,
@@ -20,24 +21,48 @@ import torch
 from torch import Tensor, fx
 
 from kilter.act.branches.program import Program, Unit
+from kilter.act.branches.streams import Cuda
 from kilter.act.branches.tracing import Refused, value
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """How the kernels cut their work."""
+class Cut:
+    """How a kernel cuts its work: rows and columns of a block, warps, stages of its loop."""
 
-    rows: int = 16
-    columns: int = 64
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        return {
+            "ROWS": self.rows,
+            "COLUMNS": self.columns,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the kernels of heads cut their work."""
+
+    scores: Cut = Cut(16, 64, 4, 2)
+    values: Cut = Cut(16, 64, 2, 2)
+    attend: Cut = Cut(16, 64, 4, 2)
     slots: int = 8
     """Slots that one program of the score kernel adds up; longer sums are split over programs."""
-    warps: int = 2
-    stages: int = 3
+    together: int = 1
+    """Slots that are multiplied at once."""
     precision: str = "tf32x3"
     """Of float32 products: three TF32 products with the rounding errors added back, about as
     exact as `ieee`; the check against float64 judges it like everything else."""
+
+
+HALF = replace(Blocks(), scores=Cut(16, 64, 2, 2), together=2)
+"""For 16-bit operands, whose blocks are half as large."""
 
 
 _TURNS = (aten.t.default, aten.transpose.int, aten.permute.default)
@@ -72,6 +97,7 @@ class _Match:
     bias_key: Hashable
     width: int
     device: torch.device
+    dtype: torch.dtype
 
 
 class FusedHeads:
@@ -86,6 +112,7 @@ class FusedHeads:
     ) -> None:
         self.heads, self.width = tuple(heads), width
         self.blocks = blocks or Blocks()
+        self.device = device
         self.tokens = heads[0].rows * heads[0].slots
         self._tables = _Tables(self.heads, self.blocks, device)
 
@@ -108,70 +135,104 @@ class FusedHeads:
         return torch.cat(parts, dim=1)
 
     def _launch(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        shape = self.tokens, len(self.heads) * self.width
+        out = torch.empty(shape, dtype=v.dtype, device=v.device)
+        t = self._tables
+        if t.attend_work is not None and t.score_work is not None:
+            # Two chains that need nothing of each other; joined before anything is given back.
+            streams = Cuda(v.device)
+            main, side = streams.current(), streams.side(BESIDE)
+            streams.wait(side, streams.record(main))
+            self._launch_many(q, k, v, bias, out)
+            with streams.use(side):
+                self._launch_single(q, k, v, bias, out)
+            streams.wait(main, streams.record(side))
+        elif t.attend_work is not None:
+            self._launch_single(q, k, v, bias, out)
+        else:
+            self._launch_many(q, k, v, bias, out)
+        return out
+
+    def _launch_single(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor) -> None:
+        """The heads of one slot."""
+        from kilter.act.branches import kernels
+
+        t, b = self._tables, self.blocks
+        kernels.attend[(t.attend_work.shape[0],)](
+            q, k, v, bias, out, t.heads, t.scales, t.attend_work, t.query, t.key, t.values,
+            t.place, out.shape[1], WIDTH=self.width, PRECISION=b.precision, **b.attend.options(),
+        )  # fmt: skip
+
+    def _launch_many(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, out: Tensor) -> None:
+        """The heads of several slots."""
         from kilter.act.branches import kernels
 
         t, b = self._tables, self.blocks
         scores = torch.empty(t.score_numel, dtype=torch.float32, device=q.device)
         weights = torch.empty(t.weight_numel, dtype=v.dtype, device=q.device)
-        out = torch.empty(
-            (self.tokens, len(self.heads) * self.width), dtype=v.dtype, device=v.device
-        )
-        cut = {
-            "ROWS": b.rows,
-            "COLUMNS": b.columns,
-            "WIDTH": self.width,
-            "PRECISION": b.precision,
-            "num_warps": b.warps,
-            "num_stages": b.stages,
-        }
+        common = {"WIDTH": self.width, "PRECISION": b.precision}
         kernels.scores[(t.score_work.shape[0],)](
-            q, k, scores, t.heads, t.score_work, t.query, t.key, **cut
-        )
+            q, k, scores, t.heads, t.score_work, t.query, t.key,
+            TOGETHER=b.together, **common, **b.scores.options(),
+        )  # fmt: skip
         kernels.softmax[(t.row_work.shape[0],)](
-            scores, bias, weights, t.heads, t.scales, t.row_work, SPAN=t.span, num_warps=4
-        )
+            scores, bias, weights, t.heads, t.scales, t.row_work,
+            SPAN=t.span, SPLITS=t.splits, num_warps=4,
+        )  # fmt: skip
         kernels.values[(t.value_work.shape[0],)](
-            weights, v, out, t.heads, t.value_work, t.values, t.place, out.shape[1], **cut
-        )
-        return out
+            weights, v, out, t.heads, t.value_work, t.values, t.place, out.shape[1],
+            **common, **b.values.options(),
+        )  # fmt: skip
+
+
+BESIDE = -3
+"""The number of the side stream for heads of one slot."""
 
 
 class _Tables:
     """The heads' numbers on the device, and who does what."""
 
     def __init__(self, heads: Sequence[Head], blocks: Blocks, device: torch.device) -> None:
-        numbers, score_work, value_work = [], [], []
-        row_at = column_at = score_at = bias_at = 0
+        numbers, score_work, value_work, row_work, attend_work = [], [], [], [], []
+        row_at = column_at = score_at = bias_at = self.splits = 0
         for index, h in enumerate(heads):
             splits = math.ceil(h.slots / blocks.slots)
             numbers.append(
                 [h.rows, h.columns, h.slots, splits, row_at, column_at, score_at, bias_at]
             )
-            row_blocks = math.ceil(h.rows / blocks.rows)
+            row_at += h.rows * h.slots
+            column_at += h.columns * h.slots
+            bias_at += h.rows * h.columns
+            if h.slots == 1:
+                high = math.ceil(h.rows / blocks.attend.rows)
+                attend_work += [[index, block] for block in range(high)]
+                continue
+            self.splits = max(self.splits, splits)
+            score_at += splits * h.rows * h.columns
             for split in range(splits):
                 slots = min(blocks.slots, h.slots - split * blocks.slots)
                 score_work += [
                     (slots, [index, row, column, split])
-                    for row in range(row_blocks)
-                    for column in range(math.ceil(h.columns / blocks.columns))
+                    for row in range(math.ceil(h.rows / blocks.scores.rows))
+                    for column in range(math.ceil(h.columns / blocks.scores.columns))
                 ]
-            value_work += [
-                [index, row, slot] for row in range(row_blocks) for slot in range(h.slots)
-            ]
-            row_at += h.rows * h.slots
-            column_at += h.columns * h.slots
-            score_at += splits * h.rows * h.columns
-            bias_at += h.rows * h.columns
+            high = math.ceil(h.rows / blocks.values.rows)
+            value_work += [[index, row, slot] for row in range(high) for slot in range(h.slots)]
+            row_work += [[index, row] for row in range(h.rows)]
         self.score_numel, self.weight_numel = score_at, bias_at
         self.span = 1 << (max(h.columns for h in heads) - 1).bit_length()
         # Longest first: the last programs of the grid are the short ones.
         score_work.sort(key=lambda item: -item[0])
+
+        def work(items: list[list[int]]) -> Any:
+            return torch.tensor(items, dtype=torch.int32).to(device) if items else None
+
         self.heads = torch.tensor(numbers, dtype=torch.int32, device=device)
         self.scales = torch.tensor([h.scale for h in heads], dtype=torch.float32, device=device)
-        self.score_work = torch.tensor([w for _, w in score_work], dtype=torch.int32).to(device)
-        self.value_work = torch.tensor(value_work, dtype=torch.int32).to(device)
-        row_work = [[i, row] for i, h in enumerate(heads) for row in range(h.rows)]
-        self.row_work = torch.tensor(row_work, dtype=torch.int32).to(device)
+        self.score_work = work([item for _, item in score_work])
+        self.value_work = work(value_work)
+        self.row_work = work(row_work)
+        self.attend_work = work(attend_work)
         self.query = _joined([h.query for h in heads], device)
         self.key = _joined([h.key for h in heads], device)
         self.values = _joined([h.values for h in heads], device)
@@ -203,34 +264,30 @@ def fuse(program: Program) -> Program:
     bias_slot: dict[Hashable, int] = {}
     layers: dict[Hashable, FusedHeads] = {}
     joined: dict[tuple[int, ...], int] = {}
-    early: list[Unit] = []
-    first = -1
-    available = set(constants) | set(program.inputs)
+    made_in: dict[int, int] = {}
+    ahead: list[tuple[int, Unit]] = []
     found = 0
     for step in program.steps:
         step = tuple(_with_joined(unit, joined) for unit in step)
         matches = [_match(unit, constants) for unit in step] if len(step) > 1 else []
         heads = [m for m in matches if m is not None]
         if not heads or len(heads) != len(step) or len({m.reads for m in heads}) != 1:
+            made_in |= {slot: len(steps) for unit in step for slot in unit.writes}
             steps.append(step)
             continue
         found += 1
-        if first < 0:
-            first = len(steps)
-            available |= {slot for s in steps for unit in s for slot in unit.writes}
         bias_key = tuple((m.bias_key, m.bias_reads) for m in heads)
         if bias_key not in bias_slot:
             bias_slot[bias_key] = slots
+            # What needs nothing of the layers before is done while they run.
             unit = _bias_unit(heads, slots)
-            # What needs nothing of the layers is done beside each other, before the first.
-            if first < 0 or set(unit.reads) <= available:
-                early.append(unit)
-            else:
-                steps.append((unit,))
+            ahead.append((1 + max((made_in.get(s, -1) for s in unit.reads), default=-1), unit))
             slots += 1
         head_key = tuple(tuple(_identity(t) for t in _tables_of(m.head)) for m in heads)
         if head_key not in layers:
-            layers[head_key] = FusedHeads([m.head for m in heads], heads[0].width, heads[0].device)
+            one = heads[0]
+            cut = Blocks() if one.dtype == torch.float32 else HALF
+            layers[head_key] = FusedHeads([m.head for m in heads], one.width, one.device, cut)
         parts = tuple(unit.writes[0] for unit in step)
         joined[parts] = slots
         steps.append(
@@ -247,15 +304,13 @@ def fuse(program: Program) -> Program:
             )
         )
         slots += 1
-    if early:
-        steps.insert(first, tuple(early))
     if not found:
         raise Refused("no layer whose branches are all attention heads over row tables")
     read = {slot for step in steps for unit in step for slot in unit.reads}
     missing = [p for parts in joined for p in parts if p in read or p in program.outputs]
     if missing:
         raise Refused("the heads' results are not simply joined side by side")
-    return replace(program, slots=slots, steps=tuple(steps))
+    return replace(program, slots=slots, steps=tuple(steps), ahead=tuple(ahead))
 
 
 def _tables_of(head: Head) -> tuple[Tensor, ...]:
@@ -320,6 +375,7 @@ def _match(unit: Unit, constants: dict[int, Tensor]) -> _Match | None:
         str(bias.graph),
         width,
         value(first).device,
+        value(first).dtype,
     )
 
 
@@ -450,7 +506,9 @@ def _reads_aside(node: fx.Node, other: fx.Node, product: fx.Node) -> bool:
 
 
 def _bias_unit(matches: Sequence[_Match], slot: int) -> Unit:
-    """All heads' biases, flat, one after the other; equal ones are computed once."""
+    """All heads' biases, flat, one after the other, in the dtype the loop has them in; equal ones
+    are computed once."""
+    dtype = matches[0].dtype
     body = fx.Graph()
     reads = sorted({s for m in matches for s in m.bias_reads})
     given = {s: body.placeholder(f"read{i}") for i, s in enumerate(reads)}
@@ -462,14 +520,16 @@ def _bias_unit(matches: Sequence[_Match], slot: int) -> Unit:
         theirs = [n for n in m.bias.graph.nodes if n.op == "placeholder"]
         known = {n: given[s] for n, s in zip(theirs, m.bias_reads, strict=True)}
         made = body.graph_copy(m.bias.graph, known)
-        wide = body.call_function(aten._to_copy.default, (made,), {"dtype": torch.float32})
+        wide = body.call_function(aten._to_copy.default, (made,), {"dtype": dtype})
         shape = [m.head.rows, m.head.columns]
         whole = body.call_function(aten.expand.default, (wide, shape))
         done[key] = body.call_function(aten.reshape.default, (whole, [-1]))
     flat = [done[m.bias_key, m.bias_reads] for m in matches]
     body.output((body.call_function(aten.cat.default, (flat,)),))
     graph = fx.GraphModule(torch.nn.Module(), body)
-    name = ("bias", tuple((m.bias_key, m.bias_reads) for m in matches))
+    # Layers whose biases are made alike, of other tensors, share one compiled piece.
+    alike = {slot: number for number, slot in enumerate(reads)}
+    name = ("bias", tuple((m.bias_key, tuple(map(alike.get, m.bias_reads))) for m in matches))
     return Unit(run=graph, reads=tuple(reads), writes=(slot,), key=name, name="bias", graph=graph)
 
 

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
-"""Triton kernels of `fused`: scores, softmax and values of all heads of a layer, by head.
+"""Triton kernels of `fused`: all heads of a layer by head, and linear layers between them.
 
 Imported only where Triton is. `heads` holds for each head: rows, columns, slots, splits, and where
-its row table, column table, scores and bias begin.
+its row table, column table, scores and bias begin. Heads of one slot are done by `attend` alone,
+the others by `scores`, `softmax` and `values`.
 """
 
 import triton
@@ -21,10 +22,11 @@ def scores(
     key,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A block of a head's scores, added up over some of its slots."""
+    """A block of a head's scores, added up over some of its slots, TOGETHER at a time."""
     item = work + tl.program_id(0) * 4
     head, block, column_block, split = (
         tl.load(item),
@@ -46,30 +48,31 @@ def scores(
     )
     row = block * ROWS + tl.arange(0, ROWS)
     column = column_block * COLUMNS + tl.arange(0, COLUMNS)
-    channel = tl.arange(0, WIDTH)
+    inner = tl.arange(0, TOGETHER * WIDTH)
+    channel = inner % WIDTH
     each = (slots + splits - 1) // splits
     first = split * each
     last = tl.minimum(first + each, slots)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for slot in range(first, last):
-        q_row = tl.load(query + row_at + row * slots + slot, mask=row < rows, other=0)
-        k_row = tl.load(key + column_at + column * slots + slot, mask=column < columns, other=0)
-        a = tl.load(
-            q + q_row[:, None] * WIDTH + channel[None, :], mask=(row < rows)[:, None], other=0.0
+    for start in range(first, last, TOGETHER):
+        slot = start + inner // WIDTH
+        of_q = (row < rows)[:, None] & (slot < last)[None, :]
+        of_k = (column < columns)[None, :] & (slot < last)[:, None]
+        q_row = tl.load(query + row_at + row[:, None] * slots + slot[None, :], mask=of_q, other=0)
+        k_row = tl.load(
+            key + column_at + column[None, :] * slots + slot[:, None], mask=of_k, other=0
         )
-        b = tl.load(
-            k + k_row[None, :] * WIDTH + channel[:, None],
-            mask=(column < columns)[None, :],
-            other=0.0,
-        )
+        a = tl.load(q + q_row * WIDTH + channel[None, :], mask=of_q, other=0.0)
+        b = tl.load(k + k_row * WIDTH + channel[:, None], mask=of_k, other=0.0)
         total = tl.dot(a, b, total, input_precision=PRECISION)
     to = out + score_at + (split * rows + row[:, None]) * columns + column[None, :]
     tl.store(to, total, mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
 @triton.jit
-def softmax(scored, bias, out, heads, scales, work, SPAN: tl.constexpr):
-    """One row of a head: the sum of its splits, scaled, plus its bias; then the softmax."""
+def softmax(scored, bias, out, heads, scales, work, SPAN: tl.constexpr, SPLITS: tl.constexpr):
+    """One row of a head: the sum of its splits (at most SPLITS), scaled, plus its bias; then the
+    softmax."""
     item = work + tl.program_id(0) * 2
     head, row = tl.load(item), tl.load(item + 1)
     numbers = heads + head * 8
@@ -78,10 +81,14 @@ def softmax(scored, bias, out, heads, scales, work, SPAN: tl.constexpr):
     column = tl.arange(0, SPAN)
     inside = column < columns
     at = row * columns + column
-    score = tl.zeros((SPAN,), dtype=tl.float32)
-    for split in range(splits):
-        score += tl.load(scored + score_at + split * rows * columns + at, mask=inside, other=0.0)
     added = tl.load(bias + bias_at + at, mask=inside, other=float("-inf"))
+    score = tl.zeros((SPAN,), dtype=tl.float32)
+    for split in tl.static_range(SPLITS):  # unrolled: all loads are under way at once
+        score += tl.load(
+            scored + score_at + split * rows * columns + at,
+            mask=inside & (split < splits),
+            other=0.0,
+        )
     score = score * tl.load(scales + head) + added
     part = tl.exp(score - tl.max(score, 0))
     part = part / tl.sum(part, 0)
@@ -136,6 +143,72 @@ def values(
 
 
 @triton.jit
+def attend(
+    q,
+    k,
+    v,
+    bias,
+    out,
+    heads,
+    scales,
+    work,
+    query,
+    key,
+    value,
+    place,
+    stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A block of rows of a head of one slot, from scores to values, columns by columns (the running
+    softmax of Milakov and Gimelshein 2018)."""
+    item = work + tl.program_id(0) * 2
+    head, block = tl.load(item), tl.load(item + 1)
+    numbers = heads + head * 8
+    rows, columns = tl.load(numbers), tl.load(numbers + 1)
+    row_at, column_at, bias_at = (
+        tl.load(numbers + 4),
+        tl.load(numbers + 5),
+        tl.load(numbers + 7),
+    )
+    scale = tl.load(scales + head)
+    row = block * ROWS + tl.arange(0, ROWS)
+    real = row < rows
+    channel = tl.arange(0, WIDTH)
+    q_row = tl.load(query + row_at + row, mask=real, other=0)
+    a = tl.load(q + q_row[:, None] * WIDTH + channel[None, :], mask=real[:, None], other=0.0)
+    most = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    found = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < columns
+        k_row = tl.load(key + column_at + column, mask=inside, other=0)
+        v_row = tl.load(value + column_at + column, mask=inside, other=0)
+        b = tl.load(k + k_row[None, :] * WIDTH + channel[:, None], mask=inside[None, :], other=0.0)
+        x = tl.load(v + v_row[:, None] * WIDTH + channel[None, :], mask=inside[:, None], other=0.0)
+        added = tl.load(
+            bias + bias_at + row[:, None] * columns + column[None, :],
+            mask=real[:, None] & inside[None, :],
+            other=float("-inf"),
+        )
+        score = tl.dot(a, b, input_precision=PRECISION) * scale + added
+        higher = tl.maximum(most, tl.max(score, 1))
+        # Where every column so far is masked there is nothing to compare with yet.
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        part = tl.exp(score - level[:, None])
+        kept = tl.exp(most - level)
+        total = total * kept + tl.sum(part, 1)
+        found = tl.dot(part.to(x.dtype), x, found * kept[:, None], input_precision=PRECISION)
+        most = higher
+    token = tl.load(place + row_at + row, mask=real, other=0)
+    to = out + token[:, None] * stride + head * WIDTH + channel[None, :]
+    tl.store(to, (found / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
 def linear(
     x,
     weight,
@@ -149,22 +222,67 @@ def linear(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    SPLITS: tl.constexpr,
     RELU: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """x (rows x inner) times weight (columns x inner) transposed, plus bias; `inner` is a multiple
-    of INNER."""
+    """x (rows x inner) times weight (columns x inner) transposed, plus bias, RELU: its positive
+    part. With SPLITS there are as many outputs one after the other, without bias, each of its share
+    of `inner`, which is a multiple of SPLITS * INNER."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    step = tl.arange(0, INNER)
+    split = tl.program_id(2)
+    share = inner // tl.num_programs(2)
+    step = split * share + tl.arange(0, INNER)
     a_at = x + (row % rows)[:, None] * x_stride + step[None, :]
     b_at = weight + (column % columns)[None, :] * weight_stride + step[:, None]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for _ in range(0, inner, INNER):
-        total = tl.dot(tl.load(a_at), tl.load(b_at), total, input_precision="tf32x3")
+    for _ in range(0, share, INNER):
+        total = tl.dot(tl.load(a_at), tl.load(b_at), total, input_precision=PRECISION)
         a_at += INNER
         b_at += INNER
-    total += tl.load(bias + column % columns)[None, :]
-    if RELU:
-        total = tl.maximum(total, 0.0)
+    if not SPLITS:
+        total += tl.load(bias + column % columns).to(tl.float32)[None, :]
+        if RELU:
+            total = tl.maximum(total, 0.0)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(out + row[:, None] * columns + column[None, :], total, mask=inside)
+    at = out + (split * rows + row[:, None]) * columns + column[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def finish(
+    parts,
+    bias,
+    residual,
+    gain,
+    shift,
+    out,
+    rows,
+    columns,
+    epsilon,
+    ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """The layer norm of rows: the sum of their PARTS, in order, plus bias, plus residual."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, SPAN)
+    real = column < columns
+    inside = (row < rows)[:, None] & real[None, :]
+    at = row[:, None] * columns + column[None, :]
+    total = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    found = tl.zeros((ROWS, SPAN), dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        found += tl.load(parts + part * rows * columns + at, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        found += tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    total += found
+    mean = tl.sum(total, 1) / columns
+    total = tl.where(real[None, :], total - mean[:, None], 0.0)
+    spread = tl.sum(total * total, 1) / columns
+    total *= tl.rsqrt(spread + epsilon)[:, None]
+    total *= tl.load(gain + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    total += tl.load(shift + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

@@ -19,7 +19,7 @@ from kilter.act.branches import fused, native, numerics, training
 from kilter.act.branches.capture import Captured, Turns, pool_bytes
 from kilter.act.branches.folding import check_devices, fold
 from kilter.act.branches.loop import Loop, assembler
-from kilter.act.branches.products import split_products
+from kilter.act.branches.products import join_layers
 from kilter.act.branches.program import (
     Program,
     Run,
@@ -403,8 +403,7 @@ class Bench:
             base = fused.fuse(from_graph(self.unfolded).with_weights(Tensor.detach))
             if not self.on_gpu:
                 return base
-            if fused.has_triton() and not torch.backends.cuda.matmul.allow_tf32:
-                base = split_products(base)
+            base = join_layers(base, triton=fused.has_triton())
             return compile_units(base, self.workshop.compiled)
         if not any(len(step) > 1 for step in self.raw.steps):
             raise Refused("no independent branches were found")
@@ -477,7 +476,9 @@ class Bench:
         """For each step the units of each stream, longest first."""
         program = self.program(mode)
         if mode not in self._seconds:
-            self._seconds[mode] = unit_seconds(program, self.tensors, self.device)
+            forks = any(len(step) > 1 for step in program.steps)
+            measured = unit_seconds(program, self.tensors, self.device) if forks else {}
+            self._seconds[mode] = measured
         seconds = self._seconds[mode]
         return [
             assign_lanes([seconds.get(unit.key, unit.work * 1e-6) for unit in step], streams)
@@ -509,7 +510,9 @@ class Bench:
                 _nothing
             )
         run_step: RunStep = run_in_order
-        if self.on_gpu and streams > 1:
+        if not self.on_gpu or (streams == 1 and not program.ahead):
+            program = program.in_line()
+        else:
             run_step = ForkJoin(Cuda(self.device, capturing=True), self.lanes(mode, streams))
         if not self.on_gpu:
             return (lambda tensors: program.execute(tensors, run_step)), _nothing

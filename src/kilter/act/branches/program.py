@@ -50,6 +50,24 @@ class Program:
     """Those constants whose values never change."""
     steps: tuple[tuple[Unit, ...], ...]
     outputs: tuple[int, ...]
+    ahead: tuple[tuple[int, Unit], ...] = ()
+    """(step, unit): work that may start with that step and is needed only by a later one."""
+
+    def needed(self, unit: Unit) -> int:
+        """The first step that reads what a unit of `ahead` makes."""
+        made = set(unit.writes)
+        readers = (i for i, s in enumerate(self.steps) if any(made & set(u.reads) for u in s))
+        return next(readers, len(self.steps) - 1)
+
+    def in_line(self) -> Program:
+        """The same with the units of `ahead` as steps where they are needed."""
+        if not self.ahead:
+            return self
+        steps: list[tuple[Unit, ...]] = []
+        for index, step in enumerate(self.steps):
+            steps += [(unit,) for _, unit in self.ahead if self.needed(unit) == index]
+            steps.append(step)
+        return replace(self, steps=tuple(steps), ahead=())
 
     def with_weights(self, convert: Callable[[Tensor], Tensor]) -> Program:
         """The same over other tensors in place of its constants."""
@@ -89,6 +107,10 @@ class Program:
             for unit in step:
                 for slot in (*unit.reads, *unit.writes):
                     last[slot] = index
+        for _, unit in self.ahead:
+            joined = self.needed(unit)
+            for slot in (*unit.reads, *unit.writes):
+                last[slot] = max(last.get(slot, 0), joined)
         kept = {slot for slot, _ in self.constants} | set(self.outputs) | set(self.inputs)
         ends: list[list[int]] = [[] for _ in self.steps]
         for slot, index in last.items():
@@ -424,4 +446,8 @@ def compile_units(program: Program, compiled: dict[Hashable, Run]) -> Program:
             compiled[old.key] = torch.compile(old.graph, dynamic=False, fullgraph=True)
         return replace(old, run=compiled[old.key])
 
-    return replace(program, steps=tuple(tuple(unit(u) for u in step) for step in program.steps))
+    return replace(
+        program,
+        steps=tuple(tuple(unit(u) for u in step) for step in program.steps),
+        ahead=tuple((start, unit(u)) for start, u in program.ahead),
+    )

@@ -85,18 +85,25 @@ def share(backend: Backend, unit: Unit, environment: list[Tensor | None], stream
             backend.shared(made, stream)
 
 
+AHEAD = -2
+"""The number of the side stream for work that is done ahead of time."""
+
+
 class ForkJoin:
-    """Runs a step's units on the lanes it is given, step by step."""
+    """Runs a step's units on the lanes it is given, step by step; what may be done ahead of time
+    has a stream of its own and is joined by the step that needs it."""
 
     def __init__(self, backend: Backend, lanes: Sequence[Sequence[Sequence[int]]]) -> None:
         self.backend = backend
         self.lanes = lanes
         """For each step the units of each lane; the first lane is the stream we are called on."""
+        self._done: dict[int, Any] = {}
 
     def __call__(self, index: int, program: Program, environment: list[Tensor | None]) -> None:
         step, lanes = program.steps[index], self.lanes[index]
         backend = self.backend
         main = backend.current()
+        self._ahead(index, program, environment, main)
         forked = backend.record(main) if len(lanes) > 1 else None
         # The main lane first: a side stream issued first becomes the root of the captured graph,
         # and every layer then gets streams of its own when the graph is instantiated.
@@ -113,6 +120,24 @@ class ForkJoin:
         for lane in lanes[1:]:
             for position in lane:
                 share(backend, step[position], environment, main)
+
+    def _ahead(
+        self, index: int, program: Program, environment: list[Tensor | None], main: Any
+    ) -> None:
+        backend = self.backend
+        starting = [i for i, (start, _) in enumerate(program.ahead) if start == index]
+        if starting:
+            side = backend.side(AHEAD)
+            backend.wait(side, backend.record(main))
+            with backend.use(side):
+                for number in starting:
+                    _, unit = program.ahead[number]
+                    store(unit, unit.run(*program.arguments(unit, environment)), environment)
+                    self._done[number] = backend.record(side)
+        for number, (_, unit) in enumerate(program.ahead):
+            if number in self._done and program.needed(unit) == index:
+                backend.wait(main, self._done.pop(number))
+                share(backend, unit, environment, main)
 
     def _issue(
         self, lane: Sequence[int], program: Program, step: Any, environment: list[Tensor | None]

@@ -43,6 +43,7 @@ def unit_seconds(
 ) -> dict[Hashable, float]:
     """The time of each distinct unit that has siblings, alone; on a GPU inside a graph, since the
     eager time of a small unit is the time of its launches."""
+    program = program.in_line()
     arguments: dict[Hashable, tuple[Any, list[Any]]] = {}
 
     def remember(index: int, program: Program, environment: list[Tensor | None]) -> None:

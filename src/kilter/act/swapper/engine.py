@@ -50,6 +50,9 @@ MAX_PLANS = 5
 """For one kind of pass: each time that a plan's peak was measured above the budget is a new one."""
 PATIENCE = 2
 """Passes in a row that may depart from every plan before planning starts anew."""
+UNSEEN_SHARE = 0.6
+"""Of the budget, what data may fill in the first pass: nobody knows yet what an operation takes at
+one go (the logits of a language model are often the largest), and no event comes before it."""
 HOPELESS_EVERY = 8
 """Of passes that begin like one that cannot be planned, each so manieth is looked at again."""
 
@@ -154,6 +157,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._misses = 0
         self._watch: Watch | None = None
         self._trial: _Known | None = None
+        self._surge_bytes: int | None = None
+        """The most that an operation took at one go, once a pass was seen."""
         self._last_held_peak_bytes = 0
         self._leaving: list[weakref.ref[Saved]] = []
         self._known: dict[tuple[int, ...], _Known] = {}
@@ -557,6 +562,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _file(self, watch: Watch) -> None:
         record = watch.record()
         self._refused += watch.refused
+        self._surge_bytes = max(self._surge_bytes or 0, watch.surge_bytes)
         trial = self._trial
         if trial is not None:
             if trial.record.events == record.events:
@@ -625,8 +631,10 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _over_budget(self) -> bool:
         used_bytes = self._backend.used_bytes()
         if used_bytes is None:
-            used_bytes = self._store.held_bytes + self._store.beside_bytes
-        return used_bytes > self.budget_bytes
+            return self._store.held_bytes + self._store.beside_bytes > self.budget_bytes
+        if self._surge_bytes is None:
+            return used_bytes > UNSEEN_SHARE * self.budget_bytes
+        return used_bytes > self.budget_bytes - self._surge_bytes
 
     def _spill(self, saved: Saved) -> None:
         """The budget is reached: this datum goes to the host, freed at the next event."""

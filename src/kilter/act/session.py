@@ -280,6 +280,7 @@ class Session:
         self._fence(self._settle)()
         if self._fitter is not None:
             self._fence.run(self._fitter.conclude)
+            self._fence(self._take_schedule)(self._fitter.schedule())
         after, restored = self._restore()
         if self._sampler is not None:
             self._sampler.stop()

@@ -271,6 +271,29 @@ def test_attributed_energies_add_up(label, rule, energy_j, iteration_s, tmp_path
     assert rule in method
 
 
+def test_layers_are_told_as_one(tmp_path):
+    names = (
+        *("blocks.0.mlp.0", "blocks.1.mlp.0", "blocks.0.mlp.2", "blocks.0", "blocks.1"),
+        *("features.0", "features.1", "head", "aten::add", "0"),
+    )
+    trace = trace_of(tmp_path)
+    one = trace.operations[0]
+    operations = tuple(replace(one, name=name) for name in names)
+    trace = replace(trace, operations=operations)
+    device = runs.governed().events[0].device
+    told, _ = report.attribute(trace, 1.0, device)
+    assert {op.name: op.names for op in told} == {
+        "blocks.*.mlp.0": 2,
+        "blocks.0.mlp.2": 1,
+        "blocks.*": 2,
+        "features.0": 1,
+        "features.1": 1,
+        "head": 1,
+        "aten::add": 1,
+        "0": 1,
+    }
+
+
 def test_no_energy_means_no_attribution(tmp_path):
     device = runs.governed().events[0].device
     assert report.attribute(trace_of(tmp_path), None, device) == ((), None)

@@ -38,8 +38,8 @@ def govern(
                 infer(batch)
                 job.mark()
 
-    `device` is `auto`, `nvml`, `sim:NAME`, `replay:PATH` or `null`; `dry_run` sets nothing; `out` is the directory
-    of the run's files (default: `runs/ID`). `KILTER=0` in the environment switches it off. Raises
+    `device` is `auto`, `nvml`, `sim:NAME`, `replay:PATH` or `null`; `dry_run` sets nothing; `out`
+    is the directory of the run's files (default: `runs/ID`). `KILTER=0` in the environment switches it off. Raises
     `UsageError` for a wrong argument and `FileError` for a broken recording, and nothing else of
     its own.
     """

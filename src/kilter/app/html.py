@@ -16,7 +16,16 @@ from kilter.app.memory_report import Timeline
 from kilter.app.opening import contract
 from kilter.app.plots import iteration_times, power, signed, strip, tag, trade_off
 from kilter.app.report import OperationEnergy, Report, allowed_slowdown
-from kilter.app.summary import doubt, ending, evidence, headline, interval, less_one, verdict
+from kilter.app.summary import (
+    counted,
+    doubt,
+    ending,
+    evidence,
+    headline,
+    interval,
+    less_one,
+    verdict,
+)
 from kilter.app.svg import escape
 from kilter.core.units import show_energy, show_fraction, show_time
 
@@ -191,7 +200,8 @@ def _operation_row(op: OperationEnergy, largest: float) -> str:
     intensity = op.intensity_flop_per_byte
     shown = "" if intensity is None else f"{intensity:.3g}"
     return (
-        f"<tr><td class='name'>{escape(op.name)}</td><td>{escape(op.kind.replace('_', ' '))}</td>"
+        f"<tr><td class='name'>{escape(counted(op))}</td>"
+        f"<td>{escape(op.kind.replace('_', ' '))}</td>"
         f"<td class='bar'><span style='width:{100 * op.share / largest:.1f}%'></span></td>"
         f"<td class='n'>{show_energy(op.energy_j)}</td>"
         f"<td class='n'>{show_fraction(op.share)}</td><td class='n'>{shown}</td></tr>"

@@ -75,6 +75,8 @@ class MemoryReport:
     spilled: int
     out_bytes: int
     in_bytes: int
+    state: str
+    """What became of gradients and optimizer state; empty if they were left alone."""
     plans: tuple[Fitted, ...]
     """In the order in which they came into force."""
     ranks: tuple[RankMemory, ...]
@@ -149,6 +151,7 @@ def memory_report(
         spilled=last.spilled,
         out_bytes=last.out_bytes,
         in_bytes=last.in_bytes,
+        state=last.state,
         plans=tuple(plans),
         ranks=tuple(
             RankMemory(
@@ -217,6 +220,8 @@ def details(memory: MemoryReport) -> list[tuple[str, str]]:
                 f"{moved} in, {show_fraction(memory.hidden)} of it hidden [simulated]",
             )
         )
+    if memory.state:
+        lines.append(("the rest", memory.state))
     if memory.host_bytes:
         pinned = "pinned " if memory.backend == "cuda" else ""
         lines.append(("host", f"{show_bytes(memory.host_bytes)} of {pinned}host memory"))

@@ -115,9 +115,13 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationEnergy:
-    """Energy of one iteration attributed to the operations of one name and kind."""
+    """Energy of one iteration attributed to the operations of one kind and one name, or of the
+    same place in every layer."""
 
     name: str
+    """`blocks.*.mlp.0` for that of several layers."""
+    names: int
+    """How many that are."""
     kind: str
     energy_j: float
     share: float
@@ -650,6 +654,23 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return math.fsum(known) / len(known) if known else None
 
 
+_LAYER = re.compile(r"((?:[^.\W\d]\w*\.)+)\d+(\..*|)")
+"""A module's path with a number: what holds the layers, the number, the place in the layer."""
+
+
+def _places(names: Iterable[str]) -> dict[str, str]:
+    """By name of an operation, its place in every layer. A number at the end is a layer only where
+    others have something inside; else it is a step of a sequence, which are all different."""
+    paths = {name: match for name in names if (match := _LAYER.fullmatch(name))}
+    layered = {match[1] for match in paths.values() if match[2]}
+    return {
+        name: f"{paths[name][1]}*{paths[name][2]}"
+        if name in paths and paths[name][1] in layered
+        else name
+        for name in names
+    }
+
+
 def attribute(
     trace: IterationTrace | None, energy_j: float | None, device: DeviceInfo
 ) -> tuple[tuple[OperationEnergy, ...], str | None]:
@@ -681,10 +702,12 @@ def attribute(
     total = math.fsum(weights)
     if total <= 0.0:
         return (), None
+    places = _places({operation.name for operation in operations})
     groups: dict[tuple[str, Kind], list[tuple[Operation, float]]] = {}
     for operation, weight in zip(operations, weights, strict=True):
-        groups.setdefault((operation.name, operation.kind), []).append((operation, weight / total))
-    result = [_operation(group, energy_j) for group in groups.values()]
+        place = (places[operation.name], operation.kind)
+        groups.setdefault(place, []).append((operation, weight / total))
+    result = [_operation(place, group, energy_j) for (place, _), group in groups.items()]
     return tuple(sorted(result, key=lambda op: -op.energy_j)), method
 
 
@@ -709,14 +732,18 @@ def _modelled_j(
     return energies
 
 
-def _operation(group: Sequence[tuple[Operation, float]], energy_j: float) -> OperationEnergy:
-    """Operations of one name and kind as one."""
+def _operation(
+    place: str, group: Sequence[tuple[Operation, float]], energy_j: float
+) -> OperationEnergy:
+    """Operations of one place and kind as one."""
     operations = [operation for operation, _ in group]
+    names = {operation.name for operation in operations}
     share = math.fsum(share for _, share in group)
     flops = _sum(op.flops for op in operations)
     bytes_moved = _sum(op.bytes_moved for op in operations)
     return OperationEnergy(
-        name=operations[0].name,
+        name=place if len(names) > 1 else operations[0].name,
+        names=len(names),
         kind=operations[0].kind.value,
         energy_j=energy_j * share,
         share=share,

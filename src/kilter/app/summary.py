@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kilter.app import memory_report
 from kilter.app.opening import allowed, ascii_line, wish
-from kilter.app.report import Probe, Report
+from kilter.app.report import OperationEnergy, Probe, Report
 from kilter.core.units import show_energy, show_fraction, show_time
 from kilter.observe.sampler import DISAGREEMENT
 
@@ -73,12 +73,17 @@ def full(report: Report) -> str:
         for op in report.operations[:_MOST_OPERATIONS]:
             lines.append(
                 f"  {show_fraction(op.share):>7}  {show_energy(op.energy_j):>8}  "
-                f"{op.name} ({op.kind.replace('_', ' ')})"
+                f"{counted(op)} ({op.kind.replace('_', ' ')})"
             )
     return "\n".join(ascii_line(line) for line in lines)
 
 
 _MOST_OPERATIONS = 10
+
+
+def counted(operation: OperationEnergy) -> str:
+    """The name of an operation, with how many of them there are."""
+    return operation.name if operation.names == 1 else f"{operation.name} x {operation.names}"
 
 
 def doubt(report: Report) -> str | None:

@@ -30,7 +30,7 @@ class Stderr:
         """The summary tells; nothing is said in the middle of a job."""
 
     def failed(self, error: str) -> None:
-        self._say(f"kilter: stepped aside after an error of its own, the script is left alone: {error}")
+        self._say(f"kilter: stepped aside after an error of its own, not the script's: {error}")
 
     def rehearsing(self, seconds: float | None) -> None:
         """A line that overwrites itself, on a terminal only."""

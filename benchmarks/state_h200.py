@@ -115,6 +115,7 @@ MODES = (
     Mode("consumed, swapper 56.8 %", "consume", share=0.568),
     Mode("consumed, swapper 50 %", "consume", share=0.5),
     Mode("consumed, 8 GB of state stay, swapper 50 %", "consume", 8.0, share=0.5),
+    Mode("consumed, 4 GB of state stay, swapper 50 %", "consume", 4.0, share=0.5),
     Mode("consumed, 8 GB of state stay, swapper 40 %", "consume", 8.0, share=0.4),
 )
 
@@ -264,10 +265,10 @@ def cap(machine: Machine, batches: list[int]) -> Iterator[dict[str, Any]]:
     if not machine.tiny:
         total_bytes = torch.cuda.get_device_properties(machine.device).total_memory
         torch.cuda.set_per_process_memory_fraction(CAP_BYTES / total_bytes)
-    budget = int(0.96 * CAP_BYTES)
+    budget = int(0.95 * CAP_BYTES)
     ours = Mode("ours", "consume", 4.0, share=1.0)
-    tries = [(Mode("plain", moves=False), batch) for batch in (4, 5, 6)]
-    tries += [(ours, batch) for batch in batches]
+    plain = Mode("plain", moves=False)
+    tries = [(plain if batch < 0 else ours, abs(batch)) for batch in batches]
     for mode, batch in tries:
         machine.settle()
         job = Job(machine, 2 if machine.tiny else 48, batch)
@@ -294,7 +295,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", default="identity,rows,cap")
     parser.add_argument("--modes", default="", help="rows to run, separated by ;")
-    parser.add_argument("--batches", default="20,24")
+    parser.add_argument(
+        "--batches", default="-4,-5,-6,20,24", help="sizes to try; negative ones with plain"
+    )
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; no row begins later")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()

@@ -759,6 +759,96 @@ def test_deep_copies_and_moves_of_the_module_still_work() -> None:
     assert all(p.grad is None for p in twin.parameters())
 
 
+def test_the_room_may_change() -> None:
+    plain, _ = trained(adamw, steps=12)
+    net = network()
+    optimizer = adamw(net)
+    away = []
+    with mover() as governed:
+        for number in range(12):
+            if number == 4:
+                assert 0 <= governed.least_room_bytes(1e9) - 5 * 1024 < 300
+                governed.room_bytes = governed.least_room_bytes(1e9)
+            if number == 8:
+                governed.room_bytes = 16_000
+            if number == 10:
+                governed.room_bytes = None
+            step(net, optimizer, number)
+            away.append(governed.report().away_bytes)
+        assert governed.report().late == 0
+    assert same(plain, values(net, optimizer))
+    assert away[3] == 0 < away[8] < away[4] == 5 * 5 * 1024
+    assert away[-1] == 0
+
+
+def test_a_parameter_that_nobody_uses() -> None:
+    """The gradients of its neighbours are consumed nevertheless."""
+    found = []
+    for governed in (None, mover(room_bytes=7_700)):
+        net = network()
+        net.extra = nn.Linear(WIDTH, WIDTH)
+        optimizer = adamw(net)
+        with governed or nullcontext():
+            for number in range(STEPS):
+                torch.manual_seed(number)
+                net[0](torch.randn(6, WIDTH))  # type: ignore[index, operator]
+                x = torch.randn(6, WIDTH)
+                for layer in net[: 3 * LAYERS]:  # type: ignore[index]
+                    x = layer(x)
+                x.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if governed is not None:
+                assert governed.report().visits == (STEPS - 3) * LAYERS
+        found.append(values(net, optimizer))
+    assert same(*found)
+
+
+def test_hooks_after_the_step_see_gradients() -> None:
+    net = network()
+    optimizer = adamw(net)
+    seen = []
+    optimizer.register_step_post_hook(
+        lambda *_: seen.append(all(p.grad is not None for p in net.parameters()))
+    )
+    with mover(room_bytes=7_700, gradients="keep"):
+        for number in range(4):
+            step(net, optimizer, number)
+    assert seen == [True] * 4
+
+
+def test_state_loaded_into_a_small_room() -> None:
+    """What was loaded leaves before the next forward."""
+    net = network()
+    optimizer = adamw(net)
+    with mover(room_bytes=7_700) as governed:
+        for number in range(4):
+            step(net, optimizer, number)
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert governed.report().state_bytes <= 7_700
+
+
+def test_processes_that_share_gradients(tmp_path: Any) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    found = []
+    try:
+        for governed in (None, mover(room_bytes=7_700)):
+            net = network()
+            whole = nn.parallel.DistributedDataParallel(net)
+            optimizer = adamw(net)
+            with governed or nullcontext():
+                for number in range(STEPS):
+                    step(whole, optimizer, number)
+                if governed is not None:
+                    assert any("processes" in text for text in governed.report().refused)
+                    assert governed.report().away_bytes > 0
+            found.append(values(net, optimizer))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert same(*found)
+
+
 # Beside the engine for saved tensors
 
 

@@ -20,33 +20,28 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from kilter.act.fence import Fence
-from kilter.act.swapper.backend import Backend, Event, HostMemoryError
+from kilter.act.swapper.backend import Backend, HostMemoryError
+from kilter.act.swapper.charge import GRADIENTS, Charge, Phase
 from kilter.act.swapper.gradients import Followed, GradientConsumed, Gradients, Place
 from kilter.act.swapper.stream import StateBucket, Stream, Where, size_of
 from kilter.core.errors import PlanError, UsageError
 from kilter.core.units import MIB
-from kilter.observe.mentions import callers, mention
 from kilter.plan.swap.problem import Link
-from kilter.plan.swap.state import Bucket, StatePlan, Update, in_buckets, plan_state
+from kilter.plan.swap.state import (
+    Bucket,
+    StatePlan,
+    Update,
+    in_buckets,
+    least_room_bytes,
+    plan_state,
+)
 
 if TYPE_CHECKING:
     import torch
 
-ELEMENTWISE = frozenset(
-    {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"}
-)
-"""Optimizers of `torch.optim` that treat each parameter on its own: bucket by bucket they compute
-what they compute at once, bit for bit."""
-TOUCHES = frozenset(
-    {"grad", "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm",
-     "unscale_", "main_grad"}
-)  # fmt: skip
-"""Names that code uses which looks at gradients or changes them."""
-GRADIENTS = ("auto", "consume", "keep")
 WATCHED_STEPS = 3
 """Optimizer steps that a loop is watched for."""
 
@@ -73,81 +68,6 @@ class StateReport:
     plans: tuple[StatePlan, ...]
     refused: tuple[str, ...]
     """Why gradients are kept or state stays."""
-
-
-class _Phase(Enum):
-    WATCHING = "watching"
-    CONSUMING = "consuming"
-    KEEPING = "keeping"
-
-
-class _Charge:
-    """One optimizer and how far we are with it."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self.phase = _Phase.WATCHING
-        self.streams = False
-        self.steps = 0
-        self.open = False
-        """A round of visits is under way."""
-        self.visited: set[int] = set()
-        self.told = False
-        """What others know: gradients are consumed."""
-        self.followed: list[Followed] = []
-        """In the order in which gradients arrive."""
-        self.group_of: dict[int, int] = {}
-        self.buckets: list[StateBucket] = []
-        self.bucket_of: dict[int, int] = {}
-        self.plan: StatePlan | None = None
-        self.refused: list[str] = []
-        self.settings: Any = None
-        """The groups' options when the first gradient arrived."""
-        self.marks: list[tuple[int, Event]] = []
-        self.arrives_s: dict[int, float] = {}
-        self.seen: dict[int, tuple[int, int]] = {}
-        """Storage and version of gradients as they arrived."""
-        self.stash: list[tuple[Any, torch.Tensor]] = []
-        """Gradients hidden from the program's own step, which has nothing left to do with them."""
-        self.handles: list[Any] = []
-        self.before: Any = None
-
-    def watching(self) -> bool:
-        return self.phase is _Phase.WATCHING
-
-    def object_to(self, reason: str) -> None:
-        if self.phase is not _Phase.KEEPING:
-            self.phase = _Phase.KEEPING
-            self.refused.append(f"gradients are kept: {reason}")
-
-    def keep_state(self, reason: str) -> None:
-        self.streams = False
-        self.refused.append(f"optimizer state stays: {reason}")
-
-    @property
-    def optimizer(self) -> Any:
-        return self._optimizer()
-
-    @property
-    def altered(self) -> bool:
-        """The groups have other parameters than when the optimizer was met."""
-        groups = self.optimizer.param_groups
-        return [id(p) for group in groups for p in group["params"]] != list(self.group_of)
-
-    def options(self) -> list[Any]:
-        """Everything that the step reads from the groups, comparable."""
-        return [
-            sorted(
-                (key, (id(value), value._version) if hasattr(value, "_version") else value)
-                for key, value in group.items()
-                if key != "params"
-            )
-            for group in self.optimizer.param_groups
-        ]
-
-    @property
-    def took(self) -> bool:
-        return any(f.place is Place.TAKEN for f in self.followed)
 
 
 class StateMover(AbstractContextManager["StateMover"]):
@@ -181,14 +101,15 @@ class StateMover(AbstractContextManager["StateMover"]):
         self._link = link
         self._stream = Stream(backend, min_bytes)
         self._gradients = gradients
-        self._room_bytes = room_bytes
+        self.room_bytes = room_bytes
+        """May be changed; what follows from it is done after the next step."""
         self._bucket_bytes = bucket_bytes
         self._before_update = before_update
         self._changed = changed
         self._fence = fence
-        self._charges: weakref.WeakKeyDictionary[Any, _Charge] = weakref.WeakKeyDictionary()
+        self._charges: weakref.WeakKeyDictionary[Any, Charge] = weakref.WeakKeyDictionary()
         self._access = Gradients()
-        self._early: dict[int, Any] = {}
+        self._early: dict[int, weakref.ref[Any]] = {}
         """Parameters whose gradient arrived before their optimizer was met, in this order."""
         self._hooked: dict[int, weakref.ref[Any]] = {}
         self._hooks: list[Any] = []
@@ -220,7 +141,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         """Bring the state home and forget about gradients."""
         for charge in self._charges.values():
             if charge.took:
-                charge.refused.append("parameters were updated in backward, and no step followed")
+                charge.say("parameters were updated in backward, and no step followed")
             self._unstash(charge)
             self._bring_home(charge)
             for handle in charge.handles:
@@ -249,22 +170,22 @@ class StateMover(AbstractContextManager["StateMover"]):
         buckets = [b for charge in charges for b in charge.buckets]
         away_bytes = sum(b.size_bytes for b in buckets if b.where is Where.AWAY)
         return StateReport(
-            consuming=any(c.phase is _Phase.CONSUMING for c in charges),
+            consuming=any(c.phase is Phase.CONSUMING for c in charges),
             visits=self._visits,
             late=self._late,
             out_bytes=self._stream.out_bytes,
             in_bytes=self._stream.in_bytes,
             host_bytes=self._stream.host_bytes,
             gradient_bytes=sum(self._gradient_bytes(c) for c in charges),
-            state_bytes=sum(b.size_bytes for b in buckets) - away_bytes,
+            state_bytes=sum(self._state_bytes(c) for c in charges),
             away_bytes=away_bytes,
             plans=tuple(c.plan for c in charges if c.plan is not None),
             refused=tuple(dict.fromkeys(text for c in charges for text in c.refused)),
         )
 
-    def _gradient_bytes(self, charge: _Charge) -> int:
+    def _gradient_bytes(self, charge: Charge) -> int:
         sizes = [b.gradient_bytes for b in charge.buckets]
-        if charge.phase is _Phase.CONSUMING:
+        if charge.phase is Phase.CONSUMING:
             return max(sizes, default=0)
         return sum(sizes)
 
@@ -289,7 +210,7 @@ class StateMover(AbstractContextManager["StateMover"]):
                 raise refusals[0]
             if fence.down:
                 for charge in self._charges.values():
-                    charge.phase, charge.streams = _Phase.KEEPING, False
+                    charge.phase, charge.streams = Phase.KEEPING, False
                     self._bring_home(charge)
 
         return fenced
@@ -313,8 +234,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         """The step of an optimizer is about to begin, perhaps its first."""
         charge = self._charges.get(optimizer)
         if charge is not None and not charge.altered:
-            if charge.before is not None:  # after those of the program, which may change gradients
-                optimizer._optimizer_step_pre_hooks.move_to_end(charge.before.id)
+            charge.stand_innermost()
             return
         self._stop_search()
         if charge is not None:
@@ -325,21 +245,21 @@ class StateMover(AbstractContextManager["StateMover"]):
                 handle.remove()
             self._forget(charge)
         charge = self._charges[optimizer] = self._charged(optimizer)
+        charge.stand_innermost()
         weakref.finalize(optimizer, self._forget, charge).atexit = False
 
-    def _charged(self, optimizer: Any) -> _Charge:
-        charge = _Charge(optimizer)
+    def _charged(self, optimizer: Any) -> Charge:
+        charge = Charge(optimizer)
         known = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        order = [p for key, p in self._early.items() if key in known]
-        order += [p for key, p in reversed(known.items()) if key not in self._early]
-        self._early.clear()
-        for index, group in enumerate(optimizer.param_groups):
-            charge.group_of.update((id(p), index) for p in group["params"])
-        reason = self._unfit(charge)
+        early = [key for key, p in self._early.items() if key in known and p() is known[key]]
+        for key in early:
+            del self._early[key]
+        order = [known[key] for key in early]
+        order += [p for key, p in reversed(known.items()) if key not in early]
+        reason = charge.unfit(self._backend.device, self._access.followed)
         if reason is not None:
             charge.object_to(reason)
             charge.keep_state(reason)
-            charge.followed = []
             return charge
         for parameter in order:
             self._hook(parameter)
@@ -351,43 +271,19 @@ class StateMover(AbstractContextManager["StateMover"]):
             members = order[cut.first : cut.first + cut.count]
             charge.buckets.append(StateBucket(members))
             charge.bucket_of.update((id(p), number) for p in members)
-        charge.streams = self._room_bytes is not None
+        charge.room_bytes = self.room_bytes
+        charge.streams = self.room_bytes is not None
         if self._gradients == "keep":
             charge.object_to("as asked for")
-        charge.before = optimizer.register_step_pre_hook(self._fenced(self._before_step))
         charge.handles = [
-            charge.before,
+            optimizer.register_step_pre_hook(self._fenced(self._before_step)),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_post_hook(self._after_state_dict),
             optimizer.register_load_state_dict_post_hook(self._fenced(self._after_load)),
         ]
         return charge
 
-    def _unfit(self, charge: _Charge) -> str | None:
-        """Why this optimizer cannot be run bucket by bucket."""
-        torch = self._torch
-        kind = type(charge.optimizer)
-        if kind.__name__ not in ELEMENTWISE or not kind.__module__.startswith("torch.optim."):
-            return f"{kind.__name__} is not known to treat each parameter on its own"
-        if not hasattr(kind.step, "__wrapped__"):
-            return f"{kind.__name__}.step was replaced"
-        for group in charge.optimizer.param_groups:
-            if group.get("differentiable"):
-                return "the optimizer is differentiable"
-            if len({(p.dtype, p.device) for p in group["params"]}) > 1:
-                return "a group has parameters of several types or devices"
-            for p in group["params"]:
-                if type(p) is not torch.nn.Parameter or p.is_sparse or p.is_complex():
-                    return f"a parameter is a {type(p).__name__}, {p.dtype}, {p.layout}"
-                if p.device != self._backend.device:
-                    return f"parameters are on {p.device}"
-                other = self._access.followed.get(id(p))
-                if other is not None and other.owner is not charge:
-                    other.owner.object_to("a parameter belongs to two optimizers")
-                    return "a parameter belongs to two optimizers"
-        return None
-
-    def _forget(self, charge: _Charge) -> None:
+    def _forget(self, charge: Charge) -> None:
         """Its optimizer is gone, or has other parameters now."""
         for f in charge.followed:
             if self._access.followed.get(id(f.parameter)) is f:
@@ -402,19 +298,19 @@ class StateMover(AbstractContextManager["StateMover"]):
         """A gradient was accumulated."""
         found = self._access.followed.get(id(parameter))
         if found is None:
-            self._early[id(parameter)] = parameter
+            self._early[id(parameter)] = weakref.ref(parameter)
             return
         found.arrives()
-        charge: _Charge = found.owner  # type: ignore[assignment]
-        if charge.phase is _Phase.KEEPING:
+        charge: Charge = found.owner  # type: ignore[assignment]
+        if charge.phase is Phase.KEEPING:
             return
         gradient = self._access.get(parameter)
         assert gradient is not None
         if charge.settings is None:
             charge.settings = charge.options()
-        if charge.phase is _Phase.WATCHING:
+        if charge.phase is Phase.WATCHING:
             charge.marks.append((id(parameter), self._backend.mark()))
-            self._watch(charge, parameter, gradient)
+            charge.watch(parameter, gradient)
             return
         number = charge.bucket_of[id(parameter)]
         bucket = charge.buckets[number]
@@ -430,14 +326,6 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._visits += 1
             self._visit(charge, number, keep=False)
 
-    def _watch(self, charge: _Charge, parameter: Any, gradient: torch.Tensor) -> None:
-        if gradient.requires_grad or gradient.layout is not self._torch.strided:
-            charge.object_to("a gradient is sparse or has a graph of its own")
-        # Two hooks: ours, and one of somebody who might change what we have used already.
-        if len(parameter._post_accumulate_grad_hooks) > 1:
-            charge.object_to("a parameter has hooks of the program on its gradient")
-        charge.seen[id(parameter)] = _state_of(gradient)
-
     # The step
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -446,8 +334,10 @@ class StateMover(AbstractContextManager["StateMover"]):
         if closure is not None:
             self._before_closure(charge)
             return
-        if charge.phase is _Phase.WATCHING:
-            self._judge(charge)
+        if charge.phase is Phase.WATCHING:
+            charge.judge(self._access.get, self._backend.device.type)
+            if self._gradients == "auto" and charge.steps == 1 and charge.watching():
+                charge.read_code()
         elif charge.took and charge.settings != charge.options():
             raise GradientConsumed("the optimizer's options changed between backward and step")
         elif charge.took and getattr(optimizer, "grad_scale", None) is not None:
@@ -464,39 +354,13 @@ class StateMover(AbstractContextManager["StateMover"]):
                     self._then(charge, number)
         self._close(charge)
 
-    def _before_closure(self, charge: _Charge) -> None:
+    def _before_closure(self, charge: Charge) -> None:
         if charge.took:
             raise GradientConsumed("optimizer.step was given a closure")
         charge.object_to("optimizer.step is given a closure")
         if charge.streams:
             charge.keep_state("optimizer.step is given a closure")
             self._bring_home(charge)
-
-    def _judge(self, charge: _Charge) -> None:
-        """What this watched iteration says about consuming."""
-        torch = self._torch
-        if charge.settings is not None and charge.settings != charge.options():
-            charge.object_to("the optimizer's options change between backward and step")
-        if getattr(charge.optimizer, "grad_scale", None) is not None:
-            charge.object_to("gradients are unscaled by the step")
-        if torch.is_autocast_enabled(self._backend.device.type):
-            charge.object_to("the step runs under autocast")
-        distributed = torch.distributed
-        if (
-            distributed.is_available()
-            and distributed.is_initialized()
-            and distributed.get_world_size() > 1
-        ):
-            charge.object_to("gradients are reduced over processes when backward ends")
-        for f in charge.followed:
-            gradient = self._access.get(f.parameter)
-            before = charge.seen.get(id(f.parameter))
-            if gradient is not None and before is not None and before != _state_of(gradient):
-                charge.object_to("gradients are changed between backward and step")
-        if self._gradients == "auto" and charge.steps == 1 and charge.watching():
-            found = mention(TOUCHES, callers(skip=("torch", "kilter")))
-            if found is not None:
-                charge.object_to(f'{found} mentions gradients (gradients="consume" overrides)')
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         charge = self._charges[optimizer]
@@ -506,7 +370,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         elif not self._fence.down:
             self._fence.run(self._settle, charge)
 
-    def _settle(self, charge: _Charge) -> None:
+    def _settle(self, charge: Charge) -> None:
         """Between a step and the next backward: decide how it goes on."""
         charge.steps += 1
         if charge.marks:
@@ -514,39 +378,64 @@ class StateMover(AbstractContextManager["StateMover"]):
             charge.arrives_s = {
                 key: max(0.0, self._backend.elapsed_s(zero, mark)) for key, mark in charge.marks
             }
-        if charge.streams and charge.plan is None:
-            states = charge.optimizer.state
-            for p in (p for group in charge.optimizer.param_groups for p in group["params"]):
-                if p in states:  # in the order that the optimizer would have made them in
-                    states[p] = states.pop(p)
+        armed = charge.phase is Phase.WATCHING and charge.steps >= WATCHED_STEPS
+        if armed:
+            charge.phase = Phase.CONSUMING
+            for bucket in charge.buckets:
+                bucket.missing = bucket.awaited = sum(id(p) in charge.seen for p in bucket.members)
+        if charge.fit and self.room_bytes != charge.room_bytes:
+            self._rearrange(charge)
+        elif charge.streams and (armed or charge.plan is None):
+            charge.order_state()
             self._plan(charge)
-        if charge.phase is _Phase.WATCHING and charge.steps >= WATCHED_STEPS:
-            charge.phase = _Phase.CONSUMING
-            if charge.streams:
-                self._plan(charge)
-        consuming = charge.phase is _Phase.CONSUMING
+        consuming = charge.phase is Phase.CONSUMING
         if consuming != charge.told and self._changed is not None:
             self._changed()
         charge.told = consuming
-        if all(c.phase is _Phase.KEEPING for c in self._charges.values()):
+        if all(c.phase is Phase.KEEPING for c in self._charges.values()):
             self._let_gradients_be()
         charge.settings = None
         charge.marks.clear()
         charge.seen.clear()
 
-    def _unstash(self, charge: _Charge) -> None:
+    def _rearrange(self, charge: Charge) -> None:
+        """There is another room now."""
+        charge.room_bytes = self.room_bytes
+        charge.streams = self.room_bytes is not None
+        if not charge.streams:
+            self._bring_home(charge)
+            return
+        for bucket in charge.buckets:
+            if bucket.flat is None:
+                self._stream.adopt(bucket, charge.optimizer.state)
+        charge.order_state()
+        self._plan(charge)
+
+    def least_room_bytes(self, stall_s: float) -> int:
+        """The least room in which optimizer state would stream with at most so much waiting in each
+        iteration (simulated), after the watched iterations."""
+        room_bytes = 0
+        for charge in self._charges.values():
+            for bucket in charge.buckets:
+                if bucket.flat is None:
+                    self._stream.adopt(bucket, charge.optimizer.state)
+            cuts = self._cuts(charge)
+            room_bytes += least_room_bytes(cuts, link=self._link, stall_s=stall_s)
+        return room_bytes
+
+    def _unstash(self, charge: Charge) -> None:
         for parameter, gradient in charge.stash:
             self._access.put(parameter, gradient)
         charge.stash.clear()
 
     # Rounds of visits
 
-    def _open(self, charge: _Charge) -> None:
+    def _open(self, charge: Charge) -> None:
         charge.open = True
         if charge.plan is not None:
             self._load_planned(charge, charge.plan.begin)
 
-    def _visit(self, charge: _Charge, number: int, *, keep: bool) -> None:
+    def _visit(self, charge: Charge, number: int, *, keep: bool) -> None:
         """Update the parameters of a bucket that have a gradient."""
         bucket = charge.buckets[number]
         gradients = [(p, self._access.get(p)) for p in bucket.members]
@@ -564,13 +453,14 @@ class StateMover(AbstractContextManager["StateMover"]):
                 else:
                     self._access.followed[id(parameter)].place = Place.TAKEN
             if charge.streams and charge.plan is None:
-                self._stream.adopt(bucket, charge.optimizer.state)
+                if bucket.flat is None:
+                    self._stream.adopt(bucket, charge.optimizer.state)
                 self._shed(charge)
             if bucket.streamed:
                 self._leave(charge, bucket)
         self._then(charge, number)
 
-    def _update(self, charge: _Charge, parameters: Sequence[Any]) -> None:
+    def _update(self, charge: Charge, parameters: Sequence[Any]) -> None:
         """The optimizer's own step on some of its parameters, without its hooks."""
         torch = self._torch
         optimizer = charge.optimizer
@@ -581,7 +471,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         device_type = self._backend.device.type
         optimizer.param_groups = [{**groups[i], "params": chosen[i]} for i in sorted(chosen)]
         try:
-            if charge.phase is _Phase.CONSUMING and torch.is_autocast_enabled(device_type):
+            if charge.phase is Phase.CONSUMING and torch.is_autocast_enabled(device_type):
                 with torch.autocast(device_type, enabled=False):
                     type(optimizer).step.__wrapped__(optimizer)
             else:
@@ -589,7 +479,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         finally:
             optimizer.param_groups = groups
 
-    def _then(self, charge: _Charge, number: int) -> None:
+    def _then(self, charge: Charge, number: int) -> None:
         """What the plan issues after a visit."""
         plan = charge.plan
         if plan is None or number in charge.visited:
@@ -600,20 +490,20 @@ class StateMover(AbstractContextManager["StateMover"]):
                 self._evict(charge, charge.buckets[i])
         self._load_planned(charge, plan.load[number])
 
-    def _load_planned(self, charge: _Charge, numbers: Iterable[int]) -> None:
-        assert self._room_bytes is not None
+    def _load_planned(self, charge: Charge, numbers: Iterable[int]) -> None:
+        assert charge.room_bytes is not None
         for i in numbers:
             bucket = charge.buckets[i]
-            fits = self._stream.held_bytes + bucket.size_bytes <= self._room_bytes
+            fits = self._stream.held_bytes + bucket.size_bytes <= charge.room_bytes
             if bucket.where is Where.AWAY and fits and i not in charge.visited:
                 self._stream.load(bucket)
 
-    def _close(self, charge: _Charge) -> None:
+    def _close(self, charge: Charge) -> None:
         """All updates are done: what streams goes, what did not need its state drops it."""
         charge.open = False
         charge.visited.clear()
         for bucket in charge.buckets:
-            bucket.missing = len(bucket.members)
+            bucket.missing = bucket.awaited
             if not bucket.streamed or bucket.where is Where.AWAY:
                 continue
             if bucket.lent:
@@ -622,8 +512,7 @@ class StateMover(AbstractContextManager["StateMover"]):
 
     # Streaming
 
-    def _plan(self, charge: _Charge) -> None:
-        assert self._room_bytes is not None
+    def _cuts(self, charge: Charge) -> list[Bucket]:
         cuts, first = [], 0
         for bucket in charge.buckets:
             cuts.append(
@@ -636,10 +525,14 @@ class StateMover(AbstractContextManager["StateMover"]):
                 )
             )
             first += len(bucket.members)
+        return cuts
+
+    def _plan(self, charge: Charge) -> None:
+        assert charge.room_bytes is not None
         mine_bytes = sum(b.size_bytes for b in charge.buckets if b.where is not Where.AWAY)
-        room_bytes = self._room_bytes - (self._stream.held_bytes - mine_bytes)
+        room_bytes = charge.room_bytes - (self._stream.held_bytes - mine_bytes)
         try:
-            plan = plan_state(cuts, room_bytes=room_bytes, link=self._link)
+            plan = plan_state(self._cuts(charge), room_bytes=room_bytes, link=self._link)
         except PlanError as error:
             charge.keep_state(str(error))
             self._bring_home(charge)
@@ -655,34 +548,34 @@ class StateMover(AbstractContextManager["StateMover"]):
         if self._changed is not None:
             self._changed()
 
-    def _shed(self, charge: _Charge) -> None:
+    def _shed(self, charge: Charge) -> None:
         """State is being made and nothing is planned yet: the oldest leaves while there is more
         than room for."""
-        assert self._room_bytes is not None
+        assert charge.room_bytes is not None
         for bucket in charge.buckets:
-            if self._stream.held_bytes <= self._room_bytes:
+            if self._stream.held_bytes <= charge.room_bytes:
                 return
             if bucket.where is Where.HERE and bucket.size_bytes:
                 self._leave_at_once(charge, bucket)
 
-    def _leave_at_once(self, charge: _Charge, bucket: StateBucket) -> None:
+    def _leave_at_once(self, charge: Charge, bucket: StateBucket) -> None:
         self._leave(charge, bucket)
         if bucket.where is Where.LEAVING:
             self._evict(charge, bucket)
 
-    def _evict(self, charge: _Charge, bucket: StateBucket) -> None:
+    def _evict(self, charge: Charge, bucket: StateBucket) -> None:
         if not self._stream.evict(bucket):
-            charge.refused.append("optimizer state stays where the program holds it")
+            charge.say("optimizer state stays where the program holds it")
 
-    def _leave(self, charge: _Charge, bucket: StateBucket) -> None:
+    def _leave(self, charge: Charge, bucket: StateBucket) -> None:
         """Start the way to the host; without host memory the bucket stays for good."""
         try:
             self._stream.leave(bucket, charge.optimizer.state)
         except HostMemoryError as error:
             bucket.streamed = False
-            charge.refused.append(f"optimizer state stays: {error}")
+            charge.say(f"optimizer state stays: {error}")
 
-    def _bring(self, charge: _Charge, bucket: StateBucket) -> None:
+    def _bring(self, charge: Charge, bucket: StateBucket) -> None:
         """Have the state on the device from here on, even if nothing was prepared for that."""
         if bucket.where is Where.AWAY:
             self._late += charge.open
@@ -691,7 +584,7 @@ class StateMover(AbstractContextManager["StateMover"]):
                     self._evict(charge, other)
         self._stream.bring(bucket)
 
-    def _bring_home(self, charge: _Charge) -> None:
+    def _bring_home(self, charge: Charge) -> None:
         """All state on the device for good, or in host tensors if it does not fit there."""
         charge.plan = None
         for bucket in charge.buckets:
@@ -703,11 +596,11 @@ class StateMover(AbstractContextManager["StateMover"]):
                 self._keep_on_host(charge, bucket)
             self._stream.disown(bucket, charge.optimizer.state)
 
-    def _keep_on_host(self, charge: _Charge, bucket: StateBucket) -> None:
+    def _keep_on_host(self, charge: Charge, bucket: StateBucket) -> None:
         if bucket.where is Where.AWAY:
             for p, key, value in self._stream.copies(bucket):
                 charge.optimizer.state[p] |= {key: value}
-            charge.refused.append("optimizer state did not fit the device and is on the host")
+            charge.say("optimizer state did not fit the device and is on the host")
 
     # Checkpoints
 
@@ -734,9 +627,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         charge = self._charges[optimizer]
         for bucket in charge.buckets:
             self._stream.disown(bucket, {})
+            if charge.streams:
+                self._stream.adopt(bucket, optimizer.state)
+                self._shed(charge)
         charge.plan = None
-
-
-def _state_of(gradient: torch.Tensor) -> tuple[int, int]:
-    """Whether a gradient is still the one it was."""
-    return gradient.untyped_storage()._cdata, gradient._version

@@ -65,7 +65,9 @@ class StateBucket:
 
     def __init__(self, members: Sequence[torch.nn.Parameter]) -> None:
         self.members = members
-        self.missing = len(members)
+        self.awaited = len(members)
+        """Of them, those that have a gradient in an ordinary iteration."""
+        self.missing = self.awaited
         """Gradients of this backward that have not arrived yet."""
         self.gradient_bytes = sum(size_of(p) for p in members)
         self.streamed = False

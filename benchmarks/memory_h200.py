@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from kilter.act.swapper.cuda import Cuda, measure_link
 from kilter.core.units import GIB
 from kilter.plan.swap.problem import Link
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or matrix products may vary
 VOCABULARY = 50304
 LEAD_S = 0.04
 CLOCK_HZ = 2e9
@@ -168,6 +170,8 @@ class Row:
     host_s: tuple[float, ...] = ()
     """The same on the CPU, which issues them: where it is late, the device waits; where it is far
     ahead, it waits for the device."""
+    bound_s: float | None = None
+    """Of swapping alone, from plain's phases, this budget and the link; derived."""
     led_s: float = 0.0
     """Iteration time with the host well ahead at its begin: if shorter, the device waits for it."""
     peaks_bytes: tuple[int, ...] = ()
@@ -235,7 +239,8 @@ def checkpointing(job: Job) -> Iterator[None]:
 def ours(job: Job, base: Row, link: Link, count: int, *, first: bool, out: Path) -> Row:
     """One row under a budget: let the engine watch, try and plan, then measure."""
     assert base.budget_bytes is not None
-    swapper = Swapper(Cuda.open(), budget_bytes=base.budget_bytes, link=link)
+    planner = "spanning" if base.mode.startswith("swap") else "mix"
+    swapper = Swapper(Cuda.open(), budget_bytes=base.budget_bytes, link=link, planner=planner)
     with swapper:
         for _ in range(24):
             job.step()
@@ -269,7 +274,9 @@ def ours(job: Job, base: Row, link: Link, count: int, *, first: bool, out: Path)
         events=len(record.events),
     )
     if first:
-        (out / f"record-{base.workload}.json").write_bytes(msgspec.json.encode(record))
+        (
+            out / f"record-{base.workload}-{base.mode.replace(' %', '').replace(' ', '-')}.json"
+        ).write_bytes(msgspec.json.encode(record))
     return row
 
 
@@ -277,8 +284,28 @@ def in_ms(times_s: tuple[float, ...]) -> str:
     return "+".join(f"{time_s * 1e3:.1f}" for time_s in times_s)
 
 
+def bound_s(plain: Timing, budget_bytes: int, link: Link) -> float:
+    """No schedule that only swaps is faster: what exceeds the budget at the end of forward must
+    have left by then, and must come back in backward."""
+    over_bytes = max(0, plain.peak_bytes - budget_bytes)
+    forward_s, backward_s, step_s = plain.device_s
+    return (
+        max(forward_s, over_bytes / link.to_host_bytes_per_s)
+        + max(backward_s, over_bytes / link.to_device_bytes_per_s)
+        + step_s
+    )
+
+
 def measure(
-    name: str, link: Link, shares: list[int], rounds: int, count: int, out: Path
+    name: str,
+    link: Link,
+    shares: list[int],
+    swap_shares: list[int],
+    rounds: int,
+    count: int,
+    out: Path,
+    *,
+    offload: bool,
 ) -> list[Row]:
     job = WORKLOADS[name]()
     rows: list[Row] = []
@@ -293,6 +320,7 @@ def measure(
             f"{row.peak_bytes / GIB:6.2f} GiB ({share:.3f}) {predicted}",
             f"{row.swapped} swapped {row.remade} remade device {in_ms(row.device_s)}",
             f"host {in_ms(row.host_s)} led {row.led_s * 1e3:.1f} ms events {row.events}",
+            f"bound {row.bound_s}",
             f"late {row.late} deviations {row.deviations} compute {row.compute_s}",
             f"{row.refused[:3]}",
             flush=True,
@@ -304,10 +332,10 @@ def measure(
     for number in range(rounds):
         for _ in range(3):
             job.step()
-        timing = timed(job, count)
-        plain_bytes = plain_bytes or timing.peak_bytes
+        plain = timed(job, count)
+        plain_bytes = plain_bytes or plain.peak_bytes
         led_s = timed(job, 3, LEAD_S).iteration_s
-        add(Row(name, "plain", number, led_s=led_s, **vars(timing)))
+        add(Row(name, "plain", number, led_s=led_s, **vars(plain)))
         with checkpointing(job):
             for _ in range(2):
                 job.step()
@@ -316,9 +344,20 @@ def measure(
         add(Row(name, "checkpoint", number, **vars(timing)))
         budgets = {f"{share} %": share * plain_bytes // 100 for share in shares}
         budgets["as checkpoint"] = checkpoint_bytes
+        budgets |= {f"swap only {share} %": share * plain_bytes // 100 for share in swap_shares}
         for mode, budget in budgets.items():
             base = Row(name, mode, number, 0.0, 0, budget_bytes=budget)
-            add(ours(job, base, link, count, first=number == 0, out=out))
+            row = ours(job, base, link, count, first=number == 0, out=out)
+            if mode.startswith("swap"):
+                row = replace(row, bound_s=bound_s(plain, budget, link))
+            add(row)
+    if offload:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            job.step()
+            add(Row(name, "save_on_cpu", rounds, **vars(timed(job, 2))))
+    for _ in range(2):
+        job.step()
+    add(Row(name, "plain again", rounds, **vars(timed(job, count))))
     return rows
 
 
@@ -375,6 +414,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--count", type=int, default=6)
     parser.add_argument("--shares", default="75,60,50", help="budgets, percent of plain's peak")
+    parser.add_argument("--swap-shares", default="", help="the same for plans that only swap")
+    parser.add_argument("--offload", action="store_true", help="save_on_cpu as well; it is slow")
     parser.add_argument("--identity", action="store_true")
     options = parser.parse_args()
     backend = Cuda.open()
@@ -385,12 +426,21 @@ def main() -> None:
         begin = time.perf_counter()
         if options.identity:
             torch.use_deterministic_algorithms(True, warn_only=True)
-            with sdpa_kernel(SDPBackend.MATH):  # the others add up in any order
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # which has a deterministic backward
                 print(json.dumps(identity(name, link)), flush=True)
             torch.use_deterministic_algorithms(False)
         else:
             shares = [int(share) for share in options.shares.split(",")]
-            measure(name, link, shares, options.rounds, options.count, options.out)
+            measure(
+                name,
+                link,
+                shares,
+                [int(share) for share in options.swap_shares.split(",") if share],
+                options.rounds,
+                options.count,
+                options.out,
+                offload=options.offload,
+            )
         torch.cuda.empty_cache()
         print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
 

@@ -57,8 +57,8 @@ class Backend(Protocol):
         """Device time between two marks; may wait for them."""
 
     def keep_busy(self, seconds: float) -> None:
-        """Let the device do nothing for a moment, so that what is issued next runs back to back
-        and is timed without the host's own pace."""
+        """Let the device do nothing for a moment, so that what is issued meanwhile runs back to
+        back and is timed without the host's own pace."""
 
     def used_bytes(self) -> int | None:
         """Device memory in use now; None if only the engine's own count is to be had."""

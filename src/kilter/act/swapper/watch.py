@@ -5,7 +5,6 @@ Slow and thorough; a pass under a plan is not watched.
 
 from __future__ import annotations
 
-import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,11 @@ if TYPE_CHECKING:
     import torch
 
 
-LEAD_S = 0.05
-"""Of the host before the device when a pass is timed. A watched pass is issued slowly; without the
-lead the device would wait, and the wait would count as time of operations."""
+PAUSE_S = 1e-4
+"""For which the device stands still at each event of a timed pass. A watched pass is issued slowly;
+without the pauses the device would wait elsewhere, and that would count as time of operations."""
+REPEATS = 3
+"""Of making a datum again in a trial; the shortest counts."""
 
 
 def described(tensor: torch.Tensor) -> str:
@@ -49,8 +50,6 @@ class Watch:
         self._marks: list[tuple[Event, Event]] = []
         self._begin: Event = None
         self._held_by_others: dict[int, tuple[weakref.ref[Saved], Any]] = {}
-        if timing_only:
-            backend.keep_busy(LEAD_S)
         self._read: dict[int, torch.UntypedStorage] = {}
         """By identity, storages that recipes read and that are not ours."""
         self._emptied: set[int] = set()
@@ -66,6 +65,8 @@ class Watch:
         import torch
 
         self._begin = self._backend.mark()
+        if self.timing_only:
+            self._backend.keep_busy(PAUSE_S)
         node = torch._C._current_autograd_node() if used and not self.timing_only else None
         name = "forward" if node is None else str(node.name())
         event = self._recorder.note(code, name, backward=used)
@@ -161,21 +162,20 @@ class Watch:
         if not self._emptied.isdisjoint(t.untyped_storage()._cdata for t in found.others):
             self.refused.append(f"{datum.name}: is made from weights that come and go (sharding)")
             return
+        marks = []
         try:
-            self._store.made(found)  # what it reads is here from now on, and every kernel loaded
-            self._backend.keep_busy(1e-3)
-            begin = self._backend.mark()
-            issued_s = time.perf_counter()
-            made = self._store.made(found)
-            issued_s = time.perf_counter() - issued_s
+            made = self._store.made(found)  # from here on what it reads is here, the kernels loaded
+            for _ in range(REPEATS):
+                self._backend.keep_busy(10 * PAUSE_S)
+                begin = self._backend.mark()
+                made = self._store.made(found)
+                marks.append((begin, self._backend.mark()))
         except (Stale, torch.OutOfMemoryError) as error:
             self.refused.append(f"{datum.name}: {error}")
             return
-        end = self._backend.mark()
         again = torch.empty(0, dtype=torch.uint8, device=made.device)
         again.set_(made.untyped_storage(), 0, (saved.size_bytes,), (1,))
         if torch.equal(flat(saved), again):
-            # Small ones cost the host more than the device, and a job may be limited by either.
-            datum.remake_s = max(issued_s, self._backend.elapsed_s(begin, end))
+            datum.remake_s = min(self._backend.elapsed_s(*pair) for pair in marks)
         else:
             self.refused.append(f"{datum.name}: made again, it differs")

@@ -304,6 +304,30 @@ assert not [f for f in sys.meta_path if type(f).__module__.startswith("kilter")]
     fresh(program)
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["compiled", "inside another"])
+def test_compiled_inference_is_marked_without_a_recompilation(wrapped):
+    """The outermost compiled module, if one is inside another."""
+    program = f"""
+import time, warnings
+from kilter.observe import marks
+warnings.simplefilter("ignore")  # the compiler's own
+compiled = torch.compile(model, backend="eager")
+if {wrapped}:
+    inner, compiled = compiled, torch.compile(torch.nn.Sequential(compiled), backend="eager")
+until = time.monotonic() + marks.INFERENCE_AFTER_S + 0.5
+with torch.no_grad():
+    compiled(x)
+    from torch._dynamo.utils import counters
+    graphs = counters["stats"]["unique_graphs"]
+    while time.monotonic() < until: compiled(x)
+    before = MARKS.index
+    for _ in range(5): compiled(x)
+assert MARKS.index == before + 5, (before, MARKS.index)
+assert counters["stats"]["unique_graphs"] == graphs, counters
+"""
+    assert fresh(MODEL + program)["source"] == "module"
+
+
 def test_a_program_that_prepares_for_long_and_then_compiles_is_not_in_the_way():
     program = """
 import time, warnings, logging

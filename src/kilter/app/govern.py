@@ -39,9 +39,9 @@ def govern(
                 job.mark()
 
     `device` is `auto`, `nvml`, `sim:NAME`, `replay:PATH` or `null`; `dry_run` sets nothing; `out`
-    is the directory of the run's files (default: `runs/ID`). `KILTER=0` in the environment switches it off. Raises
-    `UsageError` for a wrong argument and `FileError` for a broken recording, and nothing else of
-    its own.
+    is the directory of the run's files (default: `runs/ID`). `KILTER=0` in the environment
+    switches it off. Raises `UsageError` for a wrong argument and `FileError` for a broken
+    recording, and nothing else of its own.
     """
     budget: MemoryBudget | None = None
     if memory_budget is not None:

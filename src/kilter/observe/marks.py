@@ -9,6 +9,7 @@ and read a few iterations later, when it has passed, so that nobody ever waits f
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import os
 import statistics
@@ -309,8 +310,9 @@ class _InferenceWatch(threading.Thread):
     is called without gradients, hooks that one alone, and takes the global hooks out.
 
     The compiler would trace these hooks, and warns of them. It is imported by whatever compiles,
-    and also by every optimizer: once it is there, nothing is watched. (`torch.jit.script`, which
-    does not import it, refuses a module with a hook of ours.)
+    and also by every optimizer: once it is there, only the modules that `torch.compile` has made
+    are watched, whose own hooks run outside of what is compiled. (`torch.jit.script`, which does
+    not import it, refuses a module with a hook of ours.)
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -343,14 +345,30 @@ class _InferenceWatch(threading.Thread):
 
         if "torch._dynamo" not in sys.modules:
             self._compiler.install()
-        if self._over.is_set() or "torch._dynamo" in sys.modules:
-            self._marks.why_not = "no optimizer step yet; to time inference, call kilter.mark()"
+        if self._over.is_set():
+            return
+        if "torch._dynamo" in sys.modules:
+            self._watch_compiled()
             return
         self._handles = [
             register_module_forward_pre_hook(self._fence(self._enter)),
             register_module_forward_hook(self._fence(self._leave), always_call=True),
         ]
         if self._over.is_set():
+            self.stop()
+
+    def _watch_compiled(self) -> None:
+        compiled = [o for o in gc.get_objects() if type(o).__name__ == "OptimizedModule"]
+        for module in compiled:
+            self._handles += (
+                module.register_forward_pre_hook(self._fence(self._enter)),
+                module.register_forward_hook(self._fence(self._leave), always_call=True),
+            )
+        if not compiled:
+            self._marks.why_not = (
+                "no optimizer step yet; to time inference: with kilter.govern() as job, job.mark()"
+            )
+        elif self._over.is_set():
             self.stop()
 
     def _enter(self, module: Any, _args: Any) -> None:
@@ -365,7 +383,9 @@ class _InferenceWatch(threading.Thread):
         del self._outer[thread]
         self._calls += 1
         if self._calls >= _WATCHED_CALLS and output is not None:
-            self._marks.why_not = "no optimizer and no module that infers; call kilter.mark()"
+            self._marks.why_not = (
+                "no optimizer and no module that infers; with kilter.govern() as job, job.mark()"
+            )
             self.stop()
         # No output: the call has failed, and torch is walking through its table of hooks.
         if output is None or torch.is_grad_enabled() or self._over.is_set():

@@ -274,9 +274,8 @@ def ours(job: Job, base: Row, link: Link, count: int, *, first: bool, out: Path)
         events=len(record.events),
     )
     if first:
-        (
-            out / f"record-{base.workload}-{base.mode.replace(' %', '').replace(' ', '-')}.json"
-        ).write_bytes(msgspec.json.encode(record))
+        name = f"record-{base.workload}-{base.mode}".replace(" %", "").replace(" ", "-")
+        (out / f"{name}.json").write_bytes(msgspec.json.encode(record))
     return row
 
 
@@ -347,7 +346,7 @@ def measure(
         budgets |= {f"swap only {share} %": share * plain_bytes // 100 for share in swap_shares}
         for mode, budget in budgets.items():
             base = Row(name, mode, number, 0.0, 0, budget_bytes=budget)
-            row = ours(job, base, link, count, first=number == 0, out=out)
+            row = ours(job, base, link, count, first=mode == f"{shares[0]} %", out=out)
             if mode.startswith("swap"):
                 row = replace(row, bound_s=bound_s(plain, budget, link))
             add(row)
@@ -368,8 +367,10 @@ def identity(name: str, link: Link, steps: int = 8) -> dict[str, object]:
     report = None
     peak = 0
     for governed in (False, False, True):  # plain against itself: are the kernels deterministic?
+        before = torch.cuda.memory_allocated()
         job = make()
-        swapper = Swapper(Cuda.open(), budget_bytes=int(share * peak) or 1, link=link)
+        budget = before + int(share * peak)
+        swapper = Swapper(Cuda.open(), budget_bytes=budget or 1, link=link)
         values: list[torch.Tensor] = []
         torch.cuda.reset_peak_memory_stats()
         with swapper if governed else contextlib.nullcontext():
@@ -386,10 +387,10 @@ def identity(name: str, link: Link, steps: int = 8) -> dict[str, object]:
                 job.optimizer.zero_grad()
         values += [p.detach().clone() for p in job.model.parameters()]
         values += [b.detach().clone() for b in job.model.buffers()]
-        peak = peak or torch.cuda.max_memory_allocated()
+        peak = peak or torch.cuda.max_memory_allocated() - before
         found.append(values)
         report = swapper.report()
-        del job
+        del job, loss, logits
     assert report is not None
     control, same = (
         [torch.equal(a, b) for a, b in zip(found[0], other, strict=True)] for other in found[1:]

@@ -46,6 +46,8 @@ MAX_TRIALS = 3
 """A kind of pass that does not come again within so many is left without a plan."""
 TUNED = 3
 """Passes under a new plan whose peak is measured."""
+ROUNDING = 512
+"""One part in so many of the budget is left to the allocator, which rounds sizes up."""
 MAX_PLANS = 5
 """For one kind of pass: each time that a plan's peak was measured above the budget is a new one."""
 PATIENCE = 2
@@ -609,9 +611,10 @@ class Swapper(AbstractContextManager["Swapper"]):
         known.hopeless = known.plan is None
 
     def _ready(self, known: _Known, *, swap: bool) -> Ready:
+        rounding_bytes = self.budget_bytes // ROUNDING
         problem, numbers = known.record.problem(
             link=self._link,
-            budget_bytes=self.budget_bytes - known.less_bytes,
+            budget_bytes=self.budget_bytes - rounding_bytes - known.less_bytes,
             min_bytes=self._min_bytes,
             swap=swap,
         )

@@ -166,7 +166,7 @@ class Watch:
         try:
             made = self._store.made(found)  # from here on what it reads is here, the kernels loaded
             for _ in range(REPEATS):
-                self._backend.keep_busy(10 * PAUSE_S)
+                self._backend.keep_busy(3 * PAUSE_S)
                 begin = self._backend.mark()
                 made = self._store.made(found)
                 marks.append((begin, self._backend.mark()))

@@ -767,6 +767,7 @@ def test_the_room_may_change() -> None:
     with mover() as governed:
         for number in range(12):
             if number == 4:
+                assert governed.report().state_bytes == 5 * 5 * 1024
                 assert 0 <= governed.least_room_bytes(1e9) - 5 * 1024 < 300
                 governed.room_bytes = governed.least_room_bytes(1e9)
             if number == 8:

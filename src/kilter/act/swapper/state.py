@@ -177,7 +177,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             in_bytes=self._stream.in_bytes,
             host_bytes=self._stream.host_bytes,
             gradient_bytes=sum(self._gradient_bytes(c) for c in charges),
-            state_bytes=sum(self._state_bytes(c) for c in charges),
+            state_bytes=sum(b.size_bytes for b in buckets) - away_bytes,
             away_bytes=away_bytes,
             plans=tuple(c.plan for c in charges if c.plan is not None),
             refused=tuple(dict.fromkeys(text for c in charges for text in c.refused)),
@@ -384,9 +384,15 @@ class StateMover(AbstractContextManager["StateMover"]):
             for bucket in charge.buckets:
                 bucket.missing = bucket.awaited = sum(id(p) in charge.seen for p in bucket.members)
         if charge.fit and self.room_bytes != charge.room_bytes:
-            self._rearrange(charge)
-        elif charge.streams and (armed or charge.plan is None):
+            charge.room_bytes = self.room_bytes
+            charge.streams = self.room_bytes is not None
+            if not charge.streams:
+                self._bring_home(charge)
+            charge.plan = None
+        if charge.steps == 1:
             charge.order_state()
+            self._adopt(charge)
+        if charge.streams and (armed or charge.plan is None):
             self._plan(charge)
         consuming = charge.phase is Phase.CONSUMING
         if consuming != charge.told and self._changed is not None:
@@ -398,30 +404,19 @@ class StateMover(AbstractContextManager["StateMover"]):
         charge.marks.clear()
         charge.seen.clear()
 
-    def _rearrange(self, charge: Charge) -> None:
-        """There is another room now."""
-        charge.room_bytes = self.room_bytes
-        charge.streams = self.room_bytes is not None
-        if not charge.streams:
-            self._bring_home(charge)
-            return
+    def _adopt(self, charge: Charge) -> None:
+        """Know the state of all buckets."""
         for bucket in charge.buckets:
             if bucket.flat is None:
                 self._stream.adopt(bucket, charge.optimizer.state)
-        charge.order_state()
-        self._plan(charge)
 
     def least_room_bytes(self, stall_s: float) -> int:
         """The least room in which optimizer state would stream with at most so much waiting in each
         iteration (simulated), after the watched iterations."""
-        room_bytes = 0
-        for charge in self._charges.values():
-            for bucket in charge.buckets:
-                if bucket.flat is None:
-                    self._stream.adopt(bucket, charge.optimizer.state)
-            cuts = self._cuts(charge)
-            room_bytes += least_room_bytes(cuts, link=self._link, stall_s=stall_s)
-        return room_bytes
+        return sum(
+            least_room_bytes(self._cuts(charge), link=self._link, stall_s=stall_s)
+            for charge in self._charges.values()
+        )
 
     def _unstash(self, charge: Charge) -> None:
         for parameter, gradient in charge.stash:
@@ -595,6 +590,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             except self._torch.OutOfMemoryError:
                 self._keep_on_host(charge, bucket)
             self._stream.disown(bucket, charge.optimizer.state)
+        self._adopt(charge)
 
     def _keep_on_host(self, charge: Charge, bucket: StateBucket) -> None:
         if bucket.where is Where.AWAY:

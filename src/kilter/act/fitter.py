@@ -18,9 +18,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kilter.act.fence import Fence
+from kilter.act.floor import Floor, words
 from kilter.core.errors import KilterError, PlanError
 from kilter.core.events import AnyEvent, Fitted, Moved, Refused
 from kilter.core.label import Label
@@ -98,6 +100,7 @@ class Fitter:
         self._backend: Backend | None = None
         self._link: Link | None = None
         self._swapper: Swapper | None = None
+        self._floor: Floor | None = None
         self._card_bytes = UNLIMITED
         self._budget_bytes: int | None = None
         self._words = "not known: no data were met"
@@ -141,6 +144,8 @@ class Fitter:
         if swapper is not None and self._owner == here:
             if self._plain_left:
                 swapper.step_in()
+            if self._floor is not None:
+                self._floor.close()
             swapper.__exit__(None, None, None)
         waiting = self._waits.pop(here, None)
         if waiting is not None:
@@ -380,6 +385,26 @@ class Fitter:
                 if plan not in old:
                     self._fitted(record, plan, numbers)
         self._tell_refused(report.refused)
+        if self._floor is not None:
+            self._floor.border()
+        if not report.plans and not self._dry_run and self._kind == "cuda" and not self._over:
+            self._lower(swapper)
+
+    def _lower(self, swapper: Swapper) -> None:
+        """There is no plan: is it because of what feature maps alone cannot give?"""
+        record = max(swapper.records(), key=lambda r: r.peak_bytes, default=None)
+        if record is None or record.passes < SEEN_PASSES or self._budget_bytes is None:
+            return
+        problem, _ = self._problem(record, self._budget_bytes)
+        if problem.floor_bytes <= self._budget_bytes:
+            return
+        if self._floor is None:
+            from kilter.act.swapper.cuda import Cuda
+
+            index = None if self._backend is None else self._backend.device.index
+            assert self._link is not None
+            self._floor = Floor(swapper, partial(Cuda.open, index), self._link, self._fence)
+        self._floor.lower(problem.floor_bytes - self._budget_bytes, problem.compute_s)
 
     def _tell_refused(self, reasons: tuple[str, ...]) -> None:
         """Each reason once; those about single data (`NAME: REASON`) by their number."""
@@ -476,6 +501,9 @@ class Fitter:
         plain, planned = (list(self._times[kind]) for kind in ("plain", "planned"))
         peaks = [self._plain_peak_bytes, *(record.peak_bytes for record in swapper.records())]
         measured = report.peaks_bytes[-1] if report.peaks_bytes else None
+        state = None if self._floor is None else self._floor.report
+        if state is not None:
+            self._tell_refused((*report.refused, *state.refused))
         self._record(
             Moved(
                 t_s=self._told_s,
@@ -497,7 +525,8 @@ class Fitter:
                 remade=report.remade,
                 out_bytes=report.out_bytes,
                 in_bytes=report.in_bytes,
-                host_bytes=report.host_bytes,
+                host_bytes=report.host_bytes + (0 if state is None else state.host_bytes),
+                state="" if state is None else words(state),
                 bound_s=bound_s,
             )
         )

@@ -165,6 +165,8 @@ class Moved(Event, frozen=True, kw_only=True):
     out_bytes: int
     in_bytes: int
     host_bytes: int
+    state: str = ""
+    """What became of gradients and optimizer state, where they had to move as well."""
     bound_s: float | None = None
     """No schedule makes forward and backward of the largest pass faster; None if not computed."""
 

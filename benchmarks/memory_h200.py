@@ -1,11 +1,12 @@
 """Iteration time and peak memory under a memory budget: plain, block checkpointing, and kilter.
 
-    python benchmarks/memory_h200.py --out DIR [--workloads gpt,long,resnet] [--rounds 2]
+    python benchmarks/memory_h200.py --out FILE [--workloads gpt,long,resnet] [--shares 75,60,50]
 
-All rows of a workload come from one process, interleaved; times are medians of CUDA events around
-whole iterations, peaks are allocated memory, both measured after the plan is made. `--identity`
-compares loss, every gradient and every parameter of some planned steps with those of plain ones,
-bit for bit, with deterministic kernels.
+All rows of a workload come from one process, between two plain ones; times are medians of CUDA
+events around whole iterations, peaks are allocated memory, both measured once the plan has settled.
+FILE gets one JSON object a line, as they come. `--identity` compares loss, every gradient and
+every parameter of some planned steps with those of plain ones, bit for bit, with deterministic
+kernels.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -31,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from kilter.act.swapper import Swapper
 from kilter.act.swapper.cuda import Cuda, measure_link
 from kilter.core.units import GIB
+from kilter.observe.data import PassRecord
 from kilter.plan.swap.problem import Link
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or matrix products may vary
@@ -149,13 +152,27 @@ SMALL: dict[str, tuple[Callable[[], Job], float]] = {
 """For the comparison bit for bit: shallower, and the budget as a share of plain's peak."""
 
 
+class Pinned(Cuda):
+    """Takes host memory from one pinned piece: pinning it anew for each row takes minutes."""
+
+    piece: torch.Tensor | None = None
+    taken_bytes = 0
+
+    def reserve(self, size_bytes: int) -> torch.Tensor:
+        piece = Pinned.piece
+        begin = self.taken_bytes
+        self.taken_bytes = begin + -(-size_bytes // 512) * 512
+        if piece is None or self.taken_bytes > piece.numel():
+            return super().reserve(size_bytes)
+        return piece[begin : begin + size_bytes]
+
+
 @dataclass(frozen=True)
 class Row:
-    """One mode of one workload in one round; all measured unless named predicted."""
+    """One mode of one workload; all measured unless named predicted or bound."""
 
     workload: str
     mode: str
-    round: int
     iteration_s: float
     peak_bytes: int
     budget_bytes: int | None = None
@@ -236,19 +253,20 @@ def checkpointing(job: Job) -> Iterator[None]:
         job.model.checkpointing = False
 
 
-def ours(job: Job, base: Row, link: Link, count: int, *, first: bool, out: Path) -> Row:
+def ours(job: Job, base: Row, link: Link, count: int) -> tuple[Row, PassRecord | None]:
     """One row under a budget: let the engine watch, try and plan, then measure."""
     assert base.budget_bytes is not None
     planner = "spanning" if base.mode.startswith("swap") else "mix"
-    swapper = Swapper(Cuda.open(), budget_bytes=base.budget_bytes, link=link, planner=planner)
+    swapper = Swapper(Pinned.open(), budget_bytes=base.budget_bytes, link=link, planner=planner)
     with swapper:
-        for _ in range(24):
+        for done in range(24):
             job.step()
             report = swapper.report()
-            if report.settled or len(report.refused) > 40:
+            if report.settled or (done > 5 and not report.plans):
                 break
-        timing = timed(job, count)
-        led_s = timed(job, 3, LEAD_S).iteration_s
+        planned = bool(report.plans)  # else it spills on demand, which takes seconds
+        timing = timed(job, count if planned else 1)
+        led_s = timed(job, 3, LEAD_S).iteration_s if planned else 0.0
         report = swapper.report()
     row = replace(
         base,
@@ -261,7 +279,7 @@ def ours(job: Job, base: Row, link: Link, count: int, *, first: bool, out: Path)
         refused=tuple(dict.fromkeys(text[:160] for text in report.refused))[:6],
     )
     if not report.plans:
-        return row
+        return row, None
     value = report.plans[-1]
     record = swapper.records()[0]
     row = replace(
@@ -273,10 +291,7 @@ def ours(job: Job, base: Row, link: Link, count: int, *, first: bool, out: Path)
         out_bytes=value.out_bytes,
         events=len(record.events),
     )
-    if first:
-        name = f"record-{base.workload}-{base.mode}".replace(" %", "").replace(" ", "-")
-        (out / f"{name}.json").write_bytes(msgspec.json.encode(record))
-    return row
+    return row, record
 
 
 def in_ms(times_s: tuple[float, ...]) -> str:
@@ -295,69 +310,68 @@ def bound_s(plain: Timing, budget_bytes: int, link: Link) -> float:
     )
 
 
-def measure(
-    name: str,
-    link: Link,
-    shares: list[int],
-    swap_shares: list[int],
-    rounds: int,
-    count: int,
-    out: Path,
-    *,
-    offload: bool,
-) -> list[Row]:
+Tell = Callable[[dict[str, Any]], None]
+"""Writes a line."""
+
+
+def measure(name: str, link: Link, options: argparse.Namespace, tell: Tell) -> None:
+    """All rows of a workload. Those under a budget are left out when the time is up."""
     job = WORKLOADS[name]()
-    rows: list[Row] = []
-    plain_bytes = checkpoint_bytes = 0
+    plain_bytes = 0
 
     def add(row: Row) -> None:
-        rows.append(row)
+        tell(asdict(row))
         share = row.peak_bytes / plain_bytes if plain_bytes else 1.0
-        predicted = "" if row.predicted_s is None else f"predicted {row.predicted_s * 1e3:.1f} ms"
+        extra = (
+            ""
+            if row.predicted_s is None or row.compute_s is None
+            else f"predicted +{(row.predicted_s - row.compute_s) * 1e3:.1f}"
+        )
         print(
-            f"{name} {row.mode:>13} {row.iteration_s * 1e3:7.1f} ms",
-            f"{row.peak_bytes / GIB:6.2f} GiB ({share:.3f}) {predicted}",
-            f"{row.swapped} swapped {row.remade} remade device {in_ms(row.device_s)}",
-            f"host {in_ms(row.host_s)} led {row.led_s * 1e3:.1f} ms events {row.events}",
-            f"bound {row.bound_s}",
-            f"late {row.late} deviations {row.deviations} compute {row.compute_s}",
-            f"{row.refused[:3]}",
+            f"{name} {row.mode} {row.iteration_s * 1e3:.1f} ms {row.peak_bytes / GIB:.2f} GiB",
+            f"({share:.3f}) {in_ms(row.device_s)} {extra} {row.swapped}+{row.remade}",
+            f"late {row.late} {row.refused[:1]}",
             flush=True,
         )
-        (out / f"memory-{name}.json").write_text(
-            json.dumps({"link": asdict(link), "rows": [asdict(r) for r in rows]}, indent=1)
-        )
 
-    for number in range(rounds):
+    def plain(mode: str) -> Timing:
         for _ in range(3):
             job.step()
-        plain = timed(job, count)
-        plain_bytes = plain_bytes or plain.peak_bytes
-        led_s = timed(job, 3, LEAD_S).iteration_s
-        add(Row(name, "plain", number, led_s=led_s, **vars(plain)))
-        with checkpointing(job):
-            for _ in range(2):
-                job.step()
-            timing = timed(job, count)
-        checkpoint_bytes = checkpoint_bytes or timing.peak_bytes
-        add(Row(name, "checkpoint", number, **vars(timing)))
-        budgets = {f"{share} %": share * plain_bytes // 100 for share in shares}
-        budgets["as checkpoint"] = checkpoint_bytes
-        budgets |= {f"swap only {share} %": share * plain_bytes // 100 for share in swap_shares}
-        for mode, budget in budgets.items():
-            base = Row(name, mode, number, 0.0, 0, budget_bytes=budget)
-            row = ours(job, base, link, count, first=mode == f"{shares[0]} %", out=out)
-            if mode.startswith("swap"):
-                row = replace(row, bound_s=bound_s(plain, budget, link))
-            add(row)
-    if offload:
+        timing = timed(job, options.count)
+        add(Row(name, mode, led_s=timed(job, 3, LEAD_S).iteration_s, **vars(timing)))
+        return timing
+
+    before = plain("plain")
+    plain_bytes = before.peak_bytes
+    with checkpointing(job):
+        for _ in range(2):
+            job.step()
+        checkpoint = timed(job, options.count)
+    add(Row(name, "checkpoint", **vars(checkpoint)))
+    budgets = {f"{share} %": share * plain_bytes // 100 for share in numbers(options.shares)}
+    budgets["as checkpoint"] = checkpoint.peak_bytes
+    for share in numbers(options.swap_shares):
+        budgets[f"swap only {share} %"] = share * plain_bytes // 100
+    for mode, budget in budgets.items():
+        if f"{name} {mode}" in options.skip:
+            continue
+        if time.perf_counter() > options.until_s:
+            break
+        row, record = ours(job, Row(name, mode, 0.0, 0, budget_bytes=budget), link, options.count)
+        if mode.startswith("swap"):
+            row = replace(row, bound_s=bound_s(before, budget, link))
+        add(row)
+        if options.records and record is not None:
+            tell({"workload": name, "mode": mode, "record": msgspec.to_builtins(record)})
+    if options.offload and time.perf_counter() < options.until_s:
         with torch.autograd.graph.save_on_cpu(pin_memory=True):
             job.step()
-            add(Row(name, "save_on_cpu", rounds, **vars(timed(job, 2))))
-    for _ in range(2):
-        job.step()
-    add(Row(name, "plain again", rounds, **vars(timed(job, count))))
-    return rows
+            add(Row(name, "save_on_cpu", **vars(timed(job, 2))))
+    plain("plain again")
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
 
 
 def identity(name: str, link: Link, steps: int = 8) -> dict[str, object]:
@@ -370,7 +384,7 @@ def identity(name: str, link: Link, steps: int = 8) -> dict[str, object]:
         before = torch.cuda.memory_allocated()
         job = make()
         budget = before + int(share * peak)
-        swapper = Swapper(Cuda.open(), budget_bytes=budget or 1, link=link)
+        swapper = Swapper(Pinned.open(), budget_bytes=budget or 1, link=link)
         values: list[torch.Tensor] = []
         torch.cuda.reset_peak_memory_stats()
         with swapper if governed else contextlib.nullcontext():
@@ -412,38 +426,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workloads", default="gpt,long,resnet")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--count", type=int, default=6)
+    parser.add_argument("--count", type=int, default=6, help="timed iterations of a row")
     parser.add_argument("--shares", default="75,60,50", help="budgets, percent of plain's peak")
     parser.add_argument("--swap-shares", default="", help="the same for plans that only swap")
+    parser.add_argument("--skip", action="append", default=[], help='a row, as in "gpt 50 %%"')
     parser.add_argument("--offload", action="store_true", help="save_on_cpu as well; it is slow")
+    parser.add_argument("--records", action="store_true", help="write what was observed, too")
     parser.add_argument("--identity", action="store_true")
+    parser.add_argument("--host-gib", type=int, default=24, help="pinned once, for all rows")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="no new row after that")
     options = parser.parse_args()
-    backend = Cuda.open()
+    options.until_s = time.perf_counter() + options.limit_s
+
+    def tell(line: dict[str, Any]) -> None:
+        with options.out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    backend = Pinned.open()
     link = measure_link(backend)
     backend.close()
-    print(link, torch.cuda.get_device_name(), torch.__version__, flush=True)
+    device, version = torch.cuda.get_device_name(), torch.__version__
+    tell({"link": asdict(link), "device": device, "torch": version})
+    print(link, device, version, flush=True)
+    keeper = Cuda.open()
+    Pinned.piece = keeper.reserve(options.host_gib * GIB)
     for name in options.workloads.split(","):
-        begin = time.perf_counter()
         if options.identity:
             torch.use_deterministic_algorithms(True, warn_only=True)
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # which has a deterministic backward
-                print(json.dumps(identity(name, link)), flush=True)
+                found = identity(name, link)
             torch.use_deterministic_algorithms(False)
+            tell(found)
+            print(json.dumps(found), flush=True)
         else:
-            shares = [int(share) for share in options.shares.split(",")]
-            measure(
-                name,
-                link,
-                shares,
-                [int(share) for share in options.swap_shares.split(",") if share],
-                options.rounds,
-                options.count,
-                options.out,
-                offload=options.offload,
-            )
+            measure(name, link, options, tell)
         torch.cuda.empty_cache()
-        print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+    keeper.close()
 
 
 if __name__ == "__main__":

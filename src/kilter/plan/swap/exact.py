@@ -42,22 +42,24 @@ class Relaxed:
 
 
 def exact(
-    problem: Problem, *, recompute: bool = True, gap: float = 0.001, limit_s: float = 30.0
+    problem: Problem, *, recompute: bool = True, gap: float = 0.001, limit_s: float = 8.0
 ) -> Schedule:
     """The best whole choice of what to swap and what to make again, placed in time by `place`.
 
-    `gap` is the relative optimality gap at which the solver stops, `limit_s` its time limit.
-    `PlanError` if no choice fits, or none was found in time; `UsageError` without HiGHS.
+    The solver stops at the relative optimality gap `gap`, or with the best that it has after
+    `limit_s`. `PlanError` if no choice fits; `UsageError` without HiGHS.
     """
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule()
+    heuristic = mix(problem) if recompute else spanning(problem)
     solution = _solve(problem, recompute=recompute, whole=True, gap=gap, limit_s=limit_s)
+    if solution is None:
+        return heuristic
     swapped = [i for i, share in enumerate(solution.swapped) if share > 0.5]
     remade = frozenset(i for i, share in enumerate(solution.remade) if share > 0.5)
     found = judged(problem, swapped, remade, rounds=3)
     # The programme moves parts of data and frees them at once; whole transfers come back a little
     # later. Where that costs more than a heuristic's choice, the heuristic's choice is better.
-    heuristic = mix(problem) if recompute else spanning(problem)
     other = simulate(problem, heuristic)
     if found is None or other.iteration_s < found[1].iteration_s:
         return heuristic
@@ -65,8 +67,11 @@ def exact(
 
 
 def relax(problem: Problem, *, recompute: bool = True, limit_s: float = 60.0) -> Relaxed:
-    """The lower bound. Same errors as `exact`."""
-    return _solve(problem, recompute=recompute, whole=False, gap=0.0, limit_s=limit_s)
+    """The lower bound. Same errors as `exact`, and `PlanError` if it takes longer than that."""
+    found = _solve(problem, recompute=recompute, whole=False, gap=0.0, limit_s=limit_s)
+    if found is None:
+        raise PlanError(f"the bound was not reached in {limit_s} s")
+    return found
 
 
 class _Rows:
@@ -107,7 +112,8 @@ class _Rows:
 
 def _solve(
     problem: Problem, *, recompute: bool, whole: bool, gap: float, limit_s: float
-) -> Relaxed:
+) -> Relaxed | None:
+    """The programme's solution; None if there was none in time."""
     try:
         import highspy
     except ImportError as error:
@@ -234,10 +240,9 @@ def _solve(
             f"(the least possible peak is {problem.floor_bytes})"
         )
     info = solver.getInfo()
-    if info.primal_solution_status != 2:  # feasible point
-        raise PlanError(f"the solver found no plan in {limit_s} s")
-    if not whole and status != highspy.HighsModelStatus.kOptimal:
-        raise PlanError(f"the bound was not reached in {limit_s} s")
+    feasible = info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible)
+    if not feasible or (not whole and status != highspy.HighsModelStatus.kOptimal):
+        return None
     value = np.asarray(solver.getSolution().col_value)
     excess = float(info.objective_function_value) if not whole else float(info.mip_dual_bound)
     return Relaxed(

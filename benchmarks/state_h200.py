@@ -150,11 +150,11 @@ def governed(
         yield mover, swapper
 
 
-def warm(job: Job, mover: StateMover | None, swapper: Swapper | None) -> None:
-    """Run until nothing is watched any more."""
+def warm(job: Job, mover: StateMover | None, swapper: Swapper | None, passes: int = 4) -> None:
+    """Run until nothing is watched any more, and `passes` have run under a plan."""
     for number in range(24):
         job.step()
-        planned = swapper is None or swapper.report().planned >= 4
+        planned = swapper is None or swapper.report().planned >= passes
         if number >= 5 and planned:
             return
         if swapper is not None and len(swapper.report().refused) > 40:
@@ -277,7 +277,7 @@ def cap(machine: Machine, batches: list[int]) -> Iterator[dict[str, Any]]:
         try:
             with governed(machine, mode, budget if mode.share else None) as engines:
                 try:
-                    warm(job, *engines)
+                    warm(job, *engines, passes=2)
                     row |= timed(machine, job, 3)
                 finally:
                     report = told(*engines)
@@ -299,14 +299,18 @@ def main() -> None:
         "--batches", default="-4,-5,-6,20,24", help="sizes to try; negative ones with plain"
     )
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; no row begins later")
+    parser.add_argument("--link", default="", help="GB/s out, in, both; measured if left out")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    given = [float(rate) * 1e9 for rate in (options.link or "50,50,90").split(",")]
+    link = Link(
+        to_host_bytes_per_s=given[0], to_device_bytes_per_s=given[1], both_bytes_per_s=given[2]
+    )
     if options.tiny:
-        link = Link(to_host_bytes_per_s=5e10, to_device_bytes_per_s=5e10, both_bytes_per_s=9e10)
         machine = Machine(torch.device("cpu"), link, True)
     else:
         backend = Cuda.open()
-        machine = Machine(backend.device, measure_link(backend), False)
+        machine = Machine(backend.device, link if options.link else measure_link(backend), False)
         backend.close()
         print(machine.link, torch.cuda.get_device_name(), torch.__version__, flush=True)
     parts = {

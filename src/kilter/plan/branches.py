@@ -39,6 +39,8 @@ class Trial:
     memory_bytes: int | None = None
     """Device memory that the prepared form keeps: pool, static inputs and outputs."""
     refused: str | None = None
+    searched: bool = False
+    """Convolutions use the algorithms that were the fastest when tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +61,14 @@ class BranchPlan:
     trials: tuple[Trial, ...]
     serial_error: float | None
     label: Label
+    searched: bool = False
+    """Convolutions use the algorithms that were the fastest when tried."""
 
     @property
     def trial(self) -> Trial:
         """The trial that was chosen."""
-        return next(t for t in self.trials if t.mode == self.chosen and t.streams == self.streams)
+        chosen = self.chosen, self.streams, self.searched
+        return next(t for t in self.trials if (t.mode, t.streams, t.searched) == chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +160,8 @@ def describe(plan: BranchPlan) -> str:
         lanes = " | ".join(",".join(map(str, lane)) for lane in plan.lanes)
         lines.append(f"streams of the widest step, main first: {lanes}")
     for t in plan.trials:
-        name = f"  {t.mode:<14}{t.streams:>2} "
+        searched = "+" if t.searched else " "
+        name = f"  {t.mode:<14}{t.streams:>2}{searched}"
         if t.refused is not None:
             lines.append(f"{name} refused: {t.refused}")
             continue
@@ -163,6 +169,8 @@ def describe(plan: BranchPlan) -> str:
         same = ", bitwise equal" if t.bitwise else ""
         memory = "" if t.memory_bytes is None else f", {show_bytes(t.memory_bytes)}"
         lines.append(f"{name} {show_time(t.seconds)}{error}{same}{memory}")
+    if any(t.searched for t in plan.trials):
+        lines.append("  +: with the algorithms of convolutions that were the fastest when tried")
     return "\n".join(lines)
 
 

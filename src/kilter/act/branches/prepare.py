@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from kilter.act.branches.program import (
     Program,
     Run,
     RunStep,
+    Unit,
     compile_units,
     from_callables,
     from_graph,
@@ -33,7 +35,7 @@ from kilter.act.branches.program import (
 from kilter.act.branches.state import State
 from kilter.act.branches.streams import Cuda, ForkJoin
 from kilter.act.branches.threads import Threads
-from kilter.act.branches.timing import median_seconds, unit_seconds
+from kilter.act.branches.timing import median_seconds, unit_arguments, unit_seconds
 from kilter.act.branches.tracing import TRACE_ERRORS, Refused, Trace, trace
 from kilter.core.label import Label
 from kilter.core.units import show_time
@@ -224,9 +226,16 @@ class Bench:
             trials = [Trial(mode="serial", seconds=seconds, error=judge.serial_error, bitwise=True)]
         if auto and self.traced is None:
             trials.append(Trial(mode="auto", refused=self.untraceable))
+        searched = known is not None and known.searched
         for mode, streams in self._wanted(known):
             if mode != "serial":
-                trials.append(self._try(mode, streams, judge))
+                why = self._why_not(mode, trials) if auto and known is None else None
+                blank = Trial(mode=mode, streams=streams, searched=searched)
+                trials.append(replace(blank, refused=why) if why else self._try(blank, judge))
+        if auto and known is None and self._has_convolutions():
+            best, _ = choose(trials)
+            if best.mode in CAPTURED and best.mode not in SAME_KERNELS:
+                trials.append(self._try(replace(_blank(best), searched=True), judge))
         if auto and known is None:
             chosen, reason = choose(trials)
         else:
@@ -240,9 +249,11 @@ class Bench:
             made.assemble = assembler(self.traced.out_spec, self.traced.out_const)
         if chosen.mode != "serial":
             try:
-                made.run, made.release = self._build(chosen.mode, chosen.streams, last=True)
+                made.run, made.release = self._build(chosen, last=True)
             except (Refused, *TRACE_ERRORS) as error:
-                made.plan = replace(plan, chosen="serial", streams=1, reason=_reason(error))
+                made.plan = replace(
+                    plan, chosen="serial", streams=1, searched=False, reason=_reason(error)
+                )
         if self.on_gpu:
             torch.cuda.empty_cache()  # the pools of the candidates that lost
             pool = self.workshop.pool
@@ -289,17 +300,27 @@ class Bench:
             return [1]
         return [w for w in lane_counts(widest) if w <= 8] or [1]
 
-    def _try(self, mode: str, streams: int, judge: Judge | None) -> Trial:
+    def _has_convolutions(self) -> bool:
+        if self.traced is None or not self.on_gpu or torch.are_deterministic_algorithms_enabled():
+            return False
+        return any("convolution" in str(n.target) for n in self.unfolded.graph.nodes)
+
+    def _why_not(self, mode: str, trials: Sequence[Trial]) -> str | None:
+        """Why a mode is not tried after all."""
+        if mode not in COMPILED:
+            return None
+        ours = [t for t in trials if t.mode == "fused" and t.refused is None]
+        if mode != "fused" and ours and choose(trials)[0] in ours:
+            return "fused is right and leads: it compiles the same with fewer launches"
+        return self._why_not_compile(mode)
+
+    def _try(self, blank: Trial, judge: Judge | None) -> Trial:
         began = time.perf_counter()
-        blank = Trial(mode=mode, streams=streams)
+        mode = blank.mode
         auto = self.options.mode == "auto"
-        if mode in COMPILED and auto:
-            why = self._why_not_compile(mode)
-            if why is not None:
-                return replace(blank, refused=why)
         release: Callable[[], None] | None = None
         try:
-            run, release = self._build(mode, streams, last=False)
+            run, release = self._build(blank, last=False)
             if judge is None:
                 return replace(blank, prepare_s=time.perf_counter() - began)
             found = self._results(run)
@@ -403,8 +424,10 @@ class Bench:
             base = fused.fuse(from_graph(self.unfolded).with_weights(Tensor.detach))
             if not self.on_gpu:
                 return base
-            base = join_layers(base, triton=fused.has_triton())
-            return compile_units(base, self.workshop.compiled)
+            program = join_layers(base, triton=fused.has_triton())
+            program = compile_units(program, self.workshop.compiled)
+            warm(fused.by_reference(base), program, self.tensors, self.device)
+            return program
         if not any(len(step) > 1 for step in self.raw.steps):
             raise Refused("no independent branches were found")
         return self.raw
@@ -487,8 +510,19 @@ class Bench:
 
     # --- building ---------------------------------------------------------------------------------
 
-    def _build(self, mode: str, streams: int, *, last: bool) -> tuple[Run, Callable[[], None]]:
+    def _build(self, trial: Trial, *, last: bool) -> tuple[Run, Callable[[], None]]:
         """A mode made ready to run on tensors, and how to take it down again."""
+        if not trial.searched:
+            return self._build_mode(trial.mode, trial.streams, last=last)
+        # Warm-ups inside search the algorithms, the capture keeps them; then all is as it was.
+        before = torch.backends.cudnn.benchmark
+        torch.backends.cudnn.benchmark = True
+        try:
+            return self._build_mode(trial.mode, trial.streams, last=last)
+        finally:
+            torch.backends.cudnn.benchmark = before
+
+    def _build_mode(self, mode: str, streams: int, *, last: bool) -> tuple[Run, Callable[[], None]]:
         self.trial_bytes = None
         if not self.on_gpu and mode in ("graph", "graph_streams", "streams"):
             raise Refused("needs a CUDA device")
@@ -587,7 +621,28 @@ class Bench:
             trials=tuple(trials),
             serial_error=judge.serial_error if judge else None,
             label=Label.MEASURED,
+            searched=chosen.searched,
         )
+
+
+def warm(plain: Program, program: Program, inputs: Sequence[Tensor], device: torch.device) -> None:
+    """Run every distinct unit of `program` once, each in a thread: compilers spend most of their
+    time outside the interpreter. What units are given is found with `plain`, which is `program`
+    uncompiled: the same steps and slots."""
+    examples = unit_arguments(plain.in_line(), inputs)
+    both = zip(examples, program.in_line().units(), strict=True)
+    units = {unit.key: (unit, given) for (_, given), unit in both}
+
+    def once(unit: Unit, given: Sequence[Any]) -> None:
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
+            unit.run(*given)
+
+    torch.cuda.synchronize(device)  # the threads' streams are not the one that made the examples
+    with ThreadPoolExecutor(len(units), "kilter-compile") as pool:
+        futures = [pool.submit(once, unit, given) for unit, given in units.values()]
+    torch.cuda.synchronize(device)
+    for future in futures:
+        future.result()
 
 
 def _copy(graph: fx.GraphModule) -> fx.GraphModule:
@@ -615,11 +670,14 @@ def _nothing() -> None:
     pass
 
 
+def _blank(trial: Trial) -> Trial:
+    """The same way, not tried yet."""
+    return Trial(mode=trial.mode, streams=trial.streams)
+
+
 def _with_memory(plan: BranchPlan, kept: int) -> BranchPlan:
-    trials = tuple(
-        replace(t, memory_bytes=kept)
-        if (t.mode, t.streams) == (plan.chosen, plan.streams) and t.mode in CAPTURED
-        else t
-        for t in plan.trials
-    )
+    chosen = plan.trial
+    if chosen.mode not in CAPTURED:
+        return plan
+    trials = tuple(replace(t, memory_bytes=kept) if t is chosen else t for t in plan.trials)
     return replace(plan, trials=trials)

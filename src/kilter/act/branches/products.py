@@ -64,7 +64,8 @@ def _operations() -> tuple[Any, Any]:
         high, wide, deep = blocks(rows, columns)
         out = shape_of(x, weight, bias, relu, splits)
         kernels.linear[(-(-rows // high), -(-columns // wide), max(1, splits))](
-            x, weight, bias, out, rows, columns, inner, x.stride(0), weight.stride(0),
+            x, weight, bias, out, rows, columns, inner // max(1, splits), x.stride(0),
+            weight.stride(0),
             ROWS=high, COLUMNS=wide, INNER=deep, SPLITS=splits, RELU=relu, PRECISION="tf32x3",
             num_warps=4, num_stages=3,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from each other. Every mode runs the same program; they differ in who runs the u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +58,11 @@ class Program:
         made = set(unit.writes)
         readers = (i for i, s in enumerate(self.steps) if any(made & set(u.reads) for u in s))
         return next(readers, len(self.steps) - 1)
+
+    def units(self) -> Iterator[Unit]:
+        """All units, step by step."""
+        for step in self.steps:
+            yield from step
 
     def in_line(self) -> Program:
         """The same with the units of `ahead` as steps where they are needed."""

@@ -103,6 +103,8 @@ class Mode:
     share: float | None = None
     """Budget of the engine for saved tensors, of plain's peak."""
     moves: bool = True
+    anew: bool = True
+    """The engine for saved tensors watches again once gradients are consumed."""
 
 
 MODES = (
@@ -144,7 +146,7 @@ def governed(
                 gradients=mode.gradients,
                 room_bytes=None if mode.room_gb is None else int(mode.room_gb * scale),
                 before_update=None if swapper is None else swapper.before_update,
-                changed=None if swapper is None else swapper.forget,
+                changed=swapper.forget if swapper is not None and mode.anew else None,
             )
             stack.enter_context(mover)
         yield mover, swapper
@@ -266,7 +268,7 @@ def cap(machine: Machine, batches: list[int]) -> Iterator[dict[str, Any]]:
         total_bytes = torch.cuda.get_device_properties(machine.device).total_memory
         torch.cuda.set_per_process_memory_fraction(CAP_BYTES / total_bytes)
     budget = int(0.95 * CAP_BYTES)
-    ours = Mode("ours", "consume", 4.0, share=1.0)
+    ours = Mode("ours", "consume", 4.0, share=1.0, anew=False)
     plain = Mode("plain", moves=False)
     tries = [(plain if batch < 0 else ours, abs(batch)) for batch in batches]
     for mode, batch in tries:

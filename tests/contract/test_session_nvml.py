@@ -247,6 +247,26 @@ def test_where_nothing_may_be_set_nothing_is_and_the_reason_is_told(
     assert box.of(Failed) == []
 
 
+def test_a_card_that_the_program_does_not_compute_on_is_left_alone(box: Box) -> None:
+    """The script chose another GPU than the first: that one may be somebody else's."""
+    other = "0123abcd-1111-2222-3333-444455556666"
+    box.start(patch=f"import kilter.observe.marks as m\nm.Marks.gpu_uuid = {other!r}\n")
+    box.wait_for(blocks(box, 4))
+    code, _, err = box.end()
+    assert code == 0, err
+    assert box.fake.setters() == []
+    assert other in refusals(box)["watching the program's GPU"]
+    assert "CUDA_VISIBLE_DEVICES" in err
+
+
+def test_the_card_that_the_program_computes_on_is_governed(box: Box) -> None:
+    uuid = box.fake.state().cards[0].uuid.removeprefix("GPU-").upper()
+    box.start(patch=f"import kilter.observe.marks as m\nm.Marks.gpu_uuid = {uuid!r}\n")
+    box.wait_for(box.locked)
+    assert box.end()[0] == 0
+    assert refusals(box) == {}
+
+
 def test_a_limit_that_can_be_read_and_not_set_is_no_reason_to_refuse(box: Box) -> None:
     with box.fake.edit() as state:
         state.cards[0].power_limits_mw = (700_000, 700_000)

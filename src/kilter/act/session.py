@@ -450,7 +450,10 @@ class Session:
 
         hands = _Hands(self._sampler, self._info, self.marks)
         refused: str | None = self._mode_reason
-        if self._mode == "govern":
+        if (elsewhere := self._elsewhere()) is not None:
+            refused, self._mode = elsewhere, "shadow"
+            self._refuse("watching the program's GPU", elsewhere)
+        elif self._mode == "govern":
             refused = self._take_lease(hands)
         orders: Generator[Order, Outcome, None] | None = None
         if self._ranks.rank == 0:
@@ -495,6 +498,20 @@ class Session:
         self._lease = hands.lease = lease
         self._found = lease.found
         return None
+
+    def _elsewhere(self) -> str | None:
+        """Which GPU the program uses was guessed before it began; by now torch knows. If it is
+        another one, ours may be somebody else's: nothing is set on it."""
+        assert self._info is not None
+        uuid = self.marks.gpu_uuid
+        if self._info.backend != "nvml" or uuid is None:
+            return None
+        if uuid.lower() in self._info.uuid.lower():
+            return None
+        return (
+            f"the program computes on GPU-{uuid}, and {self._info.uuid} is watched: let it see "
+            "its own GPU alone, with CUDA_VISIBLE_DEVICES"
+        )
 
     def _find_board(self) -> Board | None:
         """Alone: our own; with others: the store that the process group met at, once it has."""

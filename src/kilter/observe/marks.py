@@ -92,6 +92,8 @@ class Marks:
         self._cycle = Cycle()
         self._epoch = 0
         self._scaled = False
+        self._device: Any = None
+        """The CUDA device of the last border."""
         self._shapes: list[str] = []
         """Of the parameters that are stepped here, with their types."""
         self._known: dict[int, Any] = {}
@@ -158,6 +160,14 @@ class Marks:
         return statistics.median(self._recent) if self._recent else None
 
     @property
+    def gpu_uuid(self) -> str | None:
+        """Of the GPU that the iterations run on, as torch tells it (without the `GPU-` that NVML
+        puts before); None without one."""
+        if self._device is None:
+            return None
+        return str(sys.modules["torch"].cuda.get_device_properties(self._device).uuid)
+
+    @property
     def role(self) -> str:
         """The kind of work that this rank does, told by the shapes of the parameters that it
         steps: alike on all ranks of a data-parallel job, different on the stages of a pipeline."""
@@ -209,6 +219,7 @@ class Marks:
             self._watcher.stop()
 
     def _border(self, device: Any) -> None:
+        self._device = device
         event = self._record(device) if device is not None else None
         now = self._clock()
         self.index += 1

@@ -10,12 +10,17 @@ import dis
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import partial
+from inspect import getattr_static
+from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 
 PACKAGES = ("site-packages", "dist-packages")
 OURS = str(Path(__file__).parents[1])
 STANDARD = sysconfig.get_path("stdlib")
+MOST = 1000
+"""Members of one collection that are looked at."""
 
 
 def callers(skip: tuple[str, ...]) -> Iterator[FrameType]:
@@ -59,8 +64,14 @@ def _reached(names: frozenset[str], values: dict[str, object], seen: set[int]) -
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, (staticmethod, classmethod)):
+        if isinstance(value, (staticmethod, classmethod, MethodType)):
             waiting.append(value.__func__)
+        elif isinstance(value, partial):
+            waiting.append(value.func)
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            waiting += islice(value, MOST)
+        elif isinstance(value, dict):
+            waiting += islice(value.values(), MOST)
         elif isinstance(value, property):
             waiting += [value.fget, value.fset]
         elif isinstance(value, FunctionType):
@@ -80,6 +91,8 @@ def _reached(names: frozenset[str], values: dict[str, object], seen: set[int]) -
                 waiting += vars(value).values()
         else:
             waiting.append(type(value))
+            if callable(value):  # functools.cache and the like are no functions
+                waiting.append(getattr_static(value, "__wrapped__", None))
     return None
 
 

@@ -294,7 +294,8 @@ class Fitter:
         cuda = self._torch.cuda
         free_bytes, total_bytes = cuda.mem_get_info(device)
         ours_bytes = cuda.memory_reserved(device)
-        fraction = cuda.get_per_process_memory_fraction(device)
+        cap = getattr(cuda, "get_per_process_memory_fraction", None)  # not in all of 2.8
+        fraction = 1.0 if cap is None else cap(device)
         room_bytes = min(free_bytes + ours_bytes, int(fraction * total_bytes))
         words = f"{show_bytes(room_bytes)} of {show_bytes(total_bytes)}"
         if room_bytes < free_bytes + ours_bytes:

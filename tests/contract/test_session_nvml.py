@@ -342,6 +342,28 @@ def test_a_disk_that_fills_up_ends_the_governing_and_not_the_job(box: Box) -> No
     assert box.events()
 
 
+@pytest.mark.parametrize("name", ["trace.json", "plan.json", "report.html"])
+def test_a_disk_without_room_for_a_file_at_the_end_still_restores(box: Box, name: str) -> None:
+    full = f"""
+import errno, os
+replace = os.replace
+def full(source, target):
+    if str(target).endswith({name!r}):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return replace(source, target)
+os.replace = full
+"""
+    box.start(patch=full)
+    box.wait_for(lambda: holding(box))
+    code, out, err = box.end()
+    assert (code, "steps" in out) == (0, True), err
+    assert "Traceback" not in err
+    assert f"{name}: cannot be written (No space left on device)" in err
+    assert not box.locked()
+    assert not list(box.run.glob(".*")), "a half-written file was left"
+    assert box.of(Stopped)[-1].restored
+
+
 TWO = (
     LOOP.replace("torch.manual_seed(0)", "torch.distributed.init_process_group('gloo')")
     .replace(

@@ -4,8 +4,8 @@
 
 Cases, one JSON line each: `plain` and `auto` under a real cap of the allocator, `75%` and `40%`
 without one (which also measure the plain run), and `identity`: losses and parameters of a smaller
-model under a budget against the plain ones, bit for bit, with deterministic kernels. This file is also the
-training script, which knows nothing of kilter.
+model under a budget against the plain ones, bit for bit, with deterministic kernels. This file is
+also the training script, which knows nothing of kilter.
 """
 
 from __future__ import annotations

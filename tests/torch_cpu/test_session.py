@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 import kilter
-from kilter.act import conductor, session
+from kilter.act import conductor, hands, run_directory, session
 from kilter.act.board import BoardGone, StoreBoard
-from kilter.act.session import Options, Session, Silent, check_out
+from kilter.act.run_directory import check_out
+from kilter.act.session import Options, Session, Silent
 from kilter.app.cli.main import main
 from kilter.core.errors import DeviceLost, UsageError
 from kilter.core.events import AnyEvent, Block, Failed, Refused, Started, Stopped, read_events
@@ -206,10 +207,10 @@ def test_ranks_of_one_node_find_the_same_place_and_the_next_job_another(
 ) -> None:
     monkeypatch.setattr(os, "getppid", lambda: 4711)
     environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-    first = {session._job_name(environ | {"RANK": rank}) for rank in "01"}
+    first = {run_directory._job_name(environ | {"RANK": rank}) for rank in "01"}
     monkeypatch.setattr(os, "getppid", lambda: 4712)
     assert len(first) == 1
-    assert session._job_name(environ) not in first
+    assert run_directory._job_name(environ) not in first
 
 
 # --- the board of several ranks ------------------------------------------------------------------
@@ -355,7 +356,7 @@ def test_the_card_of_these_tests_is_set_and_restored(card: Card) -> None:
 
 PARTS = [
     (kind, name)
-    for kind in (Session, session._Hands, session.Recorder, conductor.Conductor, session.Sampler)
+    for kind in (Session, hands.RealHands, session.Recorder, conductor.Conductor, session.Sampler)
     for name, value in vars(kind).items()
     if inspect.isfunction(value)
     and (not name.startswith("__") or name == "__call__")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -26,15 +26,17 @@ import kilter
 from kilter.act.board import Board, BoardGone, LocalBoard, StoreBoard
 from kilter.act.fence import Fence
 from kilter.act.fitter import Fitter, Schedule
+from kilter.act.hands import RealHands
 from kilter.act.lease import Lease
 from kilter.act.recorder import Recorder
+from kilter.act.run_directory import check_out, events_name, run_directory
 from kilter.core import codec
 from kilter.core.errors import DeviceError, DeviceHung, FileError, UsageError
 from kilter.core.events import Decided, Failed, Refused, Started, Stopped, sampled
 from kilter.core.label import Label
 from kilter.core.plan import Goal
 from kilter.core.ranks import Ranks
-from kilter.core.setting import DeviceInfo, Sample, Setting
+from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.trace import IterationTrace
 from kilter.device.base import Device
 from kilter.device.find import find
@@ -61,9 +63,6 @@ WINDOW_PASSES_S = 30.0
 """After an error of ours, for an observation that is under way."""
 FIRST_BLOCK = 20
 """Iterations before the first block: warm-up, and the observation window, are over by then."""
-HOLD_S = 60.0
-HOLD_ITERATIONS = 5
-"""Deadline of a low setting, renewed as long as iterations end: the longer of the two."""
 JOIN_S = 60.0
 """How long our thread may take to end: a call to a driver that hangs is given up in 5 s."""
 OTHERS_S = 5.0
@@ -221,8 +220,8 @@ class Session:
         assert device is not None
         info = self._info = device.info()
         self._found = device.settings()
-        self.run = _run_directory(self._options.out, self._ranks)
-        self._recorder = Recorder(self.run / _events_name(self._ranks))
+        self.run = run_directory(self._options.out, self._ranks)
+        self._recorder = Recorder(self.run / events_name(self._ranks))
         self._mode, why = self._choose_mode(info)
         self._mode_reason = why
         started = Started(
@@ -448,7 +447,7 @@ class Session:
             return
         from kilter.act.conductor import Conductor, Program, roles_on, watching
 
-        hands = _Hands(self._sampler, self._info, self.marks)
+        hands = RealHands(self._sampler, self._info, self.marks)
         refused: str | None = self._mode_reason
         if (elsewhere := self._elsewhere()) is not None:
             refused, self._mode = elsewhere, "shadow"
@@ -484,7 +483,7 @@ class Session:
             refused=refused,
         )
 
-    def _take_lease(self, hands: _Hands) -> str | None:
+    def _take_lease(self, hands: RealHands) -> str | None:
         """Why the device cannot be had, or None. What it was found at is known only now: a dead
         job may have left something, which the lease puts back first."""
         assert self._device is not None
@@ -678,53 +677,6 @@ class Session:
         return self._sampler.energy_method if self._sampler else "none"
 
 
-class _Hands:
-    """A real device as the conductor sees it. Without a lease it only looks."""
-
-    def __init__(self, sampler: Sampler, info: DeviceInfo, marks: Marks) -> None:
-        self._sampler = sampler
-        self._marks = marks
-        self._latency_s = info.switch_latency_s or info.sensor_period_s or PULSE_S
-        self._set_s = 0.0
-        self._renewed_s = 0.0
-        self._verified: Sample | None = None
-        self.lease: Lease | None = None
-
-    def apply(self, setting: Setting) -> None:
-        if self.lease is not None:
-            before = self.lease.setting
-            self.lease.set(setting, hold_s=self._hold_s)
-            if self.lease.setting != before:
-                self._set_s = time.monotonic()
-
-    def check(self) -> None:
-        if self.lease is None:
-            return
-        if self._sampler.why_ended is not None:
-            raise DeviceError(f"nobody can see what the device does: {self._sampler.why_ended}")
-        sample = self._sampler.latest
-        if sample is not None and sample is not self._verified:
-            self._verified = sample
-            self.lease.verify(sample)
-        if time.monotonic() - self._renewed_s > HOLD_S / 6:
-            self._renewed_s = time.monotonic()
-            self.lease.renew(hold_s=self._hold_s)
-
-    @property
-    def _hold_s(self) -> float:
-        """Long iterations need a longer deadline: only their ends renew it."""
-        return max(HOLD_S, HOLD_ITERATIONS * (self._marks.usual_s or 0.0))
-
-    def settled(self) -> bool:
-        return time.monotonic() >= self._set_s + self._latency_s
-
-    def mean_power_w(self, begin_s: float, end_s: float) -> float | None:
-        return self._sampler.mean_power_w(begin_s, end_s)
-
-    def sustained(self) -> Setting:
-        return self._sampler.sustained()
-
-
 def open_device(spec: str, ranks: Ranks) -> Device:
     """`sim:NAME`, `replay:PATH`, or what `kilter.device.find` knows. Raises `UsageError`,
     `FileError` and device errors."""
@@ -744,15 +696,6 @@ def open_device(spec: str, ranks: Ranks) -> Device:
     return SimGpu(load_profile(name), seed=ranks.local_rank, index=ranks.local_rank)
 
 
-_JOB_NAMES = (
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "TORCHELASTIC_RUN_ID",
-    "MASTER_PORT",
-    "TORCHELASTIC_RESTART_COUNT",
-)
-
-
 def how_it_ended(error: BaseException | None) -> str:
     """`finished`, `exit 3`, or `raised ValueError`."""
     if error is None:
@@ -761,47 +704,3 @@ def how_it_ended(error: BaseException | None) -> str:
         code = error.code
         return "finished" if code in (None, 0) else f"exit {code if isinstance(code, int) else 1}"
     return f"raised {type(error).__name__}"
-
-
-def check_out(out: Path | None, ranks: Ranks) -> None:
-    """Raises `UsageError` if the directory of a run holds one already: records are never mixed,
-    and never overwritten."""
-    if out is not None and (_attempt(out) / _events_name(ranks)).exists():
-        raise UsageError(f"--out {out}: holds a run already; choose another place, or delete it")
-
-
-def _events_name(ranks: Ranks) -> str:
-    return f"events-rank{ranks.rank}.jsonl"
-
-
-def _attempt(out: Path) -> Path:
-    """Workers that torchrun has started again do not write where the first ones did."""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return out if restarts == "0" else out / f"restart-{restarts}"
-
-
-def _run_directory(out: Path | None, ranks: Ranks) -> Path:
-    """What was asked for, or `runs/<time>-<pid>`; for several ranks the name of their job, which
-    they have in common."""
-    if out is not None:
-        path = _attempt(out)
-    elif ranks.world_size == 1:
-        path = Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
-    else:
-        path = Path("runs", _job_name(os.environ))
-    path = path.absolute()  # the script may change its directory
-    try:
-        path.mkdir(parents=True, exist_ok=out is not None or ranks.world_size > 1)
-    except OSError as error:
-        raise FileError(
-            f"{path}: cannot be made ({error.strerror}); choose a place with --out DIR"
-        ) from error
-    return path
-
-
-def _job_name(environ: Mapping[str, str]) -> str:
-    names = [value for key in _JOB_NAMES if (value := environ.get(key))]
-    if environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE"):
-        # torchrun's run id is "none" unless given: the next job would have the same name
-        names.append(str(os.getppid()))
-    return "-".join(names) or "job"

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kilter.act.session import check_out
+from kilter.act.run_directory import check_out
 from kilter.app.config import OPTIONS, resolve
 from kilter.app.voice import Stderr
 from kilter.app.worker import worker_command, worker_environment

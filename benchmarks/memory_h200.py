@@ -166,6 +166,10 @@ class Pinned(Cuda):
             return super().reserve(size_bytes)
         return piece[begin : begin + size_bytes]
 
+    def give_back(self, host: torch.Tensor) -> None:
+        if host.data_ptr() in self._registered:
+            super().give_back(host)
+
 
 @dataclass(frozen=True)
 class Row:

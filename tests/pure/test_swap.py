@@ -13,8 +13,9 @@ from kilter.core.errors import PlanError, UsageError
 from kilter.core.label import Label
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
 from kilter.plan.swap.choose import PLANNERS, SWAP_ONLY, arena, plan
-from kilter.plan.swap.exact import relax
+from kilter.plan.swap.exact import exact, relax
 from kilter.plan.swap.literal import literal
+from kilter.plan.swap.mix import mix
 from kilter.plan.swap.place import place
 from kilter.plan.swap.problem import Interval, Link, Problem, problem_of
 from kilter.plan.swap.simulate import Move, Schedule, simulate
@@ -237,6 +238,13 @@ def test_remaking_beats_swapping_when_the_link_is_slow() -> None:
     mixed, swapped = plan(problem, "mix"), plan(problem, "spanning")
     assert mixed.remade > 0
     assert mixed.iteration_s < swapped.iteration_s
+
+
+def test_out_of_time_exact_is_as_good_as_the_heuristic() -> None:
+    problem = chain([25, 7, 31, 12] * 12, budget=300)
+    found = simulate(problem, exact(problem, limit_s=1e-6))
+    assert not found.faults
+    assert found.iteration_s <= simulate(problem, mix(problem)).iteration_s
 
 
 def test_a_clean_datum_leaves_without_a_transfer() -> None:

@@ -216,6 +216,17 @@ JOBS: dict[str, Job] = {
     "dropout": training(stack(lambda: Block(0.2)), rows(4, 16, WIDTH)),
     "tied weights": training(Tied, tokens),
     "residual, in place": training(stack(Residual), rows(4, 8, 8, 8)),
+    "convolutions": training(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2, padding=1),
+            nn.GELU(),
+            nn.Conv2d(8, 8, 3, groups=4, bias=False),
+            nn.BatchNorm2d(8),
+            nn.SiLU(),
+            nn.ConvTranspose2d(8, 4, 2, stride=2),
+        ),
+        rows(4, 3, 24, 24),
+    ),
     "views": training(stack(Views, 3), rows(32, WIDTH)),
     "recurrent": training(Recurrent, rows(32, WIDTH)),
     "gated": training(stack(Gated), rows(32, WIDTH), autocast=True),
@@ -515,6 +526,51 @@ def test_each_shape_gets_its_own_plan() -> None:
     assert trail.same(plain)
     assert len(report.plans) == 2
     assert report.deviations == 0
+
+
+def test_passes_that_begin_alike_each_get_a_plan() -> None:
+    def job(trail: Trail) -> Iterator[None]:
+        net = nn.Sequential(*(Block() for _ in range(3)))
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        for i in range(24):
+            x = net[0](torch.randn(4, 16, WIDTH))
+            x = net[1](x) if i % 2 else net[1](x).tanh()
+            step(optimizer, net[2](x).square().mean(), trail)
+            yield
+
+    plain = run(job)
+    trail, report, _ = governed(job, share=0.7)
+    assert trail.same(plain)
+    assert len(report.plans) == 2
+    assert report.deviations <= 4  # until the second kind was met often enough
+    assert report.planned >= 10
+
+
+def test_a_swapper_may_be_used_again() -> None:
+    job = JOBS["transformer"]
+    plain = run(job)
+    watch = Swapper(CpuStandIn(), budget_bytes=10**12, link=FAST, min_bytes=256)
+    run(job, watch)
+    peak_bytes = max(record.peak_bytes for record in watch.records())
+    swapper = Swapper(CpuStandIn(), budget_bytes=peak_bytes // 2, link=FAST, min_bytes=256)
+    for _ in range(2):
+        assert run(job, swapper).same(plain)
+        assert swapper.report().plans
+
+
+def test_a_smaller_plan_keeps_working_when_a_larger_one_takes_the_host_memory() -> None:
+    def job(trail: Trail) -> Iterator[None]:
+        net = nn.Sequential(*(Block() for _ in range(3)))
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+        for i in range(24):
+            step(optimizer, loss_of(net, 4, 16 if i < 10 or i % 2 else 48, WIDTH), trail)
+            yield
+
+    plain = run(job)
+    trail, report, peak_bytes = governed(job, share=0.25, planner="spanning")
+    assert trail.same(plain)
+    assert len(report.plans) == 2
+    assert report.host_bytes <= peak_bytes  # nothing is left of what went on demand
 
 
 def test_writing_to_a_saved_tensor_is_the_error_of_the_plain_run() -> None:

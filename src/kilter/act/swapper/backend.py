@@ -38,6 +38,9 @@ class Backend(Protocol):
     def reserve(self, size_bytes: int) -> torch.Tensor:
         """Host memory that copies reach at full speed; `HostMemoryError` before harm is done."""
 
+    def give_back(self, host: torch.Tensor) -> None:
+        """Host memory that `reserve` gave is not needed any more; no copy of it is under way."""
+
     def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
         """Start copying device bytes to the host."""
 
@@ -106,6 +109,10 @@ class CpuStandIn:
                 f"{size_bytes} bytes of host memory, {self._host_limit_bytes} left"
             )
         return torch.full((size_bytes,), self.POISON, dtype=torch.uint8)
+
+    def give_back(self, host: torch.Tensor) -> None:
+        self._run_until(self._issued)
+        host.fill_(self.POISON)
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
         return self._issue(host, device)

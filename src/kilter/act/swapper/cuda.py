@@ -65,7 +65,8 @@ class Cuda:
         self.device = device
         self._out = out
         self._in = back
-        self._registered: list[torch.Tensor] = []
+        self._registered: dict[int, torch.Tensor] = {}
+        """By address."""
 
     @classmethod
     def open(cls, index: int | None = None) -> Cuda:
@@ -94,8 +95,13 @@ class Cuda:
         result = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size_bytes, 0)
         if int(result) != 0:
             raise HostMemoryError(f"{show_bytes(size_bytes)} cannot be pinned (CUDA: {result})")
-        self._registered.append(host)
+        self._registered[host.data_ptr()] = host
         return host
+
+    def give_back(self, host: torch.Tensor) -> None:
+        torch.cuda.synchronize(self.device)
+        del self._registered[host.data_ptr()]
+        torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
         return self._copy(self._out, host, device)
@@ -138,8 +144,8 @@ class Cuda:
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
-        for host in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        for address in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(address)
         self._registered.clear()
 
 

@@ -51,7 +51,12 @@ ROUNDING = 512
 MAX_PLANS = 5
 """For one kind of pass: each time that a plan's peak was measured above the budget is a new one."""
 PATIENCE = 2
-"""Passes in a row that may depart from every plan before planning starts anew."""
+"""Passes that may depart from every plan before some are watched again; one that keeps to its plan
+makes up for half of one."""
+LOOK = 4
+"""How many are watched then: kinds that take turns all get theirs."""
+MAX_KINDS = 32
+"""Of passes to know; the oldest is forgotten, one without a plan first."""
 UNSEEN_SHARE = 0.6
 """Of the budget, what data may fill in the first pass: nobody knows yet what an operation takes at
 one go (the logits of a language model are often the largest), and no event comes before it."""
@@ -115,6 +120,8 @@ class _Known:
     plan: Ready | None = None
     plans: int = 0
     """Made so far."""
+    exceeded: bool = False
+    """Its plan measured above the budget, and there is to be another."""
     hopeless: bool = False
     less_bytes: int = 0
     """Taken off the budget because passes under a plan measured more than predicted."""
@@ -156,7 +163,11 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._event = 0
         self._plan: Ready | None = None
         self._deviated = False
-        self._misses = 0
+        self._misses = 0.0
+        self._looking = 0
+        """Passes still to be watched though there is a plan."""
+        self._unknown = False
+        """A kind of pass was met when only times were looked at."""
         self._watch: Watch | None = None
         self._trial: _Known | None = None
         self._surge_bytes: int | None = None
@@ -258,7 +269,11 @@ class Swapper(AbstractContextManager["Swapper"]):
             held_peak_bytes=self._last_held_peak_bytes,
             plans=plans,
             settled=bool(plans)
-            and all(known.plan.tuned >= TUNED for known in self._known.values() if known.plan),
+            and all(
+                known.plan.tuned >= TUNED and not known.exceeded
+                for known in self._known.values()
+                if known.plan
+            ),
             peaks_bytes=tuple(self._peaks),
             refused=tuple(self._refused),
         )
@@ -298,7 +313,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._store.within() is None:
             self._end_pass()
         self._known.clear()
-        self._misses = 0
+        self._misses, self._looking = 0.0, 0
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._steps += 1
@@ -511,19 +526,25 @@ class Swapper(AbstractContextManager["Swapper"]):
         if candidate is not None and candidate.tried:
             self._make_plan(candidate)
             candidate = None
+        for known in self._known.values():
+            if known.exceeded:
+                self._make_plan(known)
         alike = [known for known in self._known.values() if known.record.events[0] == first]
         if candidate is not None:
             candidate.trials += 1
             self._trial = candidate
-        elif self._misses < PATIENCE:
+        elif self._looking:
+            self._looking -= 1
+        else:
             self._plan = next((known.plan for known in alike if known.plan is not None), None)
         hopeless = bool(alike) and all(known.hopeless for known in alike)
         if self._plan is None and not (hopeless and self._round % HOPELESS_EVERY):
             # Looking at memory is slow and would show in the times: every other pass only times.
+            settled = bool(alike) and not self._looking and not self._unknown
             self._watch = Watch(
                 self._backend,
                 self._store,
-                timing_only=bool(alike) and candidate is None and self._round % 2 == 0,
+                timing_only=settled and candidate is None and self._round % 2 == 0,
                 trial=candidate is not None,
             )
         self._search_norms(self._watch is not None)
@@ -556,7 +577,9 @@ class Swapper(AbstractContextManager["Swapper"]):
                 self._deviated = True
             else:
                 self._counts["planned"] += 1
-        self._misses = self._misses + 1 if self._deviated else 0
+        self._misses = max(0.0, self._misses + (1 if self._deviated else -0.5))
+        if self._misses >= PATIENCE:
+            self._misses, self._looking = 0.0, LOOK
         if self._watch is not None:
             self._file(self._watch)
         self._watch = self._trial = self._plan = None
@@ -576,9 +599,14 @@ class Swapper(AbstractContextManager["Swapper"]):
         known = self._known.get(record.events)
         if known is not None:
             known.record.merge(record)
-        elif not watch.timing_only:
+        elif watch.timing_only:
+            self._unknown = True
+        else:
+            if len(self._known) == MAX_KINDS:
+                oldest = min(self._known, key=lambda kind: self._known[kind].plan is not None)
+                del self._known[oldest]
             self._known[record.events] = _Known(record)
-        self._misses = 0
+            self._unknown = False
 
     def _tune(self, planned: Ready) -> None:
         """Compare the peak of the first passes under a plan with the budget; plan for less if the
@@ -595,12 +623,13 @@ class Swapper(AbstractContextManager["Swapper"]):
                 if known.plan is planned and known.plans < MAX_PLANS:
                     # More each time, since another plan errs by another amount.
                     known.less_bytes += known.plans * (peak_bytes - self.budget_bytes)
-                    self._make_plan(known)
+                    known.exceeded = True
 
     # Planning
 
     def _make_plan(self, known: _Known) -> None:
         known.plans += 1
+        known.exceeded = False
         for swap in (True, False):
             try:
                 known.plan = self._ready(known, swap=swap)
@@ -620,14 +649,31 @@ class Swapper(AbstractContextManager["Swapper"]):
         )
         value = plan(problem, self._planner)
         offsets, total = arena(problem, value.schedule)
-        if total > (0 if self._arena is None else self._arena.numel()):
-            self._arena = self._backend.reserve(total)
-        hosts = {}
-        for index, offset in offsets.items():
-            assert self._arena is not None
-            size_bytes = problem.intervals[index].size_bytes
-            hosts[numbers[index]] = self._arena[offset : offset + size_bytes]
-        return ready(known.record, problem, numbers, replace(value, host_bytes=total), hosts)
+        places = {
+            numbers[index]: (offset, problem.intervals[index].size_bytes)
+            for index, offset in offsets.items()
+        }
+        self._make_room(total)
+        made = ready(known.record, problem, numbers, replace(value, host_bytes=total), places)
+        if self._arena is not None:
+            made.settle_in(self._arena)
+        return made
+
+    def _make_room(self, total_bytes: int) -> None:
+        """An arena of this size. What left without a plan needs its host memory no more."""
+        pool = self._store.pool
+        for host in (host for hosts in pool.values() for host in hosts):
+            self._pool_bytes -= host.numel()
+            self._backend.give_back(host)
+        pool.clear()
+        if total_bytes <= (0 if self._arena is None else self._arena.numel()):
+            return
+        before, self._arena = self._arena, self._backend.reserve(total_bytes)
+        if before is not None and self._store.alive == 0:
+            self._backend.give_back(before)
+        for known in self._known.values():
+            if known.plan is not None:
+                known.plan.settle_in(self._arena)
 
     # Without a plan
 

@@ -5,7 +5,7 @@ So that an ordinary event under a plan costs the host one look at a list.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kilter.observe.data import FOREIGN, PassRecord, use_code
@@ -48,12 +48,21 @@ class Ready:
     remade: frozenset[int]
     read: frozenset[int]
     """What others are made again from."""
-    hosts: dict[int, torch.Tensor]
-    """Where in the arena the data go, by number; in the shape of the datum once it is known."""
+    places: dict[int, tuple[int, int]]
+    """Where in the arena the data go, by number: offset and size."""
     beside_bytes: list[int]
     """What is held at each event by data that are not followed."""
+    hosts: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The same as memory; in the shape of the datum once it is known."""
     tuned: int = 0
     """Passes whose peak was measured."""
+
+    def settle_in(self, arena: torch.Tensor) -> None:
+        """From here on data go to this arena."""
+        self.hosts = {
+            number: arena[offset : offset + size_bytes]
+            for number, (offset, size_bytes) in self.places.items()
+        }
 
 
 def ready(
@@ -61,7 +70,7 @@ def ready(
     problem: Problem,
     numbers: tuple[int, ...],
     value: MemoryPlan,
-    hosts: dict[int, torch.Tensor],
+    places: dict[int, tuple[int, int]],
 ) -> Ready:
     """`numbers` are the data behind the problem's intervals."""
     count = len(record.events)
@@ -103,6 +112,6 @@ def ready(
         followed=followed,
         remade=remade,
         read=read,
-        hosts=hosts,
+        places=places,
         beside_bytes=beside,
     )

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from kilter.act.fence import Fence
 from kilter.act.swapper import CpuStandIn, Swapper
@@ -132,6 +133,56 @@ def test_same_numbers(name: str, mode: str) -> None:
         assert (report.out_bytes > 0) == (sum(moves) > 0)
         assert report.state_bytes <= MODES[mode]["room_bytes"]
         assert not any("stays" in text for text in report.refused)
+
+
+def test_a_room_below_one_bucket() -> None:
+    """One bucket at a time then, and it is said."""
+    plain, _ = trained(adamw)
+    ours, report = trained(adamw, mover(room_bytes=1_000))
+    assert same(plain, ours)
+    assert report is not None
+    assert report.plans[0].peak_bytes == 5 * 1024
+    assert report.late == 0
+    assert report.state_bytes == 0
+    assert any("no less than" in text for text in report.refused)
+
+
+def checkpointed(net: nn.Sequential, reentrant: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for first in range(0, len(net), 3):
+            x = checkpoint(net[first : first + 3], x, use_reentrant=reentrant)
+        return x
+
+    return forward
+
+
+WAYS: dict[str, Callable[[nn.Sequential], Any]] = {
+    "checkpointing": lambda net: checkpointed(net, False),
+    "reentrant checkpointing": lambda net: checkpointed(net, True),
+    "compiled": lambda net: torch.compile(net, backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_run_a_model(way: str) -> None:
+    found = []
+    for governed in (None, mover(room_bytes=7_700)):
+        torch._dynamo.reset()
+        net = network()
+        optimizer = adamw(net)
+        model = WAYS[way](net)  # type: ignore[arg-type]
+        with governed or nullcontext(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the framework, about hooks on modules
+            for number in range(STEPS):
+                torch.manual_seed(number)
+                model(torch.randn(6, WIDTH, requires_grad=True)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if governed is not None:
+                assert governed.report().visits > 0
+                assert governed.report().away_bytes > 0
+        found.append(values(net, optimizer))
+    assert same(*found)
 
 
 def test_state_leaves() -> None:

@@ -27,8 +27,8 @@ from kilter.act.swapper.backend import Backend, HostMemoryError
 from kilter.act.swapper.charge import GRADIENTS, Charge, Phase
 from kilter.act.swapper.gradients import Followed, GradientConsumed, Gradients, Place
 from kilter.act.swapper.stream import StateBucket, Stream, Where, size_of
-from kilter.core.errors import PlanError, UsageError
-from kilter.core.units import MIB
+from kilter.core.errors import UsageError
+from kilter.core.units import MIB, show_bytes
 from kilter.plan.swap.problem import Link
 from kilter.plan.swap.state import (
     Bucket,
@@ -487,9 +487,11 @@ class StateMover(AbstractContextManager["StateMover"]):
 
     def _load_planned(self, charge: Charge, numbers: Iterable[int]) -> None:
         assert charge.room_bytes is not None
+        assert charge.plan is not None
+        room_bytes = max(charge.room_bytes, charge.plan.peak_bytes)
         for i in numbers:
             bucket = charge.buckets[i]
-            fits = self._stream.held_bytes + bucket.size_bytes <= charge.room_bytes
+            fits = self._stream.held_bytes + bucket.size_bytes <= room_bytes
             if bucket.where is Where.AWAY and fits and i not in charge.visited:
                 self._stream.load(bucket)
 
@@ -526,12 +528,14 @@ class StateMover(AbstractContextManager["StateMover"]):
         assert charge.room_bytes is not None
         mine_bytes = sum(b.size_bytes for b in charge.buckets if b.where is not Where.AWAY)
         room_bytes = charge.room_bytes - (self._stream.held_bytes - mine_bytes)
-        try:
-            plan = plan_state(self._cuts(charge), room_bytes=room_bytes, link=self._link)
-        except PlanError as error:
-            charge.keep_state(str(error))
-            self._bring_home(charge)
-            return
+        least_bytes = max(b.size_bytes for b in charge.buckets)
+        if room_bytes < least_bytes:
+            charge.say(
+                f"optimizer state streams through no less than {show_bytes(least_bytes)}; "
+                f"{show_bytes(max(0, room_bytes))} of room were left for it"
+            )
+            room_bytes = least_bytes
+        plan = plan_state(self._cuts(charge), room_bytes=room_bytes, link=self._link)
         charge.plan = plan
         for number, bucket in enumerate(charge.buckets):
             bucket.streamed = number in plan.streamed

@@ -318,7 +318,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     made = Card()
     monkeypatch.setattr(session, "open_device", lambda spec, ranks: made)
     monkeypatch.setattr(session, "PULSE_S", 0.002)
-    monkeypatch.setattr(session, "HOLD_S", 0.05)
+    monkeypatch.setattr(hands, "HOLD_S", 0.05)
     monkeypatch.setattr(conductor, "LEAST_BLOCK_S", 0.004)
     monkeypatch.setattr(conductor, "SENSOR_PERIODS", 2)
     return made

@@ -123,8 +123,8 @@ def _picture(memory: MemoryReport, found: Timeline) -> str:
         tag(Label.SIMULATED),
         "memory",
         "Device memory over one pass, and the schedule",
-        "Forward, then backward. Grey: what autograd and the rest hold when everything is kept. "
-        "Green: under the plan.",
+        "Forward (light), then backward (dark), and beneath it what leaves, what comes back, what "
+        "is made again and where compute waits.",
         "Operation times, sizes and levels are those observed in the first iterations; the "
         "schedule is the one in force, run by the event simulator. Grey is drawn at the times of "
         "the plan. memory.chrome.json beside this page has every move, for Perfetto.",

@@ -88,6 +88,8 @@ class Gradients(AbstractContextManager["Gradients"]):
 
     def __init__(self) -> None:
         self.followed: dict[int, Followed] = {}
+        self.quiet = False
+        """An optimizer's own step is running: the reads are its."""
 
     def __enter__(self) -> Gradients:
         """`UsageError` if somebody stands there already."""
@@ -102,7 +104,7 @@ class Gradients(AbstractContextManager["Gradients"]):
 
         def read(parameter: Any) -> Any:
             found = followed.get(id(parameter))
-            if found is not None and found.place:
+            if found is not None and found.place and not self.quiet:
                 self._read(found, sys._getframe(1))
             return get(parameter)
 
@@ -133,7 +135,7 @@ class Gradients(AbstractContextManager["Gradients"]):
         module = frame.f_globals.get("__name__", "")
         if frame.f_code.co_name == "zero_grad" and module.startswith("torch."):
             self._zeroed(found, frame)
-        elif not module.startswith(("torch.optim.", "kilter.")):
+        elif not module.startswith("kilter."):
             self._unexpected(found, "a gradient is read", frame)
 
     def _write(self, found: Followed, value: Any, frame: FrameType) -> None:

@@ -300,6 +300,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         if found is None:
             self._early[id(parameter)] = weakref.ref(parameter)
             return
+        self._access.quiet = False  # a step that raised left it so
         found.arrives()
         charge: Charge = found.owner  # type: ignore[assignment]
         if charge.phase is Phase.KEEPING:
@@ -353,6 +354,7 @@ class StateMover(AbstractContextManager["StateMover"]):
                 else:  # left to the program's own step
                     self._then(charge, number)
         self._close(charge)
+        self._access.quiet = True
 
     def _before_closure(self, charge: Charge) -> None:
         if charge.took:
@@ -364,6 +366,7 @@ class StateMover(AbstractContextManager["StateMover"]):
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         charge = self._charges[optimizer]
+        self._access.quiet = False
         self._unstash(charge)
         if self._fence is None:
             self._settle(charge)
@@ -465,6 +468,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             chosen.setdefault(charge.group_of[id(parameter)], []).append(parameter)
         device_type = self._backend.device.type
         optimizer.param_groups = [{**groups[i], "params": chosen[i]} for i in sorted(chosen)]
+        self._access.quiet = True
         try:
             if charge.phase is Phase.CONSUMING and torch.is_autocast_enabled(device_type):
                 with torch.autocast(device_type, enabled=False):
@@ -472,6 +476,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             else:
                 type(optimizer).step.__wrapped__(optimizer)
         finally:
+            self._access.quiet = False
             optimizer.param_groups = groups
 
     def _then(self, charge: Charge, number: int) -> None:

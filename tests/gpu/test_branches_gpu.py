@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 from torch import nn  # noqa: E402
 
 from kilter.act.branches import parallel  # noqa: E402
-from kilter.act.branches.fused import FusedHeads, Head  # noqa: E402
+from kilter.act.branches.fused import HALF, Blocks, FusedHeads, Head  # noqa: E402
 from kilter.act.branches.workloads import (  # noqa: E402
     TOKENS,
     WINDOWS,
@@ -110,7 +110,8 @@ def test_the_kernels_are_their_reference(dtype):
         bias = torch.randn(rows, TOKENS, device="cuda")
         bias[:, 500:600] = float("-inf")
         biases.append(bias.reshape(-1))
-    fused = FusedHeads(heads, 32, torch.device("cuda"))
+    cut = Blocks() if dtype == torch.float32 else HALF
+    fused = FusedHeads(heads, 32, torch.device("cuda"), cut)
     q, kv = rand(TOKENS * 8, 32, dtype=dtype), rand(TOKENS * 24, 32, dtype=dtype)
     bias = torch.cat(biases)
     exact = fused.reference(q.double(), kv.double(), kv.double(), bias.double())
@@ -293,16 +294,59 @@ def test_workloads_are_right_under_a_forked_graph(name):
 
 
 def test_split_products_are_as_exact_as_float32():
-    from kilter.act.branches.products import _operation
+    from kilter.act.branches.products import operations, splits_of
 
-    linear = _operation()
+    linear, finish = operations().linear, operations().finish
     for rows, inner, columns in ((704, 256, 768), (704, 256, 2048), (704, 2048, 256), (37, 64, 50)):
         x, weight, bias = rand(rows, inner), rand(columns, inner), rand(columns)
         exact = x.double() @ weight.double().T + bias.double()
         plain = (torch.nn.functional.linear(x, weight, bias).double() - exact).abs().max()
-        found = linear(x, weight, bias, False)
+        found = linear(x, weight, bias, False, 0)
         assert (found.double() - exact).abs().max() <= 2 * plain
-        assert torch.equal(linear(x, weight, bias, True), found.relu())
+        assert torch.equal(linear(x, weight, bias, True, 0), found.relu())
+        residual, gain, shift = rand(rows, columns), rand(columns), rand(columns)
+        parts = linear(x, weight, bias, False, splits_of(rows, columns, inner))
+        normed = finish(parts, bias, residual, gain, shift, 1e-5)
+        norm = torch.nn.functional.layer_norm
+        wide = norm(exact + residual, (columns,), gain.double(), shift.double())
+        same_ops = norm(
+            torch.nn.functional.linear(x, weight, bias) + residual, (columns,), gain, shift
+        )
+        assert (normed.double() - wide).abs().max() <= 2 * (same_ops.double() - wide).abs().max()
+
+
+def gradients(branches, call, x):
+    x = x.clone().requires_grad_()
+    with torch.enable_grad():
+        made = call(x)
+        loss = sum((y * y).sum() * (i + 1) for i, y in enumerate(made))
+        leaves = [x, *(p for b in branches for p in b.parameters())]
+        return [*(y.detach() for y in made), *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("mode", ["threads", "streams", *CAPTURED, "auto"])
+def test_gradients_are_the_loops(mode):
+    branches = linears(32, 64, 64, 128)
+    with parallel(branches, mode=mode) as fast:
+        for _ in range(4):
+            x = rand(8, 64)
+            same(
+                gradients(branches, fast, x), gradients(branches, lambda x: serial(branches, x), x)
+            )
+        if mode != "auto":
+            assert fast.plan().chosen == mode, fast.explain()
+
+
+def test_two_forwards_before_two_backwards_keep_their_activations_apart():
+    branches = linears(32, 64)
+    inputs = [rand(8, 64), rand(8, 64)]
+    with parallel(branches, mode="graph_streams") as fast, torch.enable_grad():
+        fast(inputs[0])
+        losses = [sum((y * y).sum() for y in fast(x)) for x in inputs]
+        for x, loss in zip(inputs, losses, strict=True):
+            leaves = [p for b in branches for p in b.parameters()]
+            expected = torch.autograd.grad(sum((y * y).sum() for y in serial(branches, x)), leaves)
+            same(torch.autograd.grad(loss, leaves), expected)
 
 
 def test_host_tables_cost_no_synchronisation_in_ours():

@@ -49,8 +49,19 @@ GPU_ROWS = (
     "streams",
     "compile",
     "compile_reduce_overhead",
+    "train_serial",
+    "train_auto",
 )
-CPU_ROWS = ("published", "serial", "auto", "batched", "threads", "cpp_threads")
+CPU_ROWS = (
+    "published",
+    "serial",
+    "auto",
+    "batched",
+    "threads",
+    "cpp_threads",
+    "train_serial",
+    "train_auto",
+)
 ABOUT = {
     "published": "eager loop with the published code's host traps",
     "serial": "eager loop, device buffers",
@@ -67,6 +78,8 @@ ABOUT = {
     "streams": "one Python thread, a stream for each branch",
     "compile": "torch.compile",
     "compile_reduce_overhead": "torch.compile, mode reduce-overhead",
+    "train_serial": "forward and backward of the eager loop",
+    "train_auto": "ours: forward and backward, tried and checked with their gradients",
 }
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}
 
@@ -168,7 +181,7 @@ def _measure(
         if on_gpu:
             result["peak_bytes"] = torch.cuda.max_memory_allocated() - held
             result["pool_bytes"] = way.pool()
-        if row in ("auto", "fused", "compiled", "compiled_batched"):
+        if row in ("auto", "fused", "compiled", "compiled_batched", "train_auto"):
             result["explain"] = way.explain()
         return result
     except (Refused, *TRACE_ERRORS) as error:
@@ -180,6 +193,11 @@ def _measure(
 
 
 def _way(row: str, made: Any, inputs: Sequence[Tensor]) -> _Way:
+    if row == "train_serial":
+        return _plain(_training(_serial(made), made))
+    if row == "train_auto":
+        ours = parallel(made)
+        return _ours(ours, _training(ours, made), inputs)
     if row in ("published", "serial"):
         return _plain(_serial(made))
     if row == "compile":
@@ -200,8 +218,28 @@ def _way(row: str, made: Any, inputs: Sequence[Tensor]) -> _Way:
         return found
 
     checked(*inputs)
+    return _ours(ours, ours, inputs)
+
+
+def _training(call: Callable[..., Any], made: Any) -> Callable[..., Any]:
+    """The call, and the gradients of all weights of the sum of squares of its outputs."""
+    weights = [
+        p for part in (made if isinstance(made, list) else [made]) for p in part.parameters()
+    ]
+
+    def run(*inputs: Any) -> Any:
+        with torch.enable_grad():
+            found = call(*inputs)
+            loss = sum(t.float().square().sum() for t in _tensors(found))
+            torch.autograd.grad(loss, weights, allow_unused=True)
+        return pytree.tree_map_only(Tensor, Tensor.detach, found)
+
+    return run
+
+
+def _ours(ours: Parallel, call: Callable[..., Any], inputs: Sequence[Tensor]) -> _Way:
     return _Way(
-        ours,
+        call,
         ours.close,
         ours.explain,
         lambda: _chosen(ours),
@@ -211,7 +249,8 @@ def _way(row: str, made: Any, inputs: Sequence[Tensor]) -> _Way:
 
 def _chosen(ours: Parallel) -> str | None:
     plan = ours.plan()
-    return None if plan is None else f"{plan.chosen}/{plan.streams}"
+    searched = "+" if plan is not None and plan.searched else ""
+    return None if plan is None else f"{plan.chosen}/{plan.streams}{searched}"
 
 
 def _plain(call: Callable[..., Any]) -> _Way:

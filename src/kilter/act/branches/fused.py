@@ -113,7 +113,6 @@ class FusedHeads:
     ) -> None:
         self.heads, self.width = tuple(heads), width
         self.blocks = blocks or Blocks()
-        self.device = device
         self.tokens = heads[0].rows * heads[0].slots
         self._tables = _Tables(self.heads, self.blocks, device)
 
@@ -159,7 +158,8 @@ class FusedHeads:
         from kilter.act.branches import kernels
 
         t, b = self._tables, self.blocks
-        kernels.attend[(t.attend_work.shape[0],)](
+        kernels.launch(
+            kernels.attend, t.attend_work.shape[:1],
             q, k, v, bias, out, t.heads, t.scales, t.attend_work, t.query, t.key, t.values,
             t.place, out.shape[1], WIDTH=self.width, PRECISION=b.precision, **b.attend.options(),
         )  # fmt: skip
@@ -172,15 +172,18 @@ class FusedHeads:
         scores = torch.empty(t.score_numel, dtype=torch.float32, device=q.device)
         weights = torch.empty(t.weight_numel, dtype=v.dtype, device=q.device)
         common = {"WIDTH": self.width, "PRECISION": b.precision}
-        kernels.scores[(t.score_work.shape[0],)](
+        kernels.launch(
+            kernels.scores, t.score_work.shape[:1],
             q, k, scores, t.heads, t.score_work, t.query, t.key,
             TOGETHER=b.together, **common, **b.scores.options(),
         )  # fmt: skip
-        kernels.softmax[(t.row_work.shape[0],)](
+        kernels.launch(
+            kernels.softmax, t.row_work.shape[:1],
             scores, bias, weights, t.heads, t.scales, t.row_work,
             SPAN=t.span, SPLITS=t.splits, num_warps=4,
         )  # fmt: skip
-        kernels.values[(t.value_work.shape[0],)](
+        kernels.launch(
+            kernels.values, t.value_work.shape[:1],
             weights, v, out, t.heads, t.value_work, t.values, t.place, out.shape[1],
             **common, **b.values.options(),
         )  # fmt: skip

@@ -7,8 +7,23 @@ its row table, column table, scores and bias begin. Heads of one slot are done b
 the others by `scores`, `softmax` and `values`.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
+from triton.errors import TritonError
+
+from kilter.act.branches.tracing import Refused
+
+
+def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
+    """Compile at first use, and run; `Refused` if the kernel cannot be had on this card."""
+    try:
+        kernel[tuple(grid)](*arguments, **options)
+    except TritonError as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise Refused(f"a kernel cannot be compiled ({type(error).__name__}: {first})") from error
 
 
 @triton.jit
@@ -286,3 +301,30 @@ def finish(
     total *= tl.load(gain + column, mask=real, other=0.0).to(tl.float32)[None, :]
     total += tl.load(shift + column, mask=real, other=0.0).to(tl.float32)[None, :]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def single(
+    x,
+    weight,
+    bias,
+    out,
+    columns,
+    inner,
+    weight_stride,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """One row times weight (columns x inner) transposed, plus bias: every weight is read once."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    real = column < columns
+    total = tl.zeros((COLUMNS, INNER), dtype=tl.float32)
+    for start in range(0, inner, INNER):
+        step = start + tl.arange(0, INNER)
+        inside = step < inner
+        a = tl.load(x + step, mask=inside, other=0.0).to(tl.float32)
+        at = weight + column[:, None] * weight_stride + step[None, :]
+        b = tl.load(at, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        total += a[None, :] * b
+    found = tl.sum(total, 1) + tl.load(bias + column, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + column, found.to(out.dtype.element_ty), mask=real)

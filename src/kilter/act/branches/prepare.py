@@ -20,7 +20,7 @@ from kilter.act.branches import fused, native, numerics, training
 from kilter.act.branches.capture import Captured, Turns, pool_bytes
 from kilter.act.branches.folding import check_devices, fold
 from kilter.act.branches.loop import Loop, assembler
-from kilter.act.branches.products import join_layers
+from kilter.act.branches.products import join_layers, single_rows
 from kilter.act.branches.program import (
     Program,
     Run,
@@ -31,6 +31,7 @@ from kilter.act.branches.program import (
     from_graph,
     run_in_order,
     stack_equal,
+    to_compile,
 )
 from kilter.act.branches.state import State
 from kilter.act.branches.streams import Cuda, ForkJoin
@@ -73,9 +74,14 @@ CAPTURED = ("graph", "graph_streams", "batched", *COMPILED)
 SAME_KERNELS = ("threads", "streams", "graph")
 """On a GPU these run the serial loop's own kernels, so their results must be equal bit for bit."""
 EAGER = ("graph_streams", "batched")
-UNCOMPILED = {"compiled": "graph_streams", "compiled_batched": "batched"}
-UNIT_S = 0.7
-"""First guess at the time to compile one piece."""
+UNCOMPILED = {"compiled": "single", "compiled_batched": "batched", "fused": "joined"}
+"""The programs that these modes compile: branches whose layers of one row are by a kernel, stacked
+branches, and fused heads with joined layers."""
+UNIT_S = 1.0
+"""First guess at the time to compile one piece: 27 of inception blocks took 26 s on an H200."""
+
+THREADS = 8
+"""Pieces that are compiled side by side."""
 
 
 @dataclass(frozen=True)
@@ -351,22 +357,26 @@ class Bench:
                 self.workshop.compile_s += time.perf_counter() - began
 
     def _why_not_compile(self, mode: str) -> str | None:
-        """Whether a mode's units can be compiled in the time that is left, judged by those done."""
+        """Whether the time that is left is enough to compile anything of a mode's program."""
         try:
-            program = self.program(UNCOMPILED.get(mode, "graph_streams"))
+            program = self.program(UNCOMPILED[mode])
         except Refused as refused:
             return str(refused)
-        done = self.workshop.compiled
-        keys = {u.key for step in program.steps for u in step if u.graph is not None and u.work}
-        new = len(keys - set(done)) if mode != "fused" else 4
-        each = self.workshop.compile_s / len(done) if done else UNIT_S
-        spent = time.perf_counter() - self.began
-        if spent + new * each > self.options.prepare_budget_s:
-            return (
-                f"compiling {new} more pieces would take about {new * each:.0f} s; "
-                f"{spent:.0f} of {self.options.prepare_budget_s:.0f} s are spent"
-            )
+        new = len(to_compile(program, self.workshop.compiled))
+        if new and self._affordable() == 0:
+            spent = time.perf_counter() - self.began
+            budget = self.options.prepare_budget_s
+            return f"{new} pieces to compile; {spent:.0f} of {budget:.0f} s are spent"
         return None
+
+    def _affordable(self) -> int | None:
+        """How many pieces can be compiled in the time that is left, judged by those done."""
+        if self.options.mode != "auto":
+            return None
+        done = len(self.workshop.compiled)
+        each = self.workshop.compile_s / done if done else UNIT_S
+        left = self.options.prepare_budget_s - (time.perf_counter() - self.began)
+        return max(0, int(left / each))
 
     # --- running, to compare and to time ----------------------------------------------------------
 
@@ -415,18 +425,23 @@ class Bench:
             raise Refused(self.untraceable or "not traced")
         if mode == "batched":
             return stack_equal(self.program("graph_streams"))
-        if mode == "compiled":
-            return compile_units(self.program("graph_streams"), self.workshop.compiled)
-        if mode == "compiled_batched":
-            return compile_units(self.program("batched"), self.workshop.compiled)
-        if mode == "fused":
+        if mode == "single":
+            plain = self.program("graph_streams")
+            return single_rows(plain) if self.on_gpu and fused.has_triton() else plain
+        if mode == "heads":
             fold(self.unfolded, self.device, products=True)
-            base = fused.fuse(from_graph(self.unfolded).with_weights(Tensor.detach))
-            if not self.on_gpu:
-                return base
-            program = join_layers(base, triton=fused.has_triton())
-            program = compile_units(program, self.workshop.compiled)
-            warm(fused.by_reference(base), program, self.tensors, self.device)
+            return fused.fuse(from_graph(self.unfolded).with_weights(Tensor.detach))
+        if mode == "joined":
+            return join_layers(self.program("heads"), triton=fused.has_triton())
+        if mode == "fused" and not self.on_gpu:
+            return self.program("heads")
+        if mode in UNCOMPILED:
+            program = compile_units(
+                self.program(UNCOMPILED[mode]), self.workshop.compiled, self._affordable()
+            )
+            if mode == "fused":
+                plain = fused.by_reference(self.program("heads"))
+                warm(plain, program, self.tensors, self.device)
             return program
         if not any(len(step) > 1 for step in self.raw.steps):
             raise Refused("no independent branches were found")
@@ -638,7 +653,7 @@ def warm(plain: Program, program: Program, inputs: Sequence[Tensor], device: tor
             unit.run(*given)
 
     torch.cuda.synchronize(device)  # the threads' streams are not the one that made the examples
-    with ThreadPoolExecutor(len(units), "kilter-compile") as pool:
+    with ThreadPoolExecutor(min(len(units), THREADS), "kilter-compile") as pool:
         futures = [pool.submit(once, unit, given) for unit, given in units.values()]
     torch.cuda.synchronize(device)
     for future in futures:

@@ -52,49 +52,88 @@ def splits_of(rows: int, columns: int, inner: int) -> int:
     return count
 
 
+# On a host, where there are no kernels, the operations are their definitions.
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor, relu: bool, splits: int) -> Tensor:
+    out = _linear_shape(x, weight, bias, relu, splits)
+    rows, inner = x.shape
+    columns = weight.shape[0]
+    if not x.is_cuda:
+        if splits:
+            shares = zip(x.chunk(splits, 1), weight.chunk(splits, 1), strict=True)
+            return torch.stack([a @ b.T for a, b in shares])
+        found = torch.addmm(bias, x, weight.T)
+        return found.relu() if relu else found
+    from kilter.act.branches import kernels
+
+    high, wide, deep = blocks(rows, columns)
+    kernels.launch(
+        kernels.linear, (-(-rows // high), -(-columns // wide), max(1, splits)),
+        x, weight, bias, out, rows, columns, inner // max(1, splits), x.stride(0),
+        weight.stride(0), ROWS=high, COLUMNS=wide, INNER=deep, SPLITS=splits, RELU=relu,
+        PRECISION="tf32x3", num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor, relu: bool, splits: int) -> Tensor:
+    rows, columns = x.shape[0], weight.shape[0]
+    return x.new_empty((splits, rows, columns) if splits else (rows, columns))
+
+
+def _finish(
+    parts: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    gain: Tensor,
+    shift: Tensor,
+    epsilon: float,
+) -> Tensor:
+    count, rows, columns = parts.shape
+    if not parts.is_cuda:
+        total = parts.float().sum(0) + residual.float()
+        total = total if bias is None else total + bias.float()
+        norm = torch.nn.functional.layer_norm
+        return norm(total, (columns,), gain.float(), shift.float(), epsilon).to(residual.dtype)
+    from kilter.act.branches import kernels
+
+    parts, residual = parts.contiguous(), residual.contiguous()
+    out = torch.empty_like(residual)
+    high = 4 if columns <= 1024 else 1
+    kernels.launch(
+        kernels.finish, (-(-rows // high),),
+        parts, parts if bias is None else bias, residual, gain, shift, out, rows, columns, epsilon,
+        ROWS=high, SPAN=1 << (columns - 1).bit_length(), PARTS=count, BIAS=bias is not None,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _single(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if not x.is_cuda:
+        return torch.addmm(bias, x, weight.T)
+    from kilter.act.branches import kernels
+
+    columns, inner = weight.shape
+    out = x.new_empty((1, columns))
+    kernels.launch(
+        kernels.single, (-(-columns // 4),), x, weight, bias, out, columns, inner,
+        weight.stride(0), COLUMNS=4, INNER=1024, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True)
+class _Operations:
+    linear: Any
+    finish: Any
+    single: Any
+
+
 @cache
-def _operations() -> tuple[Any, Any]:
+def operations() -> _Operations:
     """The kernels as operations that the compiler can call; registered at first use."""
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor, relu: bool, splits: int) -> Tensor:
-        from kilter.act.branches import kernels
-
-        rows, inner = x.shape
-        columns = weight.shape[0]
-        high, wide, deep = blocks(rows, columns)
-        out = shape_of(x, weight, bias, relu, splits)
-        kernels.linear[(-(-rows // high), -(-columns // wide), max(1, splits))](
-            x, weight, bias, out, rows, columns, inner // max(1, splits), x.stride(0),
-            weight.stride(0),
-            ROWS=high, COLUMNS=wide, INNER=deep, SPLITS=splits, RELU=relu, PRECISION="tf32x3",
-            num_warps=4, num_stages=3,
-        )  # fmt: skip
-        return out
-
-    def shape_of(x: Tensor, weight: Tensor, bias: Tensor, relu: bool, splits: int) -> Tensor:
-        rows, columns = x.shape[0], weight.shape[0]
-        return x.new_empty((splits, rows, columns) if splits else (rows, columns))
-
-    def finish(
-        parts: Tensor,
-        bias: Tensor | None,
-        residual: Tensor,
-        gain: Tensor,
-        shift: Tensor,
-        epsilon: float,
-    ) -> Tensor:
-        from kilter.act.branches import kernels
-
-        count, rows, columns = parts.shape
-        parts, residual = parts.contiguous(), residual.contiguous()
-        out = torch.empty_like(residual)
-        high = 4 if columns <= 1024 else 1
-        kernels.finish[(-(-rows // high),)](
-            parts, parts if bias is None else bias, residual, gain, shift, out, rows, columns,
-            epsilon, ROWS=high, SPAN=1 << (columns - 1).bit_length(), PARTS=count,
-            BIAS=bias is not None, num_warps=4,
-        )  # fmt: skip
-        return out
 
     def register(name: str, run: Callable[..., Tensor], shape: Any, arguments: str) -> Any:
         schema = f"({arguments}) -> Tensor"
@@ -102,20 +141,48 @@ def _operations() -> tuple[Any, Any]:
         made.register_fake(shape)
         return getattr(torch.ops.kilter, name).default
 
-    return (
-        register(
-            "linear",
-            linear,
-            shape_of,
-            "Tensor x, Tensor weight, Tensor bias, bool relu, int splits",
-        ),
+    product = "Tensor x, Tensor weight, Tensor bias"
+    return _Operations(
+        register("linear", _linear, _linear_shape, f"{product}, bool relu, int splits"),
         register(
             "finish",
-            finish,
-            lambda parts, bias, residual, *_: torch.empty_like(residual),
+            _finish,
+            lambda parts, bias, residual, *_: torch.empty_like(
+                residual, memory_format=torch.contiguous_format
+            ),
             "Tensor parts, Tensor? bias, Tensor residual, Tensor gain, Tensor shift, float epsilon",
         ),
+        register(
+            "single", _single, lambda x, weight, bias: x.new_empty((1, weight.shape[0])), product
+        ),
     )
+
+
+def single_rows(program: Program) -> Program:
+    """Linear layers of one row of 16-bit numbers, by the kernel: the library has tiles for them, of
+    which one row is used."""
+
+    def replaced(unit: Unit) -> Unit:
+        nodes = [] if unit.graph is None else list(unit.graph.graph.nodes)
+        layers = {n: layer for n in nodes if (layer := _layer(n, triton=True)) is not None}
+        fitting = {n for n, layer in layers.items() if layer.one_row}
+        if not fitting:
+            return unit
+        body = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
+        for old in nodes:
+            if old in fitting:
+                layer = layers[old]
+                given = made[layer.x], made[layer.weight], made[layer.bias]
+                made[old] = body.call_function(operations().single, given)
+                made[old].meta = dict(old.meta)
+            else:
+                made[old] = body.node_copy(old, made.__getitem__)
+        body.eliminate_dead_code()
+        graph = fx.GraphModule(torch.nn.Module(), body)
+        return replace(unit, run=graph, graph=graph, key=("single", unit.key))
+
+    return replace(program, steps=tuple(tuple(map(replaced, step)) for step in program.steps))
 
 
 def join_layers(program: Program, *, triton: bool) -> Program:
@@ -143,6 +210,7 @@ class _Layer:
     weight: fx.Node
     split: bool
     """Float32: by the kernel of ours."""
+    one_row: bool
     relu: fx.Node | None = None
     norm: fx.Node | None = None
     """The element of the layer norm's results that is its output."""
@@ -180,7 +248,9 @@ def _layer(node: fx.Node, *, triton: bool) -> _Layer | None:
     exact = tensors[0].dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     rows_lie_plain = tensors[1].stride(1) == tensors[2].stride(1) == tensors[0].stride(0) == 1
     split = triton and exact and rows_lie_plain and tensors[1].shape[1] % 64 == 0
-    return _Layer(node, bias, x, turned, weight, split)
+    half = tensors[0].dtype in (torch.float16, torch.bfloat16)
+    one_row = triton and half and rows_lie_plain and tensors[1].shape[0] == 1
+    return _Layer(node, bias, x, turned, weight, split, one_row)
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -230,7 +300,7 @@ def _rewritten(unit: Unit, layers: list[_Layer], *, triton: bool) -> Unit:
     of_norm = {layer.norm: layer for layer in layers if layer.norm is not None}
     body = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
-    linear, finish = _operations() if triton else (None, None)
+    linear, finish = (operations().linear, operations().finish) if triton else (None, None)
     for old in unit.graph.graph.nodes:
         if old in of_product:
             layer = of_product[old]

@@ -4,7 +4,7 @@ from each other. Every mode runs the same program; they differ in who runs the u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -440,12 +440,29 @@ def _stacked(graph: fx.GraphModule, kinds: Sequence[str], count: int) -> fx.Grap
     return made
 
 
-def compile_units(program: Program, compiled: dict[Hashable, Run]) -> Program:
+def to_compile(program: Program, compiled: Container[Hashable]) -> list[Hashable]:
+    """The keys of the distinct units that are not compiled yet, most launches of a call first.
+    Kernels of our own, and units of nothing but views, have nothing to compile."""
+    launches: dict[Hashable, int] = {}
+    for unit in program.in_line().units():
+        if unit.graph is None or unit.work == 0 or unit.key in compiled:
+            continue
+        nodes = unit.graph.graph.nodes
+        count = sum(n.op == "call_function" and not is_view(n) for n in nodes)
+        launches[unit.key] = launches.get(unit.key, 0) + count
+    return sorted(launches, key=lambda key: -launches[key])
+
+
+def compile_units(
+    program: Program, compiled: dict[Hashable, Run], at_most: int | None = None
+) -> Program:
     """Every distinct unit through `torch.compile`, once: the loop's eight heads in six layers are
-    a handful of bodies. `compiled` remembers them over calls."""
+    a handful of bodies. `compiled` remembers them over calls. Of new ones `at_most` so many, those
+    that save the most; the others run as they are."""
+    wanted = set(to_compile(program, compiled)[:at_most]) | set(compiled)
 
     def unit(old: Unit) -> Unit:
-        if old.graph is None or old.work == 0:  # kernels of our own, or only views
+        if old.graph is None or old.key not in wanted:
             return old
         if old.key not in compiled:
             compiled[old.key] = torch.compile(old.graph, dynamic=False, fullgraph=True)

@@ -1,0 +1,238 @@
+"""What is rewritten between the branches stays the loop; what is forked is joined."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from kilter.act.branches import fused
+from kilter.act.branches.folding import fold
+from kilter.act.branches.products import blocks, join_layers, single_rows, splits_of
+from kilter.act.branches.program import (
+    Program,
+    Unit,
+    compile_units,
+    from_graph,
+    run_in_order,
+    to_compile,
+)
+from kilter.act.branches.streams import AHEAD, ForkJoin
+from kilter.act.branches.tracing import trace
+from kilter.act.branches.workloads import TOKENS, Encoder, padding_mask
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_without_grad():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+    torch.set_num_threads(before)
+
+
+def program_of(function, *inputs, products=False):
+    graph = trace(function, inputs).graph
+    fold(graph, CPU, products=products)
+    return from_graph(graph)
+
+
+def targets(program):
+    nodes = [n for unit in program.units() for n in getattr(unit.run, "graph", unit.graph).nodes]
+    return [str(n.target) for n in nodes]
+
+
+class Block(nn.Module):
+    """Linear, ReLU, linear, residual, norm; `before`: the norm comes first, the sum goes on."""
+
+    def __init__(self, width=64, *, before=False):
+        super().__init__()
+        self.before = before
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        if self.before:
+            y = x + self.narrow(self.widen(self.norm(x)).relu())
+            return y, self.norm(y)
+        return self.norm(x + self.narrow(self.widen(x).relu()))
+
+
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_joined_layers_are_the_layers(triton, before, dtype):
+    block = Block(before=before).eval().to(dtype)
+    for parameter in block.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.1)
+    x = torch.randn(1, 20, 64).to(dtype)
+    program = join_layers(program_of(block, x), triton=triton)
+    found = program.execute([x], run_in_order)
+    expected = block(x) if before else (block(x),)
+    limit = 1e-5 if dtype == torch.float32 else 0.05
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=limit, atol=limit)
+    assert not any("relu" in t for t in targets(program))
+    if triton and not before:  # nothing is left for a compiler
+        assert any("finish" in t for t in targets(program))
+        assert all(unit.graph is None for unit in program.units())
+    if before:  # the sum is read by others too: the norm stays where it is
+        assert not any("finish" in t for t in targets(program))
+
+
+def test_a_layer_of_window_heads_without_its_launches():
+    encoder = Encoder(layers=1).eval()
+    inputs = torch.randn(TOKENS, 1, 256), padding_mask()
+    program = fused.fuse(program_of(encoder, *inputs, products=True))
+    assert len(program.ahead) == 1
+    program = join_layers(program, triton=True)
+    (found,) = program.in_line().execute(inputs, run_in_order)
+    torch.testing.assert_close(found, encoder(*inputs), rtol=1e-5, atol=1e-5)
+    # The scale of the queries is a number of the heads: q, k and v are one tensor.
+    heads = next(u for u in program.units() if isinstance(u.run, fused.FusedHeads))
+    assert len(set(heads.reads[:3])) == 1
+    assert [h.scale for h in heads.run.heads[:2]] == pytest.approx([32**-0.5, 32**-0.5 / 4])
+
+
+def test_a_factor_moves_behind_the_product_only_if_nothing_else_reads_it():
+    def alone(x, y):
+        return (x * 0.5).reshape(4, 2, 8).flip(1).reshape(8, 8) @ y
+
+    def read(x, y):
+        scaled = x * 0.5
+        return scaled @ y, scaled + 1
+
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    for function in (alone, read):
+        found = program_of(function, x, y, products=True).execute([x, y], run_in_order)
+        expected = function(x, y)
+        for a, b in zip(found, expected if function is read else (expected,), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_one_row_is_one_row():
+    layers = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 10)).bfloat16()
+    for rows, changed in ((1, True), (2, False)):
+        x = torch.randn(rows, 64).bfloat16()
+        program = single_rows(program_of(layers, x))
+        assert any("single" in t for t in targets(program)) == changed
+        (found,) = program.execute([x], run_in_order)
+        torch.testing.assert_close(found, layers(x))
+
+
+def test_long_sums_of_small_results_are_split():
+    assert splits_of(704, 2048, 256) == 1
+    assert splits_of(704, 256, 2048) == 4
+    for rows, columns, inner in ((1, 1, 64), (704, 256, 256), (37, 50, 4096), (2048, 8192, 8192)):
+        count = splits_of(rows, columns, inner)
+        assert inner % count == 0
+        assert count == 1 or inner // count >= 128
+        assert (inner // count) % blocks(rows, columns)[2] == 0 or count == 1
+
+
+# --- forks and joins, on streams that only remember -----------------------------------------------
+
+
+class Remembering:
+    """A device that keeps the rules: on a stream only what has been waited for may be read."""
+
+    def __init__(self):
+        self.now = "main"
+        self.known = {"main": set()}
+
+    def current(self):
+        return self.now
+
+    def side(self, number):
+        self.known.setdefault(number, set())
+        return number
+
+    def record(self, stream):
+        return frozenset(self.known[stream])
+
+    def wait(self, stream, event):
+        self.known[stream] |= event
+
+    @contextmanager
+    def use(self, stream):
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def shared(self, tensor, stream):
+        pass
+
+
+def unit(backend, name, reads, writes):
+    """Fails if it reads what its stream has not waited for."""
+
+    def run(*given):
+        for slot in reads:
+            assert slot in backend.known[backend.now], f"{name} reads {slot} too early"
+        backend.known[backend.now] |= set(writes)
+        return tuple(torch.tensor(float(slot)) for slot in writes)
+
+    return Unit(run=run, reads=reads, writes=writes, key=name, name=name)
+
+
+def test_work_ahead_of_time_is_joined_by_the_step_that_reads_it():
+    backend = Remembering()
+    backend.known["main"] |= {0}
+    program = Program(
+        slots=9,
+        inputs=(0,),
+        constants=(),
+        tables=frozenset(),
+        steps=(
+            (unit(backend, "first", (0,), (1,)),),
+            (unit(backend, "a", (1,), (2,)), unit(backend, "b", (1,), (3,))),
+            (unit(backend, "join", (2, 3), (4,)),),
+            (unit(backend, "last", (4, 5, 6), (7,)),),
+        ),
+        outputs=(7,),
+        ahead=((1, unit(backend, "early", (1,), (5,))), (1, unit(backend, "next", (1,), (6,)))),
+    )
+    lanes = [((0,),), ((0,), (1,)), ((0,),), ((0,),)]
+    (found,) = program.execute([torch.tensor(0.0)], ForkJoin(backend, lanes))
+    assert float(found) == 7
+    assert backend.known[AHEAD] >= {5, 6}
+    assert {2, 3, 4} <= backend.known["main"]
+    assert [len(step) for step in program.in_line().steps] == [1, 2, 1, 1, 1, 1]
+
+
+def test_what_is_read_ahead_of_time_lives_until_it_is_joined():
+    """Its memory could otherwise be given to others while the other stream still reads it."""
+    backend = Remembering()
+    early = unit(backend, "early", (1,), (3,))
+    steps = (
+        (unit(backend, "first", (0,), (1,)),),
+        (unit(backend, "second", (1,), (2,)),),
+        (unit(backend, "third", (2, 3), (4,)),),
+    )
+    program = Program(5, (0,), (), frozenset(), steps, (4,), ahead=((1, early),))
+    assert program.last_uses() == [[], [], [1, 2, 3]]
+    assert replace(program, ahead=()).last_uses()[1] == [1]
+
+
+def test_what_saves_the_most_launches_is_compiled_first(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
+    long, short = nn.Sequential(*[nn.Tanh() for _ in range(9)]), nn.Sequential(nn.Tanh())
+
+    def function(x):
+        return torch.cat([short(x), long(x), long(x * 2)])
+
+    program = program_of(function, torch.randn(4, 4))
+    keys = to_compile(program, {})
+    compiled = {}
+    some = compile_units(program, compiled, 1)
+    assert list(compiled) == keys[:1]
+    assert to_compile(program, compiled) == keys[1:]
+    x = torch.randn(4, 4)
+    torch.testing.assert_close(some.execute([x], run_in_order)[0], function(x))
+    compile_units(program, compiled)
+    assert set(compiled) == set(keys)

@@ -15,9 +15,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from kilter.act.branches.bench import Bench, Options, Workshop
 from kilter.act.branches.capture import pool_bytes
 from kilter.act.branches.loop import TENSORS, Branches, Loop, signature, why_serial
-from kilter.act.branches.prepare import MODES, Bench, Options, Prepared, Workshop, serial_plan
+from kilter.act.branches.prepare import MODES, Prepared, prepare, serial_plan
 from kilter.act.branches.state import State, needs_grad
 from kilter.core.errors import UsageError
 from kilter.plan.branches import BranchPlan, describe
@@ -112,9 +113,9 @@ class Parallel:
             )
             if bench.on_gpu:
                 with torch.cuda.device(bench.device):
-                    prepared = bench.prepare(results, known)
+                    prepared = prepare(bench, results, known)
             else:
-                prepared = bench.prepare(results, known)
+                prepared = prepare(bench, results, known)
             self._prepared[key] = self._last = prepared
             self._prepared.move_to_end(key)
             self._evict()

@@ -681,6 +681,12 @@ def test_state_that_is_asked_for(hold: bool) -> None:
                 assert (governed.report().away_bytes == 0) == hold
                 twin = copy.deepcopy(optimizer.state)
                 assert all(type(state) is dict for state in twin.values())
+                file = io.BytesIO()
+                torch.save(optimizer, file)
+                file.seek(0)
+                twin = torch.load(file, weights_only=False).state
+                pairs = zip(twin.values(), optimizer.state.values(), strict=True)
+                assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in pairs)
         found += [float(value.double().sum()) for value in values(net, optimizer)]
         assert all(type(state) is dict for state in optimizer.state.values())
     half = len(found) // 2

@@ -10,8 +10,8 @@ optimizer treats each parameter on its own; everything else keeps its gradients.
 next buckets' state comes in beside the computation; with gradients kept the same happens inside
 `optimizer.step()`, which is never wrong and hides less.
 
-State tensors keep their identity: while they are away their storage has no bytes, and an operation
-that reads them then raises.
+Whoever asks the optimizer for state that is away gets it back first, and what somebody else holds
+does not leave.
 """
 
 from __future__ import annotations
@@ -157,8 +157,12 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._search.remove()
             self._search = None
 
+    def _rest(self) -> None:
+        """Do not watch gradients any longer than somebody's may be consumed."""
+        if all(charge.phase is Phase.KEEPING for charge in self._charges.values()):
+            self._let_gradients_be()
+
     def _let_gradients_be(self) -> None:
-        """Nobody's gradients are consumed, nor will be."""
         self._gradients = "keep"
         for hook in self._hooks:
             hook.remove()
@@ -209,11 +213,15 @@ class StateMover(AbstractContextManager["StateMover"]):
             if refusals:
                 raise refusals[0]
             if fence.down:
-                for charge in self._charges.values():
-                    charge.phase, charge.streams = Phase.KEEPING, False
-                    self._bring_home(charge)
+                self._give_up()
 
         return fenced
+
+    def _give_up(self) -> None:
+        for charge in self._charges.values():
+            if charge.streams or charge.phase is not Phase.KEEPING:
+                charge.phase, charge.streams = Phase.KEEPING, False
+                self._bring_home(charge)
 
     # Who is there
 
@@ -246,6 +254,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._forget(charge)
         charge = self._charges[optimizer] = self._charged(optimizer)
         charge.stand_innermost()
+        self._rest()
         weakref.finalize(optimizer, self._forget, charge).atexit = False
 
     def _charged(self, optimizer: Any) -> Charge:
@@ -401,8 +410,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         if consuming != charge.told and self._changed is not None:
             self._changed()
         charge.told = consuming
-        if all(c.phase is Phase.KEEPING for c in self._charges.values()):
-            self._let_gradients_be()
+        self._rest()
         charge.settings = None
         charge.marks.clear()
         charge.seen.clear()

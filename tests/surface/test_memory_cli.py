@@ -140,6 +140,7 @@ def test_a_budget_that_cannot_be_met_is_said_with_the_least_that_can() -> None:
     assert done.stdout == python("train.py", "14").stdout
     assert "3.0 MiB cannot be met, " in done.stderr
     assert "is the least that is possible; data left on demand" in done.stderr
+    assert "refused" not in done.stderr  # said once
 
 
 def test_a_dry_run_moves_nothing_and_says_what_it_would() -> None:
@@ -163,7 +164,9 @@ def test_json_on_stderr() -> None:
 def test_a_script_without_torch() -> None:
     done = run("50%", script="print('hello')")
     assert (done.returncode, done.stdout) == (0, "hello\n")
+    assert "memory was left alone" in done.stderr
     assert "the script did not import torch" in done.stderr
+    assert "clocks" not in done.stderr
 
 
 def test_a_script_that_saves_nothing_large() -> None:

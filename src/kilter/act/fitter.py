@@ -409,11 +409,12 @@ class Fitter:
 
     def _tell_refused(self, reasons: tuple[str, ...]) -> None:
         """Each reason once; those about single data (`NAME: REASON`) by their number."""
-        if len(self._refused) == len(set(reasons)):
-            return
-        new = Counter(reason.partition(": ")[2] or reason for reason in {*reasons} - self._refused)
-        self._refused.update(reasons)
+        unknown = {*reasons} - self._refused
+        self._refused |= unknown
+        new = Counter(reason.partition(": ")[2] or reason for reason in unknown)
         for reason, count in new.items():
+            if reason.startswith("the budget of "):
+                continue  # told with the least that is possible
             self._refuse(reason if count == 1 else f"{reason} ({count} data)")
 
     def _refuse(self, reason: str) -> None:

@@ -100,6 +100,8 @@ def doubt(report: Report) -> str | None:
 def headline(report: Report) -> str:
     """What came of it, in one sentence with intervals, contract and label."""
     label = f"[{report.label.value}]"
+    if report.goal.max_slowdown is None and report.goal.memory_budget is not None:
+        return f"memory was left alone {label}"
     if report.saving is None and report.slowdown is None:
         if report.prediction is not None and report.choice.state == "predicted":
             expected = report.prediction

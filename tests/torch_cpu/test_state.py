@@ -907,6 +907,42 @@ def test_processes_that_share_gradients(tmp_path: Any) -> None:
     assert same(*found)
 
 
+def test_sharded_parameters(tmp_path: Any) -> None:
+    """Their gradients are kept; their state streams, each process its own part."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    found = []
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        for governed in (None, mover(room_bytes=7_700)):
+            net = network()
+            for layer in net:  # type: ignore[attr-defined]
+                torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+            torch.distributed.fsdp.fully_shard(net, mesh=mesh)
+            optimizer = adamw(net)
+            with governed or nullcontext():
+                for number in range(STEPS):
+                    step(net, optimizer, number)
+                    if number == 5:
+                        saved = optimizer.state_dict()["state"]
+                        found += [s["exp_avg"].to_local().clone() for s in saved.values()]
+                        del saved
+                if governed is not None:
+                    report = governed.report()
+                    assert any("sharded" in text for text in report.refused)
+                    assert report.away_bytes > 0
+                    assert report.state_bytes <= 7_700
+            for p in net.parameters():
+                found.append(p.detach().to_local())  # type: ignore[attr-defined]
+                found += [
+                    optimizer.state[p][key].to_local().clone() for key in ("exp_avg", "exp_avg_sq")
+                ]
+    finally:
+        torch.distributed.destroy_process_group()
+    half = len(found) // 2
+    assert same(found[:half], found[half:])
+
+
 # Beside the engine for saved tensors
 
 

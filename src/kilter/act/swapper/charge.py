@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kilter.act.swapper.backend import Event
 from kilter.act.swapper.gradients import Followed, Place
-from kilter.act.swapper.stream import StateBucket
+from kilter.act.swapper.stream import StateBucket, local_of
 from kilter.observe.mentions import callers, mention
 from kilter.plan.swap.state import StatePlan
 
@@ -158,7 +158,8 @@ class Charge:
             if len({(p.dtype, p.device) for p in group["params"]}) > 1:
                 return "a group has parameters of several types or devices"
             for p in group["params"]:
-                if type(p) is not torch.nn.Parameter or p.is_sparse or p.is_complex():
+                plain = type(p) is torch.nn.Parameter or local_of(p) is not p
+                if not plain or p.is_sparse or p.is_complex():
                     return f"a parameter is a {type(p).__name__}, {p.dtype}, {p.layout}"
                 if p.device != device:
                     return f"parameters are on {p.device}"

@@ -284,6 +284,8 @@ class StateMover(AbstractContextManager["StateMover"]):
         charge.streams = self.room_bytes is not None
         if self._gradients == "keep":
             charge.object_to("as asked for")
+        elif any(bucket.sharded for bucket in charge.buckets):
+            charge.object_to("parameters are sharded over processes")
         charge.handles = [
             optimizer.register_step_pre_hook(self._fenced(self._before_step)),
             optimizer.register_step_post_hook(self._after_step),
@@ -605,6 +607,8 @@ class StateMover(AbstractContextManager["StateMover"]):
                 if bucket.flat is not None:
                     self._stream.separate(bucket)
             except self._torch.OutOfMemoryError:
+                if bucket.sharded:
+                    raise
                 self._keep_on_host(charge, bucket)
             self._stream.disown(bucket, charge.optimizer.state)
         self._adopt(charge)
@@ -630,7 +634,9 @@ class StateMover(AbstractContextManager["StateMover"]):
             for p in bucket.members:
                 if p in states:
                     state_dict["state"][numbers[id(states[p])]] = states[p].plain()
-            if bucket.where is Where.AWAY:
+            if bucket.sharded:  # comes back, and goes again after the next step
+                self._stream.bring(bucket)
+            elif bucket.where is Where.AWAY:
                 for p, key, value in self._stream.copies(bucket):
                     state_dict["state"][numbers[id(states[p])]][key] = value
         return state_dict

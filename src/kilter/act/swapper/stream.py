@@ -76,6 +76,7 @@ class StateBucket:
         """Of the state that can leave."""
         self.views: list[tuple[torch.nn.Parameter, str, torch.Tensor]] = []
         """The tensors of it, and what the optimizer calls them."""
+        self.sharded = any(local_of(p) is not p for p in members)
         self.users = 0
         """How many hold its storage when nobody else does."""
         self.lent = False
@@ -103,10 +104,10 @@ class Stream:
         """Find the state of the bucket's parameters; nothing moves yet."""
         self.held_bytes -= bucket.size_bytes
         bucket.views = [
-            (p, key, value)
+            (p, key, local_of(value))
             for p in bucket.members
             for key, value in states.get(p, {}).items()
-            if self._movable(value)
+            if self._movable(local_of(value))
         ]
         bucket.size_bytes = sum(_aligned(size_of(value)) for _, _, value in bucket.views)
         self.held_bytes += bucket.size_bytes
@@ -228,7 +229,7 @@ class Stream:
                 value.set_(own.untyped_storage(), 0, value.size(), value.stride())
 
     def copies(self, bucket: StateBucket) -> Iterator[tuple[Any, str, torch.Tensor]]:
-        """The state of a bucket that is away, in ordinary host memory."""
+        """The state of a bucket that is away and not sharded, in ordinary host memory."""
         import torch
 
         assert bucket.host is not None
@@ -242,9 +243,15 @@ class Stream:
             offset += _aligned(size_of(value))
 
 
+def local_of(value: Any) -> Any:
+    """This process's part of a sharded tensor (`DTensor`), or the value itself."""
+    return getattr(value, "_local_tensor", value)
+
+
 def size_of(tensor: torch.Tensor) -> int:
-    """Its bytes, if it is dense."""
-    return int(tensor.numel() * tensor.element_size())
+    """Its bytes here, if it is dense."""
+    local = local_of(tensor)
+    return int(local.numel() * local.element_size())
 
 
 def _aligned(size_bytes: int) -> int:

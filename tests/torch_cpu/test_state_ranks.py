@@ -46,12 +46,13 @@ def trained(sharded, governed):
             assert governed.report().away_bytes > 0
             assert not governed.report().consuming
     found = [local(p) for p in net.parameters()]
-    return found + [local(s[k]) for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+    for state in optimizer.state.values():
+        found += [local(state["exp_avg"]), local(state["exp_avg_sq"])]
+    return found
 
 for sharded in (False, True):
-    mover = StateMover(
-        CpuStandIn(), link=LINK, gradients="consume", room_bytes=12_000, bucket_bytes=2000, min_bytes=256
-    )
+    sizes = dict(room_bytes=12_000, bucket_bytes=2000, min_bytes=256)
+    mover = StateMover(CpuStandIn(), link=LINK, gradients="consume", **sizes)
     assert all(map(torch.equal, trained(sharded, None), trained(sharded, mover)))
 dist.destroy_process_group()
 """

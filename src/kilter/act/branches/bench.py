@@ -362,6 +362,10 @@ def warm(plain: Program, program: Program, inputs: Sequence[Tensor], device: tor
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
             unit.run(*given)
 
+    if fused.has_triton():
+        from kilter.act.branches import kernels
+
+        kernels.prepare_driver()
     torch.cuda.synchronize(device)  # the threads' streams are not the one that made the examples
     with ThreadPoolExecutor(min(len(units), THREADS), "kilter-compile") as pool:
         futures = [pool.submit(once, unit, given) for unit, given in units.values()]

@@ -66,7 +66,7 @@ ABOUT = {
     "published": "eager loop with the published code's host traps",
     "serial": "eager loop, device buffers",
     "auto": "ours: tries its ways, keeps the fastest right one",
-    "fused": "ours: three Triton launches for all heads of a layer, rest compiled",
+    "fused": "ours: Triton launches for all heads of a layer at once, joined linear layers",
     "compiled_batched": "ours: stacked groups compiled, forked inside one graph",
     "compiled": "ours: every branch compiled after folding, forked inside one graph",
     "batched": "ours: stacked groups, not compiled, forked inside one graph",

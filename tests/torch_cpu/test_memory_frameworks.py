@@ -469,3 +469,9 @@ fully_shard(model)
 """
     moved, _ = both_ranks(tmp_path, wrap)
     assert all(one.planned > 0 and one.out_bytes > 0 for one in moved)
+
+
+def test_a_script_that_ends_while_it_runs_without_us_leaves_no_hooks() -> None:
+    with kilter.govern(memory_budget="50%", device="null", out="run"):
+        loop(net(), ordinary, 5)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

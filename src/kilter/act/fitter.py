@@ -107,6 +107,7 @@ class Fitter:
         self._told_s = 0.0
         self._plans: tuple[MemoryPlan, ...] = ()
         self._refused: set[str] = set()
+        self._told_refused = 0
         self._seen = False
         """The job ran with everything kept, and its peak is known."""
         self._plain_left: int | None = None
@@ -186,7 +187,8 @@ class Fitter:
         torch = self._torch
 
         def pack(tensor: Any) -> Any:
-            if not self._over and self._swapper is None and self._large(tensor):
+            waiting = self._swapper is None and threading.get_ident() in self._waits
+            if waiting and not self._over and self._large(tensor):
                 self._fence(self._meet)(tensor)
             return kept(tensor)
 
@@ -371,7 +373,7 @@ class Fitter:
             self._tell(swapper)
 
     def _look(self, swapper: Swapper) -> None:
-        if self._budget_bytes is None and self._budget.share is not None:
+        if self._budget_bytes is None and self._budget.share is not None and not self._over:
             self._set_share(swapper)
         report = swapper.report()
         if not self._seen and not report.spilled:
@@ -388,13 +390,17 @@ class Fitter:
         self._tell_refused(report.refused)
         if self._floor is not None:
             self._floor.border()
-        if not report.plans and not self._dry_run and self._kind == "cuda" and not self._over:
+        told, self._told_refused = self._told_refused, len(report.refused)
+        searching = self._floor is not None and not self._floor.exhausted
+        if (searching or told < self._told_refused) and not report.plans and not self._over:
             self._lower(swapper)
 
     def _lower(self, swapper: Swapper) -> None:
         """There is no plan: is it because of what feature maps alone cannot give?"""
+        if self._dry_run or self._kind != "cuda" or self._budget_bytes is None:
+            return  # the stand-in counts feature maps alone
         record = max(swapper.records(), key=lambda r: r.peak_bytes, default=None)
-        if record is None or record.passes < SEEN_PASSES or self._budget_bytes is None:
+        if record is None or record.passes < SEEN_PASSES:
             return
         problem, _ = self._problem(record, self._budget_bytes)
         if problem.floor_bytes <= self._budget_bytes:

@@ -68,6 +68,11 @@ class Floor:
             self._mover = None
 
     @property
+    def exhausted(self) -> bool:
+        """There is nothing left to try."""
+        return self.room_bytes is not None or self._borders > 3 * SETTLES
+
+    @property
     def room_bytes(self) -> int | None:
         """Optimizer state that stays on the device; None: all of it."""
         return None if self._mover is None else self._mover.room_bytes

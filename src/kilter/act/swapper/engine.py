@@ -20,43 +20,29 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kilter.act.fence import Fence
 from kilter.act.swapper.backend import Backend, HostMemoryError
-from kilter.act.swapper.ready import Due, Ready, ready
+from kilter.act.swapper.kinds import TUNED, Kind, Kinds
+from kilter.act.swapper.ready import Due, Ready
 from kilter.act.swapper.remake import EPS, recipe
 from kilter.act.swapper.store import AWAY, HERE, Modified, Pass, Saved, Store, View, kept, whole
 from kilter.act.swapper.watch import Watch
-from kilter.core.errors import PlanError
 from kilter.core.units import MIB
 from kilter.observe.data import FOREIGN, PassRecord, again_code, use_code
-from kilter.plan.swap.choose import MemoryPlan, arena, plan
+from kilter.plan.swap.choose import MemoryPlan
 from kilter.plan.swap.problem import Link
 
 if TYPE_CHECKING:
     import torch
 
-SETTLED_STEPS = 2
-"""Optimizer steps before a pass counts as settled: the first creates gradients and state."""
-SETTLED_PASSES = 6
-"""The same for jobs without a `torch.optim` optimizer."""
-MAX_TRIALS = 3
-"""A kind of pass that does not come again within so many is left without a plan."""
-TUNED = 3
-"""Passes under a new plan whose peak is measured."""
-ROUNDING = 512
-"""One part in so many of the budget is left to the allocator, which rounds sizes up."""
-MAX_PLANS = 5
-"""For one kind of pass: each time that a plan's peak was measured above the budget is a new one."""
 PATIENCE = 2
 """Passes that may depart from every plan before some are watched again; one that keeps to its plan
 makes up for half of one."""
 LOOK = 4
 """How many are watched then: kinds that take turns all get theirs."""
-MAX_KINDS = 32
-"""Of passes to know; the oldest is forgotten, one without a plan first."""
 UNSEEN_SHARE = 0.6
 """Of the budget, what data may fill in the first pass: nobody knows yet what an operation takes at
 one go (the logits of a language model are often the largest), and no event comes before it."""
@@ -109,24 +95,6 @@ def _leave_uncompiled() -> None:
     torch._dynamo.trace_rules.add("kilter")
 
 
-@dataclass(slots=True)
-class _Known:
-    """What is known of one kind of pass."""
-
-    record: PassRecord
-    tried: bool = False
-    """Its recipes were tried against the real data."""
-    trials: int = 0
-    plan: Ready | None = None
-    plans: int = 0
-    """Made so far."""
-    exceeded: bool = False
-    """Its plan measured above the budget, and there is to be another."""
-    hopeless: bool = False
-    less_bytes: int = 0
-    """Taken off the budget because passes under a plan measured more than predicted."""
-
-
 class Swapper(AbstractContextManager["Swapper"]):
     """Keeps the training inside the `with` block within `budget_bytes` of device memory.
 
@@ -150,8 +118,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         """May be changed until a plan is made for it."""
         self.may_plan = True
         """Switched off, passes are watched and data leave on demand, but nothing is planned."""
-        self._link = link
-        self._planner = planner
+        self._kinds = Kinds(backend, self._store, link=link, planner=planner, min_bytes=min_bytes)
         self._min_bytes = min_bytes
         self._fence = fence
         self._by_number: dict[int, weakref.ref[Saved]] = {}
@@ -166,25 +133,18 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._misses = 0.0
         self._looking = 0
         """Passes still to be watched though there is a plan."""
-        self._unknown = False
-        """A kind of pass was met when only times were looked at."""
         self._watch: Watch | None = None
-        self._trial: _Known | None = None
+        self._trial: Kind | None = None
         self._surge_bytes: int | None = None
         """The most that an operation took at one go, once a pass was seen."""
         self._last_held_peak_bytes = 0
         self._leaving: list[weakref.ref[Saved]] = []
-        self._known: dict[tuple[int, ...], _Known] = {}
         self._steps = 0
-        self._arena: torch.Tensor | None = None
-        self._pool_bytes = 0
         self._handles: list[Any] = []
         self._hooks: Any = None
         self._norms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._search: Any = None
         self._counts = dict.fromkeys(("passes", "planned", "deviations", "late", "spilled"), 0)
-        self._peaks: list[int] = []
-        self._refused: list[str] = []
 
     # Begin and end
 
@@ -196,10 +156,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         )
 
         if self._store.closing:  # used before: plans and host memory of then are gone
-            self._known.clear()
-            self._store.pool.clear()
-            self._arena, self._pool_bytes = None, 0
-            self._store.closing = False
+            self._kinds.forget(arena=True)
+            self._store.reopen()
         self._torch = torch
         self._tensor = torch.Tensor
         _leave_uncompiled()
@@ -255,7 +213,7 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def report(self) -> SwapReport:
         counts, store = self._counts, self._store
-        plans = tuple(known.plan.value for known in self._known.values() if known.plan)
+        plans = tuple(kind.plan.value for kind in self._kinds if kind.plan)
         return SwapReport(
             passes=counts["passes"],
             planned=counts["planned"],
@@ -265,27 +223,22 @@ class Swapper(AbstractContextManager["Swapper"]):
             remade=store.remade,
             out_bytes=store.out_bytes,
             in_bytes=store.in_bytes,
-            host_bytes=(0 if self._arena is None else self._arena.numel()) + self._pool_bytes,
+            host_bytes=self._kinds.arena_bytes + store.pool_bytes,
             held_peak_bytes=self._last_held_peak_bytes,
             plans=plans,
-            settled=bool(plans)
-            and all(
-                known.plan.tuned >= TUNED and not known.exceeded
-                for known in self._known.values()
-                if known.plan
-            ),
-            peaks_bytes=tuple(self._peaks),
-            refused=tuple(self._refused),
+            settled=bool(plans) and all(kind.settled for kind in self._kinds),
+            peaks_bytes=tuple(self._kinds.peaks_bytes),
+            refused=tuple(self._kinds.refused),
         )
 
     def records(self) -> tuple[PassRecord, ...]:
         """What was observed, one record for each kind of pass."""
-        return tuple(known.record for known in self._known.values())
+        return tuple(kind.record for kind in self._kinds)
 
     def plans(self) -> tuple[tuple[PassRecord, MemoryPlan, tuple[int, ...]], ...]:
         """For each kind of pass with a plan: its record, the plan, and the number of the datum
         behind each interval that the plan names."""
-        found = [(known.record, known.plan) for known in self._known.values()]
+        found = [(kind.record, kind.plan) for kind in self._kinds]
         return tuple((record, r.value, r.numbers) for record, r in found if r is not None)
 
     # Hooks
@@ -312,7 +265,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         """What stays on the device takes more or less than before: watch and plan anew."""
         if self._store.within() is None:
             self._end_pass()
-        self._known.clear()
+        self._kinds.forget()
         self._misses, self._looking = 0.0, 0
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -446,8 +399,8 @@ class Swapper(AbstractContextManager["Swapper"]):
             if view and now:
                 self._watch.use(packed.saved)
             self._watch.leave()
-        elif planned is not None and planned.tuned < TUNED:
-            self._tune(planned)
+        elif planned is not None and self._measured and self._event == len(planned.events):
+            self._kinds.measured(planned, self._backend.peak_bytes(), self.budget_bytes)
         return tensor
 
     def _advance(self, planned: Ready, due: Due | None) -> None:
@@ -491,17 +444,10 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _switch(self, before: Ready, code: int) -> Ready | None:
         """This pass is another than planned: take the plan of one that began alike, or none."""
-        event = self._event
-        for known in self._known.values():
-            other = known.plan
-            if (
-                other is not None
-                and other.events[:event] == before.events[:event]
-                and event < len(other.events)
-                and other.steps[event].expected == code
-            ):
-                self._plan = other
-                return other
+        other = self._kinds.branch(before, self._event, code)
+        if other is not None:
+            self._plan = other
+            return other
         self._drop(before)
         return None
 
@@ -522,25 +468,25 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._leaving.clear()
         self._deviated = False
         within = self._store.begin()
-        candidate = self._candidate() if self.may_plan else None
+        candidate = self._kinds.candidate(self._steps) if self.may_plan else None
         if candidate is not None and candidate.tried:
-            self._make_plan(candidate)
+            self._kinds.plan(candidate, self.budget_bytes)
             candidate = None
-        for known in self._known.values():
-            if known.exceeded:
-                self._make_plan(known)
-        alike = [known for known in self._known.values() if known.record.events[0] == first]
+        for kind in self._kinds:
+            if kind.exceeded:
+                self._kinds.plan(kind, self.budget_bytes)
+        alike = self._kinds.alike(first)
         if candidate is not None:
             candidate.trials += 1
             self._trial = candidate
         elif self._looking:
             self._looking -= 1
         else:
-            self._plan = next((known.plan for known in alike if known.plan is not None), None)
-        hopeless = bool(alike) and all(known.hopeless for known in alike)
+            self._plan = next((kind.plan for kind in alike if kind.plan is not None), None)
+        hopeless = bool(alike) and all(kind.hopeless for kind in alike)
         if self._plan is None and not (hopeless and self._round % HOPELESS_EVERY):
             # Looking at memory is slow and would show in the times: every other pass only times.
-            settled = bool(alike) and not self._looking and not self._unknown
+            settled = bool(alike) and not self._looking and not self._kinds.unknown
             self._watch = Watch(
                 self._backend,
                 self._store,
@@ -552,16 +498,6 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._measured:
             self._backend.peak_bytes()  # from here on
         return within
-
-    def _candidate(self) -> _Known | None:
-        """A kind of pass that was watched long enough and has no plan yet."""
-        for known in self._known.values():
-            if known.plan or known.hopeless or (known.trials >= MAX_TRIALS and not known.tried):
-                continue
-            passes = known.record.passes
-            if passes >= SETTLED_PASSES or (passes >= 2 and self._steps >= SETTLED_STEPS):
-                return known
-        return None
 
     def _end_pass(self) -> None:
         if not self._open:
@@ -586,94 +522,12 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _file(self, watch: Watch) -> None:
         record = watch.record()
-        self._refused += watch.refused
+        self._kinds.refused += watch.refused
         self._surge_bytes = max(self._surge_bytes or 0, watch.surge_bytes)
-        trial = self._trial
-        if trial is not None:
-            if trial.record.events == record.events:
-                for mine, theirs in zip(trial.record.data, record.data, strict=True):
-                    mine.recipe, mine.sources = theirs.recipe, theirs.sources
-                    mine.remake_s = theirs.remake_s
-                trial.tried = True
-            return
-        known = self._known.get(record.events)
-        if known is not None:
-            known.record.merge(record)
-        elif watch.timing_only:
-            self._unknown = True
+        if self._trial is not None:
+            self._kinds.tried(self._trial, record)
         else:
-            if len(self._known) == MAX_KINDS:
-                oldest = min(self._known, key=lambda kind: self._known[kind].plan is not None)
-                del self._known[oldest]
-            self._known[record.events] = _Known(record)
-            self._unknown = False
-
-    def _tune(self, planned: Ready) -> None:
-        """Compare the peak of the first passes under a plan with the budget; plan for less if the
-        prediction was short (fragments and workspace that no event shows)."""
-        if self._event < len(planned.events):
-            return
-        peak_bytes = self._backend.peak_bytes()
-        planned.tuned += 1
-        if peak_bytes is None:
-            return
-        self._peaks.append(peak_bytes)
-        if peak_bytes > self.budget_bytes:
-            for known in self._known.values():
-                if known.plan is planned and known.plans < MAX_PLANS:
-                    # More each time, since another plan errs by another amount.
-                    known.less_bytes += known.plans * (peak_bytes - self.budget_bytes)
-                    known.exceeded = True
-
-    # Planning
-
-    def _make_plan(self, known: _Known) -> None:
-        known.plans += 1
-        known.exceeded = False
-        for swap in (True, False):
-            try:
-                known.plan = self._ready(known, swap=swap)
-            except (PlanError, HostMemoryError) as error:
-                self._refused.append(str(error))
-                continue
-            return
-        known.hopeless = known.plan is None
-
-    def _ready(self, known: _Known, *, swap: bool) -> Ready:
-        rounding_bytes = self.budget_bytes // ROUNDING
-        problem, numbers = known.record.problem(
-            link=self._link,
-            budget_bytes=self.budget_bytes - rounding_bytes - known.less_bytes,
-            min_bytes=self._min_bytes,
-            swap=swap,
-        )
-        value = plan(problem, self._planner)
-        offsets, total = arena(problem, value.schedule)
-        places = {
-            numbers[index]: (offset, problem.intervals[index].size_bytes)
-            for index, offset in offsets.items()
-        }
-        self._make_room(total)
-        made = ready(known.record, problem, numbers, replace(value, host_bytes=total), places)
-        if self._arena is not None:
-            made.settle_in(self._arena)
-        return made
-
-    def _make_room(self, total_bytes: int) -> None:
-        """An arena of this size. What left without a plan needs its host memory no more."""
-        pool = self._store.pool
-        for host in (host for hosts in pool.values() for host in hosts):
-            self._pool_bytes -= host.numel()
-            self._backend.give_back(host)
-        pool.clear()
-        if total_bytes <= (0 if self._arena is None else self._arena.numel()):
-            return
-        before, self._arena = self._arena, self._backend.reserve(total_bytes)
-        if before is not None and self._store.alive == 0:
-            self._backend.give_back(before)
-        for known in self._known.values():
-            if known.plan is not None:
-                known.plan.settle_in(self._arena)
+            self._kinds.watched(record)
 
     # Without a plan
 
@@ -687,19 +541,12 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _spill(self, saved: Saved) -> None:
         """The budget is reached: this datum goes to the host, freed at the next event."""
-        free = self._store.pool.get(saved.size_bytes)
-        if free:
-            host = free.pop()
-        else:
-            try:
-                host = self._backend.reserve(saved.size_bytes)
-            except HostMemoryError as error:
-                self._refused.append(str(error))
-                return
-            self._pool_bytes += saved.size_bytes
-        saved.pooled = host
+        try:
+            self._store.leave_unplanned(saved)
+        except HostMemoryError as error:
+            self._kinds.refused.append(str(error))
+            return
         self._counts["spilled"] += 1
-        self._store.leave(saved, host)
         self._leaving.append(weakref.ref(saved))
 
     def _release_leaving(self) -> None:

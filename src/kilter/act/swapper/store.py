@@ -172,8 +172,10 @@ class Store:
         """Held as well, by tensors that nobody follows."""
         self.held_peak_bytes = 0
         self.segment_peak_bytes = 0
-        self.pool: dict[int, list[torch.Tensor]] = {}
+        self._pool: dict[int, list[torch.Tensor]] = {}
         """Host memory for what leaves without a plan, by size."""
+        self.pool_bytes = 0
+        """Taken for that, in use or not."""
         self.out_bytes = 0
         self.in_bytes = 0
         self.remade = 0
@@ -259,6 +261,30 @@ class Store:
         saved.departure = self._backend.copy_out(host, alias)
         self.out_bytes += saved.size_bytes
         return host
+
+    def leave_unplanned(self, saved: Saved) -> None:
+        """The same, to host memory that is found now. `HostMemoryError` if there is none."""
+        free = self._pool.get(saved.size_bytes)
+        if free:
+            saved.pooled = free.pop()
+        else:
+            saved.pooled = self._backend.reserve(saved.size_bytes)
+            self.pool_bytes += saved.size_bytes
+        self.leave(saved, saved.pooled)
+
+    def empty_pool(self) -> None:
+        """Give back what no datum uses of the host memory found in that way."""
+        for size_bytes, free in self._pool.items():
+            self.pool_bytes -= size_bytes * len(free)
+            for host in free:
+                self._backend.give_back(host)
+        self._pool.clear()
+
+    def reopen(self) -> None:
+        """After the backend was closed: all host memory of then is gone."""
+        self._pool.clear()
+        self.pool_bytes = 0
+        self.closing = False
 
     def release(self, saved: Saved) -> None:
         """Give the device memory up, if the bytes are on the host or can be made again."""
@@ -363,7 +389,7 @@ class Store:
             elif saved.departure is not None:
                 self._backend.wait(saved.departure)
         if saved.pooled is not None:
-            self.pool.setdefault(saved.size_bytes, []).append(saved.pooled)
+            self._pool.setdefault(saved.size_bytes, []).append(saved.pooled)
         if self.closing and self.alive == 0:
             self._backend.close()
 

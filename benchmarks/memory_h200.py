@@ -367,7 +367,8 @@ def measure(name: str, link: Link, options: argparse.Namespace, tell: Tell) -> N
         add(row)
         if options.records and record is not None:
             tell({"workload": name, "mode": mode, "record": msgspec.to_builtins(record)})
-    if options.offload and time.perf_counter() < options.until_s:
+    in_time = time.perf_counter() < options.until_s
+    if options.offload and in_time and f"{name} save_on_cpu" not in options.skip:
         with torch.autograd.graph.save_on_cpu(pin_memory=True):
             job.step()
             add(Row(name, "save_on_cpu", **vars(timed(job, 2))))

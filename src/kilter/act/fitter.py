@@ -304,7 +304,7 @@ class Fitter:
             words += " (the program's own cap)"
         else:
             words += " (the rest is held by others and by the driver)"
-        return int((1 - RESERVE) * room_bytes), f"{words}, less {RESERVE:.0%} in reserve"
+        return int((1 - RESERVE) * room_bytes), f"{words}, less {RESERVE * 100:g} % in reserve"
 
     def _set_share(self, swapper: Swapper) -> None:
         """A share of the plain peak, once that was observed."""

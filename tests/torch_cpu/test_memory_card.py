@@ -1,0 +1,147 @@
+"""What a budget comes to on a card: `torch.cuda` says what a test wants, the engine is real."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kilter.act.fence import Fence
+from kilter.act.fitter import Fitter
+from kilter.act.swapper import CpuStandIn
+from kilter.core.events import AnyEvent, Fitted, Moved
+from kilter.core.label import Label
+from kilter.core.plan import MemoryBudget
+from kilter.core.setting import DeviceInfo
+from kilter.core.units import GIB, MIB
+from kilter.plan.swap.problem import H200_PCIE5
+
+INFO = DeviceInfo(name="a card", uuid="GPU-1", backend="nvml", label=Label.MEASURED, can_set=False)
+
+
+class Card:
+    """The memory of a card that holds nothing but our saved data."""
+
+    def __init__(self, total: int, free: int, ours: int = 0, fraction: float = 1.0) -> None:
+        self.total, self.free, self.ours, self.fraction = total, free, ours, fraction
+        self.peak = 30 * MIB
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuda = torch.cuda
+        answers = {
+            "mem_get_info": (self.free, self.total),
+            "memory_reserved": self.ours,
+            "get_per_process_memory_fraction": self.fraction,
+            "max_memory_allocated": self.peak,
+            "reset_peak_memory_stats": None,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(cuda, name, lambda device, answer=answer: answer, raising=False)
+
+        def first(fitter: Any, tensor: torch.Tensor) -> bool:
+            fitter._kind = "cuda"
+            return tensor.numel() * tensor.element_size() >= MIB and not tensor.is_leaf
+
+        monkeypatch.setattr(Fitter, "_large", first)
+        monkeypatch.setattr(Fitter, "_card", self.card)
+        fake = types.ModuleType("kilter.act.swapper.cuda")
+        fake.Cuda = types.SimpleNamespace(open=lambda index: CpuStandIn())  # type: ignore[attr-defined]
+        fake.measure_link = lambda backend, size_bytes: H200_PCIE5  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "kilter.act.swapper.cuda", fake)
+
+    @staticmethod
+    def card(fitter: Any, device: torch.device, original: Any = Fitter._card) -> Any:
+        return original(fitter, torch.device("cuda", 0))
+
+
+def fit(budget: MemoryBudget, steps: int = 26) -> list[AnyEvent]:
+    """A training under a fitter, with nothing of a session."""
+    events: list[AnyEvent] = []
+
+    def fail(where: str, error: str) -> None:
+        raise AssertionError(f"{where}: {error}")
+
+    fence = Fence(fail)
+    fitter = Fitter(budget, INFO, fence=fence, record=events.append, clock=lambda: 0.0)
+    fitter.start()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(10)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(steps):
+        model(torch.randn(4096, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        fence(fitter.border)(step)
+    fitter.stop()
+    fitter.conclude()
+    assert not fence.down
+    return events
+
+
+def last(events: list[AnyEvent]) -> Moved:
+    return [event for event in events if isinstance(event, Moved)][-1]
+
+
+def test_auto_is_what_is_free_and_ours_less_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(total=80 * GIB, free=30 * GIB, ours=10 * GIB).install(monkeypatch)
+    moved = last(fit(MemoryBudget(), 12))
+    assert moved.backend == "cuda"
+    assert moved.budget_bytes == int(0.95 * 40 * GIB)
+    assert "40.0 GiB of 80.0 GiB (the rest is held by others and by the driver)" in moved.budget
+    assert "less 5 % in reserve" in moved.budget
+    assert moved.out_bytes == 0
+
+
+def test_auto_keeps_to_the_programs_own_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(total=80 * GIB, free=79 * GIB, fraction=10 * MIB / (80 * GIB))
+    card.install(monkeypatch)
+    events = fit(MemoryBudget())
+    moved = last(events)
+    assert moved.budget_bytes is not None
+    assert moved.budget_bytes <= int(0.95 * 10 * MIB) + 1
+    assert "(the program's own cap)" in moved.budget
+    assert any(isinstance(event, Fitted) and event.feasible for event in events)
+    assert moved.planned > 0
+    assert moved.spilled > 0
+    assert not moved.plain_peak_seen
+
+
+def test_more_than_the_card_has_becomes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(total=80 * GIB, free=10 * GIB).install(monkeypatch)
+    moved = last(fit(MemoryBudget(size_bytes=24 * GIB), 10))
+    assert moved.budget_bytes == int(0.95 * 10 * GIB)
+    assert moved.budget.startswith("less than the 24.0 GiB asked for, to fit 10.0 GiB of 80.0 GiB")
+
+
+def test_a_share_is_of_the_plain_peak_where_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(total=80 * GIB, free=79 * GIB)
+    card.install(monkeypatch)
+    moved = last(fit(MemoryBudget(share=0.5)))
+    assert moved.plain_peak_bytes == card.peak  # the allocator's, of the iterations without us
+    assert moved.budget_bytes == card.peak // 2
+    assert moved.plain_peak_seen
+    assert moved.peak_bytes == card.peak
+    assert moved.planned > 0
+
+
+def test_a_share_is_of_the_card_where_the_job_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(total=16 * MIB, free=16 * MIB).install(monkeypatch)
+    moved = last(fit(MemoryBudget(share=0.5)))
+    assert moved.budget_bytes == int(0.5 * int(0.95 * 16 * MIB))
+    assert "of the card's" in moved.budget
+    assert "since the job does not fit without a plan" in moved.budget
+
+
+def test_below_the_floor_gradients_and_state_are_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Card(total=80 * GIB, free=79 * GIB).install(monkeypatch)
+    moved = last(fit(MemoryBudget(size_bytes=MIB), 30))
+    assert moved.state.startswith("gradients are used up as they arrive")
+    assert moved.least_bytes is not None
+    assert moved.least_bytes > MIB

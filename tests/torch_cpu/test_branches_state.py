@@ -1,0 +1,156 @@
+"""What a prepared form was made from: every change that would make it wrong is noticed."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from kilter.act.branches.loop import Loop, assembler, signature, why_serial
+from kilter.act.branches.state import State
+from kilter.core.errors import UsageError
+
+SCALE = 2.0
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        self.factors = [1.0, 2.0]
+        self.names = {"a": 1}
+        self.number = 1000.5
+        self.register_buffer("at", torch.tensor([1, 0]))
+
+    def forward(self, x):
+        return self.inner(x) * self.number * SCALE
+
+
+def _delete(module):
+    del module.number
+
+
+CHANGES = {
+    "train": lambda m: m.eval(),
+    "a number": lambda m: setattr(m, "number", 3.0),
+    "its type": lambda m: setattr(m, "number", True),
+    "a tensor instead of a number": lambda m: setattr(m, "number", torch.tensor([1.0, 2.0])),
+    "removed": _delete,
+    "added": lambda m: setattr(m, "forward", lambda x: x),
+    "an item of a list": lambda m: m.factors.__setitem__(1, 5.0),
+    "one more item": lambda m: m.factors.append(1.0),
+    "an item of a dictionary": lambda m: m.names.update(a=2),
+    "a weight": lambda m: setattr(m.inner[0], "weight", nn.Parameter(torch.ones(4, 3))),
+    "its memory": lambda m: setattr(m.inner[0].weight, "data", torch.ones(4, 3)),
+    "no bias": lambda m: m.inner[0].register_parameter("bias", None),
+    "a module": lambda m: m.inner.__setitem__(0, nn.Linear(3, 4)),
+    "one more module": lambda m: m.inner.append(nn.ReLU()),
+    "a hook": lambda m: m.inner[1].register_forward_hook(lambda *_: None),
+    "a hook before": lambda m: m.inner[1].register_forward_pre_hook(lambda *_: None),
+    "a hook of the backward": lambda m: m.inner[1].register_full_backward_hook(lambda *_: None),
+    "an option of a layer": lambda m: setattr(m.inner[1], "eps", 0.5),
+    "a watched table": lambda m: m.at.add_(1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_noticed(change):
+    module = Scaled()
+    state = State([module])
+    state.watch_values([module.at])
+    assert state.changed() is None
+    with torch.no_grad():
+        CHANGES[change](module)
+    assert state.changed() is not None
+
+
+def test_what_changes_nothing_is_no_change():
+    module = Scaled()
+    state = State([module])
+    with torch.no_grad():
+        module.inner[0].weight.mul_(2)
+    module.load_state_dict(Scaled().state_dict())
+    module.number = float("1000.5")  # an equal number, another object
+    assert state.changed() is None
+    assert state.changed() is None
+    module.number = 1000.0
+    assert "number" in state.changed()
+
+
+def test_functions_are_watched_through_globals_closures_and_partials(monkeypatch):
+    held = [nn.Linear(2, 2)]
+    layer = nn.Linear(2, 2)
+
+    def function(x, extra=held):
+        return layer(extra[0](x)) * SCALE
+
+    state = State([functools.partial(function, extra=held)])
+    assert len(state.modules) == 2
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert "SCALE" in state.changed()
+    state = State([function])
+    layer = nn.Linear(2, 2)
+    assert "captured" in state.changed()
+
+
+def test_freezing_counts_only_where_gradients_do():
+    module = Scaled()
+    plain, training = State([module]), State([module])
+    training.watch_gradients()
+    module.inner[0].weight.requires_grad_(False)
+    assert plain.changed() is None
+    assert "frozen" in training.changed()
+
+
+# --- what a call is told apart by -----------------------------------------------------------------
+
+
+def test_calls_that_differ_have_different_signatures():
+    x = torch.ones(2, 3)
+    calls = [
+        signature([x], None, None),
+        signature([x.t()], None, None),
+        signature([x.double()], None, None),
+        signature([x, 2], None, None),
+        signature([x, 2.0], None, None),
+        signature([x, True], None, None),
+        signature([x], None, (True,)),
+    ]
+    with torch.autocast("cpu", torch.bfloat16):
+        calls.append(signature([x], None, None))
+    assert len(set(calls)) == len(calls)
+    assert signature([torch.zeros(2, 3)], None, None) == calls[0]
+
+
+def test_what_stands_in_the_way_is_said():
+    x = torch.ones(2)
+
+    class Other(torch.Tensor):
+        pass
+
+    assert why_serial([x, 1, None], [x]) is None
+    assert "subclass" in why_serial([x.as_subclass(Other)], [])
+    assert "object" in why_serial([object()], [])
+    with torch.device("cpu"):
+        assert "mode" in why_serial([x], [x])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [7, (7, 8), [7, (8,)], {"b": 7, "a": (8, "s", None)}, (7,), (1.5, 7)],
+)
+def test_results_are_assembled_as_the_loop_returns_them(made):
+    leaves, spec = torch.utils._pytree.tree_flatten(made)
+    const = {i: leaf for i, leaf in enumerate(leaves) if type(leaf) is not int}
+    results = [leaf for leaf in leaves if type(leaf) is int]
+    found = assembler(spec, const)(results)
+    assert found == made
+    assert type(found) is type(made)
+
+
+def test_a_loop_is_a_list_or_one_callable():
+    assert Loop.of([abs, abs])(-1) == (1, 1)
+    assert Loop.of([abs, max])(-1, (2, 3)) == (1, 3)
+    assert Loop.of(abs)(-2) == 2
+    with pytest.raises(UsageError, match="2 branches take 2 inputs"):
+        Loop.of([abs, abs])(1, 2, 3)

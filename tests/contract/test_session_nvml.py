@@ -26,6 +26,8 @@ from kilter.core.events import (
     Block,
     Decided,
     Failed,
+    Fitted,
+    Moved,
     Refused,
     Started,
     Stopped,
@@ -404,3 +406,39 @@ def test_two_ranks_set_both_cards_alike_and_write_one_report(tmp_path: Path) -> 
         assert err.count("report: ") == 1
         assert report.build(box.run).restored
         assert "before the evidence was in" in err or holding(box)
+
+
+# --- memory beside clocks ------------------------------------------------------------------------
+
+# The job's data lie in the CPU's memory, so that is what is governed.
+ON_CPU = """
+import kilter.act.fitter
+def large(self, tensor):
+    self._kind = "cpu"
+    return tensor.numel() * tensor.element_size() >= 2**20 and not tensor.is_leaf
+kilter.act.fitter.Fitter._large = large
+"""
+
+LARGE_LOOP = LOOP.replace(
+    "torch.nn.Linear(8, 8)",
+    "torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())"
+    " for _ in range(4)))",
+).replace("torch.ones(4, 8)", "torch.ones(4096, 64)")
+
+
+def test_clocks_are_judged_once_the_memory_plan_is_in_force(box: Box) -> None:
+    box.start(LARGE_LOOP, "--memory-budget", "5MiB", patch=ON_CPU)
+    box.wait_for(lambda: len(box.of(Block)) > 3 and box.locked())
+    code, _, said = box.end()
+    assert code == 0
+    (plan, *_) = box.of(Fitted)
+    first = min(block.t_s - block.iterations * block.iteration_s for block in box.of(Block))
+    assert plan.t_s < first
+    moved = box.of(Moved)[-1]
+    assert moved.planned > 3
+    assert moved.peak_bytes <= moved.budget_bytes
+    assert not box.of(Failed)
+    assert not box.locked()
+    assert "fitting and governing" in said
+    assert "memory: peak" in said
+    assert "restored" in said

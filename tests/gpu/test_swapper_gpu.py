@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
 
 from kilter.act.swapper import Swapper, SwapReport
 from kilter.act.swapper.cuda import Cuda, measure_link
+from kilter.act.swapper.fused import can_normalise, normalised
 from kilter.plan.swap.problem import Link
 
 pytestmark = pytest.mark.gpu
@@ -79,3 +80,30 @@ def test_the_link_is_measured_in_both_directions() -> None:
     assert link.to_host_bytes_per_s > 1e9
     assert link.to_device_bytes_per_s > 1e9
     assert link.both_bytes_per_s > 0.8 * link.to_host_bytes_per_s
+
+
+@pytest.mark.parametrize("width", [64, 768, 1280, 1600, 8192])
+def test_a_norm_from_its_statistics_is_the_frameworks_own(width: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 257, width, device="cuda")
+    weight, bias = torch.randn(2, width, device="cuda")
+    if not can_normalise(x, weight, bias, width):
+        pytest.skip("needs Triton")
+    out, mean, rstd = torch.native_layer_norm(x, [width], weight, bias, 1e-5)
+    made = normalised(x, mean, rstd, weight, bias, torch.bfloat16)
+    assert torch.equal(made, out.to(torch.bfloat16))
+
+
+def test_many_copies_in_flight_arrive_in_order() -> None:
+    """More than the lane has events: a wait may be late, never too early."""
+    backend = Cuda.open()
+    count, size = 700, 4096
+    host = backend.reserve(count * size)
+    device = torch.randint(0, 255, (count, size), dtype=torch.uint8, device="cuda")
+    events = [backend.copy_out(host[i * size : (i + 1) * size], device[i]) for i in range(count)]
+    back = [backend.alloc_like(host[i * size : (i + 1) * size]) for i in range(count)]
+    for i in reversed(range(count)):
+        backend.wait(events[i])
+        backend.wait(backend.copy_in(back[i], host[i * size : (i + 1) * size]))
+    assert torch.equal(torch.stack(back), device)
+    backend.close()

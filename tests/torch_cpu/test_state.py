@@ -304,6 +304,43 @@ def graph_of_gradients(net: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
         yield
 
 
+def stepped_twice(net: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    for number in range(STEPS):
+        torch.manual_seed(number)
+        net(torch.randn(6, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def clamped(net: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    for number in range(STEPS):
+        torch.manual_seed(number)
+        net(torch.randn(6, WIDTH)).square().mean().backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.clamp_(-0.1, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
+
+
+def looked_again(net: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The loss is evaluated between backward and step."""
+    for number in range(STEPS):
+        torch.manual_seed(number)
+        net(torch.randn(6, WIDTH)).square().mean().backward()
+        with torch.no_grad():
+            scale = float(net(torch.ones(6, WIDTH)).square().mean())
+        optimizer.step()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(1 - 1e-3 * min(1.0, scale))
+        optimizer.zero_grad()
+        yield
+
+
 LOOPS: dict[str, tuple[Callable[..., Iterator[None]], str]] = {
     "scaler": (scaled, "is read"),
     "accumulation": (accumulated, "accumulate"),
@@ -314,6 +351,9 @@ LOOPS: dict[str, tuple[Callable[..., Iterator[None]], str]] = {
     "options after backward": (warmed_up, "options change"),
     "skipped steps": (skipped, "zeroed before the step"),
     "hooks on gradients": (own_hooks, "hooks of the program"),
+    "two steps": (stepped_twice, "two steps"),
+    "weights changed": (clamped, "parameters are changed"),
+    "weights read": (looked_again, "modules run"),
     "graph of gradients": (graph_of_gradients, "graph"),
 }
 
@@ -426,6 +466,24 @@ def sets(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     next(net.parameters()).grad = None
 
 
+def steps_twice(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    backward(net)
+    optimizer.step()
+    optimizer.step()
+
+
+def changes(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    backward(net)
+    with torch.no_grad():
+        next(net.parameters()).mul_(0.5)
+    optimizer.step()
+
+
+def looks(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    backward(net)
+    net(torch.ones(6, WIDTH))
+
+
 def checkpoints(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     backward(net)
     optimizer.state_dict()
@@ -443,6 +501,9 @@ def checkpoints(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         late_closure,
         sets,
         checkpoints,
+        steps_twice,
+        changes,
+        looks,
     ],
 )
 def test_refusal(departure: Callable[..., None]) -> None:

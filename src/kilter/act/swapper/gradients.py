@@ -59,12 +59,14 @@ class Owner(Protocol):
 class Followed:
     """One parameter of an optimizer."""
 
-    __slots__ = ("owner", "parameter", "place")
+    __slots__ = ("owner", "parameter", "place", "version")
 
     def __init__(self, parameter: torch.nn.Parameter, owner: Owner, place: Place) -> None:
         self.parameter = parameter
         self.owner = owner
         self.place = place
+        self.version: int = parameter._version
+        """Of the parameter, when its gradient arrived or was taken."""
 
     def arrives(self) -> None:
         """Its gradient was accumulated."""
@@ -75,12 +77,38 @@ class Followed:
         if self.place is not Place.NONE and self.owner.watching():
             self.owner.object_to("gradients accumulate over several backwards")
         self.place = Place.THERE
+        self.version = self.parameter._version
+
+    def taken(self) -> None:
+        """Its gradient was used up by an update."""
+        self.place = Place.TAKEN
+        self.version = self.parameter._version
 
     def steps(self) -> None:
+        """The program's step begins."""
+        watching = self.owner.watching()
+        if self.place in (Place.THERE, Place.TAKEN) and self.version != self.parameter._version:
+            if self.place is Place.TAKEN:
+                raise GradientConsumed("a parameter was changed between backward and step")
+            if watching:
+                self.owner.object_to("parameters are changed between backward and step")
         if self.place is Place.THERE:
             self.place = Place.STEPPED
         elif self.place is Place.TAKEN:
             self.place = Place.GONE
+        elif self.place is Place.GONE:
+            raise GradientConsumed("optimizer.step() was called twice for one backward")
+        elif self.place is Place.STEPPED and watching:
+            self.owner.object_to("a gradient is used by two steps")
+
+    def runs(self) -> None:
+        """A module that reads the parameter runs."""
+        if self.place is Place.TAKEN:
+            raise GradientConsumed("a module ran between backward and optimizer.step()")
+        if self.place is Place.THERE and self.owner.watching():
+            self.owner.object_to(
+                "modules run between backward and step (do gradients accumulate over several?)"
+            )
 
 
 class Gradients(AbstractContextManager["Gradients"]):

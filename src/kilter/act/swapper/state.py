@@ -116,6 +116,8 @@ class StateMover(AbstractContextManager["StateMover"]):
         """On gradients."""
         self._handles: list[Any] = []
         self._search: Any = None
+        self._guard: Any = None
+        """On modules, between the first gradient and the step."""
         self._visits = 0
         self._late = 0
 
@@ -127,6 +129,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self._torch = torch
+        self._before_modules = register_module_forward_pre_hook
         self._access.__enter__()
         if self._gradients == "keep":
             self._access.ignore()
@@ -157,6 +160,11 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._search.remove()
             self._search = None
 
+    def _unguard(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
+
     def _rest(self) -> None:
         """Do not watch gradients any longer than somebody's may be consumed."""
         if all(charge.phase is Phase.KEEPING for charge in self._charges.values()):
@@ -164,6 +172,7 @@ class StateMover(AbstractContextManager["StateMover"]):
 
     def _let_gradients_be(self) -> None:
         self._gradients = "keep"
+        self._unguard()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -316,6 +325,8 @@ class StateMover(AbstractContextManager["StateMover"]):
         charge: Charge = found.owner  # type: ignore[assignment]
         if charge.phase is Phase.KEEPING:
             return
+        if self._guard is None:
+            self._guard = self._before_modules(self._module_runs)
         gradient = self._access.get(parameter)
         assert gradient is not None
         if charge.settings is None:
@@ -338,10 +349,19 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._visits += 1
             self._visit(charge, number, keep=False)
 
+    def _module_runs(self, module: Any, inputs: Any) -> None:
+        """Between the first gradient and the step only checkpointing runs modules, and only such
+        whose gradients have not arrived."""
+        for parameter in module._parameters.values():
+            found = self._access.followed.get(id(parameter))
+            if found is not None:
+                found.runs()
+
     # The step
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         charge = self._charges[optimizer]
+        self._unguard()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
             self._before_closure(charge)
@@ -459,7 +479,7 @@ class StateMover(AbstractContextManager["StateMover"]):
                 if keep:
                     charge.stash.append((parameter, gradient))
                 else:
-                    self._access.followed[id(parameter)].place = Place.TAKEN
+                    self._access.followed[id(parameter)].taken()
             if charge.streams and charge.plan is None:
                 if bucket.flat is None:
                     self._stream.adopt(bucket, charge.optimizer.state)

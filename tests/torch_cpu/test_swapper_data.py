@@ -18,6 +18,10 @@ from kilter.plan.swap.problem import Link, problem_of
 
 LINK = Link(to_host_bytes_per_s=1e12, to_device_bytes_per_s=1e12, both_bytes_per_s=2e12)
 ROW = 64 * 64 * 4
+shows_saved = pytest.mark.skipif(
+    not hasattr(torch._C._autograd.SavedTensor, "data"),
+    reason="this PyTorch does not show what its nodes saved, so little is made again",
+)
 
 
 class Net(nn.Module):
@@ -63,6 +67,7 @@ def test_uses_lie_in_order_and_backward_runs_backward(record: PassRecord) -> Non
     assert needed[0] == max(n for n in needed if n is not None)
 
 
+@shows_saved
 def test_recipes_name_what_they_read_and_were_found_equal(record: PassRecord) -> None:
     kinds = {datum.recipe for datum in record.data if datum.recipe}
     assert {"gelu", "matrix product"} <= kinds

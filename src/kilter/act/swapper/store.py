@@ -417,6 +417,8 @@ class Store:
         """What a node saved under a name, as we packed it; nothing is unpacked, since the hooks of
         others may do anything (checkpointing runs the forward again)."""
         raw = getattr(node, name)
+        if not hasattr(raw, "data"):
+            raise Foreign("this PyTorch does not show what its nodes saved")
         packed, hook = raw.data, raw.unpack_hook
         if packed is None:
             return None

@@ -299,7 +299,11 @@ import torch
 from importlib.machinery import SourceFileLoader
 assert type(torch.__loader__) is SourceFileLoader
 assert type(torch.__spec__.loader) is SourceFileLoader
+assert "torch" not in [getattr(f, "_name", None) for f in sys.meta_path]
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
 assert not [f for f in sys.meta_path if type(f).__module__.startswith("kilter")]
+from torch._dynamo.eval_frame import OptimizedModule
+assert OptimizedModule.__init__.__module__ == "torch._dynamo.eval_frame"
 """
     fresh(program)
 

@@ -9,7 +9,6 @@ and read a few iterations later, when it has passed, so that nobody ever waits f
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import os
 import statistics
@@ -332,6 +331,11 @@ class _InferenceWatch(threading.Thread):
         self._fence = marks.fence
         self._over = threading.Event()
         self._compiler = after_import("torch._dynamo", self.stop)
+        self._noting = after_import("torch._dynamo.eval_frame", self._fence(self._note))
+        self._forget: Callable[[], None] = lambda: None
+        self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()
+        """What `torch.compile` has made of modules. Noted as it is made: to look for it with `gc`
+        from this thread could break a tuple that the program is building at that moment."""
         self._handles: list[Any] = []
         self._outer: dict[int, Any] = {}
         """Thread -> the outermost module that it is in."""
@@ -342,9 +346,15 @@ class _InferenceWatch(threading.Thread):
         if not self._over.wait(INFERENCE_AFTER_S):
             self._fence(self._watch)()
 
+    def start(self) -> None:
+        self._noting.install()
+        super().start()
+
     def stop(self) -> None:
         self._over.set()
         self._compiler.cancel()
+        self._noting.cancel()
+        self._forget()
         while self._handles:
             self._handles.pop().remove()
 
@@ -368,8 +378,24 @@ class _InferenceWatch(threading.Thread):
         if self._over.is_set():
             self.stop()
 
+    def _note(self) -> None:
+        from torch._dynamo.eval_frame import OptimizedModule
+
+        made, compiled = OptimizedModule.__init__, self._compiled
+
+        def note(module: Any, *args: Any, **kwargs: Any) -> None:
+            made(module, *args, **kwargs)
+            compiled.add(module)
+
+        def forget() -> None:
+            if OptimizedModule.__init__ is note:
+                OptimizedModule.__init__ = made
+
+        OptimizedModule.__init__ = note
+        self._forget = forget
+
     def _watch_compiled(self) -> None:
-        compiled = [o for o in gc.get_objects() if type(o).__name__ == "OptimizedModule"]
+        compiled = list(self._compiled)
         for module in compiled:
             self._handles += (
                 module.register_forward_pre_hook(self._fence(self._enter)),

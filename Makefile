@@ -9,7 +9,7 @@ STAMP := $(VENV)/.filled
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   train a convnet and a GPT on the CPU under a simulated V100; prints a summary and a report"
+	@echo "make demo   train a convnet and a GPT on the CPU under a simulated V100, and in less memory; prints reports"
 	@echo "make test   lint, types, layers and all tests that need no GPU"
 	@echo "make lint   ruff, mypy --strict, import-linter"
 	@echo "make bench  the tables of the README that need no GPU; clock tables: make bench TABLES='a.csv b.csv'"

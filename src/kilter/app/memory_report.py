@@ -83,8 +83,9 @@ class MemoryReport:
 
     @property
     def slowdown(self) -> float | None:
-        """Measured: iterations under the plan against the plain ones."""
-        if not self.iteration_s or not self.iteration_before_s:
+        """Measured: iterations under the plan against the plain ones. Not on a stand-in, where the
+        CPU that computes also copies and spoils."""
+        if self.backend == "stand-in" or not self.iteration_s or not self.iteration_before_s:
             return None
         return self.iteration_s / self.iteration_before_s - 1.0
 
@@ -239,7 +240,10 @@ def _time(memory: MemoryReport) -> str:
         if memory.iteration_before_s is not None:
             before = f"{show_time(memory.iteration_before_s)} -> "
         after = show_time(memory.iteration_s)
-        parts.append(f"iteration {before}{after} [{memory.label.value}]")
+        where = memory.label.value
+        if memory.backend == "stand-in":
+            where = "the CPU's, which copies as well"
+        parts.append(f"iteration {before}{after} [{where}]")
     if memory.pass_s is not None:
         bound = "" if memory.bound_s is None else f", bound {show_time(memory.bound_s)}"
         change = show_fraction(memory.pass_slowdown, signed=True)

@@ -17,18 +17,16 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kilter.act.fence import Fence
 from kilter.act.floor import Floor, words
+from kilter.act.room import room
 from kilter.core.errors import KilterError, PlanError
-from kilter.core.events import AnyEvent, Fitted, Moved, Refused
-from kilter.core.label import Label
-from kilter.core.plan import Effect, MemoryBudget, MoveData, Plan
+from kilter.core.events import AnyEvent, Moved, Refused
+from kilter.core.plan import MemoryBudget
 from kilter.core.setting import DeviceInfo
-from kilter.core.trace import IterationTrace
 from kilter.core.units import MIB, show_bytes
 from kilter.observe.imports import after_import
 from kilter.observe.marks import Iteration
@@ -36,15 +34,13 @@ from kilter.observe.marks import Iteration
 if TYPE_CHECKING:
     import torch
 
+    from kilter.act.schedule import Schedule
     from kilter.act.swapper import Swapper
     from kilter.act.swapper.backend import Backend
     from kilter.observe.data import PassRecord
     from kilter.plan.swap.choose import MemoryPlan
     from kilter.plan.swap.problem import Link, Problem
 
-RESERVE = 0.05
-"""Share of what the card has for us that `auto` leaves alone: fragments, and workspace that comes
-and goes between two looks."""
 UNLIMITED = 2**60
 """More bytes than any device has."""
 SEEN_PASSES = 2
@@ -62,14 +58,6 @@ LINK_BYTES = 64 * MIB
 MOST_BOUND = 3000
 BOUND_S = 5.0
 """Operations up to which the bound is computed, and for how long, at the end of the script."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """A pass as it was observed, and the plan for it."""
-
-    trace: IterationTrace
-    plan: Plan
 
 
 class Fitter:
@@ -288,23 +276,11 @@ class Fitter:
             self._words = "auto, but there is no card to fit: give a size or a share"
 
     def _card(self, device: torch.device) -> tuple[int | None, str]:
-        """What the card has for this process, less the reserve, and how that was found."""
-        if device.type != "cuda":
-            size_bytes = self._info.memory_bytes
-            words = f"{show_bytes(size_bytes)} of {self._info.name}"
-            return size_bytes, words
-        cuda = self._torch.cuda
-        free_bytes, total_bytes = cuda.mem_get_info(device)
-        ours_bytes = cuda.memory_reserved(device)
-        cap = getattr(cuda, "get_per_process_memory_fraction", None)  # not in all of 2.8
-        fraction = 1.0 if cap is None else cap(device)
-        room_bytes = min(free_bytes + ours_bytes, int(fraction * total_bytes))
-        words = f"{show_bytes(room_bytes)} of {show_bytes(total_bytes)}"
-        if room_bytes < free_bytes + ours_bytes:
-            words += " (the program's own cap)"
-        else:
-            words += " (the rest is held by others and by the driver)"
-        return int((1 - RESERVE) * room_bytes), f"{words}, less {RESERVE * 100:g} % in reserve"
+        """What the card has for this process, and how that was found."""
+        if device.type == "cuda":
+            return room(self._torch.cuda, device)
+        size_bytes = self._info.memory_bytes
+        return size_bytes, f"{show_bytes(size_bytes)} of {self._info.name}"
 
     def _set_share(self, swapper: Swapper) -> None:
         """A share of the plain peak, once that was observed."""
@@ -427,62 +403,21 @@ class Fitter:
         self._record(Refused(t_s=self._clock(), what="a part of the memory plan", reason=reason))
 
     def _fitted(self, record: PassRecord, plan: MemoryPlan, numbers: tuple[int, ...]) -> None:
-        assert self._link is not None
+        from kilter.act.schedule import fitted, schedule_of
+
         problem, every = self._problem(record, plan.budget_bytes)
-        self._record(
-            Fitted(
-                t_s=self._clock(),
-                planner=plan.planner,
-                budget_bytes=plan.budget_bytes,
-                feasible=plan.feasible,
-                peak_before_bytes=plan.peak_before_bytes,
-                peak_bytes=plan.peak_bytes,
-                compute_s=plan.compute_s,
-                iteration_s=plan.iteration_s,
-                stall_s=plan.stall_s,
-                remake_s=plan.remake_s,
-                out_bytes=plan.out_bytes,
-                in_bytes=plan.in_bytes,
-                hidden=plan.hidden,
-                host_bytes=plan.host_bytes,
-                swapped=plan.swapped,
-                remade=plan.remade,
-                kept=len(problem.intervals) - plan.swapped - plan.remade,
-            )
-        )
-        largest = max((known.peak_before_bytes for known in self._plans), default=0)
-        if plan.peak_before_bytes < largest:
-            return
-        place = {number: index for index, number in enumerate(every)}
-        link = self._link
-        moves = sorted(
-            (place[numbers[move.interval]], move.release, move.load) for move in plan.schedule.moves
-        )
-        moved = MoveData(
-            budget_bytes=plan.budget_bytes,
-            min_bytes=MIB,
-            link=(
-                link.to_host_bytes_per_s,
-                link.to_device_bytes_per_s,
-                link.both_bytes_per_s,
-                link.latency_s,
-            ),
-            moves=tuple(moves),
-            remade=tuple(sorted(place[numbers[index]] for index in plan.schedule.remade)),
-        )
-        effect = Effect(time_ratio=plan.iteration_s / plan.compute_s, peak_bytes=plan.peak_bytes)
-        device = "cpu" if self._kind == "cpu" else self._info.name
+        kept = len(problem.intervals) - plan.swapped - plan.remade
+        self._record(fitted(plan, t_s=self._clock(), kept=kept))
+        if plan.peak_before_bytes < max((p.peak_before_bytes for p in self._plans), default=0):
+            return  # a smaller pass than the one in the files
         self._schedules.append(
-            Schedule(
-                trace=record.trace(device=device),
-                plan=Plan(
-                    planner=plan.planner,
-                    actions=(),
-                    effect=effect,
-                    reason=f"a memory budget of {show_bytes(self._budget_bytes)}: {self._words}",
-                    label=Label.SIMULATED,
-                    memory=moved,
-                ),
+            schedule_of(
+                record,
+                plan,
+                problem=problem,
+                intervals=[every.index(number) for number in numbers],
+                device="cpu" if self._kind == "cpu" else self._info.name,
+                reason=f"a memory budget of {show_bytes(self._budget_bytes)}: {self._words}",
             )
         )
 

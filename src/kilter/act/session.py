@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import kilter
 from kilter.act.board import Board, BoardGone, LocalBoard, StoreBoard
 from kilter.act.fence import Fence
-from kilter.act.fitter import Fitter, Schedule
+from kilter.act.fitter import Fitter
 from kilter.act.hands import RealHands
 from kilter.act.lease import Lease
 from kilter.act.recorder import Recorder
@@ -49,6 +49,7 @@ from kilter.sim.cards import names
 if TYPE_CHECKING:
     from kilter.act.conductor import Conductor, Program
     from kilter.act.rehearsal import Rehearsal
+    from kilter.act.schedule import Schedule
     from kilter.plan.governor import Order, Outcome
 
 PULSE_S = 0.1

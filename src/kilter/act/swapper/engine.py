@@ -44,8 +44,8 @@ makes up for half of one."""
 LOOK = 4
 """How many are watched then: kinds that take turns all get theirs."""
 UNSEEN_SHARE = 0.6
-"""Of the budget, what data may fill in the first pass: nobody knows yet what an operation takes at
-one go (the logits of a language model are often the largest), and no event comes before it."""
+"""Of the budget, what may be in use in the first pass before data leave: nobody knows yet what
+comes on top that cannot leave (the logits of a language model are often the largest)."""
 HOPELESS_EVERY = 8
 """Of passes that begin like one that cannot be planned, each so manieth is looked at again."""
 
@@ -136,7 +136,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._watch: Watch | None = None
         self._trial: Kind | None = None
         self._surge_bytes: int | None = None
-        """The most that an operation took at one go, once a pass was seen."""
+        """How far a pass went above the level at which data leave, once one was seen."""
         self._last_held_peak_bytes = 0
         self._leaving: list[weakref.ref[Saved]] = []
         self._steps = 0
@@ -523,11 +523,13 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _file(self, watch: Watch) -> None:
         record = watch.record()
         self._kinds.refused += watch.refused
-        self._surge_bytes = max(self._surge_bytes or 0, watch.surge_bytes)
         if self._trial is not None:
             self._kinds.tried(self._trial, record)
-        else:
-            self._kinds.watched(record)
+            return
+        self._kinds.watched(record)
+        if not watch.timing_only:
+            over_bytes = watch.peak_bytes - self._leave_above_bytes
+            self._surge_bytes = max(self._surge_bytes or 0, over_bytes)
 
     # Without a plan
 
@@ -535,9 +537,13 @@ class Swapper(AbstractContextManager["Swapper"]):
         used_bytes = self._backend.used_bytes()
         if used_bytes is None:
             return self._store.held_bytes + self._store.beside_bytes > self.budget_bytes
+        return used_bytes > self._leave_above_bytes
+
+    @property
+    def _leave_above_bytes(self) -> int:
         if self._surge_bytes is None:
-            return used_bytes > UNSEEN_SHARE * self.budget_bytes
-        return used_bytes > self.budget_bytes - self._surge_bytes
+            return int(UNSEEN_SHARE * self.budget_bytes)
+        return self.budget_bytes - self._surge_bytes
 
     def _spill(self, saved: Saved) -> None:
         """The budget is reached: this datum goes to the host, freed at the next event."""

@@ -44,9 +44,8 @@ class Watch:
         self.timing_only = timing_only
         self.trial = trial
         self.refused: list[str] = []
-        self.surge_bytes = 0
-        """The most that an operation took above what was in use when it began."""
-        self._used_bytes: int | None = None
+        self.peak_bytes = 0
+        """The most in use so far, where that is measured."""
         self._marks: list[tuple[Event, Event]] = []
         self._begin: Event = None
         self._held_by_others: dict[int, tuple[weakref.ref[Saved], Any]] = {}
@@ -74,8 +73,7 @@ class Watch:
             return
         if event:
             peak_bytes = self._backend.peak_bytes()
-            if peak_bytes is not None and self._used_bytes is not None:
-                self.surge_bytes = max(self.surge_bytes, peak_bytes - self._used_bytes)
+            self.peak_bytes = max(self.peak_bytes, peak_bytes or 0)
             self._recorder.level(
                 self._store.segment_peak_bytes if peak_bytes is None else peak_bytes,
                 self._store.away_bytes,
@@ -87,8 +85,6 @@ class Watch:
 
     def leave(self) -> None:
         """The event ends: the next operation begins."""
-        if not self.timing_only:
-            self._used_bytes = self._backend.used_bytes()
         self._marks.append((self._begin, self._backend.mark()))
         self._store.segment_peak_bytes = self._store.held_bytes
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,6 @@ from kilter.act.branches.program import (
     Program,
     Run,
     RunStep,
-    Unit,
     compile_units,
     from_callables,
     from_graph,
@@ -33,7 +31,7 @@ from kilter.act.branches.program import (
 from kilter.act.branches.state import State
 from kilter.act.branches.streams import Cuda, ForkJoin
 from kilter.act.branches.threads import Threads
-from kilter.act.branches.timing import median_seconds, unit_arguments, unit_seconds
+from kilter.act.branches.timing import median_seconds, unit_seconds
 from kilter.act.branches.tracing import Refused, Trace, trace
 from kilter.plan.branches import Trial, assign_lanes
 
@@ -43,11 +41,8 @@ UNCOMPILED = {"compiled": "single", "compiled_batched": "batched", "fused": "joi
 """The programs that these modes compile: branches whose layers of one row are by a kernel, stacked
 branches, and fused heads with joined layers."""
 
-UNIT_S = 1.0
-"""First guess at the time to compile one piece: 27 of inception blocks took 26 s on an H200."""
-
-THREADS = 8
-"""Pieces that are compiled side by side."""
+UNIT_S = 2.5
+"""First guess at the time to compile one piece: seven took 18 s on a fresh machine with an H200."""
 
 
 @dataclass(frozen=True)
@@ -173,13 +168,9 @@ class Bench:
         if mode == "fused" and not self.on_gpu:
             return self.program("heads")
         if mode in UNCOMPILED:
-            program = compile_units(
+            return compile_units(
                 self.program(UNCOMPILED[mode]), self.workshop.compiled, self.affordable()
             )
-            if mode == "fused":
-                plain = fused.by_reference(self.program("heads"))
-                warm(plain, program, self.tensors, self.device)
-            return program
         if not any(len(step) > 1 for step in self.raw.steps):
             raise Refused("no independent branches were found")
         return self.raw
@@ -348,30 +339,6 @@ class Bench:
         self.trial_bytes = None if last else pool_bytes(pool)
         # Its memory goes back with the last backward that may still come.
         return training.differentiable(step, self.weights), _nothing
-
-
-def warm(plain: Program, program: Program, inputs: Sequence[Tensor], device: torch.device) -> None:
-    """Run every distinct unit of `program` once, each in a thread: compilers spend most of their
-    time outside the interpreter. What units are given is found with `plain`, which is `program`
-    uncompiled: the same steps and slots."""
-    examples = unit_arguments(plain.in_line(), inputs)
-    both = zip(examples, program.in_line().units(), strict=True)
-    units = {unit.key: (unit, given) for (_, given), unit in both}
-
-    def once(unit: Unit, given: Sequence[Any]) -> None:
-        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
-            unit.run(*given)
-
-    if fused.has_triton():
-        from kilter.act.branches import kernels
-
-        kernels.prepare_driver()
-    torch.cuda.synchronize(device)  # the threads' streams are not the one that made the examples
-    with ThreadPoolExecutor(min(len(units), THREADS), "kilter-compile") as pool:
-        futures = [pool.submit(once, unit, given) for unit, given in units.values()]
-    torch.cuda.synchronize(device)
-    for future in futures:
-        future.result()
 
 
 def _copy(graph: fx.GraphModule) -> fx.GraphModule:

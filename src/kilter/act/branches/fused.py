@@ -319,18 +319,6 @@ def fuse(program: Program) -> Program:
     return replace(program, slots=slots, steps=tuple(steps), ahead=tuple(ahead))
 
 
-def by_reference(program: Program) -> Program:
-    """The same program with heads by their definition: no kernel is compiled."""
-
-    def plain(unit: Unit) -> Unit:
-        heads = unit.run
-        if not isinstance(heads, FusedHeads):
-            return unit
-        return replace(unit, run=lambda q, k, v, bias: (heads.reference(q, k, v, bias),))
-
-    return replace(program, steps=tuple(tuple(map(plain, step)) for step in program.steps))
-
-
 def _tables_of(head: Head) -> tuple[Tensor, ...]:
     return head.query, head.key, head.values, head.place
 
@@ -385,7 +373,7 @@ def _match(unit: Unit, constants: dict[int, Tensor]) -> _Match | None:
             query=tables[0].reshape(-1),
             key=tables[1].reshape(-1),
             values=tables[2].reshape(-1),
-            place=place,
+            place=place.to(tables[0].device),
         ),
         (bases[0], bases[1], bases[2]),
         bias,

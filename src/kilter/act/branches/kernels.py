@@ -17,11 +17,6 @@ from triton.errors import TritonError
 from kilter.act.branches.tracing import Refused
 
 
-def prepare_driver() -> None:
-    """Once, before several threads compile: Triton looks for its driver at first use."""
-    triton.runtime.driver.active.get_current_target()
-
-
 def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
     """Compile at first use, and run; `Refused` if the kernel cannot be had on this card."""
     try:

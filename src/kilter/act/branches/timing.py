@@ -38,34 +38,26 @@ def _once(call: Callable[[], Any], device: torch.device) -> float:
     return float(begin.elapsed_time(end)) * 1e-3
 
 
-def unit_arguments(program: Program, inputs: Sequence[Tensor]) -> list[tuple[Unit, list[Any]]]:
-    """Every unit of a program with what it is given, in the order they run."""
-    found: list[tuple[Unit, list[Any]]] = []
-
-    def remember(index: int, program: Program, environment: list[Tensor | None]) -> None:
-        for unit in program.steps[index]:
-            given = program.arguments(unit, environment)
-            found.append((unit, given))
-            store(unit, unit.run(*given), environment)
-
-    program.execute(inputs, remember)
-    return found
-
-
 def unit_seconds(
     program: Program, inputs: Sequence[Tensor], device: torch.device
 ) -> dict[Hashable, float]:
     """The time of each distinct unit that has siblings, alone; on a GPU inside a graph, since the
     eager time of a small unit is the time of its launches."""
-    program = program.in_line()
-    siblings = {unit.key for step in program.steps if len(step) > 1 for unit in step}
+    arguments: dict[Hashable, tuple[Unit, list[Any]]] = {}
+
+    def remember(index: int, program: Program, environment: list[Tensor | None]) -> None:
+        for unit in program.steps[index]:
+            given = program.arguments(unit, environment)
+            if len(program.steps[index]) > 1:
+                arguments.setdefault(unit.key, (unit, given))
+            store(unit, unit.run(*given), environment)
+
+    program.in_line().execute(inputs, remember)
     seconds: dict[Hashable, float] = {}
-    for unit, given in unit_arguments(program, inputs):
-        if unit.key not in siblings or unit.key in seconds:
-            continue
+    for key, (unit, given) in arguments.items():
         call = partial(unit.run, *given)
         on_gpu = device.type == "cuda" and unit.graph is not None
-        seconds[unit.key] = _graph_seconds(call, device) if on_gpu else median_seconds(call, device)
+        seconds[key] = _graph_seconds(call, device) if on_gpu else median_seconds(call, device)
     return seconds
 
 

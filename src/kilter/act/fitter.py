@@ -71,9 +71,11 @@ class Fitter:
         fence: Fence,
         record: Callable[[AnyEvent], None],
         clock: Callable[[], float],
+        gradients: str = "auto",
         dry_run: bool = False,
     ) -> None:
         self._budget = budget
+        self._gradients = gradients
         self._info = info
         self._fence = fence
         self._record = record
@@ -140,12 +142,14 @@ class Fitter:
         if waiting is not None:
             waiting.__exit__()
 
-    def conclude(self) -> None:
-        """Tell what came of it, once all times are known."""
+    def conclude(self, outcome: str) -> None:
+        """Tell what came of it, once all times are known, and how the program has ended."""
         swapper = self._swapper
         if swapper is None:
             self._refuse(self._why_nothing())
             return
+        if "OutOfMemoryError" in outcome:
+            self._refuse(self._why_out_of_memory(swapper))
         if self._dry_run:
             self._plan_only(swapper)
         else:
@@ -386,7 +390,8 @@ class Fitter:
 
             index = None if self._backend is None else self._backend.device.index
             assert self._link is not None
-            self._floor = Floor(swapper, partial(Cuda.open, index), self._link, self._fence)
+            opened = partial(Cuda.open, index)
+            self._floor = Floor(swapper, opened, self._link, self._fence, self._gradients)
         self._floor.lower(problem.floor_bytes - self._budget_bytes, problem.compute_s)
 
     def _tell_refused(self, reasons: tuple[str, ...]) -> None:
@@ -479,6 +484,13 @@ class Fitter:
             return "the script did not import torch"
         where = "on a GPU " if self._kind == "cuda" else ""
         return f"no tensor of {show_bytes(MIB)} or more was saved for backward {where}"
+
+    def _why_out_of_memory(self, swapper: Swapper) -> str:
+        when = "under its plan" if swapper.report().planned else "before there was a plan"
+        return (
+            f"the program ran out of memory {when}; a smaller budget leaves more room for "
+            "fragments, and PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes fewer"
+        )
 
     def _plan_only(self, swapper: Swapper) -> None:
         """What would have been done."""

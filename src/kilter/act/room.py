@@ -9,7 +9,7 @@ from kilter.core.units import show_bytes
 if TYPE_CHECKING:
     import torch
 
-RESERVE = 0.05
+RESERVE = 0.1
 """Share that is left alone: fragments, and workspace that comes and goes between two looks."""
 
 

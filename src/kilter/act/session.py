@@ -85,6 +85,8 @@ class Options:
     out: Path | None = None
     command: tuple[str, ...] = ()
     json_summary: bool = False
+    gradients: str = "auto"
+    """One of `GRADIENTS`."""
 
 
 class Voice(Protocol):
@@ -254,6 +256,7 @@ class Session:
                 fence=self._fence,
                 record=self._recorder,
                 clock=self._now,
+                gradients=self._options.gradients,
                 dry_run=self._options.dry_run,
             )
             self._fitter.start()
@@ -279,7 +282,7 @@ class Session:
         assert self.run is not None
         self._fence(self._settle)()
         if self._fitter is not None:
-            self._fence.run(self._fitter.conclude)
+            self._fence.run(self._fitter.conclude, outcome)
             self._fence(self._take_schedule)(self._fitter.schedule())
         after, restored = self._restore()
         if self._sampler is not None:

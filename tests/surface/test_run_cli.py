@@ -40,6 +40,7 @@ def test_options_are_frozen() -> None:
     assert {name: option.variable for name, option in OPTIONS.items()} == {
         "max-slowdown": "KILTER_MAX_SLOWDOWN",
         "memory-budget": "KILTER_MEMORY_BUDGET",
+        "gradients": "KILTER_GRADIENTS",
         "objective": "KILTER_OBJECTIVE",
         "device": "KILTER_DEVICE",
         "dry-run": "KILTER_DRY_RUN",
@@ -67,6 +68,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         "                        fit into this much GPU memory: 24GiB, 75% of the peak, or auto"
         " (the card);\n"
         "                        clocks are then left alone unless --max-slowdown is given\n"
+        "  --gradients NAME      where the budget asks for it: auto (used up as they arrive, if"
+        " nothing\n"
+        "                        looks at them), consume (whatever the code mentions) or keep\n"
         "  --objective NAME      what is minimised under the contract: energy (default), edp or"
         " ed2p\n"
         "  --device DEVICE       auto (default), nvml, sim:NAME, replay:PATH of a recorded run, or"
@@ -255,6 +259,10 @@ def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
         (["--device", "gpu", "train.py"], "choose one of auto, nvml, null, sim:"),
         (["--device", "sim:nothing", "train.py"], "choose one of auto, nvml, null, sim:"),
         (["--device", "replay:nowhere", "train.py"], "no such recording"),
+        (
+            ["--gradients", "eat", "train.py"],
+            "--gradients: 'eat' is not one of auto, consume, keep",
+        ),
         (["--memory-budget", "much", "train.py"], "--memory-budget: 'much' is not a memory budget"),
         (["--memory-budget", "24", "train.py"], "is 24 bytes: write the unit, as in 24GiB"),
         (["--memory-budget", "-1GiB", "train.py"], "--memory-budget"),

@@ -31,12 +31,18 @@ class Floor:
     """Brings the swapper's floor down to the budget, as far as that goes."""
 
     def __init__(
-        self, swapper: Swapper, backend: Callable[[], Backend], link: Link, fence: Fence
+        self,
+        swapper: Swapper,
+        backend: Callable[[], Backend],
+        link: Link,
+        fence: Fence,
+        gradients: str = "auto",
     ) -> None:
         self._swapper = swapper
         self._backend = backend
         self._link = link
         self._fence = fence
+        self._gradients = gradients
         self._mover: StateMover | None = None
         self._borders = 0
         self.report: StateReport | None = None
@@ -84,6 +90,7 @@ class Floor:
         mover = StateMover(
             self._backend(),
             link=self._link,
+            gradients=self._gradients,
             before_update=self._swapper.before_update,
             changed=self._swapper.forget,
             fence=self._fence,

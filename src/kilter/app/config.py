@@ -15,7 +15,7 @@ from typing import Any
 
 from kilter.act.session import Options
 from kilter.core.errors import UsageError
-from kilter.core.plan import Goal, MemoryBudget, Objective
+from kilter.core.plan import GRADIENTS, Goal, MemoryBudget, Objective
 from kilter.core.units import parse_fraction
 from kilter.device.find import CHOICES
 
@@ -50,6 +50,13 @@ def _objective(text: str) -> Objective:
     except ValueError:
         known = ", ".join(objective.value for objective in Objective)
         raise UsageError(f"{text!r} is not an objective: choose one of {known}") from None
+
+
+def gradients(text: str) -> str:
+    """`UsageError` for a word that is not one of `GRADIENTS`."""
+    if text not in GRADIENTS:
+        raise UsageError(f"{text!r} is not one of {', '.join(GRADIENTS)}")
+    return text
 
 
 def _device(text: str) -> str:
@@ -95,6 +102,13 @@ OPTIONS = {
             "fit into this much GPU memory: 24GiB, 75%% of the peak, or auto (the card); clocks are"
             " then left alone unless --max-slowdown is given",
             "24GiB|75%|auto",
+        ),
+        Option(
+            "gradients",
+            gradients,
+            "where the budget asks for it: auto (used up as they arrive, if nothing looks at them),"
+            " consume (whatever the code mentions) or keep",
+            "NAME",
         ),
         Option(
             "objective",
@@ -151,6 +165,7 @@ def resolve(
         out=given.get("out"),
         command=command,
         json_summary=given.get("json", False),
+        gradients=given.get("gradients", "auto"),
     )
 
 

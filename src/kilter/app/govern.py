@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kilter.act.session import Options, Session
 from kilter.app.config import DEFAULT_MAX_SLOWDOWN
+from kilter.app.config import gradients as parse_gradients
 from kilter.app.voice import Stderr
 from kilter.core.plan import Goal, MemoryBudget, Objective
 from kilter.core.ranks import ranks
@@ -20,6 +21,7 @@ def govern(
     *,
     max_slowdown: float | None = None,
     memory_budget: str | int | None = None,
+    gradients: str = "auto",
     objective: Objective | str = Objective.ENERGY,
     device: str = "auto",
     dry_run: bool = False,
@@ -27,6 +29,7 @@ def govern(
 ) -> Iterator[Session]:
     """Save energy in the body of the `with`, at most `max_slowdown` (a fraction) slower; keep its
     training within a `memory_budget` (`"24GiB"`, bytes, `"75%"` of its peak, `"auto"`); or both.
+    `gradients` is `auto`, `consume` or `keep`: whether a budget may use them up as they arrive.
 
     With neither given: energy, at 2 %. With a memory budget alone, clocks are left alone.
 
@@ -54,6 +57,7 @@ def govern(
         dry_run=dry_run,
         out=None if out is None else Path(out).absolute(),
         command=tuple(sys.argv),
+        gradients=parse_gradients(gradients),
     )
     session = Session(options, ranks(os.environ), Stderr())
     if os.environ.get("KILTER") == "0":

@@ -74,6 +74,11 @@ class MemoryBudget:
         return "auto" if self.share is None else f"{self.share * 100:g} %"
 
 
+GRADIENTS = ("auto", "consume", "keep")
+"""What a memory plan may do with gradients: use them up as they arrive if neither the watched
+iterations nor the program's code forbid it, without looking at the code, or never."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
     """What the user asked for. Checked here, so that a planner can rely on it."""

@@ -30,7 +30,6 @@ TOUCHES = frozenset(
      "unscale_", "main_grad"}
 )  # fmt: skip
 """Names that code uses which looks at gradients or changes them."""
-GRADIENTS = ("auto", "consume", "keep")
 
 
 class Phase(Enum):

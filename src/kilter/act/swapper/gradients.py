@@ -27,8 +27,8 @@ class GradientConsumed(RuntimeError):
         super().__init__(
             f"{what}, but kilter has already updated parameters with the gradients of this "
             "iteration and let them go, to save their memory. The parameters are as after "
-            "optimizer.step() with unmodified gradients. Run with gradients kept "
-            '(gradients="keep")'
+            "optimizer.step() with unmodified gradients. Run with gradients kept: "
+            'kilter run --gradients keep, or gradients="keep"'
         )
 
 

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 from kilter.act.fence import Fence
 from kilter.act.swapper.backend import Backend, HostMemoryError
-from kilter.act.swapper.charge import GRADIENTS, Charge, Phase
+from kilter.act.swapper.charge import Charge, Phase
 from kilter.act.swapper.gradients import Followed, GradientConsumed, Gradients, Place
 from kilter.act.swapper.stream import StateBucket, Stream, Where, size_of
 from kilter.core.errors import UsageError
+from kilter.core.plan import GRADIENTS
 from kilter.core.units import MIB, show_bytes
 from kilter.plan.swap.problem import Link
 from kilter.plan.swap.state import (

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 
-PAUSE_S = 1e-4
+PAUSE_S = 4e-4
 """For which the device stands still at each event of a timed pass. A watched pass is issued slowly;
 without the pauses the device would wait elsewhere, and that would count as time of operations."""
 REPEATS = 3
@@ -162,7 +162,7 @@ class Watch:
         try:
             made = self._store.made(found)  # from here on what it reads is here, the kernels loaded
             for _ in range(REPEATS):
-                self._backend.keep_busy(3 * PAUSE_S)
+                self._backend.keep_busy(PAUSE_S)
                 begin = self._backend.mark()
                 made = self._store.made(found)
                 marks.append((begin, self._backend.mark()))

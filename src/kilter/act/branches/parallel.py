@@ -15,9 +15,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from kilter.act.branches.bench import Bench, Options, Workshop
 from kilter.act.branches.capture import pool_bytes
 from kilter.act.branches.loop import TENSORS, Branches, Loop, signature, why_serial
+from kilter.act.branches.parts import Options, Parts, Workshop
 from kilter.act.branches.prepare import MODES, Prepared, prepare, serial_plan
 from kilter.act.branches.state import State, needs_grad
 from kilter.core.errors import UsageError
@@ -108,14 +108,14 @@ class Parallel:
             state = State([]) if opaque else self._state
             if records:
                 state.watch_gradients()
-            bench = Bench(
+            parts = Parts(
                 self.loop, self.options, self._workshop, tuple(inputs), state, gradients=records
             )
-            if bench.on_gpu:
-                with torch.cuda.device(bench.device):
-                    prepared = prepare(bench, results, known)
+            if parts.on_gpu:
+                with torch.cuda.device(parts.device):
+                    prepared = prepare(parts, results, known)
             else:
-                prepared = prepare(bench, results, known)
+                prepared = prepare(parts, results, known)
             self._prepared[key] = self._last = prepared
             self._prepared.move_to_end(key)
             self._evict()

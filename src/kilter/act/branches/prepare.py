@@ -16,9 +16,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from kilter.act.branches import numerics
-from kilter.act.branches.bench import TRAINING_ON_GPU, UNCOMPILED, Bench
 from kilter.act.branches.capture import pool_bytes
 from kilter.act.branches.loop import assembler
+from kilter.act.branches.parts import TRAINING_ON_GPU, UNCOMPILED, Parts
 from kilter.act.branches.program import to_compile
 from kilter.act.branches.state import State
 from kilter.act.branches.tracing import TRACE_ERRORS, Refused
@@ -96,31 +96,31 @@ class Judge:
     """The serial loop's results, their own error, and how far another way may be off. In training
     the results are the outputs and the gradients, each in units of its own largest value."""
 
-    def __init__(self, bench: Bench, outputs: Sequence[Tensor]) -> None:
-        assert bench.traced is not None
+    def __init__(self, parts: Parts, outputs: Sequence[Tensor]) -> None:
+        assert parts.traced is not None
         self.outputs = [t.detach() for t in outputs]
-        self.own_scale = bench.gradients
-        if bench.gradients:
-            self.outputs = bench.with_gradients(bench.run_loop, bench.weights)
+        self.own_scale = parts.gradients
+        if parts.gradients:
+            self.outputs = parts.with_gradients(parts.run_loop, parts.weights)
         try:
-            self.exact = self._reference(bench)
+            self.exact = self._reference(parts)
         except (NotImplementedError, RuntimeError, TypeError):
             # No float64 form: the serial loop itself is the reference then.
             self.exact = self.outputs
         self.serial_error = self.error(self.outputs)
         self.floor = numerics.one_rounding(self._scaled(self.outputs))
         again = (
-            bench.with_gradients(bench.run_loop, bench.weights)
-            if bench.gradients
-            else bench.run_loop(bench.tensors)
+            parts.with_gradients(parts.run_loop, parts.weights)
+            if parts.gradients
+            else parts.run_loop(parts.tensors)
         )
         self.repeatable = numerics.bitwise(again, self.outputs)
 
-    def _reference(self, bench: Bench) -> list[Tensor]:
-        assert bench.traced is not None
-        if bench.gradients:
-            return numerics.reference_gradients(bench.unfolded, bench.examples(), bench.weights)
-        return numerics.reference(bench.traced.graph, bench.tensors)
+    def _reference(self, parts: Parts) -> list[Tensor]:
+        assert parts.traced is not None
+        if parts.gradients:
+            return numerics.reference_gradients(parts.unfolded, parts.examples(), parts.weights)
+        return numerics.reference(parts.traced.graph, parts.tensors)
 
     def _scaled(self, found: Sequence[Tensor]) -> Sequence[Tensor]:
         return numerics.to_own_scale(found, self.exact) if self.own_scale else found
@@ -129,38 +129,38 @@ class Judge:
         return numerics.error(self._scaled(found), self._scaled(self.exact))
 
 
-def prepare(bench: Bench, results: Any, known: BranchPlan | None) -> Prepared:
+def prepare(parts: Parts, results: Any, known: BranchPlan | None) -> Prepared:
     """Try what there is. `results` are the loop's; `known` was decided before."""
-    auto = bench.options.mode == "auto"
-    if auto and bench.options.compile and bench.on_gpu:
+    auto = parts.options.mode == "auto"
+    if auto and parts.options.compile and parts.on_gpu:
         # The compiler's workers start now, beside the tracing.
         importlib.import_module("torch._inductor.compile_fx")
-    if not bench.opaque:
-        bench.trace()
+    if not parts.opaque:
+        parts.trace()
     outputs = [x for x in pytree.tree_leaves(results) if isinstance(x, Tensor)]
     # Only pure work may be repeated to be timed and compared.
     judge = None
-    if bench.traced is not None:
+    if parts.traced is not None:
         try:
-            judge = Judge(bench, outputs)
+            judge = Judge(parts, outputs)
         except TRACE_ERRORS as error:  # a backward of theirs that cannot run
-            bench.traced, bench.untraceable = None, _reason(error)
+            parts.traced, parts.untraceable = None, _reason(error)
     trials = [Trial(mode="serial", seconds=None)]
     if judge is not None and auto and known is None:
-        seconds = bench.seconds_of(bench.run_loop)
+        seconds = parts.seconds_of(parts.run_loop)
         trials = [Trial(mode="serial", seconds=seconds, error=judge.serial_error, bitwise=True)]
-    if auto and bench.traced is None:
-        trials.append(Trial(mode="auto", refused=bench.untraceable))
+    if auto and parts.traced is None:
+        trials.append(Trial(mode="auto", refused=parts.untraceable))
     searched = known is not None and known.searched
-    for mode, streams in _wanted(bench, known):
+    for mode, streams in _wanted(parts, known):
         if mode != "serial":
-            why = _why_not(bench, mode, trials) if auto and known is None else None
+            why = _why_not(parts, mode, trials) if auto and known is None else None
             blank = Trial(mode=mode, streams=streams, searched=searched)
-            trials.append(replace(blank, refused=why) if why else _try(bench, blank, judge))
-    if auto and known is None and bench.has_convolutions():
+            trials.append(replace(blank, refused=why) if why else _try(parts, blank, judge))
+    if auto and known is None and parts.has_convolutions():
         best, _ = choose(trials)
         if best.mode in CAPTURED and best.mode not in SAME_KERNELS:
-            trials.append(_try(bench, replace(_blank(best), searched=True), judge))
+            trials.append(_try(parts, replace(_blank(best), searched=True), judge))
     if auto and known is None:
         chosen, reason = choose(trials)
     else:
@@ -168,42 +168,42 @@ def prepare(bench: Bench, results: Any, known: BranchPlan | None) -> Prepared:
         chosen = asked[0] if asked else trials[0]
         refusals = "; ".join(t.refused for t in trials[1:] if t.refused)
         reason = "asked for" if asked else refusals or "serial was chosen before"
-    plan = _plan(bench, trials, chosen, reason, judge)
-    made = Prepared(plan, bench.state)
-    if bench.traced is not None:
-        made.assemble = assembler(bench.traced.out_spec, bench.traced.out_const)
+    plan = _plan(parts, trials, chosen, reason, judge)
+    made = Prepared(plan, parts.state)
+    if parts.traced is not None:
+        made.assemble = assembler(parts.traced.out_spec, parts.traced.out_const)
     if chosen.mode != "serial":
         try:
-            made.run, made.release = bench.build(chosen, last=True)
+            made.run, made.release = parts.build(chosen, last=True)
         except (Refused, *TRACE_ERRORS) as error:
             made.plan = replace(
                 plan, chosen="serial", streams=1, searched=False, reason=_reason(error)
             )
-    if bench.on_gpu:
+    if parts.on_gpu:
         torch.cuda.empty_cache()  # the pools of the candidates that lost
-        pool = bench.workshop.pool
+        pool = parts.workshop.pool
         made.plan = _with_memory(made.plan, 0 if pool is None else pool_bytes(pool))
-    ready = show_time(time.perf_counter() - bench.began)
+    ready = show_time(time.perf_counter() - parts.began)
     made.plan = replace(made.plan, reason=f"{made.plan.reason}; ready after {ready}")
     return made
 
 
-def _wanted(bench: Bench, known: BranchPlan | None) -> list[tuple[str, int]]:
+def _wanted(parts: Parts, known: BranchPlan | None) -> list[tuple[str, int]]:
     """Modes to try, with their numbers of streams."""
-    options = bench.options
+    options = parts.options
     if known is not None:
         return [(known.chosen, known.streams)]
     if options.mode != "auto":
-        widths = [options.streams] if options.streams else _widths(bench, options.mode)
+        widths = [options.streams] if options.streams else _widths(parts, options.mode)
         return [(options.mode, widths[-1])]
-    if bench.traced is None:
+    if parts.traced is None:
         return []
     found = []
-    modes = ON_CPU if not bench.on_gpu else TRAINING_ON_GPU if bench.gradients else ON_GPU
+    modes = ON_CPU if not parts.on_gpu else TRAINING_ON_GPU if parts.gradients else ON_GPU
     for mode in modes:
         if mode in COMPILED and not options.compile:
             continue
-        widths = _widths(bench, mode)
+        widths = _widths(parts, mode)
         # One for each, and a few: what lies between is seldom the best.
         found += [(mode, width) for width in widths if mode not in EAGER or width > 2] or [
             (mode, widths[-1])
@@ -211,60 +211,60 @@ def _wanted(bench: Bench, known: BranchPlan | None) -> list[tuple[str, int]]:
     return found
 
 
-def _widths(bench: Bench, mode: str) -> list[int]:
+def _widths(parts: Parts, mode: str) -> list[int]:
     """Numbers of streams worth trying for a mode."""
     if mode in ("graph", "serial", "fused"):
         return [1]
     try:
         # Not compiled only to be counted.
-        program = bench.program(UNCOMPILED.get(mode, mode))
+        program = parts.program(UNCOMPILED.get(mode, mode))
     except Refused:
         return [1]
     widest = max((len(step) for step in program.steps), default=1)
     if mode in ("threads", "cpp_threads", "streams"):
         return [widest]
-    if not bench.on_gpu:
+    if not parts.on_gpu:
         return [1]
     return [w for w in lane_counts(widest) if w <= 8] or [1]
 
 
-def _why_not(bench: Bench, mode: str, trials: Sequence[Trial]) -> str | None:
+def _why_not(parts: Parts, mode: str, trials: Sequence[Trial]) -> str | None:
     """Why a mode is not tried after all."""
     if mode not in COMPILED:
         return None
     ours = [t for t in trials if t.mode == "fused" and t.refused is None]
     if mode != "fused" and ours and choose(trials)[0] in ours:
         return "fused is right and leads: it compiles the same with fewer launches"
-    return _why_not_compile(bench, mode)
+    return _why_not_compile(parts, mode)
 
 
-def _why_not_compile(bench: Bench, mode: str) -> str | None:
+def _why_not_compile(parts: Parts, mode: str) -> str | None:
     """Whether the time that is left is enough to compile anything of a mode's program."""
     try:
-        program = bench.program(UNCOMPILED[mode])
+        program = parts.program(UNCOMPILED[mode])
     except Refused as refused:
         return str(refused)
-    new = len(to_compile(program, bench.workshop.compiled))
-    if new and bench.affordable() == 0:
-        spent = time.perf_counter() - bench.began
-        budget = bench.options.prepare_budget_s
+    new = len(to_compile(program, parts.workshop.compiled))
+    if new and parts.affordable() == 0:
+        spent = time.perf_counter() - parts.began
+        budget = parts.options.prepare_budget_s
         return f"{new} pieces to compile; {spent:.0f} of {budget:.0f} s are spent"
     return None
 
 
-def _try(bench: Bench, blank: Trial, judge: Judge | None) -> Trial:
+def _try(parts: Parts, blank: Trial, judge: Judge | None) -> Trial:
     began = time.perf_counter()
     mode = blank.mode
-    auto = bench.options.mode == "auto"
+    auto = parts.options.mode == "auto"
     release: Callable[[], None] | None = None
     try:
-        run, release = bench.build(blank, last=False)
+        run, release = parts.build(blank, last=False)
         if judge is None:
             return replace(blank, prepare_s=time.perf_counter() - began)
-        found = bench.results(run)
+        found = parts.results(run)
         error = judge.error(found)
         same = numerics.bitwise(found, judge.outputs)
-        exact = mode in SAME_KERNELS and bench.on_gpu and not bench.gradients
+        exact = mode in SAME_KERNELS and parts.on_gpu and not parts.gradients
         if exact and judge.repeatable and not same:
             raise Refused("not equal to the serial loop bit for bit")
         if not within(error, judge.serial_error, judge.floor):
@@ -274,10 +274,10 @@ def _try(bench: Bench, blank: Trial, judge: Judge | None) -> Trial:
             )
         return replace(
             blank,
-            seconds=bench.seconds_of(run) if auto else None,
+            seconds=parts.seconds_of(run) if auto else None,
             error=error,
             bitwise=same,
-            memory_bytes=bench.trial_bytes,
+            memory_bytes=parts.trial_bytes,
             prepare_s=time.perf_counter() - began,
         )
     except (Refused, *TRACE_ERRORS) as error_:
@@ -286,27 +286,27 @@ def _try(bench: Bench, blank: Trial, judge: Judge | None) -> Trial:
         if release is not None:
             release()
         if mode in COMPILED:
-            bench.workshop.compile_s += time.perf_counter() - began
+            parts.workshop.compile_s += time.perf_counter() - began
 
 
 def _plan(
-    bench: Bench, trials: Sequence[Trial], chosen: Trial, reason: str, judge: Judge | None
+    parts: Parts, trials: Sequence[Trial], chosen: Trial, reason: str, judge: Judge | None
 ) -> BranchPlan:
     groups: tuple[tuple[int, ...], ...] = ()
     lanes: tuple[tuple[int, ...], ...] = ()
     steps = branches = 0
-    if bench.traced is not None:
-        steps, branches = len(bench.raw.steps), bench.raw.branches
-        if bench.raw.steps and branches:
-            groups = group_equal([u.key for u in bench.raw.steps[bench.raw.widest]])
+    if parts.traced is not None:
+        steps, branches = len(parts.raw.steps), parts.raw.branches
+        if parts.raw.steps and branches:
+            groups = group_equal([u.key for u in parts.raw.steps[parts.raw.widest]])
     if chosen.streams > 1 and chosen.mode in CAPTURED:
-        program = bench.program(chosen.mode)
-        lanes = bench.lanes(chosen.mode, chosen.streams)[program.widest]
+        program = parts.program(chosen.mode)
+        lanes = parts.lanes(chosen.mode, chosen.streams)[program.widest]
     return BranchPlan(
         chosen=chosen.mode,
         reason=reason,
         streams=chosen.streams,
-        branches=branches or (len(bench.loop.branches) if bench.loop.is_list else 0),
+        branches=branches or (len(parts.loop.branches) if parts.loop.is_list else 0),
         steps=steps,
         groups=groups,
         lanes=lanes,

@@ -67,7 +67,7 @@ class Workshop:
     turns: Turns = field(default_factory=Turns)
 
 
-class Bench:
+class Parts:
     """Everything the candidates of one signature are built from."""
 
     def __init__(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kilter.act.swapper.fused import can_normalise, normalised
@@ -23,19 +24,21 @@ DEPTH = 5
 EPS = "kilter.eps"
 """Key in a node's metadata: the norm's epsilon, which the node itself does not keep."""
 
-Fetch = Callable[[], "torch.Tensor"]
-"""Gives a tensor that the recipe reads, when it runs."""
+Source = Any
+"""How to have a tensor that a recipe reads: a tensor with its version, which must not have changed
+(what autograd was given for it begins like that), or a function. A closure for each would be dear:
+recipes are built in every pass by the hundred, and Python's collector counts what is built."""
 
 
 class Memory(Protocol):
     """Who knows what operations saved and produced."""
 
-    def kept_by(self, node: Any, name: str) -> tuple[Fetch, int | torch.Tensor] | None:
+    def kept_by(self, node: Any, name: str) -> tuple[Source, int | torch.Tensor] | None:
         """How to have later what a node saved under an attribute's name, and the number of its
         datum, or itself if it is none; None if the node saved nothing there. May raise `Foreign`.
         """
 
-    def produced_by(self, node: Any) -> tuple[Fetch, int] | None:
+    def produced_by(self, node: Any) -> tuple[Source, int] | None:
         """A node's output, if some operation saved it: how to have it, and its number."""
 
 
@@ -45,6 +48,15 @@ class Foreign(Exception):
 
 class Stale(RuntimeError):
     """What the recipe reads was modified in between, so the tensor cannot be made again."""
+
+
+def have(source: Source) -> Any:
+    """The tensor, now; None for an affine parameter that a norm does not have."""
+    if type(source) is tuple:
+        if source[0]._version != source[1]:
+            raise Stale("a tensor that the recipe reads was modified in place")
+        return source[0].detach()
+    return source()
 
 
 class _Want(NamedTuple):
@@ -81,7 +93,7 @@ class Recipe:
         self.node = ""
         self._memory: Memory | None = memory
         self._depth = 0
-        self._make: Fetch | None = None
+        self._make: Callable[[], torch.Tensor] | None = None
 
     @property
     def kind(self) -> str:
@@ -117,12 +129,12 @@ class Recipe:
 
     # While it is built
 
-    def saved(self, node: Any, name: str) -> Fetch | None:
+    def saved(self, node: Any, name: str) -> Source | None:
         """A tensor that a node saved."""
         assert self._memory is not None
         return self._noted(self._memory.kept_by(node, name))
 
-    def value(self, edge: tuple[Any, int], want: _Want) -> Fetch | None:
+    def value(self, edge: tuple[Any, int], want: _Want) -> Source | None:
         """What a node produced: a parameter, something saved, or made again from its inputs."""
         node, output = edge
         if node is None or output != 0 or self._depth > DEPTH:
@@ -131,11 +143,11 @@ class Recipe:
             parameter = node.variable
             self.leaves.append(id(parameter))
             self.others.append(parameter)
-            return _leaf(parameter)
+            return parameter, parameter._version
         assert self._memory is not None
         return self._noted(self._memory.produced_by(node)) or self.made(node, want)
 
-    def made(self, node: Any, want: _Want) -> Fetch | None:
+    def made(self, node: Any, want: _Want) -> Source | None:
         build = _BUILDERS.get(node.name())
         if build is None:
             return None
@@ -144,7 +156,7 @@ class Recipe:
         self._depth -= 1
         return made
 
-    def _noted(self, found: tuple[Fetch, int | torch.Tensor] | None) -> Fetch | None:
+    def _noted(self, found: tuple[Source, int | torch.Tensor] | None) -> Source | None:
         if found is None:
             return None
         fetch, source = found
@@ -169,65 +181,57 @@ def recipe(tensor: torch.Tensor, memory: Memory) -> Recipe | None:
     return found if found.build(node) else None
 
 
-def _leaf(parameter: torch.Tensor) -> Fetch:
-    version = parameter._version
-
-    def fetch() -> torch.Tensor:
-        if parameter._version != version:
-            raise Stale("a parameter was modified between forward and backward")
-        return parameter.detach()
-
-    return fetch
-
-
-def _unary(apply: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable[..., Fetch | None]:
+def _unary(apply: Callable[[Source, Any], torch.Tensor]) -> Callable[..., Source | None]:
     """An operation of its saved input and attributes of the node, read now."""
 
-    def build(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+    def build(recipe: Recipe, node: Any, want: _Want) -> Source | None:
         source = recipe.saved(node, "_raw_saved_self")
         if source is None:
             return None
-        attribute = getattr(node, "_saved_approximate", None)
-        return lambda: apply(source(), attribute)
+        return partial(apply, source, getattr(node, "_saved_approximate", None))
 
     return build
 
 
-def _gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
+def _gelu(x: Source, approximate: str) -> torch.Tensor:
     import torch
 
-    return torch.nn.functional.gelu(x, approximate=approximate)
+    return torch.nn.functional.gelu(have(x), approximate=approximate)
 
 
-def _silu(x: torch.Tensor, _: None) -> torch.Tensor:
+def _silu(x: Source, _: None) -> torch.Tensor:
     import torch
 
-    return torch.nn.functional.silu(x)
+    return torch.nn.functional.silu(have(x))
 
 
-def _cast(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+def _cast(recipe: Recipe, node: Any, want: _Want) -> Source | None:
     dtype = want.dtype
     if dtype is None:
         return None  # in the middle of a recipe the target type is not known
-    before = node.next_functions[0][0]
-    if before is not None and before.name() == "NativeLayerNormBackward0":
-        return _layer_norm(recipe, before, want)
-    source = recipe.value(node.next_functions[0], _Want(size=want.size))
-    return None if source is None else lambda: source().to(dtype)
+    before = node.next_functions[0]
+    if before[0] is not None and before[0].name() == "NativeLayerNormBackward0":
+        return _layer_norm(recipe, before[0], want)
+    source = recipe.value(before, _Want(size=want.size))
+    return None if source is None else partial(_cast_again, source, dtype)
 
 
-def _view(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+def _cast_again(x: Source, dtype: torch.dtype) -> torch.Tensor:
+    made: torch.Tensor = have(x).to(dtype)
+    return made
+
+
+def _view(recipe: Recipe, node: Any, want: _Want) -> Source | None:
     size = want.size
     before = getattr(node, "_saved_self_sym_sizes", None)
     if size is None or before is None or math.prod(before) != size.numel():
         return None
     source = recipe.value(node.next_functions[0], _Want(want.dtype, None))
-    return None if source is None else lambda: source().reshape(size)
+    return None if source is None else lambda: have(source).reshape(size)
 
 
-def _layer_norm(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+def _layer_norm(recipe: Recipe, node: Any, want: _Want) -> Source | None:
     """With the cast that follows it, if one does."""
-    import torch
 
     eps = node.metadata.get(EPS)
     source = recipe.saved(node, "_raw_saved_input")
@@ -240,14 +244,19 @@ def _layer_norm(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
     mean = recipe.saved(node, "_raw_saved_result1") or _nothing
     rstd = recipe.saved(node, "_raw_saved_result2") or _nothing
 
-    def make() -> torch.Tensor:
-        x, gain, offset = source(), weight(), bias()
-        if x.dtype is not dtype and len(shape) == 1 and can_normalise(x, gain, offset, shape[0]):
-            return normalised(x, mean(), rstd(), gain, offset, dtype)
-        out: torch.Tensor = torch.native_layer_norm(x, shape, gain, offset, eps)[0]
-        return out if out.dtype is dtype else out.to(dtype)
+    return partial(_normalise, (source, mean, rstd, weight, bias), shape, eps, dtype)
 
-    return make
+
+def _normalise(
+    sources: tuple[Source, ...], shape: list[int], eps: float, dtype: torch.dtype
+) -> torch.Tensor:
+    import torch
+
+    x, mean, rstd, weight, bias = map(have, sources)
+    if x.dtype is not dtype and len(shape) == 1 and can_normalise(x, weight, bias, shape[0]):
+        return normalised(x, mean, rstd, weight, bias, dtype)
+    out: torch.Tensor = torch.native_layer_norm(x, shape, weight, bias, eps)[0]
+    return out if out.dtype is dtype else out.to(dtype)
 
 
 def _nothing() -> Any:
@@ -255,7 +264,7 @@ def _nothing() -> Any:
     return None
 
 
-def _batch_norm(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+def _batch_norm(recipe: Recipe, node: Any, want: _Want) -> Source | None:
     """With the batch's own statistics; running statistics are neither read nor updated."""
     import torch
 
@@ -267,29 +276,31 @@ def _batch_norm(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
     if not training or eps is None or source is None:
         return None
     weight = recipe.saved(node, "_raw_saved_weight") or _nothing
-    bias: Fetch | None = _nothing
+    bias: Source | None = _nothing
     if len(node.next_functions) > 2 and node.next_functions[2][0] is not None:
         bias = recipe.value(node.next_functions[2], _Want())
     if bias is None:
         return None
     if not native:
         return lambda: torch.cudnn_batch_norm(
-            source(), weight(), bias(), None, None, True, 0.0, eps
+            have(source), have(weight), have(bias), None, None, True, 0.0, eps
         )[0]
     mean = recipe.saved(node, "_raw_saved_result1")
     deviation = recipe.saved(node, "_raw_saved_result2")
 
     def make() -> torch.Tensor:
-        x = source()
+        x = have(source)
         if x.is_cuda and mean is not None and deviation is not None:
             # The second half of the forward: its first half, the sums, is in what it saved.
-            return torch.batch_norm_elemt(x, weight(), bias(), mean(), deviation(), eps)
-        return torch.native_batch_norm(x, weight(), bias(), None, None, True, 0.0, eps)[0]
+            return torch.batch_norm_elemt(
+                x, have(weight), have(bias), have(mean), have(deviation), eps
+            )
+        return torch.native_batch_norm(x, have(weight), have(bias), None, None, True, 0.0, eps)[0]
 
     return make
 
 
-def _convolution(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+def _convolution(recipe: Recipe, node: Any, want: _Want) -> Source | None:
     import torch
 
     source = recipe.saved(node, "_raw_saved_input")
@@ -302,15 +313,15 @@ def _convolution(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
         getattr(node, f"_saved_{name}")
         for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     )
-    return lambda: torch.convolution(source(), weight(), bias(), *how)
+    return lambda: torch.convolution(have(source), have(weight), have(bias), *how)
 
 
-def _relu(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+def _relu(recipe: Recipe, node: Any, want: _Want) -> Source | None:
     source = recipe.value(node.next_functions[0], want)
-    return None if source is None else lambda: source().relu()
+    return None if source is None else lambda: have(source).relu()
 
 
-def _add(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+def _add(recipe: Recipe, node: Any, want: _Want) -> Source | None:
     if getattr(node, "_saved_alpha", 1) != 1 or len(node.next_functions) != 2:
         return None
     # A missing edge is a number or a tensor outside the graph: unknown. The sizes are the result's
@@ -318,17 +329,17 @@ def _add(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
     left, right = (recipe.value(edge, _Want(size=want.size)) for edge in node.next_functions)
     if left is None or right is None:
         return None
-    return lambda: left() + right()
+    return lambda: have(left) + have(right)
 
 
-def _multiply(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+def _multiply(recipe: Recipe, node: Any, want: _Want) -> Source | None:
     left, right = recipe.saved(node, "_raw_saved_self"), recipe.saved(node, "_raw_saved_other")
     if left is None or right is None:
         return None
-    return lambda: left() * right()
+    return lambda: have(left) * have(right)
 
 
-def _matrix_product(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
+def _matrix_product(recipe: Recipe, node: Any, want: _Want) -> Source | None:
     import torch
 
     if getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1:
@@ -342,13 +353,13 @@ def _matrix_product(recipe: Recipe, node: Any, want: _Want) -> Fetch | None:
         return None
 
     def make() -> torch.Tensor:
-        factor = left()
-        return torch.addmm(added().to(factor.dtype), factor, right())
+        factor = have(left)
+        return torch.addmm(have(added).to(factor.dtype), factor, have(right))
 
     return make
 
 
-_BUILDERS: dict[str, Callable[[Recipe, Any, _Want], Fetch | None]] = {
+_BUILDERS: dict[str, Callable[[Recipe, Any, _Want], Source | None]] = {
     "GeluBackward0": _unary(_gelu),
     "SiluBackward0": _unary(_silu),
     "ToCopyBackward0": _cast,

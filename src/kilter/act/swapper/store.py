@@ -11,7 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kilter.act.swapper.backend import Backend, Event
-from kilter.act.swapper.remake import Fetch, Foreign, Recipe, Stale
+from kilter.act.swapper.remake import Foreign, Recipe, Source
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +83,10 @@ class View(NamedTuple):
     """None: just as `saved.alias` does."""
     stride: tuple[int, ...] = ()
     offset: int = 0
+
+    def __call__(self) -> torch.Tensor:
+        """The tensor, fetched if it is away."""
+        return self.saved.store.look(self)
 
 
 def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -402,7 +406,7 @@ class Store:
             seen = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
             node.metadata[OUTPUT] = (weakref.ref(saved), seen)
 
-    def produced_by(self, node: Any) -> tuple[Fetch, int] | None:
+    def produced_by(self, node: Any) -> tuple[Source, int] | None:
         """A node's output, if an operation saved it and nobody wrote to it since."""
         found = node.metadata.get(OUTPUT)
         saved = None if found is None else found[0]()
@@ -410,10 +414,9 @@ class Store:
             return None
         if saved.alias is not None and saved.alias._version != saved.version:
             return None
-        view = View(saved, *found[1])
-        return (lambda: self.look(view)), saved.number
+        return View(saved, *found[1]), saved.number
 
-    def kept_by(self, node: Any, name: str) -> tuple[Fetch, int | torch.Tensor] | None:
+    def kept_by(self, node: Any, name: str) -> tuple[Source, int | torch.Tensor] | None:
         """What a node saved under a name, as we packed it; nothing is unpacked, since the hooks of
         others may do anything (checkpointing runs the forward again)."""
         raw = getattr(node, name)
@@ -426,13 +429,4 @@ class Store:
             packed = (packed.detach(), packed._version)
         elif hook is not self.unpack_hook:
             raise Foreign(f"{node.name()} keeps {name} with a hook that is not ours")
-        if type(packed) is View:
-            return (lambda: self.look(packed)), packed.saved.number
-
-        def fetch() -> torch.Tensor:
-            tensor, version = packed[:2]
-            if tensor._version != version:
-                raise Stale("a tensor that the recipe reads was modified in place")
-            return tensor.detach()
-
-        return fetch, packed[0]
+        return packed, packed.saved.number if type(packed) is View else packed[0]

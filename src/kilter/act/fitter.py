@@ -45,6 +45,8 @@ UNLIMITED = 2**60
 """More bytes than any device has."""
 SEEN_PASSES = 2
 """Passes of one kind after which its peak is known: the first creates gradients and state."""
+UNTRIED = 6
+"""Borders after which a share does not wait any longer for what can be made again."""
 PLAIN = 4
 """Iterations without us, to know what they take; only where the budget is a share of that."""
 SETTLED = 3
@@ -103,6 +105,7 @@ class Fitter:
         self._plain_left: int | None = None
         """Iterations without us that are still to come; None: not begun."""
         self._plain_peak_bytes = 0
+        self._untried = 0
         self._was_planned = False
         self._peak_bytes: int | None = None
         self._border = -1
@@ -294,8 +297,8 @@ class Fitter:
         share = self._budget.share
         assert share is not None
         spilled = swapper.report().spilled > 0
-        if not spilled and not self._plain_over(swapper):
-            return
+        if not spilled and not (self._plain_over(swapper) and self._tried(swapper)):
+            return  # the budget stays the card's until all that is to be watched was watched
         peak_bytes = max(self._plain_peak_bytes, *(record.peak_bytes for record in records))
         self._words = f"{self._budget} of the plain peak, {show_bytes(peak_bytes)}"
         if spilled:
@@ -320,6 +323,8 @@ class Fitter:
             if cuda is not None:
                 cuda.reset_peak_memory_stats(device)
             return False
+        if self._plain_left == 0:
+            return True
         self._phases[self._border] = "plain"
         self._plain_left -= 1
         if self._plain_left > 0 or not self._here():
@@ -328,6 +333,10 @@ class Fitter:
         if cuda is not None:
             self._plain_peak_bytes = int(cuda.max_memory_allocated(device))
         return True
+
+    def _tried(self, swapper: Swapper) -> bool:
+        self._untried += 1
+        return swapper.tried or self._untried > UNTRIED
 
     def _here(self) -> bool:
         return self._owner == threading.get_ident()

@@ -117,7 +117,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self.budget_bytes = budget_bytes
         """May be changed until a plan is made for it."""
         self.may_plan = True
-        """Switched off, passes are watched and data leave on demand, but nothing is planned."""
+        """Switched off, passes are watched and tried and data leave on demand, and that is all."""
         self._kinds = Kinds(backend, self._store, link=link, planner=planner, min_bytes=min_bytes)
         self._min_bytes = min_bytes
         self._fence = fence
@@ -205,6 +205,11 @@ class Swapper(AbstractContextManager["Swapper"]):
         elif not search and self._search is not None:
             self._search.remove()
             self._search = None
+
+    @property
+    def tried(self) -> bool:
+        """A kind of pass is known well enough to be planned."""
+        return any(kind.tried for kind in self._kinds)
 
     @property
     def planned(self) -> bool:
@@ -468,9 +473,10 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._leaving.clear()
         self._deviated = False
         within = self._store.begin()
-        candidate = self._kinds.candidate(self._steps) if self.may_plan else None
+        candidate = self._kinds.candidate(self._steps)
         if candidate is not None and candidate.tried:
-            self._kinds.plan(candidate, self.budget_bytes)
+            if self.may_plan:
+                self._kinds.plan(candidate, self.budget_bytes)
             candidate = None
         for kind in self._kinds:
             if kind.exceeded:

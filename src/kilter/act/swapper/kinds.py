@@ -141,6 +141,8 @@ class Kinds:
         for mine, theirs in zip(kind.record.data, record.data, strict=True):
             mine.recipe, mine.sources = theirs.recipe, theirs.sources
             mine.remake_s = theirs.remake_s
+        times = zip(kind.record.operation_s, record.operation_s, strict=True)
+        kind.record.operation_s = [min(pair) for pair in times]
         kind.tried = True
 
     def measured(self, planned: Ready, peak_bytes: int | None, budget_bytes: int) -> None:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 PAUSE_S = 4e-4
-"""For which the device stands still at each event of a timed pass. A watched pass is issued slowly;
-without the pauses the device would wait elsewhere, and that would count as time of operations."""
+"""For which the device stands still at each event of a pass that is timed or tried. Such a pass is
+issued slowly; without the pauses the device would wait elsewhere, and that would count as time of
+operations."""
 REPEATS = 3
 """Of making a datum again in a trial; the shortest counts."""
 
@@ -64,7 +65,7 @@ class Watch:
         import torch
 
         self._begin = self._backend.mark()
-        if self.timing_only:
+        if self.timing_only or self.trial:
             self._backend.keep_busy(PAUSE_S)
         node = torch._C._current_autograd_node() if used and not self.timing_only else None
         name = "forward" if node is None else str(node.name())

@@ -235,15 +235,12 @@ def details(memory: MemoryReport) -> list[tuple[str, str]]:
 
 def _time(memory: MemoryReport) -> str:
     parts = []
-    if memory.iteration_s is not None:
+    if memory.iteration_s is not None and memory.backend != "stand-in":
         before = ""
         if memory.iteration_before_s is not None:
             before = f"{show_time(memory.iteration_before_s)} -> "
         after = show_time(memory.iteration_s)
-        where = memory.label.value
-        if memory.backend == "stand-in":
-            where = "the CPU's, which copies as well"
-        parts.append(f"iteration {before}{after} [{where}]")
+        parts.append(f"iteration {before}{after} [{memory.label.value}]")
     if memory.pass_s is not None:
         bound = "" if memory.bound_s is None else f", bound {show_time(memory.bound_s)}"
         change = show_fraction(memory.pass_slowdown, signed=True)

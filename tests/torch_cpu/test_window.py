@@ -16,6 +16,12 @@ from kilter.observe.marks import Marks  # noqa: E402
 from kilter.observe.window import Window  # noqa: E402
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled(monkeypatch):
+    """Other tests compile in this process; then modules would not be named."""
+    monkeypatch.setattr("kilter.observe.window._something_compiled", lambda: False)
+
+
 class Block(nn.Module):
     """A residual block: its own addition belongs to it, the rest to its children."""
 

@@ -297,7 +297,7 @@ def _method(report: Report) -> str:
         entries.append(
             (
                 "Cost of kilter itself",
-                f"{hook} per iteration in the job's path; "
+                f"{hook} per iteration in the job's path, the observation's share included; "
                 f"{show_time(report.overhead.sampler_s)} in the sampler's thread",
             )
         )

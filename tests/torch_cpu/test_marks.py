@@ -135,6 +135,7 @@ logging.getLogger("torch").setLevel(logging.ERROR)
 compiled = torch.compile(model, backend={backend!r})
 for _ in range(10):
     optimizer.zero_grad(); compiled(x).sum().backward(); optimizer.step()
+    WINDOW.state == "preparing" and WINDOW._worker.join()
 from torch._dynamo.utils import counters
 assert counters["stats"]["unique_graphs"] == 1, counters
 assert not counters["graph_break"], counters

@@ -316,7 +316,8 @@ def _quiet_kineto() -> AbstractContextManager[None]:
 
 def _cupti_goes() -> AbstractContextManager[None]:
     """Have CUPTI taken out when the profiler stops. Left in, which is the default of many versions,
-    it goes on to slow every launch down (pytorch#144455 reports 10 to 20 %). Before CUDA 12.6 taking it out could crash with CUDA graphs (pytorch#146604)."""
+    it goes on to slow every launch down (pytorch#144455 reports 10 to 20 %). Before
+    CUDA 12.6 taking it out could crash with CUDA graphs (pytorch#146604)."""
     import torch
 
     cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])

@@ -80,7 +80,7 @@ class SwapReport:
     """Why something could not be planned, or was planned otherwise."""
 
 
-def _note_epsilon(module: Any, inputs: Any, output: Any) -> None:
+def note_epsilon(module: Any, inputs: Any, output: Any) -> None:
     """A layer norm's node does not keep its epsilon, which its recipe needs."""
     if output.grad_fn is not None:
         output.grad_fn.metadata[EPS] = module.eps
@@ -255,8 +255,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         """While passes are watched: find the layer norms. A hook on every module call would cost
         too much to keep, so each norm gets its own."""
         if type(module) is self._torch.nn.LayerNorm and module not in self._norms:
-            self._norms[module] = module.register_forward_hook(_note_epsilon)
-            _note_epsilon(module, inputs, output)
+            self._norms[module] = module.register_forward_hook(note_epsilon)
+            note_epsilon(module, inputs, output)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.before_update(p for group in optimizer.param_groups for p in group["params"])

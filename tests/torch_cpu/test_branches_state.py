@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from kilter.act.branches import parallel
 from kilter.act.branches.loop import Loop, assembler, signature, why_serial
 from kilter.act.branches.state import State
 from kilter.core.errors import UsageError
@@ -133,6 +134,39 @@ def test_what_stands_in_the_way_is_said():
     assert "object" in why_serial([object()], [])
     with torch.device("cpu"):
         assert "mode" in why_serial([x], [x])
+
+
+@pytest.mark.parametrize("register", ["forward_pre_hook", "forward_hook", "full_backward_hook"])
+def test_hooks_for_all_modules_are_called_by_the_loop(register):
+    """A replay calls no modules; so while such a hook is there, the loop runs."""
+    module, seen = torch.nn.Linear(3, 3), []
+    fast = parallel([module, torch.neg], mode="batched")
+    x = torch.ones(2, 3)
+    with torch.no_grad():
+        fast(x)
+        add = getattr(torch.nn.modules.module, f"register_module_{register}")
+        handle = add(lambda *_: seen.append(1))
+        try:
+            fast(x)
+            assert "hooks for all modules" in fast.explain()
+        finally:
+            handle.remove()
+        assert bool(seen) == ("forward" in register)
+        fast(x)
+        assert "hooks for all modules" not in fast.explain()
+
+
+def test_kilters_own_observers_do_not_stop_a_replay():
+    def ours(*_):
+        pass
+
+    ours.__module__ = "kilter.observe.window"
+    x = torch.ones(2)
+    handle = torch.nn.modules.module.register_module_forward_hook(ours)
+    try:
+        assert why_serial([x], [x]) is None
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,8 @@ def describe(plan: BranchPlan) -> str:
         error = "" if t.error is None else f", error {t.error:.2g}"
         same = ", bitwise equal" if t.bitwise else ""
         memory = "" if t.memory_bytes is None else f", {show_bytes(t.memory_bytes)}"
-        lines.append(f"{name} {show_time(t.seconds)}{error}{same}{memory}")
+        made = f", made in {show_time(t.prepare_s)}" if t.prepare_s else ""
+        lines.append(f"{name} {show_time(t.seconds)}{error}{same}{memory}{made}")
     if any(t.searched for t in plan.trials):
         lines.append("  +: with the algorithms of convolutions that were the fastest when tried")
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from kilter.act.branches.program import Program, Unit
+from kilter.act.branches.program import Program, Unit, graph_key
 from kilter.act.branches.streams import Cuda
 from kilter.act.branches.tracing import Refused, value
 
@@ -378,7 +378,7 @@ def _match(unit: Unit, constants: dict[int, Tensor]) -> _Match | None:
         (bases[0], bases[1], bases[2]),
         bias,
         bias_reads,
-        str(bias.graph),
+        graph_key(bias.graph),
         width,
         value(first).device,
         value(first).dtype,
@@ -483,6 +483,7 @@ def _bias(
             return
         if old.op == "placeholder":
             made[old] = body.placeholder(f"read{len(reads)}")
+            made[old].meta = dict(old.meta)
             reads.append(slot[old])
             return
         for read in old.all_input_nodes:
@@ -516,7 +517,8 @@ def _bias_unit(matches: Sequence[_Match], slot: int) -> Unit:
     are computed once."""
     dtype = matches[0].dtype
     body = fx.Graph()
-    reads = sorted({s for m in matches for s in m.bias_reads})
+    # In the order of their first use, so that layers that differ only in tensors are alike.
+    reads = list(dict.fromkeys(s for m in matches for s in m.bias_reads))
     given = {s: body.placeholder(f"read{i}") for i, s in enumerate(reads)}
     done: dict[Hashable, Any] = {}
     for m in matches:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 from kilter.core.errors import UsageError
 
@@ -69,7 +70,24 @@ def why_serial(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
         return "called inside somebody else's capture"
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return "called under a tensor mode"
+    if any(map(_foreign, _GLOBAL_HOOKS)):
+        return "there are hooks for all modules, and a replay calls no modules"
     return None
+
+
+_GLOBAL_HOOKS = (
+    modules._global_forward_pre_hooks,
+    modules._global_forward_hooks,
+    modules._global_backward_pre_hooks,
+    modules._global_backward_hooks,
+)
+
+
+def _foreign(hooks: dict[int, Callable[..., Any]]) -> bool:
+    """Whether somebody besides kilter wants to see modules called: kilter's own observers count
+    what runs, and a replay is what runs."""
+    ours = "kilter."
+    return any(not (getattr(h, "__module__", None) or "").startswith(ours) for h in hooks.values())
 
 
 def signature(leaves: Sequence[Any], spec: Hashable, gradients: Hashable) -> Hashable:

@@ -288,6 +288,31 @@ def _program(graph: fx.GraphModule, chunks: list[list[list[fx.Node]]], output: f
     )
 
 
+def graph_key(graph: fx.Graph) -> Hashable:
+    """Equal for graphs that do the same to tensors of the same shapes, strides and dtypes, whatever
+    their nodes are called."""
+    number: dict[fx.Node, int] = {}
+    key: list[Hashable] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            tensor = value(node)
+            key.append((tuple(tensor.shape), tensor.stride(), tensor.dtype))
+        else:
+            key.append(_entry(node, number))
+        number[node] = len(number)
+    return tuple(key)
+
+
+def _entry(node: fx.Node, number: dict[fx.Node, int]) -> Hashable:
+    """An operation and its arguments, other nodes by their numbers."""
+    flat, spec = pytree.tree_flatten((node.args, node.kwargs))
+    return (
+        str(node.target),
+        str(spec),
+        tuple(f"%{number[a]}" if isinstance(a, fx.Node) else repr(a) for a in flat),
+    )
+
+
 def _extract(
     graph: fx.GraphModule, nodes: Sequence[fx.Node], writes: Sequence[fx.Node]
 ) -> tuple[fx.GraphModule, list[fx.Node], Hashable]:
@@ -314,12 +339,7 @@ def _extract(
             for read in node.all_input_nodes:
                 bring(read)
             made = body.node_copy(node, lambda n: copied[n])
-            flat, spec = pytree.tree_flatten((node.args, node.kwargs))
-            entry = (
-                str(node.target),
-                str(spec),
-                tuple(f"%{number[a]}" if isinstance(a, fx.Node) else repr(a) for a in flat),
-            )
+            entry = _entry(node, number)
         number[node] = len(number)
         key.append(entry)
         copied[node] = made

@@ -103,6 +103,13 @@ class PassRecord:
                 both = len(known) == 2 or not latest
                 setattr(mine, moment, (max if latest else min)(known) if known and both else None)
 
+    def learn(self, tried: PassRecord) -> None:
+        """Take over what a trial has found out about making data again."""
+        assert self.events == tried.events
+        for mine, theirs in zip(self.data, tried.data, strict=True):
+            mine.recipe, mine.sources = theirs.recipe, theirs.sources
+            mine.remake_s = theirs.remake_s
+
     def problem(
         self, *, link: Link, budget_bytes: int, min_bytes: int, swap: bool = True
     ) -> tuple[Problem, tuple[int, ...]]:

@@ -138,9 +138,7 @@ class Kinds:
         """A pass was watched while its data were made again; it may be of another kind."""
         if kind.record.events != record.events:
             return
-        for mine, theirs in zip(kind.record.data, record.data, strict=True):
-            mine.recipe, mine.sources = theirs.recipe, theirs.sources
-            mine.remake_s = theirs.remake_s
+        kind.record.learn(record)
         times = zip(kind.record.operation_s, record.operation_s, strict=True)
         kind.record.operation_s = [min(pair) for pair in times]
         kind.tried = True

@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from kilter.act.branches import fused
+from kilter.act.branches import convolutions, fused
+from kilter.act.branches.convolutions import PROGRAMS, SHORTEST, tile_of, with_convolutions
 from kilter.act.branches.folding import fold
 from kilter.act.branches.products import blocks, join_layers, single_rows, splits_of
 from kilter.act.branches.program import (
@@ -236,3 +239,89 @@ def test_what_saves_the_most_launches_is_compiled_first(monkeypatch):
     torch.testing.assert_close(some.execute([x], run_in_order)[0], function(x))
     compile_units(program, compiled)
     assert set(compiled) == set(keys)
+
+
+# --- convolutions ---------------------------------------------------------------------------------
+
+
+class Tower(nn.Module):
+    """Convolution, norm, ReLU; convolution, norm, residual, ReLU; convolution with a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, 2, 1, bias=False)
+        self.second = nn.Conv2d(8, 8, (3, 1), padding=(1, 0), bias=False)
+        self.third = nn.Conv2d(8, 5, 1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8, eps=e) for e in (1e-5, 1e-3))
+        for norm in self.norms:
+            for tensor in (*norm.parameters(), norm.running_mean, norm.running_var):
+                tensor.copy_(torch.rand_like(tensor) + 0.5)
+
+    def forward(self, x):
+        x = self.norms[0](self.first(x)).relu()
+        x = (x + self.norms[1](self.second(x))).relu()
+        return self.third(x), x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolutions_take_along_what_follows(dtype):
+    tower = Tower().eval().to(dtype)
+    x = torch.randn(2, 3, 11, 9).to(dtype)
+    program = with_convolutions(program_of(tower, x), lambda found: True)
+    found = program.execute([x], run_in_order)
+    limit = 1e-5 if dtype == torch.float32 else 0.05
+    for a, b in zip(found, tower(x), strict=True):
+        torch.testing.assert_close(a, b, rtol=limit, atol=limit)
+    work = [t for t in targets(program) if "aten" in t and "view" not in t]
+    assert work == []
+    assert all(unit.graph is None for unit in program.units())  # nothing is left for a compiler
+
+
+def test_convolutions_that_the_library_does_better_stay():
+    tower, x = Tower().eval(), torch.randn(1, 3, 8, 8)
+    program = with_convolutions(program_of(tower, x), lambda found: found.residual is not None)
+    names = targets(program)
+    assert sum("kilter.convolve" in t for t in names) == 1
+    assert sum("aten.convolution" in t for t in names) == 2
+    for a, b in zip(program.execute([x], run_in_order), tower(x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ours_s", [1.0, 3.0])
+def test_the_faster_way_is_timed_with_all_that_follows(monkeypatch, ours_s):
+    timed = []
+
+    def seconds(call, device, *, times):
+        timed.append(call())
+        return [ours_s, 2.0][len(timed) - 1]
+
+    monkeypatch.setattr(convolutions, "graph_seconds", seconds)
+    found = []
+    program = program_of(Tower().eval(), torch.randn(1, 3, 8, 8))
+    with_convolutions(program, lambda c: found.append(c) or False)
+    for convolution in found:
+        timed.clear()
+        assert convolutions.is_faster(convolution, CPU) == (ours_s < 2.0)
+        assert timed[0].shape == timed[1].shape == convolution.end.meta["val"].shape
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.Conv2d(4, 4, 3, dilation=2),
+        nn.ConvTranspose2d(4, 4, 3),
+        nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last),
+    ],
+)
+def test_other_convolutions_are_left_alone(other):
+    program = with_convolutions(program_of(other, torch.randn(1, 4, 8, 8)), lambda found: True)
+    assert not any("kilter" in t for t in targets(program))
+
+
+@given(st.integers(1, 2048), st.integers(1, 2**14), st.integers(1, 2**13), st.booleans())
+def test_tiles_cover_a_product_without_splitting_short_sums(channels, pixels, inner, half):
+    tile = tile_of(channels, pixels, inner, half=half)
+    assert tile.splits == 1 or inner // tile.splits >= SHORTEST
+    blocks_of = -(-channels // tile.rows) * -(-pixels // tile.columns)
+    assert tile.splits == 1 or blocks_of * tile.splits < 2 * PROGRAMS

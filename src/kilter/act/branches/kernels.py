@@ -328,3 +328,173 @@ def single(
         total += a[None, :] * b
     found = tl.sum(total, 1) + tl.load(bias + column, mask=real, other=0.0).to(tl.float32)
     tl.store(out + column, found.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _after(
+    total,
+    channel,
+    real,
+    at,
+    bias,
+    mean,
+    spread,
+    gain,
+    shift,
+    residual,
+    epsilon,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    RELU: tl.constexpr,
+):
+    """What follows a convolution: bias, batch norm, residual, ReLU. `channel` and `real` broadcast
+    over `total`."""
+    if BIAS:
+        total += tl.load(bias + channel, mask=real, other=0.0).to(tl.float32)
+    if NORM:
+        total -= tl.load(mean + channel, mask=real, other=0.0).to(tl.float32)
+        total *= tl.rsqrt(tl.load(spread + channel, mask=real, other=1.0).to(tl.float32) + epsilon)
+        total *= tl.load(gain + channel, mask=real, other=0.0).to(tl.float32)
+        total += tl.load(shift + channel, mask=real, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(residual + at, mask=real, other=0.0).to(tl.float32)
+    if RELU:
+        total = tl.maximum(total, 0.0)
+    return total
+
+
+@triton.jit(
+    do_not_specialize=[
+        "channels",
+        "pixels",
+        "image",
+        "height",
+        "width",
+        "area",
+        "width_out",
+        "window",
+        "window_width",
+        "stride_y",
+        "stride_x",
+        "padding_y",
+        "padding_x",
+    ]
+)
+def convolve(
+    x,
+    weight,
+    out,
+    bias,
+    mean,
+    spread,
+    gain,
+    shift,
+    residual,
+    epsilon,
+    channels,
+    pixels,
+    inner,
+    share,
+    image,
+    height,
+    width,
+    area,
+    width_out,
+    window,
+    window_width,
+    stride_y,
+    stride_x,
+    padding_y,
+    padding_x,
+    POINT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    RELU: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A block of output channels by pixels: the weights (channels x inner, as they lie) times what
+    lies under the window, summand by summand. POINT: the window is one pixel and moves by one. With
+    SPLIT there are several float32 outputs one after the other, each of its share of `inner`, and
+    what follows is left to `add_up`. `image`: elements of one image of x; `area`: of the output."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(2) * share
+    last = tl.minimum(first + share, inner)
+    there = row < channels
+    real = column < pixels
+    number = column // area
+    pixel = column % area
+    source = x + number * image
+    top = pixel // width_out * stride_y - padding_y
+    left = pixel % width_out * stride_x - padding_x
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(first, last, INNER):
+        step = start + tl.arange(0, INNER)
+        inside = step < last
+        a = tl.load(
+            weight + row[:, None] * inner + step[None, :],
+            mask=there[:, None] & inside[None, :],
+            other=0.0,
+        )
+        within = inside[:, None] & real[None, :]
+        if POINT:
+            at = step[:, None] * area + pixel[None, :]
+        else:
+            channel = step // window
+            tap = step % window
+            y = top[None, :] + (tap // window_width)[:, None]
+            z = left[None, :] + (tap % window_width)[:, None]
+            within = within & (y >= 0) & (y < height) & (z >= 0) & (z < width)
+            at = (channel * height * width)[:, None] + y * width + z
+        b = tl.load(source[None, :] + at, mask=within, other=0.0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    both = there[:, None] & real[None, :]
+    at = (number * channels * area + pixel)[None, :] + row[:, None] * area
+    if SPLIT:
+        at += tl.program_id(2) * (pixels * channels)
+    else:
+        total = _after(
+            total, row[:, None], both, at, bias, mean, spread, gain, shift, residual, epsilon,
+            BIAS, NORM, RESIDUAL, RELU,
+        )  # fmt: skip
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=both)
+
+
+@triton.jit(do_not_specialize=["numel", "area", "channels"])
+def add_up(
+    parts,
+    out,
+    bias,
+    mean,
+    spread,
+    gain,
+    shift,
+    residual,
+    epsilon,
+    numel,
+    area,
+    channels,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    RELU: tl.constexpr,
+):
+    """The sum of a convolution's PARTS, in order, and what follows it."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    real = at < numel
+    total = tl.zeros((SIZE,), dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + part * numel + at, mask=real, other=0.0)
+    total = _after(
+        total, at // area % channels, real, at, bias, mean, spread, gain, shift, residual, epsilon,
+        BIAS, NORM, RESIDUAL, RELU,
+    )  # fmt: skip
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=real)

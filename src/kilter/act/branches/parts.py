@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from kilter.act.branches import fused, native, numerics, training
 from kilter.act.branches.capture import Captured, Turns, pool_bytes
+from kilter.act.branches.convolutions import Convolution, is_faster, with_convolutions
 from kilter.act.branches.folding import check_devices, fold
 from kilter.act.branches.loop import Loop
 from kilter.act.branches.products import join_layers, single_rows
@@ -63,6 +64,8 @@ class Workshop:
 
     compiled: dict[Hashable, Run] = field(default_factory=dict)
     compile_s: float = 0.0
+    faster: dict[Hashable, bool] = field(default_factory=dict)
+    """Whether the kernel is the faster way for a convolution."""
     pool: Any = None
     turns: Turns = field(default_factory=Turns)
 
@@ -159,12 +162,14 @@ class Parts:
             return stack_equal(self.program("graph_streams"))
         if mode == "single":
             plain = self.program("graph_streams")
-            return single_rows(plain) if self.on_gpu and fused.has_triton() else plain
+            triton = self.on_gpu and fused.has_triton()
+            return self._with_convolutions(single_rows(plain)) if triton else plain
         if mode == "heads":
             fold(self.unfolded, self.device, products=True)
             return fused.fuse(from_graph(self.unfolded).with_weights(Tensor.detach))
         if mode == "joined":
-            return join_layers(self.program("heads"), triton=fused.has_triton())
+            joined = join_layers(self.program("heads"), triton=fused.has_triton())
+            return self._with_convolutions(joined) if fused.has_triton() else joined
         if mode == "fused" and not self.on_gpu:
             return self.program("heads")
         if mode in UNCOMPILED:
@@ -174,6 +179,16 @@ class Parts:
         if not any(len(step) > 1 for step in self.raw.steps):
             raise Refused("no independent branches were found")
         return self.raw
+
+    def _with_convolutions(self, program: Program) -> Program:
+        known = self.workshop.faster
+
+        def better(found: Convolution) -> bool:
+            if found.key not in known:
+                known[found.key] = is_faster(found, self.device)
+            return known[found.key]
+
+        return with_convolutions(program, better)
 
     def trace(self) -> None:
         """Trace and simplify, once; notes the reason if that would not be right."""

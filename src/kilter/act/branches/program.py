@@ -36,6 +36,8 @@ class Unit:
     """A guess at its share of the time, until it is measured."""
     members: int = 1
     """Branches in it: more than one if stacked."""
+    opaque: bool = False
+    """A callable of the user's that is only called: it may do things that no graph can hold."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ def from_callables(
             writes=(count + number,),
             key=("callable", number),
             name=f"branch {number}",
+            opaque=True,
         )
         for number, (function, reads) in enumerate(zip(functions, splits, strict=True))
     )

@@ -56,16 +56,18 @@ def unit_seconds(
     seconds: dict[Hashable, float] = {}
     for key, (unit, given) in arguments.items():
         call = partial(unit.run, *given)
-        on_gpu = device.type == "cuda" and unit.graph is not None
-        seconds[key] = _graph_seconds(call, device) if on_gpu else median_seconds(call, device)
+        on_gpu = device.type == "cuda" and not unit.opaque
+        seconds[key] = graph_seconds(call, device) if on_gpu else median_seconds(call, device)
     return seconds
 
 
-def _graph_seconds(call: Callable[[], Any], device: torch.device) -> float:
+def graph_seconds(call: Callable[[], Any], device: torch.device, *, times: int = 1) -> float:
+    """The time of so many calls inside a graph, one after the other, without launches from here."""
     from kilter.act.branches.capture import Captured, Turns
 
     def step(_: Sequence[Tensor]) -> list[Tensor]:
-        call()
+        for _number in range(times):
+            call()
         return []
 
     pool = torch.cuda.graph_pool_handle()

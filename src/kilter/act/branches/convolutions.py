@@ -1,0 +1,354 @@
+"""Convolutions of small maps by a kernel of ours, with the norm, residual and ReLU behind them.
+
+At batch 1 a convolution over a map of a few hundred pixels is too little work for the library's
+tiles: it leaves most of the card idle, turns layouts around before and after, and its norm and ReLU
+are launches of their own. Here it is one product of the weights, as they lie, with the pixels under
+the window, looked up where they lie; long sums are split over programs. Float32 products are three
+TF32 products with the errors added back, as in `products`. By which of the two a convolution is
+done is timed for each shape.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from kilter.act.branches.folding import is_view
+from kilter.act.branches.program import Program, Unit
+from kilter.act.branches.timing import graph_seconds
+from kilter.act.branches.tracing import Refused, value
+
+aten = torch.ops.aten
+
+PROGRAMS = 256
+"""A launch of fewer programs leaves multiprocessors idle; sums are split until there are more."""
+SHORTEST = 128
+"""A sum is not split into shorter ones than this."""
+
+_NORMS = {
+    # operation: (training, epsilon) positions
+    aten.native_batch_norm.default: (5, 7),
+    aten.cudnn_batch_norm.default: (5, 7),
+    aten._native_batch_norm_legit_no_training.default: (None, 6),
+}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the kernel cuts its work: output channels, pixels and summands of a block; programs that
+    share a sum; warps; stages of its loop."""
+
+    rows: int
+    columns: int
+    inner: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def tile_of(channels: int, pixels: int, inner: int, *, half: bool) -> Tile:
+    """The cut for a product of (channels x inner) weights with (inner x pixels) pixels."""
+
+    def programs(rows: int, columns: int) -> int:
+        return -(-channels // rows) * -(-pixels // columns)
+
+    size = 64 if programs(64, 64) >= PROGRAMS // 2 else 32
+    deep = 64 if half else 32
+    splits = 1
+    while programs(size, size) * splits < PROGRAMS and inner // (2 * splits) >= SHORTEST:
+        splits *= 2
+    return Tile(size, size, deep, splits, 4, 3)
+
+
+def _convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Sequence[Tensor],
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    epsilon: float,
+    relu: bool,
+) -> Tensor:
+    if not x.is_cuda:
+        return _defined(x, weight, bias, norm, residual, stride, padding, epsilon, relu)
+    out = _shape(x, weight, bias, norm, residual, stride, padding, epsilon, relu)
+    channels, *window = weight.shape
+    pixels = out.numel() // channels
+    tile = tile_of(channels, pixels, math.prod(window), half=x.element_size() < 4)
+    return launch(x, weight, bias, norm, residual, stride, padding, epsilon, relu, out, tile)
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Sequence[Tensor],
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    epsilon: float,
+    relu: bool,
+    out: Tensor,
+    tile: Tile,
+) -> Tensor:
+    """Fill `out` by the kernel, cut as `tile` says."""
+    from kilter.act.branches import kernels
+
+    x, weight = x.contiguous(), weight.contiguous()
+    images, channels_in, height, width = x.shape
+    channels, _, high, wide = weight.shape
+    inner = channels_in * high * wide
+    area_out = out.shape[2] * out.shape[3]
+    pixels = images * area_out
+    share = -(-inner // (tile.splits * tile.inner)) * tile.inner
+    parts = out
+    if tile.splits > 1:
+        parts = torch.empty((tile.splits, *out.shape), dtype=torch.float32, device=x.device)
+    exact = x.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
+    flags = {
+        "BIAS": bias is not None,
+        "NORM": bool(norm),
+        "RESIDUAL": residual is not None,
+        "RELU": relu,
+    }
+    behind = (
+        x if bias is None else bias,
+        *(norm or (x, x, x, x)),
+        x if residual is None else residual.contiguous(),
+        epsilon,
+    )
+    kernels.launch(
+        kernels.convolve,
+        (-(-channels // tile.rows), -(-pixels // tile.columns), tile.splits),
+        x, weight, parts, *behind, channels, pixels, inner, share, channels_in * height * width,
+        height, width, area_out, out.shape[3], high * wide, wide, stride[0], stride[1], padding[0],
+        padding[1],
+        POINT=high == wide == 1 and tuple(stride) == (1, 1) and tuple(padding) == (0, 0),
+        ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner, SPLIT=tile.splits > 1,
+        PRECISION="tf32x3" if exact else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+        **flags,
+    )  # fmt: skip
+    if tile.splits > 1:
+        kernels.launch(
+            kernels.add_up, (-(-out.numel() // 512),),
+            parts, out, *behind, out.numel(), area_out, channels,
+            SIZE=512, PARTS=tile.splits, num_warps=4, **flags,
+        )  # fmt: skip
+    return out
+
+
+def _shape(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Sequence[Tensor],
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    epsilon: float,
+    relu: bool,
+) -> Tensor:
+    high, wide = (
+        (x.shape[2 + i] + 2 * padding[i] - weight.shape[2 + i]) // stride[i] + 1 for i in (0, 1)
+    )
+    return x.new_empty((x.shape[0], weight.shape[0], high, wide))
+
+
+def _defined(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Sequence[Tensor],
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    epsilon: float,
+    relu: bool,
+) -> Tensor:
+    """The definition."""
+    found = torch.nn.functional.conv2d(x, weight, bias, list(stride), list(padding))
+    if norm:
+        mean, spread, gain, shift = norm
+        found = torch.nn.functional.batch_norm(found, mean, spread, gain, shift, eps=epsilon)
+    found = found if residual is None else found + residual
+    return found.relu() if relu else found
+
+
+@cache
+def operation() -> Any:
+    """The kernel as an operation that the compiler can call; registered at first use."""
+    schema = (
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor[] norm, Tensor? residual, int[] stride, "
+        "int[] padding, float epsilon, bool relu) -> Tensor"
+    )
+    made = torch.library.custom_op("kilter::convolve", _convolve, mutates_args=(), schema=schema)
+    made.register_fake(_shape)
+    return torch.ops.kilter.convolve.default
+
+
+# --- finding them ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution in a graph, and the end of what it takes along."""
+
+    node: fx.Node
+    end: fx.Node
+    """Whose result it makes."""
+    norm: tuple[fx.Node, ...] = ()
+    """Mean, variance, gain and shift."""
+    residual: fx.Node | None = None
+    epsilon: float = 0.0
+    relu: bool = False
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        x, weight, bias, stride, padding = self.node.args[:5]
+        return (
+            x, weight, bias, list(self.norm), self.residual, list(stride), list(padding),
+            self.epsilon, self.relu,
+        )  # fmt: skip
+
+    @property
+    def key(self) -> Hashable:
+        """Equal where the same kernels do the same to tensors of the same shapes."""
+        tensors = [value(self.node.args[0]), value(self.node.args[1]), value(self.end)]
+        shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors)
+        bias, behind = self.node.args[2] is not None, (bool(self.norm), self.residual is not None)
+        return shapes, str(self.node.args[3:5]), bias, behind, self.relu
+
+
+def is_faster(found: Convolution, device: torch.device) -> bool:
+    """Whether the kernel is faster than the library's convolution and, where something follows, one
+    launch more: what the compiler makes of the rest."""
+
+    def like(node: fx.Node | None) -> Tensor | None:
+        if node is None:
+            return None
+        fake = value(node)
+        return torch.rand(fake.shape, dtype=fake.dtype, device=device)
+
+    *tensors, norm, residual, stride, padding, epsilon, relu = found.arguments
+    x, weight, bias = map(like, tensors)
+    given = x, weight, bias, list(map(like, norm)), like(residual), stride, padding, epsilon, relu
+    alone = found.end is found.node
+
+    def theirs() -> Tensor:
+        done = torch.nn.functional.conv2d(x, weight, bias, stride, padding)
+        return done if alone else done.relu()
+
+    try:
+        ours_s = graph_seconds(lambda: operation()(*given), device, times=SEVERAL)
+    except Refused:
+        return False
+    return ours_s < graph_seconds(theirs, device, times=SEVERAL)
+
+
+SEVERAL = 4
+"""Calls that are timed together: one is no longer than the time between two events."""
+
+
+Better = Callable[[Convolution], bool]
+"""Whether ours is the better way for a convolution."""
+
+
+def with_convolutions(program: Program, better: Better) -> Program:
+    """Convolutions by the kernel where that is better. A unit of nothing else needs no compiler."""
+
+    def replaced(unit: Unit) -> Unit:
+        found = [] if unit.graph is None else _find(unit.graph.graph)
+        ours = [c for c in found if better(c)]
+        return _rewritten(unit, ours) if ours else unit
+
+    return replace(program, steps=tuple(tuple(map(replaced, step)) for step in program.steps))
+
+
+def _find(graph: fx.Graph) -> list[Convolution]:
+    return [c for node in graph.nodes if (c := _match(node)) is not None]
+
+
+def _match(node: fx.Node) -> Convolution | None:
+    if node.target is not aten.convolution.default or node.kwargs:
+        return None
+    x, weight, _, stride, padding, dilation, transposed, _, groups = node.args
+    tensors = [value(x), value(weight)]
+    plain = all(t.dim() == 4 and t.is_contiguous() for t in (*tensors, value(node)))
+    known = tensors[0].dtype == tensors[1].dtype and tensors[0].dtype in _DTYPES
+    pairs = len(stride) == len(padding) == 2 and list(dilation) == [1, 1]
+    if not plain or not known or not pairs or transposed or groups != 1:
+        return None
+    if max(t.numel() for t in (*tensors, value(node))) >= 2**31:
+        return None
+    found = Convolution(node, node)
+    end = _reader(node)
+    if end is not None and end.target in _NORMS:
+        found = _with_norm(found, end)
+    end = _reader(found.end)
+    if end is not None and end.target is aten.add.Tensor and not end.kwargs and len(end.args) == 2:
+        residual = end.args[1] if end.args[0] is found.end else end.args[0]
+        same = isinstance(residual, fx.Node) and residual is not found.end
+        if same and _alike(value(residual), value(found.end)):
+            found = replace(found, residual=residual, end=end)
+            end = _reader(end)
+    if end is not None and end.target is aten.relu.default:
+        found = replace(found, relu=True, end=end)
+    return found
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _alike(a: Any, b: Tensor) -> bool:
+    known = isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+    return bool(known and a.is_contiguous())
+
+
+def _reader(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _with_norm(found: Convolution, norm: fx.Node) -> Convolution:
+    training, epsilon = _NORMS[norm.target]
+    first = _reader(norm)
+    reads = norm.args[3], norm.args[4], norm.args[1], norm.args[2]
+    if norm.args[0] is not found.node or norm.kwargs or not all(map(_is_node, reads)):
+        return found
+    if training is not None and norm.args[training]:
+        return found
+    if first is None or first.target is not operator.getitem or first.args[1] != 0:
+        return found
+    return replace(found, norm=reads, epsilon=norm.args[epsilon], end=first)
+
+
+def _is_node(given: Any) -> bool:
+    return isinstance(given, fx.Node)
+
+
+def _rewritten(unit: Unit, ours: Sequence[Convolution]) -> Unit:
+    assert unit.graph is not None
+    ends = {c.end: c for c in ours}
+    body = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for old in unit.graph.graph.nodes:
+        if old in ends:
+            arguments = fx.map_arg(ends[old].arguments, made.__getitem__)
+            made[old] = body.call_function(operation(), arguments)
+            made[old].meta = dict(old.meta)
+        else:
+            made[old] = body.node_copy(old, made.__getitem__)
+    body.eliminate_dead_code()
+    graph = fx.GraphModule(torch.nn.Module(), body)
+    rest = [n for n in body.nodes if n.op == "call_function" and not is_view(n)]
+    whole = all(node.target is operation() for node in rest)
+    key = ("convolutions", tuple(c.key for c in ours), unit.key)
+    return replace(unit, run=graph, graph=None if whole else graph, key=key)

@@ -15,12 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kilter.act.branches import parallel
+    from kilter.act.size import size
     from kilter.app.govern import govern
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "govern", "parallel"]
+__all__ = ["__version__", "govern", "parallel", "size"]
 
-_HOMES = {"govern": "kilter.app.govern", "parallel": "kilter.act.branches"}
+_HOMES = {
+    "govern": "kilter.app.govern",
+    "parallel": "kilter.act.branches",
+    "size": "kilter.act.size",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ from kilter.core.errors import KilterError
 VERBS: dict[str, str] = {
     "run": "run a script, unmodified, under a goal",
     "report": "what a run found, did and restored",
+    "size": "what memory a training iteration takes, from shapes",
     "plan": "plan clocks or memory from an iteration trace",
     "rehearse": "try a plan on a simulated device",
     "doctor": "what is there, what is allowed, what to do about it",

@@ -1,0 +1,151 @@
+"""`kilter size`: will it fit, and at what cost? From shapes, before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from kilter.act.size import AUTOCAST, OPTIMIZERS, Size, on_meta, size, told
+from kilter.app.plan_memory import add_link_arguments, link_of
+from kilter.core.errors import UsageError
+from kilter.core.plan import MemoryBudget
+from kilter.sim.cards import names
+
+HELP = "What memory a training iteration takes, found from shapes: no GPU, nothing allocated."
+
+EPILOG = """\
+FUNCTION returns the model and its inputs, and a third thing if the loss is not the model's own:
+
+  def make(batch=8):
+      model = Gpt(layers=48, width=1600)
+      tokens = torch.randint(50304, (batch, 1024))
+      loss = lambda logits: F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+      return model, (tokens,), loss
+
+It is called on the meta device, where tensors have shapes and no bytes. With --batch it is called
+once for each size, with the argument batch. Everything that is printed is simulated.
+
+examples:
+  kilter size train.py:make
+  kilter size package.models:make --memory-budget 24GiB --optimizer adamw-fused
+  kilter size train.py:make --batch 4,8,16 --memory-budget 40GiB --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", metavar="FILE.py:FUNCTION", help="or MODULE:FUNCTION")
+    parser.add_argument("--batch", metavar="N,N", help="sizes to ask FUNCTION for")
+    parser.add_argument("--memory-budget", metavar="B", help="24GiB, or 75%% of the peak")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="(adamw)")
+    parser.add_argument("--autocast", choices=list(AUTOCAST), default="bf16", help="(bf16)")
+    parser.add_argument("--card", choices=names(), default="h200", help="whose times (h200)")
+    add_link_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    function = _found(args.what)
+    budget = None if args.memory_budget is None else MemoryBudget.parse(args.memory_budget)
+    if budget is not None and budget.size_bytes is None and budget.share is None:
+        raise UsageError("--memory-budget auto: there is no card here; give a size or a share")
+    rows = []
+    for batch in _batches(args.batch):
+        found = _sized(function, batch, args)
+        budget_bytes = None
+        if budget is not None:
+            budget_bytes = budget.size_bytes or int((budget.share or 0) * found.peak_bytes)
+        rows.append((batch, found, budget_bytes))
+        if not args.json:
+            _tell(*rows[-1])
+    if args.json:
+        objects = [{"batch": b, **found.as_json(budget)} for b, found, budget in rows]
+        document = {"schema": "kilter.size/1", "label": "simulated", "rows": objects}
+        print(msgspec.json.encode(document).decode())
+    fits = (budget is None or found.fit(budget).fits for _, found, budget in rows)
+    return 0 if all(fits) else 1
+
+
+def _tell(batch: int | None, found: Size, budget_bytes: int | None) -> None:
+    if batch is not None:
+        print(f"batch {batch}")
+    print(found)
+    if budget_bytes is not None:
+        print(f"{'budget':<18} {told(found.fit(budget_bytes), found.card)}")
+    else:
+        print(f"{'':<18} [simulated]")
+
+
+def _sized(function: Any, batch: int | None, args: argparse.Namespace) -> Size:
+    made = on_meta(function, **({} if batch is None else {"batch": batch}))
+    wrong = f"{args.what} must return a model, its inputs, and perhaps a loss"
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise UsageError(f"{wrong}; it returned {type(made).__name__}")
+    model, inputs, *loss = made
+    if not hasattr(model, "named_parameters"):
+        raise UsageError(f"{wrong}; the first is a {type(model).__name__}")
+    named = inputs if isinstance(inputs, dict) else {}
+    return size(
+        model,
+        *(() if named else inputs if isinstance(inputs, tuple | list) else (inputs,)),
+        loss=loss[0] if loss else None,
+        optimizer=args.optimizer,
+        autocast=args.autocast,
+        card=args.card,
+        link=link_of(args),
+        **named,
+    )
+
+
+def _batches(text: str | None) -> list[int | None]:
+    if text is None:
+        return [None]
+    try:
+        found: list[int | None] = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--batch {text!r}: write sizes like 4,8,16") from None
+    if any(n is None or n < 1 for n in found):
+        raise UsageError(f"--batch {text!r}: a batch has at least one sample")
+    return found
+
+
+def _found(what: str) -> Callable[..., Any]:
+    """The function that `FILE.py:NAME` or `MODULE:NAME` names. Its file runs, as on import."""
+    place, colon, name = what.rpartition(":")
+    if not colon or not place or not name:
+        raise UsageError(f"{what!r}: write FILE.py:FUNCTION or MODULE:FUNCTION")
+    module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"{place} has no function {name}")
+    return function  # type: ignore[no-any-return]
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UsageError(f"can't open file {str(path)!r}")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_name(name: str) -> ModuleType:
+    sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there; what it imports is not
+        raise UsageError(f"there is no module {name!r}") from error

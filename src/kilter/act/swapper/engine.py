@@ -134,6 +134,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._looking = 0
         """Passes still to be watched though there is a plan."""
         self._watch: Watch | None = None
+        self._stepped = False
+        """The pass that is watched began after an optimizer step."""
         self._trial: Kind | None = None
         self._surge_bytes: int | None = None
         """How far a pass went above the level at which data leave, once one was seen."""
@@ -215,6 +217,17 @@ class Swapper(AbstractContextManager["Swapper"]):
     def planned(self) -> bool:
         """The present pass runs under a plan, or the last one did."""
         return self._plan is not None
+
+    @property
+    def event(self) -> int | None:
+        """Operation of the present pass that is being issued, where that is known."""
+        if self._plan is not None:
+            return self._event - 1
+        return None if self._watch is None else self._watch.event
+
+    def share_link(self, taken: float) -> None:
+        """Others take this share of the way to the device: plans made from here on leave it."""
+        self._kinds.taken = taken
 
     def report(self) -> SwapReport:
         counts, store = self._counts, self._store
@@ -492,13 +505,15 @@ class Swapper(AbstractContextManager["Swapper"]):
         hopeless = bool(alike) and all(kind.hopeless for kind in alike)
         if self._plan is None and not (hopeless and self._round % HOPELESS_EVERY):
             # Looking at memory is slow and would show in the times: every other pass only times.
-            settled = bool(alike) and not self._looking and not self._kinds.unknown
+            settled = all(kind.weighed for kind in alike) and bool(alike)
+            settled = settled and not self._looking and not self._kinds.unknown
             self._watch = Watch(
                 self._backend,
                 self._store,
                 timing_only=settled and candidate is None and self._round % 2 == 0,
                 trial=candidate is not None,
             )
+            self._stepped = self._steps > 0
         self._search_norms(self._watch is not None)
         self._measured = self._plan is None or self._plan.tuned < TUNED
         if self._measured:
@@ -532,7 +547,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._trial is not None:
             self._kinds.tried(self._trial, record)
             return
-        self._kinds.watched(record)
+        self._kinds.watched(record, weighed=self._stepped and not watch.timing_only)
         if not watch.timing_only:
             over_bytes = watch.peak_bytes - self._leave_above_bytes
             self._surge_bytes = max(self._surge_bytes or 0, over_bytes)

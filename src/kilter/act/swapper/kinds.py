@@ -50,6 +50,8 @@ class Kind:
     """Made so far."""
     exceeded: bool = False
     """Its plan measured above the budget, and there is to be another."""
+    weighed: bool = False
+    """Its levels were looked at after an optimizer step, which makes the optimizer's state."""
     hopeless: bool = False
     less_bytes: int = 0
     """Taken off the budget because passes under a plan measured more than predicted."""
@@ -70,6 +72,8 @@ class Kinds:
         self._store = store
         self._link = link
         self._planner = planner
+        self.taken = 0.0
+        """Share of the way to the device that others take."""
         self._min_bytes = min_bytes
         self._by_events: dict[tuple[int, ...], Kind] = {}
         self._arena: torch.Tensor | None = None
@@ -103,7 +107,9 @@ class Kinds:
             if kind.plan or kind.hopeless or (kind.trials >= MAX_TRIALS and not kind.tried):
                 continue
             passes = kind.record.passes
-            if passes >= SETTLED_PASSES or (passes >= 2 and steps >= SETTLED_STEPS):
+            if passes >= SETTLED_PASSES or (
+                passes >= 2 and steps >= SETTLED_STEPS and kind.weighed
+            ):
                 return kind
         return None
 
@@ -120,18 +126,19 @@ class Kinds:
                 return other
         return None
 
-    def watched(self, record: PassRecord) -> None:
-        """A pass was watched to its end."""
+    def watched(self, record: PassRecord, *, weighed: bool) -> None:
+        """A pass was watched to its end; `weighed` if state was there and levels looked at."""
         kind = self._by_events.get(record.events)
         if kind is not None:
             kind.record.merge(record)
+            kind.weighed |= weighed
         elif record.timing_only:
             self.unknown = True
         else:
             if len(self._by_events) == MAX_KINDS:
                 plans = {events: kind.plan for events, kind in self._by_events.items()}
                 del self._by_events[min(plans, key=lambda events: plans[events] is not None)]
-            self._by_events[record.events] = Kind(record)
+            self._by_events[record.events] = Kind(record, weighed=weighed)
             self.unknown = False
 
     def tried(self, kind: Kind, record: PassRecord) -> None:
@@ -172,13 +179,14 @@ class Kinds:
         kind.hopeless = kind.plan is None
 
     def _ready(self, kind: Kind, budget_bytes: int, *, swap: bool) -> Ready:
+        link = self._link.less(self.taken)
         problem, numbers = kind.record.problem(
-            link=self._link,
+            link=link,
             budget_bytes=budget_bytes - budget_bytes // ROUNDING - kind.less_bytes,
             min_bytes=self._min_bytes,
             swap=swap,
         )
-        value = plan(problem, self._planner)
+        value = plan(problem, self._planner, hurry=not self.taken)
         offsets, total = arena(problem, value.schedule)
         places = {
             numbers[index]: (offset, problem.intervals[index].size_bytes)

@@ -60,6 +60,11 @@ class Watch:
         """Data so far."""
         return len(self._recorder.data)
 
+    @property
+    def event(self) -> int:
+        """Index of the present one."""
+        return self._recorder.event
+
     def enter(self, code: int, *, used: bool) -> None:
         """An event begins: the operation before it has ended."""
         import torch

@@ -13,6 +13,7 @@ from kilter.plan.swap.mix import mix
 from kilter.plan.swap.problem import Problem
 from kilter.plan.swap.simulate import Outcome, Schedule, simulate
 from kilter.plan.swap.spanning import spanning
+from kilter.plan.swap.unhurried import unhurried
 
 PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
     "mix": mix,
@@ -70,9 +71,11 @@ def plan(
     planner: str = "mix",
     *,
     bound: bool = False,
+    hurry: bool = True,
     clock: Callable[[], float] | None = None,
 ) -> MemoryPlan:
-    """The plan of one planner. `clock` times the planner (`solve_s`); planning itself reads none.
+    """The plan of one planner; without `hurry`, with loads that leave gaps for others on the link.
+    `clock` times the planner (`solve_s`); planning itself reads none.
 
     `UsageError` for an unknown planner or a bound without HiGHS; `PlanError` if nothing fits.
     """
@@ -80,6 +83,8 @@ def plan(
         raise UsageError(f"planner {planner!r} is not one of {', '.join(PLANNERS)}")
     begin = clock() if clock else 0.0
     schedule = PLANNERS[planner](problem)
+    if not hurry:
+        schedule = unhurried(problem, schedule)
     solve_s = clock() - begin if clock else None
     found = described(problem, schedule, simulate(problem, schedule), planner=planner)
     bound_s = relax(problem, recompute=planner not in SWAP_ONLY).bound_s if bound else None

@@ -8,7 +8,7 @@ during `k`. Time is another matter, and belongs to `simulate`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -44,6 +44,18 @@ class Link:
         """The factor on each direction's own rate while both directions are busy, at most 1."""
         alone = self.to_host_bytes_per_s + self.to_device_bytes_per_s
         return min(1.0, self.both_bytes_per_s / alone)
+
+    def less(self, taken: float) -> Link:
+        """What is left while others move data both ways and take a share of the way to the device
+        (0: nothing, the link as it is)."""
+        if not taken:
+            return self
+        to_device = self.to_device_bytes_per_s * self.shared * (1 - taken)
+        return replace(
+            self,
+            to_device_bytes_per_s=to_device,
+            both_bytes_per_s=self.to_host_bytes_per_s * self.shared + to_device,
+        )
 
     def out_s(self, size_bytes: float) -> float:
         """Time of one transfer to the host with the other direction idle."""

@@ -77,11 +77,13 @@ def ready(
     leave: list[list[int]] = [[] for _ in range(count + 1)]
     release: list[list[int]] = [[] for _ in range(count + 1)]
     load: list[list[int]] = [[] for _ in range(count + 1)]
+    deadlines = problem.deadlines(frozenset(value.schedule.remade))
     for move in value.schedule.moves:
         number = numbers[move.interval]
         leave[problem.intervals[move.interval].after + 1].append(number)
         release[move.release].append(number)
-        load[move.load].append(number)
+    for move in sorted(value.schedule.moves, key=lambda m: (deadlines[m.interval], m.interval)):
+        load[move.load].append(numbers[move.interval])
     for index in value.schedule.remade:
         release[problem.intervals[index].after + 1].append(numbers[index])
     remade = frozenset(numbers[index] for index in value.schedule.remade)

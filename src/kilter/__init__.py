@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kilter.act.branches import parallel
+    from kilter.act.divided import divided
     from kilter.act.size import size
     from kilter.app.govern import govern
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "govern", "parallel", "size"]
+__all__ = ["__version__", "divided", "govern", "parallel", "size"]
 
 _HOMES = {
+    "divided": "kilter.act.divided",
     "govern": "kilter.app.govern",
     "parallel": "kilter.act.branches",
     "size": "kilter.act.size",

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from kilter.act.fence import Fence
 from kilter.act.swapper.backend import Backend, HostMemoryError
+from kilter.act.swapper.collector import Collector
 from kilter.act.swapper.kinds import TUNED, Kind, Kinds
 from kilter.act.swapper.ready import Due, Ready
 from kilter.act.swapper.remake import EPS, recipe
@@ -113,7 +114,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         fence: Fence | None = None,
     ) -> None:
         self._backend = backend
-        self._store = Store(backend)
+        self._collector = Collector()
+        self._store = Store(backend, over=self._collector.let_go)
         self.budget_bytes = budget_bytes
         """May be changed until a plan is made for it."""
         self.may_plan = True
@@ -183,6 +185,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             handle.remove()
         self._norms.clear()
         self._search_norms(False)
+        self._collector.let_go()
         if self._store.within() is None:
             self._end_pass()
         self._plan = None
@@ -288,6 +291,7 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._steps += 1
+        self._collector.let_go()  # something unused may keep the pass alive
         self._boundary = self._store.within() is not None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -470,6 +474,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         return None
 
     def _drop(self, planned: Ready) -> None:
+        self._collector.let_go()
         self._plan = None
         self._deviated = True
         self._counts["deviations"] += 1
@@ -518,12 +523,15 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._measured = self._plan is None or self._plan.tuned < TUNED
         if self._measured:
             self._backend.peak_bytes()  # from here on
+        if self._plan is not None:
+            self._collector.hold()
         return within
 
     def _end_pass(self) -> None:
         if not self._open:
             return
         self._open = False
+        self._collector.let_go()
         self._counts["passes"] += 1
         planned = self._plan
         if self._measured:

@@ -8,6 +8,7 @@ counters: what was written to stays, and its next use raises the error of the pl
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kilter.act.swapper.backend import Backend, Event
@@ -156,8 +157,10 @@ def flat(saved: Saved) -> torch.Tensor:
 class Store:
     """All data that the engine follows, on the device and away from it."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, over: Callable[[], None] = lambda: None) -> None:
+        """`over` is called when nothing that was saved in a pass is left."""
         self._backend = backend
+        self._over = over
         self.unpack_hook: Any = None
         """Ours: it tells what we packed from what others did."""
         self.within = weakref.ref(Pass())
@@ -187,7 +190,7 @@ class Store:
     def begin(self) -> Pass:
         """A new pass. Who saves something in it holds it."""
         within = Pass()
-        self.within = weakref.ref(within)
+        self.within = weakref.ref(within, lambda _: self._over())
         owed = {leaf: [r for r in found if r() is not None] for leaf, found in self._owed.items()}
         self._owed = {leaf: found for leaf, found in owed.items() if found}
         self.beside_bytes = 0

@@ -4,6 +4,8 @@
 
 All rows of a workload come from one process, between two plain ones; times are medians of CUDA
 events around whole iterations, peaks are allocated memory, both measured once the plan has settled.
+The loop does not wait for the device; `waiting_s` is for one that does after each iteration, as to
+print its loss, so that each begins with the host behind.
 FILE gets one JSON object a line, as they come. `--identity` compares loss, every gradient and
 every parameter of some planned steps with those of plain ones, bit for bit, with deterministic
 kernels.
@@ -38,9 +40,9 @@ from kilter.plan.swap.problem import Link
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or matrix products may vary
 VOCABULARY = 50304
-LEAD_S = 0.04
-CLOCK_HZ = 2e9
-"""Of the counter that `torch.cuda._sleep` counts by, near enough."""
+RUN_IN = 4
+"""Iterations before the timed ones, without waiting in between: a host that starts with the device
+idle needs some to get ahead of it."""
 
 
 class Block(nn.Module):
@@ -193,8 +195,8 @@ class Row:
     ahead, it waits for the device."""
     bound_s: float | None = None
     """Of swapping alone, from plain's phases, this budget and the link; derived."""
-    led_s: float = 0.0
-    """Iteration time with the host well ahead at its begin: if shorter, the device waits for it."""
+    waiting_s: float = 0.0
+    """Iteration time if the program waits for the device after each."""
     peaks_bytes: tuple[int, ...] = ()
     """Of the passes that were measured while the plan settled."""
     late: int = 0
@@ -214,10 +216,13 @@ class Timing:
     host_s: tuple[float, ...]
 
 
-def timed(job: Job, count: int, lead_s: float = 0.0) -> Timing:
-    """With a lead the device sleeps before each iteration while the host goes ahead: what is faster
-    then had waited for the host."""
-    torch.cuda.synchronize()
+def timed(job: Job, count: int, *, waiting: bool = False) -> Timing:
+    """A loop that runs on, or one that waits for the device after each iteration."""
+    if not waiting:
+        for _ in range(RUN_IN):
+            job.step()
+    else:
+        torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     marks: list[torch.cuda.Event] = []
     clock: list[float] = []
@@ -228,20 +233,16 @@ def timed(job: Job, count: int, lead_s: float = 0.0) -> Timing:
         clock.append(time.perf_counter())
 
     for _ in range(count):
-        if lead_s:
-            torch.cuda._sleep(int(lead_s * CLOCK_HZ))
         mark()
         job.step(mark)
-    mark()
+        if waiting:
+            torch.cuda.synchronize()
     torch.cuda.synchronize()
     device_s = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(marks)]
     host_s = [b - a for a, b in pairwise(clock)]
     phases = [tuple(device_s[i : i + 3]) for i in range(0, 4 * count, 4)]
     return Timing(
-        statistics.median(
-            sum(phase) if lead_s else a.elapsed_time(b) * 1e-3
-            for phase, (a, b) in zip(phases, pairwise(marks[::4]), strict=True)
-        ),
+        statistics.median(sum(phase) for phase in phases),
         torch.cuda.max_memory_allocated(),
         tuple(statistics.median(phase[i] for phase in phases) for i in range(3)),
         tuple(statistics.median(host_s[i::4]) for i in range(3)),
@@ -269,13 +270,13 @@ def ours(job: Job, base: Row, link: Link, count: int) -> tuple[Row, PassRecord |
             if report.settled or (done > 5 and not report.plans):
                 break
         planned = bool(report.plans)  # else it spills on demand, which takes seconds
-        timing = timed(job, count if planned else 1)
-        led_s = timed(job, 3, LEAD_S).iteration_s if planned else 0.0
+        timing = timed(job, count) if planned else timed(job, 1, waiting=True)
+        waiting_s = timed(job, 3, waiting=True).iteration_s if planned else 0.0
         report = swapper.report()
     row = replace(
         base,
         **vars(timing),
-        led_s=led_s,
+        waiting_s=waiting_s,
         late=report.late,
         deviations=report.deviations,
         host_bytes=report.host_bytes,
@@ -333,7 +334,8 @@ def measure(name: str, link: Link, options: argparse.Namespace, tell: Tell) -> N
         )
         print(
             f"{name} {row.mode} {row.iteration_s * 1e3:.1f} ms {row.peak_bytes / GIB:.2f} GiB",
-            f"({share:.3f}) {in_ms(row.device_s)} {extra} {row.swapped}+{row.remade}",
+            f"({share:.3f}) {in_ms(row.device_s)} waiting {in_ms((row.waiting_s,))}",
+            f"{extra} {row.swapped}+{row.remade}",
             f"late {row.late} {row.refused[:1]}",
             flush=True,
         )
@@ -342,7 +344,8 @@ def measure(name: str, link: Link, options: argparse.Namespace, tell: Tell) -> N
         for _ in range(3):
             job.step()
         timing = timed(job, options.count)
-        add(Row(name, mode, led_s=timed(job, 3, LEAD_S).iteration_s, **vars(timing)))
+        waiting_s = timed(job, 3, waiting=True).iteration_s
+        add(Row(name, mode, waiting_s=waiting_s, **vars(timing)))
         return timing
 
     before = plain("plain")
@@ -351,7 +354,8 @@ def measure(name: str, link: Link, options: argparse.Namespace, tell: Tell) -> N
         for _ in range(2):
             job.step()
         checkpoint = timed(job, options.count)
-    add(Row(name, "checkpoint", **vars(checkpoint)))
+        waiting_s = timed(job, 3, waiting=True).iteration_s
+    add(Row(name, "checkpoint", waiting_s=waiting_s, **vars(checkpoint)))
     budgets = {f"{share} %": share * plain_bytes // 100 for share in numbers(options.shares)}
     budgets["as checkpoint"] = checkpoint.peak_bytes
     for share in numbers(options.swap_shares):
@@ -371,7 +375,7 @@ def measure(name: str, link: Link, options: argparse.Namespace, tell: Tell) -> N
     if options.offload and in_time and f"{name} save_on_cpu" not in options.skip:
         with torch.autograd.graph.save_on_cpu(pin_memory=True):
             job.step()
-            add(Row(name, "save_on_cpu", **vars(timed(job, 2))))
+            add(Row(name, "save_on_cpu", **vars(timed(job, 2, waiting=True))))
     plain("plain again")
 
 

@@ -70,6 +70,10 @@ class Charge:
         """The groups' options when the first gradient arrived."""
         self.marks: list[tuple[int, Event]] = []
         self.arrives_s: dict[int, float] = {}
+        self.at: dict[int, int | None] = {}
+        """By parameter, the operation of the pass in which its gradient arrives."""
+        self.due_s: tuple[float, ...] = ()
+        """When the buckets are visited, where somebody knows better than `arrives_s`."""
         self.seen: dict[int, tuple[int, int]] = {}
         """Storage and version of gradients as they arrived."""
         self.stash: list[tuple[Any, torch.Tensor]] = []

@@ -20,25 +20,19 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kilter.act.fence import Fence
-from kilter.act.swapper.backend import Backend, HostMemoryError
+from kilter.act.swapper.backend import Backend
 from kilter.act.swapper.charge import Charge, Phase
 from kilter.act.swapper.gradients import Followed, GradientConsumed, Gradients, Place
+from kilter.act.swapper.rounds import Rounds
 from kilter.act.swapper.stream import StateBucket, Stream, Where, size_of
 from kilter.core.errors import UsageError
 from kilter.core.plan import GRADIENTS
-from kilter.core.units import MIB, show_bytes
+from kilter.core.units import MIB
 from kilter.plan.swap.problem import Link
-from kilter.plan.swap.state import (
-    Bucket,
-    StatePlan,
-    Update,
-    in_buckets,
-    least_room_bytes,
-    plan_state,
-)
+from kilter.plan.swap.state import Bucket, StatePlan, Update, in_buckets
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +47,8 @@ class StateReport:
 
     consuming: bool
     """Gradients of at least one optimizer are used up in backward."""
+    watching: bool
+    """It is not decided yet whether those of another one may be."""
     visits: int
     """Buckets updated in backward."""
     late: int
@@ -71,6 +67,16 @@ class StateReport:
     """Why gradients are kept or state stays."""
 
 
+class Visits(NamedTuple):
+    """Buckets of state in the order of their visits."""
+
+    buckets: tuple[Bucket, ...]
+    at: tuple[int, ...]
+    """Operations of the pass in which their last gradients arrive."""
+    plan: StatePlan | None
+    """By which they stream now."""
+
+
 class StateMover(AbstractContextManager["StateMover"]):
     """Keeps gradients and optimizer state off the device while nothing needs them.
 
@@ -80,7 +86,8 @@ class StateMover(AbstractContextManager["StateMover"]):
     not look at the code, "keep" never does.
 
     `before_update` is told which parameters are about to change, `changed` that the memory which
-    gradients and state take is another from now on.
+    gradients and state take is another from now on. `event` tells which operation of the pass is
+    being issued, where that is known.
     """
 
     def __init__(
@@ -94,19 +101,19 @@ class StateMover(AbstractContextManager["StateMover"]):
         min_bytes: int = MIB // 16,
         before_update: Callable[[Iterable[torch.Tensor]], None] | None = None,
         changed: Callable[[], None] | None = None,
+        event: Callable[[], int | None] | None = None,
         fence: Fence | None = None,
     ) -> None:
         if gradients not in GRADIENTS:
             raise UsageError(f"gradients {gradients!r} is not one of {', '.join(GRADIENTS)}")
         self._backend = backend
-        self._link = link
         self._stream = Stream(backend, min_bytes)
         self._gradients = gradients
         self.room_bytes = room_bytes
         """May be changed; what follows from it is done after the next step."""
         self._bucket_bytes = bucket_bytes
-        self._before_update = before_update
-        self._changed = changed
+        self._changed = changed or (lambda: None)
+        self._event = event or (lambda: None)
         self._fence = fence
         self._charges: weakref.WeakKeyDictionary[Any, Charge] = weakref.WeakKeyDictionary()
         self._access = Gradients()
@@ -120,7 +127,9 @@ class StateMover(AbstractContextManager["StateMover"]):
         self._guard: Any = None
         """On modules, between the first gradient and the step."""
         self._visits = 0
-        self._late = 0
+        self._rounds = Rounds(
+            backend, self._stream, link, self._access, before_update, self._changed
+        )
 
     # Begin and end
 
@@ -147,7 +156,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             if charge.took:
                 charge.say("parameters were updated in backward, and no step followed")
             self._unstash(charge)
-            self._bring_home(charge)
+            self._rounds.bring_home(charge)
             for handle in charge.handles:
                 handle.remove()
         for handle in self._handles:
@@ -185,8 +194,9 @@ class StateMover(AbstractContextManager["StateMover"]):
         away_bytes = sum(b.size_bytes for b in buckets if b.where is Where.AWAY)
         return StateReport(
             consuming=any(c.phase is Phase.CONSUMING for c in charges),
+            watching=any(c.phase is Phase.WATCHING for c in charges) or not charges,
             visits=self._visits,
-            late=self._late,
+            late=self._rounds.late,
             out_bytes=self._stream.out_bytes,
             in_bytes=self._stream.in_bytes,
             host_bytes=self._stream.host_bytes,
@@ -231,7 +241,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         for charge in self._charges.values():
             if charge.streams or charge.phase is not Phase.KEEPING:
                 charge.phase, charge.streams = Phase.KEEPING, False
-                self._bring_home(charge)
+                self._rounds.bring_home(charge)
 
     # Who is there
 
@@ -258,7 +268,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         if charge is not None:
             if charge.took:
                 raise GradientConsumed("the optimizer's parameters changed before the step")
-            self._bring_home(charge)
+            self._rounds.bring_home(charge)
             for handle in charge.handles:
                 handle.remove()
             self._forget(charge)
@@ -334,6 +344,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             charge.settings = charge.options()
         if charge.phase is Phase.WATCHING:
             charge.marks.append((id(parameter), self._backend.mark()))
+            charge.at[id(parameter)] = self._event()
             charge.watch(parameter, gradient)
             return
         number = charge.bucket_of[id(parameter)]
@@ -345,10 +356,10 @@ class StateMover(AbstractContextManager["StateMover"]):
             if charge.altered:
                 charge.object_to("the optimizer's parameters changed")
                 return
-            self._open(charge)
+            self._rounds.begin(charge)
         if bucket.missing == 0:
             self._visits += 1
-            self._visit(charge, number, keep=False)
+            self._rounds.visit(charge, number, keep=False)
 
     def _module_runs(self, module: Any, inputs: Any) -> None:
         """Between the first gradient and the step only checkpointing runs modules, and only such
@@ -379,13 +390,13 @@ class StateMover(AbstractContextManager["StateMover"]):
             f.steps()
         if charge.streams:
             if not charge.open:
-                self._open(charge)
+                self._rounds.begin(charge)
             for number, bucket in enumerate(charge.buckets):
                 if bucket.streamed or charge.plan is None:
-                    self._visit(charge, number, keep=True)
+                    self._rounds.visit(charge, number, keep=True)
                 else:  # left to the program's own step
-                    self._then(charge, number)
-        self._close(charge)
+                    self._rounds.pass_by(charge, number)
+        self._rounds.end(charge)
         self._access.quiet = True
 
     def _before_closure(self, charge: Charge) -> None:
@@ -394,7 +405,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         charge.object_to("optimizer.step is given a closure")
         if charge.streams:
             charge.keep_state("optimizer.step is given a closure")
-            self._bring_home(charge)
+            self._rounds.bring_home(charge)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         charge = self._charges[optimizer]
@@ -422,15 +433,15 @@ class StateMover(AbstractContextManager["StateMover"]):
             charge.room_bytes = self.room_bytes
             charge.streams = self.room_bytes is not None
             if not charge.streams:
-                self._bring_home(charge)
+                self._rounds.bring_home(charge)
             charge.plan = None
         if charge.steps == 1:
             charge.order_state()
-            self._adopt(charge)
+            self._rounds.adopt(charge)
         if charge.streams and (armed or charge.plan is None):
-            self._plan(charge)
+            self._rounds.plan(charge)
         consuming = charge.phase is Phase.CONSUMING
-        if consuming != charge.told and self._changed is not None:
+        if consuming != charge.told:
             self._changed()
         charge.told = consuming
         self._rest()
@@ -438,207 +449,39 @@ class StateMover(AbstractContextManager["StateMover"]):
         charge.marks.clear()
         charge.seen.clear()
 
-    def _adopt(self, charge: Charge) -> None:
-        """Know the state of all buckets."""
+    def visits(self) -> Visits | None:
+        """What streams, or could, beside the computation: the state of the only optimizer, if its
+        gradients are consumed and it is known where in the pass they arrive."""
+        charges = [charge for charge in self._charges.values() if charge.followed]
+        if len(charges) != 1 or charges[0].phase is not Phase.CONSUMING:
+            return None
+        (charge,) = charges
+        at = []
         for bucket in charge.buckets:
-            if bucket.flat is None:
-                self._stream.adopt(bucket, charge.optimizer.state)
+            found = [charge.at.get(id(p)) for p in bucket.members if id(p) in charge.at]
+            if not found or None in found:
+                return None
+            at.append(max(event for event in found if event is not None))
+        if at != sorted(at):
+            return None
+        return Visits(tuple(self._rounds.cuts(charge)), tuple(at), charge.plan)
 
-    def least_room_bytes(self, stall_s: float) -> int:
-        """The least room in which optimizer state would stream with at most so much waiting in each
-        iteration (simulated), after the watched iterations."""
-        return sum(
-            least_room_bytes(self._cuts(charge), link=self._link, stall_s=stall_s)
-            for charge in self._charges.values()
-        )
+    def make_room(
+        self, room_bytes: int, *, due_s: Sequence[float] = (), link: Link | None = None
+    ) -> None:
+        """From the next step on so much state stays. `due_s` and `link` are for the only optimizer:
+        when its buckets are visited, from the first gradient on, and what is left of the link."""
+        self.room_bytes = room_bytes
+        if link is not None:
+            self._rounds.link = link
+        for charge in self._charges.values():
+            charge.due_s = tuple(due_s)
+            charge.room_bytes = None  # plan anew
 
     def _unstash(self, charge: Charge) -> None:
         for parameter, gradient in charge.stash:
             self._access.put(parameter, gradient)
         charge.stash.clear()
-
-    # Rounds of visits
-
-    def _open(self, charge: Charge) -> None:
-        charge.open = True
-        if charge.plan is not None:
-            self._load_planned(charge, charge.plan.begin)
-
-    def _visit(self, charge: Charge, number: int, *, keep: bool) -> None:
-        """Update the parameters of a bucket that have a gradient."""
-        bucket = charge.buckets[number]
-        gradients = [(p, self._access.get(p)) for p in bucket.members]
-        ready = [(p, gradient) for p, gradient in gradients if gradient is not None]
-        if ready:
-            if bucket.where is not Where.HERE:
-                self._bring(charge, bucket)
-            if self._before_update is not None:
-                self._before_update([p for p, _ in ready])
-            self._update(charge, [p for p, _ in ready])
-            for parameter, gradient in ready:
-                self._access.put(parameter, None)
-                if keep:
-                    charge.stash.append((parameter, gradient))
-                else:
-                    self._access.followed[id(parameter)].taken()
-            if charge.streams and charge.plan is None:
-                if bucket.flat is None:
-                    self._stream.adopt(bucket, charge.optimizer.state)
-                self._shed(charge)
-            if bucket.streamed:
-                self._leave(charge, bucket)
-        self._then(charge, number)
-
-    def _update(self, charge: Charge, parameters: Sequence[Any]) -> None:
-        """The optimizer's own step on some of its parameters, without its hooks."""
-        torch = self._torch
-        optimizer = charge.optimizer
-        groups = optimizer.param_groups
-        chosen: dict[int, list[Any]] = {}
-        for parameter in parameters:
-            chosen.setdefault(charge.group_of[id(parameter)], []).append(parameter)
-        device_type = self._backend.device.type
-        optimizer.param_groups = [{**groups[i], "params": chosen[i]} for i in sorted(chosen)]
-        self._access.quiet = True
-        try:
-            if charge.phase is Phase.CONSUMING and torch.is_autocast_enabled(device_type):
-                with torch.autocast(device_type, enabled=False):
-                    type(optimizer).step.__wrapped__(optimizer)
-            else:
-                type(optimizer).step.__wrapped__(optimizer)
-        finally:
-            self._access.quiet = False
-            optimizer.param_groups = groups
-
-    def _then(self, charge: Charge, number: int) -> None:
-        """What the plan issues after a visit."""
-        plan = charge.plan
-        if plan is None or number in charge.visited:
-            return
-        charge.visited.add(number)
-        for i in plan.release[number]:
-            if charge.buckets[i].where is Where.LEAVING:
-                self._evict(charge, charge.buckets[i])
-        self._load_planned(charge, plan.load[number])
-
-    def _load_planned(self, charge: Charge, numbers: Iterable[int]) -> None:
-        assert charge.room_bytes is not None
-        assert charge.plan is not None
-        room_bytes = max(charge.room_bytes, charge.plan.peak_bytes)
-        for i in numbers:
-            bucket = charge.buckets[i]
-            fits = self._stream.held_bytes + bucket.size_bytes <= room_bytes
-            if bucket.where is Where.AWAY and fits and i not in charge.visited:
-                self._stream.load(bucket)
-
-    def _close(self, charge: Charge) -> None:
-        """All updates are done: what streams goes, what did not need its state drops it."""
-        charge.open = False
-        charge.visited.clear()
-        for bucket in charge.buckets:
-            bucket.missing = bucket.awaited
-            if not bucket.streamed or bucket.where is Where.AWAY:
-                continue
-            if bucket.lent:
-                self._leave(charge, bucket)
-            self._evict(charge, bucket)
-
-    # Streaming
-
-    def _cuts(self, charge: Charge) -> list[Bucket]:
-        cuts, first = [], 0
-        for bucket in charge.buckets:
-            cuts.append(
-                Bucket(
-                    first=first,
-                    count=len(bucket.members),
-                    gradient_bytes=bucket.gradient_bytes,
-                    state_bytes=bucket.size_bytes,
-                    due_s=max(charge.arrives_s.get(id(p), 0.0) for p in bucket.members),
-                )
-            )
-            first += len(bucket.members)
-        return cuts
-
-    def _plan(self, charge: Charge) -> None:
-        assert charge.room_bytes is not None
-        mine_bytes = sum(b.size_bytes for b in charge.buckets if b.where is not Where.AWAY)
-        room_bytes = charge.room_bytes - (self._stream.held_bytes - mine_bytes)
-        least_bytes = max(b.size_bytes for b in charge.buckets)
-        if room_bytes < least_bytes:
-            charge.say(
-                f"optimizer state streams through no less than {show_bytes(least_bytes)}; "
-                f"{show_bytes(max(0, room_bytes))} of room were left for it"
-            )
-            room_bytes = least_bytes
-        plan = plan_state(self._cuts(charge), room_bytes=room_bytes, link=self._link)
-        charge.plan = plan
-        for number, bucket in enumerate(charge.buckets):
-            bucket.streamed = number in plan.streamed
-            if bucket.streamed and bucket.where is Where.HERE:
-                self._leave_at_once(charge, bucket)
-        for bucket in charge.buckets:
-            if not bucket.streamed:
-                self._bring(charge, bucket)
-        if self._changed is not None:
-            self._changed()
-
-    def _shed(self, charge: Charge) -> None:
-        """State is being made and nothing is planned yet: the oldest leaves while there is more
-        than room for."""
-        assert charge.room_bytes is not None
-        for bucket in charge.buckets:
-            if self._stream.held_bytes <= charge.room_bytes:
-                return
-            if bucket.where is Where.HERE and bucket.size_bytes:
-                self._leave_at_once(charge, bucket)
-
-    def _leave_at_once(self, charge: Charge, bucket: StateBucket) -> None:
-        self._leave(charge, bucket)
-        if bucket.where is Where.LEAVING:
-            self._evict(charge, bucket)
-
-    def _evict(self, charge: Charge, bucket: StateBucket) -> None:
-        if not self._stream.evict(bucket):
-            charge.say("optimizer state stays where the program holds it")
-
-    def _leave(self, charge: Charge, bucket: StateBucket) -> None:
-        """Start the way to the host; without host memory the bucket stays for good."""
-        try:
-            self._stream.leave(bucket, charge.optimizer.state)
-        except HostMemoryError as error:
-            bucket.streamed = False
-            charge.say(f"optimizer state stays: {error}")
-
-    def _bring(self, charge: Charge, bucket: StateBucket) -> None:
-        """Have the state on the device from here on, even if nothing was prepared for that."""
-        if bucket.where is Where.AWAY:
-            self._late += charge.open
-            for other in charge.buckets:
-                if other.where is Where.LEAVING:
-                    self._evict(charge, other)
-        self._stream.bring(bucket)
-
-    def _bring_home(self, charge: Charge) -> None:
-        """All state on the device for good, or in host tensors if it does not fit there."""
-        charge.plan = None
-        for bucket in charge.buckets:
-            try:
-                self._stream.bring(bucket)
-                if bucket.flat is not None:
-                    self._stream.separate(bucket)
-            except self._torch.OutOfMemoryError:
-                if bucket.sharded:
-                    raise
-                self._keep_on_host(charge, bucket)
-            self._stream.disown(bucket, charge.optimizer.state)
-        self._adopt(charge)
-
-    def _keep_on_host(self, charge: Charge, bucket: StateBucket) -> None:
-        if bucket.where is Where.AWAY:
-            for p, key, value in self._stream.copies(bucket):
-                charge.optimizer.state[p] |= {key: value}
-            charge.say("optimizer state did not fit the device and is on the host")
 
     # Checkpoints
 
@@ -669,5 +512,5 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._stream.disown(bucket, {})
             if charge.streams:
                 self._stream.adopt(bucket, optimizer.state)
-                self._shed(charge)
+                self._rounds.shed(charge)
         charge.plan = None

@@ -19,8 +19,10 @@ from kilter.plan.swap.state import Bucket, StatePlan, plan_state
 
 COARSE = 8
 """Rooms tried first, as parts of all state."""
-FINE = 2
+FINE = 1
 """How often the distance between rooms is halved around the best."""
+WORTH = 0.01
+"""Of the iteration, what streaming has to save."""
 MOST_TAKEN = 0.95
 """Of the way to the device, what one of the two may take."""
 
@@ -37,6 +39,8 @@ class Joint:
     """Share of the way to the device in backward that state takes."""
     left: Link
     """For state: the link less what feature maps take."""
+    due_s: tuple[float, ...]
+    """When the buckets are visited, from the first gradient on."""
 
 
 def away_bytes(
@@ -61,8 +65,9 @@ def away_bytes(
 
 
 def joint(problem: Problem, buckets: Sequence[Bucket], at: Sequence[int]) -> Joint:
-    """The best room. `problem` has all state on the device; `at` are the operations in which
-    the buckets' last gradients arrive. `PlanError` if no room is small enough for the budget.
+    """The best room; all of the state, if that is fast enough (`WORTH`). `problem` has all state on
+    the device; `at` are the operations in which the buckets' last gradients arrive. `PlanError` if
+    no room is small enough for the budget.
 
     The least of `COARSE` evenly spread rooms, refined between its neighbours.
     """
@@ -87,6 +92,8 @@ def joint(problem: Problem, buckets: Sequence[Bucket], at: Sequence[int]) -> Joi
     while step > 1:
         step //= 2
         best = min((best, best - step, min(parts, best + step)), key=time_at)
+    if time_at(parts) <= (1 + WORTH) * time_at(best):
+        best = parts
     found = tried[best]
     if found is None:
         raise PlanError(
@@ -121,7 +128,8 @@ def beside(
         begins.append(outcome.iteration_s)
         span_s = max(begins[-1] - begins[at[0]], 1e-9)
         left = link.less(min(MOST_TAKEN, maps.in_bytes / (rate * span_s)))
-        state = plan_state(_due(buckets, at, begins), room_bytes=room_bytes, link=left)
+        visited = _due(buckets, at, begins)
+        state = plan_state(visited, room_bytes=room_bytes, link=left)
     except PlanError:
         return None
     return Joint(
@@ -130,6 +138,7 @@ def beside(
         iteration_s=maps.iteration_s + state.stall_s,
         taken=taken,
         left=left,
+        due_s=tuple(bucket.due_s for bucket in visited),
     )
 
 

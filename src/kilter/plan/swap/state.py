@@ -120,20 +120,6 @@ def plan_state(buckets: Sequence[Bucket], *, room_bytes: int, link: Link) -> Sta
     return min(found, key=lambda plan: (plan.stall_s, plan.moved_bytes, plan.peak_bytes))
 
 
-def least_room_bytes(buckets: Sequence[Bucket], *, link: Link, stall_s: float) -> int:
-    """The least room in which the buckets stream with at most `stall_s` of waiting (found by
-    bisection, to a hundredth of all state)."""
-    most_bytes = sum(b.state_bytes for b in buckets)
-    low_bytes = max((b.state_bytes for b in buckets), default=0)
-    while most_bytes - low_bytes > max(1, sum(b.state_bytes for b in buckets) // 100):
-        room_bytes = (low_bytes + most_bytes) // 2
-        if plan_state(buckets, room_bytes=room_bytes, link=link).stall_s <= stall_s:
-            most_bytes = room_bytes
-        else:
-            low_bytes = room_bytes
-    return most_bytes
-
-
 def _candidates(buckets: Sequence[Bucket], room_bytes: int) -> Iterator[frozenset[int]]:
     """Sets of buckets to stream that leave room for themselves, evenly spread."""
     total_bytes = sum(b.state_bytes for b in buckets)

@@ -1,0 +1,241 @@
+"""Rounds of visits to an optimizer's buckets: state comes, parameters are updated, state goes.
+
+A round begins with the first gradient and ends with the program's step. What comes and goes when is
+planned (`plan/swap/state.py`); a bucket that finds its state away fetches it then and there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kilter.act.swapper.backend import Backend, HostMemoryError
+from kilter.act.swapper.charge import Charge, Phase
+from kilter.act.swapper.gradients import Gradients
+from kilter.act.swapper.stream import StateBucket, Stream, Where
+from kilter.core.units import show_bytes
+from kilter.plan.swap.problem import Link
+from kilter.plan.swap.state import Bucket, plan_state
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Rounds:
+    """What is done with the buckets of all optimizers. `before_update` is told which parameters are
+    about to change, `changed` that state takes another amount of memory from now on."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        stream: Stream,
+        link: Link,
+        gradients: Gradients,
+        before_update: Callable[[Iterable[torch.Tensor]], None] | None,
+        changed: Callable[[], None],
+    ) -> None:
+        self._backend = backend
+        self._stream = stream
+        self.link = link
+        """What is left of it for state."""
+        self._access = gradients
+        self._before_update = before_update
+        self._changed = changed
+        self.late = 0
+        """Visits that found their state away and fetched it then and there."""
+
+    def begin(self, charge: Charge) -> None:
+        charge.open = True
+        if charge.plan is not None:
+            self._load_planned(charge, charge.plan.begin)
+
+    def visit(self, charge: Charge, number: int, *, keep: bool) -> None:
+        """Update the parameters of a bucket that have a gradient."""
+        bucket = charge.buckets[number]
+        gradients = [(p, self._access.get(p)) for p in bucket.members]
+        ready = [(p, gradient) for p, gradient in gradients if gradient is not None]
+        if ready:
+            if bucket.where is not Where.HERE:
+                self._bring(charge, bucket)
+            if self._before_update is not None:
+                self._before_update([p for p, _ in ready])
+            self._update(charge, [p for p, _ in ready])
+            for parameter, gradient in ready:
+                self._access.put(parameter, None)
+                if keep:
+                    charge.stash.append((parameter, gradient))
+                else:
+                    self._access.followed[id(parameter)].taken()
+            if charge.streams and charge.plan is None:
+                if bucket.flat is None:
+                    self._stream.adopt(bucket, charge.optimizer.state)
+                self.shed(charge)
+            if bucket.streamed:
+                self._leave(charge, bucket)
+        self.pass_by(charge, number)
+
+    def _update(self, charge: Charge, parameters: Sequence[Any]) -> None:
+        """The optimizer's own step on some of its parameters, without its hooks."""
+        import torch
+
+        optimizer = charge.optimizer
+        groups = optimizer.param_groups
+        chosen: dict[int, list[Any]] = {}
+        for parameter in parameters:
+            chosen.setdefault(charge.group_of[id(parameter)], []).append(parameter)
+        device_type = self._backend.device.type
+        optimizer.param_groups = [{**groups[i], "params": chosen[i]} for i in sorted(chosen)]
+        self._access.quiet = True
+        try:
+            if charge.phase is Phase.CONSUMING and torch.is_autocast_enabled(device_type):
+                with torch.autocast(device_type, enabled=False):
+                    type(optimizer).step.__wrapped__(optimizer)
+            else:
+                type(optimizer).step.__wrapped__(optimizer)
+        finally:
+            self._access.quiet = False
+            optimizer.param_groups = groups
+
+    def pass_by(self, charge: Charge, number: int) -> None:
+        """What the plan issues after a visit."""
+        plan = charge.plan
+        if plan is None or number in charge.visited:
+            return
+        charge.visited.add(number)
+        for i in plan.release[number]:
+            if charge.buckets[i].where is Where.LEAVING:
+                self._evict(charge, charge.buckets[i])
+        self._load_planned(charge, plan.load[number])
+
+    def _load_planned(self, charge: Charge, numbers: Iterable[int]) -> None:
+        assert charge.room_bytes is not None
+        assert charge.plan is not None
+        room_bytes = max(charge.room_bytes, charge.plan.peak_bytes)
+        for i in numbers:
+            bucket = charge.buckets[i]
+            fits = self._stream.held_bytes + bucket.size_bytes <= room_bytes
+            if bucket.where is Where.AWAY and fits and i not in charge.visited:
+                self._stream.load(bucket)
+
+    def end(self, charge: Charge) -> None:
+        """All updates are done: what streams goes, what did not need its state drops it."""
+        charge.open = False
+        charge.visited.clear()
+        for bucket in charge.buckets:
+            bucket.missing = bucket.awaited
+            if not bucket.streamed or bucket.where is Where.AWAY:
+                continue
+            if bucket.lent:
+                self._leave(charge, bucket)
+            self._evict(charge, bucket)
+
+    # Come and go
+
+    def adopt(self, charge: Charge) -> None:
+        """Know the state of all buckets."""
+        for bucket in charge.buckets:
+            if bucket.flat is None:
+                self._stream.adopt(bucket, charge.optimizer.state)
+
+    def cuts(self, charge: Charge) -> list[Bucket]:
+        """Its buckets as planners see them. With gradients kept all are visited at once."""
+        due_s: Sequence[float] = charge.due_s or [
+            max(charge.arrives_s.get(id(p), 0.0) for p in bucket.members)
+            for bucket in charge.buckets
+        ]
+        if charge.phase is Phase.KEEPING:
+            due_s = [0.0] * len(charge.buckets)
+        cuts, first = [], 0
+        for bucket, bucket_due_s in zip(charge.buckets, due_s, strict=True):
+            cuts.append(
+                Bucket(
+                    first=first,
+                    count=len(bucket.members),
+                    gradient_bytes=bucket.gradient_bytes,
+                    state_bytes=bucket.size_bytes,
+                    due_s=bucket_due_s,
+                )
+            )
+            first += len(bucket.members)
+        return cuts
+
+    def plan(self, charge: Charge) -> None:
+        assert charge.room_bytes is not None
+        mine_bytes = sum(b.size_bytes for b in charge.buckets if b.where is not Where.AWAY)
+        room_bytes = charge.room_bytes - (self._stream.held_bytes - mine_bytes)
+        least_bytes = max(b.size_bytes for b in charge.buckets)
+        if room_bytes < least_bytes:
+            charge.say(
+                f"optimizer state streams through no less than {show_bytes(least_bytes)}; "
+                f"{show_bytes(max(0, room_bytes))} of room were left for it"
+            )
+            room_bytes = least_bytes
+        plan = plan_state(self.cuts(charge), room_bytes=room_bytes, link=self.link)
+        charge.plan = plan
+        for number, bucket in enumerate(charge.buckets):
+            bucket.streamed = number in plan.streamed
+            if bucket.streamed and bucket.where is Where.HERE:
+                self._leave_at_once(charge, bucket)
+        for bucket in charge.buckets:
+            if not bucket.streamed:
+                self._bring(charge, bucket)
+        self._changed()
+
+    def shed(self, charge: Charge) -> None:
+        """State is being made and nothing is planned yet: the oldest leaves while there is more
+        than room for."""
+        assert charge.room_bytes is not None
+        for bucket in charge.buckets:
+            if self._stream.held_bytes <= charge.room_bytes:
+                return
+            if bucket.where is Where.HERE and bucket.size_bytes:
+                self._leave_at_once(charge, bucket)
+
+    def _leave_at_once(self, charge: Charge, bucket: StateBucket) -> None:
+        self._leave(charge, bucket)
+        if bucket.where is Where.LEAVING:
+            self._evict(charge, bucket)
+
+    def _evict(self, charge: Charge, bucket: StateBucket) -> None:
+        if not self._stream.evict(bucket):
+            charge.say("optimizer state stays where the program holds it")
+
+    def _leave(self, charge: Charge, bucket: StateBucket) -> None:
+        """Start the way to the host; without host memory the bucket stays for good."""
+        try:
+            self._stream.leave(bucket, charge.optimizer.state)
+        except HostMemoryError as error:
+            bucket.streamed = False
+            charge.say(f"optimizer state stays: {error}")
+
+    def _bring(self, charge: Charge, bucket: StateBucket) -> None:
+        """Have the state on the device from here on, even if nothing was prepared for that."""
+        if bucket.where is Where.AWAY:
+            self.late += charge.open
+            for other in charge.buckets:
+                if other.where is Where.LEAVING:
+                    self._evict(charge, other)
+        self._stream.bring(bucket)
+
+    def bring_home(self, charge: Charge) -> None:
+        """All state on the device for good, or in host tensors if it does not fit there."""
+        import torch
+
+        charge.plan = None
+        for bucket in charge.buckets:
+            try:
+                self._stream.bring(bucket)
+                if bucket.flat is not None:
+                    self._stream.separate(bucket)
+            except torch.OutOfMemoryError:
+                if bucket.sharded:
+                    raise
+                self._keep_on_host(charge, bucket)
+            self._stream.disown(bucket, charge.optimizer.state)
+        self.adopt(charge)
+
+    def _keep_on_host(self, charge: Charge, bucket: StateBucket) -> None:
+        if bucket.where is Where.AWAY:
+            for p, key, value in self._stream.copies(bucket):
+                charge.optimizer.state[p] |= {key: value}
+            charge.say("optimizer state did not fit the device and is on the host")

@@ -133,12 +133,23 @@ def test_a_budget_is_met_by_moving_as_little_as_does_it() -> None:
     assert between.plan is not None
     assert between.plan.iteration_s >= between.compute_s * (1 - 1e-9)
     assert between.plan.peak_bytes <= between.budget_bytes
+    assert between.division is not None
+    assert between.division.pieces in (2, 4)
+    assert between.division.plan.swapped == between.division.plan.remade == 0
     deeper = found.fit(int(1.05 * least[-1][1]))
     assert deeper.fits
     assert "optimizer state on the host" in deeper.how
     never = found.fit(least[-1][1] // 2)
     assert not never.fits
     assert never.plan is None
+
+
+def test_no_pieces_where_batch_norm_would_see_another_batch() -> None:
+    layers = (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU())
+    found = kilter.size(nn.Sequential(*layers * 4), torch.randn(16 * WIDTH, WIDTH))
+    fit = found.fit((found.peak_bytes + found.least_bytes[0][1]) // 2)
+    assert fit.fits
+    assert fit.division is None
 
 
 @pytest.mark.parametrize(

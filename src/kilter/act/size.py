@@ -11,6 +11,7 @@ from kilter.core.errors import PlanError, UsageError
 from kilter.core.label import Label
 from kilter.core.units import MIB, show_bytes, show_fraction, show_time
 from kilter.plan.swap.choose import MemoryPlan, plan
+from kilter.plan.swap.microbatch import Division, divide, divided
 from kilter.plan.swap.problem import H200_PCIE5, Link, Problem
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class Fit:
     """For feature maps; None where none is needed, or none is possible."""
     compute_s: float
     """Forward and backward with everything kept."""
+    division: Division | None
+    """The fewest equal pieces of the batch that fit with everything kept (`kilter.divided`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,11 @@ class Size:
     shapes: Shapes
     card: str
     link: Link
+    samples: int | None
+    """In the first dimension of all inputs, if they agree on that."""
+    batch_norm: bool
+    launch_s: float
+    """What an operation takes on the card however small its batch."""
     label: Label = Label.SIMULATED
 
     @property
@@ -80,7 +88,8 @@ class Size:
         compute_s = sum(shapes.record.operation_s)
         fit = partial(Fit, budget_bytes=budget_bytes, compute_s=compute_s)
         if self.peak_bytes <= budget_bytes:
-            return fit(how="", fits=True, plan=None)
+            return fit(how="", fits=True, plan=None, division=None)
+        fit = partial(fit, division=self._divided(budget_bytes))
         words: list[str] = []
         for number, (what, least_bytes) in enumerate(self.least_bytes):
             words.append(what)
@@ -96,6 +105,29 @@ class Size:
             except PlanError:
                 continue
         return fit(how=", ".join(words), fits=False, plan=None)
+
+    def _divided(self, budget_bytes: int) -> Division | None:
+        shapes = self.shapes
+        fixed_bytes = shapes.weights_bytes + shapes.gradients_bytes + shapes.state_bytes
+        if self.samples is None or max(fixed_bytes, shapes.step_bytes) > budget_bytes:
+            return None
+        problem = self._problem(shapes.used_up, budget_bytes)
+        # From the second piece on all gradients are there throughout.
+        levels = tuple(level + shapes.gradients_bytes for level in problem.resident_bytes)
+        problem = replace(problem, resident_bytes=levels)
+        cut = partial(divided, problem, fixed_bytes=fixed_bytes, fixed_s=self.launch_s)
+        counts = (n for n in range(2, self.samples + 1) if self.samples % n == 0)
+        fewest = next((n for n in counts if cut(n).peak_bytes <= budget_bytes), None)
+        if fewest is None or self.batch_norm:
+            return None
+        return divide(
+            self.samples,
+            problem,
+            fixed_bytes=fixed_bytes,
+            fixed_s=self.launch_s,
+            batch_norm=False,
+            pieces=(fewest,),
+        )
 
     def _problem(self, record: Any, budget_bytes: int) -> Problem:
         problem, _ = record.problem(link=self.link, budget_bytes=budget_bytes, min_bytes=MIB)
@@ -126,6 +158,8 @@ class Size:
                 "fits": fit.fits,
                 "how": fit.how,
                 "plan": None if fit.plan is None else _numbers(fit.plan),
+                "pieces": None if fit.division is None else fit.division.pieces,
+                "pieces_s": None if fit.division is None else fit.division.plan.iteration_s,
             }
         return found
 
@@ -157,20 +191,30 @@ class Size:
         return "\n".join(f"{name:<18} {text}" for name, text in rows)
 
 
-def told(fit: Fit, card: str) -> str:
-    """A fit in one line."""
+def told(fit: Fit, card: str) -> list[str]:
+    """A fit in a line or two."""
     budget = show_bytes(fit.budget_bytes)
-    if not fit.fits:
-        return f"{budget}: does not fit, whatever moves"
-    if fit.plan is None:
-        return f"{budget}: fits as it is"
-    more = fit.plan.iteration_s / fit.compute_s - 1
-    return (
-        f"{budget}: fits with {fit.how}; {fit.plan.swapped} data swapped, {fit.plan.remade} made "
-        f"again; forward and backward {show_time(fit.compute_s)} -> "
-        f"{show_time(fit.plan.iteration_s)} ({show_fraction(more, signed=True)}) on an imagined "
-        f"{card} [simulated]"
-    )
+    if fit.fits and not fit.how:
+        return [f"{budget}: fits as it is"]
+    lines = [f"{budget}: does not fit, whatever moves"]
+    if fit.plan is not None:
+        lines = [
+            f"{budget}: fits with {fit.how}",
+            f"{fit.plan.swapped} data swapped, {fit.plan.remade} made again: "
+            f"{_slower(fit, fit.plan.iteration_s)} on an imagined {card}",
+        ]
+    division = fit.division
+    if division is not None:
+        lines.append(
+            f"or in {division.pieces} pieces of the batch (kilter.divided): "
+            f"{_slower(fit, division.plan.iteration_s)}; results differ by {division.effects[0]}"
+        )
+    return lines
+
+
+def _slower(fit: Fit, iteration_s: float) -> str:
+    more = show_fraction(iteration_s / fit.compute_s - 1, signed=True)
+    return f"forward and backward {show_time(fit.compute_s)} -> {show_time(iteration_s)} ({more})"
 
 
 def _numbers(value: MemoryPlan) -> dict[str, Any]:
@@ -225,7 +269,25 @@ def size(
             memory_hz=profile.knobs.memory_clocks_hz[-1],
         ),
     )
-    return Size(shapes=shapes, card=card, link=link)
+    return Size(
+        shapes=shapes,
+        card=card,
+        link=link,
+        samples=_samples(inputs, named),
+        batch_norm=any(
+            isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.training
+            for m in model.modules()
+        ),
+        launch_s=profile.roofline.launch_s,
+    )
+
+
+def _samples(inputs: tuple[Any, ...], named: dict[str, Any]) -> int | None:
+    import torch
+
+    leaves = torch.utils._pytree.tree_leaves((inputs, named))
+    counts = {int(t.size(0)) for t in leaves if isinstance(t, torch.Tensor) and t.dim()}
+    return counts.pop() if len(counts) == 1 else None
 
 
 def on_meta(function: Callable[..., Any], **named: Any) -> Any:

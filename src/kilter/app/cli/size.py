@@ -77,10 +77,9 @@ def _tell(batch: int | None, found: Size, budget_bytes: int | None) -> None:
     if batch is not None:
         print(f"batch {batch}")
     print(found)
-    if budget_bytes is not None:
-        print(f"{'budget':<18} {told(found.fit(budget_bytes), found.card)}")
-    else:
-        print(f"{'':<18} [simulated]")
+    lines = [] if budget_bytes is None else told(found.fit(budget_bytes), found.card)
+    for name, line in zip(["budget"] + [""] * len(lines), [*lines, "[simulated]"], strict=False):
+        print(f"{name if lines else '':<18} {line}")
 
 
 def _sized(function: Any, batch: int | None, args: argparse.Namespace) -> Size:

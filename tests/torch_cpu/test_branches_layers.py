@@ -22,7 +22,8 @@ from kilter.act.branches.program import (
     to_compile,
 )
 from kilter.act.branches.streams import AHEAD, ForkJoin
-from kilter.act.branches.tracing import trace
+from kilter.act.branches.tracing import Refused, trace
+from kilter.act.branches.warming import beside_each_other, warm
 from kilter.act.branches.workloads import TOKENS, Encoder, padding_mask
 
 CPU = torch.device("cpu")
@@ -319,9 +320,47 @@ def test_other_convolutions_are_left_alone(other):
     assert not any("kilter" in t for t in targets(program))
 
 
-@given(st.integers(1, 2048), st.integers(1, 2**14), st.integers(1, 2**13), st.booleans())
+@given(st.integers(1, 2048), st.integers(1, 1024), st.integers(1, 2**13), st.booleans())
 def test_tiles_cover_a_product_without_splitting_short_sums(channels, pixels, inner, half):
     tile = tile_of(channels, pixels, inner, half=half)
     assert tile.splits == 1 or inner // tile.splits >= SHORTEST
-    blocks_of = -(-channels // tile.rows) * -(-pixels // tile.columns)
-    assert tile.splits == 1 or blocks_of * tile.splits < 2 * PROGRAMS
+    programs = -(-channels // tile.rows) * -(-pixels // tile.columns)
+    assert tile.splits == 1 or programs * tile.splits < 2 * PROGRAMS
+
+
+def test_large_maps_are_the_librarys():
+    for size, ours in ((32, True), (33, False)):
+        x = torch.randn(1, 4, size, size)
+        program = with_convolutions(program_of(nn.Conv2d(4, 4, 1), x), lambda found: True)
+        assert any("kilter" in t for t in targets(program)) == ours
+
+
+# --- compiled beforehand --------------------------------------------------------------------------
+
+
+def test_everything_is_compiled_once_before_the_first_call():
+    tower, x = Tower().eval(), torch.randn(1, 3, 8, 8)
+    program = with_convolutions(program_of(tower, x), lambda found: found.residual is None)
+    (unit,) = program.units()
+    called = []
+
+    def run(*arguments):
+        called.append([tuple(a.shape) for a in arguments])
+        return unit.graph(*arguments)
+
+    compiled, done = {unit.key: run}, set()
+    program = replace(program, steps=((replace(unit, run=run),),))
+    for _ in range(2):
+        warm(program, compiled, done, CPU)
+    assert called == [[tuple(n.meta["val"].shape) for n in unit.graph.graph.nodes
+                       if n.op == "placeholder"]]  # fmt: skip
+
+
+def test_a_kernel_that_cannot_be_had_says_so():
+    def broken():
+        raise Refused("no such kernel")
+
+    done = []
+    with pytest.raises(Refused, match="no such kernel"):
+        beside_each_other([broken, lambda: done.append(1)], CPU, lambda: done.append(2))
+    assert sorted(done) == [1, 2]

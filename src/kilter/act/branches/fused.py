@@ -12,9 +12,9 @@ Triton run the reference, which is the definition.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -110,8 +110,9 @@ class FusedHeads:
         width: int,
         device: torch.device,
         blocks: Blocks | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.heads, self.width = tuple(heads), width
+        self.heads, self.width, self.device, self.dtype = tuple(heads), width, device, dtype
         self.blocks = blocks or Blocks()
         self.tokens = heads[0].rows * heads[0].slots
         self._tables = _Tables(self.heads, self.blocks, device)
@@ -133,6 +134,23 @@ class FusedHeads:
             found = (weights @ v[head.values].reshape(b, -1)).reshape(-1, self.width)
             parts.append(torch.empty_like(found).index_copy_(0, head.place, found))
         return torch.cat(parts, dim=1)
+
+    def launches(self) -> dict[Hashable, Callable[[], Any]]:
+        """Both chains of launches apart, on zeros: for whoever compiles kernels beforehand."""
+        t = self._tables
+        rows = 1 + max(int(x.max()) for x in (t.query, t.key, t.values))
+        given = torch.zeros((rows, self.width), dtype=self.dtype, device=self.device)
+        bias = torch.zeros(t.weight_numel, dtype=self.dtype, device=self.device)
+        shape = self.tokens, len(self.heads) * self.width
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        chains = {self._launch_single: t.attend_work, self._launch_many: t.score_work}
+        return {
+            (chain.__name__, self.dtype, self.blocks): partial(
+                chain, given, given, given, bias, out
+            )
+            for chain, work in chains.items()
+            if work is not None
+        }
 
     def _launch(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         shape = self.tokens, len(self.heads) * self.width
@@ -293,7 +311,8 @@ def fuse(program: Program) -> Program:
             cut = Blocks() if one.dtype == torch.float32 else HALF
             if torch.backends.cuda.matmul.allow_tf32:
                 cut = replace(cut, precision="tf32")
-            layers[head_key] = FusedHeads([m.head for m in heads], one.width, one.device, cut)
+            numbers = [m.head for m in heads]
+            layers[head_key] = FusedHeads(numbers, one.width, one.device, cut, one.dtype)
         parts = tuple(unit.writes[0] for unit in step)
         joined[parts] = slots
         steps.append(
@@ -520,6 +539,10 @@ def _bias_unit(matches: Sequence[_Match], slot: int) -> Unit:
     # In the order of their first use, so that layers that differ only in tensors are alike.
     reads = list(dict.fromkeys(s for m in matches for s in m.bias_reads))
     given = {s: body.placeholder(f"read{i}") for i, s in enumerate(reads)}
+    for m in matches:
+        theirs = [n for n in m.bias.graph.nodes if n.op == "placeholder"]
+        for old, read in zip(theirs, m.bias_reads, strict=True):
+            given[read].meta = dict(old.meta)
     done: dict[Hashable, Any] = {}
     for m in matches:
         key = (m.bias_key, m.bias_reads)
@@ -555,6 +578,7 @@ def _with_joined(unit: Unit, joined: dict[tuple[int, ...], int]) -> Unit:
             continue
         body = fx.Graph()
         made = {node: body.placeholder("joined")}
+        made[node].meta = dict(node.meta)
         keep = [p for p in placeholders if p not in node.args[0] or len(p.users) > 1]
         for old in keep:
             made[old] = body.node_copy(old, made.__getitem__)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ from kilter.act.branches.streams import Cuda, ForkJoin
 from kilter.act.branches.threads import Threads
 from kilter.act.branches.timing import median_seconds, unit_seconds
 from kilter.act.branches.tracing import Refused, Trace, trace
+from kilter.act.branches.warming import warm
 from kilter.plan.branches import Trial, assign_lanes
 
 TRAINING_ON_GPU = ("graph", "graph_streams", "batched")
@@ -63,6 +65,8 @@ class Workshop:
     """What the signatures of one `Parallel` share."""
 
     compiled: dict[Hashable, Run] = field(default_factory=dict)
+    warm: set[Hashable] = field(default_factory=set)
+    """Pieces whose kernels are compiled."""
     compile_s: float = 0.0
     faster: dict[Hashable, bool] = field(default_factory=dict)
     """Whether the kernel is the faster way for a convolution."""
@@ -182,6 +186,9 @@ class Parts:
 
     def _with_convolutions(self, program: Program) -> Program:
         known = self.workshop.faster
+        new = with_convolutions(program, lambda found: found.key not in known)
+        with suppress(Refused):  # each one is told below
+            warm(new, {}, self.workshop.warm, self.device)
 
         def better(found: Convolution) -> bool:
             if found.key not in known:
@@ -291,6 +298,8 @@ class Parts:
         if mode == "graph" and not self.gradients:
             return self._capture(self.run_loop, last=last)
         program = self.raw if mode == "graph" else self.program(mode)
+        if mode in UNCOMPILED and self.on_gpu:
+            warm(program, self.workshop.compiled, self.workshop.warm, self.device)
         if mode == "threads":
             threads = Threads(self.device, streams)
             return self._eager(program, threads), threads.close

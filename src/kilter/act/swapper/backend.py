@@ -28,6 +28,8 @@ class Backend(Protocol):
     """A device with memory, a host arena, and one copy engine in each direction."""
 
     device: torch.device
+    spoils: bool
+    """`evicted` does something."""
 
     def alloc(self, size_bytes: int) -> torch.Tensor:
         """Device memory as a flat byte tensor."""
@@ -82,6 +84,7 @@ class CpuStandIn:
     """
 
     POISON = 0xCD
+    spoils = True
 
     def __init__(self, *, host_limit_bytes: int | None = None, lag: int = 8) -> None:
         import torch

@@ -61,6 +61,8 @@ class _Lane:
 class Cuda:
     """Memory and copy engines of one NVIDIA GPU, through the framework's own allocator."""
 
+    spoils = False
+
     def __init__(self, device: torch.device, out: _Lane, back: _Lane) -> None:
         self.device = device
         self._out = out

@@ -28,7 +28,7 @@ from kilter.act.swapper.backend import Backend, HostMemoryError
 from kilter.act.swapper.collector import Collector
 from kilter.act.swapper.kinds import TUNED, Kind, Kinds
 from kilter.act.swapper.ready import Due, Ready
-from kilter.act.swapper.remake import EPS, recipe
+from kilter.act.swapper.remake import EPS, Reader
 from kilter.act.swapper.store import AWAY, HERE, Modified, Pass, Saved, Store, View, kept, whole
 from kilter.act.swapper.watch import Watch
 from kilter.core.units import MIB
@@ -116,6 +116,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._backend = backend
         self._collector = Collector()
         self._store = Store(backend, over=self._collector.let_go)
+        self._reader = Reader(self._store)
         self.budget_bytes = budget_bytes
         """May be changed until a plan is made for it."""
         self.may_plan = True
@@ -364,20 +365,16 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._drop(planned)
             return self._save_unplanned(tensor, size_bytes, within)
         self._advance(planned, step.due)
-        if saved is None:
-            saved = self._follow(planned, tensor, size_bytes, within, number)
-        return store.view(saved, tensor)
-
-    def _follow(
-        self, planned: Ready, tensor: torch.Tensor, size_bytes: int, within: Pass, number: int
-    ) -> Saved:
-        saved = self._store.save(tensor, size_bytes, within, number)
+        if saved is not None:
+            return store.view(saved, tensor)
+        saved = store.save(tensor, size_bytes, within, number)
         self._by_number[number] = weakref.ref(saved)
+        view = store.view(saved, tensor)
         if number in planned.read:
-            self._store.mark(saved, tensor)
+            store.mark(view, tensor)
         if number in planned.remade:
-            saved.recipe = recipe(tensor, self._store)
-        return saved
+            saved.recipe = self._reader.read(tensor)
+        return view
 
     def _save_unplanned(self, tensor: torch.Tensor, size_bytes: int, within: Pass) -> View:
         store, watch = self._store, self._watch

@@ -12,12 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from kilter.act.swapper.fused import can_normalise, normalised
 
 if TYPE_CHECKING:
     import torch
+
+    _Type: TypeAlias = torch.dtype | None
+    _Size: TypeAlias = torch.Size | None
+    _Make: TypeAlias = Callable[[], torch.Tensor]
+    _Build: TypeAlias = Callable[["Reader", Any, _Type, _Size], _Make | None]
 
 DEPTH = 5
 """Longest chain of operations that are not saved in between."""
@@ -53,66 +58,36 @@ class Stale(RuntimeError):
 def have(source: Source) -> Any:
     """The tensor, now; None for an affine parameter that a norm does not have."""
     if type(source) is tuple:
-        if source[0]._version != source[1]:
+        tensor = source[0]
+        if tensor._version != source[1]:
             raise Stale("a tensor that the recipe reads was modified in place")
-        return source[0].detach()
+        return tensor.detach() if tensor.requires_grad else tensor
     return source()
 
 
-class _Want(NamedTuple):
-    """What is known of a value in the middle of a recipe."""
-
-    dtype: torch.dtype | None = None
-    size: torch.Size | None = None
-
-
 class Recipe:
-    """Makes a tensor again. Built in every pass, for hundreds of tensors, so it is kept small."""
+    """Makes a tensor again. Taken in every pass, for hundreds of tensors, so it is kept small."""
 
-    __slots__ = (
-        "_depth",
-        "_make",
-        "_memory",
-        "dtype",
-        "leaves",
-        "node",
-        "others",
-        "size",
-        "sources",
-        "stride",
-    )
+    __slots__ = ("_make", "dtype", "leaves", "node", "others", "size", "sources", "stride")
 
-    def __init__(self, memory: Memory, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, node: str, make: _Make, reader: Reader) -> None:
+        self._make = make
+        self.node = node
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-        self.sources: list[int] = []
-        """Numbers of the saved data that it reads."""
-        self.leaves: list[int] = []
+        self.leaves = tuple(reader.leaves)
         """Identities of the parameters that it reads."""
-        self.others: list[torch.Tensor] = []
+        self.sources = tuple(reader.sources)
+        """Numbers of the saved data that it reads."""
+        self.others = tuple(reader.others)
         """What it reads that is not ours to move: parameters, and small tensors."""
-        self.node = ""
-        self._memory: Memory | None = memory
-        self._depth = 0
-        self._make: Callable[[], torch.Tensor] | None = None
 
     @property
     def kind(self) -> str:
         """What the operation is called, for people."""
         return _KINDS[self.node]
 
-    def build(self, node: Any) -> bool:
-        """Read it off the graph; whether there is one."""
-        self.node = node.name()
-        try:
-            self._make = self.made(node, _Want(self.dtype, self.size))
-        except Foreign:
-            self._make = None
-        self._memory = None
-        return self._make is not None
-
     def make(self) -> torch.Tensor:
         """The tensor, in its own layout. May raise `Stale`."""
-        assert self._make is not None
         made = self._make()
         if made.dtype is not self.dtype or made.size() != self.size:
             raise Stale(f"made {made.dtype} {tuple(made.size())}, expected {tuple(self.size)}")
@@ -127,65 +102,94 @@ class Recipe:
         out = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=made.device)
         return out.copy_(made)
 
-    # While it is built
+
+class Reader:
+    """Reads recipes off the graph, one after the other. With `noting` each names what it reads."""
+
+    def __init__(self, memory: Memory, *, noting: bool = False) -> None:
+        self._memory = memory
+        self._noting = noting
+        self._depth = 0
+        self.leaves: list[int] = []
+        self.sources: list[int] = []
+        self.others: list[torch.Tensor] = []
+
+    def read(self, tensor: torch.Tensor) -> Recipe | None:
+        """The recipe of the whole storage behind `tensor`, or None if there is none."""
+        base = tensor._base if tensor._is_view() else tensor
+        if base is None or base.storage_offset() != 0:
+            return None
+        node, storage = base.grad_fn, base.untyped_storage()
+        if node is None or storage.nbytes() != base.nbytes:
+            return None
+        if base is not tensor and storage._cdata != tensor.untyped_storage()._cdata:
+            return None
+        name: str = node.name()
+        build = _BUILDERS.get(name)
+        if build is None:
+            return None
+        self._depth = 1
+        self.leaves.clear()
+        if self._noting:
+            self.sources.clear()
+            self.others.clear()
+        try:
+            make = build(self, node, base.dtype, base.size())
+        except Foreign:
+            return None
+        return None if make is None else Recipe(base, name, make, self)
+
+    # For builders
 
     def saved(self, node: Any, name: str) -> Source | None:
         """A tensor that a node saved."""
-        assert self._memory is not None
-        return self._noted(self._memory.kept_by(node, name))
+        found = self._memory.kept_by(node, name)
+        if found is None:
+            return None
+        if self._noting:
+            self._note(found[1])
+        return found[0]
 
-    def value(self, edge: tuple[Any, int], want: _Want) -> Source | None:
-        """What a node produced: a parameter, something saved, or made again from its inputs."""
+    def value(self, edge: tuple[Any, int], dtype: _Type, size: _Size) -> Source | None:
+        """What a node produced: a parameter, something saved, or made again from its inputs. Its
+        type and size, where they are known."""
         node, output = edge
         if node is None or output != 0 or self._depth > DEPTH:
             return None
         if node.name() == "torch::autograd::AccumulateGrad":
             parameter = node.variable
             self.leaves.append(id(parameter))
-            self.others.append(parameter)
+            if self._noting:
+                self.others.append(parameter)
             return parameter, parameter._version
-        assert self._memory is not None
-        return self._noted(self._memory.produced_by(node)) or self.made(node, want)
+        found = self._memory.produced_by(node)
+        if found is None:
+            return self.made(node, dtype, size)
+        if self._noting:
+            self._note(found[1])
+        return found[0]
 
-    def made(self, node: Any, want: _Want) -> Source | None:
+    def made(self, node: Any, dtype: _Type, size: _Size) -> _Make | None:
         build = _BUILDERS.get(node.name())
         if build is None:
             return None
         self._depth += 1
-        made = build(self, node, want)
+        made = build(self, node, dtype, size)
         self._depth -= 1
         return made
 
-    def _noted(self, found: tuple[Source, int | torch.Tensor] | None) -> Source | None:
-        if found is None:
-            return None
-        fetch, source = found
+    def _note(self, source: int | torch.Tensor) -> None:
         if isinstance(source, int):
             self.sources.append(source)
         else:
             self.others.append(source)
-        return fetch
 
 
-def recipe(tensor: torch.Tensor, memory: Memory) -> Recipe | None:
-    """The recipe of the whole storage behind `tensor`, or None if there is none."""
-    base = tensor._base if tensor._is_view() else tensor
-    if base is None or base.storage_offset() != 0:
-        return None
-    node, storage = base.grad_fn, base.untyped_storage()
-    if node is None or storage.nbytes() != base.nbytes:
-        return None
-    if base is not tensor and storage._cdata != tensor.untyped_storage()._cdata:
-        return None
-    found = Recipe(memory, base)
-    return found if found.build(node) else None
-
-
-def _unary(apply: Callable[[Source, Any], torch.Tensor]) -> Callable[..., Source | None]:
+def _unary(apply: Callable[[Source, Any], torch.Tensor]) -> _Build:
     """An operation of its saved input and attributes of the node, read now."""
 
-    def build(recipe: Recipe, node: Any, want: _Want) -> Source | None:
-        source = recipe.saved(node, "_raw_saved_self")
+    def build(reader: Reader, node: Any, dtype: _Type, size: _Size) -> _Make | None:
+        source = reader.saved(node, "_raw_saved_self")
         if source is None:
             return None
         return partial(apply, source, getattr(node, "_saved_approximate", None))
@@ -205,14 +209,13 @@ def _silu(x: Source, _: None) -> torch.Tensor:
     return torch.nn.functional.silu(have(x))
 
 
-def _cast(recipe: Recipe, node: Any, want: _Want) -> Source | None:
-    dtype = want.dtype
+def _cast(reader: Reader, node: Any, dtype: _Type, size: _Size) -> _Make | None:
     if dtype is None:
         return None  # in the middle of a recipe the target type is not known
     before = node.next_functions[0]
     if before[0] is not None and before[0].name() == "NativeLayerNormBackward0":
-        return _layer_norm(recipe, before[0], want)
-    source = recipe.value(before, _Want(size=want.size))
+        return _layer_norm(reader, before[0], dtype, size)
+    source = reader.value(before, None, size)
     return None if source is None else partial(_cast_again, source, dtype)
 
 
@@ -221,28 +224,26 @@ def _cast_again(x: Source, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-def _view(recipe: Recipe, node: Any, want: _Want) -> Source | None:
-    size = want.size
+def _view(reader: Reader, node: Any, dtype: _Type, size: _Size) -> _Make | None:
     before = getattr(node, "_saved_self_sym_sizes", None)
     if size is None or before is None or math.prod(before) != size.numel():
         return None
-    source = recipe.value(node.next_functions[0], _Want(want.dtype, None))
+    source = reader.value(node.next_functions[0], dtype, None)
     return None if source is None else lambda: have(source).reshape(size)
 
 
-def _layer_norm(recipe: Recipe, node: Any, want: _Want) -> Source | None:
+def _layer_norm(reader: Reader, node: Any, dtype: _Type, size: _Size) -> _Make | None:
     """With the cast that follows it, if one does."""
 
     eps = node.metadata.get(EPS)
-    source = recipe.saved(node, "_raw_saved_input")
-    if eps is None or source is None or want.dtype is None:
+    source = reader.saved(node, "_raw_saved_input")
+    if eps is None or source is None or dtype is None:
         return None
-    dtype = want.dtype
     shape = list(node._saved_normalized_shape)
-    weight = recipe.saved(node, "_raw_saved_weight") or _nothing
-    bias = recipe.saved(node, "_raw_saved_bias") or _nothing
-    mean = recipe.saved(node, "_raw_saved_result1") or _nothing
-    rstd = recipe.saved(node, "_raw_saved_result2") or _nothing
+    weight = reader.saved(node, "_raw_saved_weight") or _nothing
+    bias = reader.saved(node, "_raw_saved_bias") or _nothing
+    mean = reader.saved(node, "_raw_saved_result1") or _nothing
+    rstd = reader.saved(node, "_raw_saved_result2") or _nothing
 
     return partial(_normalise, (source, mean, rstd, weight, bias), shape, eps, dtype)
 
@@ -264,7 +265,7 @@ def _nothing() -> Any:
     return None
 
 
-def _batch_norm(recipe: Recipe, node: Any, want: _Want) -> Source | None:
+def _batch_norm(reader: Reader, node: Any, dtype: _Type, size: _Size) -> _Make | None:
     """With the batch's own statistics; running statistics are neither read nor updated."""
     import torch
 
@@ -272,21 +273,21 @@ def _batch_norm(recipe: Recipe, node: Any, want: _Want) -> Source | None:
     native = name == "NativeBatchNormBackward0"
     training = getattr(node, "_saved_training", True)
     eps = getattr(node, "_saved_eps" if native else "_saved_epsilon", None)
-    source = recipe.saved(node, "_raw_saved_input")
+    source = reader.saved(node, "_raw_saved_input")
     if not training or eps is None or source is None:
         return None
-    weight = recipe.saved(node, "_raw_saved_weight") or _nothing
+    weight = reader.saved(node, "_raw_saved_weight") or _nothing
     bias: Source | None = _nothing
     if len(node.next_functions) > 2 and node.next_functions[2][0] is not None:
-        bias = recipe.value(node.next_functions[2], _Want())
+        bias = reader.value(node.next_functions[2], None, None)
     if bias is None:
         return None
     if not native:
         return lambda: torch.cudnn_batch_norm(
             have(source), have(weight), have(bias), None, None, True, 0.0, eps
         )[0]
-    mean = recipe.saved(node, "_raw_saved_result1")
-    deviation = recipe.saved(node, "_raw_saved_result2")
+    mean = reader.saved(node, "_raw_saved_result1")
+    deviation = reader.saved(node, "_raw_saved_result2")
 
     def make() -> torch.Tensor:
         x = have(source)
@@ -300,13 +301,13 @@ def _batch_norm(recipe: Recipe, node: Any, want: _Want) -> Source | None:
     return make
 
 
-def _convolution(recipe: Recipe, node: Any, want: _Want) -> Source | None:
+def _convolution(reader: Reader, node: Any, dtype: _Type, size: _Size) -> _Make | None:
     import torch
 
-    source = recipe.saved(node, "_raw_saved_input")
-    weight = recipe.saved(node, "_raw_saved_weight")
+    source = reader.saved(node, "_raw_saved_input")
+    weight = reader.saved(node, "_raw_saved_weight")
     edge = node.next_functions[2]
-    bias = _nothing if edge[0] is None else recipe.value(edge, _Want())
+    bias = _nothing if edge[0] is None else reader.value(edge, None, None)
     if source is None or weight is None or bias is None:
         return None
     how = tuple(
@@ -316,39 +317,39 @@ def _convolution(recipe: Recipe, node: Any, want: _Want) -> Source | None:
     return lambda: torch.convolution(have(source), have(weight), have(bias), *how)
 
 
-def _relu(recipe: Recipe, node: Any, want: _Want) -> Source | None:
-    source = recipe.value(node.next_functions[0], want)
+def _relu(reader: Reader, node: Any, dtype: _Type, size: _Size) -> _Make | None:
+    source = reader.value(node.next_functions[0], dtype, size)
     return None if source is None else lambda: have(source).relu()
 
 
-def _add(recipe: Recipe, node: Any, want: _Want) -> Source | None:
+def _add(reader: Reader, node: Any, dtype: _Type, size: _Size) -> _Make | None:
     if getattr(node, "_saved_alpha", 1) != 1 or len(node.next_functions) != 2:
         return None
     # A missing edge is a number or a tensor outside the graph: unknown. The sizes are the result's
     # unless something is broadcast, and then the views in between find a wrong count.
-    left, right = (recipe.value(edge, _Want(size=want.size)) for edge in node.next_functions)
+    left, right = (reader.value(edge, None, size) for edge in node.next_functions)
     if left is None or right is None:
         return None
     return lambda: have(left) + have(right)
 
 
-def _multiply(recipe: Recipe, node: Any, want: _Want) -> Source | None:
-    left, right = recipe.saved(node, "_raw_saved_self"), recipe.saved(node, "_raw_saved_other")
+def _multiply(reader: Reader, node: Any, dtype: _Type, size: _Size) -> _Make | None:
+    left, right = reader.saved(node, "_raw_saved_self"), reader.saved(node, "_raw_saved_other")
     if left is None or right is None:
         return None
     return lambda: have(left) * have(right)
 
 
-def _matrix_product(recipe: Recipe, node: Any, want: _Want) -> Source | None:
+def _matrix_product(reader: Reader, node: Any, dtype: _Type, size: _Size) -> _Make | None:
     import torch
 
     if getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1:
         return None
-    left, right = recipe.saved(node, "_raw_saved_mat1"), recipe.saved(node, "_raw_saved_mat2")
+    left, right = reader.saved(node, "_raw_saved_mat1"), reader.saved(node, "_raw_saved_mat2")
     edge = node.next_functions[0]
     while edge[0] is not None and edge[0].name() == "ToCopyBackward0":
         edge = edge[0].next_functions[0]  # the bias, cast to the type of the factors
-    added = recipe.value(edge, _Want())
+    added = reader.value(edge, None, None)
     if left is None or right is None or added is None:
         return None
 
@@ -359,7 +360,7 @@ def _matrix_product(recipe: Recipe, node: Any, want: _Want) -> Source | None:
     return make
 
 
-_BUILDERS: dict[str, Callable[[Recipe, Any, _Want], Source | None]] = {
+_BUILDERS: dict[str, _Build] = {
     "GeluBackward0": _unary(_gelu),
     "SiluBackward0": _unary(_silu),
     "ToCopyBackward0": _cast,

@@ -209,10 +209,11 @@ class Store:
 
     def save(self, tensor: torch.Tensor, size_bytes: int, within: Pass, number: int) -> Saved:
         base = tensor._base
-        if base is not None and covers(base, size_bytes):
+        plain = base is not None and covers(base, size_bytes)
+        if plain:
             tensor = base
         saved = Saved(self, within, number, tensor, size_bytes)
-        saved.plain = tensor is base or covers(tensor, size_bytes)
+        saved.plain = plain or covers(tensor, size_bytes)
         self.alive += 1
         self._here[saved.key] = weakref.ref(saved)
         self.hold(size_bytes)
@@ -304,7 +305,7 @@ class Store:
         if alias._version != saved.version:
             return  # written to in place: stays, and the next use raises what the plain run raises
         self._here.pop(saved.key, None)
-        if self.alone(alias):
+        if self._backend.spoils and self.alone(alias):
             self._backend.evicted(alias.untyped_storage())
         saved.alias = None
         saved.intact = False
@@ -402,12 +403,11 @@ class Store:
 
     # What recipes ask
 
-    def mark(self, saved: Saved, tensor: torch.Tensor) -> None:
+    def mark(self, view: View, tensor: torch.Tensor) -> None:
         """Leave a note at the node that produced the tensor: this is what became of its output."""
         node = tensor.grad_fn
         if node is not None and tensor.output_nr == 0:
-            seen = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-            node.metadata[OUTPUT] = (weakref.ref(saved), seen)
+            node.metadata[OUTPUT] = (weakref.ref(view[0]), view[1:])
 
     def produced_by(self, node: Any) -> tuple[Source, int] | None:
         """A node's output, if an operation saved it and nobody wrote to it since."""
@@ -423,13 +423,17 @@ class Store:
         """What a node saved under a name, as we packed it; nothing is unpacked, since the hooks of
         others may do anything (checkpointing runs the forward again)."""
         raw = getattr(node, name)
-        if not hasattr(raw, "data"):
-            raise Foreign("this PyTorch does not show what its nodes saved")
-        packed, hook = raw.data, raw.unpack_hook
+        try:
+            packed = raw.data
+        except AttributeError:
+            raise Foreign("this PyTorch does not show what its nodes saved") from None
         if packed is None:
             return None
+        if type(packed) is View and packed.saved.store is self:
+            return packed, packed.saved.number
+        hook = raw.unpack_hook
         if hook is None:
             packed = (packed.detach(), packed._version)
         elif hook is not self.unpack_hook:
             raise Foreign(f"{node.name()} keeps {name} with a hook that is not ours")
-        return packed, packed.saved.number if type(packed) is View else packed[0]
+        return packed, packed[0]

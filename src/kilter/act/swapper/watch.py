@@ -9,7 +9,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from kilter.act.swapper.backend import Backend, Event
-from kilter.act.swapper.remake import Stale, recipe
+from kilter.act.swapper.remake import Reader, Stale
 from kilter.act.swapper.store import HERE, Saved, Store, flat
 from kilter.observe.data import PassRecord, PassRecorder, SavedDatum
 
@@ -41,6 +41,7 @@ class Watch:
     ) -> None:
         self._backend = backend
         self._store = store
+        self._reader = Reader(store, noting=True)
         self._recorder = PassRecorder(timing_only=timing_only)
         self.timing_only = timing_only
         self.trial = trial
@@ -107,8 +108,8 @@ class Watch:
             storage = StorageWeakRef(tensor.untyped_storage())
             self._held_by_others[saved.number] = (weakref.ref(saved), storage)
         if self.trial:
-            self._store.mark(saved, tensor)
-            saved.recipe = recipe(tensor, self._store)
+            self._store.mark(self._store.view(saved, tensor), tensor)
+            saved.recipe = self._reader.read(tensor)
             if saved.recipe is not None:
                 datum.recipe = saved.recipe.kind
                 for tensor in saved.recipe.others:

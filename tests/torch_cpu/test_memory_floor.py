@@ -1,84 +1,148 @@
-"""Below what feature maps can give: gradients first, then so much optimizer state as is missing."""
+"""Gradients and optimizer state make room: below what feature maps can give, and from the start."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from kilter.act.fence import Fence
 from kilter.act.floor import Floor, words
-from kilter.act.swapper import CpuStandIn
+from kilter.act.swapper import CpuStandIn, Swapper
 from kilter.core.units import MIB
 from kilter.plan.swap.problem import H200_PCIE5
 
 WIDTH = 256
+LAYERS = 6
+STATE_BYTES = 2 * 4 * WIDTH * WIDTH * LAYERS
+"""Of the weights; what is smaller stays."""
 
 
-class Plans:
-    """What the floor needs of a swapper."""
+class Weighed(CpuStandIn):
+    """Tells what saved data and optimizer state take, as a device's allocator would."""
 
     def __init__(self) -> None:
-        self.forgotten = 0
+        super().__init__()
+        self.swapper: Any = None
+        self.floor: Any = None
+        self.most_bytes = 0
 
-    def before_update(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Nothing is owed."""
+    def used_bytes(self) -> int:
+        mover = self.floor and self.floor._mover
+        state_bytes = mover._stream.held_bytes if mover else STATE_BYTES
+        store = self.swapper._store
+        used_bytes = state_bytes + store.held_bytes + store.beside_bytes
+        self.most_bytes = max(self.most_bytes, used_bytes)
+        return int(used_bytes)
 
-    def forget(self) -> None:
-        self.forgotten += 1
+    def peak_bytes(self) -> int:
+        used_bytes = self.used_bytes()
+        segment_bytes = self.swapper._store.segment_peak_bytes
+        return used_bytes - int(self.swapper._store.held_bytes) + int(segment_bytes)
 
 
 def fail(where: str, error: str) -> None:
     raise AssertionError(f"{where}: {error}")
 
 
-def train(steps: int, floor: Floor | None = None, missing: Iterable[int] = ()) -> list[bytes]:
+def train(
+    steps: int, budget_bytes: int | None = None, gradients: str = "auto", crowded: bool = False
+) -> tuple[list[bytes], Floor | None, Swapper | None]:
+    """A training under a swapper and a floor, or plain."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rest = iter(missing)
     losses = []
-    for _ in range(steps):
-        loss = model(torch.randn(8, WIDTH)).square().mean()
+
+    def step() -> None:
+        loss = model(torch.randn(256, WIDTH)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach().numpy().tobytes())
-        if floor is not None:
-            floor.border()
-            missing_bytes = next(rest, 0)
-            if missing_bytes:
-                floor.lower(missing_bytes, 1e-3)
-    return losses + [p.detach().numpy().tobytes() for p in model.parameters()]
+
+    made = swapper = None
+    if budget_bytes is None:
+        for _ in range(steps):
+            step()
+    else:
+        backend = Weighed()
+        swapper = Swapper(backend, budget_bytes=budget_bytes, link=H200_PCIE5, min_bytes=1024)
+        made = Floor(
+            swapper, CpuStandIn, H200_PCIE5, Fence(fail), gradients=gradients, min_bytes=1024
+        )
+        backend.swapper, backend.floor = swapper, made
+        with swapper:
+            made.begin(STATE_BYTES // 2 if crowded else 0, budget_bytes)
+            for _ in range(steps):
+                step()
+                made.border(swapper.report(), budget_bytes)
+            made.close()
+    return losses + [p.detach().numpy().tobytes() for p in model.parameters()], made, swapper
 
 
-def floor(plans: Any) -> Floor:
-    return Floor(plans, CpuStandIn, H200_PCIE5, Fence(fail))
-
-
-def test_gradients_go_first_and_that_may_be_enough() -> None:
-    plans = Plans()
-    made = floor(plans)
-    assert train(26, made, [MIB] * 6) == train(26)
+def test_gradients_go_where_feature_maps_cost() -> None:
+    values, made, swapper = train(40, STATE_BYTES + 2 * MIB)
+    assert values == train(40)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.settled
     report = made.report
     assert report is not None
     assert report.consuming
-    assert report.away_bytes == 0
-    assert plans.forgotten > 0
     assert words(report).startswith("gradients are used up as they arrive")
-    made.close()
+    assert swapper.report().planned > 5
 
 
-def test_so_much_state_goes_as_is_missing() -> None:
-    made = floor(Plans())
-    assert train(30, made, [MIB] * 30) == train(30)
+def test_so_much_state_streams_as_is_missing() -> None:
+    values, made, swapper = train(60, STATE_BYTES - MIB)
+    assert values == train(60)[0]
+    assert made is not None
+    assert swapper is not None
     report = made.report
     assert report is not None
-    assert made.room_bytes is not None
-    assert report.state_bytes <= made.room_bytes
+    assert report.consuming
+    assert made.joint is not None
     assert report.away_bytes >= MIB
     assert "of optimizer state wait on the host" in words(report)
-    made.close()
-    assert train(3) == train(3)
+    assert made.settled
+    assert swapper.report().planned > 5
+    assert swapper.report().late == 0
+
+
+def test_with_gradients_kept_state_streams_in_the_step() -> None:
+    values, made, swapper = train(60, STATE_BYTES - MIB, "keep")
+    assert values == train(60)[0]
+    assert made is not None
+    assert swapper is not None
+    report = made.report
+    assert report is not None
+    assert not report.consuming
+    assert made.joint is None
+    assert report.away_bytes >= MIB
+    assert swapper.report().planned > 5
+
+
+def test_a_budget_that_does_not_bind_changes_nothing() -> None:
+    values, made, _ = train(20, 10 * STATE_BYTES)
+    assert values == train(20)[0]
+    assert made is not None
+    assert made.settled
+    assert made.report is None
+
+
+@pytest.mark.parametrize("gradients", ["auto", "keep"])
+def test_a_crowded_job_makes_its_state_bucket_by_bucket(gradients: str) -> None:
+    """Weights, gradients and state do not fit: known from the weights, before the first step."""
+    budget_bytes = int(1.6 * STATE_BYTES)
+    values, made, _ = train(6, budget_bytes, gradients, crowded=True)
+    assert values == train(6)[0]
+    assert made is not None
+    report = made.report
+    assert report is not None
+    assert report.away_bytes > 0
+    assert report.state_bytes <= (budget_bytes - STATE_BYTES) // 2

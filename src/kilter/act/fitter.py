@@ -99,7 +99,6 @@ class Fitter:
         self._told_s = 0.0
         self._plans: tuple[MemoryPlan, ...] = ()
         self._refused: set[str] = set()
-        self._told_refused = 0
         self._seen = False
         """The job ran with everything kept, and its peak is known."""
         self._plain_left: int | None = None
@@ -244,7 +243,8 @@ class Fitter:
         if self._kind == "cuda":
             from kilter.act.swapper.cuda import Cuda, measure_link
 
-            cuda = Cuda.open(tensor.device.index)
+            again = partial(Cuda.open, tensor.device.index)
+            cuda = again()
             self._backend, self._link = cuda, measure_link(cuda, size_bytes=LINK_BYTES)
         else:
             self._backend, self._link = CpuStandIn(), H200_PCIE5
@@ -262,6 +262,9 @@ class Fitter:
         swapper.__enter__()
         self._owner = here
         self._swapper = swapper
+        if self._kind == "cuda" and not self._dry_run:  # a stand-in counts feature maps alone
+            self._floor = Floor(swapper, again, self._link, self._fence, self._gradients)
+            self._floor.begin(self._backend.used_bytes() or 0, limit_bytes)
 
     # The budget
 
@@ -377,31 +380,8 @@ class Fitter:
                 if plan not in old:
                     self._fitted(record, plan, numbers)
         self._tell_refused(report.refused)
-        if self._floor is not None:
-            self._floor.border()
-        told, self._told_refused = self._told_refused, len(report.refused)
-        searching = self._floor is not None and not self._floor.exhausted
-        if (searching or told < self._told_refused) and not report.plans and not self._over:
-            self._lower(swapper)
-
-    def _lower(self, swapper: Swapper) -> None:
-        """There is no plan: is it because of what feature maps alone cannot give?"""
-        if self._dry_run or self._kind != "cuda" or self._budget_bytes is None:
-            return  # the stand-in counts feature maps alone
-        record = max(swapper.records(), key=lambda r: r.peak_bytes, default=None)
-        if record is None or record.passes < SEEN_PASSES:
-            return
-        problem, _ = self._problem(record, self._budget_bytes)
-        if problem.floor_bytes <= self._budget_bytes:
-            return
-        if self._floor is None:
-            from kilter.act.swapper.cuda import Cuda
-
-            index = None if self._backend is None else self._backend.device.index
-            assert self._link is not None
-            opened = partial(Cuda.open, index)
-            self._floor = Floor(swapper, opened, self._link, self._fence, self._gradients)
-        self._floor.lower(problem.floor_bytes - self._budget_bytes, problem.compute_s)
+        if self._floor is not None and self._budget_bytes is not None and not self._over:
+            self._floor.border(report, self._budget_bytes)
 
     def _tell_refused(self, reasons: tuple[str, ...]) -> None:
         """Each reason once; those about single data (`NAME: REASON`) by their number."""

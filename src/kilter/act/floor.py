@@ -1,34 +1,52 @@
-"""Below what weights, gradients and optimizer state take: lets gradients and state move as well.
+"""Lets gradients and optimizer state make room, where feature maps cannot and where it pays.
 
-The swapper alone cannot go below the floor of its plans. Here it is decided, from what was
-observed, how much of the rest has to go: first the gradients are used up as they arrive, where
-nothing forbids it; if that is not enough, so much optimizer state is moved as is missing.
+Gradients go first: they are used up as they arrive, where nothing forbids it. Then it is decided
+once how much optimizer state streams: so much that feature maps and state together cost the least
+time (`plan/swap/joint.py`), or, where gradients are kept, so much as is missing for the budget.
+
+A job whose weights, gradients and state do not fit together would die in its first step. It is told
+by its weights: then state is made bucket by bucket and leaves as it is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kilter.act.fence import Fence
-from kilter.core.units import show_bytes
+from kilter.act.swapper.kinds import ROUNDING
+from kilter.core.errors import PlanError
+from kilter.core.units import MIB, show_bytes
 
 if TYPE_CHECKING:
     from kilter.act.swapper import Swapper
     from kilter.act.swapper.backend import Backend
+    from kilter.act.swapper.engine import SwapReport
     from kilter.act.swapper.state import StateMover, StateReport
-    from kilter.plan.swap.problem import Link
+    from kilter.plan.swap.joint import Joint
+    from kilter.plan.swap.problem import Link, Problem
 
 SLACK = 0.1
 """More state goes than what is missing, as a share of it: buckets are whole."""
-FREE_SHARE = 0.02
-"""Of an iteration: waiting for state that may be had for the room that it leaves."""
-SETTLES = 8
-"""Borders after which what the gradients' end has brought is known."""
+SPARE = 0.01
+"""Of the budget, what is left when state is shared out: levels come out a little different."""
+COSTS = 0.01
+"""Of the iteration: a plan for feature maps that costs no more is left alone."""
+KNOWN_PASSES = 2
+"""Passes of one kind after which its levels are known: the first makes gradients and state."""
+PAUSE = 3
+"""Borders after which what was decided is in force."""
+MOST_LOWERED = 2
+PATIENCE = 24
+"""Borders after which gradients that are watched still count as kept."""
+CROWDED = 0.9
+"""Of the budget: what weights, gradients and two moments (four times the weights) may take before
+state leaves as it is made."""
 
 
 class Floor:
-    """Brings the swapper's floor down to the budget, as far as that goes."""
+    """Decides for one job. Made where the swapper was, `border` is called after each iteration."""
 
     def __init__(
         self,
@@ -37,35 +55,86 @@ class Floor:
         link: Link,
         fence: Fence,
         gradients: str = "auto",
+        min_bytes: int = MIB,
     ) -> None:
         self._swapper = swapper
         self._backend = backend
         self._link = link
         self._fence = fence
         self._gradients = gradients
+        self._min_bytes = min_bytes
         self._mover: StateMover | None = None
         self._borders = 0
+        self._lowered = 0
+        """How often state was given less room because the budget was missed."""
+        self.joint: Joint | None = None
+        """What was decided, where there was a choice."""
+        self.settled = False
+        """Nothing is left to decide."""
         self.report: StateReport | None = None
         """How it stood at the last border: optimizers may be gone at the end."""
 
-    def border(self) -> None:
-        """An iteration has ended."""
-        self._borders += 1
-        if self._mover is not None:
-            self.report = self._mover.report()
+    @property
+    def room_bytes(self) -> int | None:
+        """Optimizer state that stays on the device; None: all of it."""
+        return None if self._mover is None else self._mover.room_bytes
 
-    def lower(self, missing_bytes: int, iteration_s: float) -> None:
-        """Between passes: the budget is missed by so much, and an iteration takes so long."""
-        mover, report = self._mover, self.report
+    def begin(self, used_bytes: int, budget_bytes: int) -> None:
+        """In the first forward, when little more than weights is on the device."""
+        if 4 * used_bytes > CROWDED * budget_bytes:
+            self._open(room_bytes=max(0, budget_bytes - 2 * used_bytes) // 2)
+
+    def border(self, report: SwapReport, budget_bytes: int) -> None:
+        """An iteration has ended; the swapper stands like this."""
+        self._borders += 1
+        mover = self._mover
+        if mover is not None:
+            self.report = mover.report()
+        if self.settled:
+            return
         if mover is None:
-            self._open()
-        elif report is not None and mover.room_bytes is None and self._borders > SETTLES:
-            room_bytes = report.state_bytes - int((1 + SLACK) * missing_bytes)
-            if report.consuming:  # then what streams for free streams: the swapper has more room
-                free_bytes = mover.least_room_bytes(stall_s=FREE_SHARE * iteration_s)
-                room_bytes = min(room_bytes, free_bytes)
-            if room_bytes > 0:
-                mover.room_bytes = room_bytes
+            self._consider(report, budget_bytes)
+            return
+        assert self.report is not None
+        waiting = self.report.watching and self._borders < PATIENCE
+        if waiting or self._borders < PAUSE or not self._swapper.tried:
+            return
+        problem = self._problem(budget_bytes)
+        if problem is None:
+            return
+        if self.joint is None and self.report.consuming and self._share(mover, problem):
+            return
+        missing_bytes = problem.floor_bytes - problem.budget_bytes
+        if missing_bytes > 0 and self._lowered < MOST_LOWERED:
+            self._lower(mover, missing_bytes)
+        else:
+            self.settled = True
+
+    def _consider(self, report: SwapReport, budget_bytes: int) -> None:
+        """Are gradients and state of interest at all?"""
+        if report.plans:
+            costs = any(p.iteration_s > (1 + COSTS) * p.compute_s for p in report.plans)
+            if costs and self._gradients != "keep":
+                self._open()
+            self.settled = report.settled and self._mover is None
+        elif report.spilled and self._gradients != "keep":
+            self._open()  # the budget binds already
+        elif self._swapper.tried:
+            problem = self._problem(budget_bytes)
+            if problem is not None and problem.floor_bytes > problem.budget_bytes:
+                self._open()
+
+    def _problem(self, budget_bytes: int) -> Problem | None:
+        """The largest pass, once its levels are known."""
+        record = max(self._swapper.records(), key=lambda r: r.peak_bytes, default=None)
+        if record is None or record.passes < KNOWN_PASSES:
+            return None
+        problem, _ = record.problem(
+            link=self._link,
+            budget_bytes=budget_bytes - budget_bytes // ROUNDING,
+            min_bytes=self._min_bytes,
+        )
+        return problem
 
     def close(self) -> None:
         """Bring everything home."""
@@ -73,17 +142,7 @@ class Floor:
             self._mover.__exit__(None, None, None)
             self._mover = None
 
-    @property
-    def exhausted(self) -> bool:
-        """There is nothing left to try."""
-        return self.room_bytes is not None or self._borders > 3 * SETTLES
-
-    @property
-    def room_bytes(self) -> int | None:
-        """Optimizer state that stays on the device; None: all of it."""
-        return None if self._mover is None else self._mover.room_bytes
-
-    def _open(self) -> None:
+    def _open(self, room_bytes: int | None = None) -> None:
         from kilter.act.swapper.state import StateMover
 
         self._borders = 0
@@ -91,12 +150,51 @@ class Floor:
             self._backend(),
             link=self._link,
             gradients=self._gradients,
+            room_bytes=room_bytes,
             before_update=self._swapper.before_update,
             changed=self._swapper.forget,
+            event=lambda: self._swapper.event,
             fence=self._fence,
         )
         mover.__enter__()
         self._mover = mover
+
+    def _share(self, mover: StateMover, problem: Problem) -> bool:
+        """Decide how memory and link are shared between feature maps and state; whether anything
+        changes by that."""
+        from kilter.plan.swap.joint import away_bytes, joint
+
+        visits = mover.visits()
+        if visits is None:
+            return False
+        if visits.plan is not None:  # levels were seen while some of the state was away
+            count = len(problem.operation_s)
+            away = away_bytes(visits.plan, visits.buckets, visits.at, count)
+            levels = zip(problem.resident_bytes, away, strict=True)
+            problem = replace(problem, resident_bytes=tuple(a + b for a, b in levels))
+        problem = replace(problem, budget_bytes=int((1 - SPARE) * problem.budget_bytes))
+        try:
+            found = joint(problem, visits.buckets, visits.at)
+        except PlanError:
+            return False
+        self.joint = found
+        self._borders = 0
+        if not found.state.streamed and visits.plan is None:
+            return False
+        self._swapper.share_link(found.taken)
+        mover.make_room(found.room_bytes, due_s=found.due_s, link=found.left)
+        return True
+
+    def _lower(self, mover: StateMover, missing_bytes: int) -> None:
+        """So much state goes as is missing, a little more each time."""
+        assert self.report is not None
+        self._lowered += 1
+        self._borders = 0
+        room_bytes = self.report.state_bytes - int((1 + SLACK) * missing_bytes)
+        if room_bytes > 0:
+            mover.make_room(room_bytes)
+        else:
+            self.settled = True
 
 
 def words(report: StateReport) -> str:

@@ -70,7 +70,7 @@ class Charge:
         """The groups' options when the first gradient arrived."""
         self.marks: list[tuple[int, Event]] = []
         self.arrives_s: dict[int, float] = {}
-        self.at: dict[int, int | None] = {}
+        self.at: dict[int, int] = {}
         """By parameter, the operation of the pass in which its gradient arrives."""
         self.due_s: tuple[float, ...] = ()
         """When the buckets are visited, where somebody knows better than `arrives_s`."""

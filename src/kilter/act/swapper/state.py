@@ -342,9 +342,12 @@ class StateMover(AbstractContextManager["StateMover"]):
         assert gradient is not None
         if charge.settings is None:
             charge.settings = charge.options()
+        if id(parameter) not in charge.at:
+            event = self._event()
+            if event is not None:
+                charge.at[id(parameter)] = event
         if charge.phase is Phase.WATCHING:
             charge.marks.append((id(parameter), self._backend.mark()))
-            charge.at[id(parameter)] = self._event()
             charge.watch(parameter, gradient)
             return
         number = charge.bucket_of[id(parameter)]
@@ -458,10 +461,10 @@ class StateMover(AbstractContextManager["StateMover"]):
         (charge,) = charges
         at = []
         for bucket in charge.buckets:
-            found = [charge.at.get(id(p)) for p in bucket.members if id(p) in charge.at]
-            if not found or None in found:
+            found = [charge.at[id(p)] for p in bucket.members if id(p) in charge.at]
+            if not found:
                 return None
-            at.append(max(event for event in found if event is not None))
+            at.append(max(found))
         if at != sorted(at):
             return None
         return Visits(tuple(self._rounds.cuts(charge)), tuple(at), charge.plan)

@@ -55,7 +55,7 @@ def away_bytes(
 
     move(state.begin, at[0], -1)
     for visit, operation in enumerate(at):
-        move(state.load[visit], operation, -1)
+        move(state.load[visit], operation + 1, -1)
         move(state.release[visit], operation + 1, 1)
     found, running = [], 0
     for difference in change[:count]:

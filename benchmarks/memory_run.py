@@ -2,10 +2,11 @@
 
     python benchmarks/memory_run.py --out DIR [--layers 48 --width 1600 --batch 8 --length 1024]
 
-Cases, one JSON line each: `plain` and `auto` under a real cap of the allocator, `75%` and `40%`
-without one (which also measure the plain run), and `identity`: losses and parameters of a smaller
-model under a budget against the plain ones, bit for bit, with deterministic kernels. This file is
-also the training script, which knows nothing of kilter.
+Cases, one JSON line each: `plain` and `auto` under a real cap of the allocator; `start` and `start
+plain` under one that weights, gradients and optimizer state together exceed, so that the plain run
+dies in its first step; `75%` and `40%` without one (which also measure the plain run); `identity`:
+losses and parameters of a smaller model under a budget against the plain ones, bit for bit, with
+deterministic kernels. This file is also the training script, which knows nothing of kilter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-CASES = ("auto", "75%", "40%", "identity", "plain")
+CASES = ("auto", "start", "75%", "40%", "identity", "plain", "start plain")
+START = "--layers 48 --width 1600 --batch 2 --length 1024 --cap 0.157"
+"""1.64 B parameters take 24.4 GiB before any feature map: too much for 22 GiB."""
 
 TOLD = ("memory", "time", "budget", "the rest", "passes", "refused", "an error", "stepped")
 
@@ -103,16 +106,19 @@ def case(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One case in a process of its own."""
     begin = time.perf_counter()
     own = [str(Path(__file__).resolve()), *sys.argv[1:]]
-    run = args.out / name.strip("%")
+    run = args.out / name.strip("%").replace(" ", "_")
     if name == "identity":
         command = [sys.executable, *own, "--role", "identity"]
-    elif name == "plain":
+    elif name.endswith("plain"):
         command = [sys.executable, *own, "--role", "train"]
     else:
-        governed = ["kilter", "run", "--memory-budget", name, "--out", str(run)]
+        budget = "auto" if name == "start" else name
+        governed = ["kilter", "run", "--memory-budget", budget, "--out", str(run)]
         command = [sys.executable, "-m", *governed, *own, "--role", "train"]
     if name.endswith("%") or name == "identity":
         command += ["--cap", "0"]
+    if name.startswith("start"):
+        command += args.start.split()
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     report = run / "report.json"
     return {
@@ -141,6 +147,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=50304)
     parser.add_argument("--steps", type=int, default=18)
     parser.add_argument("--cap", type=float, default=0.25, help="share of the card; 0 for none")
+    parser.add_argument("--start", default=START, help="the model and cap of `start`")
     parser.add_argument("--small", type=int, nargs=4, default=(12, 1024, 1024, 4), metavar="N")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--together", action="store_true", help="all at once: times mean nothing")

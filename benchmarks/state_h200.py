@@ -1,13 +1,14 @@
-"""Below the floor of weights, gradients and optimizer state: its cost, and whether it is exact.
+"""Gradients and optimizer state that make room: their cost, what trains, and whether it is exact.
 
     python benchmarks/state_h200.py --out DIR [--parts rows,identity,cap] [--limit SECONDS]
 
 GPT 1.64B (bf16 autocast, fp32 fused AdamW), all rows from one process; times are medians of CUDA
-events around whole iterations, peaks are allocated memory. `rows` compares plain with gradients
-consumed in backward, with optimizer state streamed, and with both under the engine for saved
-tensors at a budget. `identity` compares loss, parameters and optimizer state with plain's, bit for
-bit, on a shallower model with deterministic kernels. `cap` finds the largest batch that trains
-under a cap of 40 GiB. `--tiny` runs all parts on a CPU, to test this script.
+events around whole iterations, peaks are allocated memory. `rows` compares plain and per-block
+checkpointing with gradients consumed in backward, with optimizer state streamed, and with what a
+session decides for a budget (*joint*: feature maps, gradients and state together, settled by
+itself). `identity` compares loss, parameters and optimizer state with plain's, bit for bit, on a
+shallower model with deterministic kernels. `cap` finds the largest batch that trains under a cap,
+by default of 40 GiB. `--tiny` runs all parts on a CPU, to test this script.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ import torch.nn.functional as F  # noqa: N812
 from memory_h200 import VOCABULARY, Gpt
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kilter.act.fence import Fence
+from kilter.act.floor import Floor
+from kilter.act.room import room
 from kilter.act.swapper import CpuStandIn, Swapper
 from kilter.act.swapper.cuda import Cuda, measure_link
 from kilter.act.swapper.state import StateMover
@@ -36,7 +40,7 @@ from kilter.core.units import GIB
 from kilter.plan.swap.problem import Link
 
 FIRST = time.perf_counter()
-CAP_BYTES = 40 * GIB
+IDENTITY_STEPS = 30
 
 
 @dataclass(frozen=True)
@@ -98,69 +102,106 @@ class Mode:
     """One way to run."""
 
     name: str
+    share: float | None = None
+    """Budget, of plain's peak."""
     gradients: str = "keep"
     room_gb: float | None = None
-    share: float | None = None
-    """Budget of the engine for saved tensors, of plain's peak."""
-    moves: bool = True
-    anew: bool = True
-    """The engine for saved tensors watches again once gradients are consumed."""
+    moves: bool = False
+    """Gradients and state are moved as said here."""
+    joint: bool = False
+    """Gradients and state are moved as a session decides."""
+    checkpointing: bool = False
 
 
 MODES = (
-    Mode("plain", moves=False),
-    Mode("consumed", "consume"),
-    Mode("consumed, 8 GB of state stay", "consume", 8.0),
-    Mode("consumed, 1 GB of state at a time", "consume", 1.0),
-    Mode("kept, 8 GB of state stay", "keep", 8.0),
-    Mode("swapper 56.8 %", share=0.568, moves=False),
-    Mode("consumed, swapper 56.8 %", "consume", share=0.568),
-    Mode("consumed, swapper 50 %", "consume", share=0.5),
-    Mode("consumed, 8 GB of state stay, swapper 50 %", "consume", 8.0, share=0.5),
-    Mode("consumed, 4 GB of state stay, swapper 50 %", "consume", 4.0, share=0.5),
-    Mode("consumed, 8 GB of state stay, swapper 40 %", "consume", 8.0, share=0.4),
+    Mode("plain"),
+    Mode("checkpoint", checkpointing=True),
+    Mode("joint 75 %", 0.75, "consume", joint=True),
+    Mode("joint 60 %", 0.6, "consume", joint=True),
+    Mode("joint as checkpoint", 0.0, "consume", joint=True),
+    Mode("joint 50 %", 0.5, "consume", joint=True),
+    Mode("joint 40 %", 0.4, "consume", joint=True),
+    Mode("swapper 60 %", 0.6),
+    Mode("swapper as checkpoint", 0.0),
+    Mode("consumed", None, "consume", moves=True),
+    Mode("consumed, 8 GB of state stay", None, "consume", 8.0, moves=True),
+    Mode("consumed, 1 GB of state at a time", None, "consume", 1.0, moves=True),
+    Mode("kept, 8 GB of state stay", None, "keep", 8.0, moves=True),
+    Mode("plain again"),
 )
 
 
-@contextlib.contextmanager
-def governed(
-    machine: Machine, mode: Mode, budget_bytes: int | None
-) -> Iterator[tuple[StateMover | None, Swapper | None]]:
-    """The engines that a mode asks for, joined."""
-    with contextlib.ExitStack() as stack:
-        swapper = None
-        if budget_bytes is not None:
-            swapper = Swapper(
-                machine.backend(),
-                budget_bytes=budget_bytes,
-                link=machine.link,
-                min_bytes=1024 if machine.tiny else 2**20,
+class Governed(contextlib.ExitStack):
+    """The engines that a mode asks for, joined as a session joins them."""
+
+    def __init__(self, machine: Machine, mode: Mode, budget_bytes: int | None) -> None:
+        super().__init__()
+        self.machine = machine
+        self.mode = mode
+        self.budget_bytes = budget_bytes
+        self.swapper: Swapper | None = None
+        self.mover: StateMover | None = None
+        self.floor: Floor | None = None
+        self.settled_at: int | None = None
+        self.decided_s = 0.0
+        """The longest that a decision took."""
+        self.steps = 0
+
+    def __enter__(self) -> Governed:
+        machine, mode = self.machine, self.mode
+        min_bytes = 1024 if machine.tiny else 2**20
+        if self.budget_bytes is not None:
+            backend = machine.backend()
+            self.swapper = Swapper(
+                backend, budget_bytes=self.budget_bytes, link=machine.link, min_bytes=min_bytes
             )
-            stack.enter_context(swapper)
-        mover = None
+            self.enter_context(self.swapper)
+        if mode.joint:
+            assert self.swapper is not None
+            self.floor = Floor(
+                self.swapper, machine.backend, machine.link, Fence(fail), mode.gradients, min_bytes
+            )
+            self.callback(self.floor.close)
+            self.floor.begin(backend.used_bytes() or 0, self.budget_bytes or 0)
         if mode.moves:
             scale = 1e4 if machine.tiny else 1e9  # a tiny model has 52 MB of state
-            mover = StateMover(
+            self.mover = StateMover(
                 machine.backend(),
                 link=machine.link,
                 gradients=mode.gradients,
                 room_bytes=None if mode.room_gb is None else int(mode.room_gb * scale),
-                before_update=None if swapper is None else swapper.before_update,
-                changed=swapper.forget if swapper is not None and mode.anew else None,
             )
-            stack.enter_context(mover)
-        yield mover, swapper
+            self.enter_context(self.mover)
+        return self
+
+    def border(self) -> None:
+        """An iteration has ended."""
+        self.steps += 1
+        if self.floor is None or self.swapper is None:
+            return
+        report = self.swapper.report()
+        begin = time.perf_counter()
+        self.floor.border(report, self.budget_bytes or 0)
+        self.decided_s = max(self.decided_s, time.perf_counter() - begin)
+        if self.settled_at is None and self.floor.settled and self.swapper.planned:
+            self.settled_at = self.steps
+
+    def ready(self, passes: int) -> bool:
+        """Nothing is watched any more, and `passes` have run under a plan."""
+        if self.floor is not None:
+            return self.settled_at is not None and self.steps >= self.settled_at + passes
+        planned = self.swapper is None or self.swapper.report().planned >= passes
+        return self.steps >= 5 and planned
 
 
-def warm(job: Job, mover: StateMover | None, swapper: Swapper | None, passes: int = 4) -> None:
-    """Run until nothing is watched any more, and `passes` have run under a plan."""
-    for number in range(24):
+def fail(where: str, error: str) -> None:
+    raise AssertionError(f"{where}: {error}")
+
+
+def warm(job: Job, engines: Governed, passes: int = 4, most: int = 40) -> None:
+    while not engines.ready(passes) and engines.steps < most:
         job.step()
-        planned = swapper is None or swapper.report().planned >= passes
-        if number >= 5 and planned:
-            return
-        if swapper is not None and len(swapper.report().refused) > 40:
-            return
+        engines.border()
 
 
 def timed(machine: Machine, job: Job, count: int) -> dict[str, float]:
@@ -185,15 +226,24 @@ def timed(machine: Machine, job: Job, count: int) -> dict[str, float]:
     }
 
 
-def told(mover: StateMover | None, swapper: Swapper | None) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if mover is not None:
-        report = mover.report()
+def told(engines: Governed) -> dict[str, Any]:
+    found: dict[str, Any] = {"steps": engines.steps, "settled_at": engines.settled_at}
+    floor, swapper = engines.floor, engines.swapper
+    state = engines.mover.report() if engines.mover else floor.report if floor else None
+    if state is not None:
         found["state"] = {
-            key: value for key, value in asdict(report).items() if key not in ("plans", "refused")
+            key: value for key, value in asdict(state).items() if key not in ("plans", "refused")
         }
-        found["stall_s"] = [plan.stall_s for plan in report.plans]
-        found["refused"] = report.refused
+        found["stall_s"] = [plan.stall_s for plan in state.plans]
+        found["refused"] = state.refused
+    if floor is not None:
+        found |= {"room_bytes": floor.room_bytes, "decided_s": engines.decided_s}
+    if floor is not None and floor.joint is not None:
+        found["joint"] = {
+            "predicted_s": floor.joint.iteration_s,
+            "taken": floor.joint.taken,
+            "moved_bytes": floor.joint.state.moved_bytes,
+        }
     if swapper is not None:
         values = swapper.report()
         found["swapper"] = {
@@ -201,7 +251,10 @@ def told(mover: StateMover | None, swapper: Swapper | None) -> dict[str, Any]:
             "late": values.late,
             "deviations": values.deviations,
             "host_bytes": values.host_bytes,
+            "compute_s": [p.compute_s for p in values.plans][-1:],
             "predicted_s": [p.iteration_s for p in values.plans][-1:],
+            "remake_s": [p.remake_s for p in values.plans][-1:],
+            "out_bytes": [p.out_bytes for p in values.plans][-1:],
             "swapped": [p.swapped for p in values.plans][-1:],
             "remade": [p.remade for p in values.plans][-1:],
             "refused": [text[:120] for text in dict.fromkeys(values.refused)][:3],
@@ -211,18 +264,25 @@ def told(mover: StateMover | None, swapper: Swapper | None) -> dict[str, Any]:
 
 def rows(machine: Machine, names: list[str]) -> Iterator[dict[str, Any]]:
     job = Job(machine, 2 if machine.tiny else 48, 8)
-    plain_bytes = 0
+    plain_bytes = checkpoint_bytes = 0
     for mode in MODES:
-        if names and mode.name not in names and mode.name != "plain":
+        if names and mode.name not in (*names, "plain"):
             continue
         machine.settle()
-        budget = None if mode.share is None else int(mode.share * plain_bytes) or 10**6
-        with governed(machine, mode, budget) as (mover, swapper):
-            warm(job, mover, swapper)
+        budget = None
+        if mode.share is not None:
+            budget = int(mode.share * plain_bytes) or checkpoint_bytes or 10**6
+        job.model.checkpointing = mode.checkpointing
+        begin = time.perf_counter()
+        with Governed(machine, mode, budget) as engines:
+            warm(job, engines)
+            warm_s = time.perf_counter() - begin
             found = timed(machine, job, 6)
-            values = told(mover, swapper)
+            values = told(engines)
         plain_bytes = plain_bytes or int(found["peak_bytes"])
-        yield {"row": mode.name, "budget_bytes": budget, **found, **values}
+        if mode.checkpointing:
+            checkpoint_bytes = int(found["peak_bytes"])
+        yield {"row": mode.name, "budget_bytes": budget, "warm_s": warm_s, **found, **values}
 
 
 def identity(machine: Machine) -> Iterator[dict[str, Any]]:
@@ -231,12 +291,12 @@ def identity(machine: Machine) -> Iterator[dict[str, Any]]:
     plain: list[torch.Tensor] = []
     room_gb = 3000.0 if machine.tiny else 2.0
     modes = (
-        Mode("plain", moves=False),
-        Mode("plain again", moves=False),
-        Mode("consumed", "consume"),
-        Mode("consumed and streamed", "consume", room_gb),
-        Mode("streamed in the step", "keep", room_gb),
-        Mode("consumed and streamed, swapper", "consume", room_gb, 0.7),
+        Mode("plain"),
+        Mode("plain again"),
+        Mode("consumed", None, "consume", moves=True),
+        Mode("consumed and streamed", None, "consume", room_gb, moves=True),
+        Mode("streamed in the step", None, "keep", room_gb, moves=True),
+        Mode("joint", 0.6, "consume", joint=True),
     )
     peak_bytes = 0
     for mode in modes:
@@ -247,10 +307,12 @@ def identity(machine: Machine) -> Iterator[dict[str, Any]]:
         if mode.share is not None:
             budget = 10**7 if machine.tiny else int(mode.share * peak_bytes) + held_bytes
         values: list[torch.Tensor] = []
-        with sdpa_kernel(SDPBackend.MATH), governed(machine, mode, budget) as (mover, swapper):
-            values += [job.step() for _ in range(14)]
+        with sdpa_kernel(SDPBackend.MATH), Governed(machine, mode, budget) as engines:
+            for _ in range(IDENTITY_STEPS):
+                values.append(job.step())
+                engines.border()
             peak_bytes = peak_bytes or machine.peak_bytes()
-            report = told(mover, swapper)
+            report = told(engines)
         for p in job.model.parameters():
             values.append(p.detach().clone())
             values += [v.clone() for _, v in sorted(job.optimizer.state[p].items())]
@@ -262,34 +324,36 @@ def identity(machine: Machine) -> Iterator[dict[str, Any]]:
     torch.use_deterministic_algorithms(False)
 
 
-def cap(machine: Machine, batches: list[int]) -> Iterator[dict[str, Any]]:
-    """Which batches train within the cap: plain's, then ours."""
+def cap(machine: Machine, batches: list[int], cap_bytes: int) -> Iterator[dict[str, Any]]:
+    """Which batches train within the cap: plain's (negative), then ours, as `--memory-budget auto`
+    would have it."""
+    budget = int(0.9 * cap_bytes)
     if not machine.tiny:
         total_bytes = torch.cuda.get_device_properties(machine.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(CAP_BYTES / total_bytes)
-    budget = int(0.95 * CAP_BYTES)
-    ours = Mode("ours", "consume", 4.0, share=1.0, anew=False)
-    plain = Mode("plain", moves=False)
-    tries = [(plain if batch < 0 else ours, abs(batch)) for batch in batches]
-    for mode, batch in tries:
+        torch.cuda.set_per_process_memory_fraction(cap_bytes / total_bytes)
+        budget, _ = room(torch.cuda, machine.device)
+    ours = Mode("ours", 1.0, "consume", joint=True)
+    for batch in batches:
+        mode = Mode("plain") if batch < 0 else ours
         machine.settle()
-        job = Job(machine, 2 if machine.tiny else 48, batch)
-        row: dict[str, Any] = {"cap_gib": CAP_BYTES / GIB, "mode": mode.name, "batch": batch}
-        report: dict[str, Any] = {}
+        row: dict[str, Any] = {"cap_gib": cap_bytes / GIB, "mode": mode.name, "batch": abs(batch)}
+        begin = time.perf_counter()
+        engines = Governed(machine, mode, budget if mode.joint else None)
         try:
-            with governed(machine, mode, budget if mode.share else None) as engines:
+            job = Job(machine, 2 if machine.tiny else 48, abs(batch))
+            with engines:
                 try:
-                    warm(job, *engines, passes=2)
-                    row |= timed(machine, job, 3)
+                    warm(job, engines, passes=2)
+                    row |= {"warm_s": time.perf_counter() - begin} | timed(machine, job, 3)
                 finally:
-                    report = told(*engines)
+                    row |= told(engines)
             row["trains"] = True
         except torch.OutOfMemoryError as error:
-            row |= {"trains": False, "error": str(error)[:160]}
+            row |= {"trains": False, "error": str(error)[:100]}
         if not machine.tiny:
             row["reserved_bytes"] = torch.cuda.max_memory_reserved()
-        yield {**row, **report}
-        del job
+        yield row
+        job = None  # type: ignore[assignment]
 
 
 def main() -> None:
@@ -300,6 +364,7 @@ def main() -> None:
     parser.add_argument(
         "--batches", default="-4,-5,-6,20,24", help="sizes to try; negative ones with plain"
     )
+    parser.add_argument("--cap", type=float, default=40, help="GiB")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; no row begins later")
     parser.add_argument("--link", default="", help="GB/s out, in, both; measured if left out")
     parser.add_argument("--tiny", action="store_true")
@@ -318,7 +383,9 @@ def main() -> None:
     parts = {
         "rows": lambda: rows(machine, [name for name in options.modes.split(";") if name]),
         "identity": lambda: identity(machine),
-        "cap": lambda: cap(machine, [int(batch) for batch in options.batches.split(",")]),
+        "cap": lambda: cap(
+            machine, [int(batch) for batch in options.batches.split(",")], int(options.cap * GIB)
+        ),
     }
     with (options.out / "state.jsonl").open("w") as file:
         for part in options.parts.split(","):

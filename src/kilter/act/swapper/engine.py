@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from kilter.act.fence import Fence
 from kilter.act.swapper.backend import Backend, HostMemoryError
 from kilter.act.swapper.collector import Collector
-from kilter.act.swapper.kinds import TUNED, Kind, Kinds
+from kilter.act.swapper.kinds import TIMED, TUNED, Kind, Kinds
 from kilter.act.swapper.ready import Due, Ready
 from kilter.act.swapper.remake import EPS, Reader
 from kilter.act.swapper.store import AWAY, HERE, Modified, Pass, Saved, Store, View, kept, whole
@@ -506,13 +506,14 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._plan = next((kind.plan for kind in alike if kind.plan is not None), None)
         hopeless = bool(alike) and all(kind.hopeless for kind in alike)
         if self._plan is None and not (hopeless and self._round % HOPELESS_EVERY):
-            # Looking at memory is slow and would show in the times: every other pass only times.
+            # Looking at memory is slow and would show in the times, so some passes only time.
             settled = all(kind.weighed for kind in alike) and bool(alike)
             settled = settled and not self._looking and not self._kinds.unknown
+            due = self._round % 2 == 0 or any(kind.timed < TIMED for kind in alike)
             self._watch = Watch(
                 self._backend,
                 self._store,
-                timing_only=settled and candidate is None and self._round % 2 == 0,
+                timing_only=settled and candidate is None and due,
                 trial=candidate is not None,
             )
             self._stepped = self._steps > 0
@@ -520,7 +521,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._measured = self._plan is None or self._plan.tuned < TUNED
         if self._measured:
             self._backend.peak_bytes()  # from here on
-        if self._plan is not None:
+        if self._plan is not None or (self._watch is not None and self._watch.timed):
             self._collector.hold()
         return within
 

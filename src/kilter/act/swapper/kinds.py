@@ -25,6 +25,8 @@ SETTLED_STEPS = 2
 """Optimizer steps before a pass counts as settled: the first creates gradients and state."""
 SETTLED_PASSES = 6
 """The same for jobs without a `torch.optim` optimizer."""
+TIMED = 1
+"""Passes in which only times are looked at, before one is tried."""
 MAX_TRIALS = 3
 """A kind of pass that does not come again within so many is left without a plan."""
 TUNED = 3
@@ -52,6 +54,8 @@ class Kind:
     """Its plan measured above the budget, and there is to be another."""
     weighed: bool = False
     """Its levels were looked at after an optimizer step, which makes the optimizer's state."""
+    timed: int = 0
+    """Passes in which only times were looked at."""
     hopeless: bool = False
     less_bytes: int = 0
     """Taken off the budget because passes under a plan measured more than predicted."""
@@ -108,7 +112,7 @@ class Kinds:
                 continue
             passes = kind.record.passes
             if passes >= SETTLED_PASSES or (
-                passes >= 2 and steps >= SETTLED_STEPS and kind.weighed
+                steps >= SETTLED_STEPS and kind.weighed and kind.timed >= TIMED
             ):
                 return kind
         return None
@@ -132,6 +136,7 @@ class Kinds:
         if kind is not None:
             kind.record.merge(record)
             kind.weighed |= weighed
+            kind.timed += record.timing_only
         elif record.timing_only:
             self.unknown = True
         else:

@@ -45,6 +45,8 @@ class Watch:
         self._recorder = PassRecorder(timing_only=timing_only)
         self.timing_only = timing_only
         self.trial = trial
+        self.timed = timing_only or trial
+        """The device is kept busy, so that its times are its own."""
         self.refused: list[str] = []
         self.peak_bytes = 0
         """The most in use so far, where that is measured."""
@@ -71,7 +73,7 @@ class Watch:
         import torch
 
         self._begin = self._backend.mark()
-        if self.timing_only or self.trial:
+        if self.timed:
             self._backend.keep_busy(PAUSE_S)
         node = torch._C._current_autograd_node() if used and not self.timing_only else None
         name = "forward" if node is None else str(node.name())

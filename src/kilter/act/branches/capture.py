@@ -27,10 +27,6 @@ _ONE_AT_A_TIME = threading.Lock()
 """The runtime allows one capture in a process at a time."""
 
 
-SMALL = 2**14
-"""Elements up to which tensors are copied together: one launch, but few blocks for each tensor."""
-
-
 class Turns:
     """Replays that share a memory pool take turns, whichever stream they are called on."""
 
@@ -54,20 +50,13 @@ class Turns:
         self._done.record(self._stream)
 
 
-class Copies:
-    """Copies tensors onto others of the same shapes: small ones together, large ones alone."""
-
-    def __init__(self, like: Sequence[Tensor]) -> None:
-        self._small = [i for i, t in enumerate(like) if t.numel() <= SMALL]
-        if len(self._small) == 1:
-            self._small = []
-        self._large = [i for i in range(len(like)) if i not in self._small]
-
-    def __call__(self, to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        for i in self._large:
-            to[i].copy_(given[i])
-        if self._small:
-            torch._foreach_copy_([to[i] for i in self._small], [given[i] for i in self._small])
+def copy_all(to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Copies tensors onto others of the same shapes, all by one launch where dtypes agree: at the
+    size of a step's inputs a launch of its own costs the host more than the device."""
+    if len(to) == 1:
+        to[0].copy_(given[0])
+    elif to:
+        torch._foreach_copy_(to, given)
 
 
 @contextmanager
@@ -152,7 +141,6 @@ class Captured:
             self._graph, made = record(lambda: step(self._inputs), device, pool)
         self._outputs: list[Tensor] = list(made)
         self._released = False
-        self._copy_in, self._copy_out = Copies(self._inputs), Copies(self._outputs)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
         """The outputs; None if another thread has given the graph up meanwhile."""
@@ -161,10 +149,10 @@ class Captured:
             if self._released:
                 return None
             turns.begin(self._device)
-            self._copy_in(self._inputs, inputs)
+            copy_all(self._inputs, inputs)
             self._graph.replay()
             outputs = [torch.empty_like(t) for t in self._outputs]
-            self._copy_out(outputs, self._outputs)
+            copy_all(outputs, self._outputs)
             turns.end()
         return outputs
 

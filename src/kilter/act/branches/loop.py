@@ -70,7 +70,7 @@ def why_serial(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
         return "called inside somebody else's capture"
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return "called under a tensor mode"
-    if any(map(_foreign, _GLOBAL_HOOKS)):
+    if any(_GLOBAL_HOOKS) and any(map(_foreign, _GLOBAL_HOOKS)):
         return "there are hooks for all modules, and a replay calls no modules"
     return None
 

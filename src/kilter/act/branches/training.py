@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kilter.act.branches.capture import WARM_UPS, Copies, Turns, capturing, record, static_like
+from kilter.act.branches.capture import WARM_UPS, Turns, capturing, copy_all, record, static_like
 
 
 class Step(Protocol):
@@ -113,8 +113,6 @@ class CapturedStep:
             )
         self._plain = [t.detach() for t in self._outputs]
         self._static = [t.detach() for t in self._inputs]
-        self._copy_in, self._copy_out = Copies(self._static), Copies(self._plain)
-        self._copy_given, self._copy_back = Copies(self._given), Copies(self._gradients)
 
     def asks(self) -> tuple[list[bool], list[bool]]:
         return [t.requires_grad for t in self._inputs], [t.requires_grad for t in self._outputs]
@@ -122,20 +120,20 @@ class CapturedStep:
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         with self._turns.lock, torch.no_grad():
             self._turns.begin(self._device)
-            self._copy_in(self._static, inputs)
+            copy_all(self._static, inputs)
             self._there.replay()
             self.forwards += 1
             outputs = [torch.empty_like(t) for t in self._plain]
-            self._copy_out(outputs, self._plain)
+            copy_all(outputs, self._plain)
             self._turns.end()
         return outputs
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         with self._turns.lock, torch.no_grad():
             self._turns.begin(self._device)
-            self._copy_given(self._given, gradients)
+            copy_all(self._given, gradients)
             self._back.replay()
             found = [torch.empty_like(t) for t in self._gradients]
-            self._copy_back(found, self._gradients)
+            copy_all(found, self._gradients)
             self._turns.end()
         return found

@@ -66,11 +66,10 @@ class Shapes:
 class _Memory:
     """The backend that the watch asks: levels and moments come from the dispatch mode."""
 
-    def __init__(self, clocked: Clocked) -> None:
-        import torch
+    def __init__(self, clocked: Clocked, device: torch.device) -> None:
         from torch._subclasses.fake_tensor import FakeTensor
 
-        self.device = torch.device("cpu")
+        self.device = device
         self._fakes = FakeTensor
         self._clocked = clocked
         self.live_bytes = 0
@@ -143,13 +142,14 @@ def shapes_of(
     optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer],
     autocast: torch.dtype | None,
     clocked: Clocked,
+    device: torch.device,
     min_bytes: int = MIB,
 ) -> Shapes:
     """One iteration of `model(*inputs, **named)`, `loss` of its output, backward and `optimizer`.
 
     The model's own tensors are read for their shapes only, so it may lie on the meta device. Its
-    `forward` runs three times on fake tensors. `UsageError` if it asks for a value that only real
-    data have.
+    `forward` runs four times on fake tensors of `device`, whose kernels decide what is kept.
+    `UsageError` if it asks for a value that only real data have.
     """
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -158,7 +158,7 @@ def shapes_of(
         UnsupportedOperatorException,
     )
 
-    memory = _Memory(clocked)
+    memory = _Memory(clocked, device)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _counting(memory):
             job = _Job(model, inputs, named, memory, loss, optimizer, autocast, min_bytes)

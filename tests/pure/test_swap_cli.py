@@ -94,6 +94,25 @@ def test_a_budget_in_bytes_and_in_words(trace: Path, capsys: pytest.CaptureFixtu
     assert "[simulated]" in out
 
 
+def test_clocks_are_planned_with_the_memory(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = ["--device", "sim:v100", "--max-slowdown", "10%"]
+    assert planned(trace, "--memory-budget", "60%", *card, "--json") == 0
+    found = json.loads(capsys.readouterr().out)["clocks"]
+    assert found["label"] == "simulated"
+    assert found["default"]["saving"] == 0
+    assert found["together"]["saving"] >= found["apart"]["saving"] > 0
+    assert found["together"]["slowdown"] <= 0.1
+    assert planned(trace, "--memory-budget", "60%", *card) == 0
+    assert "planned together: SM " in capsys.readouterr().out
+
+
+def test_a_slowdown_without_a_card_is_a_usage_error(trace: Path) -> None:
+    with pytest.raises(UsageError, match="--device sim:NAME"):
+        planned(trace, "--memory-budget", "60%", "--max-slowdown", "2%")
+
+
 def test_an_impossible_budget_says_what_is_possible(trace: Path) -> None:
     with pytest.raises(PlanError, match="below"):
         planned(trace, "--memory-budget", "1MiB")

@@ -16,14 +16,19 @@ from typing import Any
 
 import msgspec
 
+from kilter.app.cli.options import fraction, simulated
+from kilter.app.config import DEFAULT_MAX_SLOWDOWN
 from kilter.core import codec
 from kilter.core.errors import PlanError, UsageError
 from kilter.core.plan import MemoryBudget
+from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace
 from kilter.core.units import MIB, show_bytes, show_fraction, show_time
+from kilter.plan.combine import Choice, Combined, combine
 from kilter.plan.swap.choose import PLANNERS, MemoryPlan, plan
 from kilter.plan.swap.problem import H200_PCIE5, Link, Problem, problem_of
 from kilter.plan.swap.simulate import Schedule, simulate
+from kilter.sim.points import points_of
 
 HELP = "what to swap, to make again and to keep, so that an iteration fits a memory budget"
 EPILOG = """\
@@ -33,6 +38,7 @@ examples:
   kilter plan memory runs/ID/trace.json --memory-budget 24GiB
   kilter plan memory trace.json --memory-budget 60% --planner exact --json
   kilter plan memory trace.json --memory-budget 60% --chrome schedule.json
+  kilter plan memory trace.json --memory-budget 60% --device sim:h200 --max-slowdown 2%
 """
 
 
@@ -44,6 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--planner", choices=list(PLANNERS), default="mix", help="(mix)")
     add_link_arguments(parser)
     parser.add_argument("--min-bytes", type=int, default=MIB, metavar="N", help="(1 MiB)")
+    parser.add_argument(
+        "--device", type=simulated, metavar="sim:NAME", help="plan its clocks with the memory"
+    )
+    parser.add_argument(
+        "--max-slowdown",
+        type=fraction,
+        metavar="S",
+        help="of the clocks, on top of what the memory costs (with --device; 2%%)",
+    )
     parser.add_argument("--chrome", type=Path, metavar="FILE", help="write a Chrome trace here")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -81,7 +96,14 @@ def run(args: argparse.Namespace) -> int:
     whole = problem_of(trace, link=link, budget_bytes=1, min_bytes=args.min_bytes)
     budget_bytes = budget_of(args.memory_budget, whole.peak_bytes)
     problem = problem_of(trace, link=link, budget_bytes=budget_bytes, min_bytes=args.min_bytes)
+    if args.max_slowdown is not None and args.device is None:
+        raise UsageError("--max-slowdown is for clocks: say of which card with --device sim:NAME")
     found = answer(problem, args.planner)
+    if args.device is not None:
+        bound = DEFAULT_MAX_SLOWDOWN if args.max_slowdown is None else args.max_slowdown
+        points = points_of(args.device, trace)
+        combined = combine(problem, points, max_slowdown=bound, planner=args.planner)
+        found["clocks"] = clocks(combined, bound)
     if args.chrome is not None:
         chosen = plan(problem, args.planner)
         codec.write_atomically(args.chrome, msgspec.json.encode(chrome(problem, chosen)))
@@ -142,6 +164,32 @@ def answer(problem: Problem, planner: str) -> dict[str, Any]:
         "actions": {"swap": swap, "recompute": recompute, "keep": keep},
         **{name: _numbers(value) for name, value in plans.items()},
         **({} if has_solver else {"exact": None}),
+    }
+
+
+def clocks(combined: Combined, max_slowdown: float) -> dict[str, Any]:
+    """Clock and memory planned apart and together, each against the default clock under the same
+    budget."""
+
+    def told(choice: Choice) -> dict[str, Any]:
+        default = combined.default
+        return {
+            "setting": asdict(choice.point.setting),
+            "iteration_s": choice.iteration_s,
+            "energy_j": choice.energy_j,
+            "slowdown": choice.iteration_s / default.iteration_s - 1,
+            "saving": 1 - choice.energy_j / default.energy_j,
+            "stall_s": choice.plan.stall_s,
+            "swapped": choice.plan.swapped,
+            "remade": choice.plan.remade,
+        }
+
+    return {
+        "label": combined.label.value,
+        "max_slowdown": max_slowdown,
+        "default": told(combined.default),
+        "apart": told(combined.apart),
+        "together": told(combined.together),
     }
 
 
@@ -230,3 +278,12 @@ def _tell(found: dict[str, Any], problem: Problem) -> None:
             f"{name:<9} {show_time(other['iteration_s']):>9}  planned in "
             f"{show_time(other['solve_s'])}{'' if other['feasible'] else '  does not fit'}"
         )
+    if "clocks" in found:
+        for name in ("apart", "together"):
+            told = found["clocks"][name]
+            print(
+                f"clocks  planned {name}: {Setting(**told['setting'])}, "
+                f"{show_fraction(-told['saving'], signed=True)} energy, "
+                f"{show_fraction(told['slowdown'], signed=True)} time, {told['swapped']} swapped, "
+                f"{told['remade']} made again [{found['clocks']['label']}]"
+            )

@@ -116,10 +116,10 @@ class Mode:
 MODES = (
     Mode("plain"),
     Mode("checkpoint", checkpointing=True),
-    Mode("joint 75 %", 0.75, "consume", joint=True),
     Mode("joint 60 %", 0.6, "consume", joint=True),
     Mode("joint as checkpoint", 0.0, "consume", joint=True),
     Mode("joint 50 %", 0.5, "consume", joint=True),
+    Mode("joint 75 %", 0.75, "consume", joint=True),
     Mode("joint 40 %", 0.4, "consume", joint=True),
     Mode("swapper 60 %", 0.6),
     Mode("swapper as checkpoint", 0.0),
@@ -147,7 +147,8 @@ class Governed(contextlib.ExitStack):
         """The longest that a decision took."""
         self.steps = 0
 
-    def __enter__(self) -> Governed:
+    def govern(self, fresh: bool = False) -> Governed:
+        """Begin; the job is `fresh` if it has made no step yet."""
         machine, mode = self.machine, self.mode
         min_bytes = 1024 if machine.tiny else 2**20
         if self.budget_bytes is not None:
@@ -162,7 +163,8 @@ class Governed(contextlib.ExitStack):
                 self.swapper, machine.backend, machine.link, Fence(fail), mode.gradients, min_bytes
             )
             self.callback(self.floor.close)
-            self.floor.begin(backend.used_bytes() or 0, self.budget_bytes or 0)
+            if fresh:
+                self.floor.begin(backend.used_bytes() or 0, self.budget_bytes or 0)
         if mode.moves:
             scale = 1e4 if machine.tiny else 1e9  # a tiny model has 52 MB of state
             self.mover = StateMover(
@@ -274,7 +276,7 @@ def rows(machine: Machine, names: list[str]) -> Iterator[dict[str, Any]]:
             budget = int(mode.share * plain_bytes) or checkpoint_bytes or 10**6
         job.model.checkpointing = mode.checkpointing
         begin = time.perf_counter()
-        with Governed(machine, mode, budget) as engines:
+        with Governed(machine, mode, budget).govern() as engines:
             warm(job, engines)
             warm_s = time.perf_counter() - begin
             found = timed(machine, job, 6)
@@ -307,7 +309,10 @@ def identity(machine: Machine) -> Iterator[dict[str, Any]]:
         if mode.share is not None:
             budget = 10**7 if machine.tiny else int(mode.share * peak_bytes) + held_bytes
         values: list[torch.Tensor] = []
-        with sdpa_kernel(SDPBackend.MATH), Governed(machine, mode, budget) as engines:
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            Governed(machine, mode, budget).govern(fresh=True) as engines,
+        ):
             for _ in range(IDENTITY_STEPS):
                 values.append(job.step())
                 engines.border()
@@ -341,7 +346,7 @@ def cap(machine: Machine, batches: list[int], cap_bytes: int) -> Iterator[dict[s
         engines = Governed(machine, mode, budget if mode.joint else None)
         try:
             job = Job(machine, 2 if machine.tiny else 48, abs(batch))
-            with engines:
+            with engines.govern(fresh=True):
                 try:
                     warm(job, engines, passes=2)
                     row |= {"warm_s": time.perf_counter() - begin} | timed(machine, job, 3)

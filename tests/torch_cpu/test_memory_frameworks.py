@@ -371,7 +371,7 @@ def test_a_transformer_of_hugging_face() -> None:
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         losses = []
-        for i in range(12):
+        for i in range(18):
             optimizer.zero_grad()
             tokens = torch.randint(0, 512, (16, 256), generator=torch.Generator().manual_seed(i))
             loss = model(input_ids=tokens, labels=tokens).loss

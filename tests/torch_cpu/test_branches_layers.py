@@ -268,7 +268,7 @@ class Tower(nn.Module):
 def test_convolutions_take_along_what_follows(dtype):
     tower = Tower().eval().to(dtype)
     x = torch.randn(2, 3, 11, 9).to(dtype)
-    program = with_convolutions(program_of(tower, x), lambda found: True, CPU)
+    program = with_convolutions(program_of(tower, x), lambda found: True)
     found = program.execute([x], run_in_order)
     limit = 1e-5 if dtype == torch.float32 else 0.05
     for a, b in zip(found, tower(x), strict=True):
@@ -280,7 +280,7 @@ def test_convolutions_take_along_what_follows(dtype):
 
 def test_convolutions_that_the_library_does_better_stay():
     tower, x = Tower().eval(), torch.randn(1, 3, 8, 8)
-    program = with_convolutions(program_of(tower, x), lambda found: found.residual is not None, CPU)
+    program = with_convolutions(program_of(tower, x), lambda found: found.residual is not None)
     names = targets(program)
     assert sum("kilter.convolve" in t for t in names) == 1
     assert sum("aten.convolution" in t for t in names) == 2
@@ -299,7 +299,7 @@ def test_the_faster_way_is_timed_with_all_that_follows(monkeypatch, ours_s):
     monkeypatch.setattr(convolutions, "graph_seconds", seconds)
     found = []
     program = program_of(Tower().eval(), torch.randn(1, 3, 8, 8))
-    with_convolutions(program, lambda c: found.append(c) or False, CPU)
+    with_convolutions(program, lambda c: found.append(c) or False)
     for convolution in found:
         timed.clear()
         assert convolutions.is_faster(convolution, CPU) == (ours_s < 2.0)
@@ -316,7 +316,7 @@ def test_the_faster_way_is_timed_with_all_that_follows(monkeypatch, ours_s):
     ],
 )
 def test_other_convolutions_are_left_alone(other):
-    program = with_convolutions(program_of(other, torch.randn(1, 4, 8, 8)), lambda found: True, CPU)
+    program = with_convolutions(program_of(other, torch.randn(1, 4, 8, 8)), lambda found: True)
     assert not any("kilter" in t for t in targets(program))
 
 
@@ -331,7 +331,7 @@ def test_tiles_cover_a_product_without_splitting_short_sums(channels, pixels, in
 def test_large_maps_are_the_librarys():
     for size, ours in ((32, True), (33, False)):
         x = torch.randn(1, 4, size, size)
-        program = with_convolutions(program_of(nn.Conv2d(4, 4, 1), x), lambda found: True, CPU)
+        program = with_convolutions(program_of(nn.Conv2d(4, 4, 1), x), lambda found: True)
         assert any("kilter" in t for t in targets(program)) == ours
 
 
@@ -340,7 +340,7 @@ def test_large_maps_are_the_librarys():
 
 def test_everything_is_compiled_once_before_the_first_call():
     tower, x = Tower().eval(), torch.randn(1, 3, 8, 8)
-    program = with_convolutions(program_of(tower, x), lambda found: found.residual is None, CPU)
+    program = with_convolutions(program_of(tower, x), lambda found: found.residual is None)
     (unit,) = program.units()
     called = []
 

@@ -34,8 +34,7 @@ shapes on an H200."""
 PIXELS_AT_MOST = 1024
 """Of larger maps the library was faster for every shape there."""
 SHORTEST = 64
-"""A sum is not split into shorter ones than this."""
-SPLITS_AT_MOST = 16
+"""A sum is not split into shorter ones than this; the summands of a step of the kernel."""
 
 _NORMS = {
     # operation: (training, epsilon) positions
@@ -47,27 +46,25 @@ _NORMS = {
 
 @dataclass(frozen=True)
 class Tile:
-    """How the kernel cuts its work: output channels, pixels and summands of a block; how many
-    blocks there are; programs that share a sum."""
+    """How the kernel cuts its work: output channels, pixels and summands of a block; programs that
+    share a sum; warps; stages of its loop."""
 
     rows: int
     columns: int
     inner: int
-    blocks: tuple[int, int]
     splits: int
+    warps: int
+    stages: int
 
 
 def tile_of(channels: int, pixels: int, inner: int, *, half: bool) -> Tile:
     """The cut for a product of (channels x inner) weights with (inner x pixels) pixels."""
-    blocks = -(-channels // 32), -(-pixels // 32)
-    programs = math.prod(blocks)
+    programs = -(-channels // 32) * -(-pixels // 32)
     enough = PROGRAMS // 2 if half else PROGRAMS
     splits = 1
-    while (
-        programs * splits < enough and inner // (2 * splits) >= SHORTEST and splits < SPLITS_AT_MOST
-    ):
+    while programs * splits < enough and inner // (2 * splits) >= SHORTEST:
         splits *= 2
-    return Tile(32, 32, 64 if half else 32, blocks, splits)
+    return Tile(32, 32, 64 if half else 32, splits, 4, 3)
 
 
 def _convolve(
@@ -76,7 +73,6 @@ def _convolve(
     bias: Tensor | None,
     norm: Sequence[Tensor],
     residual: Tensor | None,
-    counters: Tensor,
     stride: Sequence[int],
     padding: Sequence[int],
     epsilon: float,
@@ -84,31 +80,69 @@ def _convolve(
 ) -> Tensor:
     if not x.is_cuda:
         return defined(x, weight, bias, norm, residual, stride, padding, epsilon, relu)
+    out = _shape(x, weight, bias, norm, residual, stride, padding, epsilon, relu)
+    channels, *window = weight.shape
+    pixels = out.numel() // channels
+    tile = tile_of(channels, pixels, math.prod(window), half=x.element_size() < 4)
+    return launch(x, weight, bias, norm, residual, stride, padding, epsilon, relu, out, tile)
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Sequence[Tensor],
+    residual: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    epsilon: float,
+    relu: bool,
+    out: Tensor,
+    tile: Tile,
+) -> Tensor:
+    """Fill `out` by the kernel, cut as `tile` says."""
     from kilter.act.branches import kernels
 
-    out = _shape(x, weight, bias, norm, residual, counters, stride, padding, epsilon, relu)
     x, weight = x.contiguous(), weight.contiguous()
     images, channels_in, height, width = x.shape
     channels, _, high, wide = weight.shape
-    inner, area = channels_in * high * wide, out.shape[2] * out.shape[3]
-    tile = tile_of(channels, images * area, inner, half=x.element_size() < 4)
+    inner = channels_in * high * wide
+    area_out = out.shape[2] * out.shape[3]
+    pixels = images * area_out
     share = -(-inner // (tile.splits * tile.inner)) * tile.inner
     parts = out
     if tile.splits > 1:
         parts = torch.empty((tile.splits, *out.shape), dtype=torch.float32, device=x.device)
     exact = x.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
+    flags = {
+        "BIAS": bias is not None,
+        "NORM": bool(norm),
+        "RESIDUAL": residual is not None,
+        "RELU": relu,
+    }
+    behind = (
+        x if bias is None else bias,
+        *(norm or (x, x, x, x)),
+        x if residual is None else residual.contiguous(),
+        epsilon,
+    )
     kernels.launch(
-        kernels.convolve, (*tile.blocks, tile.splits),
-        x, weight, out, parts, counters, x if bias is None else bias, *(norm or (x, x, x, x)),
-        x if residual is None else residual.contiguous(), epsilon, channels, images * area, inner,
-        share, channels_in * height * width, height, width, area, out.shape[3], high * wide, wide,
-        stride[0], stride[1], padding[0], padding[1],
+        kernels.convolve,
+        (-(-channels // tile.rows), -(-pixels // tile.columns), tile.splits),
+        x, weight, parts, *behind, channels, pixels, inner, share, channels_in * height * width,
+        height, width, area_out, out.shape[3], high * wide, wide, stride[0], stride[1], padding[0],
+        padding[1],
         POINT=high == wide == 1 and tuple(stride) == (1, 1) and tuple(padding) == (0, 0),
-        ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
-        SPLITS=SPLITS_AT_MOST if tile.splits > 1 else 1, BIAS=bias is not None, NORM=bool(norm),
-        RESIDUAL=residual is not None, RELU=relu, PRECISION="tf32x3" if exact else "tf32",
-        num_warps=4, num_stages=3,
+        ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner, SPLIT=tile.splits > 1,
+        PRECISION="tf32x3" if exact else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+        **flags,
     )  # fmt: skip
+    if tile.splits > 1:
+        kernels.launch(
+            kernels.add_up, (-(-out.numel() // 512),),
+            parts, out, *behind, out.numel(), area_out, channels,
+            SIZE=512, PARTS=tile.splits, num_warps=4, **flags,
+        )  # fmt: skip
     return out
 
 
@@ -118,7 +152,6 @@ def _shape(
     bias: Tensor | None,
     norm: Sequence[Tensor],
     residual: Tensor | None,
-    counters: Tensor,
     stride: Sequence[int],
     padding: Sequence[int],
     epsilon: float,
@@ -154,8 +187,8 @@ def defined(
 def operation() -> Any:
     """The kernel as an operation that the compiler can call; registered at first use."""
     schema = (
-        "(Tensor x, Tensor weight, Tensor? bias, Tensor[] norm, Tensor? residual, Tensor counters, "
-        "int[] stride, int[] padding, float epsilon, bool relu) -> Tensor"
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor[] norm, Tensor? residual, int[] stride, "
+        "int[] padding, float epsilon, bool relu) -> Tensor"
     )
     made = torch.library.custom_op("kilter::convolve", _convolve, mutates_args=(), schema=schema)
     made.register_fake(_shape)
@@ -179,26 +212,12 @@ class Convolution:
     relu: bool = False
 
     @property
-    def tensors(self) -> tuple[Any, ...]:
-        """x, weight, bias, norm and residual."""
-        return *self.node.args[:3], list(self.norm), self.residual
-
-    @property
-    def numbers(self) -> tuple[Any, ...]:
-        """Stride, padding, epsilon, and whether there is a ReLU."""
-        stride, padding = self.node.args[3:5]
-        return list(stride), list(padding), self.epsilon, self.relu
-
-    @property
-    def counters(self) -> int:
-        """Blocks of the result, each with a counter that its programs share."""
-        return math.prod(self.tile.blocks)
-
-    @property
-    def tile(self) -> Tile:
-        weight, made = value(self.node.args[1]), value(self.node)
-        half = made.element_size() < 4
-        return tile_of(len(weight), made[:, 0].numel(), weight[0].numel(), half=half)
+    def arguments(self) -> tuple[Any, ...]:
+        x, weight, bias, stride, padding = self.node.args[:5]
+        return (
+            x, weight, bias, list(self.norm), self.residual, list(stride), list(padding),
+            self.epsilon, self.relu,
+        )  # fmt: skip
 
     @property
     def key(self) -> Hashable:
@@ -213,13 +232,15 @@ def is_faster(found: Convolution, device: torch.device) -> bool:
     """Whether the kernel is faster than the library's convolution and, where something follows, one
     launch more: what the compiler makes of the rest."""
 
-    def like(node: fx.Node) -> Tensor:
-        return torch.rand(value(node).shape, dtype=value(node).dtype, device=device)
+    def like(node: fx.Node | None) -> Tensor | None:
+        if node is None:
+            return None
+        fake = value(node)
+        return torch.rand(fake.shape, dtype=fake.dtype, device=device)
 
-    tensors, numbers = fx.map_arg(found.tensors, like), found.numbers
-    counters = torch.zeros(found.counters, dtype=torch.int32, device=device)
-    x, weight, bias, *_ = tensors
-    stride, padding, *_ = numbers
+    *tensors, norm, residual, stride, padding, epsilon, relu = found.arguments
+    x, weight, bias = map(like, tensors)
+    given = x, weight, bias, list(map(like, norm)), like(residual), stride, padding, epsilon, relu
     alone = found.end is found.node
 
     def theirs() -> Tensor:
@@ -227,9 +248,7 @@ def is_faster(found: Convolution, device: torch.device) -> bool:
         return done if alone else done.relu()
 
     try:
-        ours_s = graph_seconds(
-            lambda: operation()(*tensors, counters, *numbers), device, times=SEVERAL
-        )
+        ours_s = graph_seconds(lambda: operation()(*given), device, times=SEVERAL)
     except Refused:
         return False
     return ours_s < graph_seconds(theirs, device, times=SEVERAL)
@@ -243,24 +262,15 @@ Better = Callable[[Convolution], bool]
 """Whether ours is the better way for a convolution."""
 
 
-def with_convolutions(program: Program, better: Better, device: torch.device) -> Program:
-    """Convolutions by the kernel where that is better. A unit of nothing else needs no compiler.
-    Each has counters of its own: equal units may run beside each other."""
-    slots, constants = program.slots, list(program.constants)
+def with_convolutions(program: Program, better: Better) -> Program:
+    """Convolutions by the kernel where that is better. A unit of nothing else needs no compiler."""
 
     def replaced(unit: Unit) -> Unit:
-        nonlocal slots
         found = [] if unit.graph is None else _find(unit.graph.graph)
         ours = [c for c in found if better(c)]
-        if not ours:
-            return unit
-        for each in ours:
-            constants.append((slots, torch.zeros(each.counters, dtype=torch.int32, device=device)))
-            slots += 1
-        return _rewritten(unit, ours, range(slots - len(ours), slots))
+        return _rewritten(unit, ours) if ours else unit
 
-    steps = tuple(tuple(map(replaced, step)) for step in program.steps)
-    return replace(program, slots=slots, constants=tuple(constants), steps=steps)
+    return replace(program, steps=tuple(tuple(map(replaced, step)) for step in program.steps))
 
 
 def _find(graph: fx.Graph) -> list[Convolution]:
@@ -324,39 +334,21 @@ def _is_node(given: Any) -> bool:
     return isinstance(given, fx.Node)
 
 
-def _rewritten(unit: Unit, ours: Sequence[Convolution], counters: Sequence[int]) -> Unit:
+def _rewritten(unit: Unit, ours: Sequence[Convolution]) -> Unit:
     assert unit.graph is not None
     ends = {c.end: c for c in ours}
     body = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
-    given: dict[fx.Node, fx.Node] = {}
-    old_nodes = list(unit.graph.graph.nodes)
-    mode = value(ours[0].node).fake_mode
-    for old in old_nodes:
-        if old.op == "placeholder":
-            made[old] = body.node_copy(old)
-    for each in ours:
-        given[each.end] = body.placeholder(f"counters{len(given)}")
-        with mode:
-            given[each.end].meta["val"] = torch.zeros(
-                each.counters, dtype=torch.int32, device=value(each.node).device
-            )
-    for old in old_nodes:
+    for old in unit.graph.graph.nodes:
         if old in ends:
-            tensors = fx.map_arg(ends[old].tensors, made.__getitem__)
-            arguments = *tensors, given[old], *ends[old].numbers
+            arguments = fx.map_arg(ends[old].arguments, made.__getitem__)
             made[old] = body.call_function(operation(), arguments)
             made[old].meta = dict(old.meta)
-        elif old not in made:
+        else:
             made[old] = body.node_copy(old, made.__getitem__)
     body.eliminate_dead_code()
     graph = fx.GraphModule(torch.nn.Module(), body)
     rest = [n for n in body.nodes if n.op == "call_function" and not is_view(n)]
     whole = all(node.target is operation() for node in rest)
-    return replace(
-        unit,
-        run=graph,
-        graph=None if whole else graph,
-        reads=(*unit.reads, *counters),
-        key=("convolutions", tuple(c.key for c in ours), unit.key),
-    )
+    key = ("convolutions", tuple(c.key for c in ours), unit.key)
+    return replace(unit, run=graph, graph=None if whole else graph, key=key)

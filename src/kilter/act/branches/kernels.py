@@ -385,8 +385,6 @@ def convolve(
     x,
     weight,
     out,
-    parts,
-    counters,
     bias,
     mean,
     spread,
@@ -413,7 +411,7 @@ def convolve(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -421,10 +419,9 @@ def convolve(
     PRECISION: tl.constexpr,
 ):
     """A block of output channels by pixels: the weights (channels x inner, as they lie) times what
-    lies under the window, summand by summand. POINT: the window is one pixel and moves by one.
-    `image`: elements of one image of x; `area`: of the output. With SPLITS above 1 that many at
-    most share a sum: each puts down its share, and who comes last at the block's counter adds them
-    up, in order, and turns the counter back to zero."""
+    lies under the window, summand by summand. POINT: the window is one pixel and moves by one. With
+    SPLIT there are several float32 outputs one after the other, each of its share of `inner`, and
+    what follows is left to `add_up`. `image`: elements of one image of x; `area`: of the output."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(2) * share
@@ -459,26 +456,45 @@ def convolve(
         total = tl.dot(a, b, total, input_precision=PRECISION)
     both = there[:, None] & real[None, :]
     at = (number * channels * area + pixel)[None, :] + row[:, None] * area
-    done = True
-    if SPLITS > 1:
-        count = tl.num_programs(2)
-        tl.store(parts + tl.program_id(2) * (pixels * channels) + at, total, mask=both)
-        counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        tl.debug_barrier()
-        done = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
-        if done:
-            total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-            for part in tl.static_range(SPLITS):  # unrolled: all loads are under way at once
-                total += tl.load(
-                    parts + part * (pixels * channels) + at,
-                    mask=both & (part < count),
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-            tl.store(counter, 0)
-    if done:
+    if SPLIT:
+        at += tl.program_id(2) * (pixels * channels)
+    else:
         total = _after(
             total, row[:, None], both, at, bias, mean, spread, gain, shift, residual, epsilon,
             BIAS, NORM, RESIDUAL, RELU,
         )  # fmt: skip
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=both)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=both)
+
+
+@triton.jit(do_not_specialize=["numel", "area", "channels"])
+def add_up(
+    parts,
+    out,
+    bias,
+    mean,
+    spread,
+    gain,
+    shift,
+    residual,
+    epsilon,
+    numel,
+    area,
+    channels,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    RELU: tl.constexpr,
+):
+    """The sum of a convolution's PARTS, in order, and what follows it."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    real = at < numel
+    total = tl.zeros((SIZE,), dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + part * numel + at, mask=real, other=0.0)
+    total = _after(
+        total, at // area % channels, real, at, bias, mean, spread, gain, shift, residual, epsilon,
+        BIAS, NORM, RESIDUAL, RELU,
+    )  # fmt: skip
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=real)

@@ -185,17 +185,17 @@ class Parts:
         return self.raw
 
     def _with_convolutions(self, program: Program) -> Program:
-        known, device = self.workshop.faster, self.device
-        new = with_convolutions(program, lambda found: found.key not in known, device)
+        known = self.workshop.faster
+        new = with_convolutions(program, lambda found: found.key not in known)
         with suppress(Refused):  # each one is told below
-            warm(new, {}, {unit.key for unit in program.units()}, device)
+            warm(new, {}, {unit.key for unit in program.units()}, self.device)
 
         def better(found: Convolution) -> bool:
             if found.key not in known:
-                known[found.key] = is_faster(found, device)
+                known[found.key] = is_faster(found, self.device)
             return known[found.key]
 
-        return with_convolutions(program, better, device)
+        return with_convolutions(program, better)
 
     def trace(self) -> None:
         """Trace and simplify, once; notes the reason if that would not be right."""

@@ -389,6 +389,21 @@ def test_the_host_arena_has_room_for_all_and_no_overlap(problem: Problem) -> Non
             assert low + a.size_bytes <= high or high + b.size_bytes <= low
 
 
+def test_of_plans_as_quick_the_one_that_makes_fewer_things_again_is_taken() -> None:
+    def problem(large_s: float) -> Problem:
+        """Ten small data or one large one have to go, the small ones for 10 us in all."""
+        again = [(f"small{i}", 10, 1e-6) for i in range(10)] + [("large", 100, large_s)]
+        intervals = tuple(
+            Interval(name=name, size_bytes=size, after=0, before=3, recompute_s=seconds)
+            for name, size, seconds in again
+        )
+        slow = Link(to_host_bytes_per_s=1.0, to_device_bytes_per_s=1.0, both_bytes_per_s=2.0)
+        return Problem((0.25,) * 4, (100, 200, 200, 100), intervals, slow, 100)
+
+    assert plan(problem(2e-5)).remade == 1
+    assert plan(problem(0.1)).remade == 10
+
+
 def test_the_same_problem_gives_the_same_plan() -> None:
     problem = chain([10, 30, 20, 40] * 5, budget=200)
     for name in PLANNERS:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import threading
 import weakref
 from collections import Counter, deque
@@ -55,6 +56,9 @@ GIVE_UP = 60
 """Border after which clocks no longer wait for a memory plan."""
 TELL_EVERY_S = 5.0
 """The report of a killed run may be so old."""
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""What the framework's allocator is configured by. Where the program says nothing, segments may
+grow: data that come and go in many sizes would leave fragments of the fixed ones."""
 LINK_BYTES = 64 * MIB
 """Buffers that the link is measured with."""
 MOST_BOUND = 3000
@@ -118,6 +122,8 @@ class Fitter:
 
     def start(self) -> None:
         """Begin as soon as the program has imported torch."""
+        if "torch" not in sys.modules and not any(name in os.environ for name in ALLOCATOR):
+            os.environ[ALLOCATOR[0]] = "expandable_segments:True"
         forked = weakref.WeakMethod(self._forked)
         os.register_at_fork(after_in_child=lambda: _call(forked()))
         self._waiting.install()
@@ -495,8 +501,12 @@ class Fitter:
             self._refuse(str(error))
 
     def _bounds(self, swapper: Swapper) -> tuple[int | None, float | None]:
-        """For the largest kind of pass: the smallest peak, and the time that no schedule beats."""
+        """For the largest pass that was planned, or seen: the smallest peak, and the time that no
+        schedule beats."""
+        planned = max(swapper.plans(), key=lambda p: p[1].peak_before_bytes, default=None)
         record = max(swapper.records(), key=lambda r: r.peak_bytes, default=None)
+        if planned is not None:
+            record = planned[0]
         if record is None or self._budget_bytes is None:
             return None, None
         problem, _ = self._problem(record, self._budget_bytes)
@@ -507,6 +517,8 @@ class Fitter:
             # No solver installed, or not in time: the bound stays unknown.
             with suppress(KilterError):
                 bound_s = relax(problem, limit_s=BOUND_S).bound_s
+        if bound_s is not None and planned is not None and bound_s > planned[1].iteration_s:
+            bound_s = None  # operations were timed again since: it bounds another plan than this
         return problem.floor_bytes, bound_s
 
     # In the session's own thread

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from kilter.act.swapper import Swapper
     from kilter.act.swapper.backend import Backend
     from kilter.act.swapper.engine import SwapReport
-    from kilter.act.swapper.state import StateMover, StateReport
+    from kilter.act.swapper.state import StateMover, StateReport, Visits
+    from kilter.observe.data import PassRecord
     from kilter.plan.swap.joint import Joint
     from kilter.plan.swap.problem import Link, Problem
 
@@ -67,6 +68,8 @@ class Floor:
         self._borders = 0
         self._lowered = 0
         """How often state was given less room because the budget was missed."""
+        self._shared: tuple[PassRecord, Problem] | None = None
+        """The pass, with all state on the device, for which a room was decided and not yet set."""
         self.joint: Joint | None = None
         """What was decided, where there was a choice."""
         self.settled = False
@@ -99,10 +102,10 @@ class Floor:
         waiting = self.report.watching and self._borders < PATIENCE
         if waiting or self._borders < PAUSE or not self._swapper.tried:
             return
-        problem = self._problem(budget_bytes)
-        if problem is None:
+        record, problem = self._problem(budget_bytes)
+        if record is None or problem is None:
             return
-        if self.joint is None and self.report.consuming and self._share(mover, problem):
+        if self.joint is None and self.report.consuming and self._share(mover, record, problem):
             return
         missing_bytes = problem.floor_bytes - problem.budget_bytes
         if missing_bytes > 0 and self._lowered < MOST_LOWERED:
@@ -120,21 +123,21 @@ class Floor:
         elif report.spilled and self._gradients != "keep":
             self._open()  # the budget binds already
         elif self._swapper.tried:
-            problem = self._problem(budget_bytes)
+            _, problem = self._problem(budget_bytes)
             if problem is not None and problem.floor_bytes > problem.budget_bytes:
                 self._open()
 
-    def _problem(self, budget_bytes: int) -> Problem | None:
+    def _problem(self, budget_bytes: int) -> tuple[PassRecord | None, Problem | None]:
         """The largest pass, once its levels are known."""
         record = max(self._swapper.records(), key=lambda r: r.peak_bytes, default=None)
         if record is None or record.passes < KNOWN_PASSES:
-            return None
+            return None, None
         problem, _ = record.problem(
             link=self._link,
             budget_bytes=budget_bytes - budget_bytes // ROUNDING,
             min_bytes=self._min_bytes,
         )
-        return problem
+        return record, problem
 
     def close(self) -> None:
         """Bring everything home."""
@@ -152,36 +155,48 @@ class Floor:
             gradients=self._gradients,
             room_bytes=room_bytes,
             before_update=self._swapper.before_update,
-            changed=self._swapper.forget,
+            changed=self._changed,
             event=lambda: self._swapper.event,
             fence=self._fence,
         )
         mover.__enter__()
         self._mover = mover
 
-    def _share(self, mover: StateMover, problem: Problem) -> bool:
+    def _changed(self) -> None:
+        """Between two iterations: gradients and state take another amount of memory from now on."""
+        shared, self._shared = self._shared, None
+        visits = None if self._mover is None else self._mover.visits()
+        if shared is None or self.joint is None or visits is None or visits.plan is None:
+            self._swapper.forget()
+            return
+        record, problem = shared
+        away = away_of(visits, problem)
+        levels = [a - b for a, b in zip(problem.resident_bytes, away, strict=True)]
+        self._swapper.relevel(record, levels, self.joint.taken)
+
+    def _share(self, mover: StateMover, record: PassRecord, problem: Problem) -> bool:
         """Decide how memory and link are shared between feature maps and state; whether anything
         changes by that."""
-        from kilter.plan.swap.joint import away_bytes, joint
+        from kilter.plan.swap.joint import joint
 
         visits = mover.visits()
         if visits is None:
             return False
-        if visits.plan is not None:  # levels were seen while some of the state was away
-            count = len(problem.operation_s)
-            away = away_bytes(visits.plan, visits.buckets, visits.at, count)
-            levels = zip(problem.resident_bytes, away, strict=True)
-            problem = replace(problem, resident_bytes=tuple(a + b for a, b in levels))
-        problem = replace(problem, budget_bytes=int((1 - SPARE) * problem.budget_bytes))
+        levels = problem.resident_bytes
+        if visits.plan is not None:  # seen while some of the state was away
+            levels = tuple(a + b for a, b in zip(levels, away_of(visits, problem), strict=True))
+        problem = replace(problem, resident_bytes=levels)
+        spare_bytes = int(SPARE * problem.budget_bytes)
+        tight = replace(problem, budget_bytes=problem.budget_bytes - spare_bytes)
         try:
-            found = joint(problem, visits.buckets, visits.at)
+            found = joint(tight, visits.buckets, visits.at)
         except PlanError:
             return False
         self.joint = found
         self._borders = 0
         if not found.state.streamed and visits.plan is None:
             return False
-        self._swapper.share_link(found.taken)
+        self._shared = record, problem
         mover.make_room(found.room_bytes, due_s=found.due_s, link=found.left)
         return True
 
@@ -195,6 +210,14 @@ class Floor:
             mover.make_room(room_bytes)
         else:
             self.settled = True
+
+
+def away_of(visits: Visits, problem: Problem) -> list[int]:
+    """State on the host in each operation of the pass."""
+    from kilter.plan.swap.joint import away_bytes
+
+    assert visits.plan is not None
+    return away_bytes(visits.plan, visits.buckets, visits.at, len(problem.operation_s))
 
 
 def words(report: StateReport) -> str:

@@ -229,10 +229,6 @@ class Swapper(AbstractContextManager["Swapper"]):
             return self._event - 1
         return None if self._watch is None else self._watch.event
 
-    def share_link(self, taken: float) -> None:
-        """Others take this share of the way to the device: plans made from here on leave it."""
-        self._kinds.taken = taken
-
     def report(self) -> SwapReport:
         counts, store = self._counts, self._store
         plans = tuple(kind.plan.value for kind in self._kinds if kind.plan)
@@ -290,6 +286,15 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._kinds.forget()
         self._misses, self._looking = 0.0, 0
 
+    def relevel(self, record: PassRecord, level_bytes: list[int], taken: float) -> None:
+        """The same, where it is known what a kind of pass takes with everything kept: it is planned
+        anew without being watched. Others take a share of the way to the device from now on."""
+        if self._store.within() is None:
+            self._end_pass()
+        self._kinds.taken = taken
+        self._kinds.relevel(record, level_bytes)
+        self._misses, self._looking = 0.0, 0
+
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._steps += 1
         self._collector.let_go()  # something unused may keep the pass alive
@@ -299,7 +304,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         """What autograd holds instead of a tensor."""
         if (
             type(tensor) is self._tensor
-            and tensor.numel() * tensor.element_size() >= self._min_bytes
+            and tensor.nbytes >= self._min_bytes
             and tensor.device == self._backend.device
             and tensor.layout is self._torch.strided
             and not (tensor.is_leaf and tensor.requires_grad)

@@ -99,6 +99,15 @@ class Kinds:
         if arena:
             self._arena = None
 
+    def relevel(self, record: PassRecord, level_bytes: list[int]) -> None:
+        """Passes of this kind take so much from now on, and are planned anew; all others are
+        forgotten."""
+        kept = {e: Kind(k.record, tried=True) for e, k in self._by_events.items() if k.tried}
+        self._by_events = {e: kind for e, kind in kept.items() if kind.record is record}
+        for kind in self:
+            kind.record.level_bytes = level_bytes
+            kind.weighed, kind.timed = True, TIMED
+
     # See
 
     def alike(self, first: int) -> list[Kind]:

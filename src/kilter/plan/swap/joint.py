@@ -18,7 +18,7 @@ from kilter.plan.swap.simulate import simulate
 from kilter.plan.swap.state import Bucket, StatePlan, plan_state
 
 COARSE = 8
-"""Rooms tried first, as parts of all state."""
+"""Into so many parts the state is divided first."""
 FINE = 1
 """How often the distance between rooms is halved around the best."""
 WORTH = 0.01
@@ -69,7 +69,8 @@ def joint(problem: Problem, buckets: Sequence[Bucket], at: Sequence[int]) -> Joi
     the device; `at` are the operations in which the buckets' last gradients arrive. `PlanError` if
     no room is small enough for the budget.
 
-    The least of `COARSE` evenly spread rooms, refined between its neighbours.
+    Rooms shrink by `1/COARSE` of the state until the iteration takes longer; then the best is
+    refined between its neighbours.
     """
     total_bytes = sum(b.state_bytes for b in buckets)
     parts = COARSE * 2**FINE
@@ -83,12 +84,11 @@ def joint(problem: Problem, buckets: Sequence[Bucket], at: Sequence[int]) -> Joi
 
     step = 2**FINE
     best = parts
-    for part in range(parts, 0, -step):
-        if time_at(part) < time_at(best):
+    for part in range(parts - step, 0, -step):
+        if time_at(part) <= time_at(best):
             best = part
-        found = tried[part]
-        if found is not None and problem.compute_s + found.state.stall_s > time_at(best):
-            break  # less room waits longer
+        elif time_at(best) < float("inf"):
+            break
     while step > 1:
         step //= 2
         best = min((best, best - step, min(parts, best + step)), key=time_at)

@@ -58,10 +58,9 @@ class Stale(RuntimeError):
 def have(source: Source) -> Any:
     """The tensor, now; None for an affine parameter that a norm does not have."""
     if type(source) is tuple:
-        tensor = source[0]
-        if tensor._version != source[1]:
+        if source[0]._version != source[1]:
             raise Stale("a tensor that the recipe reads was modified in place")
-        return tensor.detach() if tensor.requires_grad else tensor
+        return source[0]
     return source()
 
 
@@ -89,6 +88,8 @@ class Recipe:
     def make(self) -> torch.Tensor:
         """The tensor, in its own layout. May raise `Stale`."""
         made = self._make()
+        if made.requires_grad:  # nothing was to be done to a parameter
+            made = made.detach()
         if made.dtype is not self.dtype or made.size() != self.size:
             raise Stale(f"made {made.dtype} {tuple(made.size())}, expected {tuple(self.size)}")
         if (

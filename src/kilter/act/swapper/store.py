@@ -108,16 +108,13 @@ def whole(held: tuple[Any, ...]) -> torch.Tensor:
 
 def covers(tensor: torch.Tensor, size_bytes: int) -> bool:
     """The tensor is its storage, each element once, in a layout that copies keep."""
+    if tensor.nbytes != size_bytes or tensor.storage_offset() != 0:
+        return False
+    if tensor.is_contiguous():
+        return True
     import torch
 
-    return bool(
-        tensor.numel() * tensor.element_size() == size_bytes
-        and tensor.storage_offset() == 0
-        and (
-            tensor.is_contiguous()
-            or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-        )
-    )
+    return bool(tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
 def _seen(

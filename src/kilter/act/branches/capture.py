@@ -6,7 +6,6 @@ instead of copying it, or kept an output over the next replay, would get wrong n
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kilter.act.branches.streams import Cuda
+from kilter.act.branches.tracing import without_collecting
 
 WARM_UPS = 3
 """Calls before a capture: lazy initialisation, autotuning and workspaces must not be captured."""
@@ -66,15 +66,12 @@ def _clean(device: torch.device, pool: Any) -> Iterator[None]:
     it, are brought back."""
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
-    collecting = gc.isenabled()
-    gc.disable()
     whole = False
     try:
-        yield
+        with without_collecting():
+            yield
         whole = True
     finally:
-        if collecting:
-            gc.enable()
         if not whole:
             generator.graphsafe_set_state(generator.clone_state())
             with suppress(RuntimeError):

@@ -34,7 +34,7 @@ from kilter.act.branches.state import State
 from kilter.act.branches.streams import Cuda, ForkJoin
 from kilter.act.branches.threads import Threads
 from kilter.act.branches.timing import median_seconds, unit_seconds
-from kilter.act.branches.tracing import Refused, Trace, trace
+from kilter.act.branches.tracing import Refused, Trace, trace, without_collecting
 from kilter.act.branches.warming import warm
 from kilter.plan.branches import Trial, assign_lanes
 
@@ -149,7 +149,8 @@ class Parts:
         """The program that a mode runs; `Refused` if it has none."""
         if mode not in self._programs:
             try:
-                self._programs[mode] = self._make(mode)
+                with without_collecting():
+                    self._programs[mode] = self._make(mode)
             except Refused as refused:
                 self._programs[mode] = refused
         found = self._programs[mode]

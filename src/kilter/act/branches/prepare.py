@@ -21,7 +21,7 @@ from kilter.act.branches.loop import assembler
 from kilter.act.branches.parts import TRAINING_ON_GPU, UNCOMPILED, Parts
 from kilter.act.branches.program import to_compile
 from kilter.act.branches.state import State
-from kilter.act.branches.tracing import TRACE_ERRORS, Refused
+from kilter.act.branches.tracing import TRACE_ERRORS, Refused, without_collecting
 from kilter.core.label import Label
 from kilter.core.units import show_time
 from kilter.plan.branches import BranchPlan, Trial, choose, group_equal, lane_counts, within
@@ -137,11 +137,12 @@ class Judge:
 def prepare(parts: Parts, results: Any, known: BranchPlan | None) -> Prepared:
     """Try what there is. `results` are the loop's; `known` was decided before."""
     auto = parts.options.mode == "auto"
-    if auto and parts.options.compile and parts.on_gpu:
-        # The compiler's workers start now, beside the tracing.
-        importlib.import_module("torch._inductor.compile_fx")
-    if not parts.opaque:
-        parts.trace()
+    with without_collecting():
+        if auto and parts.options.compile and parts.on_gpu:
+            # The compiler's workers start now, beside the tracing.
+            importlib.import_module("torch._inductor.compile_fx")
+        if not parts.opaque:
+            parts.trace()
     outputs = [x for x in pytree.tree_leaves(results) if isinstance(x, Tensor)]
     # Only pure work may be repeated to be timed and compared.
     judge = None

@@ -407,7 +407,7 @@ def test_inputs_that_overlap_or_are_results_of_the_last_call():
 def test_without_a_gpu_its_modes_are_refused_not_wrong():
     x = torch.randn(2, 8)
     branches = linears(4, 6)
-    for mode in ("streams", "graph", "graph_streams"):
+    for mode in ("streams", "graph", "graph_streams", "convolved"):
         fast = parallel(branches, mode=mode)
         same(fast(x), serial(branches, x))
         assert "CUDA" in fast.explain()

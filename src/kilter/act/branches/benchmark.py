@@ -38,6 +38,7 @@ GPU_ROWS = (
     "serial",
     "auto",
     "fused",
+    "convolved",
     "compiled_batched",
     "compiled",
     "batched",
@@ -68,6 +69,7 @@ ABOUT = {
     "auto": "ours: tries its ways, keeps the fastest right one",
     "fused": "ours: Triton launches for all heads of a layer at once, joined linear layers",
     "compiled_batched": "ours: stacked groups compiled, forked inside one graph",
+    "convolved": "ours: as compiled, convolutions of small maps by a kernel where it is faster",
     "compiled": "ours: every branch compiled after folding, forked inside one graph",
     "batched": "ours: stacked groups, not compiled, forked inside one graph",
     "graph": "one CUDA graph of the loop",
@@ -81,6 +83,8 @@ ABOUT = {
     "train_serial": "forward and backward of the eager loop",
     "train_auto": "ours: forward and backward, tried and checked with their gradients",
 }
+OURS = ("auto", "fused", "convolved", "compiled", "compiled_batched", "train_auto")
+"""Rows that explain themselves."""
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}
 
 
@@ -181,7 +185,7 @@ def _measure(
         if on_gpu:
             result["peak_bytes"] = torch.cuda.max_memory_allocated() - held
             result["pool_bytes"] = way.pool()
-        if row in ("auto", "fused", "compiled", "compiled_batched", "train_auto"):
+        if row in OURS:
             result["explain"] = way.explain()
         return result
     except (Refused, *TRACE_ERRORS) as error:

@@ -40,9 +40,14 @@ from kilter.plan.branches import Trial, assign_lanes
 
 TRAINING_ON_GPU = ("graph", "graph_streams", "batched")
 DIFFERENTIABLE = ("threads", "streams", *TRAINING_ON_GPU)
-UNCOMPILED = {"compiled": "single", "compiled_batched": "batched", "fused": "joined"}
+UNCOMPILED = {
+    "compiled": "single",
+    "compiled_batched": "batched",
+    "convolved": "convolutions",
+    "fused": "joined",
+}
 """The programs that these modes compile: branches whose layers of one row are by a kernel, stacked
-branches, and fused heads with joined layers."""
+branches, those whose convolutions are by a kernel, and fused heads with joined layers."""
 
 UNIT_S = 2.5
 """First guess at the time to compile one piece: seven took 18 s on a fresh machine with an H200."""
@@ -168,7 +173,15 @@ class Parts:
         if mode == "single":
             plain = self.program("graph_streams")
             triton = self.on_gpu and fused.has_triton()
-            return self._with_convolutions(single_rows(plain)) if triton else plain
+            return single_rows(plain) if triton else plain
+        if mode == "convolutions":
+            if not self.on_gpu or not fused.has_triton():
+                raise Refused("needs a CUDA device and Triton")
+            plain = self.program("single")
+            made = self._with_convolutions(plain)
+            if [u.key for u in made.units()] == [u.key for u in plain.units()]:
+                raise Refused("no convolution is faster by the kernel")
+            return made
         if mode == "heads":
             fold(self.unfolded, self.device, products=True)
             return fused.fuse(from_graph(self.unfolded).with_weights(Tensor.detach))

@@ -37,12 +37,21 @@ MODES = (
     "batched",
     "compiled",
     "compiled_batched",
+    "convolved",
     "fused",
 )
 
 ON_CPU = ("threads", "batched")
 
-ON_GPU = ("fused", "graph", "graph_streams", "batched", "compiled_batched", "compiled")
+ON_GPU = (
+    "fused",
+    "graph",
+    "graph_streams",
+    "batched",
+    "convolved",
+    "compiled_batched",
+    "compiled",
+)
 """What `auto` tries, in this order: first what may make the others needless, while there is time to
 compile. Threads and eager streams are not among the GPU's: a graph removes the launches that they
 spread."""
@@ -51,7 +60,7 @@ FAR = 3.0
 """`fused` is so many times faster than the loop's own graph when the loop's forks are not even
 tried: forking a graph of window heads gains 2.0 to 2.6 times on an H200."""
 
-COMPILED = ("fused", "compiled_batched", "compiled")
+COMPILED = ("fused", "convolved", "compiled_batched", "compiled")
 
 CAPTURED = ("graph", "graph_streams", "batched", *COMPILED)
 

@@ -538,7 +538,7 @@ def test_passes_that_begin_alike_each_get_a_plan() -> None:
     def job(trail: Trail) -> Iterator[None]:
         net = nn.Sequential(*(Block() for _ in range(3)))
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-        for i in range(28):
+        for i in range(24):
             x = net[0](torch.randn(4, 16, WIDTH))
             x = net[1](x) if i % 2 else net[1](x).tanh()
             step(optimizer, net[2](x).square().mean(), trail)

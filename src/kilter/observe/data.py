@@ -67,8 +67,6 @@ class PassRecord:
     level_bytes: list[int]
     """Peak during each operation with everything kept."""
     passes: int = 1
-    timing_only: bool = False
-    """Only the times were looked at."""
 
     @property
     def peak_bytes(self) -> int:
@@ -91,8 +89,6 @@ class PassRecord:
         self.passes += other.passes
         times = zip(self.operation_s, other.operation_s, strict=True)
         self.operation_s = [min(pair) for pair in times]
-        if other.timing_only:
-            return
         levels = zip(self.level_bytes, other.level_bytes, strict=True)
         self.level_bytes = [max(pair) for pair in levels]
         for mine, theirs in zip(self.data, other.data, strict=True):
@@ -203,7 +199,6 @@ class PassRecord:
 class PassRecorder:
     """Builds the record of one pass from its events."""
 
-    timing_only: bool = False
     events: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     data: list[SavedDatum] = field(default_factory=list)
@@ -238,5 +233,4 @@ class PassRecorder:
             data=tuple(self.data),
             operation_s=(operation_s + [0.0] * count)[:count],
             level_bytes=(self.levels + [last] * count)[:count],
-            timing_only=self.timing_only,
         )

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from kilter.act.fence import Fence
 from kilter.act.swapper.backend import Backend, HostMemoryError
 from kilter.act.swapper.collector import Collector
-from kilter.act.swapper.kinds import TIMED, TUNED, Kind, Kinds
+from kilter.act.swapper.kinds import TUNED, Kind, Kinds
 from kilter.act.swapper.ready import Due, Ready
 from kilter.act.swapper.remake import EPS, Reader
 from kilter.act.swapper.store import AWAY, HERE, Modified, Pass, Saved, Store, View, kept, whole
@@ -304,7 +304,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         """What autograd holds instead of a tensor."""
         if (
             type(tensor) is self._tensor
-            and tensor.nbytes >= self._min_bytes
+            and tensor.numel() * tensor.element_size() >= self._min_bytes
             and tensor.device == self._backend.device
             and tensor.layout is self._torch.strided
             and not (tensor.is_leaf and tensor.requires_grad)
@@ -511,22 +511,13 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._plan = next((kind.plan for kind in alike if kind.plan is not None), None)
         hopeless = bool(alike) and all(kind.hopeless for kind in alike)
         if self._plan is None and not (hopeless and self._round % HOPELESS_EVERY):
-            # Looking at memory is slow and would show in the times, so some passes only time.
-            settled = all(kind.weighed for kind in alike) and bool(alike)
-            settled = settled and not self._looking and not self._kinds.unknown
-            due = self._round % 2 == 0 or any(kind.timed < TIMED for kind in alike)
-            self._watch = Watch(
-                self._backend,
-                self._store,
-                timing_only=settled and candidate is None and due,
-                trial=candidate is not None,
-            )
+            self._watch = Watch(self._backend, self._store, trial=candidate is not None)
             self._stepped = self._steps > 0
         self._search_norms(self._watch is not None)
         self._measured = self._plan is None or self._plan.tuned < TUNED
         if self._measured:
             self._backend.peak_bytes()  # from here on
-        if self._plan is not None or (self._watch is not None and self._watch.timed):
+        if self._plan is not None or self._watch is not None:
             self._collector.hold()
         return within
 
@@ -558,10 +549,9 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._trial is not None:
             self._kinds.tried(self._trial, record)
             return
-        self._kinds.watched(record, weighed=self._stepped and not watch.timing_only)
-        if not watch.timing_only:
-            over_bytes = watch.peak_bytes - self._leave_above_bytes
-            self._surge_bytes = max(self._surge_bytes or 0, over_bytes)
+        self._kinds.watched(record, weighed=self._stepped)
+        over_bytes = watch.peak_bytes - self._leave_above_bytes
+        self._surge_bytes = max(self._surge_bytes or 0, over_bytes)
 
     # Without a plan
 

@@ -25,8 +25,6 @@ SETTLED_STEPS = 2
 """Optimizer steps before a pass counts as settled: the first creates gradients and state."""
 SETTLED_PASSES = 6
 """The same for jobs without a `torch.optim` optimizer."""
-TIMED = 1
-"""Passes in which only times are looked at, before one is tried."""
 MAX_TRIALS = 3
 """A kind of pass that does not come again within so many is left without a plan."""
 TUNED = 3
@@ -54,8 +52,6 @@ class Kind:
     """Its plan measured above the budget, and there is to be another."""
     weighed: bool = False
     """Its levels were looked at after an optimizer step, which makes the optimizer's state."""
-    timed: int = 0
-    """Passes in which only times were looked at."""
     hopeless: bool = False
     less_bytes: int = 0
     """Taken off the budget because passes under a plan measured more than predicted."""
@@ -83,8 +79,6 @@ class Kinds:
         self._arena: torch.Tensor | None = None
         self.peaks_bytes: list[int] = []
         self.refused: list[str] = []
-        self.unknown = False
-        """One was met when only times were looked at."""
 
     def __iter__(self) -> Iterator[Kind]:
         return iter(self._by_events.values())
@@ -106,7 +100,7 @@ class Kinds:
         self._by_events = {e: kind for e, kind in kept.items() if kind.record is record}
         for kind in self:
             kind.record.level_bytes = level_bytes
-            kind.weighed, kind.timed = True, TIMED
+            kind.weighed = True
 
     # See
 
@@ -120,9 +114,8 @@ class Kinds:
             if kind.plan or kind.hopeless or (kind.trials >= MAX_TRIALS and not kind.tried):
                 continue
             passes = kind.record.passes
-            if passes >= SETTLED_PASSES or (
-                steps >= SETTLED_STEPS and kind.weighed and kind.timed >= TIMED
-            ):
+            settled = passes >= 2 and steps >= SETTLED_STEPS and kind.weighed
+            if settled or passes >= SETTLED_PASSES:
                 return kind
         return None
 
@@ -140,20 +133,16 @@ class Kinds:
         return None
 
     def watched(self, record: PassRecord, *, weighed: bool) -> None:
-        """A pass was watched to its end; `weighed` if state was there and levels looked at."""
+        """A pass was watched to its end; `weighed` if the optimizer's state was there."""
         kind = self._by_events.get(record.events)
         if kind is not None:
             kind.record.merge(record)
             kind.weighed |= weighed
-            kind.timed += record.timing_only
-        elif record.timing_only:
-            self.unknown = True
         else:
             if len(self._by_events) == MAX_KINDS:
                 plans = {events: kind.plan for events, kind in self._by_events.items()}
                 del self._by_events[min(plans, key=lambda events: plans[events] is not None)]
             self._by_events[record.events] = Kind(record, weighed=weighed)
-            self.unknown = False
 
     def tried(self, kind: Kind, record: PassRecord) -> None:
         """A pass was watched while its data were made again; it may be of another kind."""

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     import torch
 
 
-PAUSE_S = 4e-4
-"""For which the device stands still at each event of a pass that is timed or tried. Such a pass is
-issued slowly; without the pauses the device would wait elsewhere, and that would count as time of
+PAUSE_S = 1e-3
+"""For which the device stands still at each event of a pass that is watched. Such a pass is issued
+slowly; without the pauses the device would wait elsewhere, and that would count as time of
 operations."""
+TRIAL_PAUSE_S = 4e-4
+"""The same in a trial, and before each making again."""
 REPEATS = 3
 """Of making a datum again in a trial; the shortest counts."""
 
@@ -33,20 +35,14 @@ def described(tensor: torch.Tensor) -> str:
 
 
 class Watch:
-    """One pass. With `timing_only` nothing is looked at that would show in the times; in a `trial`
-    every datum with a recipe is made again beside the real one."""
+    """One pass. In a `trial` every datum with a recipe is made again beside the real one."""
 
-    def __init__(
-        self, backend: Backend, store: Store, *, timing_only: bool = False, trial: bool = False
-    ) -> None:
+    def __init__(self, backend: Backend, store: Store, *, trial: bool = False) -> None:
         self._backend = backend
         self._store = store
         self._reader = Reader(store, noting=True)
-        self._recorder = PassRecorder(timing_only=timing_only)
-        self.timing_only = timing_only
+        self._recorder = PassRecorder()
         self.trial = trial
-        self.timed = timing_only or trial
-        """The device is kept busy, so that its times are its own."""
         self.refused: list[str] = []
         self.peak_bytes = 0
         """The most in use so far, where that is measured."""
@@ -73,13 +69,10 @@ class Watch:
         import torch
 
         self._begin = self._backend.mark()
-        if self.timed:
-            self._backend.keep_busy(PAUSE_S)
-        node = torch._C._current_autograd_node() if used and not self.timing_only else None
+        self._backend.keep_busy(TRIAL_PAUSE_S if self.trial else PAUSE_S)
+        node = torch._C._current_autograd_node() if used else None
         name = "forward" if node is None else str(node.name())
         event = self._recorder.note(code, name, backward=used)
-        if self.timing_only:
-            return
         if event:
             peak_bytes = self._backend.peak_bytes()
             self.peak_bytes = max(self.peak_bytes, peak_bytes or 0)
@@ -101,14 +94,13 @@ class Watch:
         from torch.multiprocessing.reductions import StorageWeakRef
 
         datum = SavedDatum(
-            name="" if self.timing_only else f"{saved.number}: {described(tensor)}",
+            name=f"{saved.number}: {described(tensor)}",
             size_bytes=saved.size_bytes,
             packed_at=self._recorder.event,
         )
         self._recorder.data.append(datum)
-        if not self.timing_only:
-            storage = StorageWeakRef(tensor.untyped_storage())
-            self._held_by_others[saved.number] = (weakref.ref(saved), storage)
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._held_by_others[saved.number] = (weakref.ref(saved), storage)
         if self.trial:
             self._store.mark(self._store.view(saved, tensor), tensor)
             saved.recipe = self._reader.read(tensor)
@@ -171,7 +163,7 @@ class Watch:
         try:
             made = self._store.made(found)  # from here on what it reads is here, the kernels loaded
             for _ in range(REPEATS):
-                self._backend.keep_busy(PAUSE_S)
+                self._backend.keep_busy(TRIAL_PAUSE_S)
                 begin = self._backend.mark()
                 made = self._store.made(found)
                 marks.append((begin, self._backend.mark()))

@@ -29,18 +29,30 @@ class Weighed(CpuStandIn):
         self.floor: Any = None
         self.most_bytes = 0
 
+    def govern(self, swapper: Swapper, floor: Floor) -> None:
+        """Look at what is held whenever that may have changed."""
+        self.swapper, self.floor = swapper, floor
+        store = swapper._store
+        hold = store.hold
+
+        def counted(change_bytes: int) -> None:
+            hold(change_bytes)
+            self.used_bytes()
+
+        store.hold = counted  # type: ignore[method-assign]
+
     def used_bytes(self) -> int:
         mover = self.floor and self.floor._mover
         state_bytes = mover._stream.held_bytes if mover else STATE_BYTES
         store = self.swapper._store
-        used_bytes = state_bytes + store.held_bytes + store.beside_bytes
+        used_bytes = int(state_bytes + store.held_bytes + store.beside_bytes)
         self.most_bytes = max(self.most_bytes, used_bytes)
-        return int(used_bytes)
+        return used_bytes
 
     def peak_bytes(self) -> int:
-        used_bytes = self.used_bytes()
-        segment_bytes = self.swapper._store.segment_peak_bytes
-        return used_bytes - int(self.swapper._store.held_bytes) + int(segment_bytes)
+        self.used_bytes()
+        peak_bytes, self.most_bytes = self.most_bytes, 0
+        return peak_bytes
 
 
 def fail(where: str, error: str) -> None:
@@ -65,6 +77,7 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.detach().numpy().tobytes())
 
+    fence = Fence(fail)
     made = swapper = None
     if budget_bytes is None:
         for _ in range(steps):
@@ -72,16 +85,15 @@ def train(
     else:
         backend = Weighed()
         swapper = Swapper(backend, budget_bytes=budget_bytes, link=H200_PCIE5, min_bytes=1024)
-        made = Floor(
-            swapper, CpuStandIn, H200_PCIE5, Fence(fail), gradients=gradients, min_bytes=1024
-        )
-        backend.swapper, backend.floor = swapper, made
+        made = Floor(swapper, CpuStandIn, H200_PCIE5, fence, gradients=gradients, min_bytes=1024)
+        backend.govern(swapper, made)
         with swapper:
             made.begin(STATE_BYTES // 2 if crowded else 0, budget_bytes)
             for _ in range(steps):
                 step()
                 made.border(swapper.report(), budget_bytes)
             made.close()
+    assert not fence.down
     return losses + [p.detach().numpy().tobytes() for p in model.parameters()], made, swapper
 
 
@@ -146,3 +158,18 @@ def test_a_crowded_job_makes_its_state_bucket_by_bucket(gradients: str) -> None:
     assert report is not None
     assert report.away_bytes > 0
     assert report.state_bytes <= (budget_bytes - STATE_BYTES) // 2
+
+
+def test_a_crowded_job_settles_within_its_budget() -> None:
+    budget_bytes = int(0.9 * STATE_BYTES)
+    values, made, swapper = train(60, budget_bytes, crowded=True)
+    assert values == train(60)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.settled
+    assert made.report is not None
+    assert made.report.consuming
+    report = swapper.report()
+    assert report.planned > 30
+    assert report.late == report.deviations == 0
+    assert max(report.peaks_bytes[-2:]) <= budget_bytes

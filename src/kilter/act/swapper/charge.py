@@ -65,6 +65,8 @@ class Charge:
         self.plan: StatePlan | None = None
         self.room_bytes: int | None = None
         """What the plan was made for."""
+        self.anew = False
+        """After the next step a plan is made, whatever the room."""
         self.refused: list[str] = []
         self.settings: Any = None
         """The groups' options when the first gradient arrived."""

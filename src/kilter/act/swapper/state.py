@@ -432,8 +432,8 @@ class StateMover(AbstractContextManager["StateMover"]):
             charge.phase = Phase.CONSUMING
             for bucket in charge.buckets:
                 bucket.missing = bucket.awaited = sum(id(p) in charge.seen for p in bucket.members)
-        if charge.fit and self.room_bytes != charge.room_bytes:
-            charge.room_bytes = self.room_bytes
+        if charge.fit and (charge.anew or self.room_bytes != charge.room_bytes):
+            charge.anew, charge.room_bytes = False, self.room_bytes
             charge.streams = self.room_bytes is not None
             if not charge.streams:
                 self._rounds.bring_home(charge)
@@ -479,7 +479,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._rounds.link = link
         for charge in self._charges.values():
             charge.due_s = tuple(due_s)
-            charge.room_bytes = None  # plan anew
+            charge.anew = True
 
     def _unstash(self, charge: Charge) -> None:
         for parameter, gradient in charge.stash:

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from kilter.act.branches import convolutions, fused
+from kilter.act.branches import convolutions, fused, prepare
 from kilter.act.branches.convolutions import PROGRAMS, SHORTEST, tile_of, with_convolutions
 from kilter.act.branches.folding import fold
+from kilter.act.branches.loop import Loop
+from kilter.act.branches.parts import Options, Parts, Workshop
 from kilter.act.branches.products import blocks, join_layers, single_rows, splits_of
 from kilter.act.branches.program import (
     Program,
@@ -21,10 +23,12 @@ from kilter.act.branches.program import (
     run_in_order,
     to_compile,
 )
+from kilter.act.branches.state import State
 from kilter.act.branches.streams import AHEAD, ForkJoin
 from kilter.act.branches.tracing import Refused, trace
 from kilter.act.branches.warming import beside_each_other, warm
 from kilter.act.branches.workloads import TOKENS, Encoder, padding_mask
+from kilter.plan.branches import Trial
 
 CPU = torch.device("cpu")
 
@@ -335,6 +339,45 @@ def test_large_maps_are_the_librarys():
         x = torch.randn(1, 4, size, size)
         program = with_convolutions(program_of(nn.Conv2d(4, 4, 1), x), lambda found: True)
         assert any("kilter" in t for t in targets(program)) == ours
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_the_convolved_program_is_the_loop(monkeypatch, faster):
+    towers, x = [Tower().eval(), Tower().eval()], torch.randn(1, 3, 8, 8)
+    loop, options = Loop.of(towers), Options("convolved", None, True, 20.0, 16, True)
+    state = State(loop.branches)
+    parts = Parts(loop, options, Workshop(), (x,), state, gradients=False)
+    parts.trace()
+    monkeypatch.setattr("kilter.act.branches.parts.is_faster", lambda found, device: faster)
+    monkeypatch.setattr(fused, "has_triton", lambda: True)
+    parts.on_gpu = True
+    if not faster:
+        with pytest.raises(Refused, match="no convolution is faster"):
+            parts.program("convolutions")
+        return
+    found = parts.program("convolutions").execute([x], run_in_order)
+    for a, b in zip(found, [t for tower in towers for t in tower(x)], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+# --- what is tried --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fused_s", "others", "not_tried"),
+    [
+        (1.0, {"graph": 3.5}, {"graph_streams", "batched", "convolved", "compiled"}),
+        (1.0, {"graph": 2.5}, {"convolved", "compiled"}),
+        (1.0, {"graph": 2.5, "graph_streams": 0.9}, set()),
+        (None, {"graph": 2.5}, set()),
+    ],
+)
+def test_what_cannot_win_is_not_tried(monkeypatch, fused_s, others, not_tried):
+    monkeypatch.setattr(prepare, "_why_not_compile", lambda parts, mode: None)
+    trials = [Trial(mode="serial", seconds=20.0), Trial(mode="fused", seconds=fused_s)]
+    trials += [Trial(mode=mode, seconds=seconds) for mode, seconds in others.items()]
+    modes = "graph", "graph_streams", "batched", "convolved", "compiled"
+    assert {m for m in modes if prepare._why_not(None, m, trials) is not None} == not_tried
 
 
 # --- compiled beforehand --------------------------------------------------------------------------

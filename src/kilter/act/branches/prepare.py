@@ -167,11 +167,13 @@ def prepare(parts: Parts, results: Any, known: BranchPlan | None) -> Prepared:
     if auto and parts.traced is None:
         trials.append(Trial(mode="auto", refused=parts.untraceable))
     searched = known is not None and known.searched
-    for mode, streams in _wanted(parts, known):
-        if mode != "serial":
-            why = _why_not(parts, mode, trials) if auto and known is None else None
-            blank = Trial(mode=mode, streams=streams, searched=searched)
-            trials.append(replace(blank, refused=why) if why else _try(parts, blank, judge))
+    for mode in _modes(parts, known):
+        why = _why_not(parts, mode, trials) if auto and known is None else None
+        if why is not None:
+            trials.append(Trial(mode=mode, refused=why))
+            continue
+        for streams in [known.streams] if known is not None else _streams(parts, mode):
+            trials.append(_try(parts, Trial(mode=mode, streams=streams, searched=searched), judge))
     if auto and known is None and parts.has_convolutions():
         best, _ = choose(trials)
         if best.mode in CAPTURED and best.mode not in SAME_KERNELS:
@@ -203,27 +205,25 @@ def prepare(parts: Parts, results: Any, known: BranchPlan | None) -> Prepared:
     return made
 
 
-def _wanted(parts: Parts, known: BranchPlan | None) -> list[tuple[str, int]]:
-    """Modes to try, with their numbers of streams."""
+def _modes(parts: Parts, known: BranchPlan | None) -> list[str]:
+    """Modes to try, in order."""
     options = parts.options
-    if known is not None:
-        return [(known.chosen, known.streams)]
-    if options.mode != "auto":
-        widths = [options.streams] if options.streams else _widths(parts, options.mode)
-        return [(options.mode, widths[-1])]
+    if known is not None or options.mode != "auto":
+        mode = options.mode if known is None else known.chosen
+        return [] if mode == "serial" else [mode]
     if parts.traced is None:
         return []
-    found = []
     modes = ON_CPU if not parts.on_gpu else TRAINING_ON_GPU if parts.gradients else ON_GPU
-    for mode in modes:
-        if mode in COMPILED and not options.compile:
-            continue
-        widths = _widths(parts, mode)
-        # One for each, and a few: what lies between is seldom the best.
-        found += [(mode, width) for width in widths if mode not in EAGER or width > 2] or [
-            (mode, widths[-1])
-        ]
-    return found
+    return [mode for mode in modes if options.compile or mode not in COMPILED]
+
+
+def _streams(parts: Parts, mode: str) -> list[int]:
+    """Numbers of streams to try a mode with."""
+    widths = _widths(parts, mode)
+    if parts.options.mode != "auto":
+        return [parts.options.streams or widths[-1]]
+    # One for each, and a few: what lies between is seldom the best.
+    return [w for w in widths if mode not in EAGER or w > 2] or widths[-1:]
 
 
 def _widths(parts: Parts, mode: str) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,12 @@ class Card:
         return original(fitter, torch.device("cuda", 0))
 
 
-def fit(budget: MemoryBudget, steps: int = 26, outcome: str = "finished") -> list[AnyEvent]:
+def fit(
+    budget: MemoryBudget,
+    steps: int = 26,
+    outcome: str = "finished",
+    at_end: Callable[[Any], None] = lambda fitter: None,
+) -> list[AnyEvent]:
     """A training under a fitter, with nothing of a session."""
     events: list[AnyEvent] = []
 
@@ -78,6 +85,7 @@ def fit(budget: MemoryBudget, steps: int = 26, outcome: str = "finished") -> lis
         optimizer.zero_grad()
         fence(fitter.border)(step)
     fitter.stop()
+    at_end(fitter)
     fitter.conclude(outcome)
     assert not fence.down
     return events
@@ -155,3 +163,25 @@ def test_a_program_that_runs_out_of_memory_is_told_what_may_help(
     (refused,) = (event for event in events if isinstance(event, Refused))
     assert "ran out of memory before there was a plan" in refused.reason
     assert "expandable_segments:True" in refused.reason
+
+
+def test_a_bound_is_never_above_the_time_that_it_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(total=80 * GIB, free=79 * GIB).install(monkeypatch)
+
+    def longer(fitter: Any) -> None:
+        for record in fitter._swapper.records():
+            record.operation_s = [2 * s for s in record.operation_s]
+
+    def other(fitter: Any) -> None:
+        """A larger kind of pass that was never planned."""
+        kind = next(kind for kind in fitter._swapper._kinds if kind.plan is not None)
+        record = replace(kind.record, operation_s=[9.0] * len(kind.record.operation_s))
+        record.level_bytes = [2 * level for level in record.level_bytes]
+        fitter._swapper._kinds._by_events[(1, 2, 3)] = replace(kind, record=record, plan=None)
+
+    for change, known in ((lambda fitter: None, True), (longer, False), (other, True)):
+        events = fit(MemoryBudget(share=0.5), at_end=change)
+        plan = [event for event in events if isinstance(event, Fitted)][-1]
+        bound_s = last(events).bound_s
+        assert (bound_s is not None) == known
+        assert bound_s is None or bound_s <= plan.iteration_s

@@ -64,6 +64,8 @@ LINK_BYTES = 64 * MIB
 MOST_BOUND = 3000
 BOUND_S = 5.0
 """Operations up to which the bound is computed, and for how long, at the end of the script."""
+ROUNDING = 1e-6
+"""By so much of it a bound may be above the time that it bounds."""
 
 
 class Fitter:
@@ -517,8 +519,10 @@ class Fitter:
             # No solver installed, or not in time: the bound stays unknown.
             with suppress(KilterError):
                 bound_s = relax(problem, limit_s=BOUND_S).bound_s
-        if bound_s is not None and planned is not None and bound_s > planned[1].iteration_s:
-            bound_s = None  # operations were timed again since: it bounds another plan than this
+        if bound_s is not None and planned is not None:
+            iteration_s = planned[1].iteration_s
+            retimed = bound_s > (1 + ROUNDING) * iteration_s  # it bounds another plan than this
+            bound_s = None if retimed else min(bound_s, iteration_s)
         return problem.floor_bytes, bound_s
 
     # In the session's own thread

@@ -329,6 +329,22 @@ def test_both_directions_share_the_link() -> None:
     assert full.iteration_s < half.iteration_s
 
 
+def test_loads_are_issued_one_by_one_and_in_time() -> None:
+    """Memory has room for all of them where backward begins, and the host has not."""
+    sizes = [10] * 12
+    free = chain(sizes, budget=10**6, op_s=10.0)
+    peak = replace(free, resident_bytes=tuple(
+        level + 70 * (k == len(sizes)) for k, level in enumerate(free.resident_bytes)
+    ), budget_bytes=130)  # fmt: skip
+    found = plan(peak, "spanning")
+    loads = [move.load for move in found.schedule.moves]
+    assert len(loads) >= 5
+    assert len(set(loads)) >= len(loads) - 1
+    assert found.stall_s == 0.0
+    for move in found.schedule.moves:
+        assert move.load < peak.intervals[move.interval].before
+
+
 def test_literal_golden_example() -> None:
     """Six operations of 1 s; one datum of 5 bytes (0.5 s each way) used at 0 and 5, one of 10 bytes
     (1 s each way) used at 1 and 4. Operations 4 and 1 have transfers of 1 s in 1 s: no excess.

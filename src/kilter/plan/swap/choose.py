@@ -21,6 +21,8 @@ PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
     "literal": literal,
     "exact": exact,
 }
+AHEAD = 0.1
+"""Share of the iteration by which loads are issued before they would have to be: times vary."""
 SWAP_ONLY = frozenset({"spanning", "literal"})
 
 
@@ -75,6 +77,7 @@ def plan(
     clock: Callable[[], float] | None = None,
 ) -> MemoryPlan:
     """The plan of one planner; without `hurry`, with loads that leave gaps for others on the link.
+    (What the patent says, `literal`, is left as it says it.)
     `clock` times the planner (`solve_s`); planning itself reads none.
 
     `UsageError` for an unknown planner or a bound without HiGHS; `PlanError` if nothing fits.
@@ -83,8 +86,8 @@ def plan(
         raise UsageError(f"planner {planner!r} is not one of {', '.join(PLANNERS)}")
     begin = clock() if clock else 0.0
     schedule = PLANNERS[planner](problem)
-    if not hurry:
-        schedule = unhurried(problem, schedule)
+    if planner != "literal":
+        schedule = unhurried(problem, schedule, ahead=AHEAD if hurry else 0.0)
     solve_s = clock() - begin if clock else None
     found = described(problem, schedule, simulate(problem, schedule), planner=planner)
     bound_s = relax(problem, recompute=planner not in SWAP_ONLY).bound_s if bound else None

@@ -1,8 +1,10 @@
-"""Loads no earlier than they have to be: for a link that others use as well.
+"""Loads no earlier than they have to be: for a host that is busy, and a link that others use.
 
-The planners load as early as memory allows, which is safest while the link is theirs alone. Beside
-optimizer state that streams, such a queue would let the next bucket wait behind data that nobody
-needs for long. Moved later, in the order of the deadlines, loads leave gaps for others.
+The planners load as early as memory allows. That is mostly one moment, where backward begins: the
+host then issues all loads in a row, for some milliseconds in which the device gets nothing else to
+do. Beside optimizer state that streams, the next bucket would also wait behind data that nobody
+needs for long. Moved later, in the order of the deadlines, loads are issued one by one and leave
+gaps for others.
 """
 
 from __future__ import annotations
@@ -16,21 +18,25 @@ LOSS = 1e-3
 """Of the iteration: a schedule that would lose more stays as it is."""
 
 
-def unhurried(problem: Problem, schedule: Schedule) -> Schedule:
+def unhurried(problem: Problem, schedule: Schedule, *, ahead: float = 0.0) -> Schedule:
     """The same moves with later loads: each as late as its deadline and the loads behind it allow,
-    less the time of one more transfer of its size. Memory is never above what it was."""
+    less the time of one more transfer of its size, or less this share of the iteration where that
+    is more. Memory is never above what it was."""
+    if not schedule.moves:
+        return schedule
     outcome = simulate(problem, schedule)
     ends = [span.end_s for span in outcome.spans if span.lane == "compute"]
     begins = [0.0, *ends[:-1]]
     due = problem.deadlines(frozenset(schedule.remade))
     moves = []
+    ahead_s = ahead * outcome.iteration_s
     start_s = outcome.iteration_s
     operation = len(begins) - 1
     for move in sorted(schedule.moves, key=lambda m: (due[m.interval], m.interval), reverse=True):
         transfer_s = problem.link.in_s(problem.intervals[move.interval].size_bytes)
         start_s = min(start_s, begins[due[move.interval]]) - transfer_s
         operation = min(operation, due[move.interval])
-        while operation > move.load and begins[operation] > start_s - transfer_s:
+        while operation > move.load and begins[operation] > start_s - max(transfer_s, ahead_s):
             operation -= 1
         moves.append(replace(move, load=max(move.load, operation)))
     later = Schedule(moves=tuple(sorted(moves)), remade=schedule.remade)

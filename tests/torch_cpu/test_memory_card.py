@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from kilter.act.fence import Fence
-from kilter.act.fitter import Fitter
+from kilter.act.fitter import ALLOCATOR, Fitter
 from kilter.act.swapper import CpuStandIn
 from kilter.core.events import AnyEvent, Fitted, Moved, Refused
 from kilter.core.label import Label
@@ -185,3 +186,20 @@ def test_a_bound_is_never_above_the_time_that_it_bounds(monkeypatch: pytest.Monk
         bound_s = last(events).bound_s
         assert (bound_s is not None) == known
         assert bound_s is None or bound_s <= plan.iteration_s
+
+
+@pytest.mark.parametrize("asked", [None, "backend:native"])
+def test_segments_may_grow_unless_the_program_says_otherwise(
+    asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes and goes in many sizes leaves fragments of fixed segments."""
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    for other in ALLOCATOR:
+        monkeypatch.setenv(other, "")
+        monkeypatch.delenv(other)
+    if asked is not None:
+        monkeypatch.setenv(name, asked)
+    modules = {key: value for key, value in sys.modules.items() if key != "torch"}
+    monkeypatch.setattr("kilter.act.fitter.sys", types.SimpleNamespace(modules=modules))
+    fit(MemoryBudget(size_bytes=GIB), 1)
+    assert os.environ[name] == (asked or "expandable_segments:True")

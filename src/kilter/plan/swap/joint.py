@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kilter.core.errors import PlanError
-from kilter.plan.swap.choose import plan
+from kilter.plan.swap.mix import REACHES, mix
 from kilter.plan.swap.problem import Link, Problem
 from kilter.plan.swap.simulate import simulate
 from kilter.plan.swap.state import Bucket, StatePlan, plan_state
+from kilter.plan.swap.unhurried import unhurried
 
 COARSE = 8
 """Into so many parts the state is divided first."""
@@ -122,12 +123,12 @@ def beside(
             level - bytes_ for level, bytes_ in zip(problem.resident_bytes, away, strict=True)
         ]
         rest = replace(problem, resident_bytes=tuple(levels), link=link.less(taken))
-        maps = plan(rest, hurry=not taken)
-        outcome = simulate(rest, maps.schedule)
+        schedule = mix(rest, REACHES[:1])  # what is carried out is searched more thoroughly
+        outcome = simulate(rest, unhurried(rest, schedule) if taken else schedule)
         begins = [span.start_s for span in outcome.spans if span.lane == "compute"]
         begins.append(outcome.iteration_s)
         span_s = max(begins[-1] - begins[at[0]], 1e-9)
-        left = link.less(min(MOST_TAKEN, maps.in_bytes / (rate * span_s)))
+        left = link.less(min(MOST_TAKEN, outcome.in_bytes / (rate * span_s)))
         visited = _due(buckets, at, begins)
         state = plan_state(visited, room_bytes=room_bytes, link=left)
     except PlanError:
@@ -135,7 +136,7 @@ def beside(
     return Joint(
         room_bytes=room_bytes,
         state=state,
-        iteration_s=maps.iteration_s + state.stall_s,
+        iteration_s=outcome.iteration_s + state.stall_s,
         taken=taken,
         left=left,
         due_s=tuple(bucket.due_s for bucket in visited),

@@ -12,6 +12,8 @@ take the device as long, to within half a percent, the one that makes fewer thin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kilter.core.errors import PlanError
 from kilter.plan.swap.problem import Problem
 from kilter.plan.swap.simulate import Outcome, Schedule
@@ -25,7 +27,7 @@ ALIKE = 0.005
 """Share of the iteration by which the plan of that order may take longer."""
 
 
-def mix(problem: Problem) -> Schedule:
+def mix(problem: Problem, reaches: Sequence[float] = REACHES) -> Schedule:
     """Swap, recompute and keep. `PlanError` if not even everything away fits the budget."""
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule()

@@ -93,7 +93,8 @@ def ready(
 
     steps: list[Step] = []
     for event, (code, number) in enumerate(zip(record.events, record.numbers(), strict=True)):
-        due = Due(tuple(leave[event]), tuple(release[event]), tuple(load[event]))
+        # The last to leave first: who has waited for that copy has waited for those before it.
+        due = Due(tuple(leave[event]), tuple(reversed(release[event])), tuple(load[event]))
         used = code in (FOREIGN, use_code(number))
         expected = code if used else record.data[number].size_bytes
         steps.append(Step(expected, number, due if any(due) else None))

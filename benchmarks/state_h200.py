@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from memory_h200 import VOCABULARY, Gpt
+from memory_h200 import VOCABULARY, Gpt, Pinned
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kilter.act.fence import Fence
@@ -43,6 +43,18 @@ FIRST = time.perf_counter()
 IDENTITY_STEPS = 30
 
 
+class Shared(Pinned):
+    """All engines of a row share one pinned piece, which is free again for the next row."""
+
+    free_from = 0
+
+    def reserve(self, size_bytes: int) -> torch.Tensor:
+        self.taken_bytes = Shared.free_from
+        host = super().reserve(size_bytes)
+        Shared.free_from = self.taken_bytes
+        return host
+
+
 @dataclass(frozen=True)
 class Machine:
     """Where this runs."""
@@ -52,7 +64,7 @@ class Machine:
     tiny: bool
 
     def backend(self) -> Any:
-        return CpuStandIn() if self.tiny else Cuda.open()
+        return CpuStandIn() if self.tiny else Shared.open()
 
     def mark(self) -> Any:
         return self.backend().mark() if self.tiny else torch.cuda.Event(enable_timing=True)
@@ -150,6 +162,7 @@ class Governed(contextlib.ExitStack):
     def govern(self, fresh: bool = False) -> Governed:
         """Begin; the job is `fresh` if it has made no step yet."""
         machine, mode = self.machine, self.mode
+        Shared.free_from = 0
         min_bytes = 1024 if machine.tiny else 2**20
         if self.budget_bytes is not None:
             backend = machine.backend()
@@ -371,6 +384,7 @@ def main() -> None:
     )
     parser.add_argument("--cap", type=float, default=40, help="GiB")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; no row begins later")
+    parser.add_argument("--host-gib", type=float, default=0, help="pinned once, for all rows")
     parser.add_argument("--link", default="", help="GB/s out, in, both; measured if left out")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -383,7 +397,8 @@ def main() -> None:
     else:
         backend = Cuda.open()
         machine = Machine(backend.device, link if options.link else measure_link(backend), False)
-        backend.close()
+        if options.host_gib:
+            Pinned.piece = backend.reserve(int(options.host_gib * GIB))
         print(machine.link, torch.cuda.get_device_name(), torch.__version__, flush=True)
     parts = {
         "rows": lambda: rows(machine, [name for name in options.modes.split(";") if name]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from torch import nn
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from kilter.act.fence import Fence
+from kilter.act.floor import Floor
+from kilter.act.swapper import Swapper
 from kilter.act.swapper.cuda import Cuda
 from kilter.act.swapper.state import StateMover, StateReport
 from kilter.core.units import MIB
@@ -20,6 +24,10 @@ pytestmark = pytest.mark.gpu
 
 PCIE = Link(to_host_bytes_per_s=5e10, to_device_bytes_per_s=5e10, both_bytes_per_s=9e10)
 WIDTH, LAYERS = 1024, 12
+
+
+def fail(where: str, error: str) -> None:
+    raise AssertionError(f"{where}: {error}")
 
 
 def trained(**options: Any) -> tuple[list[torch.Tensor], int, StateReport | None]:
@@ -66,3 +74,44 @@ def test_same_numbers_in_less_memory(gradients: str, room_mib: int | None) -> No
     if room_mib is not None:
         assert report.state_bytes <= room_mib * MIB
         assert plain_bytes - held_bytes >= 0.9 * report.away_bytes
+
+
+def test_state_streams_beside_feature_maps() -> None:
+    """144 MiB of weights and state and what an operation needs beside them do not fit 224 MiB."""
+
+    def train(budget_bytes: int | None) -> tuple[list[torch.Tensor], Floor | None, Swapper | None]:
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            net = nn.Sequential(
+                *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))
+            )
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+        floor = swapper = None
+        with ExitStack() as stack:
+            if budget_bytes is not None:
+                swapper = Swapper(Cuda.open(), budget_bytes=budget_bytes, link=PCIE)
+                floor = Floor(swapper, Cuda.open, PCIE, Fence(fail), "consume")
+                stack.enter_context(swapper)
+                stack.callback(floor.close)
+            for _ in range(40):
+                net(torch.randn(4096, WIDTH, device="cuda")).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if floor is not None and swapper is not None and budget_bytes is not None:
+                    floor.border(swapper.report(), budget_bytes)
+        return [p.detach().cpu() for p in net.parameters()], floor, swapper
+
+    budget_bytes = 224 * MIB
+    ours, floor, swapper = train(budget_bytes)
+    assert floor is not None
+    assert swapper is not None
+    assert floor.settled
+    assert floor.report is not None
+    assert floor.report.consuming
+    assert floor.report.away_bytes > 0
+    report = swapper.report()
+    assert report.planned > 10
+    assert report.late == report.deviations == 0
+    assert report.peaks_bytes[-1] <= budget_bytes
+    plain, _, _ = train(None)
+    assert all(map(torch.equal, plain, ours))

@@ -10,7 +10,6 @@ done is timed for each shape.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ shapes on an H200."""
 PIXELS_AT_MOST = 1024
 """Of larger maps the library was faster for every shape there."""
 SHORTEST = 64
-"""A sum is not split into shorter ones than this; the summands of a step of the kernel."""
+"""A sum is not split into shorter ones than this."""
 
 _NORMS = {
     # operation: (training, epsilon) positions
@@ -47,14 +46,12 @@ _NORMS = {
 @dataclass(frozen=True)
 class Tile:
     """How the kernel cuts its work: output channels, pixels and summands of a block; programs that
-    share a sum; warps; stages of its loop."""
+    share a sum."""
 
     rows: int
     columns: int
     inner: int
     splits: int
-    warps: int
-    stages: int
 
 
 def tile_of(channels: int, pixels: int, inner: int, *, half: bool) -> Tile:
@@ -64,7 +61,7 @@ def tile_of(channels: int, pixels: int, inner: int, *, half: bool) -> Tile:
     splits = 1
     while programs * splits < enough and inner // (2 * splits) >= SHORTEST:
         splits *= 2
-    return Tile(32, 32, 64 if half else 32, splits, 4, 3)
+    return Tile(32, 32, 64 if half else 32, splits)
 
 
 def _convolve(
@@ -80,35 +77,14 @@ def _convolve(
 ) -> Tensor:
     if not x.is_cuda:
         return defined(x, weight, bias, norm, residual, stride, padding, epsilon, relu)
-    out = _shape(x, weight, bias, norm, residual, stride, padding, epsilon, relu)
-    channels, *window = weight.shape
-    pixels = out.numel() // channels
-    tile = tile_of(channels, pixels, math.prod(window), half=x.element_size() < 4)
-    return launch(x, weight, bias, norm, residual, stride, padding, epsilon, relu, out, tile)
-
-
-def launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Sequence[Tensor],
-    residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    epsilon: float,
-    relu: bool,
-    out: Tensor,
-    tile: Tile,
-) -> Tensor:
-    """Fill `out` by the kernel, cut as `tile` says."""
     from kilter.act.branches import kernels
 
+    out = _shape(x, weight, bias, norm, residual, stride, padding, epsilon, relu)
     x, weight = x.contiguous(), weight.contiguous()
     images, channels_in, height, width = x.shape
     channels, _, high, wide = weight.shape
-    inner = channels_in * high * wide
-    area_out = out.shape[2] * out.shape[3]
-    pixels = images * area_out
+    inner, area = channels_in * high * wide, out.shape[2] * out.shape[3]
+    tile = tile_of(channels, images * area, inner, half=x.element_size() < 4)
     share = -(-inner // (tile.splits * tile.inner)) * tile.inner
     parts = out
     if tile.splits > 1:
@@ -128,19 +104,18 @@ def launch(
     )
     kernels.launch(
         kernels.convolve,
-        (-(-channels // tile.rows), -(-pixels // tile.columns), tile.splits),
-        x, weight, parts, *behind, channels, pixels, inner, share, channels_in * height * width,
-        height, width, area_out, out.shape[3], high * wide, wide, stride[0], stride[1], padding[0],
-        padding[1],
+        (-(-channels // tile.rows), -(-images * area // tile.columns), tile.splits),
+        x, weight, parts, *behind, channels, images * area, inner, share,
+        channels_in * height * width, height, width, area, out.shape[3], high * wide, wide,
+        stride[0], stride[1], padding[0], padding[1],
         POINT=high == wide == 1 and tuple(stride) == (1, 1) and tuple(padding) == (0, 0),
         ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner, SPLIT=tile.splits > 1,
-        PRECISION="tf32x3" if exact else "tf32", num_warps=tile.warps, num_stages=tile.stages,
-        **flags,
+        PRECISION="tf32x3" if exact else "tf32", num_warps=4, num_stages=3, **flags,
     )  # fmt: skip
     if tile.splits > 1:
         kernels.launch(
             kernels.add_up, (-(-out.numel() // 512),),
-            parts, out, *behind, out.numel(), area_out, channels,
+            parts, out, *behind, out.numel(), area, channels,
             SIZE=512, PARTS=tile.splits, num_warps=4, **flags,
         )  # fmt: skip
     return out

@@ -26,7 +26,7 @@ from kilter.act.branches.program import (
 from kilter.act.branches.state import State
 from kilter.act.branches.streams import AHEAD, ForkJoin
 from kilter.act.branches.tracing import Refused, trace
-from kilter.act.branches.warming import beside_each_other, warm
+from kilter.act.branches.warming import beside_each_other, like, warm
 from kilter.act.branches.workloads import TOKENS, Encoder, padding_mask
 from kilter.plan.branches import Trial
 
@@ -399,6 +399,16 @@ def test_everything_is_compiled_once_before_the_first_call():
         warm(program, compiled, done, CPU)
     assert called == [[tuple(n.meta["val"].shape) for n in unit.graph.graph.nodes
                        if n.op == "placeholder"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_numbers_to_compile_with_are_drawn_from_nowhere(dtype):
+    for shape, stride in (((3, 4), (1, 3)), ((2, 5), (0, 1)), ((0, 3), (3, 1)), ((), ())):
+        before = torch.get_rng_state()
+        made = like(torch.empty_strided(shape, stride, dtype=dtype), CPU)
+        assert torch.equal(before, torch.get_rng_state())
+        assert (made.shape, made.stride(), made.dtype) == (shape, stride, dtype)
+        assert bool((made > 0).all()) if dtype.is_floating_point else not made.any()
 
 
 def test_a_kernel_that_cannot_be_had_says_so():

@@ -23,6 +23,7 @@ from kilter.act.branches.folding import is_view
 from kilter.act.branches.program import Program, Unit
 from kilter.act.branches.timing import graph_seconds
 from kilter.act.branches.tracing import Refused, value
+from kilter.act.branches.warming import like
 
 aten = torch.ops.aten
 
@@ -208,17 +209,8 @@ def is_faster(found: Convolution, device: torch.device) -> bool:
     launch more: what the compiler makes of the rest. The library is asked for both layouts; the
     other one's weights are turned around in every call, as the compiler does."""
 
-    def like(node: fx.Node | None) -> Tensor | None:
-        if node is None:
-            return None
-        fake = value(node)
-        return torch.rand(fake.shape, dtype=fake.dtype, device=device)
-
-    *tensors, norm, residual, stride, padding, epsilon, relu = found.arguments
-    x, weight, bias = map(like, tensors)
-    assert x is not None
-    assert weight is not None
-    given = x, weight, bias, list(map(like, norm)), like(residual), stride, padding, epsilon, relu
+    given = fx.map_arg(found.arguments, lambda node: like(value(node), device))
+    x, weight, bias, _, _, stride, padding, *_ = given
     alone = found.end is found.node
 
     def theirs(x: Tensor, layout: torch.memory_format) -> Tensor:

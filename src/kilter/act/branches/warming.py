@@ -26,9 +26,14 @@ THREADS = 8
 
 
 def like(fake: Tensor, device: torch.device) -> Tensor:
-    """Numbers in a tensor's shape, strides and dtype; an index among them is a right one."""
-    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device)
-    return made.uniform_(0.1, 1.0) if made.is_floating_point() else made.zero_()
+    """Numbers in a tensor's shape, strides and dtype, without drawing from anybody's generator; an
+    index among them is a right one."""
+    count = 1 + sum((n - 1) * step for n, step in zip(fake.shape, fake.stride(), strict=True))
+    if fake.numel() == 0 or not fake.is_floating_point():
+        numbers = torch.zeros(max(count, 1), dtype=fake.dtype, device=device)
+    else:
+        numbers = torch.linspace(0.1, 1.0, count, device=device).to(fake.dtype)
+    return numbers.as_strided(fake.shape, fake.stride())
 
 
 def beside_each_other(

@@ -187,6 +187,21 @@ def test_impure_branches_are_refused_and_the_device_stays_usable():
     torch.cuda.synchronize()
 
 
+def test_preparing_draws_no_random_numbers():
+    def tower():
+        return nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+
+    towers = [tower().eval().cuda() for _ in range(3)]
+    x = rand(1, 32, 8, 8)
+    before = torch.get_rng_state(), torch.cuda.get_rng_state()
+    with parallel(towers, mode="convolved") as fast:
+        fast(x)
+        same(fast(x), serial(towers, x))
+        assert fast.plan().chosen == "convolved", fast.explain()
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert torch.equal(before[1], torch.cuda.get_rng_state())
+
+
 def test_a_capture_that_fails_leaves_serial_with_the_reason():
     def synchronises(x):
         torch.cuda.synchronize()

@@ -197,7 +197,6 @@ def test_preparing_draws_no_random_numbers():
     with parallel(towers, mode="convolved") as fast:
         fast(x)
         same(fast(x), serial(towers, x))
-        assert fast.plan().chosen == "convolved", fast.explain()
     assert torch.equal(before[0], torch.get_rng_state())
     assert torch.equal(before[1], torch.cuda.get_rng_state())
 

@@ -39,6 +39,7 @@ KNOWN_PASSES = 2
 PAUSE = 3
 """Borders after which what was decided is in force."""
 MOST_LOWERED = 2
+"""Times that less room is given because the budget was missed."""
 PATIENCE = 24
 """Borders after which gradients that are watched still count as kept."""
 CROWDED = 0.9
@@ -67,7 +68,6 @@ class Floor:
         self._mover: StateMover | None = None
         self._borders = 0
         self._lowered = 0
-        """How often state was given less room because the budget was missed."""
         self._shared: tuple[PassRecord, Problem] | None = None
         """The pass, with all state on the device, for which a room was decided and not yet set."""
         self.joint: Joint | None = None

@@ -470,15 +470,16 @@ class StateMover(AbstractContextManager["StateMover"]):
         return Visits(tuple(self._rounds.cuts(charge)), tuple(at), charge.plan)
 
     def make_room(
-        self, room_bytes: int, *, due_s: Sequence[float] = (), link: Link | None = None
+        self, room_bytes: int, *, due_s: Sequence[float] | None = None, link: Link | None = None
     ) -> None:
-        """From the next step on so much state stays. `due_s` and `link` are for the only optimizer:
-        when its buckets are visited, from the first gradient on, and what is left of the link."""
+        """From the next step on so much state stays. Where they are known, `due_s` says when the
+        buckets of the only optimizer are visited, from the first gradient on, and `link` what is
+        left of the link for them."""
         self.room_bytes = room_bytes
         if link is not None:
             self._rounds.link = link
         for charge in self._charges.values():
-            charge.due_s = tuple(due_s)
+            charge.due_s = charge.due_s if due_s is None else tuple(due_s)
             charge.anew = True
 
     def _unstash(self, charge: Charge) -> None:

@@ -23,6 +23,9 @@ PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
 }
 AHEAD = 0.1
 """Share of the iteration by which loads are issued before they would have to be: times vary."""
+AHEAD_OF_OTHERS = 0.04
+"""The same where others use the link: so much that a load may find one of their transfers under way,
+a bucket of optimizer state, and so little that they need not wait behind a queue of loads."""
 SWAP_ONLY = frozenset({"spanning", "literal"})
 
 
@@ -87,7 +90,7 @@ def plan(
     begin = clock() if clock else 0.0
     schedule = PLANNERS[planner](problem)
     if planner != "literal":
-        schedule = unhurried(problem, schedule, ahead=AHEAD if hurry else 0.0)
+        schedule = unhurried(problem, schedule, ahead=AHEAD if hurry else AHEAD_OF_OTHERS)
     solve_s = clock() - begin if clock else None
     found = described(problem, schedule, simulate(problem, schedule), planner=planner)
     bound_s = relax(problem, recompute=planner not in SWAP_ONLY).bound_s if bound else None

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kilter.act.fence import Fence
-from kilter.act.swapper.kinds import ROUNDING
 from kilter.core.errors import PlanError
 from kilter.core.units import MIB, show_bytes
 
@@ -129,6 +128,8 @@ class Floor:
 
     def _problem(self, budget_bytes: int) -> tuple[PassRecord | None, Problem | None]:
         """The largest pass, once its levels are known."""
+        from kilter.act.swapper.kinds import ROUNDING
+
         record = max(self._swapper.records(), key=lambda r: r.peak_bytes, default=None)
         if record is None or record.passes < KNOWN_PASSES:
             return None, None

@@ -24,8 +24,8 @@ PLANNERS: dict[str, Callable[[Problem], Schedule]] = {
 AHEAD = 0.1
 """Share of the iteration by which loads are issued before they would have to be: times vary."""
 AHEAD_OF_OTHERS = 0.04
-"""The same where others use the link: so much that a load may find one of their transfers under way,
-a bucket of optimizer state, and so little that they need not wait behind a queue of loads."""
+"""The same where others use the link: so much that a load may find one of their transfers (a bucket
+of optimizer state) under way, and so little that they need not wait behind a queue of loads."""
 SWAP_ONLY = frozenset({"spanning", "literal"})
 
 

@@ -25,6 +25,8 @@ EACH_S = 2e-5
 """Added to the price of each thing made again, in a second order of them: large ones first."""
 ALIKE = 0.005
 """Share of the iteration by which the plan of that order may take longer."""
+MANY = 1024
+"""More intervals than this are searched in one order: planning takes seconds as it is."""
 
 
 def mix(problem: Problem, reaches: Sequence[float] = REACHES) -> Schedule:
@@ -37,8 +39,10 @@ def mix(problem: Problem, reaches: Sequence[float] = REACHES) -> Schedule:
             "operations need even when everything else is away"
         )
     prices = by_price(problem)
-    found = [_search(problem, within_reach(problem, prices, reach)) for reach in REACHES]
-    best, reach = min(zip(found, REACHES, strict=True), key=lambda pair: pair[0][1].iteration_s)
+    found = [_search(problem, within_reach(problem, prices, reach)) for reach in reaches]
+    best, reach = min(zip(found, reaches, strict=True), key=lambda pair: pair[0][1].iteration_s)
+    if len(problem.intervals) > MANY:
+        return best[0]
     large = _search(problem, within_reach(problem, by_price(problem, EACH_S), reach))
     fewer = len(large[0].remade) < len(best[0].remade)
     if fewer and large[1].iteration_s <= (1 + ALIKE) * best[1].iteration_s:

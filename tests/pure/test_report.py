@@ -142,6 +142,18 @@ def test_shadow_run_shows_the_plan_and_keeps_nothing(tmp_path):
     assert summary.ending(found) == "nothing was set"
 
 
+def test_a_setting_that_no_block_came_to_its_end_under_was_set_all_the_same():
+    run = runs.Recorder(runs.Job(), mode="govern", label=Label.MEASURED)
+    run.start()
+    run.block("warm", Setting(), arm="baseline")
+    assert summary.ending(report_of(ended(run))) == "nothing was set"
+    run = runs.Recorder(runs.Job(), mode="govern", label=Label.MEASURED)
+    run.start()
+    run.block("warm", Setting(), arm="baseline")
+    run.decide("probe", CHOSEN, "predicted to save")
+    assert summary.ending(report_of(ended(run))) == "held the default; default restored"
+
+
 def test_one_pair_has_no_interval():
     run = runs.Recorder(runs.Job())
     run.start()

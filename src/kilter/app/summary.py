@@ -160,7 +160,10 @@ def evidence(report: Report) -> str:
 
 def ending(report: Report) -> str:
     """What was held, and whether the found setting is back."""
-    if all(block.setting == report.found for block in report.blocks) and report.restored:
+    asked = {block.setting for block in report.blocks}
+    if report.mode == "govern":  # a block under it may never have come to its end
+        asked |= {d.setting for d in report.decisions if d.state != "predicted"}
+    if asked <= {report.found} and report.restored:
         return "nothing was set"
     held = f"held {report.choice.setting}" if report.kept else "held the default"
     if report.restored:

@@ -323,7 +323,7 @@ with torch.no_grad():
     compiled(x)
     from torch._dynamo.utils import counters
     graphs = counters["stats"]["unique_graphs"]
-    until = time.monotonic() + 10 * marks.INFERENCE_AFTER_S
+    until = time.monotonic() + 60 * marks.INFERENCE_AFTER_S
     while MARKS.source is None and time.monotonic() < until: compiled(x)
     before = MARKS.index
     for _ in range(5): compiled(x)

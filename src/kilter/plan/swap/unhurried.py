@@ -1,10 +1,9 @@
-"""Loads no earlier than they have to be: for a host that is busy, and a link that others use.
+"""Loads no earlier than they have to be: for a link that others use, and a host that is busy.
 
-The planners load as early as memory allows. That is mostly one moment, where backward begins: the
-host then issues all loads in a row, for some milliseconds in which the device gets nothing else to
-do. Beside optimizer state that streams, the next bucket would also wait behind data that nobody
-needs for long. Moved later, in the order of the deadlines, loads are issued one by one and leave
-gaps for others.
+The planners load as early as memory allows. That is mostly one moment, where backward begins:
+optimizer state that streams would then wait behind data that nobody needs for long, and the host
+issues all loads in a row. Moved later, in the order of the deadlines, they are issued one by one
+and leave gaps for others. Where nobody else uses the link it costs nothing.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ def test_the_predicted_peak_is_the_measured_one(fused: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
     measured_bytes = torch.cuda.max_memory_allocated() - before
-    assert found.peak_bytes == pytest.approx(measured_bytes, rel=0.04)
+    # Never less than it takes (but for rounding); more where the CPU's autocast copies.
+    assert 0.98 * measured_bytes <= found.peak_bytes <= 1.12 * measured_bytes
 
 
 def test_as_few_pieces_as_keep_the_budget() -> None:

@@ -242,10 +242,9 @@ def size(
     makes one from parameters; `autocast` is `bf16`, `fp16` or `off`. Times are those of a simulated
     `card` with this `link`.
 
-    Where there is a GPU, its kernels decide what is kept (it is opened, and nothing allocated);
-    without one those of the CPU do, which take a little more: under autocast a softmax there copies
-    what it reads. Nothing of what `forward` does beside tensors is undone: it runs a few times.
-    Raises `UsageError` for wrong arguments and for a model that looks at values.
+    The kernels that autograd would run on a CPU decide what is kept. They take a little more than a
+    GPU's: under autocast a softmax copies what it reads. Nothing of what `forward` does beside tensors
+    is undone: it runs a few times. Raises `UsageError` for wrong arguments and for a model that looks at values.
     """
     import torch
 
@@ -268,7 +267,6 @@ def size(
             sm_hz=profile.knobs.sm_highest_hz,
             memory_hz=profile.knobs.memory_clocks_hz[-1],
         ),
-        device=torch.device("cuda:0" if torch.cuda.is_available() else "cpu"),
     )
     return Size(
         shapes=shapes,

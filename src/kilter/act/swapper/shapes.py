@@ -66,10 +66,13 @@ class Shapes:
 class _Memory:
     """The backend that the watch asks: levels and moments come from the dispatch mode."""
 
-    def __init__(self, clocked: Clocked, device: torch.device) -> None:
+    def __init__(self, clocked: Clocked) -> None:
+        import torch
         from torch._subclasses.fake_tensor import FakeTensor
 
-        self.device = device
+        # Not a GPU, even where there is one: a kernel of ours, or of an extension, that is launched
+        # without the framework's knowledge would be given addresses of nothing.
+        self.device = torch.device("cpu")
         self._fakes = FakeTensor
         self._clocked = clocked
         self.live_bytes = 0
@@ -142,13 +145,12 @@ def shapes_of(
     optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer],
     autocast: torch.dtype | None,
     clocked: Clocked,
-    device: torch.device,
     min_bytes: int = MIB,
 ) -> Shapes:
     """One iteration of `model(*inputs, **named)`, `loss` of its output, backward and `optimizer`.
 
     The model's own tensors are read for their shapes only, so it may lie on the meta device. Its
-    `forward` runs four times on fake tensors of `device`, whose kernels decide what is kept.
+    `forward` runs four times on fake tensors of a CPU, whose kernels decide what is kept.
     `UsageError` if it asks for a value that only real data have.
     """
     from torch._subclasses.fake_tensor import (
@@ -158,7 +160,7 @@ def shapes_of(
         UnsupportedOperatorException,
     )
 
-    memory = _Memory(clocked, device)
+    memory = _Memory(clocked)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _counting(memory):
             job = _Job(model, inputs, named, memory, loss, optimizer, autocast, min_bytes)

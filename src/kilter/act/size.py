@@ -242,9 +242,10 @@ def size(
     makes one from parameters; `autocast` is `bf16`, `fp16` or `off`. Times are those of a simulated
     `card` with this `link`.
 
-    The kernels that autograd would run on a CPU decide what is kept. They take a little more than a
-    GPU's: under autocast a softmax copies what it reads. Nothing of what `forward` does beside tensors
-    is undone: it runs a few times. Raises `UsageError` for wrong arguments and for a model that looks at values.
+    The kernels that autograd would run on a CPU decide what is kept. They take a little more than
+    a GPU's: under autocast a softmax copies what it reads. Nothing of what `forward` does beside
+    tensors is undone: it runs a few times. Raises `UsageError` for wrong arguments and for a model
+    that looks at values.
     """
     import torch
 

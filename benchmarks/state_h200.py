@@ -196,7 +196,7 @@ class Governed(contextlib.ExitStack):
             return
         report = self.swapper.report()
         begin = time.perf_counter()
-        self.floor.border(report, self.budget_bytes or 0)
+        self.floor.border(report, self.budget_bytes or 0, begin)
         self.decided_s = max(self.decided_s, time.perf_counter() - begin)
         if self.settled_at is None and self.floor.settled and self.swapper.planned:
             self.settled_at = self.steps
@@ -253,6 +253,7 @@ def told(engines: Governed) -> dict[str, Any]:
         found["refused"] = state.refused
     if floor is not None:
         found |= {"room_bytes": floor.room_bytes, "decided_s": engines.decided_s}
+        found["taken_back"] = floor.taken_back
     if floor is not None and floor.joint is not None:
         found["joint"] = {
             "predicted_s": floor.joint.iteration_s,

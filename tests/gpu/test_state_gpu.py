@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_state_streams_beside_feature_maps() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 if floor is not None and swapper is not None and budget_bytes is not None:
-                    floor.border(swapper.report(), budget_bytes)
+                    floor.border(swapper.report(), budget_bytes, time.perf_counter())
         return [p.detach().cpu() for p in net.parameters()], floor, swapper
 
     budget_bytes = 224 * MIB

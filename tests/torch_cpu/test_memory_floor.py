@@ -12,6 +12,7 @@ from kilter.act.fence import Fence
 from kilter.act.floor import Floor, words
 from kilter.act.swapper import CpuStandIn, Swapper
 from kilter.core.units import MIB
+from kilter.plan.swap.joint import beside
 from kilter.plan.swap.problem import H200_PCIE5
 
 WIDTH = 256
@@ -60,7 +61,11 @@ def fail(where: str, error: str) -> None:
 
 
 def train(
-    steps: int, budget_bytes: int | None = None, gradients: str = "auto", crowded: bool = False
+    steps: int,
+    budget_bytes: int | None = None,
+    gradients: str = "auto",
+    crowded: bool = False,
+    streaming_s: float = 1.0,
 ) -> tuple[list[bytes], Floor | None, Swapper | None]:
     """A training under a swapper and a floor, or plain."""
     torch.manual_seed(0)
@@ -89,9 +94,12 @@ def train(
         backend.govern(swapper, made)
         with swapper:
             made.begin(STATE_BYTES // 2 if crowded else 0, budget_bytes)
+            now_s = 0.0
             for _ in range(steps):
                 step()
-                made.border(swapper.report(), budget_bytes)
+                away = made.report is not None and made.report.away_bytes > 0
+                now_s += streaming_s if away else 1.0
+                made.border(swapper.report(), budget_bytes, now_s)
             made.close()
     assert not fence.down
     return losses + [p.detach().numpy().tobytes() for p in model.parameters()], made, swapper
@@ -173,3 +181,26 @@ def test_a_crowded_job_settles_within_its_budget() -> None:
     assert report.planned > 30
     assert report.late == report.deviations == 0
     assert max(report.peaks_bytes[-2:]) <= budget_bytes
+
+
+@pytest.mark.parametrize("streaming_s", [0.9, 1.2])
+def test_streaming_that_makes_iterations_slower_is_taken_back(
+    streaming_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "kilter.plan.swap.joint.joint",
+        lambda problem, buckets, at: beside(problem, buckets, at, STATE_BYTES // 2),
+    )
+    values, made, swapper = train(70, STATE_BYTES + 2 * MIB, streaming_s=streaming_s)
+    assert values == train(70)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.settled
+    assert made.report is not None
+    assert made.report.consuming
+    assert (made.report.away_bytes > 0) == (streaming_s < 1)
+    assert (made.taken_back is None) == (streaming_s < 1)
+    report = swapper.report()
+    assert report.deviations == report.late == 0
+    assert report.peaks_bytes[-1] <= STATE_BYTES + 2 * MIB
+    assert report.planned > 40

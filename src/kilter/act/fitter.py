@@ -389,7 +389,9 @@ class Fitter:
                     self._fitted(record, plan, numbers)
         self._tell_refused(report.refused)
         if self._floor is not None and self._budget_bytes is not None and not self._over:
-            self._floor.border(report, self._budget_bytes)
+            self._floor.border(report, self._budget_bytes, self._clock())
+            if self._floor.taken_back is not None:
+                self._tell_refused((self._floor.taken_back,))
 
     def _tell_refused(self, reasons: tuple[str, ...]) -> None:
         """Each reason once; those about single data (`NAME: REASON`) by their number."""

@@ -4,12 +4,16 @@ Gradients go first: they are used up as they arrive, where nothing forbids it. T
 once how much optimizer state streams: so much that feature maps and state together cost the least
 time (`plan/swap/joint.py`), or, where gradients are kept, so much as is missing for the budget.
 
+Predicting is not enough: the iterations with streaming state are held against those before it, and
+if they are not faster, all state comes back.
+
 A job whose weights, gradients and state do not fit together would die in its first step. It is told
 by its weights: then state is made bucket by bucket and leaves as it is made.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -41,6 +45,8 @@ MOST_LOWERED = 2
 """Times that less room is given because the budget was missed."""
 PATIENCE = 24
 """Borders after which gradients that are watched still count as kept."""
+JUDGED = 6
+"""Iterations by whose median a plan with streaming state is held against the one before."""
 CROWDED = 0.9
 """Of the budget: what weights, gradients and two moments (four times the weights) may take before
 state leaves as it is made."""
@@ -69,6 +75,16 @@ class Floor:
         self._lowered = 0
         self._shared: tuple[PassRecord, Problem] | None = None
         """The pass, with all state on the device, for which a room was decided and not yet set."""
+        self._before: tuple[PassRecord, Problem, float] | None = None
+        """The same, while it runs, with what an iteration took before."""
+        self._taken = 0.0
+        """Share of the way to the device that state takes."""
+        self._last_s: float | None = None
+        """The last border, if the iteration before it ran under a plan."""
+        self._times_s: list[float] = []
+        """Of iterations under the present plan."""
+        self.taken_back: str | None = None
+        """Why state does not stream any more."""
         self.joint: Joint | None = None
         """What was decided, where there was a choice."""
         self.settled = False
@@ -86,7 +102,7 @@ class Floor:
         if 4 * used_bytes > CROWDED * budget_bytes:
             self._open(room_bytes=max(0, budget_bytes - 2 * used_bytes) // 2)
 
-    def border(self, report: SwapReport, budget_bytes: int) -> None:
+    def border(self, report: SwapReport, budget_bytes: int, now_s: float) -> None:
         """An iteration has ended; the swapper stands like this."""
         self._borders += 1
         mover = self._mover
@@ -94,23 +110,38 @@ class Floor:
             self.report = mover.report()
         if self.settled:
             return
+        self._time(now_s)
         if mover is None:
             self._consider(report, budget_bytes)
             return
         assert self.report is not None
-        waiting = self.report.watching and self._borders < PATIENCE
+        patient = self._borders < PATIENCE
+        waiting = self.report.watching and patient
         if waiting or self._borders < PAUSE or not self._swapper.tried:
+            return
+        choice = self.report.consuming and self.joint is None
+        if (self._before or (choice and report.plans)) and len(self._times_s) < JUDGED and patient:
+            return
+        if self._before is not None:
+            self._judge(mover)
             return
         record, problem = self._problem(budget_bytes)
         if record is None or problem is None:
             return
-        if self.joint is None and self.report.consuming and self._share(mover, record, problem):
+        if choice and self._share(mover, record, problem):
             return
         missing_bytes = problem.floor_bytes - problem.budget_bytes
         if missing_bytes > 0 and self._lowered < MOST_LOWERED:
             self._lower(mover, missing_bytes)
         else:
             self.settled = True
+
+    def _time(self, now_s: float) -> None:
+        """Iterations under a plan, but the first, in which it was made."""
+        planned = self._swapper.planned
+        if planned and self._last_s is not None:
+            self._times_s.append(now_s - self._last_s)
+        self._last_s = now_s if planned else None
 
     def _consider(self, report: SwapReport, budget_bytes: int) -> None:
         """Are gradients and state of interest at all?"""
@@ -165,15 +196,18 @@ class Floor:
 
     def _changed(self) -> None:
         """Between two iterations: gradients and state take another amount of memory from now on."""
+        self._last_s = None
+        self._times_s.clear()
         shared, self._shared = self._shared, None
         visits = None if self._mover is None else self._mover.visits()
-        if shared is None or self.joint is None or visits is None or visits.plan is None:
+        if shared is None or visits is None or visits.plan is None:
+            self._before = None
             self._swapper.forget()
             return
         record, problem = shared
         away = away_of(visits, problem)
         levels = [a - b for a, b in zip(problem.resident_bytes, away, strict=True)]
-        self._swapper.relevel(record, levels, self.joint.taken)
+        self._swapper.relevel(record, levels, self._taken)
 
     def _share(self, mover: StateMover, record: PassRecord, problem: Problem) -> bool:
         """Decide how memory and link are shared between feature maps and state; whether anything
@@ -197,9 +231,28 @@ class Floor:
         self._borders = 0
         if not found.state.streamed and visits.plan is None:
             return False
-        self._shared = record, problem
+        self._shared, self._taken = (record, problem), found.taken
+        if self._times_s and visits.plan is None:
+            self._before = record, problem, statistics.median(self._times_s)
         mover.make_room(found.room_bytes, due_s=found.due_s, link=found.left)
         return True
+
+    def _judge(self, mover: StateMover) -> None:
+        """Does the plan with streaming state keep its promise? If not, everything comes back."""
+        assert self._before is not None
+        record, problem, before_s = self._before
+        self._before, self._borders = None, 0
+        visits = mover.visits()
+        if not self._times_s or visits is None:
+            return
+        now_s = statistics.median(self._times_s)
+        if now_s > before_s:
+            self.taken_back = (
+                "optimizer state does not stream: iterations took "
+                f"{now_s * 1e3:.0f} ms with it and {before_s * 1e3:.0f} ms without"
+            )
+            self._shared, self._taken = (record, problem), 0.0
+            mover.make_room(sum(b.state_bytes for b in visits.buckets), link=self._link)
 
     def _lower(self, mover: StateMover, missing_bytes: int) -> None:
         """So much state goes as is missing, a little more each time."""

@@ -105,8 +105,18 @@ def train(
     return losses + [p.detach().numpy().tobytes() for p in model.parameters()], made, swapper
 
 
-def test_gradients_go_where_feature_maps_cost() -> None:
-    values, made, swapper = train(40, STATE_BYTES + 2 * MIB)
+def test_gradients_stay_where_feature_maps_alone_meet_the_budget() -> None:
+    values, made, swapper = train(20, STATE_BYTES + 2 * MIB)
+    assert values == train(20)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.settled
+    assert made.report is None
+    assert swapper.report().planned > 5
+
+
+def test_asked_for_gradients_go_where_feature_maps_cost() -> None:
+    values, made, swapper = train(40, STATE_BYTES + 2 * MIB, "consume")
     assert values == train(40)[0]
     assert made is not None
     assert swapper is not None
@@ -191,7 +201,7 @@ def test_streaming_that_makes_iterations_slower_is_taken_back(
         "kilter.plan.swap.joint.joint",
         lambda problem, buckets, at: beside(problem, buckets, at, STATE_BYTES // 2),
     )
-    values, made, swapper = train(70, STATE_BYTES + 2 * MIB, streaming_s=streaming_s)
+    values, made, swapper = train(70, STATE_BYTES + 2 * MIB, "consume", streaming_s=streaming_s)
     assert values == train(70)[0]
     assert made is not None
     assert swapper is not None

@@ -1,6 +1,7 @@
 """Lets gradients and optimizer state make room, where feature maps cannot and where it pays.
 
-Gradients go first: they are used up as they arrive, where nothing forbids it. Then it is decided
+Gradients go first: they are used up as they arrive, where nothing forbids it; without being asked
+(`consume`) only where no plan for feature maps alone meets the budget. Then it is decided
 once how much optimizer state streams: so much that feature maps and state together cost the least
 time (`plan/swap/joint.py`), or, where gradients are kept, so much as is missing for the budget.
 
@@ -145,12 +146,12 @@ class Floor:
 
     def _consider(self, report: SwapReport, budget_bytes: int) -> None:
         """Are gradients and state of interest at all?"""
+        asked = self._gradients == "consume"  # else they are touched only where that is needed
         if report.plans:
-            costs = any(p.iteration_s > (1 + COSTS) * p.compute_s for p in report.plans)
-            if costs and self._gradients != "keep":
+            if asked and any(p.iteration_s > (1 + COSTS) * p.compute_s for p in report.plans):
                 self._open()
             self.settled = report.settled and self._mover is None
-        elif report.spilled and self._gradients != "keep":
+        elif asked and report.spilled:
             self._open()  # the budget binds already
         elif self._swapper.tried:
             _, problem = self._problem(budget_bytes)

@@ -59,6 +59,7 @@ TELL_EVERY_S = 5.0
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """What the framework's allocator is configured by. Where the program says nothing, segments may
 grow: data that come and go in many sizes would leave fragments of the fixed ones."""
+GROWING = "expandable_segments:True"
 LINK_BYTES = 64 * MIB
 """Buffers that the link is measured with."""
 MOST_BOUND = 3000
@@ -94,6 +95,8 @@ class Fitter:
         self._waits: dict[int, Any] = {}
         """By thread, the waiting hook in it."""
         self._over = False
+        self._grows = False
+        """We have configured the framework's allocator."""
         self._kind: str | None = None
         self._backend: Backend | None = None
         self._link: Link | None = None
@@ -125,7 +128,8 @@ class Fitter:
     def start(self) -> None:
         """Begin as soon as the program has imported torch."""
         if "torch" not in sys.modules and not any(name in os.environ for name in ALLOCATOR):
-            os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+            os.environ[ALLOCATOR[0]] = GROWING
+            self._grows = True
         forked = weakref.WeakMethod(self._forked)
         os.register_at_fork(after_in_child=lambda: _call(forked()))
         self._waiting.install()
@@ -134,6 +138,8 @@ class Fitter:
         """The program is over: take the hooks out. Data that are away still find their way back."""
         self._over = True
         self._waiting.cancel()
+        if os.environ.get(ALLOCATOR[0]) == GROWING and self._grows:
+            del os.environ[ALLOCATOR[0]]  # the allocator has read it long ago
         if self._torch is None:
             return
         graph = self._torch.autograd.graph

@@ -76,6 +76,8 @@ class divided:  # noqa: N801
     def __call__(self, *batch: Any, **named: Any) -> torch.Tensor:
         """The loss of the whole batch, detached; its gradients are where backward leaves them."""
         samples, device = self._first(batch, named)
+        if samples == 0:
+            raise UsageError("the batch is empty")
         if self._fixed is not None:
             sizes: Iterator[int] = iter(_even(samples, self._fixed))
         elif device is None:
@@ -180,8 +182,7 @@ class divided:  # noqa: N801
             done.append(size)
             first += size
         self._sizes = tuple(done)
-        if total is None:
-            raise UsageError("the batch is empty")
+        assert total is not None
         return total
 
     @contextmanager
@@ -269,7 +270,7 @@ def _part(tensor: torch.Tensor, *, first: int, size: int) -> torch.Tensor:
 def _even(samples: int, pieces: int) -> list[int]:
     """As even as it goes, the larger first."""
     pieces = min(samples, pieces)
-    cuts = [samples * i // pieces for i in range(pieces + 1)] if pieces else [0]
+    cuts = [samples * i // pieces for i in range(pieces + 1)]
     return sorted((b - a for a, b in pairwise(cuts)), reverse=True)
 
 

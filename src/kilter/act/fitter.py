@@ -492,9 +492,10 @@ class Fitter:
 
     def _why_out_of_memory(self, swapper: Swapper) -> str:
         when = "under its plan" if swapper.report().planned else "before there was a plan"
+        fewer = "" if self._grows else f", and {ALLOCATOR[0]}={GROWING} makes fewer"
         return (
             f"the program ran out of memory {when}; a smaller budget leaves more room for "
-            "fragments, and PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes fewer"
+            f"fragments{fewer}; `kilter size` says how small it may be"
         )
 
     def _plan_only(self, swapper: Swapper) -> None:

@@ -133,7 +133,7 @@ class Size:
         problem, _ = record.problem(link=self.link, budget_bytes=budget_bytes, min_bytes=MIB)
         return problem  # type: ignore[no-any-return]
 
-    def as_json(self, budget_bytes: int | None = None) -> dict[str, Any]:
+    def as_json(self, fit: Fit | None = None) -> dict[str, Any]:
         """The object that `kilter size --json` prints."""
         shapes = self.shapes
         found: dict[str, Any] = {
@@ -151,10 +151,9 @@ class Size:
             "compute_s": sum(shapes.record.operation_s),
             "fit": None,
         }
-        if budget_bytes is not None:
-            fit = self.fit(budget_bytes)
+        if fit is not None:
             found["fit"] = {
-                "budget_bytes": budget_bytes,
+                "budget_bytes": fit.budget_bytes,
                 "fits": fit.fits,
                 "how": fit.how,
                 "plan": None if fit.plan is None else _numbers(fit.plan),

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kilter.act.size import AUTOCAST, OPTIMIZERS, Size, on_meta, size, told
+from kilter.act.size import AUTOCAST, OPTIMIZERS, Fit, Size, on_meta, size, told
 from kilter.app.plan_memory import add_link_arguments, link_of
 from kilter.core.errors import UsageError
 from kilter.core.plan import MemoryBudget
@@ -59,25 +59,24 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     for batch in _batches(args.batch):
         found = _sized(function, batch, args)
-        budget_bytes = None
+        fit = None
         if budget is not None:
-            budget_bytes = budget.size_bytes or int((budget.share or 0) * found.peak_bytes)
-        rows.append((batch, found, budget_bytes))
+            fit = found.fit(budget.size_bytes or int((budget.share or 0) * found.peak_bytes))
+        rows.append((batch, found, fit))
         if not args.json:
-            _tell(*rows[-1])
+            _tell(batch, found, fit)
     if args.json:
-        objects = [{"batch": b, **found.as_json(budget)} for b, found, budget in rows]
+        objects = [{"batch": batch, **found.as_json(fit)} for batch, found, fit in rows]
         document = {"schema": "kilter.size/1", "label": "simulated", "rows": objects}
         print(msgspec.json.encode(document).decode())
-    fits = (budget is None or found.fit(budget).fits for _, found, budget in rows)
-    return 0 if all(fits) else 1
+    return 0 if all(fit is None or fit.fits for _, _, fit in rows) else 1
 
 
-def _tell(batch: int | None, found: Size, budget_bytes: int | None) -> None:
+def _tell(batch: int | None, found: Size, fit: Fit | None) -> None:
     if batch is not None:
         print(f"batch {batch}")
     print(found)
-    lines = [] if budget_bytes is None else told(found.fit(budget_bytes), found.card)
+    lines = [] if fit is None else told(fit, found.card)
     for name, line in zip(["budget"] + [""] * len(lines), [*lines, "[simulated]"], strict=False):
         print(f"{name if lines else '':<18} {line}")
 

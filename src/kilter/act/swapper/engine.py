@@ -88,7 +88,7 @@ def note_epsilon(module: Any, inputs: Any, output: Any) -> None:
 
 
 @functools.cache
-def _leave_uncompiled() -> None:
+def leave_uncompiled() -> None:
     """Dynamo would compile our own frames when it meets them beside the user's. A wrapper
     (`torch.compiler.disable`) would cost each call more than an ordinary event does."""
     import torch._dynamo.trace_rules
@@ -165,7 +165,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._store.reopen()
         self._torch = torch
         self._tensor = torch.Tensor
-        _leave_uncompiled()
+        leave_uncompiled()
         fenced = self._fence is not None
         self._save_large = self._save_fenced if fenced else self._save
         self._use_large = self._use_fenced if fenced else self._use

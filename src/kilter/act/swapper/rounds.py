@@ -13,6 +13,7 @@ from kilter.act.swapper.backend import Backend, HostMemoryError
 from kilter.act.swapper.charge import Charge, Phase
 from kilter.act.swapper.gradients import Gradients
 from kilter.act.swapper.stream import StateBucket, Stream, Where
+from kilter.act.swapper.update import update
 from kilter.core.units import show_bytes
 from kilter.plan.swap.problem import Link
 from kilter.plan.swap.state import Bucket, plan_state
@@ -52,16 +53,18 @@ class Rounds:
     def visit(self, charge: Charge, number: int, *, keep: bool) -> None:
         """Update the parameters of a bucket that have a gradient."""
         bucket = charge.buckets[number]
-        gradients = [(p, self._access.get(p)) for p in bucket.members]
-        ready = [(p, gradient) for p, gradient in gradients if gradient is not None]
+        get, put = self._access.get, self._access.put
+        found = [(p, get(p)) for p in bucket.members]
+        ready = [p for p, gradient in found if gradient is not None]
+        gradients = [gradient for _, gradient in found if gradient is not None]
         if ready:
             if bucket.where is not Where.HERE:
                 self._bring(charge, bucket)
             if self._before_update is not None:
-                self._before_update([p for p, _ in ready])
-            self._update(charge, [p for p, _ in ready])
-            for parameter, gradient in ready:
-                self._access.put(parameter, None)
+                self._before_update(ready)
+            self._update(charge, ready, gradients)
+            for parameter, gradient in zip(ready, gradients, strict=True):
+                put(parameter, None)
                 if keep:
                     charge.stash.append((parameter, gradient))
                 else:
@@ -74,27 +77,22 @@ class Rounds:
                 self._leave(charge, bucket)
         self.pass_by(charge, number)
 
-    def _update(self, charge: Charge, parameters: Sequence[Any]) -> None:
-        """The optimizer's own step on some of its parameters, without its hooks."""
+    def _update(
+        self, charge: Charge, parameters: Sequence[Any], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Outside of autocast, where the program's own step would run."""
         import torch
 
-        optimizer = charge.optimizer
-        groups = optimizer.param_groups
-        chosen: dict[int, list[Any]] = {}
-        for parameter in parameters:
-            chosen.setdefault(charge.group_of[id(parameter)], []).append(parameter)
         device_type = self._backend.device.type
-        optimizer.param_groups = [{**groups[i], "params": chosen[i]} for i in sorted(chosen)]
         self._access.quiet = True
         try:
             if charge.phase is Phase.CONSUMING and torch.is_autocast_enabled(device_type):
                 with torch.autocast(device_type, enabled=False):
-                    type(optimizer).step.__wrapped__(optimizer)
+                    update(charge.optimizer, charge.group_of, parameters, gradients)
             else:
-                type(optimizer).step.__wrapped__(optimizer)
+                update(charge.optimizer, charge.group_of, parameters, gradients)
         finally:
             self._access.quiet = False
-            optimizer.param_groups = groups
 
     def pass_by(self, charge: Charge, number: int) -> None:
         """What the plan issues after a visit."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kilter.act.fence import Fence
 from kilter.act.swapper.backend import Backend
 from kilter.act.swapper.charge import Charge, Phase
+from kilter.act.swapper.engine import leave_uncompiled
 from kilter.act.swapper.gradients import Followed, GradientConsumed, Gradients, Place
 from kilter.act.swapper.rounds import Rounds
 from kilter.act.swapper.stream import StateBucket, Stream, Where, size_of
@@ -147,7 +148,8 @@ class StateMover(AbstractContextManager["StateMover"]):
             # Until the first step nobody knows the optimizers: modules show the parameters.
             self._search = register_module_forward_pre_hook(self._fenced(self._before_module))
         self._handles = [register_optimizer_step_pre_hook(self._fenced(self._meet))]
-        self._arrived_hook = torch.compiler.disable(self._fenced(self._arrived))
+        leave_uncompiled()
+        self._arrived_hook = self._fenced(self._arrived)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -219,21 +221,19 @@ class StateMover(AbstractContextManager["StateMover"]):
         if fence is None:
             return hook
 
+        def refusal(*args: Any) -> GradientConsumed | None:
+            try:
+                hook(*args)
+            except GradientConsumed as error:  # the program's to know
+                return error
+            return None
+
         def fenced(*args: Any) -> None:
-            refusals: list[GradientConsumed] = []
-
-            def run() -> None:
-                try:
-                    hook(*args)
-                except GradientConsumed as refusal:  # the program's to know
-                    refusals.append(refusal)
-
-            if not fence.down:
-                fence.run(run)
-            if refusals:
-                raise refusals[0]
-            if fence.down:
+            found = [] if fence.down else fence.ask(refusal, *args)
+            if not found:
                 self._give_up()
+            elif found[0] is not None:
+                raise found[0]
 
         return fenced
 

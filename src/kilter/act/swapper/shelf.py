@@ -1,0 +1,286 @@
+"""The bytes of weights: on the device, on their way, or on the host.
+
+A weight leaves if the host has a copy of its value and nobody reaches its bytes but through the
+parameter: no other tensor on its storage, no holder in C++ (a graph that saved it without our
+hooks, a scripted module), no other process. The copy counts as long as version, storage and `.data`
+say that nobody wrote; otherwise the weight is copied again as it leaves. Somebody may write who
+knows its address. So a sum over its bits as it leaves is held against that of the copy.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kilter.act.swapper.away import WeightsMoved, away_class, guarded
+from kilter.act.swapper.backend import Backend, Event, HostMemoryError
+from kilter.act.swapper.stream import Where
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Holders(NamedTuple):
+    """Who may reach a parameter's bytes: counted for a fresh one, this is nobody else."""
+
+    tensor: int
+    """References from C++; a graph that will accumulate its gradient is one."""
+    storage: int
+    storage_object: int
+
+
+class Moved:
+    """One weight that may leave, and where its bytes are."""
+
+    def __init__(self, parameter: torch.nn.Parameter, forget: Callable[[int], None]) -> None:
+        key = id(parameter)
+        self.parameter = weakref.ref(parameter, lambda _: forget(key))
+        self.storage = parameter.untyped_storage()._cdata
+        self.size_bytes = parameter.untyped_storage().nbytes()
+        self.where = Where.HERE
+        self.host: torch.Tensor | None = None
+        self.version = -1
+        """Of the copy on the host; -1: there is none."""
+        self.lent = False
+        """Somebody has had `.data` since, or holds its bytes."""
+        self.departure: Event = None
+        self.arrival: Event = None
+        self.sum: Any = None
+        """Over the bits of the copy."""
+        self.published = False
+        """Copied since its gradient arrived."""
+        self.before = -1
+        """Version when forward used it."""
+        self.marker = key
+        """The parameter by whose gradient its need is known."""
+        self.updated_at: int | None = None
+        self.needed_at: int | None = None
+        """Earlier than by its gradient, since it was asked for."""
+        self.asked_in = -2
+        """Pass in which forward asked for it after it had left."""
+        self.stays: str | None = None
+
+
+class Shelf:
+    """Moves weights and counts. `late` is told of one that is asked for while it is away."""
+
+    def __init__(
+        self, backend: Backend, late: Callable[[Moved], None], say: Callable[[str], None]
+    ) -> None:
+        import torch
+
+        self._torch = torch
+        self._backend = backend
+        self._late = late
+        self._say = say
+        self._plain = torch.nn.Parameter
+        self._away = away_class(self.home)
+        self.stream: Any = None
+        """The program's modules issue their work on it."""
+        self.weights: dict[int, Moved] = {}
+        """By parameter."""
+        self.absent = 0
+        """Parameters that are `Away`."""
+        self.gone_bytes = self.most_gone_bytes = 0
+        self.stayed = 0
+        """Times that one could not leave because somebody else held it."""
+        self.out_bytes = self.in_bytes = self.host_bytes = 0
+        self.moved = False
+        """Some weight has no longer the address that it began with."""
+        self._left: list[tuple[Any, Any]] = []
+        """Sums over weights that left in this pass, and over their copies."""
+        self._flag: Any = None
+        self._flag_host: torch.Tensor | None = None
+        fresh = torch.nn.Parameter(torch.empty(1, device=backend.device))
+        self._alone = self._holders(fresh)
+        edge = torch.autograd.graph.get_gradient_edge(fresh)
+        self._alone_in_graph = self._holders(fresh)
+        del edge
+
+    def add(self, parameter: torch.nn.Parameter) -> Moved:
+        weight = self.weights[id(parameter)] = Moved(parameter, self._forget)
+        return weight
+
+    def _forget(self, key: int) -> None:
+        """It is no more."""
+        weight = self.weights.pop(key, None)
+        if weight is None:
+            return
+        self.absent -= weight.where is not Where.HERE
+        if weight.where is Where.AWAY:
+            self.gone_bytes -= weight.size_bytes
+        weight.where, weight.stays = Where.HERE, "it is no more"
+
+    def home(self, parameter: Any) -> None:
+        """Have it here for what is issued from now on."""
+        if type(parameter) is not self._away:
+            return
+        weight = self.weights.get(id(parameter))
+        if weight is None:
+            raise WeightsMoved("the bytes of a parameter were exchanged while they were away")
+        if weight.where is Where.AWAY:
+            self._late(weight)
+        elsewhere = self.elsewhere()
+        with self._torch.cuda.stream(self.stream if elsewhere else None):
+            self.load(weight)
+            self._backend.wait(weight.arrival)
+        if elsewhere:  # nobody knows who has waited for whom
+            self.stream.synchronize()
+        weight.where = Where.HERE
+        parameter.__class__ = self._plain
+        self.absent -= 1
+
+    def elsewhere(self) -> bool:
+        """The program issues work on another stream than that of its modules."""
+        if self._backend.device.type != "cuda" or self.stream is None:
+            return False
+        here = self._torch.cuda.current_stream(self._backend.device)
+        return bool(here != self.stream)
+
+    def _undisturbed(self) -> Any:
+        """What the program has put around its operations does not meet ours."""
+        stack = ExitStack()
+        stack.enter_context(self._torch.no_grad())
+        stack.enter_context(self._torch._C.DisableTorchFunction())
+        if self._torch._C._len_torch_dispatch_stack():
+            from torch.utils._python_dispatch import _disable_current_modes
+
+            stack.enter_context(_disable_current_modes())
+        return stack
+
+    def wrote(self, parameter: Any) -> None:
+        """Somebody has `.data` of it."""
+        weight = self.weights.get(id(parameter))
+        if weight is not None:
+            weight.lent = True
+
+    def _holders(self, parameter: Any) -> Holders:
+        storage = parameter.untyped_storage()
+        uses = self._torch._C._storage_Use_Count(storage._cdata)
+        return Holders(parameter._use_count(), uses, sys.getrefcount(storage))
+
+    def _unreachable(self, parameter: Any, weight: Moved) -> bool:
+        """Nobody reaches its bytes but through the parameter."""
+        alone = self._alone_in_graph if parameter.requires_grad else self._alone
+        if any(a > b for a, b in zip(self._holders(parameter), alone, strict=True)):
+            return False
+        if not parameter.untyped_storage().resizable():
+            return False
+        top = self._torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and not guarded(top[1]):
+            return False
+        reductions = sys.modules.get("torch.multiprocessing.reductions")
+        if reductions is None:
+            return True
+        return all(ref.cdata != weight.storage for ref in reductions.shared_cache.values())
+
+    def _flat(self, parameter: Any, weight: Moved) -> torch.Tensor:
+        torch = self._torch
+        flat = torch.empty(0, dtype=torch.uint8, device=self._backend.device)
+        return flat.set_(parameter.untyped_storage(), 0, (weight.size_bytes,), (1,))
+
+    def _sum(self, flat: torch.Tensor) -> torch.Tensor:
+        torch = self._torch
+        words = flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
+        return words.sum(dtype=torch.int64)
+
+    def copy_out(self, weight: Moved) -> None:
+        """Its value now is what the host is to have."""
+        parameter = weight.parameter()
+        if parameter is None or weight.stays or weight.where is not Where.HERE:
+            return
+        if weight.departure is not None:
+            self._backend.wait(weight.departure)
+        weight.lent = not self._unreachable(parameter, weight)  # they may write when they like
+        storage = parameter.untyped_storage()
+        weight.storage = storage._cdata
+        if storage.nbytes() != weight.size_bytes or parameter.nbytes != weight.size_bytes:
+            weight.stays = "weights stay whose size was changed"
+            self._say(weight.stays)
+            return
+        try:
+            if weight.host is None:
+                weight.host = self._backend.reserve(weight.size_bytes)
+                self.host_bytes += weight.size_bytes
+        except HostMemoryError as error:
+            weight.stays = f"weights stay: {error}"
+            self._say(weight.stays)
+            return
+        with self._undisturbed():
+            flat = self._flat(parameter, weight)
+            weight.sum = self._sum(flat)
+            weight.departure = self._backend.copy_out(weight.host, flat)
+        weight.version = parameter._version
+        self.out_bytes += weight.size_bytes
+
+    def leave(self, weight: Moved) -> None:
+        """Give its bytes up, if the host has them and nobody else can reach them."""
+        parameter = weight.parameter()
+        if parameter is None or weight.stays or type(parameter) is not self._plain:
+            return
+        if weight.departure is not None:
+            self._backend.wait(weight.departure)
+        if not self._unreachable(parameter, weight):
+            self.stayed += 1
+            return
+        storage = parameter.untyped_storage()
+        same = storage._cdata == weight.storage and parameter._version == weight.version
+        if not same or weight.lent:
+            self.copy_out(weight)
+            if weight.stays:
+                return
+        with self._undisturbed():
+            self._left.append((self._sum(self._flat(parameter, weight)), weight.sum))
+            self._backend.wait(weight.departure)
+            self._backend.evicted(storage)
+            storage.resize_(0)
+        weight.where = Where.AWAY
+        parameter.__class__ = self._away
+        self.absent += 1
+        self.moved = True
+        self.gone_bytes += weight.size_bytes
+        self.most_gone_bytes = max(self.most_gone_bytes, self.gone_bytes)
+
+    def load(self, weight: Moved) -> None:
+        """Start its way to the device, if it is away."""
+        if weight.where is not Where.AWAY:
+            return
+        parameter = weight.parameter()
+        assert parameter is not None
+        assert weight.host is not None
+        with self._undisturbed():
+            storage = parameter.untyped_storage()
+            storage.resize_(weight.size_bytes)
+            self._backend.evicted(storage)  # new memory, and nobody's yet
+            weight.arrival = self._backend.copy_in(self._flat(parameter, weight), weight.host)
+        weight.where = Where.COMING
+        self.gone_bytes -= weight.size_bytes
+        self.in_bytes += weight.size_bytes
+
+    def bring_all(self) -> None:
+        for weight in list(self.weights.values()):
+            self.load(weight)
+            self.home(weight.parameter())
+
+    def compare(self) -> None:
+        """Hold what has left since the last time against its copies."""
+        if not self._left:
+            return
+        torch = self._torch
+        with self._undisturbed():
+            now, then = (torch.stack(sums) for sums in zip(*self._left, strict=True))
+            wrong = (now != then).any().view(torch.uint8).view(1)
+            if self._flag is None:
+                self._flag = torch.zeros_like(wrong)
+                self._flag_host = self._backend.reserve(1)
+                self._flag_host.fill_(0)
+            self._flag |= wrong
+            self._backend.copy_out(self._flag_host, self._flag)
+        self._left.clear()
+
+    def falsified(self) -> bool:
+        """A weight has left that was not what its copy is; known a little later."""
+        return self._flag_host is not None and bool(self._flag_host[0])

@@ -203,6 +203,18 @@ class Swapper(AbstractContextManager["Swapper"]):
         """Between passes, after `step_out`, in the same thread."""
         self._hooks.__enter__()
 
+    def stand_behind(self, around: Callable[[Any, Any], tuple[Any, Any]]) -> bool:
+        """Between passes: what `around` makes of our hooks takes their place. `False` if they are
+        not the innermost of this thread."""
+        top = self._torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None or top[1] is not self._store.unpack_hook:
+            return False
+        self.step_out()
+        pack, self._store.unpack_hook = around(self._pack, self._unpack)
+        self._hooks = self._torch.autograd.graph.saved_tensors_hooks(pack, self._store.unpack_hook)
+        self.step_in()
+        return True
+
     def _search_norms(self, search: bool) -> None:
         from torch.nn.modules.module import register_module_forward_hook
 

@@ -179,8 +179,9 @@ class Charge:
 
         if gradient.requires_grad or gradient.layout is not torch.strided:
             self.object_to("a gradient is sparse or has a graph of its own")
-        # Two hooks: ours, and one of somebody who might change what we have used already.
-        if len(parameter._post_accumulate_grad_hooks) > 1:
+        # One of somebody might change what we have used already.
+        hooks = parameter._post_accumulate_grad_hooks.values()
+        if not all(str(getattr(h, "__module__", "")).startswith("kilter.") for h in hooks):
             self.object_to("a parameter has hooks of the program on its gradient")
         self.seen[id(parameter)] = _state_of(gradient)
 

@@ -23,7 +23,7 @@ from kilter.act.fence import Fence
 from kilter.act.swapper.away import Doors, WeightsMoved
 from kilter.act.swapper.backend import Backend, Event
 from kilter.act.swapper.shelf import Moved, Shelf
-from kilter.act.swapper.store import Modified, kept
+from kilter.act.swapper.store import Modified, kept, whole
 from kilter.core.units import MIB
 from kilter.plan.swap.problem import Link
 from kilter.plan.swap.weights import Weight, WeightPlan, plan_weights
@@ -66,20 +66,34 @@ class WeightReport:
 
 
 class SavedView:
-    """A view of a weight that autograd saved: how to take it again."""
+    """A view of a weight that autograd saved, without holding its bytes. Called, it takes the view
+    again; to recipes it is a source that reads the parameter."""
 
-    __slots__ = ("parameter", "size", "start", "stride")
+    __slots__ = ("_home", "_parameter", "_size", "_start", "_stride", "_version")
 
-    def __init__(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
-        self.parameter = parameter
-        self.size, self.stride, self.start = view.size(), view.stride(), view.storage_offset()
+    def __init__(self, view: torch.Tensor, home: Callable[[Any], None]) -> None:
+        self._parameter = view._base
+        self._size, self._stride, self._start = view.size(), view.stride(), view.storage_offset()
+        self._version = view._version
+        self._home = home
+
+    def __call__(self) -> torch.Tensor:
+        parameter: Any = self._parameter
+        if parameter._version != self._version:
+            raise Modified
+        self._home(parameter)
+        view: torch.Tensor = parameter.detach().as_strided(self._size, self._stride, self._start)
+        return view
+
+    def __getitem__(self, index: int) -> Any:
+        return (self._parameter, self._version)[index]
 
 
 class WeightMover(AbstractContextManager["WeightMover"]):
     """Keeps weights on the host over the end of forward, where training's memory peaks.
 
     At least `away_bytes` are away then, if there is so much; weights below `min_bytes` stay.
-    Without `own_hooks` somebody else's hooks on saved tensors ask `packed` and `unpacked`.
+    Without `own_hooks` somebody else puts `around` about his hooks on saved tensors.
     `changed` is told that the memory which weights take is another from now on.
     """
 
@@ -143,6 +157,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             register_module_forward_pre_hook,
         )
         from torch.optim.optimizer import (
+            _global_optimizer_pre_hooks,
             register_optimizer_step_post_hook,
             register_optimizer_step_pre_hook,
         )
@@ -166,8 +181,9 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._fenced(self._after_step)),
         ]
+        _global_optimizer_pre_hooks.move_to_end(self._handles[2].id, last=False)
         if self._own_hooks:
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self.packed, self.unpacked)
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(*self.around(kept, whole))
             self._hooks.__enter__()
         return self
 
@@ -264,29 +280,24 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         else:
             weight.asked_in = self._passes
 
-    def packed(self, tensor: torch.Tensor) -> Any:
-        """What autograd gets for a tensor that nobody else moves."""
-        base = tensor._base
-        if base is not None and not tensor.is_leaf:
-            weight = self._shelf.weights.get(id(base))
-            if weight is not None and type(base) is self._plain and _strided_like(tensor, base):
-                return SavedView(base, tensor), tensor._version
-        return kept(tensor)
+    def around(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Any:
+        """Hooks on saved tensors that let views of weights go and hand out none that is away."""
+        shelf, plain = self._shelf, self._plain
 
-    def unpacked(self, packed: Any) -> torch.Tensor:
-        """The tensor behind `packed`, its bytes here."""
-        held, version = packed
-        if type(held) is SavedView:
-            parameter = held.parameter
-            self._shelf.home(parameter)
-            if parameter._version != version:
-                raise Modified
-            return parameter.detach().as_strided(held.size, held.stride, held.start)
-        if held._version != version:
-            raise Modified
-        self._shelf.home(held)
-        result: torch.Tensor = held
-        return result
+        def pack_weight(tensor: torch.Tensor) -> Any:
+            base = tensor._base
+            if type(base) is plain and shelf.weights.get(id(base)) and _strided(tensor, base):
+                return SavedView(tensor, shelf.home)
+            return pack(tensor)
+
+        def unpack_weight(packed: Any) -> torch.Tensor:
+            if type(packed) is SavedView:
+                return packed()
+            tensor: torch.Tensor = unpack(packed)
+            shelf.home(tensor)
+            return tensor
+
+        return pack_weight, unpack_weight
 
     # Ticks
 
@@ -530,6 +541,6 @@ class WeightMover(AbstractContextManager["WeightMover"]):
                 weight.published = False
 
 
-def _strided_like(view: torch.Tensor, base: torch.Tensor) -> bool:
+def _strided(view: torch.Tensor, base: torch.Tensor) -> bool:
     """Size and strides say all about the view."""
     return view.dtype == base.dtype and not view.is_conj() and not view.is_neg()

@@ -82,7 +82,8 @@ class SwapReport:
 
 
 def note_epsilon(module: Any, inputs: Any, output: Any) -> None:
-    """A layer norm's node does not keep its epsilon, which its recipe needs."""
+    """A layer norm's node does not keep its epsilon, which its recipe needs; without a weight
+    nothing leads back to the module."""
     if output.grad_fn is not None:
         output.grad_fn.metadata[EPS] = module.eps
 
@@ -148,6 +149,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._handles: list[Any] = []
         self._hooks: Any = None
         self._norms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        """Layer norms without weights, and our hooks on them."""
         self._search: Any = None
         self._counts = dict.fromkeys(("passes", "planned", "deviations", "late", "spilled"), 0)
 
@@ -185,6 +187,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         for handle in (*self._handles, *self._norms.values()):
             handle.remove()
         self._norms.clear()
+        self._store.norms.clear()
         self._search_norms(False)
         self._collector.let_go()
         if self._store.within() is None:
@@ -278,8 +281,12 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _after_module(self, module: Any, inputs: Any, output: Any) -> None:
         """While passes are watched: find the layer norms. A hook on every module call would cost
-        too much to keep, so each norm gets its own."""
-        if type(module) is self._torch.nn.LayerNorm and module not in self._norms:
+        too much to keep, and even one on each norm costs more than the rest of an event."""
+        if type(module) is not self._torch.nn.LayerNorm:
+            return
+        if module.weight is not None:
+            self._store.norms[id(module.weight)] = weakref.ref(module)
+        elif module not in self._norms:
             self._norms[module] = module.register_forward_hook(note_epsilon)
             note_epsilon(module, inputs, output)
 

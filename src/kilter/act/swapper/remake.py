@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DEPTH = 5
 """Longest chain of operations that are not saved in between."""
 EPS = "kilter.eps"
-"""Key in a node's metadata: the norm's epsilon, which the node itself does not keep."""
+"""Key in a node's metadata: the epsilon of a norm without weights, which nothing else tells."""
 
 Source = Any
 """How to have a tensor that a recipe reads: a tensor with its version, which must not have changed
@@ -45,6 +45,9 @@ class Memory(Protocol):
 
     def produced_by(self, node: Any) -> tuple[Source, int] | None:
         """A node's output, if some operation saved it: how to have it, and its number."""
+
+    def epsilon(self, node: Any, weight: Source | None) -> float | None:
+        """Of a layer norm with this weight: its node does not keep it."""
 
 
 class Foreign(Exception):
@@ -109,6 +112,7 @@ class Reader:
 
     def __init__(self, memory: Memory, *, noting: bool = False) -> None:
         self._memory = memory
+        self.epsilon = memory.epsilon
         self._noting = noting
         self._depth = 0
         self.leaves: list[int] = []
@@ -236,17 +240,17 @@ def _view(reader: Reader, node: Any, dtype: _Type, size: _Size) -> _Make | None:
 def _layer_norm(reader: Reader, node: Any, dtype: _Type, size: _Size) -> _Make | None:
     """With the cast that follows it, if one does."""
 
-    eps = node.metadata.get(EPS)
     source = reader.saved(node, "_raw_saved_input")
+    weight = reader.saved(node, "_raw_saved_weight")
+    eps = reader.epsilon(node, weight)
     if eps is None or source is None or dtype is None:
         return None
     shape = list(node._saved_normalized_shape)
-    weight = reader.saved(node, "_raw_saved_weight") or _nothing
     bias = reader.saved(node, "_raw_saved_bias") or _nothing
     mean = reader.saved(node, "_raw_saved_result1") or _nothing
     rstd = reader.saved(node, "_raw_saved_result2") or _nothing
 
-    return partial(_normalise, (source, mean, rstd, weight, bias), shape, eps, dtype)
+    return partial(_normalise, (source, mean, rstd, weight or _nothing, bias), shape, eps, dtype)
 
 
 def _normalise(

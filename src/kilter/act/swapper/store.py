@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kilter.act.swapper.backend import Backend, Event
-from kilter.act.swapper.remake import Foreign, Recipe, Source
+from kilter.act.swapper.remake import EPS, Foreign, Recipe, Source
 
 if TYPE_CHECKING:
     import torch
@@ -176,6 +176,8 @@ class Store:
         """Held as well, by tensors that nobody follows."""
         self.held_peak_bytes = 0
         self.segment_peak_bytes = 0
+        self.norms: dict[int, weakref.ref[Any]] = {}
+        """Layer norms of the program, by their weight."""
         self._pool: dict[int, list[torch.Tensor]] = {}
         """Host memory for what leaves without a plan, by size."""
         self.pool_bytes = 0
@@ -415,6 +417,16 @@ class Store:
         if saved.alias is not None and saved.alias._version != saved.version:
             return None
         return View(saved, *found[1]), saved.number
+
+    def epsilon(self, node: Any, weight: Source | None) -> float | None:
+        """Of a layer norm: its node does not keep it. The module that has this weight tells."""
+        leaf = weight[0] if type(weight) is tuple else None
+        reference = self.norms.get(id(leaf))
+        module = None if reference is None else reference()
+        if module is not None and module.weight is leaf:
+            return float(module.eps)
+        eps: float | None = node.metadata.get(EPS)
+        return eps
 
     def kept_by(self, node: Any, name: str) -> tuple[Source, int | torch.Tensor] | None:
         """What a node saved under a name, as we packed it; nothing is unpacked, since the hooks of

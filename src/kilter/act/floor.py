@@ -8,6 +8,9 @@ time (`plan/swap/joint.py`), or, where gradients are kept, so much as is missing
 Predicting is not enough: the iterations with streaming state are held against those before it, and
 if they are not faster, all state comes back.
 
+Where all of that is not enough, weights leave between their use in forward and their need in
+backward: so much as is missing.
+
 A job whose weights, gradients and state do not fit together would die in its first step. It is told
 by its weights: then state is made bucket by bucket and leaves as it is made.
 """
@@ -15,7 +18,7 @@ by its weights: then state is made bucket by bucket and leaves as it is made.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,10 +27,13 @@ from kilter.core.errors import PlanError
 from kilter.core.units import MIB, show_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from kilter.act.swapper import Swapper
     from kilter.act.swapper.backend import Backend
     from kilter.act.swapper.engine import SwapReport
     from kilter.act.swapper.state import StateMover, StateReport, Visits
+    from kilter.act.swapper.weights import WeightMover, WeightReport
     from kilter.observe.data import PassRecord
     from kilter.plan.swap.joint import Joint
     from kilter.plan.swap.problem import Link, Problem
@@ -72,6 +78,9 @@ class Floor:
         self._gradients = gradients
         self._min_bytes = min_bytes
         self._mover: StateMover | None = None
+        self._weights: WeightMover | None = None
+        self._weight_bytes = 0
+        """That are to be away at the end of forward."""
         self._borders = 0
         self._lowered = 0
         self._shared: tuple[PassRecord, Problem] | None = None
@@ -92,6 +101,7 @@ class Floor:
         """Nothing is left to decide."""
         self.report: StateReport | None = None
         """How it stood at the last border: optimizers may be gone at the end."""
+        self.weights: WeightReport | None = None
 
     @property
     def room_bytes(self) -> int | None:
@@ -109,6 +119,8 @@ class Floor:
         mover = self._mover
         if mover is not None:
             self.report = mover.report()
+        if self._weights is not None:
+            self.weights = self._weights.report()
         if self.settled:
             return
         self._time(now_s)
@@ -132,10 +144,9 @@ class Floor:
         if choice and self._share(mover, record, problem):
             return
         missing_bytes = problem.floor_bytes - problem.budget_bytes
-        if missing_bytes > 0 and self._lowered < MOST_LOWERED:
-            self._lower(mover, missing_bytes)
-        else:
-            self.settled = True
+        lowered = missing_bytes > 0 and self._lowered < MOST_LOWERED
+        if not (lowered and self._lower(mover, missing_bytes)):
+            self._move_weights(missing_bytes)
 
     def _time(self, now_s: float) -> None:
         """Iterations under a plan, but the first, in which it was made."""
@@ -174,6 +185,10 @@ class Floor:
 
     def close(self) -> None:
         """Bring everything home."""
+        if self._weights is not None:
+            self._swapper.stand_behind(lambda pack, unpack: (pack, unpack))
+            self._weights.__exit__(None, None, None)
+            self._weights = None
         if self._mover is not None:
             self._mover.__exit__(None, None, None)
             self._mover = None
@@ -187,13 +202,19 @@ class Floor:
             link=self._link,
             gradients=self._gradients,
             room_bytes=room_bytes,
-            before_update=self._swapper.before_update,
+            before_update=self._before_update,
             changed=self._changed,
             event=lambda: self._swapper.event,
             fence=self._fence,
         )
         mover.__enter__()
         self._mover = mover
+
+    def _before_update(self, parameters: Iterable[torch.Tensor]) -> None:
+        parameters = list(parameters)
+        if self._weights is not None:
+            self._weights.before_update(parameters)
+        self._swapper.before_update(parameters)
 
     def _changed(self) -> None:
         """Between two iterations: gradients and state take another amount of memory from now on."""
@@ -255,15 +276,46 @@ class Floor:
             self._shared, self._taken = (record, problem), 0.0
             mover.make_room(sum(b.state_bytes for b in visits.buckets), link=self._link)
 
-    def _lower(self, mover: StateMover, missing_bytes: int) -> None:
-        """So much state goes as is missing, a little more each time."""
+    def _lower(self, mover: StateMover, missing_bytes: int) -> bool:
+        """So much state goes as is missing, a little more each time; whether there is so much."""
         assert self.report is not None
+        room_bytes = self.report.state_bytes - int((1 + SLACK) * missing_bytes)
+        if room_bytes <= 0:
+            return False
         self._lowered += 1
         self._borders = 0
-        room_bytes = self.report.state_bytes - int((1 + SLACK) * missing_bytes)
-        if room_bytes > 0:
-            mover.make_room(room_bytes)
-        else:
+        mover.make_room(room_bytes)
+        return True
+
+    def _move_weights(self, missing_bytes: int) -> None:
+        """The last resort: so much as is still missing, a little more each time."""
+        from kilter.act.swapper.weights import WeightMover
+
+        before_bytes = self._weight_bytes
+        if self.weights is not None:  # it may be less than was asked for
+            self.settled = not self.weights.moving or self.weights.away_bytes < before_bytes
+        if missing_bytes <= 0 or self.settled:
+            self.settled = True
+            return
+        self._borders = 0
+        self._weight_bytes = before_bytes + int((1 + SLACK) * missing_bytes)
+        if self._weights is not None:
+            self._weights.make_room(self._weight_bytes)
+            return
+        weights = WeightMover(
+            self._backend(),
+            link=self._link.less(self._taken),
+            away_bytes=self._weight_bytes,
+            own_hooks=False,
+            min_bytes=self._min_bytes,
+            changed=self._swapper.forget,
+            fence=self._fence,
+        )
+        weights.__enter__()
+        if self._swapper.stand_behind(weights.around):
+            self._weights = weights
+        else:  # the program has put hooks of its own about the loop
+            weights.__exit__(None, None, None)
             self.settled = True
 
 
@@ -275,11 +327,14 @@ def away_of(visits: Visits, problem: Problem) -> list[int]:
     return away_bytes(visits.plan, visits.buckets, visits.at, len(problem.operation_s))
 
 
-def words(report: StateReport) -> str:
-    """What became of gradients and state."""
+def words(report: StateReport, weights: WeightReport | None = None) -> str:
+    """What became of gradients, state and weights."""
     parts = []
     if report.consuming:
         parts.append(f"gradients are used up as they arrive ({show_bytes(report.gradient_bytes)})")
     if report.away_bytes:
         parts.append(f"{show_bytes(report.away_bytes)} of optimizer state wait on the host")
+    if weights is not None and weights.away_bytes:
+        moved = show_bytes(weights.away_bytes)
+        parts.append(f"{moved} of weights are on the host between forward and backward")
     return ", ".join(parts) or "gradients and optimizer state stay"

@@ -379,8 +379,6 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._turn = None
         self._ticks, self._marks = [], []
         self._runs.clear()
-        if self._anew and self._kind is not None and self._seen >= WATCHED_PASSES:
-            self._make_plan()
 
     def _unfit(self) -> str | None:
         """Why weights have to stay in this job."""
@@ -414,7 +412,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             self._anew = True
 
     def _make_plan(self) -> None:
-        """Between two passes, with all weights here."""
+        """Between two passes."""
         assert self._kind is not None
         self._anew = False
         ticks, turn = self._kind
@@ -539,6 +537,8 @@ class WeightMover(AbstractContextManager["WeightMover"]):
                 if not weight.published or parameter._version != weight.version or weight.lent:
                     self._shelf.copy_out(weight)
                 weight.published = False
+        if self._anew and not self._stopped and self._seen >= WATCHED_PASSES:
+            self._make_plan()
 
 
 def _strided(view: torch.Tensor, base: torch.Tensor) -> bool:

@@ -349,6 +349,8 @@ def test_convolutions_by_the_kernel_are_their_definition(dtype):
             (2, 160, 96, 7, (3, 3), (1, 1), (1, 1), True),
             (1, 64, 33, 17, (3, 1), (2, 2), (1, 0), True),
             (3, 3, 20, 16, (1, 1), (2, 1), (0, 0), False),
+            (1, 16, 100, 56, (3, 3), (1, 1), (1, 1), False),
+            (1, 80, 128, 64, (1, 1), (1, 1), (0, 0), False),
         ):
             x, weight = given(images, into, size, size), given(out, into, *window)
             norm = [given(out), given(out).abs() + 0.5, given(out), given(out)]
@@ -370,6 +372,11 @@ def test_convolutions_by_the_kernel_are_their_definition(dtype):
                 found = operation()(*tensors, *form, relu)
                 assert (found.double() - exact).abs().max() <= limit
                 assert torch.equal(found, operation()(*tensors, *form, relu))
+            x[0, 0, 3, 3] = float("nan")
+            found = operation()(x, weight, None, norm, None, *form, False)
+            host = [t.cpu().double() for t in (x, weight, *norm)]
+            exact = defined(*host[:2], None, host[2:], None, *form, False)
+            assert torch.equal(found.isnan().cpu(), exact.isnan())
     finally:
         torch.backends.cudnn.allow_tf32 = before
 

@@ -55,7 +55,10 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_are_noticed(change):
+@pytest.mark.parametrize("versions", [True, False])
+def test_changes_are_noticed(monkeypatch, change, versions):
+    if not versions:  # a framework that keeps none
+        monkeypatch.setattr("kilter.act.branches.state.dict_version", None)
     module = Scaled()
     state = State([module])
     state.watch_values([module.at])

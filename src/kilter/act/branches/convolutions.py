@@ -1,11 +1,10 @@
-"""Convolutions of small maps by a kernel of ours, with the norm, residual and ReLU behind them.
+"""Convolutions by a kernel of ours, with the norm, residual and ReLU behind them.
 
-At batch 1 a convolution over a map of a few hundred pixels is too little work for the library's
-tiles: it leaves most of the card idle, turns layouts around before and after, and its norm and ReLU
-are launches of their own. Here it is one product of the weights, as they lie, with the pixels under
-the window, looked up where they lie; long sums are split over programs. Float32 products are three
-TF32 products with the errors added back, as in `products`. By which of the two a convolution is
-done is timed for each shape.
+At batch 1 a convolution is too little work for the library's tiles: it leaves most of the card
+idle, turns layouts around before and after, and its norm and ReLU are launches of their own. Here
+it is one product of the pixels under the window, looked up where they lie, with the weights as they
+lie; long sums are split over programs. Float32 products are three TF32 products with the errors
+added back, as in `products`. By which of the two a convolution is done is timed for each shape.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from kilter.act.branches.warming import like
 aten = torch.ops.aten
 
 PROGRAMS = 160
-"""A launch of fewer programs leaves multiprocessors idle: sums are split until there are as many,
-or half as many of 16-bit numbers. With the tile below, the best of about 25 points for each of 17
-shapes on an H200."""
-PIXELS_AT_MOST = 1024
-"""Of larger maps the library was faster for every shape there."""
+"""A launch of fewer programs leaves multiprocessors idle: sums are split until there are as many.
+With the tile below, within 4 % (16-bit numbers: 7 %) of the best of about 25 points for each of 19
+shapes on an H200, on average."""
+SPLITS = 8
+"""So many shares at most: to add more up takes longer than it saves."""
 SHORTEST = 64
 """A sum is not split into shorter ones than this."""
 
@@ -56,13 +55,12 @@ class Tile:
 
 
 def tile_of(channels: int, pixels: int, inner: int, *, half: bool) -> Tile:
-    """The cut for a product of (channels x inner) weights with (inner x pixels) pixels."""
-    programs = -(-channels // 32) * -(-pixels // 32)
-    enough = PROGRAMS // 2 if half else PROGRAMS
+    """The cut for a product of (pixels x inner) pixels with (inner x channels) weights."""
+    programs = -(-channels // 64) * -(-pixels // 32)
     splits = 1
-    while programs * splits < enough and inner // (2 * splits) >= SHORTEST:
+    while programs * splits < PROGRAMS and splits < SPLITS and inner // (2 * splits) >= SHORTEST:
         splits *= 2
-    return Tile(32, 32, 64 if half else 32, splits)
+    return Tile(64, 32, 64 if half else 32, splits)
 
 
 def _convolve(
@@ -107,9 +105,9 @@ def _convolve(
         kernels.convolve,
         (-(-channels // tile.rows), -(-images * area // tile.columns), tile.splits),
         x, weight, parts, *behind, channels, images * area, inner, share,
-        channels_in * height * width, height, width, area, out.shape[3], high * wide, wide,
-        stride[0], stride[1], padding[0], padding[1],
-        POINT=high == wide == 1 and tuple(stride) == (1, 1) and tuple(padding) == (0, 0),
+        channels_in * height * width, height, width, area, out.shape[3],
+        stride[0], stride[1], padding[0], padding[1], ONE=images == 1, HIGH=high, WIDE=wide,
+        POINT=_is_point(weight, stride, padding),
         ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner, SPLIT=tile.splits > 1,
         PRECISION="tf32x3" if exact else "tf32", num_warps=4, num_stages=3, **flags,
     )  # fmt: skip
@@ -120,6 +118,11 @@ def _convolve(
             SIZE=512, PARTS=tile.splits, num_warps=4, **flags,
         )  # fmt: skip
     return out
+
+
+def _is_point(weight: Tensor, stride: Sequence[int], padding: Sequence[int]) -> bool:
+    """Whether the window is one pixel, moves by one and never leaves the map."""
+    return (*weight.shape[2:], *stride, *padding) == (1, 1, 1, 1, 0, 0)
 
 
 def _shape(
@@ -203,6 +206,19 @@ class Convolution:
         bias, behind = self.node.args[2] is not None, (bool(self.norm), self.residual is not None)
         return shapes, str(self.node.args[3:5]), bias, behind, self.relu
 
+    @property
+    def kind(self) -> Hashable:
+        """Equal where the kernels are compiled the same: they do not know their numbers, but
+        whether they can be divided by 16."""
+        x, weight, out = value(self.node.args[0]), value(self.node.args[1]), value(self.end)
+        inner, pixels = weight[0].numel(), out[:, 0].numel()
+        tile = tile_of(weight.shape[0], pixels, inner, half=x.element_size() < 4)
+        form = x.dtype, x.shape[0] == 1, tuple(weight.shape[2:]), tile.splits
+        point = _is_point(weight, *self.node.args[3:5])
+        behind = self.node.args[2] is None, bool(self.norm), self.residual is None, self.relu
+        divides = tuple(n % 16 == 0 for n in (inner, pixels, out[0, 0].numel()))
+        return form, point, behind, divides
+
 
 def is_faster(found: Convolution, device: torch.device) -> bool:
     """Whether the kernel is faster than the library's convolution and, where something follows, one
@@ -266,7 +282,7 @@ def _match(node: fx.Node) -> Convolution | None:
     pairs = len(stride) == len(padding) == 2 and list(dilation) == [1, 1]
     if not plain or not known or not pairs or transposed or groups != 1:
         return None
-    if max(t.numel() for t in tensors) >= 2**31 or value(node)[:, 0].numel() > PIXELS_AT_MOST:
+    if max(t.numel() for t in (*tensors, value(node))) >= 2**31:
         return None
     found = Convolution(node, node)
     end = _reader(node)
@@ -322,7 +338,7 @@ def _rewritten(unit: Unit, ours: Sequence[Convolution]) -> Unit:
         if old in ends:
             arguments = fx.map_arg(ends[old].arguments, made.__getitem__)
             made[old] = body.call_function(operation(), arguments)
-            made[old].meta = dict(old.meta)
+            made[old].meta = {**old.meta, "kind": ends[old].kind}
         else:
             made[old] = body.node_copy(old, made.__getitem__)
     body.eliminate_dead_code()

@@ -27,6 +27,23 @@ def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) ->
 
 
 @triton.jit
+def product(a, b, total, PRECISION: tl.constexpr):
+    """`total` plus a times b. `tf32x3`: each float32 is cut into the nearest TF32 and the rest, and
+    three products are added, the small ones first. (The compiler's own way under this name, which
+    asks each operand whether it is infinite, is a third longer; here an infinity makes no number.)
+    """
+    if PRECISION == "tf32x3":
+        a_big = ((a.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        b_big = ((b.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+        part = tl.dot(a - a_big, b_big, input_precision="tf32")
+        part = tl.dot(a_big, b - b_big, part, input_precision="tf32")
+        total += tl.dot(a_big, b_big, part, input_precision="tf32")
+    else:
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
 def scores(
     q,
     k,
@@ -79,7 +96,7 @@ def scores(
         )
         a = tl.load(q + q_row * WIDTH + channel[None, :], mask=of_q, other=0.0)
         b = tl.load(k + k_row * WIDTH + channel[:, None], mask=of_k, other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = product(a, b, total, PRECISION)
     to = out + score_at + (split * rows + row[:, None]) * columns + column[None, :]
     tl.store(to, total, mask=(row < rows)[:, None] & (column < columns)[None, :])
 
@@ -151,7 +168,7 @@ def values(
             mask=(column < columns)[:, None],
             other=0.0,
         )
-        found = tl.dot(weight, x, found, input_precision=PRECISION)
+        found = product(weight, x, found, PRECISION)
     token = tl.load(place + row_at + row * slots + slot, mask=row < rows, other=0)
     to = out + token[:, None] * stride + head * WIDTH + channel[None, :]
     tl.store(to, found.to(out.dtype.element_ty), mask=(row < rows)[:, None])
@@ -209,14 +226,15 @@ def attend(
             mask=real[:, None] & inside[None, :],
             other=float("-inf"),
         )
-        score = tl.dot(a, b, input_precision=PRECISION) * scale + added
+        score = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        score = product(a, b, score, PRECISION) * scale + added
         higher = tl.maximum(most, tl.max(score, 1))
         # Where every column so far is masked there is nothing to compare with yet.
         level = tl.where(higher == float("-inf"), 0.0, higher)
         part = tl.exp(score - level[:, None])
         kept = tl.exp(most - level)
         total = total * kept + tl.sum(part, 1)
-        found = tl.dot(part.to(x.dtype), x, found * kept[:, None], input_precision=PRECISION)
+        found = product(part.to(x.dtype), x, found * kept[:, None], PRECISION)
         most = higher
     token = tl.load(place + row_at + row, mask=real, other=0)
     to = out + token[:, None] * stride + head * WIDTH + channel[None, :]
@@ -253,7 +271,7 @@ def linear(
     b_at = weight + (column % columns)[None, :] * weight_stride + step[:, None]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for _ in range(0, share, INNER):
-        total = tl.dot(tl.load(a_at), tl.load(b_at), total, input_precision=PRECISION)
+        total = product(tl.load(a_at), tl.load(b_at), total, PRECISION)
         a_at += INNER
         b_at += INNER
     if not SPLITS:
@@ -334,8 +352,9 @@ def single(
 def _after(
     total,
     channel,
-    real,
+    there,
     at,
+    real,
     bias,
     mean,
     spread,
@@ -343,20 +362,26 @@ def _after(
     shift,
     residual,
     epsilon,
+    ACROSS: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     RELU: tl.constexpr,
 ):
-    """What follows a convolution: bias, batch norm, residual, ReLU. `channel` and `real` broadcast
-    over `total`."""
+    """What follows a convolution: bias, batch norm, residual, ReLU. `channel`: of every element, or
+    of every column of `total` (ACROSS), whose numbers are then loaded once."""
     if BIAS:
-        total += tl.load(bias + channel, mask=real, other=0.0).to(tl.float32)
+        more = tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)
+        total += more[None, :] if ACROSS else more
     if NORM:
-        total -= tl.load(mean + channel, mask=real, other=0.0).to(tl.float32)
-        total *= tl.rsqrt(tl.load(spread + channel, mask=real, other=1.0).to(tl.float32) + epsilon)
-        total *= tl.load(gain + channel, mask=real, other=0.0).to(tl.float32)
-        total += tl.load(shift + channel, mask=real, other=0.0).to(tl.float32)
+        middle = tl.load(mean + channel, mask=there, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.load(spread + channel, mask=there, other=1.0).to(tl.float32) + epsilon)
+        scale *= tl.load(gain + channel, mask=there, other=0.0).to(tl.float32)
+        more = tl.load(shift + channel, mask=there, other=0.0).to(tl.float32)
+        if ACROSS:
+            total = (total - middle[None, :]) * scale[None, :] + more[None, :]
+        else:
+            total = (total - middle) * scale + more
     if RESIDUAL:
         total += tl.load(residual + at, mask=real, other=0.0).to(tl.float32)
     if RELU:
@@ -367,14 +392,10 @@ def _after(
 @triton.jit(
     do_not_specialize=[
         "channels",
-        "pixels",
         "image",
         "height",
         "width",
-        "area",
         "width_out",
-        "window",
-        "window_width",
         "stride_y",
         "stride_x",
         "padding_y",
@@ -401,12 +422,13 @@ def convolve(
     width,
     area,
     width_out,
-    window,
-    window_width,
     stride_y,
     stride_x,
     padding_y,
     padding_x,
+    ONE: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
     POINT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -418,50 +440,66 @@ def convolve(
     RELU: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A block of output channels by pixels: the weights (channels x inner, as they lie) times what
-    lies under the window, summand by summand. POINT: the window is one pixel and moves by one. With
-    SPLIT there are several float32 outputs one after the other, each of its share of `inner`, and
-    what follows is left to `add_up`. `image`: elements of one image of x; `area`: of the output."""
+    """A block of pixels by output channels: what lies under the window (HIGH x WIDE), summand by
+    summand, times the weights (channels x inner, as they lie). Pixels come first because neighbours
+    in a block's first dimension are what neighbouring threads load and store. ONE: one image.
+    POINT: the window is one pixel, moves by one and never leaves the map. With SPLIT there are
+    several float32 outputs one after the other, each of its share of `inner`, and what follows is
+    left to `add_up`. `image`: elements of one image of x; `area`: of one channel of the output."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(2) * share
     last = tl.minimum(first + share, inner)
     there = row < channels
     real = column < pixels
-    number = column // area
-    pixel = column % area
-    source = x + number * image
-    top = pixel // width_out * stride_y - padding_y
-    left = pixel % width_out * stride_x - padding_x
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    pixel = column
+    source = x + pixel
+    to = column
+    if not ONE:
+        number = column // area
+        pixel = column - number * area
+        source = x + number * image + pixel
+        to = number * channels * area + pixel
+    # Which rows and columns of the window lie on the map: a bit for each.
+    rows_in = tl.zeros((COLUMNS,), dtype=tl.int32)
+    columns_in = tl.zeros((COLUMNS,), dtype=tl.int32)
+    if not POINT:
+        down = pixel // width_out
+        top = down * stride_y - padding_y
+        left = (pixel - down * width_out) * stride_x - padding_x
+        source += top * width + left - pixel
+        for i in tl.static_range(HIGH):
+            rows_in |= (real & (top + i >= 0) & (top + i < height)).to(tl.int32) << i
+        for i in tl.static_range(WIDE):
+            columns_in |= ((left + i >= 0) & (left + i < width)).to(tl.int32) << i
+    total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     for start in range(first, last, INNER):
         step = start + tl.arange(0, INNER)
         inside = step < last
-        a = tl.load(
-            weight + row[:, None] * inner + step[None, :],
-            mask=there[:, None] & inside[None, :],
+        b = tl.load(
+            weight + row[None, :] * inner + step[:, None],
+            mask=there[None, :] & inside[:, None],
             other=0.0,
         )
-        within = inside[:, None] & real[None, :]
         if POINT:
-            at = step[:, None] * area + pixel[None, :]
+            offset = step * area
+            within = inside[None, :] & real[:, None]
         else:
-            channel = step // window
-            tap = step % window
-            y = top[None, :] + (tap // window_width)[:, None]
-            z = left[None, :] + (tap % window_width)[:, None]
-            within = within & (y >= 0) & (y < height) & (z >= 0) & (z < width)
-            at = (channel * height * width)[:, None] + y * width + z
-        b = tl.load(source[None, :] + at, mask=within, other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
-    both = there[:, None] & real[None, :]
-    at = (number * channels * area + pixel)[None, :] + row[:, None] * area
+            tap = step % (HIGH * WIDE)
+            y, z = tap // WIDE, tap % WIDE
+            offset = (step // (HIGH * WIDE) * height + y) * width + z
+            on_map = (rows_in[:, None] >> y[None, :]) & (columns_in[:, None] >> z[None, :]) & 1
+            within = inside[None, :] & (on_map != 0)
+        a = tl.load(source[:, None] + offset[None, :], mask=within, other=0.0)
+        total = product(a, b, total, PRECISION)
+    both = there[None, :] & real[:, None]
+    at = to[:, None] + row[None, :] * area
     if SPLIT:
         at += tl.program_id(2) * (pixels * channels)
     else:
         total = _after(
-            total, row[:, None], both, at, bias, mean, spread, gain, shift, residual, epsilon,
-            BIAS, NORM, RESIDUAL, RELU,
+            total, row, there, at, both, bias, mean, spread, gain, shift, residual, epsilon,
+            True, BIAS, NORM, RESIDUAL, RELU,
         )  # fmt: skip
     tl.store(out + at, total.to(out.dtype.element_ty), mask=both)
 
@@ -494,7 +532,7 @@ def add_up(
     for part in tl.static_range(PARTS):
         total += tl.load(parts + part * numel + at, mask=real, other=0.0)
     total = _after(
-        total, at // area % channels, real, at, bias, mean, spread, gain, shift, residual, epsilon,
-        BIAS, NORM, RESIDUAL, RELU,
+        total, at // area % channels, real, at, real, bias, mean, spread, gain, shift, residual,
+        epsilon, False, BIAS, NORM, RESIDUAL, RELU,
     )  # fmt: skip
     tl.store(out + at, total.to(out.dtype.element_ty), mask=real)

@@ -5,13 +5,17 @@ place (an optimizer step, `load_state_dict`) is seen by both; a weight replaced 
 rewritten, `train()`, or a changed number on a module is not, and makes the form stale.
 
 `changed` runs at every call, so what is watched lies in flat lists that C loops walk: a few tens of
-nanoseconds for each thing. Only where an object is another one is it asked what it is.
+nanoseconds for each thing. A dictionary's version, which the framework's compiler keeps for its own
+guards, stands for its items until it is written to. Only where an object is another one is it asked
+what it is.
 """
 
 from __future__ import annotations
 
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
@@ -19,6 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+try:
+    from torch._C._dynamo.guards import dict_version
+except ImportError:  # not promised to anybody: without it every item is looked at in every call
+    dict_version = None  # type: ignore[assignment]
 
 _PLAIN = (bool, int, float, str, type(None))
 _HELD = (Tensor, list, dict, tuple, types.FunctionType, nn.Module)
@@ -28,14 +37,47 @@ _IDLE = tuple(name for name in vars(nn.Module()) if "hook" in name and name not 
 """Hooks of saving and loading, and marks beside the hooks that are watched."""
 
 
+@dataclass
+class _Held:
+    """`holder[name]` was the item: for each holder a getter of all its names at once."""
+
+    holders: list[Any] = field(default_factory=list)
+    names: list[tuple[Any, ...]] = field(default_factory=list)
+    getters: list[itemgetter[Any]] = field(default_factory=list)
+    items: list[Any] = field(default_factory=list)
+
+    def add(self, holder: Any, pairs: Sequence[tuple[Any, Any]]) -> None:
+        if len(pairs) == 1:
+            pairs = [*pairs, *pairs]  # a getter of one name would not return a tuple
+        names = tuple(name for name, _ in pairs)
+        self.holders.append(holder)
+        self.names.append(names)
+        self.getters.append(itemgetter(*names))
+        self.items += [item for _, item in pairs]
+
+    def replaced(self) -> str | None:
+        """What is another object, and no equal number."""
+        now = chain.from_iterable(map(call, self.getters, self.holders))
+        if all(map(is_, now, self.items)):
+            return None
+        places = [(h, n) for h, names in zip(self.holders, self.names, strict=True) for n in names]
+        for at, (holder, name) in enumerate(places):
+            item, found = self.items[at], holder[name]
+            if found is item:
+                continue
+            if type(found) is not type(item) or not isinstance(item, _PLAIN):
+                return f"{name!r} was replaced"
+            if found != item:
+                return f"attribute {name!r} changed from {item!r} to {found!r}"
+            self.items[at] = found
+        return None
+
+
 class State:
     """What `roots` (modules, functions, anything they hold) looked like when it was made."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
-        # `holder[name]` was the item: for each holder a getter of all its names at once.
-        self._holders: list[Any] = []
-        self._names: list[tuple[Any, ...]] = []
-        self._items: list[Any] = []
+        self._versioned, self._others = _Held(), _Held()
         self._cells: list[types.CellType] = []
         self._contents: list[Any] = []
         self._sized: list[Any] = []
@@ -49,10 +91,14 @@ class State:
                 continue
             seen.add(id(found))
             pending += self._look_into(found)
-        self._getters = [itemgetter(*names) for names in self._names]
         self._empty = [holder for holder in self._sized if not holder]
         self._sized = [holder for holder in self._sized if holder]
         self._sizes = list(map(len, self._sized))
+        self._lists = [holder for holder in self._sized if not _has_version(holder)]
+        self._lengths = list(map(len, self._lists))
+        both = {id(h): h for h in (*self._sized, *self._versioned.holders) if _has_version(h)}
+        self._dicts = list(both.values())
+        self._dict_versions = list(map(dict_version, self._dicts))
         self._tensors = list(self.tensors.values())
         # An alias keeps the memory alive: until the change is noticed, a replay may still read it.
         self._alive = [t.detach() for t in self._tensors]
@@ -63,11 +109,7 @@ class State:
 
     def _watch(self, holder: Any, items: Sequence[tuple[Any, Any]]) -> None:
         if items:
-            if len(items) == 1:
-                items = [*items, *items]  # a getter of one name would not return a tuple
-            self._holders.append(holder)
-            self._names.append(tuple(name for name, _ in items))
-            self._items += [item for _, item in items]
+            (self._versioned if _has_version(holder) else self._others).add(holder, items)
 
     def _look_into(self, found: Any) -> list[Any]:
         if isinstance(found, Tensor):
@@ -153,17 +195,18 @@ class State:
         """Why the form is stale, or None."""
         if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             return "weights were moved"
+        versions = list(map(dict_version, self._dicts))
+        written = versions != self._dict_versions
         try:
-            if not all(
-                map(is_, chain.from_iterable(map(call, self._getters, self._holders)), self._items)
-            ):
-                replaced = self._replaced()
-                if replaced is not None:
-                    return replaced
+            replaced = self._others.replaced() or (self._versioned.replaced() if written else None)
         except (KeyError, IndexError) as error:
             return f"{error.args[0]!r} was removed"
-        if any(self._empty) or list(map(len, self._sized)) != self._sizes:  # also hooks
+        if replaced is not None:
+            return replaced
+        holders, sizes = (self._sized, self._sizes) if written else (self._lists, self._lengths)
+        if any(self._empty) or list(map(len, holders)) != sizes:  # also hooks
             return "something was added or removed"
+        self._dict_versions = versions
         if not all(map(is_, map(_CONTENTS, self._cells), self._contents)):
             return "a captured variable was replaced"
         if list(map(_VERSION, self._sources)) != self._versions:
@@ -172,21 +215,9 @@ class State:
             return "a weight was frozen or thawed"
         return None
 
-    def _replaced(self) -> str | None:
-        """What is another object, and no equal number."""
-        places = [
-            (h, n) for h, names in zip(self._holders, self._names, strict=True) for n in names
-        ]
-        for at, (holder, name) in enumerate(places):
-            item, now = self._items[at], holder[name]
-            if now is item:
-                continue
-            if type(now) is not type(item) or not isinstance(item, _PLAIN):
-                return f"{name!r} was replaced"
-            if now != item:
-                return f"attribute {name!r} changed from {item!r} to {now!r}"
-            self._items[at] = now
-        return None
+
+def _has_version(holder: Any) -> bool:
+    return dict_version is not None and type(holder) in (dict, OrderedDict)
 
 
 _CONTENTS = attrgetter("cell_contents")

@@ -92,7 +92,8 @@ def _kernels_of(unit: Unit, device: torch.device) -> dict[Hashable, Callable[[],
     found: dict[Hashable, Callable[[], Any]] = {}
     for node in nodes:
         arguments = fx.map_arg(node.args, lambda n: like(value(n), device))
-        found[node.target, str(fx.map_arg(node.args, _kind))] = partial(node.target, *arguments)
+        kind = node.meta.get("kind") or str(fx.map_arg(node.args, _kind))
+        found[node.target, kind] = partial(node.target, *arguments)
     return found
 
 

@@ -455,6 +455,9 @@ class Fitter:
         peaks = [self._plain_peak_bytes, *(record.peak_bytes for record in swapper.records())]
         measured = report.peaks_bytes[-1] if report.peaks_bytes else None
         state = None if self._floor is None else self._floor.report
+        weights = None if self._floor is None else self._floor.weights
+        if weights is not None:
+            self._tell_refused((*report.refused, *weights.refused))
         if state is not None:
             self._tell_refused((*report.refused, *state.refused))
         self._record(
@@ -478,8 +481,9 @@ class Fitter:
                 remade=report.remade,
                 out_bytes=report.out_bytes,
                 in_bytes=report.in_bytes,
-                host_bytes=report.host_bytes + (0 if state is None else state.host_bytes),
-                state="" if state is None else words(state),
+                host_bytes=report.host_bytes
+                + sum(moved.host_bytes for moved in (state, weights) if moved is not None),
+                state="" if state is None else words(state, weights),
                 bound_s=bound_s,
             )
         )

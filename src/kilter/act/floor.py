@@ -279,8 +279,8 @@ class Floor:
     def _lower(self, mover: StateMover, missing_bytes: int) -> bool:
         """So much state goes as is missing, a little more each time; whether there is so much."""
         assert self.report is not None
-        room_bytes = self.report.state_bytes - int((1 + SLACK) * missing_bytes)
-        if room_bytes <= 0:
+        room_bytes = max(0, self.report.state_bytes - int((1 + SLACK) * missing_bytes))
+        if mover.room_bytes == room_bytes == 0:
             return False
         self._lowered += 1
         self._borders = 0

@@ -123,6 +123,8 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._handles: list[Any] = []
         self._hooks: Any = None
         self._stopped = False
+        self._reading = False
+        """Hooks of ours read weights, not the program."""
         self._late = 0
         # The present pass
         self._passes = 0
@@ -189,6 +191,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
 
     def __exit__(self, *exception: object) -> None:
         """Bring everything home."""
+        self._changed = lambda: None
         self.stop()
         if self._hooks is not None:
             self._hooks.__exit__(*exception)
@@ -266,7 +269,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
 
     def _was_late(self, weight: Moved) -> None:
         """Somebody asks for a weight that is not on its way: next time it is."""
-        if self._stopped:
+        if self._stopped or self._reading:
             return
         self._late += 1
         if self._turn is not None:
@@ -288,7 +291,10 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             base = tensor._base
             if type(base) is plain and shelf.weights.get(id(base)) and _strided(tensor, base):
                 return SavedView(tensor, shelf.home)
-            return pack(tensor)
+            self._reading = True  # a recipe, perhaps, which looks at what it will need
+            packed = pack(tensor)
+            self._reading = False
+            return packed
 
         def unpack_weight(packed: Any) -> torch.Tensor:
             if type(packed) is SavedView:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kilter.act.swapper.backend import Backend, Event
-from kilter.act.swapper.remake import EPS, Foreign, Recipe, Source
+from kilter.act.swapper.operations import Source
+from kilter.act.swapper.remake import EPS, Foreign, Recipe
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from kilter.act.swapper.backend import Backend, Event
-from kilter.act.swapper.remake import Reader, Stale
+from kilter.act.swapper.operations import Stale
+from kilter.act.swapper.remake import Reader
 from kilter.act.swapper.store import HERE, Saved, Store, flat
 from kilter.observe.data import PassRecord, PassRecorder, SavedDatum
 

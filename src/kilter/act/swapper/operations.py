@@ -1,0 +1,332 @@
+"""The operations that recipes know, by the name of their node in autograd's graph.
+
+For each a *builder* reads off the node what the operation read, and says how to do it again; None
+if part of that is out of reach. Known are operations that cost little beside the bytes they spare
+(casts, activations, norms, sums, products, dropout from its mask), the views between them, and
+matrix products and convolutions for the planner to weigh. Nothing here draws a random number or
+changes a module's state. To add one: a builder, and its line in `OPERATIONS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from kilter.act.swapper.fused import can_normalise, normalised
+
+if TYPE_CHECKING:
+    import torch
+
+    from kilter.act.swapper.remake import Reader
+
+    _Make: TypeAlias = Callable[[], torch.Tensor]
+    _Build: TypeAlias = Callable[[Reader, Any, torch.dtype, tuple[int, ...]], _Make | None]
+
+Source = Any
+"""How to have a tensor that a recipe reads: a tensor with its version, which must not have changed
+(what autograd was given for it begins like that), or a function. A closure for each would be dear:
+recipes are built in every pass by the hundred, and Python's collector counts what is built."""
+
+
+class Stale(RuntimeError):
+    """What the recipe reads was modified in between, so the tensor cannot be made again."""
+
+
+def have(source: Source) -> Any:
+    """The tensor, now; None for an affine parameter that a norm does not have."""
+    if type(source) is tuple:
+        if source[0]._version != source[1]:
+            raise Stale("a tensor that the recipe reads was modified in place")
+        return source[0]
+    return source()
+
+
+def _unary(apply: Callable[[Source, Any], torch.Tensor]) -> _Build:
+    """An operation of its saved input and attributes of the node, read now."""
+
+    def build(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+        source = reader.saved(node, "_raw_saved_self")
+        if source is None:
+            return None
+        return partial(apply, source, getattr(node, "_saved_approximate", None))
+
+    return build
+
+
+def _gelu(x: Source, approximate: str) -> torch.Tensor:
+    import torch
+
+    return torch.nn.functional.gelu(have(x), approximate=approximate)
+
+
+def _silu(x: Source, _: None) -> torch.Tensor:
+    import torch
+
+    return torch.nn.functional.silu(have(x))
+
+
+def _cast(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    before = node.next_functions[0]
+    if before[0] is not None and before[0].name() == "NativeLayerNormBackward0":
+        return _layer_norm(reader, before[0], dtype, size)
+    source = reader.value(before)
+    return None if source is None else partial(_cast_again, source, dtype)
+
+
+def _cast_again(x: Source, dtype: torch.dtype) -> torch.Tensor:
+    made: torch.Tensor = have(x).to(dtype)
+    return made
+
+
+def _view(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    before = getattr(node, "_saved_self_sym_sizes", None)
+    if before is None or math.prod(before) != math.prod(size):
+        return None
+    source = reader.value(node.next_functions[0])
+    return None if source is None else lambda: have(source).reshape(size)
+
+
+def _layer_norm(
+    reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]
+) -> _Make | None:
+    """With the cast that follows it, if one does."""
+
+    source = reader.saved(node, "_raw_saved_input")
+    weight = reader.saved(node, "_raw_saved_weight")
+    eps = reader.epsilon(node, weight)
+    if eps is None or source is None:
+        return None
+    shape = list(node._saved_normalized_shape)
+    bias = reader.saved(node, "_raw_saved_bias") or _nothing
+    mean = reader.saved(node, "_raw_saved_result1") or _nothing
+    rstd = reader.saved(node, "_raw_saved_result2") or _nothing
+
+    return partial(_normalise, (source, mean, rstd, weight or _nothing, bias), shape, eps, dtype)
+
+
+def _normalise(
+    sources: tuple[Source, ...], shape: list[int], eps: float, dtype: torch.dtype
+) -> torch.Tensor:
+    import torch
+
+    x, mean, rstd, weight, bias = map(have, sources)
+    if x.dtype is not dtype and len(shape) == 1 and can_normalise(x, weight, bias, shape[0]):
+        return normalised(x, mean, rstd, weight, bias, dtype)
+    out: torch.Tensor = torch.native_layer_norm(x, shape, weight, bias, eps)[0]
+    return out if out.dtype is dtype else out.to(dtype)
+
+
+def _nothing() -> Any:
+    """An affine parameter that the norm does not have."""
+    return None
+
+
+def _batch_norm(
+    reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]
+) -> _Make | None:
+    """With the batch's own statistics; running statistics are neither read nor updated."""
+    import torch
+
+    name = node.name()
+    native = name == "NativeBatchNormBackward0"
+    training = getattr(node, "_saved_training", True)
+    eps = getattr(node, "_saved_eps" if native else "_saved_epsilon", None)
+    source = reader.saved(node, "_raw_saved_input")
+    if not training or eps is None or source is None:
+        return None
+    weight = reader.saved(node, "_raw_saved_weight") or _nothing
+    bias: Source | None = _nothing
+    if len(node.next_functions) > 2 and node.next_functions[2][0] is not None:
+        bias = reader.value(node.next_functions[2])
+    if bias is None:
+        return None
+    if not native:
+        return lambda: torch.cudnn_batch_norm(
+            have(source), have(weight), have(bias), None, None, True, 0.0, eps
+        )[0]
+    mean = reader.saved(node, "_raw_saved_result1")
+    deviation = reader.saved(node, "_raw_saved_result2")
+
+    def make() -> torch.Tensor:
+        x = have(source)
+        if x.is_cuda and mean is not None and deviation is not None:
+            # The second half of the forward: its first half, the sums, is in what it saved.
+            return torch.batch_norm_elemt(
+                x, have(weight), have(bias), have(mean), have(deviation), eps
+            )
+        return torch.native_batch_norm(x, have(weight), have(bias), None, None, True, 0.0, eps)[0]
+
+    return make
+
+
+def _convolution(
+    reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]
+) -> _Make | None:
+    import torch
+
+    source = reader.saved(node, "_raw_saved_input")
+    weight = reader.saved(node, "_raw_saved_weight")
+    edge = node.next_functions[2]
+    bias = _nothing if edge[0] is None else reader.value(edge)
+    if source is None or weight is None or bias is None:
+        return None
+    how = tuple(
+        getattr(node, f"_saved_{name}")
+        for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    )
+    return lambda: torch.convolution(have(source), have(weight), have(bias), *how)
+
+
+def _relu(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    source = reader.value(node.next_functions[0])
+    return None if source is None else lambda: have(source).relu()
+
+
+def _tanh(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    source = reader.value(node.next_functions[0])
+    return None if source is None else lambda: have(source).tanh()
+
+
+def _sigmoid(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    source = reader.value(node.next_functions[0])
+    return None if source is None else lambda: have(source).sigmoid()
+
+
+def _clone(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    source = reader.value(node.next_functions[0])
+    return None if source is None else lambda: have(source).clone()
+
+
+def _transpose(
+    reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]
+) -> _Make | None:
+    source = reader.value(node.next_functions[0])
+    if source is None:
+        return None
+    # Negative dimensions come as unsigned numbers of 64 bits.
+    first, second = (
+        dim - 2**64 if dim >= 2**63 else dim for dim in (node._saved_dim0, node._saved_dim1)
+    )
+    return lambda: have(source).transpose(first, second)
+
+
+def _lookup(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    import torch
+
+    indices = reader.saved(node, "_raw_saved_indices")
+    weight = reader.value(node.next_functions[0])
+    if indices is None or weight is None:
+        return None
+    return lambda: torch.embedding(have(weight), have(indices))
+
+
+def _dropout(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    """With the very mask that was drawn: what backward does to a gradient is what forward did."""
+    import torch
+
+    mask = reader.saved(node, "_raw_saved_result1")
+    source = reader.value(node.next_functions[0])
+    if mask is None or source is None or node._saved_p >= 1:
+        return None
+    scale = 1.0 / (1.0 - node._saved_p)
+    again = torch.ops.aten.native_dropout_backward.default
+    return lambda: again(have(source), have(mask), scale)
+
+
+def _add(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    if getattr(node, "_saved_alpha", 1) != 1 or len(node.next_functions) != 2:
+        return None
+    # A missing edge is a number or a tensor outside the graph: unknown.
+    left, right = (reader.value(edge) for edge in node.next_functions)
+    if left is None or right is None:
+        return None
+    return lambda: have(left) + have(right)
+
+
+def _factors(reader: Reader, node: Any) -> tuple[Source | None, Source | None]:
+    """Of an operation on two tensors that saves one only for the other's gradient."""
+    left, right = reader.saved(node, "_raw_saved_self"), reader.saved(node, "_raw_saved_other")
+    edges = node.next_functions
+    return left or reader.value(edges[0]), right or (reader.value(edges[1]) if edges[1:] else None)
+
+
+def _multiply(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    left, right = _factors(reader, node)
+    if left is None or right is None:
+        return None
+    return lambda: have(left) * have(right)
+
+
+def _divide(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    left, right = _factors(reader, node)
+    if left is None or right is None:
+        return None
+    return lambda: have(left) / have(right)
+
+
+def _matrix_product(
+    reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]
+) -> _Make | None:
+    left, right = reader.saved(node, "_raw_saved_self"), reader.saved(node, "_raw_saved_mat2")
+    if left is None or right is None:
+        return None
+    return lambda: have(left) @ have(right)
+
+
+def _sum_of_product(
+    reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]
+) -> _Make | None:
+    import torch
+
+    if getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1:
+        return None
+    left, right = reader.saved(node, "_raw_saved_mat1"), reader.saved(node, "_raw_saved_mat2")
+    edge = node.next_functions[0]
+    while edge[0] is not None and edge[0].name() == "ToCopyBackward0":
+        edge = edge[0].next_functions[0]  # the bias, cast to the type of the factors
+    added = reader.value(edge)
+    if left is None or right is None or added is None:
+        return None
+
+    def make() -> torch.Tensor:
+        factor = have(left)
+        return torch.addmm(have(added).to(factor.dtype), factor, have(right))
+
+    return make
+
+
+class Operation(NamedTuple):
+    """One kind of node."""
+
+    kind: str
+    """What the operation is called, for people."""
+    build: _Build
+    """What makes an output of this type and size again."""
+
+
+OPERATIONS = {
+    "AddBackward0": Operation("sum", _add),
+    "AddmmBackward0": Operation("matrix product", _sum_of_product),
+    "BmmBackward0": Operation("matrix product", _matrix_product),
+    "CloneBackward0": Operation("copy", _clone),
+    "ConvolutionBackward0": Operation("convolution", _convolution),
+    "CudnnBatchNormBackward0": Operation("batch norm", _batch_norm),
+    "DivBackward0": Operation("quotient", _divide),
+    "EmbeddingBackward0": Operation("lookup", _lookup),
+    "GeluBackward0": Operation("gelu", _unary(_gelu)),
+    "MmBackward0": Operation("matrix product", _matrix_product),
+    "MulBackward0": Operation("product", _multiply),
+    "NativeBatchNormBackward0": Operation("batch norm", _batch_norm),
+    "NativeDropoutBackward0": Operation("dropout", _dropout),
+    "NativeLayerNormBackward0": Operation("layer norm", _layer_norm),
+    "ReluBackward0": Operation("relu", _relu),
+    "SigmoidBackward0": Operation("sigmoid", _sigmoid),
+    "SiluBackward0": Operation("silu", _unary(_silu)),
+    "TanhBackward0": Operation("tanh", _tanh),
+    "ToCopyBackward0": Operation("cast", _cast),
+    "TransposeBackward0": Operation("view", _transpose),
+    "UnsafeViewBackward0": Operation("view", _view),
+    "ViewBackward0": Operation("view", _view),
+}

@@ -2,11 +2,15 @@
 
     python benchmarks/memory_models.py --out DIR [--cases llama,t5] [--budget 60%] [--together]
 
-Random weights, random data, deterministic kernels; each case is started as a user would start it
-(`kilter run --memory-budget`). One JSON line each: peak, median iteration, and whether losses and
-parameters equal the plain run's bit for bit. Needs transformers, accelerate, timm and lightning for
-the cases that name them. This file is also the training script, which knows nothing of kilter.
-Without a GPU it runs tiny models, to test this script.
+Random weights, random data, deterministic kernels (not with `--fast`, which is for times); each
+case is started as a user would start it (`kilter run --memory-budget`). One JSON line each: peak,
+median iteration, and whether losses and parameters equal the plain run's bit for bit. With
+`--arms plain,checkpoint,governed` the framework's own activation checkpointing runs beside them,
+and `--budget checkpoint` gives kilter the peak that it had.
+
+Needs transformers, accelerate, timm and lightning for the cases that name them. This file is also
+the training script, which knows nothing of kilter. Without a GPU it runs tiny models, to test
+this script.
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -100,6 +103,17 @@ def language(case: str, small: bool) -> Any:
     )
 
 
+def checkpointed(model: Any, checkpoint: bool) -> None:
+    """As the libraries do it: every layer made again in backward."""
+    if not checkpoint:
+        return
+    if hasattr(model, "set_grad_checkpointing"):  # timm
+        model.set_grad_checkpointing()
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+
+
 def tokens(case: str, small: bool, count: int) -> list[dict[str, Any]]:
     """Samples, each a sequence with labels."""
     import torch
@@ -111,7 +125,7 @@ def tokens(case: str, small: bool, count: int) -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def by_trainer(case: str, steps: int, batch: int, small: bool, out: Path) -> Any:
+def by_trainer(case: str, steps: int, batch: int, small: bool, out: Path, checkpoint: bool) -> Any:
     import transformers as hf
 
     every = 2 if case == "t5" else 1
@@ -123,6 +137,7 @@ def by_trainer(case: str, steps: int, batch: int, small: bool, out: Path) -> Any
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
             losses.append(logs.get("loss", 0.0))
 
+    checkpointed(model, checkpoint)
     trainer = hf.Trainer(
         model,
         hf.TrainingArguments(
@@ -145,7 +160,7 @@ def by_trainer(case: str, steps: int, batch: int, small: bool, out: Path) -> Any
     return model, losses
 
 
-def by_lightning(steps: int, batch: int, small: bool, out: Path) -> Any:
+def by_lightning(steps: int, batch: int, small: bool, out: Path, checkpoint: bool) -> Any:
     import lightning
     import torch
 
@@ -155,6 +170,7 @@ def by_lightning(steps: int, batch: int, small: bool, out: Path) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.model = language("gpt2", small)
+            checkpointed(self.model, checkpoint)
 
         def training_step(self, rows: dict[str, Any], _: int) -> Any:
             loss = self.model(**rows).loss
@@ -182,7 +198,7 @@ def by_lightning(steps: int, batch: int, small: bool, out: Path) -> Any:
     return job, [loss.item() for loss in losses]
 
 
-def by_hand(case: str, steps: int, batch: int, small: bool) -> Any:
+def by_hand(case: str, steps: int, batch: int, small: bool, checkpoint: bool) -> Any:
     """A plain loop: a model of timm or transformers, half precision, a scaler or a schedule."""
     import torch
 
@@ -198,6 +214,7 @@ def by_hand(case: str, steps: int, batch: int, small: bool) -> Any:
         model = timm.create_model((tiny if small else names)[case]).to(device)
         if case == "convnext":
             model = model.to(memory_format=torch.channels_last)
+    checkpointed(model, checkpoint)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     half = torch.float16 if case == "bert" and not small else torch.bfloat16
@@ -229,20 +246,18 @@ def train(args: argparse.Namespace) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     cuda = torch.cuda.is_available()
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(not args.fast)
     torch.manual_seed(0)
     timed = Timed(args.steps, cuda)
     register_optimizer_step_post_hook(timed)
-    small, case = not cuda, args.case
-    runs: dict[str, Callable[[], Any]] = {
-        "llama": lambda: by_trainer(case, args.steps, 8, small, args.out),
-        "t5": lambda: by_trainer(case, args.steps, 8 if small else 16, small, args.out),
-        "lightning": lambda: by_lightning(args.steps, 8, small, args.out),
-        "bert": lambda: by_hand(case, args.steps, 8 if small else 32, small),
-        "vit": lambda: by_hand(case, args.steps, 8 if small else 128, small),
-        "convnext": lambda: by_hand(case, args.steps, 8 if small else 64, small),
-    }
-    model, losses = runs[case]()
+    small, case, steps, again = not cuda, args.case, args.steps, args.checkpoint
+    batch = 8 if small else {"t5": 16, "bert": 32, "vit": 128, "convnext": 64}.get(case, 8)
+    if case in ("llama", "t5"):
+        model, losses = by_trainer(case, steps, batch, small, args.out, again)
+    elif case == "lightning":
+        model, losses = by_lightning(steps, batch, small, args.out, again)
+    else:
+        model, losses = by_hand(case, steps, batch, small, again)
     digest = hashlib.sha256(json.dumps(losses).encode())
     for parameter in model.parameters():
         digest.update(parameter.detach().float().cpu().numpy().tobytes())
@@ -257,13 +272,15 @@ def train(args: argparse.Namespace) -> None:
     (args.out / "found.json").write_text(json.dumps(found))
 
 
-def run(case: str, governed: bool, args: argparse.Namespace) -> dict[str, Any]:
-    out = args.out / f"{case}-{'governed' if governed else 'plain'}"
+def run(case: str, arm: str, budget: str, args: argparse.Namespace) -> dict[str, Any]:
+    out = args.out / f"{case}-{arm}"
     out.mkdir(parents=True)
-    verb = ["-m", "kilter", "run", "--memory-budget", args.budget, "--out", str(out / "run")]
+    verb = ["-m", "kilter", "run", "--memory-budget", budget, "--out", str(out / "run")]
     job = [str(Path(__file__).resolve()), "--role", "train", "--case", case, "--out", str(out)]
     done = subprocess.run(
-        [sys.executable, *(verb if governed else []), *job, "--steps", str(args.steps)],
+        [sys.executable, *(verb if arm == "governed" else []), *job, "--steps", str(args.steps)]
+        + ["--fast"] * args.fast
+        + ["--checkpoint"] * (arm == "checkpoint"),
         capture_output=True,
         text=True,
         timeout=args.timeout,
@@ -272,7 +289,8 @@ def run(case: str, governed: bool, args: argparse.Namespace) -> dict[str, Any]:
     found, report = out / "found.json", out / "run" / "report.json"
     return {
         "case": case,
-        "governed": governed,
+        "arm": arm,
+        "budget": budget if arm == "governed" else None,
         "rc": done.returncode,
         "stderr": [line[:200] for line in done.stderr.splitlines()[-14:]],
         **(json.loads(found.read_bytes()) if found.exists() else {}),
@@ -280,29 +298,32 @@ def run(case: str, governed: bool, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def both(case: str, args: argparse.Namespace) -> list[str]:
-    """Plain, then governed; lines for people."""
-    found = []
-    for governed in (False, True):
+def compare(case: str, args: argparse.Namespace) -> list[str]:
+    """The arms one after the other; lines for people."""
+    found: dict[str, dict[str, Any]] = {}
+    for arm in args.arms.split(","):
+        budget = args.budget
+        if budget == "checkpoint":
+            budget = f"{found['checkpoint']['peak_bytes'] // 2**20}MiB"
         try:
-            found.append(run(case, governed, args))
+            found[arm] = run(case, arm, budget, args)
         except subprocess.TimeoutExpired:
-            return [f"{case}: {'governed' if governed else 'plain'} took over {args.timeout} s"]
-    same = found[0].get("digest") == found[1].get("digest") is not None
+            return [f"{case}: {arm} took over {args.timeout} s"]
+    plain = found["plain"]
     lines = []
     with open(args.out / "memory_models.jsonl", "a") as file:
-        for row in found:
-            print(json.dumps(row | {"same": same}), file=file)
+        for arm, row in found.items():
+            row["same"] = row.get("digest") == plain.get("digest") is not None
+            print(json.dumps(row), file=file)
             peak, took = row.get("peak_bytes", 0) / 2**30, row.get("iteration_s", 0) * 1e3
-            lines.append(
-                f"{case} {'governed' if row['governed'] else 'plain'}: exit {row['rc']}, "
-                f"{peak:.2f} GiB, {took:.1f} ms"
-            )
-            if row["rc"] or row["governed"]:
+            lines.append(f"{case} {arm}: exit {row['rc']}, {peak:.2f} GiB, {took:.1f} ms")
+            if row["rc"] or arm == "governed":
                 lines += [f"   {line[:170]}" for line in row["stderr"] if "kilter" in line]
             if row["rc"]:
                 lines += [f"   {line[:170]}" for line in row["stderr"][-3:]]
-    lines.append(f"{case}: {'the same bits' if same else 'DIFFERENT'} ({CASES[case]})")
+    if not args.fast:
+        same = "the same bits" if found["governed"]["same"] else "DIFFERENT"
+        lines.append(f"{case}: {same} ({CASES[case]})")
     return lines
 
 
@@ -313,6 +334,9 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--case", default="llama")
     parser.add_argument("--budget", default="60%")
+    parser.add_argument("--arms", default="plain,governed")
+    parser.add_argument("--checkpoint", action="store_true")
+    parser.add_argument("--fast", action="store_true", help="kernels need not be deterministic")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--timeout", type=float, default=120)
     parser.add_argument("--together", action="store_true", help="all at once; times mean nothing")
@@ -324,7 +348,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     cases = args.cases.split(",")
     with ThreadPoolExecutor(len(cases) if args.together else 1) as pool:
-        for lines in pool.map(lambda case: both(case, args), cases):
+        for lines in pool.map(lambda case: compare(case, args), cases):
             print("\n".join(lines), flush=True)
 
 

@@ -32,7 +32,7 @@ def product(a, b, total, PRECISION: tl.constexpr):
     three products are added, the small ones first. (The compiler's own way under this name, which
     asks each operand whether it is infinite, is a third longer; here an infinity makes no number.)
     """
-    if PRECISION == "tf32x3":
+    if PRECISION == "tf32x3" and a.dtype == tl.float32:
         a_big = ((a.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
         b_big = ((b.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
         part = tl.dot(a - a_big, b_big, input_precision="tf32")

@@ -105,6 +105,8 @@ class Parts:
         self.weights: list[Tensor] = []
         """Those the trace reads and autograd wants gradients for."""
         self.trial_bytes: int | None = None
+        self.all_by_kernel = False
+        """Every convolution was the faster one by the kernel."""
         self._programs: dict[str, Program | Refused] = {}
         self._seconds: dict[str, dict[Hashable, float]] = {}
 
@@ -199,7 +201,7 @@ class Parts:
         return self.raw
 
     def _with_convolutions(self, program: Program) -> Program:
-        known = self.workshop.faster
+        known, asked = self.workshop.faster, set[Hashable]()
         new = with_convolutions(program, lambda found: found.key not in known)
         with suppress(Refused):  # each one is told below
             warm(new, {}, {unit.key for unit in program.units()}, self.device)
@@ -207,9 +209,12 @@ class Parts:
         def better(found: Convolution) -> bool:
             if found.key not in known:
                 known[found.key] = is_faster(found, self.device)
+            asked.add(found.key)
             return known[found.key]
 
-        return with_convolutions(program, better)
+        made = with_convolutions(program, better)
+        self.all_by_kernel = bool(asked) and all(known[key] for key in asked)
+        return made
 
     def trace(self) -> None:
         """Trace and simplify, once; notes the reason if that would not be right."""

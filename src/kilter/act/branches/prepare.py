@@ -176,7 +176,8 @@ def prepare(parts: Parts, results: Any, known: BranchPlan | None) -> Prepared:
             trials.append(_try(parts, Trial(mode=mode, streams=streams, searched=searched), judge))
     if auto and known is None and parts.has_convolutions():
         best, _ = choose(trials)
-        if best.mode in CAPTURED and best.mode not in SAME_KERNELS:
+        ours = best.mode == "convolved" and parts.all_by_kernel
+        if best.mode in CAPTURED and best.mode not in SAME_KERNELS and not ours:
             trials.append(_try(parts, replace(_blank(best), searched=True), judge))
     if auto and known is None:
         chosen, reason = choose(trials)

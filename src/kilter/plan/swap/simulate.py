@@ -15,9 +15,11 @@ or a load that does not follow its release is reported as a fault.
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kilter.plan.swap.problem import Link, Problem
 
@@ -40,8 +42,7 @@ class Schedule:
     remade: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One piece of the timeline: `lane` is compute, remake, stall, out or in."""
 
     lane: str
@@ -81,70 +82,83 @@ class _Transfer:
 
 
 class _Channels:
-    """Two first-in-first-out channels that share the link while both are moving bytes."""
+    """Two first-in-first-out channels that share the link while both are moving bytes.
+
+    Between two events (a latency is over, a transfer is done) nothing changes, so the next event is
+    computed once, and a moment without one costs a comparison.
+    """
 
     def __init__(self, link: Link, record: Callable[[Span], None]) -> None:
         self._link = link
         self._record = record
         self._now_s = 0.0
+        """Up to here transfers are accounted for."""
+        self._span_s = self._event_s = math.inf
+        """From there to the next event, and when that is."""
+        self._factor = 1.0
         self._rates = {"out": link.to_host_bytes_per_s, "in": link.to_device_bytes_per_s}
         self._queues: dict[str, deque[tuple[int, int]]] = {"out": deque(), "in": deque()}
-        self._current: dict[str, _Transfer | None] = {"out": None, "in": None}
+        self._current: dict[str, _Transfer] = {}
         self._done: set[tuple[str, int]] = set()
 
     def put(self, lane: str, index: int, size_bytes: int, now_s: float) -> None:
         self.advance(now_s)
         self._queues[lane].append((index, size_bytes))
-        self._start_waiting(lane)
+        if lane not in self._current:
+            self._move(now_s - self._now_s)
+            self._now_s = now_s
+            self._go_on()
 
     def advance(self, until_s: float) -> None:
-        while self._now_s < until_s and self._step(until_s):
-            pass
-        self._now_s = max(self._now_s, until_s)
+        while self._event_s <= until_s:
+            self._step()
 
     def wait(self, lane: str, index: int) -> float:
-        """Run until this transfer is done; the time then. Infinite if it was never put."""
+        """Run until this transfer is done; a time by which it is. Infinite if it was never put."""
         while (lane, index) not in self._done:
-            if not self._step(float("inf")):
-                return float("inf")
+            if self._event_s == math.inf:
+                return math.inf
+            self._step()
         return self._now_s
 
-    def _start_waiting(self, lane: str) -> None:
-        if self._current[lane] is None and self._queues[lane]:
-            index, size_bytes = self._queues[lane].popleft()
-            self._current[lane] = _Transfer(
-                index, self._link.latency_s, float(size_bytes), self._now_s
-            )
+    def _step(self) -> None:
+        """Advance to the next event."""
+        self._move(self._span_s)
+        self._now_s = self._event_s
+        for lane, transfer in list(self._current.items()):
+            if transfer.bytes_left < 1e-3:  # a thousandth of a byte: rounding
+                self._record(Span(lane, transfer.index, transfer.start_s, self._now_s))
+                self._done.add((lane, transfer.index))
+                del self._current[lane]
+        self._go_on()
 
-    def _step(self, until_s: float) -> bool:
-        """Advance to the next event, at most to `until_s`; False when both channels are idle."""
-        busy = [(lane, t) for lane, t in self._current.items() if t is not None]
-        if not busy:
-            return False
-        moving = sum(transfer.latency_left_s <= 0 for _, transfer in busy)
-        factor = self._link.shared if moving == 2 else 1.0
-        span_s = until_s - self._now_s
-        for lane, transfer in busy:
-            left_s = transfer.latency_left_s
-            if left_s <= 0:
-                left_s = transfer.bytes_left / (self._rates[lane] * factor)
-            span_s = min(span_s, left_s)
-        reached = self._now_s + span_s
-        for lane, transfer in busy:
+    def _move(self, span_s: float) -> None:
+        """Time passes without an event."""
+        for lane, transfer in self._current.items():
             if transfer.latency_left_s > 0:
                 transfer.latency_left_s -= span_s
                 if transfer.latency_left_s < 1e-15:
                     transfer.latency_left_s = 0.0
-                continue
-            transfer.bytes_left -= self._rates[lane] * factor * span_s
-            if transfer.bytes_left < 1e-3:  # a thousandth of a byte: rounding
-                self._record(Span(lane, transfer.index, transfer.start_s, reached))
-                self._done.add((lane, transfer.index))
-                self._current[lane] = None
-        self._now_s = reached
-        for lane in self._queues:
-            self._start_waiting(lane)
-        return True
+            else:
+                transfer.bytes_left -= self._rates[lane] * self._factor * span_s
+
+    def _go_on(self) -> None:
+        """Start what waits, and find the next event."""
+        for lane, queue in self._queues.items():
+            if queue and lane not in self._current:
+                index, size_bytes = queue.popleft()
+                self._current[lane] = _Transfer(
+                    index, self._link.latency_s, float(size_bytes), self._now_s
+                )
+        moving = sum(transfer.latency_left_s <= 0 for transfer in self._current.values())
+        self._factor = self._link.shared if moving == 2 else 1.0
+        self._span_s = math.inf
+        for lane, transfer in self._current.items():
+            left_s = transfer.latency_left_s
+            if left_s <= 0:
+                left_s = transfer.bytes_left / (self._rates[lane] * self._factor)
+            self._span_s = min(self._span_s, left_s)
+        self._event_s = self._now_s + self._span_s
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Outcome:
@@ -153,7 +167,6 @@ def simulate(problem: Problem, schedule: Schedule) -> Outcome:
     spans: list[Span] = []
     faults: list[str] = []
     channels = _Channels(problem.link, spans.append)
-    state = dict.fromkeys(range(len(intervals)), _State.HERE)
     remade = frozenset(schedule.remade)
     due = problem.deadlines(remade)
 
@@ -171,9 +184,11 @@ def simulate(problem: Problem, schedule: Schedule) -> Outcome:
     for index in sorted(remade):
         drop.setdefault(intervals[index].after, []).append(index)
         remake.setdefault(due[index], []).append(index)
+    touched = {*remade, *(move.interval for move in schedule.moves)}
+    state = dict.fromkeys(sorted(touched), _State.HERE)
     needed: dict[int, list[int]] = {}
-    for index, interval in enumerate(intervals):
-        for operation in {interval.after, due[index], interval.before}:
+    for index in state:
+        for operation in {intervals[index].after, due[index], intervals[index].before}:
             needed.setdefault(operation, []).append(index)
 
     clock_s = 0.0
@@ -186,7 +201,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Outcome:
 
     def stall(operation: int, until_s: float) -> None:
         nonlocal clock_s, stall_s
-        if until_s == float("inf"):
+        if until_s == math.inf:
             faults.append(f"operation {operation} waits for a transfer that never starts")
         elif until_s > clock_s:
             spans.append(Span("stall", operation, clock_s, until_s))
@@ -211,7 +226,8 @@ def simulate(problem: Problem, schedule: Schedule) -> Outcome:
             away_bytes -= interval.size_bytes
             in_bytes += interval.size_bytes
             channels.put("in", move.interval, interval.size_bytes, clock_s)
-        for index in needed.get(operation, ()):
+        users = needed.get(operation, ())
+        for index in users:
             if state[index] is _State.COMING and due[index] == operation:
                 stall(operation, channels.wait("in", index))
                 state[index] = _State.HERE
@@ -222,7 +238,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Outcome:
                 continue
             for other in interval.needs:
                 covers = intervals[other].after < operation <= intervals[other].before
-                if covers and state[other] is not _State.HERE:
+                if covers and state.get(other, _State.HERE) is not _State.HERE:
                     faults.append(
                         f"{interval.name}: made again while {intervals[other].name} is away"
                     )
@@ -233,11 +249,10 @@ def simulate(problem: Problem, schedule: Schedule) -> Outcome:
                 faults.append(f"{interval.name}: made again but never dropped")
             state[index] = _State.HERE
             away_bytes -= interval.size_bytes
-        faults += [
-            f"{intervals[index].name}: {state[index].value} when operation {operation} uses it"
-            for index in needed.get(operation, ())
-            if state[index] is not _State.HERE
-        ]
+        for index in users:
+            if state[index] is not _State.HERE:
+                found = f"{intervals[index].name}: {state[index].value}"
+                faults.append(f"{found} when operation {operation} uses it")
         used_bytes = problem.resident_bytes[operation] - away_bytes
         peak_bytes = max(peak_bytes, used_bytes)
         if used_bytes > problem.budget_bytes:

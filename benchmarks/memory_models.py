@@ -99,7 +99,9 @@ def language(case: str, small: bool) -> Any:
             )
         )
     return hf.GPT2LMHeadModel(
-        hf.GPT2Config(n_embd=width, n_layer=layers, n_head=width // 32, vocab_size=words)
+        hf.GPT2Config(
+            n_embd=width, n_layer=layers, n_head=width // 32, vocab_size=words, use_cache=False
+        )
     )
 
 
@@ -303,7 +305,7 @@ def compare(case: str, args: argparse.Namespace) -> list[str]:
     found: dict[str, dict[str, Any]] = {}
     for arm in args.arms.split(","):
         budget = args.budget
-        if budget == "checkpoint":
+        if arm == "governed" and budget == "checkpoint":
             budget = f"{found['checkpoint']['peak_bytes'] // 2**20}MiB"
         try:
             found[arm] = run(case, arm, budget, args)

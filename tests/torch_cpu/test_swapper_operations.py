@@ -27,12 +27,19 @@ shows_saved = pytest.mark.skipif(
 Body = Callable[[Tensor, "Weights"], Tensor]
 
 
+class OwnNorm(nn.LayerNorm):
+    """As libraries of models have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
 class Weights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one = nn.Linear(WIDTH, WIDTH, bias=False)
         self.two = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm, self.own = nn.LayerNorm(WIDTH), OwnNorm(WIDTH)
         self.batch = nn.BatchNorm1d(WIDTH)
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
         self.words = nn.Embedding(100, WIDTH)
@@ -74,6 +81,8 @@ BODIES: dict[str, tuple[str, Body]] = {
         lambda x, w: w.two(torch.native_dropout(w.one(x), 0.3, True)[0]),
     ),
     "NativeLayerNormBackward0": ("layer norm", lambda x, w: w.two(w.norm(w.one(x)))),
+    "PermuteBackward0": ("sum", lambda x, w: w.two(x + w.one(x).permute(-1, 0).permute(1, 0))),
+    "PowBackward0": ("power", lambda x, w: w.two(w.one(x) ** 3)),
     "ReluBackward0": ("relu", lambda x, w: w.two(w.one(x).relu())),
     "SigmoidBackward0": ("sigmoid", lambda x, w: w.two(w.one(x).sigmoid())),
     "SiluBackward0": ("silu", lambda x, w: w.two(F.silu(w.one(x)))),
@@ -134,6 +143,12 @@ def test_it_is_made_again_and_equal(node: str) -> None:
     assert [d.name for d in data if d.recipe == kind and d.remake_s is not None]
     assert not [d.name for d in data if d.recipe is not None and d.remake_s is None]
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+@shows_saved
+def test_a_norm_of_a_library_is_made_again() -> None:
+    _, data, _ = train(lambda x, w: w.two(w.own(w.one(x))), 10**9)
+    assert [d.name for d in data if d.recipe == "layer norm" and d.remake_s is not None]
 
 
 @shows_saved

@@ -282,7 +282,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _after_module(self, module: Any, inputs: Any, output: Any) -> None:
         """While passes are watched: find the layer norms. A hook on every module call would cost
         too much to keep, and even one on each norm costs more than the rest of an event."""
-        if type(module) is not self._torch.nn.LayerNorm:
+        if not isinstance(module, self._torch.nn.LayerNorm):
             return
         if module.weight is not None:
             self._store.norms[id(module.weight)] = weakref.ref(module)

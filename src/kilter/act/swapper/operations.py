@@ -205,11 +205,24 @@ def _transpose(
     source = reader.value(node.next_functions[0])
     if source is None:
         return None
-    # Negative dimensions come as unsigned numbers of 64 bits.
-    first, second = (
-        dim - 2**64 if dim >= 2**63 else dim for dim in (node._saved_dim0, node._saved_dim1)
-    )
+    first, second = _signed(node._saved_dim0), _signed(node._saved_dim1)
     return lambda: have(source).transpose(first, second)
+
+
+def _permute(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    source = reader.value(node.next_functions[0])
+    dims = [_signed(dim) for dim in node._saved_dims]
+    return None if source is None else lambda: have(source).permute(dims)
+
+
+def _signed(dim: int) -> int:
+    """Negative dimensions come as unsigned numbers of 64 bits."""
+    return dim - 2**64 if dim >= 2**63 else dim
+
+
+def _power(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    source, exponent = reader.saved(node, "_raw_saved_self"), node._saved_exponent
+    return None if source is None else lambda: have(source) ** exponent
 
 
 def _lookup(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
@@ -321,6 +334,8 @@ OPERATIONS = {
     "NativeBatchNormBackward0": Operation("batch norm", _batch_norm),
     "NativeDropoutBackward0": Operation("dropout", _dropout),
     "NativeLayerNormBackward0": Operation("layer norm", _layer_norm),
+    "PermuteBackward0": Operation("view", _permute),
+    "PowBackward0": Operation("power", _power),
     "ReluBackward0": Operation("relu", _relu),
     "SigmoidBackward0": Operation("sigmoid", _sigmoid),
     "SiluBackward0": Operation("silu", _unary(_silu)),

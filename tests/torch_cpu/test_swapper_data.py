@@ -129,3 +129,13 @@ def test_the_pass_becomes_a_trace_that_plans(record: PassRecord) -> None:
     found = plan(problem, "mix")
     assert found.feasible
     assert found.swapped + found.remade > 0
+
+
+def test_a_reason_about_one_datum_is_told_without_its_name() -> None:
+    from kilter.act.fitter import OF_A_DATUM
+    from kilter.act.swapper.watch import described
+
+    name = f"12: {described(torch.ones(3, 4, requires_grad=True) * 2)}"
+    assert OF_A_DATUM.sub("", f"{name}: made again, it differs") == "made again, it differs"
+    other = "optimizer state stays: the host has 3 GiB"
+    assert OF_A_DATUM.sub("", other) == other

@@ -11,6 +11,7 @@ imported, and in any thread that turns out to step an optimizer.
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import sys
 import threading
@@ -65,6 +66,8 @@ LINK_BYTES = 64 * MIB
 MOST_BOUND = 3000
 BOUND_S = 5.0
 """Operations up to which the bound is computed, and for how long, at the end of the script."""
+OF_A_DATUM = re.compile(r"^\d+: [^:]*: ")
+"""How a reason begins that is about one datum: its number and what made it."""
 ROUNDING = 1e-6
 """By so much of it a bound may be above the time that it bounds."""
 
@@ -400,10 +403,10 @@ class Fitter:
                 self._tell_refused((self._floor.taken_back,))
 
     def _tell_refused(self, reasons: tuple[str, ...]) -> None:
-        """Each reason once; those about single data (`NAME: REASON`) by their number."""
+        """Each reason once; those about single data by their number."""
         unknown = {*reasons} - self._refused
         self._refused |= unknown
-        new = Counter(reason.partition(": ")[2] or reason for reason in unknown)
+        new = Counter(OF_A_DATUM.sub("", reason) for reason in unknown)
         for reason, count in new.items():
             if reason.startswith("the budget of "):
                 continue  # told with the least that is possible

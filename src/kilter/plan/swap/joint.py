@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kilter.core.errors import PlanError
-from kilter.plan.swap.mix import REACHES, mix
+from kilter.plan.swap.mix import roughly
 from kilter.plan.swap.problem import Link, Problem
 from kilter.plan.swap.simulate import simulate
 from kilter.plan.swap.state import Bucket, StatePlan, plan_state
@@ -22,6 +22,9 @@ COARSE = 8
 """Into so many parts the state is divided first."""
 FINE = 1
 """How often the distance between rooms is halved around the best."""
+ALIKE = 0.003
+"""Of the iteration: of rooms that differ by no more the largest is taken. Less moves, and that is
+about what the rough plans behind the comparison are worth."""
 WORTH = 0.01
 """Of the iteration, what streaming has to save."""
 MOST_TAKEN = 0.95
@@ -71,7 +74,7 @@ def joint(problem: Problem, buckets: Sequence[Bucket], at: Sequence[int]) -> Joi
     no room is small enough for the budget.
 
     Rooms shrink by `1/COARSE` of the state until the iteration takes longer; then the best is
-    refined between its neighbours.
+    refined between its neighbours. Feature maps are planned roughly for that.
     """
     total_bytes = sum(b.state_bytes for b in buckets)
     parts = COARSE * 2**FINE
@@ -93,6 +96,8 @@ def joint(problem: Problem, buckets: Sequence[Bucket], at: Sequence[int]) -> Joi
     while step > 1:
         step //= 2
         best = min((best, best - step, min(parts, best + step)), key=time_at)
+    alike = (1 + ALIKE) * time_at(best)
+    best = max(part for part in tried if time_at(part) <= alike)
     if time_at(parts) <= (1 + WORTH) * time_at(best):
         best = parts
     found = tried[best]
@@ -123,8 +128,10 @@ def beside(
             level - bytes_ for level, bytes_ in zip(problem.resident_bytes, away, strict=True)
         ]
         rest = replace(problem, resident_bytes=tuple(levels), link=link.less(taken))
-        schedule = mix(rest, REACHES[:1])  # what is carried out is searched more thoroughly
-        outcome = simulate(rest, unhurried(rest, schedule) if taken else schedule)
+        # What is carried out is searched more thoroughly.
+        schedule, outcome = roughly(rest)
+        if taken:
+            outcome = simulate(rest, unhurried(rest, schedule))
         begins = [span.start_s for span in outcome.spans if span.lane == "compute"]
         begins.append(outcome.iteration_s)
         span_s = max(begins[-1] - begins[at[0]], 1e-9)

@@ -46,7 +46,7 @@ class Span(NamedTuple):
     """One piece of the timeline: `lane` is compute, remake, stall, out or in."""
 
     lane: str
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's method, which nobody calls here
     """Operation (compute, stall) or interval (remake, out, in)."""
     start_s: float
     end_s: float
@@ -85,7 +85,7 @@ class _Channels:
     """Two first-in-first-out channels that share the link while both are moving bytes.
 
     Between two events (a latency is over, a transfer is done) nothing changes, so the next event is
-    computed once, and a moment without one costs a comparison.
+    computed once, and nobody asks in between.
     """
 
     def __init__(self, link: Link, record: Callable[[Span], None]) -> None:
@@ -102,16 +102,13 @@ class _Channels:
         self._done: set[tuple[str, int]] = set()
 
     def put(self, lane: str, index: int, size_bytes: int, now_s: float) -> None:
-        self.advance(now_s)
+        while self._event_s <= now_s:
+            self._step()
         self._queues[lane].append((index, size_bytes))
         if lane not in self._current:
             self._move(now_s - self._now_s)
             self._now_s = now_s
             self._go_on()
-
-    def advance(self, until_s: float) -> None:
-        while self._event_s <= until_s:
-            self._step()
 
     def wait(self, lane: str, index: int) -> float:
         """Run until this transfer is done; a time by which it is. Infinite if it was never put."""
@@ -209,7 +206,6 @@ def simulate(problem: Problem, schedule: Schedule) -> Outcome:
             clock_s = until_s
 
     for operation, duration_s in enumerate(problem.operation_s):
-        channels.advance(clock_s)
         for move in release.get(operation, ()):
             interval = intervals[move.interval]
             if operation <= interval.after or state[move.interval] is not _State.HERE:

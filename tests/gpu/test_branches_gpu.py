@@ -334,6 +334,20 @@ def test_split_products_are_about_as_exact_as_float32():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_single_rows_by_the_kernel_are_as_exact_as_the_librarys(dtype):
+    from kilter.act.branches.products import operations
+
+    for inner, columns in ((1024, 512), (100, 33)):
+        x, weight = rand(1, inner, dtype=dtype), rand(columns, inner, dtype=dtype)
+        bias = rand(columns, dtype=dtype)
+        exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+        plain = torch.nn.functional.linear(x, weight, bias)
+        found = operations().single(x, weight, bias)
+        limit = 2 * (plain.double() - exact).abs().max()
+        assert (found.double() - exact).abs().max() <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_convolutions_by_the_kernel_are_their_definition(dtype):
     from kilter.act.branches.convolutions import defined, operation, tile_of
 

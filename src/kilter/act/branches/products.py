@@ -159,8 +159,8 @@ def operations() -> _Operations:
 
 
 def single_rows(program: Program) -> Program:
-    """Linear layers of one row of 16-bit numbers, by the kernel: the library has tiles for them, of
-    which one row is used."""
+    """Linear layers of one row, by the kernel: the library has tiles for them, of which one row is
+    used."""
 
     def replaced(unit: Unit) -> Unit:
         nodes = [] if unit.graph is None else list(unit.graph.graph.nodes)
@@ -248,8 +248,8 @@ def _layer(node: fx.Node, *, triton: bool) -> _Layer | None:
     exact = tensors[0].dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     rows_lie_plain = tensors[1].stride(1) == tensors[2].stride(1) == tensors[0].stride(0) == 1
     split = triton and exact and rows_lie_plain and tensors[1].shape[1] % 64 == 0
-    half = tensors[0].dtype in (torch.float16, torch.bfloat16)
-    one_row = triton and half and rows_lie_plain and tensors[1].shape[0] == 1
+    known = tensors[0].dtype in (torch.float16, torch.bfloat16, torch.float32)
+    one_row = triton and known and rows_lie_plain and tensors[1].shape[0] == 1
     return _Layer(node, bias, x, turned, weight, split, one_row)
 
 

@@ -184,8 +184,13 @@ def identity(machine: Machine) -> Iterator[dict[str, Any]]:
     torch.use_deterministic_algorithms(False)
 
 
-def session(machine: Machine, budgets_gib: list[float], most: int) -> Iterator[dict[str, Any]]:
-    job = Job(machine, 2 if machine.tiny else 48, 8)
+def session(
+    machine: Machine, layers: int, budgets_gib: list[float], most: int
+) -> Iterator[dict[str, Any]]:
+    job = Job(machine, layers, 8)
+    for _ in range(4):
+        job.step()
+    yield {"session": "plain", "layers": layers, **timed(machine, job, 7)}
     for budget_gib in budgets_gib:
         machine.settle()
         budget = 10**6 if machine.tiny else int(budget_gib * GIB)
@@ -199,7 +204,7 @@ def session(machine: Machine, budgets_gib: list[float], most: int) -> Iterator[d
                 job.step()
                 engines.border()
                 record = engines.floor._problem(budget)[1]
-                floors.append(None if record is None else round(record.floor_bytes / GIB, 2))
+                floors.append(None if record is None else round(record.floor_bytes / GIB, 3))
             warm_s = time.perf_counter() - begin
             found = timed(machine, job, 5)
             values = told(engines)
@@ -209,7 +214,7 @@ def session(machine: Machine, budgets_gib: list[float], most: int) -> Iterator[d
         yield {
             "session": budget_gib,
             "warm_s": warm_s,
-            "least_gib": [a for a, b in zip(floors, [None, *floors], strict=False) if a != b],
+            "least_gib": [a for a, b in pairwise([*floors, None]) if a is not None and a != b],
             **found,
             **values,
         }
@@ -220,7 +225,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", default="identity,rows,session")
     parser.add_argument("--modes", default="", help="rows to run, separated by ;")
-    parser.add_argument("--budgets", default="16", help="of sessions, GiB")
+    parser.add_argument("--budgets", default="6.6", help="of sessions, GiB")
+    parser.add_argument("--layers", type=int, default=12, help="of the model of sessions")
     parser.add_argument("--most", type=int, default=60, help="iterations until a session settles")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; no row begins later")
     parser.add_argument("--host-gib", type=float, default=0, help="pinned once, for all rows")
@@ -243,7 +249,9 @@ def main() -> None:
     parts = {
         "rows": lambda: rows(machine, [name for name in options.modes.split(";") if name]),
         "identity": lambda: identity(machine),
-        "session": lambda: session(machine, budgets, options.most),
+        "session": lambda: session(
+            machine, 2 if options.tiny else options.layers, budgets, options.most
+        ),
     }
     with options.out.open("w") as file:
         for part in options.parts.split(","):

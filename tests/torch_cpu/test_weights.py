@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from kilter.act.fence import Fence
 from kilter.act.swapper import CpuStandIn
 from kilter.act.swapper.away import WeightsMoved
+from kilter.act.swapper.state import StateMover
 from kilter.act.swapper.weights import WeightMover, WeightReport
 from kilter.core.errors import UsageError
 from kilter.plan.swap.problem import Link
@@ -200,6 +201,36 @@ def test_scaler_and_clipping() -> None:
     assert repr(plain[:STEPS]) == repr(moved[:STEPS])  # nan where a step is skipped
     assert same(plain[STEPS:], moved[STEPS:])
     assert report is not None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("room_bytes", [None, 8000])
+def test_beside_gradients_that_are_consumed(fused: bool, room_bytes: int | None) -> None:
+    """Parameters are updated in backward; fused, their versions do not move on."""
+
+    def optimizes(net: Net) -> Optimizer:
+        return torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused)
+
+    plain, _ = trained(optimizes=optimizes, steps=12)
+    weights = mover()
+    state = StateMover(
+        CpuStandIn(),
+        link=LINK,
+        gradients="consume",
+        room_bytes=room_bytes,
+        bucket_bytes=4000,
+        min_bytes=512,
+        before_update=weights.before_update,
+    )
+    with state:
+        moved, report = trained(weights, optimizes=optimizes, steps=12)
+        assert state.report().visits > 20  # its optimizer is gone already
+        assert state.report().late == 0
+    assert same(plain, moved)
+    assert report is not None
+    assert report.late == report.stayed == 0
+    assert report.weights == 5
+    assert report.out_bytes == 10 * report.away_bytes  # one copy after each update, no more
 
 
 def test_accumulation_leaves_in_each_pass() -> None:

@@ -51,9 +51,7 @@ class Moved:
         self.sum: Any = None
         """Over the bits of the copy."""
         self.published = False
-        """Copied since its gradient arrived."""
-        self.before = -1
-        """Version when forward used it."""
+        """Copied since it was updated in backward."""
         self.marker = key
         """The parameter by whose gradient its need is known."""
         self.updated_at: int | None = None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -117,7 +116,6 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._fence = fence
         self._known: dict[int, weakref.ref[Any]] = {}
         """Parameters that were looked at."""
-        self._by_marker: dict[int, list[Moved]] = {}
         self._used_by: dict[int, list[Moved]] = {}
         """By module."""
         self._handles: list[Any] = []
@@ -136,8 +134,8 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._steps = 0
         self._border = True
         """An optimizer has stepped, and no module has run since."""
-        self._awaited: deque[Moved] = deque()
-        """Their gradients have arrived, their updates are awaited."""
+        self._updated: list[Moved] = []
+        """In backward, and not copied yet."""
         # What was watched
         self._kind: tuple[tuple[Tick, ...], int] | None = None
         self._seen = 0
@@ -212,7 +210,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._shelf.bring_all()
         self._shelf.compare()
         self._release, self._load, self._plan = {}, {}, None
-        self._awaited.clear()
+        self._updated.clear()
         if self._shelf.moved:
             self._changed()
 
@@ -333,8 +331,6 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         run = self._runs[id(module)] = self._runs.get(id(module), 0) + 1
         tick = ("forward", id(module), run)
         self._used_by[id(module)] = mine
-        for weight in mine:
-            weight.before = weight.parameter()._version  # type: ignore[union-attr]
         self._tick(tick)
         for weight in self._release.get(tick, ()):
             self._shelf.leave(weight)
@@ -352,7 +348,6 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._publish()
         for weight in self._load.get(tick, ()):
             self._shelf.load(weight)
-        self._awaited += self._by_marker.get(id(parameter), ())
 
     def _tick(self, tick: Tick) -> None:
         self._ticks.append(tick)
@@ -501,40 +496,39 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         weight = self._shelf.add(parameter)
         if marker is not None:
             weight.marker = id(marker)
-        self._by_marker.setdefault(weight.marker, []).append(weight)
 
     # Updates
 
     def before_update(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Have these here. Optimizers look at the class of their parameters."""
-        if self._shelf.absent:
-            for parameter in parameters:
-                self._shelf.home(parameter)
+        """These are updated now, inside backward or a step. They have to be here, and of their own
+        class, which optimizers look at."""
+        for parameter in parameters:
+            self._shelf.home(parameter)
+            weight = self._shelf.weights.get(id(parameter))
+            if weight is not None:
+                weight.lent = True
+                self._updated.append(weight)
 
     def _publish(self) -> None:
-        """Copy what was updated since its gradient arrived."""
-        waiting = self._awaited
-        while waiting:
-            weight = waiting[0]
-            parameter = weight.parameter()
-            if parameter is not None:
-                if parameter._version == weight.before:
-                    return
-                weight.updated_at = len(self._ticks) - 1
-                if weight.version >= 0:
-                    self._shelf.copy_out(weight)
-                    weight.published = True
-            waiting.popleft()
+        """Copy what was updated since the last gradient arrived."""
+        for weight in self._updated:
+            weight.updated_at = len(self._ticks) - 1
+            if weight.version >= 0:
+                self._shelf.copy_out(weight)
+                weight.published = True
+        self._updated.clear()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            self.before_update(group["params"])
+        if self._shelf.absent:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._shelf.home(parameter)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Whatever the optimizer wrote, also where it does not say so."""
         self._steps += 1
         self._border = True
-        self._awaited.clear()
+        self._updated.clear()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 weight = self._shelf.weights.get(id(parameter))

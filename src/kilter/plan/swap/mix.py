@@ -28,7 +28,9 @@ ALIKE = 0.005
 ROUGHLY = 32
 """Steps in which `roughly` goes along the prices."""
 MANY = 1024
-"""More intervals than this are searched in one order: planning takes seconds as it is."""
+"""More intervals than this are searched in one order and reach, to within one part in `FINE` of
+them: one thing more or less to make again is nothing there, and planning takes seconds."""
+FINE = 256
 
 
 def mix(problem: Problem, reaches: Sequence[float] = REACHES) -> Schedule:
@@ -41,10 +43,11 @@ def mix(problem: Problem, reaches: Sequence[float] = REACHES) -> Schedule:
             "operations need even when everything else is away"
         )
     prices = by_price(problem)
+    if len(problem.intervals) > MANY:
+        order = within_reach(problem, prices, reaches[0])
+        return _search(problem, order, finest=len(order) // FINE)[0]
     found = [_search(problem, within_reach(problem, prices, reach)) for reach in reaches]
     best, reach = min(zip(found, reaches, strict=True), key=lambda pair: pair[0][1].iteration_s)
-    if len(problem.intervals) > MANY:
-        return best[0]
     large = _search(problem, within_reach(problem, by_price(problem, EACH_S), reach))
     fewer = len(large[0].remade) < len(best[0].remade)
     if fewer and large[1].iteration_s <= (1 + ALIKE) * best[1].iteration_s:
@@ -58,7 +61,7 @@ def roughly(problem: Problem) -> tuple[Schedule, Outcome]:
     if problem.floor_bytes > problem.budget_bytes:
         raise PlanError(f"the budget of {problem.budget_bytes} bytes is out of reach")
     order = within_reach(problem, by_price(problem, EACH_S), REACHES[0])
-    return _search(problem, order, finest=max(1, len(order) // ROUGHLY))
+    return _search(problem, order, finest=len(order) // ROUGHLY)
 
 
 def _search(problem: Problem, order: list[int], finest: int = 1) -> tuple[Schedule, Outcome]:
@@ -77,10 +80,10 @@ def _search(problem: Problem, order: list[int], finest: int = 1) -> tuple[Schedu
     while True:
         counts = [*range(low, high, step), high]
         best = min(counts, key=lambda count: (time_at(count), count))
-        if step <= finest:
+        if step <= max(1, finest):
             break
         low, high = max(0, best - step), min(len(order), best + step)
-        step = max(finest, step // 4)
+        step = max(1, finest, step // 4)
     found = tried[best] or swap_rest(problem, frozenset())
     assert found is not None, "everything away fits, so swapping alone does"
     return found

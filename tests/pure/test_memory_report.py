@@ -107,6 +107,14 @@ def test_a_plain_time_makes_a_slowdown_that_was_measured() -> None:
     assert "from the first iteration on" not in text(memory)
 
 
+def test_what_the_plan_does_not_account_for_is_said() -> None:
+    late = changed({"plain_iteration_s": 0.2, "iteration_s": 0.26})
+    assert "beyond the plan: 50 ms an iteration are not in the plan" in text(late)
+    assert "beyond the plan" not in text(changed({"plain_iteration_s": 0.2, "iteration_s": 0.225}))
+    unknown = changed({"plain_iteration_s": None, "iteration_s": 0.9})
+    assert "beyond the plan" not in text(unknown)
+
+
 def test_a_peak_above_the_budget_is_not_hidden() -> None:
     memory = changed({"peak_bytes": 31 * GIB})
     assert memory.within is False

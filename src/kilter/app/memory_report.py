@@ -20,6 +20,9 @@ from kilter.core.units import show_bytes, show_fraction, show_time
 from kilter.plan.swap.problem import Link, Problem, problem_of
 from kilter.plan.swap.simulate import Move, Schedule, Span, simulate
 
+BEYOND = 0.1
+"""Of an iteration: what takes longer than planned by more than that is said."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
@@ -212,6 +215,7 @@ def details(memory: MemoryReport) -> list[tuple[str, str]]:
     if memory.moves_nothing or memory.budget_bytes is None:
         return lines + _ranks(memory)
     lines.append(("time", _time(memory)))
+    lines += _beyond(memory)
     if memory.pass_out_bytes is not None:
         moved = f"{show_bytes(memory.pass_out_bytes)} out and {show_bytes(memory.pass_in_bytes)}"
         lines.append(
@@ -249,6 +253,24 @@ def _time(memory: MemoryReport) -> str:
             f"{show_time(memory.pass_s)} ({change}){bound} [simulated]"
         )
     return "; ".join(parts) or "unknown"
+
+
+def _beyond(memory: MemoryReport) -> list[tuple[str, str]]:
+    """What an iteration takes longer than the plan accounts for, where that is a lot."""
+    before_s, after_s = memory.iteration_before_s, memory.iteration_s
+    if memory.backend == "stand-in" or before_s is None or after_s is None:
+        return []
+    if memory.pass_s is None or memory.pass_before_s is None:
+        return []
+    beyond_s = (after_s - before_s) - (memory.pass_s - memory.pass_before_s)
+    if beyond_s < BEYOND * before_s:
+        return []
+    text = (
+        f"{show_time(beyond_s)} an iteration are not in the plan, which counts the device's time "
+        "alone: the host is likely late in issuing what moves and what is made again; larger "
+        "batches, or fewer waits for the device (.item(), print), give it time"
+    )
+    return [("beyond the plan", text)]
 
 
 def _ranks(memory: MemoryReport) -> list[tuple[str, str]]:

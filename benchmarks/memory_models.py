@@ -253,7 +253,7 @@ def train(args: argparse.Namespace) -> None:
     timed = Timed(args.steps, cuda)
     register_optimizer_step_post_hook(timed)
     small, case, steps, again = not cuda, args.case, args.steps, args.checkpoint
-    batch = 8 if small else {"t5": 16, "bert": 32, "vit": 128, "convnext": 64}.get(case, 8)
+    batch = 8 if small else {"t5": 8, "bert": 32, "vit": 128, "convnext": 64}.get(case, 8)
     if case in ("llama", "t5"):
         model, losses = by_trainer(case, steps, batch, small, args.out, again)
     elif case == "lightning":

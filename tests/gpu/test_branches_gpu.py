@@ -365,6 +365,8 @@ def test_convolutions_by_the_kernel_are_their_definition(dtype):
             (3, 3, 20, 16, (1, 1), (2, 1), (0, 0), False),
             (1, 16, 100, 56, (3, 3), (1, 1), (1, 1), False),
             (1, 80, 128, 64, (1, 1), (1, 1), (0, 0), False),
+            (1, 3, 70, 64, (7, 7), (2, 2), (3, 3), True),
+            (2, 3, 48, 64, (8, 8), (8, 8), (0, 0), True),
         ):
             x, weight = given(images, into, size, size), given(out, into, *window)
             norm = [given(out), given(out).abs() + 0.5, given(out), given(out)]

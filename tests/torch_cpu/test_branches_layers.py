@@ -317,6 +317,7 @@ def test_the_faster_way_is_timed_with_all_that_follows(monkeypatch, ours_s):
     "other",
     [
         nn.Conv2d(4, 4, 3, groups=2),
+        nn.Conv2d(4, 4, 9, padding=4),
         nn.Conv2d(4, 4, 3, dilation=2),
         nn.ConvTranspose2d(4, 4, 3),
         nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last),

@@ -34,6 +34,8 @@ SPLITS = 8
 """So many shares at most: to add more up takes longer than it saves."""
 SHORTEST = 64
 """A sum is not split into shorter ones than this."""
+WINDOW = 64
+"""Pixels of the largest window: the kernel has a bit for each."""
 
 _NORMS = {
     # operation: (training, epsilon) positions
@@ -283,6 +285,8 @@ def _match(node: fx.Node) -> Convolution | None:
     if not plain or not known or not pairs or transposed or groups != 1:
         return None
     if max(t.numel() for t in (*tensors, value(node))) >= 2**31:
+        return None
+    if tensors[1][0, 0].numel() > WINDOW:
         return None
     found = Convolution(node, node)
     end = _reader(node)

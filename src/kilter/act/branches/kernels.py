@@ -460,18 +460,17 @@ def convolve(
         pixel = column - number * area
         source = x + number * image + pixel
         to = number * channels * area + pixel
-    # Which rows and columns of the window lie on the map: a bit for each.
-    rows_in = tl.zeros((COLUMNS,), dtype=tl.int32)
-    columns_in = tl.zeros((COLUMNS,), dtype=tl.int32)
+    # Which pixels of the window lie on the map: a bit for each.
+    taps_in = tl.zeros((COLUMNS,), dtype=tl.int64 if HIGH * WIDE > 32 else tl.int32)
     if not POINT:
         down = pixel // width_out
         top = down * stride_y - padding_y
         left = (pixel - down * width_out) * stride_x - padding_x
         source += top * width + left - pixel
-        for i in tl.static_range(HIGH):
-            rows_in |= (real & (top + i >= 0) & (top + i < height)).to(tl.int32) << i
-        for i in tl.static_range(WIDE):
-            columns_in |= ((left + i >= 0) & (left + i < width)).to(tl.int32) << i
+        for i in tl.static_range(HIGH * WIDE):
+            y, z = top + i // WIDE, left + i % WIDE
+            on_map = real & (y >= 0) & (y < height) & (z >= 0) & (z < width)
+            taps_in |= on_map.to(taps_in.dtype) << i
     total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     for start in range(first, last, INNER):
         step = start + tl.arange(0, INNER)
@@ -485,11 +484,10 @@ def convolve(
             offset = step * area
             within = inside[None, :] & real[:, None]
         else:
-            tap = step % (HIGH * WIDE)
-            y, z = tap // WIDE, tap % WIDE
-            offset = (step // (HIGH * WIDE) * height + y) * width + z
-            on_map = (rows_in[:, None] >> y[None, :]) & (columns_in[:, None] >> z[None, :]) & 1
-            within = inside[None, :] & (on_map != 0)
+            channel = step // (HIGH * WIDE)
+            tap = step - channel * (HIGH * WIDE)
+            offset = channel * (height * width) + tap // WIDE * (width - WIDE) + tap
+            within = inside[None, :] & (((taps_in[:, None] >> tap[None, :]) & 1) != 0)
         a = tl.load(source[:, None] + offset[None, :], mask=within, other=0.0)
         total = product(a, b, total, PRECISION)
     both = there[None, :] & real[:, None]

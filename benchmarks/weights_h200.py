@@ -6,7 +6,8 @@ The job is that of `state_h200.py` (GPT 1.64B, bf16 autocast, fp32 fused AdamW).
 move alone, with gradients consumed in backward, and with optimizer state streaming as well; feature
 maps stay. `identity`: losses, parameters and optimizer state against plain's on a shallower model,
 bit for bit, deterministic kernels. `session`: what a session decides for budgets far below plain's
-peak, and the least that it says is possible. `--tiny` runs all parts on a CPU, to test this script.
+peak, the least that is possible as it goes, and losses and parameters against plain's, on the
+shallower model with deterministic kernels. `--tiny` runs all parts on a CPU, to test this script.
 """
 
 from __future__ import annotations
@@ -185,39 +186,39 @@ def identity(machine: Machine) -> Iterator[dict[str, Any]]:
 
 
 def session(
-    machine: Machine, layers: int, budgets_gib: list[float], most: int
+    machine: Machine, layers: int, budgets_gib: list[float], steps: int
 ) -> Iterator[dict[str, Any]]:
-    job = Job(machine, layers, 8)
-    for _ in range(4):
-        job.step()
-    yield {"session": "plain", "layers": layers, **timed(machine, job, 7)}
-    for budget_gib in budgets_gib:
+    """Plain, then each budget: the same steps from the beginning, then some that are timed."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    plain: list[torch.Tensor] = []
+    for budget_gib in (None, *budgets_gib):
         machine.settle()
-        budget = 10**6 if machine.tiny else int(budget_gib * GIB)
-        mode = SessionMode(f"{budget_gib} GiB", 1.0, "consume", joint=True)
+        job = Job(machine, layers, 8)
+        budget = 10**6 if machine.tiny else int((budget_gib or 0) * GIB)
+        mode = SessionMode("session", budget_gib, "consume", joint=budget_gib is not None)
+        row: dict[str, Any] = {"session": budget_gib, "layers": layers}
         begin = time.perf_counter()
-        floors = []
-        with Governed(machine, mode, budget).govern() as engines:
-            assert engines.floor is not None
-            assert engines.swapper is not None
-            while not engines.ready(4) and engines.steps < most:
-                job.step()
+        losses, floors = [], []
+        with Governed(machine, mode, budget if mode.joint else None).govern() as engines:
+            for _ in range(steps):
+                losses.append(job.step())
                 engines.border()
-                record = engines.floor._problem(budget)[1]
-                floors.append(None if record is None else round(record.floor_bytes / GIB, 3))
-            warm_s = time.perf_counter() - begin
-            found = timed(machine, job, 5)
-            values = told(engines)
-            weights = engines.floor.weights
+                problem = engines.floor._problem(budget)[1] if engines.floor else None
+                floors.append(None if problem is None else round(problem.floor_bytes / GIB, 3))
+            row["warm_s"] = time.perf_counter() - begin
+            found = [value.cpu() for value in (*losses, *job.model.parameters())]
+            row |= timed(machine, job, 7)
+            row |= told(engines) if mode.joint else {}
+            weights = engines.floor.weights if engines.floor else None
             if weights is not None:
-                values["weights"] = asdict(weights) | {"plan": None}
-        yield {
-            "session": budget_gib,
-            "warm_s": warm_s,
-            "least_gib": [a for a, b in pairwise([*floors, None]) if a is not None and a != b],
-            **found,
-            **values,
-        }
+                row["weights"] = asdict(weights) | {"plan": None}
+        plain = plain or found
+        same = [torch.equal(a, b) for a, b in zip(plain, found, strict=True)]
+        row |= {"tensors": len(same), "different": len(same) - sum(same)}
+        row["least_gib"] = [a for a, b in pairwise([*floors, None]) if a is not None and a != b]
+        yield row
+        del job
+    torch.use_deterministic_algorithms(False)
 
 
 def main() -> None:
@@ -225,9 +226,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", default="identity,rows,session")
     parser.add_argument("--modes", default="", help="rows to run, separated by ;")
-    parser.add_argument("--budgets", default="6.6", help="of sessions, GiB")
+    parser.add_argument("--budgets", default="5.4", help="of sessions, GiB")
     parser.add_argument("--layers", type=int, default=12, help="of the model of sessions")
-    parser.add_argument("--most", type=int, default=60, help="iterations until a session settles")
+    parser.add_argument("--steps", type=int, default=40, help="of sessions, compared with plain")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; no row begins later")
     parser.add_argument("--host-gib", type=float, default=0, help="pinned once, for all rows")
     parser.add_argument("--link", default="", help="GB/s out, in, both; measured if left out")
@@ -250,7 +251,7 @@ def main() -> None:
         "rows": lambda: rows(machine, [name for name in options.modes.split(";") if name]),
         "identity": lambda: identity(machine),
         "session": lambda: session(
-            machine, 2 if options.tiny else options.layers, budgets, options.most
+            machine, 2 if options.tiny else options.layers, budgets, options.steps
         ),
     }
     with options.out.open("w") as file:

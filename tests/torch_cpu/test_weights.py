@@ -658,6 +658,38 @@ def test_a_weight_changed_between_forward_and_backward_is_an_error_as_in_plain()
             loss.backward()
 
 
+def test_a_model_that_is_converted() -> None:
+    def stepping(net: Net, optimizer: Optimizer, number: int) -> float:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(batch().to(net[0].weight.dtype)).float().square().mean()
+        loss.backward()
+        if number == 5:
+            optimizer.zero_grad()
+            net.double()
+            return loss.item()
+        if number < 5:
+            optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    report = check(stepping=stepping)
+    assert report.refused == ("weights stay whose size or device was changed",)
+
+
+def test_modes_of_the_program_do_not_meet_our_copies() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def stepping(net: Net, optimizer: Optimizer, number: int) -> float:
+        with torch.device("meta"), FlopCounterMode(display=False) as counter:
+            loss = net(torch.randn(6, WIDTH, device="cpu")).square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item() + counter.get_total_flops()
+
+    check(stepping=stepping)
+
+
 def test_averaged_weights_for_evaluation() -> None:
     """Weights are exchanged through `.data` for an evaluation, and put back."""
 
@@ -679,11 +711,16 @@ def test_a_write_by_address_is_told_and_not_lost() -> None:
     torch.manual_seed(3)
     net = network()
     optimizer = adamw(net)
-    with pytest.raises(WeightsMoved, match="past the framework"), mover():
-        for number in range(7):
-            step(net, optimizer, number)
-            if number == 4:
-                addressed(net[6].weight)[3, 4] = 7.0
+
+    def train() -> None:
+        with mover():
+            for number in range(7):
+                step(net, optimizer, number)
+                if number == 4:
+                    addressed(net[6].weight)[3, 4] = 7.0
+
+    with pytest.raises(WeightsMoved, match="past the framework"):
+        train()
 
 
 def addressed(p: torch.Tensor) -> torch.Tensor:
@@ -790,13 +827,14 @@ def test_a_model_that_dies_while_its_weights_are_away() -> None:
 def test_everything_is_home_after_an_error_in_forward() -> None:
     def stepping(net: Net, optimizer: Optimizer, number: int) -> float:
         if number in (4, 6):
-            with pytest.raises(ValueError, match="half way"), contextlib.ExitStack() as stack:
 
-                def fails(*_: Any) -> None:
-                    raise ValueError("half way")
+            def fails(*_: Any) -> None:
+                raise ValueError("half way")
 
-                stack.callback(net[9].register_forward_hook(fails).remove)
+            hook = net[9].register_forward_hook(fails)
+            with pytest.raises(ValueError, match="half way"):
                 net(batch())
+            hook.remove()
             return sum(p.sum().item() for p in net.parameters())
         return step(net, optimizer, number)
 

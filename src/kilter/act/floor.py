@@ -54,6 +54,9 @@ PATIENCE = 24
 """Borders after which gradients that are watched still count as kept."""
 JUDGED = 6
 """Iterations by whose median a plan with streaming state is held against the one before."""
+LEFT_TO_WEIGHTS = 0.5
+"""Of the way to the device, however much state takes: loaded much earlier, weights would be in the
+way of what they make room for."""
 CROWDED = 0.9
 """Of the budget: what weights, gradients and two moments (four times the weights) may take before
 state leaves as it is made."""
@@ -304,7 +307,7 @@ class Floor:
             return
         weights = WeightMover(
             self._backend(),
-            link=self._link.less(self._taken),
+            link=self._link.less(min(self._taken, 1 - LEFT_TO_WEIGHTS)),
             away_bytes=self._weight_bytes,
             own_hooks=False,
             min_bytes=self._min_bytes,

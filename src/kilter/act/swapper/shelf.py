@@ -92,6 +92,10 @@ class Shelf:
         """Sums over weights that left in this pass, and over their copies."""
         self._flag: Any = None
         self._flag_host: torch.Tensor | None = None
+        self._counted = hasattr(torch.Tensor, "_use_count")
+        if not self._counted:
+            say("weights stay: this PyTorch does not count who holds a tensor")
+            return
         fresh = torch.nn.Parameter(torch.empty(1, device=backend.device))
         self._alone = self._holders(fresh)
         edge = torch.autograd.graph.get_gradient_edge(fresh)
@@ -108,6 +112,8 @@ class Shelf:
         if weight is None:
             return
         self.absent -= weight.where is not Where.HERE
+        if weight.where is Where.COMING:  # others get its memory now: not before the copy
+            self._backend.wait(weight.arrival)
         if weight.where is Where.AWAY:
             self.gone_bytes -= weight.size_bytes
         weight.where, weight.stays = Where.HERE, "it is no more"
@@ -162,6 +168,8 @@ class Shelf:
 
     def _unreachable(self, parameter: Any, weight: Moved) -> bool:
         """Nobody reaches its bytes but through the parameter."""
+        if not self._counted:
+            return False
         alone = self._alone_in_graph if parameter.requires_grad else self._alone
         if any(a > b for a, b in zip(self._holders(parameter), alone, strict=True)):
             return False
@@ -195,8 +203,9 @@ class Shelf:
         weight.lent = not self._unreachable(parameter, weight)  # they may write when they like
         storage = parameter.untyped_storage()
         weight.storage = storage._cdata
-        if storage.nbytes() != weight.size_bytes or parameter.nbytes != weight.size_bytes:
-            weight.stays = "weights stay whose size was changed"
+        sizes = {storage.nbytes(), parameter.nbytes, weight.size_bytes}
+        if len(sizes) > 1 or parameter.device != self._backend.device:
+            weight.stays = "weights stay whose size or device was changed"
             self._say(weight.stays)
             return
         try:

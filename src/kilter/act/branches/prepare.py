@@ -253,8 +253,9 @@ def _why_not(parts: Parts, mode: str, trials: Sequence[Trial]) -> str | None:
             return "fused is right and leads: it compiles the same with fewer launches"
         if plain is not None and FAR * _seconds(ours) < _seconds(plain):
             return f"fused is right and more than {FAR:.0f} times faster than the loop's own graph"
-    if "convolved" in right and parts.all_by_kernel and mode in ("compiled", "compiled_batched"):
-        return "convolved is right, and each convolution is faster by the kernel"
+    also = mode in ("compiled", "compiled_batched") and "convolved" in right
+    if also and parts.all_by_kernel and choose(trials)[0].mode == "convolved":
+        return "convolved leads, and each convolution is faster by the kernel"
     return _why_not_compile(parts, mode) if mode in COMPILED else None
 
 

@@ -105,7 +105,7 @@ def test_feature_maps_and_state_fit_together(case: tuple[Problem, list[Bucket], 
     assert min(levels) >= 0
     rest = replace(problem, resident_bytes=levels, link=LINK.less(found.taken))
     if rest.floor_bytes <= rest.budget_bytes:
-        assert plan(rest, hurry=False).feasible
+        assert plan(rest, alone=False).feasible
 
 
 def test_state_streams_rather_than_feature_maps_being_made_again() -> None:

@@ -189,7 +189,7 @@ class Kinds:
             min_bytes=self._min_bytes,
             swap=swap,
         )
-        value = plan(problem, self._planner, hurry=not self.taken)
+        value = plan(problem, self._planner, alone=not self.taken)
         offsets, total = arena(problem, value.schedule)
         places = {
             numbers[index]: (offset, problem.intervals[index].size_bytes)

@@ -76,11 +76,12 @@ def plan(
     planner: str = "mix",
     *,
     bound: bool = False,
-    hurry: bool = True,
+    alone: bool = True,
     clock: Callable[[], float] | None = None,
 ) -> MemoryPlan:
-    """The plan of one planner; without `hurry`, with loads that leave gaps for others on the link.
-    (What the patent says, `literal`, is left as it says it.)
+    """The plan of one planner; if it is not `alone`, with loads that leave gaps for others on the
+    link and, from `mix`, with less for a busy host to issue. (What the patent says, `literal`, is
+    left as it says it.)
     `clock` times the planner (`solve_s`); planning itself reads none.
 
     `UsageError` for an unknown planner or a bound without HiGHS; `PlanError` if nothing fits.
@@ -88,9 +89,10 @@ def plan(
     if planner not in PLANNERS:
         raise UsageError(f"planner {planner!r} is not one of {', '.join(PLANNERS)}")
     begin = clock() if clock else 0.0
-    schedule = PLANNERS[planner](problem)
+    busy = planner == "mix" and not alone
+    schedule = mix(problem, busy=True) if busy else PLANNERS[planner](problem)
     if planner != "literal":
-        schedule = unhurried(problem, schedule, ahead=AHEAD if hurry else AHEAD_OF_OTHERS)
+        schedule = unhurried(problem, schedule, ahead=AHEAD if alone else AHEAD_OF_OTHERS)
     solve_s = clock() - begin if clock else None
     found = described(problem, schedule, simulate(problem, schedule), planner=planner)
     bound_s = relax(problem, recompute=planner not in SWAP_ONLY).bound_s if bound else None

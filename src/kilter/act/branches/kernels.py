@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803
-"""Triton kernels of `fused`: all heads of a layer by head, and linear layers between them.
+"""Triton kernels: all heads of a layer by head, linear layers between them, and convolutions.
 
 Imported only where Triton is. `heads` holds for each head: rows, columns, slots, splits, and where
 its row table, column table, scores and bias begin. Heads of one slot are done by `attend` alone,
@@ -30,7 +30,8 @@ def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) ->
 def product(a, b, total, PRECISION: tl.constexpr):
     """`total` plus a times b. `tf32x3`: each float32 is cut into the nearest TF32 and the rest, and
     three products are added, the small ones first. (The compiler's own way under this name, which
-    asks each operand whether it is infinite, is a third longer; here an infinity makes no number.)
+    asks each operand whether it is infinite, takes a third more instructions; here an infinity
+    makes no number.)
     """
     if PRECISION == "tf32x3" and a.dtype == tl.float32:
         a_big = ((a.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)

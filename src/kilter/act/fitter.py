@@ -145,9 +145,6 @@ class Fitter:
             del os.environ[ALLOCATOR[0]]  # the allocator has read it long ago
         if self._torch is None:
             return
-        graph = self._torch.autograd.graph
-        if graph.disable_saved_tensors_hooks is self._disable:
-            graph.disable_saved_tensors_hooks = self._disable_before
         swapper, here = self._swapper, threading.get_ident()
         if swapper is not None:
             self._peak_bytes = self._measured_peak_bytes(swapper)
@@ -157,6 +154,9 @@ class Fitter:
             if self._floor is not None:
                 self._floor.close()
             swapper.__exit__(None, None, None)
+        graph = self._torch.autograd.graph
+        if graph.disable_saved_tensors_hooks is self._disable:
+            graph.disable_saved_tensors_hooks = self._disable_before
         waiting = self._waits.pop(here, None)
         if waiting is not None:
             waiting.__exit__()

@@ -52,7 +52,7 @@ class WeightReport:
     away_bytes: int
     """By the present plan, at the end of forward."""
     most_away_bytes: int
-    """Away at one time in the last pass."""
+    """Away at one time, ever."""
     late: int
     """Times that a weight was asked for while it was away and not on its way."""
     stayed: int

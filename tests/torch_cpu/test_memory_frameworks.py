@@ -480,3 +480,25 @@ def test_a_script_that_ends_while_it_runs_without_us_leaves_no_hooks() -> None:
     with kilter.govern(memory_budget="50%", device="null", out="run"):
         loop(net(), ordinary, 5)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+# Compiled
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler itself
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_modules(whole: bool) -> None:
+    """Autograd sees one operation for each compiled region. What regions save moves like anything
+    else; one region for everything leaves nothing to plan."""
+
+    def train() -> list[bytes]:
+        torch._dynamo.reset()
+        model: nn.Module = net()
+        if whole:
+            model = torch.compile(model, backend="aot_eager")
+        else:
+            for block in model.children():
+                block.compile(backend="aot_eager")
+        return loop(model, ordinary, 14)
+
+    same(train, planned=not whole, budget="60%")

@@ -17,6 +17,7 @@ what the plan leaves alone is handed to autograd as it is, and an event is one l
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -150,7 +151,6 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._hooks: Any = None
         self._norms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """Layer norms without weights, and our hooks on them."""
-        self._search: Any = None
         self._counts = dict.fromkeys(("passes", "planned", "deviations", "late", "spilled"), 0)
 
     # Begin and end
@@ -174,7 +174,6 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._store.unpack_hook = self._unpack
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._store.unpack_hook)
         self._hooks.__enter__()
-        self._search_norms(True)
         self._handles = [
             register_optimizer_step_pre_hook(self._fenced(self._before_step)),
             register_optimizer_step_post_hook(self._fenced(self._after_step)),
@@ -188,7 +187,6 @@ class Swapper(AbstractContextManager["Swapper"]):
             handle.remove()
         self._norms.clear()
         self._store.norms.clear()
-        self._search_norms(False)
         self._collector.let_go()
         if self._store.within() is None:
             self._end_pass()
@@ -217,15 +215,6 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._hooks = self._torch.autograd.graph.saved_tensors_hooks(pack, self._store.unpack_hook)
         self.step_in()
         return True
-
-    def _search_norms(self, search: bool) -> None:
-        from torch.nn.modules.module import register_module_forward_hook
-
-        if search and self._search is None:
-            self._search = register_module_forward_hook(self._fenced(self._after_module))
-        elif not search and self._search is not None:
-            self._search.remove()
-            self._search = None
 
     @property
     def tried(self) -> bool:
@@ -279,16 +268,18 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _fenced(self, hook: Callable[..., None]) -> Callable[..., None]:
         return hook if self._fence is None else self._fence(hook)
 
-    def _after_module(self, module: Any, inputs: Any, output: Any) -> None:
-        """While passes are watched: find the layer norms. A hook on every module call would cost
-        too much to keep, and even one on each norm costs more than the rest of an event."""
-        if not isinstance(module, self._torch.nn.LayerNorm):
-            return
-        if module.weight is not None:
-            self._store.norms[id(module.weight)] = weakref.ref(module)
-        elif module not in self._norms:
-            self._norms[module] = module.register_forward_hook(note_epsilon)
-            note_epsilon(module, inputs, output)
+    def _find_norms(self) -> None:
+        """The program's layer norms. They are looked for among all objects, once in a trial: a hook
+        on every module call costs more than the rest of an event, and ends compiled regions."""
+        norm = self._torch.nn.LayerNorm
+        for module in gc.get_objects():
+            if not issubclass(type(module), norm):
+                continue
+            weight = vars(module).get("_parameters", {}).get("weight")
+            if weight is not None:
+                self._store.norms[id(weight)] = weakref.ref(module)
+            elif module not in self._norms:
+                self._norms[module] = module.register_forward_hook(note_epsilon)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.before_update(p for group in optimizer.param_groups for p in group["params"])
@@ -524,6 +515,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         if candidate is not None:
             candidate.trials += 1
             self._trial = candidate
+            self._find_norms()
         elif self._looking:
             self._looking -= 1
         else:
@@ -532,7 +524,6 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._plan is None and not (hopeless and self._round % HOPELESS_EVERY):
             self._watch = Watch(self._backend, self._store, trial=candidate is not None)
             self._stepped = self._steps > 0
-        self._search_norms(self._watch is not None)
         self._measured = self._plan is None or self._plan.tuned < TUNED
         if self._measured:
             self._backend.peak_bytes()  # from here on

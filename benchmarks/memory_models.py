@@ -1,6 +1,6 @@
 """Models and training loops of other people, as they are, plain and under a memory budget.
 
-    python benchmarks/memory_models.py --out DIR [--cases llama,t5] [--budget 60%] [--together]
+    python benchmarks/memory_models.py --out DIR [--cases llama,t5] [--budget 60%] [--at-once 3]
 
 Random weights, random data, deterministic kernels (not with `--fast`, which is for times); each
 case is started as a user would start it (`kilter run --memory-budget`). One JSON line each: peak,
@@ -341,7 +341,9 @@ def main() -> None:
     parser.add_argument("--fast", action="store_true", help="kernels need not be deterministic")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--timeout", type=float, default=120)
-    parser.add_argument("--together", action="store_true", help="all at once; times mean nothing")
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="cases; with more than one, times mean nothing"
+    )
     args = parser.parse_args()
     args.out = args.out.absolute()
     if args.role == "train":
@@ -349,7 +351,7 @@ def main() -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     cases = args.cases.split(",")
-    with ThreadPoolExecutor(len(cases) if args.together else 1) as pool:
+    with ThreadPoolExecutor(args.at_once) as pool:
         for lines in pool.map(lambda case: compare(case, args), cases):
             print("\n".join(lines), flush=True)
 

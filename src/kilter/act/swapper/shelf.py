@@ -127,12 +127,14 @@ class Shelf:
             raise WeightsMoved("the bytes of a parameter were exchanged while they were away")
         if weight.where is Where.AWAY:
             self._late(weight)
-        elsewhere = self.elsewhere()
-        with self._torch.cuda.stream(self.stream if elsewhere else None):
+        if self.elsewhere():  # nobody knows who has waited for whom
+            with self._torch.cuda.stream(self.stream):
+                self.load(weight)
+                self._backend.wait(weight.arrival)
+            self.stream.synchronize()
+        else:
             self.load(weight)
             self._backend.wait(weight.arrival)
-        if elsewhere:  # nobody knows who has waited for whom
-            self.stream.synchronize()
         weight.where = Where.HERE
         parameter.__class__ = self._plain
         self.absent -= 1
@@ -146,13 +148,14 @@ class Shelf:
 
     def _undisturbed(self) -> Any:
         """What the program has put around its operations does not meet ours."""
-        stack = ExitStack()
-        stack.enter_context(self._torch.no_grad())
-        stack.enter_context(self._torch._C.DisableTorchFunction())
-        if self._torch._C._len_torch_dispatch_stack():
-            from torch.utils._python_dispatch import _disable_current_modes
+        quiet = self._torch._C.DisableTorchFunction()
+        if not self._torch._C._len_torch_dispatch_stack():
+            return quiet
+        from torch.utils._python_dispatch import _disable_current_modes
 
-            stack.enter_context(_disable_current_modes())
+        stack = ExitStack()
+        stack.enter_context(quiet)
+        stack.enter_context(_disable_current_modes())
         return stack
 
     def wrote(self, parameter: Any) -> None:
@@ -171,7 +174,10 @@ class Shelf:
         if not self._counted:
             return False
         alone = self._alone_in_graph if parameter.requires_grad else self._alone
-        if any(a > b for a, b in zip(self._holders(parameter), alone, strict=True)):
+        found = self._holders(parameter)
+        if found.tensor > alone.tensor or found.storage > alone.storage:
+            return False
+        if found.storage_object > alone.storage_object:
             return False
         if not parameter.untyped_storage().resizable():
             return False

@@ -131,6 +131,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._turn: int | None = None
         """Its first tick of backward."""
         self._runs: dict[int, int] = {}
+        self._timing = True
         self._steps = 0
         self._border = True
         """An optimizer has stepped, and no module has run since."""
@@ -351,7 +352,8 @@ class WeightMover(AbstractContextManager["WeightMover"]):
 
     def _tick(self, tick: Tick) -> None:
         self._ticks.append(tick)
-        self._marks.append(self._backend.mark())
+        if self._timing:
+            self._marks.append(self._backend.mark())
         if self._backend.device.type != "cuda":
             return
         if self._shelf.stream is None:
@@ -370,15 +372,15 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         if reason is not None:
             self.stop(reason)
             return
-        now = self._backend.mark()
-        if self._turn is not None and self._steps:
-            self._file(now)
+        if self._timing and self._turn is not None and self._steps:
+            self._file(self._backend.mark())
         self._shelf.bring_all()  # what no backward has asked for
         self._shelf.compare()
         self._passes += 1
         self._border = False
         self._turn = None
         self._ticks, self._marks = [], []
+        self._timing = self._plan is None or self._timed < TIMED_PASSES
         self._runs.clear()
 
     def _unfit(self) -> str | None:
@@ -396,7 +398,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         """A pass has ended: how long its parts took."""
         assert self._turn is not None
         kind = tuple(self._ticks), self._turn
-        if self._plan is not None and (self._timed >= TIMED_PASSES or kind != self._kind):
+        if self._plan is not None and kind != self._kind:
             return
         if kind != self._kind:
             self._kind, self._seen, self._gaps_s = kind, 0, []

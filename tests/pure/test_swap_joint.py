@@ -108,6 +108,14 @@ def test_feature_maps_and_state_fit_together(case: tuple[Problem, list[Bucket], 
         assert plan(rest, alone=False).feasible
 
 
+def test_a_budget_that_holds_everything_is_planned_with_nothing_to_move() -> None:
+    problem, buckets, at = training(8, 1.0)
+    bare = replace(problem, intervals=(), budget_bytes=problem.peak_bytes)
+    found = beside(bare, buckets, at, sum(b.state_bytes for b in buckets))
+    assert found is not None
+    assert found.iteration_s == pytest.approx(problem.compute_s)
+
+
 def test_state_streams_rather_than_feature_maps_being_made_again() -> None:
     """Making a layer again costs as much as its forward; the link is idle in backward."""
     problem, buckets, at = training(16, 0.3, op_s=0.5, remake_s=0.5)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from kilter.core.errors import PlanError
 from kilter.plan.swap.problem import Problem
-from kilter.plan.swap.simulate import Outcome, Schedule
+from kilter.plan.swap.simulate import Outcome, Schedule, simulate
 from kilter.plan.swap.spanning import swap_rest
 
 REACHES = (0.01, 0.04)
@@ -65,6 +65,8 @@ def mix(problem: Problem, reaches: Sequence[float] = REACHES, *, busy: bool = Fa
 def roughly(problem: Problem) -> tuple[Schedule, Outcome]:
     """The same with a tenth of the work, to compare one problem with another: one order, and the
     number of things to make again to within one part in `ROUGHLY`. As above, `PlanError`."""
+    if problem.peak_bytes <= problem.budget_bytes:
+        return Schedule(), simulate(problem, Schedule())
     if problem.floor_bytes > problem.budget_bytes:
         raise PlanError(f"the budget of {problem.budget_bytes} bytes is out of reach")
     order = within_reach(problem, by_price(problem, EACH_S), REACHES[0])

@@ -983,6 +983,33 @@ def test_cuda_graphs_keep_weights_where_they_are(monkeypatch: pytest.MonkeyPatch
     before.replay()
 
 
+def test_another_stream_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may read a weight whose memory is given to others."""
+
+    class Stream:
+        def synchronize(self) -> None:
+            seen.append("synchronized")
+
+    seen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_stream", seen.append)
+    main, side = Stream(), Stream()
+    torch.manual_seed(3)
+    net = network()
+    optimizer = adamw(net)
+    with mover() as governed:
+        governed._shelf.stream = main
+        for number in range(5):
+            step(net, optimizer, number)
+        net(batch())
+        torch.cuda.set_stream(main)
+        assert len(away(net)) == 5
+        torch.cuda.set_stream(side)
+        assert not away(net)
+        assert seen == [main, "synchronized", side]
+        net(batch())
+        assert not away(net)
+
+
 def test_an_error_of_ours_brings_all_home(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     fence = Fence(lambda where, error: told.append(error))

@@ -13,6 +13,7 @@ A parameter that is here is an ordinary one. Writes to it move its version on, b
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -113,12 +114,15 @@ class Doors(AbstractContextManager["Doors"]):
         all_home: Callable[[str], None],
         wrote: Callable[[Any], None],
         moved: Callable[[], bool],
+        foreign: Callable[[Any], bool],
     ) -> None:
         self._home = home
         self._all_home = all_home
         self._wrote = wrote
         self._moved = moved
         """Some weight has not the address that it began with."""
+        self._foreign = foreign
+        """Modules do not compute on this stream."""
         self._undo: list[Callable[[], None]] = []
         self._graphs: set[int] = set()
         """Captured since all weights are home for good."""
@@ -133,6 +137,7 @@ class Doors(AbstractContextManager["Doors"]):
         self._guard_hooks(torch)
         self._guard_functions(torch)
         self._guard_graphs(torch)
+        self._guard_streams(torch)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -226,6 +231,30 @@ class Doors(AbstractContextManager["Doors"]):
 
         self._replace(kind, "capture_begin", capture_begin)
         self._replace(kind, "replay", replayed)
+
+    def _guard_streams(self, torch: Any) -> None:
+        """Memory that a weight leaves is taken by what comes next on the modules' stream: another
+        one may be reading the weight still."""
+        cuda = torch.cuda
+        change = cuda.set_stream
+        enter: Any = getattr(cuda.Stream, "__enter__", None)
+
+        def leave_stream(stream: Any) -> None:
+            if self._foreign(stream):
+                self._all_home("the program computes on several streams")
+
+        def set_stream(stream: Any) -> None:
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith(OURS):
+                leave_stream(stream)
+            change(stream)
+
+        def entered(stream: Any) -> Any:
+            leave_stream(stream)
+            return enter(stream)
+
+        self._replace(cuda, "set_stream", set_stream)
+        if enter is not None:
+            self._replace(cuda.Stream, "__enter__", entered)
 
 
 def guarded(unpack: Any) -> bool:

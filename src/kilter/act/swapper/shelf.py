@@ -129,15 +129,26 @@ class Shelf:
             self._late(weight)
         if self.elsewhere():  # nobody knows who has waited for whom
             with self._torch.cuda.stream(self.stream):
-                self.load(weight)
-                self._backend.wait(weight.arrival)
+                self._bring(weight, parameter)
             self.stream.synchronize()
         else:
-            self.load(weight)
-            self._backend.wait(weight.arrival)
+            self._bring(weight, parameter)
+
+    def _bring(self, weight: Moved, parameter: Any) -> None:
+        self.load(weight)
+        self._backend.wait(weight.arrival)
         weight.where = Where.HERE
         parameter.__class__ = self._plain
         self.absent -= 1
+
+    def foreign(self, stream: Any) -> bool:
+        """Modules have run, and on another stream than this."""
+        return self.stream is not None and stream is not None and stream != self.stream
+
+    def settle(self) -> None:
+        """What was brought back may be read by any stream."""
+        if self.moved and self.stream is not None:
+            self.stream.synchronize()
 
     def elsewhere(self) -> bool:
         """The program issues work on another stream than that of its modules."""
@@ -283,7 +294,7 @@ class Shelf:
         if not self._left:
             return
         torch = self._torch
-        with self._undisturbed():
+        with self._undisturbed(), torch.cuda.stream(self.stream if self.elsewhere() else None):
             now, then = (torch.stack(sums) for sums in zip(*self._left, strict=True))
             wrong = (now != then).any().view(torch.uint8).view(1)
             if self._flag is None:

@@ -172,7 +172,11 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         )
         shelf = self._shelf = Shelf(self._backend, late=self._was_late, say=self._say)
         self._doors = Doors(
-            home=shelf.home, all_home=self.stop, wrote=shelf.wrote, moved=lambda: shelf.moved
+            home=shelf.home,
+            all_home=self.stop,
+            wrote=shelf.wrote,
+            moved=lambda: shelf.moved,
+            foreign=shelf.foreign,
         )
         self._doors.__enter__()
         self._arrived_hook = torch.compiler.disable(self._fenced(self._arrived))
@@ -210,6 +214,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._stopped = True
         self._shelf.bring_all()
         self._shelf.compare()
+        self._shelf.settle()
         self._release, self._load, self._plan = {}, {}, None
         self._updated.clear()
         if self._shelf.moved:
@@ -342,10 +347,10 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             return
         if self._turn is None:
             self._turn = len(self._ticks)
-            self._shelf.compare()
         run = self._runs[id(parameter)] = self._runs.get(id(parameter), 0) + 1
         tick = ("backward", id(parameter), run)
         self._tick(tick)
+        self._shelf.compare()
         self._publish()
         for weight in self._load.get(tick, ()):
             self._shelf.load(weight)

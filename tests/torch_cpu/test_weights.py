@@ -866,6 +866,7 @@ def test_inference_mode_between_forward_and_backward() -> None:
     check(stepping=stepping)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor")  # older LBFGS does
 def test_closures() -> None:
     def stepping(net: Net, optimizer: Optimizer, number: int) -> float:
         def closure() -> torch.Tensor:

@@ -12,22 +12,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from kilter.act.swapper.fused import can_normalise, normalised
 
 if TYPE_CHECKING:
     import torch
 
-    from kilter.act.swapper.remake import Reader
-
     _Make: TypeAlias = Callable[[], torch.Tensor]
-    _Build: TypeAlias = Callable[[Reader, Any, torch.dtype, tuple[int, ...]], _Make | None]
+    _Build: TypeAlias = Callable[["Graph", Any, torch.dtype, tuple[int, ...]], _Make | None]
 
 Source = Any
 """How to have a tensor that a recipe reads: a tensor with its version, which must not have changed
 (what autograd was given for it begins like that), or a function. A closure for each would be dear:
 recipes are built in every pass by the hundred, and Python's collector counts what is built."""
+
+
+class Graph(Protocol):
+    """What a builder may ask for. All of it is had when the recipe is carried out."""
+
+    def saved(self, node: Any, name: str) -> Source | None:
+        """A tensor that a node saved."""
+
+    def value(self, edge: tuple[Any, int]) -> Source | None:
+        """What a node produced."""
+
+    def epsilon(self, node: Any, weight: Source | None) -> float | None:
+        """Of a layer norm with this weight."""
 
 
 class Stale(RuntimeError):
@@ -43,14 +55,24 @@ def have(source: Source) -> Any:
     return source()
 
 
-def _unary(apply: Callable[[Source, Any], torch.Tensor]) -> _Build:
+def _of_saved(apply: Callable[[Source, Any], torch.Tensor]) -> _Build:
     """An operation of its saved input and attributes of the node, read now."""
 
-    def build(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-        source = reader.saved(node, "_raw_saved_self")
+    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+        source = graph.saved(node, "_raw_saved_self")
         if source is None:
             return None
         return partial(apply, source, getattr(node, "_saved_approximate", None))
+
+    return build
+
+
+def _of_input(apply: Callable[[torch.Tensor], torch.Tensor]) -> _Build:
+    """An operation of what came in, which it did not save."""
+
+    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+        source = graph.value(node.next_functions[0])
+        return None if source is None else lambda: apply(have(source))
 
     return build
 
@@ -67,11 +89,11 @@ def _silu(x: Source, _: None) -> torch.Tensor:
     return torch.nn.functional.silu(have(x))
 
 
-def _cast(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+def _cast(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
     before = node.next_functions[0]
     if before[0] is not None and before[0].name() == "NativeLayerNormBackward0":
-        return _layer_norm(reader, before[0], dtype, size)
-    source = reader.value(before)
+        return _layer_norm(graph, before[0], dtype, size)
+    source = graph.value(before)
     return None if source is None else partial(_cast_again, source, dtype)
 
 
@@ -80,28 +102,26 @@ def _cast_again(x: Source, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-def _view(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+def _view(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
     before = getattr(node, "_saved_self_sym_sizes", None)
     if before is None or math.prod(before) != math.prod(size):
         return None
-    source = reader.value(node.next_functions[0])
+    source = graph.value(node.next_functions[0])
     return None if source is None else lambda: have(source).reshape(size)
 
 
-def _layer_norm(
-    reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]
-) -> _Make | None:
+def _layer_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
     """With the cast that follows it, if one does."""
 
-    source = reader.saved(node, "_raw_saved_input")
-    weight = reader.saved(node, "_raw_saved_weight")
-    eps = reader.epsilon(node, weight)
+    source = graph.saved(node, "_raw_saved_input")
+    weight = graph.saved(node, "_raw_saved_weight")
+    eps = graph.epsilon(node, weight)
     if eps is None or source is None:
         return None
     shape = list(node._saved_normalized_shape)
-    bias = reader.saved(node, "_raw_saved_bias") or _nothing
-    mean = reader.saved(node, "_raw_saved_result1") or _nothing
-    rstd = reader.saved(node, "_raw_saved_result2") or _nothing
+    bias = graph.saved(node, "_raw_saved_bias") or _nothing
+    mean = graph.saved(node, "_raw_saved_result1") or _nothing
+    rstd = graph.saved(node, "_raw_saved_result2") or _nothing
 
     return partial(_normalise, (source, mean, rstd, weight or _nothing, bias), shape, eps, dtype)
 
@@ -123,9 +143,7 @@ def _nothing() -> Any:
     return None
 
 
-def _batch_norm(
-    reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]
-) -> _Make | None:
+def _batch_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
     """With the batch's own statistics; running statistics are neither read nor updated."""
     import torch
 
@@ -133,21 +151,21 @@ def _batch_norm(
     native = name == "NativeBatchNormBackward0"
     training = getattr(node, "_saved_training", True)
     eps = getattr(node, "_saved_eps" if native else "_saved_epsilon", None)
-    source = reader.saved(node, "_raw_saved_input")
+    source = graph.saved(node, "_raw_saved_input")
     if not training or eps is None or source is None:
         return None
-    weight = reader.saved(node, "_raw_saved_weight") or _nothing
+    weight = graph.saved(node, "_raw_saved_weight") or _nothing
     bias: Source | None = _nothing
     if len(node.next_functions) > 2 and node.next_functions[2][0] is not None:
-        bias = reader.value(node.next_functions[2])
+        bias = graph.value(node.next_functions[2])
     if bias is None:
         return None
     if not native:
         return lambda: torch.cudnn_batch_norm(
             have(source), have(weight), have(bias), None, None, True, 0.0, eps
         )[0]
-    mean = reader.saved(node, "_raw_saved_result1")
-    deviation = reader.saved(node, "_raw_saved_result2")
+    mean = graph.saved(node, "_raw_saved_result1")
+    deviation = graph.saved(node, "_raw_saved_result2")
 
     def make() -> torch.Tensor:
         x = have(source)
@@ -162,14 +180,14 @@ def _batch_norm(
 
 
 def _convolution(
-    reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]
+    graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
 ) -> _Make | None:
     import torch
 
-    source = reader.saved(node, "_raw_saved_input")
-    weight = reader.saved(node, "_raw_saved_weight")
+    source = graph.saved(node, "_raw_saved_input")
+    weight = graph.saved(node, "_raw_saved_weight")
     edge = node.next_functions[2]
-    bias = _nothing if edge[0] is None else reader.value(edge)
+    bias = _nothing if edge[0] is None else graph.value(edge)
     if source is None or weight is None or bias is None:
         return None
     how = tuple(
@@ -179,38 +197,16 @@ def _convolution(
     return lambda: torch.convolution(have(source), have(weight), have(bias), *how)
 
 
-def _relu(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-    source = reader.value(node.next_functions[0])
-    return None if source is None else lambda: have(source).relu()
-
-
-def _tanh(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-    source = reader.value(node.next_functions[0])
-    return None if source is None else lambda: have(source).tanh()
-
-
-def _sigmoid(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-    source = reader.value(node.next_functions[0])
-    return None if source is None else lambda: have(source).sigmoid()
-
-
-def _clone(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-    source = reader.value(node.next_functions[0])
-    return None if source is None else lambda: have(source).clone()
-
-
-def _transpose(
-    reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]
-) -> _Make | None:
-    source = reader.value(node.next_functions[0])
+def _transpose(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    source = graph.value(node.next_functions[0])
     if source is None:
         return None
     first, second = _signed(node._saved_dim0), _signed(node._saved_dim1)
     return lambda: have(source).transpose(first, second)
 
 
-def _permute(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-    source = reader.value(node.next_functions[0])
+def _permute(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    source = graph.value(node.next_functions[0])
     dims = [_signed(dim) for dim in node._saved_dims]
     return None if source is None else lambda: have(source).permute(dims)
 
@@ -220,27 +216,27 @@ def _signed(dim: int) -> int:
     return dim - 2**64 if dim >= 2**63 else dim
 
 
-def _power(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-    source, exponent = reader.saved(node, "_raw_saved_self"), node._saved_exponent
+def _power(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    source, exponent = graph.saved(node, "_raw_saved_self"), node._saved_exponent
     return None if source is None else lambda: have(source) ** exponent
 
 
-def _lookup(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+def _lookup(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
     import torch
 
-    indices = reader.saved(node, "_raw_saved_indices")
-    weight = reader.value(node.next_functions[0])
+    indices = graph.saved(node, "_raw_saved_indices")
+    weight = graph.value(node.next_functions[0])
     if indices is None or weight is None:
         return None
     return lambda: torch.embedding(have(weight), have(indices))
 
 
-def _dropout(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+def _dropout(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
     """With the very mask that was drawn: what backward does to a gradient is what forward did."""
     import torch
 
-    mask = reader.saved(node, "_raw_saved_result1")
-    source = reader.value(node.next_functions[0])
+    mask = graph.saved(node, "_raw_saved_result1")
+    source = graph.value(node.next_functions[0])
     if mask is None or source is None or node._saved_p >= 1:
         return None
     scale = 1.0 / (1.0 - node._saved_p)
@@ -248,58 +244,58 @@ def _dropout(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...
     return lambda: again(have(source), have(mask), scale)
 
 
-def _add(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+def _add(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
     if getattr(node, "_saved_alpha", 1) != 1 or len(node.next_functions) != 2:
         return None
     # A missing edge is a number or a tensor outside the graph: unknown.
-    left, right = (reader.value(edge) for edge in node.next_functions)
+    left, right = (graph.value(edge) for edge in node.next_functions)
     if left is None or right is None:
         return None
     return lambda: have(left) + have(right)
 
 
-def _factors(reader: Reader, node: Any) -> tuple[Source | None, Source | None]:
+def _factors(graph: Graph, node: Any) -> tuple[Source | None, Source | None]:
     """Of an operation on two tensors that saves one only for the other's gradient."""
-    left, right = reader.saved(node, "_raw_saved_self"), reader.saved(node, "_raw_saved_other")
+    left, right = graph.saved(node, "_raw_saved_self"), graph.saved(node, "_raw_saved_other")
     edges = node.next_functions
-    return left or reader.value(edges[0]), right or (reader.value(edges[1]) if edges[1:] else None)
+    return left or graph.value(edges[0]), right or (graph.value(edges[1]) if edges[1:] else None)
 
 
-def _multiply(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-    left, right = _factors(reader, node)
+def _multiply(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    left, right = _factors(graph, node)
     if left is None or right is None:
         return None
     return lambda: have(left) * have(right)
 
 
-def _divide(reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-    left, right = _factors(reader, node)
+def _divide(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+    left, right = _factors(graph, node)
     if left is None or right is None:
         return None
     return lambda: have(left) / have(right)
 
 
 def _matrix_product(
-    reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]
+    graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
 ) -> _Make | None:
-    left, right = reader.saved(node, "_raw_saved_self"), reader.saved(node, "_raw_saved_mat2")
+    left, right = graph.saved(node, "_raw_saved_self"), graph.saved(node, "_raw_saved_mat2")
     if left is None or right is None:
         return None
     return lambda: have(left) @ have(right)
 
 
 def _sum_of_product(
-    reader: Reader, node: Any, dtype: torch.dtype, size: tuple[int, ...]
+    graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
 ) -> _Make | None:
     import torch
 
     if getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1:
         return None
-    left, right = reader.saved(node, "_raw_saved_mat1"), reader.saved(node, "_raw_saved_mat2")
+    left, right = graph.saved(node, "_raw_saved_mat1"), graph.saved(node, "_raw_saved_mat2")
     edge = node.next_functions[0]
     while edge[0] is not None and edge[0].name() == "ToCopyBackward0":
         edge = edge[0].next_functions[0]  # the bias, cast to the type of the factors
-    added = reader.value(edge)
+    added = graph.value(edge)
     if left is None or right is None or added is None:
         return None
 
@@ -323,12 +319,12 @@ OPERATIONS = {
     "AddBackward0": Operation("sum", _add),
     "AddmmBackward0": Operation("matrix product", _sum_of_product),
     "BmmBackward0": Operation("matrix product", _matrix_product),
-    "CloneBackward0": Operation("copy", _clone),
+    "CloneBackward0": Operation("copy", _of_input(methodcaller("clone"))),
     "ConvolutionBackward0": Operation("convolution", _convolution),
     "CudnnBatchNormBackward0": Operation("batch norm", _batch_norm),
     "DivBackward0": Operation("quotient", _divide),
     "EmbeddingBackward0": Operation("lookup", _lookup),
-    "GeluBackward0": Operation("gelu", _unary(_gelu)),
+    "GeluBackward0": Operation("gelu", _of_saved(_gelu)),
     "MmBackward0": Operation("matrix product", _matrix_product),
     "MulBackward0": Operation("product", _multiply),
     "NativeBatchNormBackward0": Operation("batch norm", _batch_norm),
@@ -336,10 +332,10 @@ OPERATIONS = {
     "NativeLayerNormBackward0": Operation("layer norm", _layer_norm),
     "PermuteBackward0": Operation("view", _permute),
     "PowBackward0": Operation("power", _power),
-    "ReluBackward0": Operation("relu", _relu),
-    "SigmoidBackward0": Operation("sigmoid", _sigmoid),
-    "SiluBackward0": Operation("silu", _unary(_silu)),
-    "TanhBackward0": Operation("tanh", _tanh),
+    "ReluBackward0": Operation("relu", _of_input(methodcaller("relu"))),
+    "SigmoidBackward0": Operation("sigmoid", _of_input(methodcaller("sigmoid"))),
+    "SiluBackward0": Operation("silu", _of_saved(_silu)),
+    "TanhBackward0": Operation("tanh", _of_input(methodcaller("tanh"))),
     "ToCopyBackward0": Operation("cast", _cast),
     "TransposeBackward0": Operation("view", _transpose),
     "UnsafeViewBackward0": Operation("view", _view),

@@ -121,6 +121,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._handles: list[Any] = []
         self._hooks: Any = None
         self._stopped = False
+        self._told = False
         self._reading = False
         """Hooks of ours read weights, not the program."""
         self._late = 0
@@ -202,8 +203,8 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             handle.remove()
         self._doors.__exit__()
         self._backend.close()
-        if self._shelf.falsified() and (not exception or exception[0] is None):
-            raise WeightsMoved(FALSIFIED)
+        if not exception or exception[0] is None:
+            self._check()
 
     def stop(self, reason: str | None = None) -> None:
         """All weights are here from now on, for good."""
@@ -219,6 +220,13 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._updated.clear()
         if self._shelf.moved:
             self._changed()
+
+    def _check(self) -> None:
+        """Tell of a weight that was not what its copy is."""
+        if self._shelf.falsified() and not self._told:
+            self._told = True
+            self.stop()
+            raise WeightsMoved(FALSIFIED)
 
     def make_room(self, away_bytes: int) -> None:
         """From the next pass on so much is away at the end of forward."""
@@ -296,9 +304,10 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             if type(base) is plain and shelf.weights.get(id(base)) and _strided(tensor, base):
                 return SavedView(tensor, shelf.home)
             self._reading = True  # a recipe, perhaps, which looks at what it will need
-            packed = pack(tensor)
-            self._reading = False
-            return packed
+            try:
+                return pack(tensor)
+            finally:
+                self._reading = False
 
         def unpack_weight(packed: Any) -> torch.Tensor:
             if type(packed) is SavedView:
@@ -370,9 +379,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
 
     def _begin_pass(self) -> None:
         """The first module of a forward has run."""
-        if self._shelf.falsified():
-            self.stop()
-            raise WeightsMoved(FALSIFIED)
+        self._check()
         reason = self._unfit()
         if reason is not None:
             self.stop(reason)

@@ -13,6 +13,11 @@ settings.register_profile(
 )
 settings.load_profile("kilter")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Started in the background of a shell: what the tests start would never hear of Ctrl-C.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Started in the background of a shell or by nohup: what the tests start would never hear of Ctrl-C
+# or of the end of the terminal.
+for number, usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -485,6 +485,15 @@ def test_a_script_that_ends_while_it_runs_without_us_leaves_no_hooks() -> None:
 # Compiled
 
 
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """Leaves no trace of itself: engines look whether the program compiles."""
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler itself
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_modules(whole: bool) -> None:

@@ -10,6 +10,7 @@ import copy
 import ctypes
 import io
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,15 @@ from kilter.act.swapper.state import StateMover
 from kilter.act.swapper.weights import WeightMover, WeightReport
 from kilter.core.errors import UsageError
 from kilter.plan.swap.problem import Link
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> None:
+    """Weights stay in a process that compiles, and other tests do."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    if compiler is not None:
+        compiler.counters.clear()
+
 
 LINK = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
 WIDTH = 24

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +14,15 @@ from kilter.act.floor import Floor, words
 from kilter.act.swapper import CpuStandIn, Swapper
 from kilter.core.units import MIB
 from kilter.plan.swap.problem import H200_PCIE5
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> None:
+    """Weights stay in a process that compiles, and other tests do."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    if compiler is not None:
+        compiler.counters.clear()
+
 
 WIDTH = 256
 LAYERS = 12

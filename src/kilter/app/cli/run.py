@@ -39,6 +39,7 @@ environment:
 examples:
   kilter run train.py --epochs 3
   kilter run --max-slowdown 1% -m package.train --epochs 3
+  kilter run --memory-budget 75% train.py
   kilter run --device sim:v100 train.py
   kilter run --standalone --nproc-per-node 8 train.py
   srun kilter run train.py

@@ -1,14 +1,15 @@
-"""Gradients and optimizer state that make room: their cost, what trains, and whether it is exact.
+"""Gradients, optimizer state and weights that make room: cost, what trains, and is it exact.
 
     python benchmarks/state_h200.py --out DIR [--parts rows,identity,cap] [--limit SECONDS]
 
 GPT 1.64B (bf16 autocast, fp32 fused AdamW), all rows from one process; times are medians of CUDA
 events around whole iterations, peaks are allocated memory. `rows` compares plain and per-block
-checkpointing with gradients consumed in backward, with optimizer state streamed, and with what a
-session decides for a budget (*joint*: feature maps, gradients and state together, settled by
-itself). `identity` compares loss, parameters and optimizer state with plain's, bit for bit, on a
-shallower model with deterministic kernels. `cap` finds the largest batch that trains under a cap,
-by default of 40 GiB. `--tiny` runs all parts on a CPU, to test this script.
+checkpointing with gradients consumed in backward, with optimizer state streamed, with weights away
+over the end of forward, and with what a session decides for a budget (*joint*: feature maps and all
+of these together, settled by itself). `identity` compares losses, parameters and optimizer state
+with plain's, bit for bit, on a shallower model with deterministic kernels. `cap` finds the largest
+batch that trains under a cap, by default of 40 GiB. `--tiny` runs all parts on a CPU, to test this
+script.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -36,11 +38,15 @@ from kilter.act.room import room
 from kilter.act.swapper import CpuStandIn, Swapper
 from kilter.act.swapper.cuda import Cuda, measure_link
 from kilter.act.swapper.state import StateMover
+from kilter.act.swapper.weights import WeightMover
 from kilter.core.units import GIB
 from kilter.plan.swap.problem import Link
 
 FIRST = time.perf_counter()
-IDENTITY_STEPS = 30
+IDENTITY_STEPS = 40
+WEIGHTS_WARM = 14
+"""Iterations until gradients are consumed and the plan for weights was made anew with its times."""
+ALL_GB = 1000.0
 
 
 class Shared(Pinned):
@@ -118,6 +124,8 @@ class Mode:
     """Budget, of plain's peak."""
     gradients: str = "keep"
     room_gb: float | None = None
+    weights_gb: float | None = None
+    """That are to be away; None: weights stay."""
     moves: bool = False
     """Gradients and state are moved as said here."""
     joint: bool = False
@@ -139,6 +147,9 @@ MODES = (
     Mode("consumed, 8 GB of state stay", None, "consume", 8.0, moves=True),
     Mode("consumed, 1 GB of state at a time", None, "consume", 1.0, moves=True),
     Mode("kept, 8 GB of state stay", None, "keep", 8.0, moves=True),
+    Mode("weights", weights_gb=ALL_GB),
+    Mode("consumed, 3 GB of weights", None, "consume", weights_gb=3.0, moves=True),
+    Mode("consumed, weights", None, "consume", weights_gb=ALL_GB, moves=True),
     Mode("plain again"),
 )
 
@@ -153,10 +164,13 @@ class Governed(contextlib.ExitStack):
         self.budget_bytes = budget_bytes
         self.swapper: Swapper | None = None
         self.mover: StateMover | None = None
+        self.weights: WeightMover | None = None
         self.floor: Floor | None = None
         self.settled_at: int | None = None
         self.decided_s = 0.0
         """The longest that a decision took."""
+        self.each_s: list[float] = []
+        """Of the first iterations, as the host sees them."""
         self.steps = 0
 
     def govern(self, fresh: bool = False) -> Governed:
@@ -178,15 +192,25 @@ class Governed(contextlib.ExitStack):
             self.callback(self.floor.close)
             if fresh:
                 self.floor.begin(backend.used_bytes() or 0, self.budget_bytes or 0)
+        scale = 1e4 if machine.tiny else 1e9  # a tiny model has 52 MB of state
+        if mode.weights_gb is not None:
+            self.weights = WeightMover(
+                machine.backend(),
+                link=machine.link,
+                away_bytes=int(mode.weights_gb * scale),
+                min_bytes=min_bytes,
+            )
         if mode.moves:
-            scale = 1e4 if machine.tiny else 1e9  # a tiny model has 52 MB of state
             self.mover = StateMover(
                 machine.backend(),
                 link=machine.link,
                 gradients=mode.gradients,
                 room_bytes=None if mode.room_gb is None else int(mode.room_gb * scale),
+                before_update=self.weights.before_update if self.weights else None,
             )
             self.enter_context(self.mover)
+        if self.weights is not None:
+            self.enter_context(self.weights)
         return self
 
     def border(self) -> None:
@@ -206,7 +230,7 @@ class Governed(contextlib.ExitStack):
         if self.floor is not None:
             return self.settled_at is not None and self.steps >= self.settled_at + passes
         planned = self.swapper is None or self.swapper.report().planned >= passes
-        return self.steps >= 5 and planned
+        return self.steps >= (5 if self.weights is None else WEIGHTS_WARM) and planned
 
 
 def fail(where: str, error: str) -> None:
@@ -215,8 +239,11 @@ def fail(where: str, error: str) -> None:
 
 def warm(job: Job, engines: Governed, passes: int = 4, most: int = 40) -> None:
     while not engines.ready(passes) and engines.steps < most:
+        begin = time.perf_counter()
         job.step()
         engines.border()
+        engines.each_s.append(round(time.perf_counter() - begin, 3))
+        print(f"{engines.steps}: {engines.each_s[-1]} s", end=" ", flush=True, file=sys.stderr)
 
 
 def timed(machine: Machine, job: Job, count: int) -> dict[str, float]:
@@ -242,7 +269,11 @@ def timed(machine: Machine, job: Job, count: int) -> dict[str, float]:
 
 
 def told(engines: Governed) -> dict[str, Any]:
-    found: dict[str, Any] = {"steps": engines.steps, "settled_at": engines.settled_at}
+    found: dict[str, Any] = {
+        "steps": engines.steps,
+        "settled_at": engines.settled_at,
+        "each_s": engines.each_s,
+    }
     floor, swapper = engines.floor, engines.swapper
     state = engines.mover.report() if engines.mover else floor.report if floor else None
     if state is not None:
@@ -260,6 +291,10 @@ def told(engines: Governed) -> dict[str, Any]:
             "taken": floor.joint.taken,
             "moved_bytes": floor.joint.state.moved_bytes,
         }
+    weights = engines.weights.report() if engines.weights else floor.weights if floor else None
+    if weights is not None:
+        found["weights"] = asdict(weights) | {"plan": None}
+        found["weights_stall_s"] = None if weights.plan is None else weights.plan.stall_s
     if swapper is not None:
         values = swapper.report()
         found["swapper"] = {
@@ -301,45 +336,51 @@ def rows(machine: Machine, names: list[str]) -> Iterator[dict[str, Any]]:
         yield {"row": mode.name, "budget_bytes": budget, "warm_s": warm_s, **found, **values}
 
 
-def identity(machine: Machine) -> Iterator[dict[str, Any]]:
-    """Plain twice: are the kernels deterministic? Then the modes."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    plain: list[torch.Tensor] = []
+def identity(machine: Machine, names: list[str]) -> Iterator[dict[str, Any]]:
+    """Plain twice: are the kernels deterministic? Then the modes. A joint budget of 60 % is out of
+    reach with all state on the device, one of 42 % with all weights."""
+    torch.use_deterministic_algorithms(True)  # with `warn_only` attention's backward is not
     room_gb = 3000.0 if machine.tiny else 2.0
     modes = (
         Mode("plain"),
         Mode("plain again"),
+        Mode("joint 60 %", 0.6, "consume", joint=True),
+        Mode("joint 42 %", 0.42, "consume", joint=True),
         Mode("consumed", None, "consume", moves=True),
         Mode("consumed and streamed", None, "consume", room_gb, moves=True),
         Mode("streamed in the step", None, "keep", room_gb, moves=True),
-        Mode("joint", 0.6, "consume", joint=True),
+        Mode("weights", weights_gb=ALL_GB),
+        Mode("consumed and streamed, weights", None, "consume", room_gb, ALL_GB, moves=True),
     )
-    peak_bytes = 0
+    attention = SDPBackend.MATH if machine.tiny else SDPBackend.FLASH_ATTENTION
+    plain: list[torch.Tensor] = []
+    held_bytes = plain_bytes = 0
     for mode in modes:
+        if names and mode.name not in (*names, "plain", "plain again"):
+            continue
         machine.settle()
-        held_bytes = 0 if machine.tiny else torch.cuda.memory_allocated()
-        job = Job(machine, 2 if machine.tiny else 12, 2)
+        job = Job(machine, 2 if machine.tiny else 12, 8)
         budget = None
         if mode.share is not None:
-            budget = 10**7 if machine.tiny else int(mode.share * peak_bytes) + held_bytes
-        values: list[torch.Tensor] = []
-        with (
-            sdpa_kernel(SDPBackend.MATH),
-            Governed(machine, mode, budget).govern(fresh=True) as engines,
-        ):
+            budget = 10**7 if machine.tiny else int(mode.share * plain_bytes) + held_bytes
+        losses = []
+        begin = time.perf_counter()
+        with sdpa_kernel(attention), Governed(machine, mode, budget).govern(fresh=True) as engines:
             for _ in range(IDENTITY_STEPS):
-                values.append(job.step())
+                losses.append(job.step())
                 engines.border()
-            peak_bytes = peak_bytes or machine.peak_bytes()
-            report = told(engines)
+            row = {"identity": mode.name, "budget_bytes": budget, **told(engines)}
+        row |= {"held_bytes": held_bytes, "took_s": time.perf_counter() - begin}
+        values = losses
         for p in job.model.parameters():
-            values.append(p.detach().clone())
-            values += [v.clone() for _, v in sorted(job.optimizer.state[p].items())]
-        plain = plain or values
+            values += [p.detach(), *(v for _, v in sorted(job.optimizer.state[p].items()))]
+        if not plain:
+            plain_bytes = machine.peak_bytes()
+            plain = [value.clone() for value in values]
+            held_bytes = sum(value.nbytes for value in plain)
         same = [torch.equal(a, b) for a, b in zip(plain, values, strict=True)]
-        different = len(same) - sum(same)
-        yield {"identity": mode.name, "tensors": len(same), "different": different, **report}
-        del job
+        yield row | {"tensors": len(same), "different": len(same) - sum(same)}
+        del job, values, losses
     torch.use_deterministic_algorithms(False)
 
 
@@ -401,9 +442,10 @@ def main() -> None:
         if options.host_gib:
             Pinned.piece = backend.reserve(int(options.host_gib * GIB))
         print(machine.link, torch.cuda.get_device_name(), torch.__version__, flush=True)
+    names = [name for name in options.modes.split(";") if name]
     parts = {
-        "rows": lambda: rows(machine, [name for name in options.modes.split(";") if name]),
-        "identity": lambda: identity(machine),
+        "rows": lambda: rows(machine, names),
+        "identity": lambda: identity(machine, names),
         "cap": lambda: cap(
             machine, [int(batch) for batch in options.batches.split(",")], int(options.cap * GIB)
         ),

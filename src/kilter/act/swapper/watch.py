@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kilter.act.swapper.backend import Backend, Event
 from kilter.act.swapper.operations import Stale
 from kilter.act.swapper.remake import Reader
-from kilter.act.swapper.store import HERE, Saved, Store, flat
+from kilter.act.swapper.store import HERE, Modified, Saved, Store, flat
 from kilter.observe.data import PassRecord, PassRecorder, SavedDatum
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Watch:
                 begin = self._backend.mark()
                 made = self._store.made(found)
                 marks.append((begin, self._backend.mark()))
-        except (Stale, torch.OutOfMemoryError) as error:
+        except (Stale, Modified, torch.OutOfMemoryError) as error:
             self.refused.append(f"{datum.name}: {error}")
             return
         again = torch.empty(0, dtype=torch.uint8, device=made.device)

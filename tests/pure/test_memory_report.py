@@ -265,3 +265,10 @@ def test_the_claim_names_both_peaks_and_the_cost() -> None:
     assert memory_plots.claim(changed({})) == "45.0 GiB of memory in 29.0 GiB, 5.0 % slower"
     unmet = changed({"peak_bytes": None, "least_bytes": 33 * GIB}, ())
     assert memory_plots.claim(unmet).startswith("30.0 GiB cannot be met")
+
+
+def test_waiting_for_copies_is_told_where_it_was_timed() -> None:
+    assert "waits for copies" not in text(changed({}))
+    assert "waits for copies: 1.5 ms a pass [measured]" in text(changed({"waited_s": 0.0015}))
+    told = text(changed({"waited_s": 0.0, "hastened": 12}))
+    assert "12 loads start earlier than planned" in told

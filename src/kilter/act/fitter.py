@@ -488,6 +488,8 @@ class Fitter:
                 + sum(moved.host_bytes for moved in (state, weights) if moved is not None),
                 state="" if state is None else words(state, weights),
                 bound_s=bound_s,
+                waited_s=report.waited_s,
+                hastened=report.hastened,
             )
         )
 

@@ -76,6 +76,10 @@ class MemoryReport:
     deviations: int
     late: int
     spilled: int
+    waited_s: float | None
+    """For which the device stood still for copies in a pass under the plan; None: not timed."""
+    hastened: int
+    """Loads that start earlier than planned, since the device had waited for them."""
     out_bytes: int
     in_bytes: int
     state: str
@@ -153,6 +157,8 @@ def memory_report(
         deviations=last.deviations,
         late=last.late,
         spilled=last.spilled,
+        waited_s=last.waited_s,
+        hastened=last.hastened,
         out_bytes=last.out_bytes,
         in_bytes=last.in_bytes,
         state=last.state,
@@ -234,6 +240,11 @@ def details(memory: MemoryReport) -> list[tuple[str, str]]:
         counts = f"{memory.passes} passes, {memory.planned} under a plan; "
         counts += f"{memory.deviations} deviations, {memory.late} late, {memory.spilled} on demand"
         lines.append(("passes", counts))
+    if memory.waited_s is not None:
+        waits = f"{show_time(memory.waited_s)} a pass [{memory.label.value}]"
+        if memory.hastened:
+            waits += f"; {memory.hastened} loads start earlier than planned, since they were late"
+        lines.append(("waits for copies", waits))
     return lines + _ranks(memory)
 
 

@@ -169,6 +169,10 @@ class Moved(Event, frozen=True, kw_only=True):
     """What became of gradients and optimizer state, where they had to move as well."""
     bound_s: float | None = None
     """No schedule makes forward and backward of the largest pass faster; None if not computed."""
+    waited_s: float | None = None
+    """For which the device stood still for copies in a pass under the plan; None: not timed."""
+    hastened: int = 0
+    """Loads that start earlier than planned, since the device had waited for them."""
 
 
 class Refused(Event, frozen=True, kw_only=True):

@@ -30,6 +30,8 @@ class Backend(Protocol):
     device: torch.device
     spoils: bool
     """`evicted` does something."""
+    shows_waits: bool
+    """Two marks around a `wait` tell how long the device stood still for the copy."""
 
     def alloc(self, size_bytes: int) -> torch.Tensor:
         """Device memory as a flat byte tensor."""
@@ -85,6 +87,8 @@ class CpuStandIn:
 
     POISON = 0xCD
     spoils = True
+    shows_waits = False
+    """The CPU itself copies, when somebody waits."""
 
     def __init__(self, *, host_limit_bytes: int | None = None, lag: int = 8) -> None:
         import torch

@@ -62,6 +62,7 @@ class Cuda:
     """Memory and copy engines of one NVIDIA GPU, through the framework's own allocator."""
 
     spoils = False
+    shows_waits = True
 
     def __init__(self, device: torch.device, out: _Lane, back: _Lane) -> None:
         self.device = device

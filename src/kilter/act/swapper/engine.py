@@ -25,12 +25,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kilter.act.fence import Fence
-from kilter.act.swapper.backend import Backend, HostMemoryError
+from kilter.act.swapper.backend import Backend
 from kilter.act.swapper.collector import Collector
+from kilter.act.swapper.demand import Demand
 from kilter.act.swapper.kinds import TUNED, Kind, Kinds
 from kilter.act.swapper.ready import Due, Ready
 from kilter.act.swapper.remake import EPS, Reader
-from kilter.act.swapper.store import AWAY, HERE, Modified, Pass, Saved, Store, View, kept, whole
+from kilter.act.swapper.store import AWAY, Modified, Pass, Saved, Store, View, kept, whole
+from kilter.act.swapper.waits import Waits
 from kilter.act.swapper.watch import Watch
 from kilter.core.units import MIB
 from kilter.observe.data import FOREIGN, PassRecord, again_code, use_code
@@ -45,9 +47,6 @@ PATIENCE = 2
 makes up for half of one."""
 LOOK = 4
 """How many are watched then: kinds that take turns all get theirs."""
-UNSEEN_SHARE = 0.6
-"""Of the budget, what may be in use in the first pass before data leave: nobody knows yet what
-comes on top that cannot leave (the logits of a language model are often the largest)."""
 HOPELESS_EVERY = 8
 """Of passes that begin like one that cannot be planned, each so manieth is looked at again."""
 
@@ -63,6 +62,11 @@ class SwapReport:
     """Passes that departed from their plan and were finished without it."""
     late: int
     """Uses that found their datum away and fetched it then and there."""
+    hastened: int
+    """Loads that start earlier than planned, since the device had waited for them."""
+    waited_s: float | None
+    """For which the device stood still for copies in a pass under a plan, when that was timed last;
+    None: never, or the backend cannot tell."""
     spilled: int
     """Data that left without a plan because the budget was reached."""
     remade: int
@@ -119,6 +123,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._collector = Collector()
         self._store = Store(backend, over=self._collector.let_go)
         self._reader = Reader(self._store)
+        self._demand = Demand(backend, self._store)
         self.budget_bytes = budget_bytes
         """May be changed until a plan is made for it."""
         self.may_plan = True
@@ -142,16 +147,13 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._stepped = False
         """The pass that is watched began after an optimizer step."""
         self._trial: Kind | None = None
-        self._surge_bytes: int | None = None
-        """How far a pass went above the level at which data leave, once one was seen."""
         self._last_held_peak_bytes = 0
-        self._leaving: list[weakref.ref[Saved]] = []
         self._steps = 0
         self._handles: list[Any] = []
         self._hooks: Any = None
         self._norms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """Layer norms without weights, and our hooks on them."""
-        self._counts = dict.fromkeys(("passes", "planned", "deviations", "late", "spilled"), 0)
+        self._counts = dict.fromkeys(("passes", "planned", "deviations", "late"), 0)
 
     # Begin and end
 
@@ -233,6 +235,12 @@ class Swapper(AbstractContextManager["Swapper"]):
             return self._event - 1
         return None if self._watch is None else self._watch.event
 
+    @property
+    def leave_above_bytes(self) -> int:
+        """In use above which data leave without a plan; asked between two passes, in the next."""
+        peak_bytes = None if self._watch is None else self._watch.peak_bytes
+        return self._demand.leave_above_bytes(self.budget_bytes, peak_bytes)
+
     def report(self) -> SwapReport:
         counts, store = self._counts, self._store
         plans = tuple(kind.plan.value for kind in self._kinds if kind.plan)
@@ -241,7 +249,9 @@ class Swapper(AbstractContextManager["Swapper"]):
             planned=counts["planned"],
             deviations=counts["deviations"],
             late=counts["late"],
-            spilled=counts["spilled"],
+            hastened=self._kinds.hastened,
+            waited_s=self._kinds.waited_s,
+            spilled=self._demand.spilled,
             remade=store.remade,
             out_bytes=store.out_bytes,
             in_bytes=store.in_bytes,
@@ -250,7 +260,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             plans=plans,
             settled=bool(plans) and all(kind.settled for kind in self._kinds),
             peaks_bytes=tuple(self._kinds.peaks_bytes),
-            refused=tuple(self._kinds.refused),
+            refused=(*self._kinds.refused, *self._demand.refused),
         )
 
     def records(self) -> tuple[PassRecord, ...]:
@@ -396,13 +406,12 @@ class Swapper(AbstractContextManager["Swapper"]):
         saved = store.find(tensor, within)
         if watch is not None:
             watch.enter(size_bytes if saved is None else again_code(saved.number), used=False)
-        self._release_leaving()
+        self._demand.event()
         if saved is None:
             saved = store.save(tensor, size_bytes, within, -1 if watch is None else watch.saved)
             if watch is not None:
                 watch.save(saved, tensor)
-            if self._over_budget():
-                self._spill(saved)
+            self._demand.saved(saved, self.budget_bytes)
         if watch is not None:
             watch.leave()
         return store.view(saved, tensor)
@@ -427,7 +436,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         else:
             if self._watch is not None:
                 self._watch.enter(code, used=True)
-            self._release_leaving()
+            self._demand.event()
         tensor = store.look(packed) if view else whole(packed)
         if self._watch is not None:
             if view and now:
@@ -500,7 +509,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._round += 1
         self._boundary = False
         self._by_number.clear()
-        self._leaving.clear()
+        self._demand.begin()
         self._deviated = False
         within = self._store.begin()
         candidate = self._kinds.candidate(self._steps)
@@ -509,7 +518,7 @@ class Swapper(AbstractContextManager["Swapper"]):
                 self._kinds.plan(candidate, self.budget_bytes)
             candidate = None
         for kind in self._kinds:
-            if kind.exceeded:
+            if kind.outdated:
                 self._kinds.plan(kind, self.budget_bytes)
         alike = self._kinds.alike(first)
         if candidate is not None:
@@ -527,6 +536,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._measured = self._plan is None or self._plan.tuned < TUNED
         if self._measured:
             self._backend.peak_bytes()  # from here on
+        if self._plan is not None and self._kinds.listens(self._plan):
+            self._store.waits = Waits(self._backend)
         if self._plan is not None or self._watch is not None:
             self._collector.hold()
         return within
@@ -537,7 +548,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._open = False
         self._collector.let_go()
         self._counts["passes"] += 1
-        planned = self._plan
+        planned, waits = self._plan, self._store.waits
+        self._store.waits = None
         if self._measured:
             self._last_held_peak_bytes = self._store.held_peak_bytes
         if planned is not None:
@@ -546,6 +558,8 @@ class Swapper(AbstractContextManager["Swapper"]):
                 self._deviated = True
             else:
                 self._counts["planned"] += 1
+                if waits is not None:
+                    self._kinds.waited(planned, waits)
         self._misses = max(0.0, self._misses + (1 if self._deviated else -0.5))
         if self._misses >= PATIENCE:
             self._misses, self._looking = 0.0, LOOK
@@ -560,45 +574,4 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._kinds.tried(self._trial, record)
             return
         self._kinds.watched(record, weighed=self._stepped)
-        over_bytes = watch.peak_bytes - self._leave_above_bytes
-        self._surge_bytes = max(self._surge_bytes or 0, over_bytes)
-
-    # Without a plan
-
-    def _over_budget(self) -> bool:
-        used_bytes = self._backend.used_bytes()
-        if used_bytes is None:
-            return self._store.held_bytes + self._store.beside_bytes > self.budget_bytes
-        return used_bytes > self._leave_above_bytes
-
-    @property
-    def _leave_above_bytes(self) -> int:
-        if self._surge_bytes is None:
-            return int(UNSEEN_SHARE * self.budget_bytes)
-        return self.budget_bytes - self._surge_bytes
-
-    def _spill(self, saved: Saved) -> None:
-        """The budget is reached: this datum goes to the host, freed at the next event."""
-        try:
-            self._store.leave_unplanned(saved)
-        except HostMemoryError as error:
-            self._kinds.refused.append(str(error))
-            return
-        self._counts["spilled"] += 1
-        self._leaving.append(weakref.ref(saved))
-
-    def _release_leaving(self) -> None:
-        """Free what nobody else uses any more; the rest stays until a later event."""
-        if not self._leaving:
-            return
-        still = []
-        for reference in self._leaving:
-            saved = reference()
-            if saved is None or saved.state != HERE:
-                continue
-            self._backend.wait(saved.departure)
-            if saved.alias is not None and self._store.alone(saved.alias):
-                self._store.release(saved)
-            else:
-                still.append(reference)
-        self._leaving = still
+        self._demand.learn(watch.peak_bytes, self.budget_bytes)

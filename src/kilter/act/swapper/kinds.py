@@ -7,16 +7,19 @@ anew for less. Kinds are told apart by their events.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kilter.act.swapper.backend import Backend, HostMemoryError
 from kilter.act.swapper.ready import Ready, ready
 from kilter.act.swapper.store import Store
+from kilter.act.swapper.waits import Waits
 from kilter.core.errors import PlanError
 from kilter.observe.data import PassRecord
-from kilter.plan.swap.choose import arena, plan
+from kilter.plan.swap.choose import arena, described, plan
+from kilter.plan.swap.feedback import NOTICED, Waiting, earlier, expected, slower, slowness
 from kilter.plan.swap.problem import Link
+from kilter.plan.swap.simulate import simulate
 
 if TYPE_CHECKING:
     import torch
@@ -28,11 +31,17 @@ SETTLED_PASSES = 6
 MAX_TRIALS = 3
 """A kind of pass that does not come again within so many is left without a plan."""
 TUNED = 3
-"""Passes under a new plan whose peak is measured."""
+"""Passes under a new plan whose peak is measured, and for how long they wait for copies."""
+LISTEN_EVERY = 200
+"""After so many passes without it, waiting is timed again."""
+MAX_SHIFTS = 2
+"""In a row: what is late still, the link is too slow for."""
+MAX_ANSWERS = 8
+"""Of one kind to what its passes waited for."""
 ROUNDING = 512
 """One part in so many of the budget is left to the allocator, which rounds sizes up."""
-MAX_PLANS = 5
-"""For one kind: each time that a plan's peak was measured above the budget is a new one."""
+MAX_EXCESSES = 4
+"""Of one kind: each time that a plan's peak is measured above the budget there is a new one."""
 MAX_KINDS = 32
 """To know; the oldest is forgotten, one without a plan first."""
 
@@ -46,20 +55,26 @@ class Kind:
     """Its recipes were tried against the real data."""
     trials: int = 0
     plan: Ready | None = None
-    plans: int = 0
-    """Made so far."""
-    exceeded: bool = False
-    """Its plan measured above the budget, and there is to be another."""
+    outdated: bool = False
+    """Its plan measured otherwise than predicted, and there is to be another."""
+    excesses: int = 0
+    """Plans that measured above the budget."""
     weighed: bool = False
     """Its levels were looked at after an optimizer step, which makes the optimizer's state."""
     hopeless: bool = False
     less_bytes: int = 0
     """Taken off the budget because passes under a plan measured more than predicted."""
+    slow: tuple[float, float] = (1.0, 1.0)
+    """How many times as long as by the link's table transfers take, out and back."""
+    shifts: int = 0
+    """In a row: plans whose late loads start earlier than in the one before."""
+    answers: int = 0
+    """Plans made for what passes under the one before had waited for."""
 
     @property
     def settled(self) -> bool:
         """Its plan, if it has one, was measured and holds."""
-        return self.plan is None or (self.plan.tuned >= TUNED and not self.exceeded)
+        return self.plan is None or (self.plan.tuned >= TUNED and not self.outdated)
 
 
 class Kinds:
@@ -78,6 +93,10 @@ class Kinds:
         self._by_events: dict[tuple[int, ...], Kind] = {}
         self._arena: torch.Tensor | None = None
         self.peaks_bytes: list[int] = []
+        self.waited_s: float | None = None
+        """For copies, in a pass under the plan that was timed last."""
+        self.hastened = 0
+        """Loads that start earlier than planned, since they were late."""
         self.refused: list[str] = []
 
     def __iter__(self) -> Iterator[Kind]:
@@ -96,8 +115,10 @@ class Kinds:
     def relevel(self, record: PassRecord, level_bytes: list[int]) -> None:
         """Passes of this kind take so much from now on, and are planned anew; all others are
         forgotten."""
-        kept = {e: Kind(k.record, tried=True) for e, k in self._by_events.items() if k.tried}
-        self._by_events = {e: kind for e, kind in kept.items() if kind.record is record}
+        kept = {e: kind for e, kind in self._by_events.items() if kind.record is record}
+        self._by_events = {
+            e: Kind(record, tried=True, slow=kind.slow) for e, kind in kept.items() if kind.tried
+        }
         for kind in self:
             kind.record.level_bytes = level_bytes
             kind.weighed = True
@@ -161,17 +182,75 @@ class Kinds:
             return
         self.peaks_bytes.append(peak_bytes)
         for kind in self:
-            if peak_bytes > budget_bytes and kind.plan is planned and kind.plans < MAX_PLANS:
+            over_bytes = peak_bytes - budget_bytes
+            if over_bytes > 0 and kind.plan is planned and kind.excesses < MAX_EXCESSES:
+                kind.excesses += 1
                 # More each time, since another plan errs by another amount.
-                kind.less_bytes += kind.plans * (peak_bytes - budget_bytes)
-                kind.exceeded = True
+                kind.less_bytes += kind.excesses * over_bytes
+                kind.outdated = True
+
+    def listens(self, planned: Ready) -> bool:
+        """Waiting for copies is to be timed in the pass that begins."""
+        if planned.quiet:
+            planned.quiet -= 1
+            return False
+        return self._backend.shows_waits and bool(planned.places)
+
+    def waited(self, planned: Ready, waits: Waits) -> None:
+        """A pass under a plan has ended in which waiting was timed. After some of them: loads that
+        were late start earlier; if that is no cure, the link is slower than its table says."""
+        planned.waits.append(waits)
+        if len(planned.waits) < TUNED:
+            return
+        found = _shortest(planned)
+        planned.waits.clear()
+        planned.quiet = LISTEN_EVERY
+        self.waited_s = found.total_s
+        kind = next((kind for kind in self if kind.plan is planned), None)
+        if kind is None or kind.outdated or kind.answers == MAX_ANSWERS:
+            return
+        problem, value = planned.problem, planned.value
+        predicted = expected(problem, value.schedule)
+        limit_s = NOTICED * value.iteration_s
+        if found.total_s - predicted.total_s <= limit_s:
+            return
+        kind.answers += 1
+        late = found.beyond(predicted)
+        if late.out_s <= limit_s and kind.shifts < MAX_SHIFTS and self._hasten(kind, late):
+            kind.shifts += 1
+            return
+        kind.shifts = 0
+        out, back = slowness(problem, value.schedule, late)
+        kind.slow = (kind.slow[0] * out, kind.slow[1] * back)
+        kind.outdated = True
+        self.refused.append(
+            f"copies out and in take {kind.slow[0]:.2f} and {kind.slow[1]:.2f} times as long as by "
+            "the link's table, or more: there is a plan for that"
+        )
+
+    def _hasten(self, kind: Kind, late: Waiting) -> bool:
+        """The same plan with late loads earlier; `False` if there is no memory for it."""
+        assert kind.plan is not None
+        before = kind.plan
+        problem, value = before.problem, before.value
+        schedule = earlier(problem, value.schedule, late.in_s)
+        pairs = zip(schedule.moves, value.schedule.moves, strict=True)
+        hastened = sum(move != other for move, other in pairs)
+        outcome = simulate(problem, schedule)
+        if not hastened or outcome.iteration_s > value.iteration_s + late.total_s:
+            return False
+        self.hastened += hastened
+        value = described(problem, schedule, outcome, planner=value.planner)
+        kind.plan = self._settled_in(
+            ready(kind.record, problem, before.numbers, value, before.places)
+        )
+        return True
 
     # Plan
 
     def plan(self, kind: Kind, budget_bytes: int) -> None:
         """Give it a plan; without host memory, one that moves nothing."""
-        kind.plans += 1
-        kind.exceeded = False
+        kind.outdated = False
         for swap in (True, False):
             try:
                 kind.plan = self._ready(kind, budget_bytes, swap=swap)
@@ -182,7 +261,8 @@ class Kinds:
         kind.hopeless = kind.plan is None
 
     def _ready(self, kind: Kind, budget_bytes: int, *, swap: bool) -> Ready:
-        link = self._link.less(self.taken)
+        out, back = kind.slow
+        link = slower(self._link.less(self.taken), out=out, back=back)
         problem, numbers = kind.record.problem(
             link=link,
             budget_bytes=budget_bytes - budget_bytes // ROUNDING - kind.less_bytes,
@@ -196,7 +276,9 @@ class Kinds:
             for index, offset in offsets.items()
         }
         self._make_room(total)
-        made = ready(kind.record, problem, numbers, replace(value, host_bytes=total), places)
+        return self._settled_in(ready(kind.record, problem, numbers, value, places))
+
+    def _settled_in(self, made: Ready) -> Ready:
         if self._arena is not None:
             made.settle_in(self._arena)
         return made
@@ -212,3 +294,14 @@ class Kinds:
         for kind in self:
             if kind.plan is not None:
                 kind.plan.settle_in(self._arena)
+
+
+def _shortest(planned: Ready) -> Waiting:
+    """Of the passes that were timed: for each copy the least. A wait that all of them had is the
+    plan's, any other one may be somebody else's."""
+    found = [waits.read() for waits in planned.waits]
+    least = {number: min(one.get(number, 0.0) for one in found) for number in found[0]}
+    out_s = least.pop(None, 0.0)
+    indices = {number: index for index, number in enumerate(planned.numbers)}
+    in_s = {indices[number]: s for number, s in least.items() if number in indices}
+    return Waiting(out_s=out_s, in_s=in_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from kilter.act.swapper.waits import Waits
 from kilter.observe.data import FOREIGN, PassRecord, use_code
 from kilter.plan.swap.choose import MemoryPlan
 from kilter.plan.swap.problem import Problem
@@ -38,6 +39,7 @@ class Ready:
     """One kind of pass under its plan."""
 
     value: MemoryPlan
+    problem: Problem
     numbers: tuple[int, ...]
     """The datum behind each interval that was planned."""
     events: tuple[int, ...]
@@ -56,6 +58,10 @@ class Ready:
     """The same as memory; in the shape of the datum once it is known."""
     tuned: int = 0
     """Passes whose peak was measured."""
+    waits: list[Waits] = field(default_factory=list)
+    """Of passes in which waiting for copies was timed."""
+    quiet: int = 0
+    """Passes to come in which it is not."""
 
     def settle_in(self, arena: torch.Tensor) -> None:
         """From here on data go to this arena."""
@@ -109,6 +115,7 @@ def ready(
         beside.append(running)
     return Ready(
         value=value,
+        problem=problem,
         numbers=numbers,
         events=record.events,
         steps=[*steps, Step(None, -1, None)],

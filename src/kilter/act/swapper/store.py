@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kilter.act.swapper.backend import Backend, Event
 from kilter.act.swapper.operations import Source
 from kilter.act.swapper.remake import EPS, Foreign, Recipe
+from kilter.act.swapper.waits import Waits
 
 if TYPE_CHECKING:
     import torch
@@ -177,6 +178,8 @@ class Store:
         """Held as well, by tensors that nobody follows."""
         self.held_peak_bytes = 0
         self.segment_peak_bytes = 0
+        self.waits: Waits | None = None
+        """Who times waiting for copies, in a pass in which that is done."""
         self.norms: dict[int, weakref.ref[Any]] = {}
         """Layer norms of the program, by their weight."""
         self._pool: dict[int, list[torch.Tensor]] = {}
@@ -301,7 +304,10 @@ class Store:
             return
         assert alias is not None
         if saved.departure is not None:
-            self._backend.wait(saved.departure)
+            if self.waits is None:
+                self._backend.wait(saved.departure)
+            else:
+                self.waits.wait(saved.departure)
         if alias._version != saved.version:
             return  # written to in place: stays, and the next use raises what the plain run raises
         self._here.pop(saved.key, None)
@@ -341,7 +347,10 @@ class Store:
             self._remake(saved)
         else:
             self.load(saved)
-            self._backend.wait(saved.arrival)
+            if self.waits is None:
+                self._backend.wait(saved.arrival)
+            else:
+                self.waits.wait(saved.arrival, saved.number)
         alias = saved.alias
         assert alias is not None
         saved.state = HERE

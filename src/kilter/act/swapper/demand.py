@@ -1,0 +1,76 @@
+"""Without a plan: data leave as soon as the budget is reached, the patent's demand swapping."""
+
+from __future__ import annotations
+
+import weakref
+
+from kilter.act.swapper.backend import Backend, HostMemoryError
+from kilter.act.swapper.store import HERE, Saved, Store
+
+UNSEEN_SHARE = 0.6
+"""Of the budget, what may be in use in the first pass before data leave: nobody knows yet what
+comes on top that cannot leave (the logits of a language model are often the largest)."""
+
+
+class Demand:
+    """Lets data go, and notes how far passes go above the level at which they do."""
+
+    def __init__(self, backend: Backend, store: Store) -> None:
+        self._backend = backend
+        self._store = store
+        self._surge_bytes: int | None = None
+        """How far a pass went above that level, once one was seen."""
+        self._leaving: list[weakref.ref[Saved]] = []
+        self.spilled = 0
+        self.refused: list[str] = []
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._leaving.clear()
+
+    def learn(self, peak_bytes: int, budget_bytes: int) -> None:
+        """A pass was watched to its end."""
+        over_bytes = peak_bytes - self.leave_above_bytes(budget_bytes)
+        self._surge_bytes = max(self._surge_bytes or 0, over_bytes)
+
+    def saved(self, saved: Saved, budget_bytes: int) -> None:
+        """If the budget is reached, this datum goes to the host, freed at a later event."""
+        used_bytes = self._backend.used_bytes()
+        if used_bytes is None:
+            store = self._store
+            over = store.held_bytes + store.beside_bytes > budget_bytes
+        else:
+            over = used_bytes > self.leave_above_bytes(budget_bytes)
+        if not over:
+            return
+        try:
+            self._store.leave_unplanned(saved)
+        except HostMemoryError as error:
+            self.refused.append(str(error))
+            return
+        self.spilled += 1
+        self._leaving.append(weakref.ref(saved))
+
+    def event(self) -> None:
+        """Free what nobody else uses any more; the rest stays until a later event."""
+        if not self._leaving:
+            return
+        still = []
+        for reference in self._leaving:
+            saved = reference()
+            if saved is None or saved.state != HERE:
+                continue
+            self._backend.wait(saved.departure)
+            if saved.alias is not None and self._store.alone(saved.alias):
+                self._store.release(saved)
+            else:
+                still.append(reference)
+        self._leaving = still
+
+    def leave_above_bytes(self, budget_bytes: int, peak_bytes: int | None = None) -> int:
+        """In use above which data leave; in the next pass, if the first one's peak was this."""
+        first_bytes = int(UNSEEN_SHARE * budget_bytes)
+        surge_bytes = self._surge_bytes
+        if surge_bytes is None and peak_bytes is not None:
+            surge_bytes = peak_bytes - first_bytes
+        return first_bytes if surge_bytes is None else budget_bytes - surge_bytes

@@ -21,12 +21,13 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.nn.functional as F  # noqa: N812
 from memory_h200 import VOCABULARY, Gpt, Pinned
@@ -105,13 +106,17 @@ class Job:
         self.inputs = tokens[:, :-1].contiguous().to(device)
         self.targets = tokens[:, 1:].contiguous().to(device)
 
-    def step(self) -> torch.Tensor:
+    def step(self, mark: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """One iteration; `mark` is called when each of its three phases has been issued."""
         with torch.autocast(self.device_type, torch.bfloat16):
             logits = self.model(self.inputs)
             loss = F.cross_entropy(logits.flatten(0, -2), self.targets.flatten())
+        mark()
         loss.backward()
+        mark()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        mark()
         return loss.detach()
 
 
@@ -246,25 +251,34 @@ def warm(job: Job, engines: Governed, passes: int = 4, most: int = 40) -> None:
         print(f"{engines.steps}: {engines.each_s[-1]} s", end=" ", flush=True, file=sys.stderr)
 
 
-def timed(machine: Machine, job: Job, count: int) -> dict[str, float]:
+def timed(machine: Machine, job: Job, count: int) -> dict[str, Any]:
+    """Medians of iterations, and of their phases: forward, backward, step, on the device and on the
+    CPU that issues them."""
     machine.settle()
-    begin = time.perf_counter()
-    marks = [machine.mark() for _ in range(count + 1)]
+    marks: list[Any] = []
+    clock: list[float] = []
+
+    def mark() -> None:
+        marks.append(machine.mark())
+        clock.append(time.perf_counter())
+        if not machine.tiny:
+            marks[-1].record()
+
+    mark()
+    for _ in range(count):
+        job.step(mark)
     if machine.tiny:
-        for _ in range(count):
-            job.step()
-        return {"iteration_s": (time.perf_counter() - begin) / count, "peak_bytes": 0}
-    marks[0].record()
-    for mark in marks[1:]:
-        job.step()
-        mark.record()
-    host_s = (time.perf_counter() - begin) / count
+        return {"iteration_s": (clock[-1] - clock[0]) / count, "peak_bytes": 0}
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(marks)]
+    phases = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(marks)]
+    hosts = [b - a for a, b in pairwise(clock)]
+    times = [sum(phases[3 * i : 3 * i + 3]) for i in range(count)]
     return {
         "iteration_s": statistics.median(times),
+        "slowest_s": max(times),
         "peak_bytes": machine.peak_bytes(),
-        "host_s": host_s,
+        "device_s": [round(statistics.median(phases[i::3]), 4) for i in range(3)],
+        "host_s": [round(statistics.median(hosts[i::3]), 4) for i in range(3)],
     }
 
 
@@ -300,6 +314,8 @@ def told(engines: Governed) -> dict[str, Any]:
         found["swapper"] = {
             "planned": values.planned,
             "late": values.late,
+            "waited_s": values.waited_s,
+            "hastened": values.hastened,
             "deviations": values.deviations,
             "host_bytes": values.host_bytes,
             "compute_s": [p.compute_s for p in values.plans][-1:],
@@ -313,7 +329,22 @@ def told(engines: Governed) -> dict[str, Any]:
     return found
 
 
-def rows(machine: Machine, names: list[str]) -> Iterator[dict[str, Any]]:
+def observed(engines: Governed) -> dict[str, Any]:
+    """What plans are made from."""
+    swapper, floor = engines.swapper, engines.floor
+    if swapper is None or not swapper.records():
+        return {}
+    record = max(swapper.records(), key=lambda r: r.peak_bytes)
+    visits = floor._mover.visits() if floor is not None and floor._mover is not None else None
+    return {
+        "observed": engines.mode.name,
+        "record": msgspec.to_builtins(record),
+        "buckets": [asdict(bucket) for bucket in visits.buckets] if visits else [],
+        "at": visits.at if visits else [],
+    }
+
+
+def rows(machine: Machine, names: list[str], records: bool) -> Iterator[dict[str, Any]]:
     job = Job(machine, 2 if machine.tiny else 48, 8)
     plain_bytes = checkpoint_bytes = 0
     for mode in MODES:
@@ -330,15 +361,17 @@ def rows(machine: Machine, names: list[str]) -> Iterator[dict[str, Any]]:
             warm_s = time.perf_counter() - begin
             found = timed(machine, job, 6)
             values = told(engines)
+            record = observed(engines) if records else {}
         plain_bytes = plain_bytes or int(found["peak_bytes"])
         if mode.checkpointing:
             checkpoint_bytes = int(found["peak_bytes"])
         yield {"row": mode.name, "budget_bytes": budget, "warm_s": warm_s, **found, **values}
+        yield from [record] if record else []
 
 
 def identity(machine: Machine, names: list[str]) -> Iterator[dict[str, Any]]:
     """Plain twice: are the kernels deterministic? Then the modes. A joint budget of 60 % is out of
-    reach with all state on the device, one of 42 % with all weights."""
+    reach with all state on the device, one of 37 % with all weights."""
     torch.use_deterministic_algorithms(True)  # with `warn_only` attention's backward is not
     room_gb = 3000.0 if machine.tiny else 2.0
     modes = (
@@ -346,6 +379,7 @@ def identity(machine: Machine, names: list[str]) -> Iterator[dict[str, Any]]:
         Mode("plain again"),
         Mode("joint 60 %", 0.6, "consume", joint=True),
         Mode("joint 42 %", 0.42, "consume", joint=True),
+        Mode("joint 37 %", 0.37, "consume", joint=True),
         Mode("consumed", None, "consume", moves=True),
         Mode("consumed and streamed", None, "consume", room_gb, moves=True),
         Mode("streamed in the step", None, "keep", room_gb, moves=True),
@@ -425,6 +459,7 @@ def main() -> None:
         "--batches", default="-4,-5,-6,20,24", help="sizes to try; negative ones with plain"
     )
     parser.add_argument("--cap", type=float, default=40, help="GiB")
+    parser.add_argument("--records", action="store_true", help="write what was observed, too")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; no row begins later")
     parser.add_argument("--host-gib", type=float, default=0, help="pinned once, for all rows")
     parser.add_argument("--link", default="", help="GB/s out, in, both; measured if left out")
@@ -444,7 +479,7 @@ def main() -> None:
         print(machine.link, torch.cuda.get_device_name(), torch.__version__, flush=True)
     names = [name for name in options.modes.split(";") if name]
     parts = {
-        "rows": lambda: rows(machine, names),
+        "rows": lambda: rows(machine, names, options.records),
         "identity": lambda: identity(machine, names),
         "cap": lambda: cap(
             machine, [int(batch) for batch in options.batches.split(",")], int(options.cap * GIB)
@@ -454,7 +489,8 @@ def main() -> None:
         for part in options.parts.split(","):
             for row in parts[part]():
                 row["at_s"] = time.perf_counter() - FIRST
-                print(json.dumps(row), flush=True)
+                if "observed" not in row:
+                    print(json.dumps(row), flush=True)
                 file.write(json.dumps({"link": asdict(machine.link), **row}) + "\n")
                 file.flush()
                 if row["at_s"] > options.limit:

@@ -65,6 +65,7 @@ def train(
     budget_bytes: int | None = None,
     gradients: str = "auto",
     crowded: bool = False,
+    begun_bytes: int = 0,
     streaming_s: float = 1.0,
 ) -> tuple[list[bytes], Floor | None, Swapper | None]:
     """A training under a swapper and a floor, or plain."""
@@ -93,7 +94,7 @@ def train(
         made = Floor(swapper, CpuStandIn, H200_PCIE5, fence, gradients=gradients, min_bytes=1024)
         backend.govern(swapper, made)
         with swapper:
-            made.begin(STATE_BYTES // 2 if crowded else 0, budget_bytes)
+            made.begin(STATE_BYTES // 2 if crowded else begun_bytes, budget_bytes)
             now_s = 0.0
             for _ in range(steps):
                 step()
@@ -169,13 +170,40 @@ def test_a_budget_that_does_not_bind_changes_nothing() -> None:
 def test_a_crowded_job_makes_its_state_bucket_by_bucket(gradients: str) -> None:
     """Weights, gradients and state do not fit: known from the weights, before the first step."""
     budget_bytes = int(1.6 * STATE_BYTES)
-    values, made, _ = train(6, budget_bytes, gradients, crowded=True)
-    assert values == train(6)[0]
+    values, made, _ = train(4, budget_bytes, gradients, crowded=True)
+    assert values == train(4)[0]
     assert made is not None
     report = made.report
     assert report is not None
     assert report.away_bytes > 0
     assert report.state_bytes <= (budget_bytes - STATE_BYTES) // 2
+
+
+def test_a_guessed_room_is_set_right() -> None:
+    """Once it is known what the pass takes, state that has room comes back."""
+    budget_bytes = int(1.6 * STATE_BYTES)
+    values, made, swapper = train(60, budget_bytes, "keep", crowded=True)
+    assert values == train(60)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.settled
+    assert made.report is not None
+    assert made.report.state_bytes > (budget_bytes - STATE_BYTES) // 2
+    assert max(swapper.report().peaks_bytes[-2:]) <= budget_bytes
+
+
+def test_state_leaves_as_soon_as_it_was_made_if_the_second_forward_has_no_room_for_it() -> None:
+    """Known from the first pass, in which data had to leave and there was no state."""
+    budget_bytes = STATE_BYTES + 2 * MIB
+    values, made, swapper = train(60, budget_bytes, begun_bytes=budget_bytes // 5)
+    assert values == train(60)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.settled
+    assert made.report is not None
+    assert made.report.out_bytes > 0
+    assert swapper.report().planned > 30
+    assert max(swapper.report().peaks_bytes[-2:]) <= budget_bytes
 
 
 def test_a_crowded_job_settles_within_its_budget() -> None:

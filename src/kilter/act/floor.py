@@ -12,15 +12,18 @@ Where all of that is not enough, weights leave between their use in forward and 
 backward: so much as is missing.
 
 A job whose weights, gradients and state do not fit together would die in its first step. It is told
-by its weights: then state is made bucket by bucket and leaves as it is made.
+by its weights: then state is made bucket by bucket and leaves as it is made. One whose state does
+not fit beside the largest operations would die in its second forward. It is told by its first pass:
+then state leaves as soon as it was made.
 """
 
 from __future__ import annotations
 
 import statistics
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kilter.act.fence import Fence
 from kilter.core.errors import PlanError
@@ -48,8 +51,8 @@ KNOWN_PASSES = 2
 """Passes of one kind after which its levels are known: the first makes gradients and state."""
 PAUSE = 3
 """Borders after which what was decided is in force."""
-MOST_LOWERED = 2
-"""Times that less room is given because the budget was missed."""
+MOST_ROOMS = 2
+"""Times that another room is given because the budget was missed, or first guessed."""
 PATIENCE = 24
 """Borders after which gradients that are watched still count as kept."""
 JUDGED = 6
@@ -60,6 +63,9 @@ way of what they make room for."""
 CROWDED = 0.9
 """Of the budget: what weights, gradients and two moments (four times the weights) may take before
 state leaves as it is made."""
+FULL = 0.75
+"""Of the level at which data leave: what weights and state may take in the second iteration. Casts
+of weights and data on their way out need the rest."""
 
 
 class Floor:
@@ -84,8 +90,17 @@ class Floor:
         self._weights: WeightMover | None = None
         self._weight_bytes = 0
         """That are to be away at the end of forward."""
+        self._begun_bytes = 0
+        """In use when the first data were saved."""
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers, in the first iteration."""
+        self._first_step: Any = None
+        """Our hook on it."""
         self._borders = 0
-        self._lowered = 0
+        self._rooms = 0
+        """That were set for what is missing."""
+        self._guessed = False
+        """The room was set before anything was known."""
         self._shared: tuple[PassRecord, Problem] | None = None
         """The pass, with all state on the device, for which a room was decided and not yet set."""
         self._before: tuple[PassRecord, Problem, float] | None = None
@@ -113,8 +128,15 @@ class Floor:
 
     def begin(self, used_bytes: int, budget_bytes: int) -> None:
         """In the first forward, when little more than weights is on the device."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self._begun_bytes = used_bytes
         if 4 * used_bytes > CROWDED * budget_bytes:
             self._open(room_bytes=max(0, budget_bytes - 2 * used_bytes) // 2)
+        else:
+            self._first_step = register_optimizer_step_post_hook(
+                lambda optimizer, *_: self._stepped.add(optimizer)
+            )
 
     def border(self, report: SwapReport, budget_bytes: int, now_s: float) -> None:
         """An iteration has ended; the swapper stands like this."""
@@ -128,7 +150,8 @@ class Floor:
             return
         self._time(now_s)
         if mover is None:
-            self._consider(report, budget_bytes)
+            if not self._make_way(report):
+                self._consider(report, budget_bytes)
             return
         assert self.report is not None
         patient = self._borders < PATIENCE
@@ -147,8 +170,8 @@ class Floor:
         if choice and self._share(mover, record, problem):
             return
         missing_bytes = problem.floor_bytes - problem.budget_bytes
-        lowered = missing_bytes > 0 and self._lowered < MOST_LOWERED
-        if not (lowered and self._lower(mover, missing_bytes)):
+        fits = missing_bytes <= 0 and not self._guessed
+        if fits or self._rooms >= MOST_ROOMS or not self._set_room(mover, missing_bytes):
             self._move_weights(missing_bytes)
 
     def _time(self, now_s: float) -> None:
@@ -157,6 +180,24 @@ class Floor:
         if planned and self._last_s is not None:
             self._times_s.append(now_s - self._last_s)
         self._last_s = now_s if planned else None
+
+    def _make_way(self, report: SwapReport) -> bool:
+        """The first step has just made the state, and the second forward does not fit beside it?
+        Then it leaves now."""
+        if self._first_step is None:
+            return False
+        self._first_step.remove()
+        self._first_step = None
+        if not report.spilled or self._swapper.records():  # it fitted, or was not the first
+            return False
+        level_bytes = self._swapper.leave_above_bytes
+        state_bytes = sum(state_bytes_of(optimizer) for optimizer in self._stepped)
+        if not state_bytes or self._begun_bytes + state_bytes <= FULL * level_bytes:
+            return False
+        mover = self._open(room_bytes=max(0, level_bytes - self._begun_bytes) // 2)
+        for optimizer in self._stepped:
+            mover.take_over(optimizer)
+        return True
 
     def _consider(self, report: SwapReport, budget_bytes: int) -> None:
         """Are gradients and state of interest at all?"""
@@ -196,10 +237,11 @@ class Floor:
             self._mover.__exit__(None, None, None)
             self._mover = None
 
-    def _open(self, room_bytes: int | None = None) -> None:
+    def _open(self, room_bytes: int | None = None) -> StateMover:
         from kilter.act.swapper.state import StateMover
 
         self._borders = 0
+        self._guessed = room_bytes is not None
         mover = StateMover(
             self._backend(),
             link=self._link,
@@ -212,6 +254,7 @@ class Floor:
         )
         mover.__enter__()
         self._mover = mover
+        return mover
 
     def _before_update(self, parameters: Iterable[torch.Tensor]) -> None:
         parameters = list(parameters)
@@ -254,6 +297,7 @@ class Floor:
             return False
         self.joint = found
         self._borders = 0
+        self._guessed = False
         if not found.state.streamed and visits.plan is None:
             return False
         self._shared, self._taken = (record, problem), found.taken
@@ -279,13 +323,18 @@ class Floor:
             self._shared, self._taken = (record, problem), 0.0
             mover.make_room(sum(b.state_bytes for b in visits.buckets), link=self._link)
 
-    def _lower(self, mover: StateMover, missing_bytes: int) -> bool:
-        """So much state goes as is missing, a little more each time; whether there is so much."""
-        assert self.report is not None
-        room_bytes = max(0, self.report.state_bytes - int((1 + SLACK) * missing_bytes))
-        if mover.room_bytes == room_bytes == 0:
+    def _set_room(self, mover: StateMover, missing_bytes: int) -> bool:
+        """So much state goes as is missing, a little more each time, or comes back where the room
+        was a guess; whether that is another room."""
+        report = self.report
+        assert report is not None
+        self._guessed = False
+        total_bytes = report.state_bytes + report.away_bytes
+        more_bytes = int(missing_bytes + SLACK * abs(missing_bytes))
+        room_bytes = min(total_bytes, max(0, report.state_bytes - more_bytes))
+        if room_bytes == (total_bytes if mover.room_bytes is None else mover.room_bytes):
             return False
-        self._lowered += 1
+        self._rooms += 1
         self._borders = 0
         mover.make_room(room_bytes)
         return True
@@ -328,6 +377,12 @@ def away_of(visits: Visits, problem: Problem) -> list[int]:
 
     assert visits.plan is not None
     return away_bytes(visits.plan, visits.buckets, visits.at, len(problem.operation_s))
+
+
+def state_bytes_of(optimizer: Any) -> int:
+    """Of the tensors that it keeps beside the parameters."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in values if hasattr(value, "nbytes"))
 
 
 def words(report: StateReport, weights: WeightReport | None = None) -> str:

@@ -277,6 +277,17 @@ class StateMover(AbstractContextManager["StateMover"]):
         self._rest()
         weakref.finalize(optimizer, self._forget, charge).atexit = False
 
+    def take_over(self, optimizer: Any) -> None:
+        """Between a step and the next forward: one that has made its state already. What there is
+        no room for leaves now."""
+        self._meet(optimizer, (), {})
+        charge = self._charges[optimizer]
+        for f in charge.followed:
+            f.steps()
+        if charge.streams:
+            self._rounds.adopt(charge)
+            self._rounds.plan(charge)
+
     def _charged(self, optimizer: Any) -> Charge:
         charge = Charge(optimizer)
         known = {id(p): p for group in optimizer.param_groups for p in group["params"]}

@@ -179,6 +179,7 @@ class Charge:
 
         if gradient.requires_grad or gradient.layout is not torch.strided:
             self.object_to("a gradient is sparse or has a graph of its own")
+            return  # there may be no storage to tell it by
         # One of somebody might change what we have used already.
         hooks = parameter._post_accumulate_grad_hooks.values()
         if not all(str(getattr(h, "__module__", "")).startswith("kilter.") for h in hooks):
@@ -200,7 +201,9 @@ class Charge:
         for f in self.followed:
             gradient = gradient_of(f.parameter)
             before = self.seen.get(id(f.parameter))
-            if gradient is not None and before is not None and before != _state_of(gradient):
+            if gradient is None or before is None or gradient.is_sparse:
+                continue
+            if before != _state_of(gradient):
                 self.object_to("gradients are changed between backward and step")
 
     def read_code(self) -> None:

@@ -1,0 +1,309 @@
+"""Random optimizers, models and training loops with gradients consumed, state and weights moving.
+
+Whatever the program does from its first iteration on, it gets the plain run's numbers, bit for bit:
+losses, parameters, optimizer state, and what it logs on the way.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from kilter.act.swapper import CpuStandIn, Swapper
+from kilter.act.swapper.state import StateMover
+from kilter.act.swapper.weights import WeightMover
+from kilter.plan.swap.problem import H200_PCIE5
+
+WIDTH = 32
+STEPS = 14
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> None:
+    """Weights stay in a process that compiles, and other tests do."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    if compiler is not None:
+        compiler.counters.clear()
+
+
+class Net(nn.Module):
+    """Layers with habits of their own: tied, unused, frozen, normalised, looked up."""
+
+    def __init__(self, traits: tuple[str, ...]) -> None:
+        super().__init__()
+        self.traits = traits
+        self.embedding = nn.Embedding(40, WIDTH, sparse="sparse" in traits)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=i % 2 == 0) for i in range(5))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 40, bias=False)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        if "tied" in traits:
+            self.head.weight = self.embedding.weight
+        if "frozen" in traits:
+            self.layers[2].requires_grad_(False)
+        if "double" in traits:
+            self.layers[3].double()
+        if "attention" in traits:
+            self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        if "recurrent" in traits:
+            self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, tokens: Tensor, step: int) -> Tensor:
+        x = self.embedding(tokens)
+        if "attention" in self.traits:
+            x = x + self.attention(x, x, x, need_weights=False)[0]
+        if "recurrent" in self.traits:
+            x = x + self.lstm(x)[0]
+        for number, layer in enumerate(self.layers):
+            if "skips" in self.traits and (step + number) % 3 == 0:
+                continue
+            x = x + F.gelu(layer(self.norm(x).to(layer.weight.dtype))).to(x.dtype)
+            if "looks at weights" in self.traits:
+                x = x * (1 + 0 * layer.weight.abs().mean().to(x.dtype))
+        if "penalty" in self.traits:
+            x = x + 1e-3 * sum(p.square().sum() for p in self.layers.parameters()).to(x.dtype)
+        return self.head(x)
+
+
+TRAITS = (
+    "sparse", "tied", "frozen", "double", "attention", "recurrent", "skips", "looks at weights",
+    "penalty",
+)  # fmt: skip
+HABITS = (
+    "clips", "accumulates", "schedules", "logs gradients", "evaluates", "saves", "loads",
+    "averages", "decays by hand", "zeroes first", "keeps zeros", "closure", "two backwards",
+    "thaws", "new group", "changes a weight", "autocast", "steps seldom", "copies the model",
+    "fails",
+)  # fmt: skip
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, foreach=False),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    traits: tuple[str, ...]
+    habits: tuple[str, ...]
+    optimizer: str
+    groups: int
+    movers: tuple[str, ...]
+    gradients: str
+    room: float
+    away: float
+    lag: int
+
+
+programs = st.builds(
+    Program,
+    traits=st.lists(st.sampled_from(TRAITS), max_size=2, unique=True).map(tuple),
+    habits=st.lists(st.sampled_from(HABITS), max_size=3, unique=True).map(tuple),
+    optimizer=st.sampled_from(tuple(OPTIMIZERS)),
+    groups=st.integers(1, 3),
+    movers=st.sampled_from(
+        (("state",), ("weights",), ("state", "weights"), ("state", "swapper"),
+         ("state", "weights", "swapper"))
+    ),
+    gradients=st.sampled_from(("consume", "consume", "auto", "keep")),
+    room=st.sampled_from((0.0, 0.3, 0.7, 2.0)),
+    away=st.sampled_from((0.3, 1.0)),
+    lag=st.sampled_from((0, 2, 8)),
+)  # fmt: skip
+
+
+def made_optimizers(program: Program, net: Net) -> list[torch.optim.Optimizer]:
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    kind = "sgd" if "sparse" in program.traits else program.optimizer
+    cut = [parameters[i :: program.groups] for i in range(program.groups)]
+    if program.groups == 3:  # three optimizers rather than one with three groups
+        return [OPTIMIZERS[kind](part) for part in cut if part]
+    return [OPTIMIZERS[kind]([{"params": part} for part in cut if part])]
+
+
+def train(program: Program, enter: Callable[[ExitStack], None]) -> list[Any]:
+    """Everything that the program sees."""
+    torch.manual_seed(5)
+    habits = program.habits
+    net = Net(program.traits)
+    optimizers = made_optimizers(program, net)
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 3, 0.5) for o in optimizers]
+    average = copy.deepcopy(net) if "averages" in habits else None
+    seen: list[Any] = []
+    saved: Any = None
+
+    def loss_of(step: int, scale: float = 1.0) -> Tensor:
+        tokens = torch.randint(0, 40, (4, 6))
+        with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in habits):
+            logits = net(tokens[:, :-1], step)
+        return scale * F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def zero() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none="keeps zeros" not in habits)
+
+    with ExitStack() as stack:
+        enter(stack)
+        for step in range(STEPS):
+            if "zeroes first" in habits:
+                zero()
+            if "evaluates" in habits and step % 3 == 1:
+                net.eval()
+                with torch.no_grad():
+                    seen.append(loss_of(step).item())
+                net.train()
+            if "thaws" in habits and step == 7:
+                net.layers[2].requires_grad_(True)
+            if "new group" in habits and step == 8:
+                fresh = nn.Parameter(torch.rand(WIDTH, WIDTH))
+                net.layers[1].register_parameter("extra", fresh)
+                optimizers[0].add_param_group({"params": [fresh]})
+            if "copies the model" in habits and step == 9:
+                seen += [p.detach().clone() for p in copy.deepcopy(net).parameters()]
+            if "fails" in habits and step % 5 == 4:
+                with pytest.raises(ZeroDivisionError):
+                    loss_of(step) / (1 // 0)
+            loss = loss_of(step)
+            seen.append(loss.detach().clone())
+            if "two backwards" in habits:
+                loss.backward(retain_graph=True)
+            loss.backward()
+            if "accumulates" in habits:
+                loss_of(step, 0.5).backward()
+            if "clips" in habits:
+                kept = [p for p in net.parameters() if p.grad is not None and not p.grad.is_sparse]
+                seen.append(nn.utils.clip_grad_norm_(kept, 0.1))
+            if "logs gradients" in habits:
+                gradient = net.layers[0].weight.grad
+                seen.append(None if gradient is None else gradient.clone())
+            if "changes a weight" in habits:
+                with torch.no_grad():
+                    net.layers[4].weight.mul_(0.99)
+            if "steps seldom" in habits and step % 2:
+                continue
+            for optimizer in optimizers:
+                if "closure" in habits:
+                    optimizer.step(lambda: loss)
+                else:
+                    optimizer.step()
+            if "decays by hand" in habits:
+                for p in net.parameters():
+                    p.data.mul_(0.999)
+            if "schedules" in habits:
+                for scheduler in schedulers:
+                    scheduler.step()
+            if average is not None:
+                now = dict(net.named_parameters())
+                for name, p in average.named_parameters():
+                    p.data.lerp_(now[name].data, 0.1)
+            if "zeroes first" not in habits:
+                zero()
+            if "saves" in habits and step % 4 == 2:
+                saved = copy.deepcopy((net.state_dict(), [o.state_dict() for o in optimizers]))
+            if "loads" in habits and step == 10 and saved is not None and "new group" not in habits:
+                net.load_state_dict(saved[0])
+                for optimizer, state in zip(optimizers, saved[1], strict=True):
+                    optimizer.load_state_dict(state)
+    seen += [p.detach().clone() for p in net.parameters()]
+    seen += [] if average is None else [p.detach().clone() for p in average.parameters()]
+    for optimizer in optimizers:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            state = optimizer.state.get(p, {})
+            seen += [state[name] for name in sorted(state)]
+    return seen
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a.detach(), b.detach())
+    return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
+
+
+def differences(program: Program) -> tuple[list[int], list[Any]]:
+    weight_bytes = sum(p.nbytes for p in Net(program.traits).parameters())
+    reports: list[Any] = []
+
+    def enter(stack: ExitStack) -> None:
+        swapper = weights = None
+        if "swapper" in program.movers:
+            swapper = Swapper(
+                CpuStandIn(lag=program.lag), budget_bytes=60_000, link=H200_PCIE5, min_bytes=256
+            )
+        if "weights" in program.movers:
+            weights = WeightMover(
+                CpuStandIn(lag=program.lag),
+                link=H200_PCIE5,
+                away_bytes=int(program.away * weight_bytes),
+                min_bytes=256,
+                own_hooks=swapper is None,
+            )
+
+        def before_update(parameters: Any) -> None:
+            found = list(parameters)
+            for mover in (swapper, weights):
+                if mover is not None:
+                    mover.before_update(found)
+
+        def changed() -> None:
+            if swapper is not None:
+                swapper.forget()
+
+        if "state" in program.movers:
+            mover = StateMover(
+                CpuStandIn(lag=program.lag),
+                link=H200_PCIE5,
+                gradients=program.gradients,
+                room_bytes=int(program.room * weight_bytes),
+                bucket_bytes=weight_bytes // 6,
+                min_bytes=256,
+                before_update=before_update,
+                changed=changed,
+            )
+            stack.enter_context(mover)
+            stack.callback(lambda: reports.append(mover.report()))
+        if swapper is not None:
+            stack.enter_context(swapper)
+            stack.callback(lambda: reports.append(swapper.report()))
+        if weights is not None:
+            stack.enter_context(weights)
+            stack.callback(lambda: reports.append(weights.report()))
+            if swapper is not None:
+                assert swapper.stand_behind(weights.around)
+                stack.callback(lambda: swapper.stand_behind(lambda pack, unpack: (pack, unpack)))
+
+    plain = train(program, lambda stack: None)
+    moved = train(program, enter)
+    assert len(plain) == len(moved)
+    rows = zip(plain, moved, strict=True)
+    return [i for i, (a, b) in enumerate(rows) if not same(a, b)], reports
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(programs)
+def test_any_training_gives_the_plain_numbers(program: Program) -> None:
+    found, reports = differences(program)
+    note(str(reports))
+    assert not found

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -323,6 +323,9 @@ def differences(program: Program) -> tuple[list[int], Any]:
     suppress_health_check=[HealthCheck.too_slow],
 )
 @given(programs)
+@example(  # what a recipe reads was written to
+    Program(((0, 0, 0, 1), (21, 0, 1, 0), (0, 0, 0, 0)), 1, (), "sgd", 0.2, "mix", 0, 1e12)
+)
 def test_any_program_gives_the_plain_numbers(program: Program) -> None:
     found, report = differences(program)
     note(str(report))

@@ -69,6 +69,8 @@ class Rounds:
                     charge.stash.append((parameter, gradient))
                 else:
                     self._access.followed[id(parameter)].taken()
+            if self._stream.widen(bucket, charge.optimizer.state):
+                charge.anew = True  # its bytes are others than planned
             if charge.streams and charge.plan is None:
                 if bucket.flat is None:
                     self._stream.adopt(bucket, charge.optimizer.state)

@@ -28,7 +28,7 @@ from kilter.act.swapper.charge import Charge, Phase
 from kilter.act.swapper.engine import leave_uncompiled
 from kilter.act.swapper.gradients import Followed, GradientConsumed, Gradients, Place
 from kilter.act.swapper.rounds import Rounds
-from kilter.act.swapper.stream import StateBucket, Stream, Where, size_of
+from kilter.act.swapper.stream import StateBucket, Stream, WatchedState, Where, size_of
 from kilter.core.errors import UsageError
 from kilter.core.plan import GRADIENTS
 from kilter.core.units import MIB
@@ -141,6 +141,7 @@ class StateMover(AbstractContextManager["StateMover"]):
 
         self._torch = torch
         self._before_modules = register_module_forward_pre_hook
+        self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
         self._access.__enter__()
         if self._gradients == "keep":
             self._access.ignore()
@@ -351,6 +352,10 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._guard = self._before_modules(self._module_runs)
         gradient = self._access.get(parameter)
         assert gradient is not None
+        if self._keeps_graph() and not charge.took:
+            charge.object_to("backward keeps its graph, for another one through the same weights")
+            charge.anew = True
+            return
         if charge.settings is None:
             charge.settings = charge.options()
         if id(parameter) not in charge.at:
@@ -511,8 +516,9 @@ class StateMover(AbstractContextManager["StateMover"]):
             if bucket.flat is None:
                 continue
             for p in bucket.members:
-                if p in states:
-                    state_dict["state"][numbers[id(states[p])]] = states[p].plain()
+                state = states.get(p)
+                if isinstance(state, WatchedState):  # another one was made since: it is here
+                    state_dict["state"][numbers[id(state)]] = state.plain()
             if bucket.sharded:  # comes back, and goes again after the next step
                 self._stream.bring(bucket)
             elif bucket.where is Where.AWAY:

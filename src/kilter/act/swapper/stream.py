@@ -83,6 +83,8 @@ class StateBucket:
         """Somebody asked for it and may have written to it."""
         self.flat: torch.Tensor | None = None
         """All of it as bytes, once it has left for the first time."""
+        self.whole = True
+        """Every member had state then."""
         self.host: torch.Tensor | None = None
         self.arrival: Event = None
         self.departure: Event = None
@@ -144,7 +146,11 @@ class Stream:
     def _flatten(self, bucket: StateBucket, states: dict[Any, Any]) -> torch.Tensor:
         import torch
 
-        if bucket.host is None or bucket.host.numel() < bucket.size_bytes:
+        if bucket.host is not None and bucket.host.numel() < bucket.size_bytes:
+            self.host_bytes -= bucket.host.numel()
+            self._backend.give_back(bucket.host)
+            bucket.host = None
+        if bucket.host is None:
             bucket.host = self._backend.reserve(bucket.size_bytes)
             self.host_bytes += bucket.size_bytes
         flat = bucket.flat = self._backend.alloc(bucket.size_bytes)
@@ -158,10 +164,13 @@ class Stream:
             with torch.no_grad():
                 value.set_(flat.untyped_storage(), first, value.size(), value.stride())
             offset += _aligned(size_bytes)
+        bucket.whole = True
         for p in bucket.members:
             if p in states:
                 watched = states[p] = WatchedState(states[p])
                 watched.fetch = lambda: self._lend(bucket)
+            else:
+                bucket.whole = False
         bucket.users = self._users(bucket)
         return flat
 
@@ -218,6 +227,20 @@ class Stream:
         if bucket.where is Where.COMING:
             self._backend.wait(bucket.arrival)
         bucket.where = Where.HERE
+
+    def widen(self, bucket: StateBucket, states: dict[Any, Any]) -> bool:
+        """A bucket that is here takes in the state of members that had none when it first left;
+        whether there was any."""
+        if bucket.whole or bucket.flat is None:
+            return False
+        if not any(p in states and type(states[p]) is not WatchedState for p in bucket.members):
+            return False
+        self.separate(bucket)
+        streamed = bucket.streamed
+        self.disown(bucket, states)
+        self.adopt(bucket, states)
+        bucket.streamed = streamed
+        return True
 
     def separate(self, bucket: StateBucket) -> None:
         """Give each tensor of a bucket that is here a storage of its own again."""

@@ -5,8 +5,9 @@ Gradients go first: they are used up as they arrive, where nothing forbids it; w
 once how much optimizer state streams: so much that feature maps and state together cost the least
 time (`plan/swap/joint.py`), or, where gradients are kept, so much as is missing for the budget.
 
-Predicting is not enough: the iterations with streaming state are held against those before it, and
-if they are not faster, all state comes back.
+Predicting is not enough: what streaming costs the host, and whether a plan with fewer things to
+make again is faster because of that, no plan knows. So there are a few *ways* to run; each gets
+some iterations, and the fastest stays.
 
 Where all of that is not enough, weights leave between their use in forward and their need in
 backward: so much as is missing.
@@ -19,15 +20,16 @@ then state leaves as soon as it was made.
 
 from __future__ import annotations
 
-import statistics
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kilter.act.fence import Fence
+from kilter.act.race import Race, Way
 from kilter.core.errors import PlanError
 from kilter.core.units import MIB, show_bytes
+from kilter.plan.swap.mix import LEAN_EACH_S
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from kilter.act.swapper.state import StateMover, StateReport, Visits
     from kilter.act.swapper.weights import WeightMover, WeightReport
     from kilter.observe.data import PassRecord
-    from kilter.plan.swap.joint import Joint
     from kilter.plan.swap.problem import Link, Problem
 
 SLACK = 0.1
@@ -54,9 +55,8 @@ PAUSE = 3
 MOST_ROOMS = 2
 """Times that another room is given because the budget was missed, or first guessed."""
 PATIENCE = 24
-"""Borders after which gradients that are watched still count as kept."""
-JUDGED = 6
-"""Iterations by whose median a plan with streaming state is held against the one before."""
+"""Borders after which gradients that are watched still count as kept, and a way to run that could
+not be timed as lost."""
 LEFT_TO_WEIGHTS = 0.5
 """Of the way to the device, however much state takes: loaded much earlier, weights would be in the
 way of what they make room for."""
@@ -101,20 +101,17 @@ class Floor:
         """That were set for what is missing."""
         self._guessed = False
         """The room was set before anything was known."""
-        self._shared: tuple[PassRecord, Problem] | None = None
-        """The pass, with all state on the device, for which a room was decided and not yet set."""
-        self._before: tuple[PassRecord, Problem, float] | None = None
-        """The same, while it runs, with what an iteration took before."""
-        self._taken = 0.0
-        """Share of the way to the device that state takes."""
-        self._last_s: float | None = None
-        """The last border, if the iteration before it ran under a plan."""
-        self._times_s: list[float] = []
-        """Of iterations under the present plan."""
+        self.race = Race()
+        """Between the ways to run."""
+        self._pass: tuple[PassRecord, Problem] | None = None
+        """That the ways are for, as it is where no state streams."""
+        self._awaiting = False
+        """State comes or goes at the next step, and then the pass is planned anew."""
+        self._chosen = False
+        """Rooms for state were compared."""
+        self.raced = False
         self.taken_back: str | None = None
         """Why state does not stream any more."""
-        self.joint: Joint | None = None
-        """What was decided, where there was a choice."""
         self.settled = False
         """Nothing is left to decide."""
         self.report: StateReport | None = None
@@ -125,6 +122,11 @@ class Floor:
     def room_bytes(self) -> int | None:
         """Optimizer state that stays on the device; None: all of it."""
         return None if self._mover is None else self._mover.room_bytes
+
+    @property
+    def way(self) -> Way:
+        """How the job runs."""
+        return self.race.now
 
     def begin(self, used_bytes: int, budget_bytes: int) -> None:
         """In the first forward, when little more than weights is on the device."""
@@ -141,45 +143,43 @@ class Floor:
     def border(self, report: SwapReport, budget_bytes: int, now_s: float) -> None:
         """An iteration has ended; the swapper stands like this."""
         self._borders += 1
-        mover = self._mover
+        mover, race = self._mover, self.race
         if mover is not None:
             self.report = mover.report()
         if self._weights is not None:
             self.weights = self._weights.report()
         if self.settled:
             return
-        self._time(now_s)
-        if mover is None:
+        race.border(now_s, counts=self._swapper.planned and report.settled)
+        if race.running:
+            if race.timed or self._borders >= PATIENCE:
+                self._go_on(race.now, race.turn())
+        elif mover is None:
             if not self._make_way(report):
                 self._consider(report, budget_bytes)
-            return
+        else:
+            self._decide(mover, report, budget_bytes)
+
+    def _decide(self, mover: StateMover, report: SwapReport, budget_bytes: int) -> None:
+        """How much state streams, once it is known what becomes of gradients."""
         assert self.report is not None
         patient = self._borders < PATIENCE
-        waiting = self.report.watching and patient
-        if waiting or self._borders < PAUSE or not self._swapper.tried:
+        if (self.report.watching and patient) or self._borders < PAUSE or not self._swapper.tried:
             return
-        choice = self.report.consuming and self.joint is None
-        if (self._before or (choice and report.plans)) and len(self._times_s) < JUDGED and patient:
-            return
-        if self._before is not None:
-            self._judge(mover)
+        choice = self.report.consuming and not self._chosen
+        if choice and report.plans and not self.race.timed and patient:
             return
         record, problem = self._problem(budget_bytes)
-        if record is None or problem is None:
-            return
-        if choice and self._share(mover, record, problem):
+        if record is None or problem is None or (choice and self._share(mover, record, problem)):
             return
         missing_bytes = problem.floor_bytes - problem.budget_bytes
         fits = missing_bytes <= 0 and not self._guessed
-        if fits or self._rooms >= MOST_ROOMS or not self._set_room(mover, missing_bytes):
+        if not fits and self._rooms < MOST_ROOMS and self._set_room(mover, missing_bytes):
+            return
+        if missing_bytes > 0 or self._weights is not None:
             self._move_weights(missing_bytes)
-
-    def _time(self, now_s: float) -> None:
-        """Iterations under a plan, but the first, in which it was made."""
-        planned = self._swapper.planned
-        if planned and self._last_s is not None:
-            self._times_s.append(now_s - self._last_s)
-        self._last_s = now_s if planned else None
+        else:
+            self.settled = not self._try_lean(report, record, problem)
 
     def _make_way(self, report: SwapReport) -> bool:
         """The first step has just made the state, and the second forward does not fit beside it?
@@ -205,7 +205,8 @@ class Floor:
         if report.plans:
             if asked and any(p.iteration_s > (1 + COSTS) * p.compute_s for p in report.plans):
                 self._open()
-            self.settled = report.settled and self._mover is None
+            elif report.settled:
+                self.settled = not self._try_lean(report, *self._problem(budget_bytes))
         elif asked and report.spilled:
             self._open()  # the budget binds already
         elif self._swapper.tried:
@@ -264,18 +265,12 @@ class Floor:
 
     def _changed(self) -> None:
         """Between two iterations: gradients and state take another amount of memory from now on."""
-        self._last_s = None
-        self._times_s.clear()
-        shared, self._shared = self._shared, None
-        visits = None if self._mover is None else self._mover.visits()
-        if shared is None or visits is None or visits.plan is None:
-            self._before = None
+        self.race.restart()
+        if self._awaiting:
+            self._awaiting = False
+            self._relevel()
+        else:
             self._swapper.forget()
-            return
-        record, problem = shared
-        away = away_of(visits, problem)
-        levels = [a - b for a, b in zip(problem.resident_bytes, away, strict=True)]
-        self._swapper.relevel(record, levels, self._taken)
 
     def _share(self, mover: StateMover, record: PassRecord, problem: Problem) -> bool:
         """Decide how memory and link are shared between feature maps and state; whether anything
@@ -285,43 +280,74 @@ class Floor:
         visits = mover.visits()
         if visits is None:
             return False
-        levels = problem.resident_bytes
-        if visits.plan is not None:  # seen while some of the state was away
-            levels = tuple(a + b for a, b in zip(levels, away_of(visits, problem), strict=True))
-        problem = replace(problem, resident_bytes=levels)
+        streaming = visits.plan is not None
+        if streaming:  # seen while some of the state was away
+            levels = zip(problem.resident_bytes, away_of(visits, problem), strict=True)
+            problem = replace(problem, resident_bytes=tuple(a + b for a, b in levels))
         spare_bytes = int(SPARE * problem.budget_bytes)
         tight = replace(problem, budget_bytes=problem.budget_bytes - spare_bytes)
         try:
             found = joint(tight, visits.buckets, visits.at)
         except PlanError:
             return False
-        self.joint = found
-        self._borders = 0
-        self._guessed = False
-        if not found.state.streamed and visits.plan is None:
+        self._chosen, self._guessed = True, False
+        if not found.state.streamed and not streaming:
             return False
-        self._shared, self._taken = (record, problem), found.taken
-        if self._times_s and visits.plan is None:
-            self._before = record, problem, statistics.median(self._times_s)
-        mover.make_room(found.room_bytes, due_s=found.due_s, link=found.left)
+        if streaming:  # by a guess, which is no way to compare with
+            self.race.restart()
+        self._begin_race(record, problem, Way(found), Way(found, LEAN_EACH_S))
         return True
 
-    def _judge(self, mover: StateMover) -> None:
-        """Does the plan with streaming state keep its promise? If not, everything comes back."""
-        assert self._before is not None
-        record, problem, before_s = self._before
-        self._before, self._borders = None, 0
-        visits = mover.visits()
-        if not self._times_s or visits is None:
-            return
-        now_s = statistics.median(self._times_s)
-        if now_s > before_s:
-            self.taken_back = (
-                "optimizer state does not stream: iterations took "
-                f"{now_s * 1e3:.0f} ms with it and {before_s * 1e3:.0f} ms without"
-            )
-            self._shared, self._taken = (record, problem), 0.0
-            mover.make_room(sum(b.state_bytes for b in visits.buckets), link=self._link)
+    def _try_lean(
+        self, report: SwapReport, record: PassRecord | None, problem: Problem | None
+    ) -> bool:
+        """Is a plan with fewer things to make again faster? Whether that is still to be seen."""
+        if self.raced or record is None or problem is None or self._borders >= PATIENCE:
+            return False
+        if len(report.plans) != 1 or not report.plans[0].remade:
+            return False
+        if self.race.timed:
+            self._begin_race(record, problem, Way(self.way.joint, LEAN_EACH_S))
+        return True
+
+    def _begin_race(self, record: PassRecord, problem: Problem, *ways: Way) -> None:
+        self.raced = True
+        self._pass = record, problem
+        self._go_on(self.way, self.race.start(*ways))
+
+    def _go_on(self, before: Way, way: Way) -> None:
+        """In another way, from here on, or once state has come and gone for it."""
+        self._borders = 0
+        mover, joint = self._mover, way.joint
+        if joint is not before.joint and mover is not None:
+            self._awaiting = True
+            if joint is None:
+                assert self.report is not None
+                all_bytes = self.report.state_bytes + self.report.away_bytes
+                mover.make_room(all_bytes, link=self._link)
+            else:
+                mover.make_room(joint.room_bytes, due_s=joint.due_s, link=joint.left)
+        elif way is not before:
+            self._relevel()
+        if joint is None and not self.race.running:
+            streaming = [s for s, other in self.race.results if other.joint is not None]
+            without = [s for s, other in self.race.results if other.joint is None]
+            if streaming:
+                self.taken_back = (
+                    "optimizer state does not stream: iterations took "
+                    f"{min(streaming) * 1e3:.0f} ms with it and {min(without) * 1e3:.0f} ms without"
+                )
+
+    def _relevel(self) -> None:
+        """Plan the pass anew, for what the present way leaves of memory and link."""
+        assert self._pass is not None
+        record, problem = self._pass
+        levels, joint = list(problem.resident_bytes), self.way.joint
+        visits = None if joint is None or self._mover is None else self._mover.visits()
+        if visits is not None and visits.plan is not None:
+            levels = [a - b for a, b in zip(levels, away_of(visits, problem), strict=True)]
+        taken = 0.0 if joint is None else joint.taken
+        self._swapper.relevel(record, levels, taken=taken, each_s=self.way.each_s)
 
     def _set_room(self, mover: StateMover, missing_bytes: int) -> bool:
         """So much state goes as is missing, a little more each time, or comes back where the room
@@ -354,9 +380,10 @@ class Floor:
         if self._weights is not None:
             self._weights.make_room(self._weight_bytes)
             return
+        taken = 0.0 if self.way.joint is None else self.way.joint.taken
         weights = WeightMover(
             self._backend(),
-            link=self._link.less(min(self._taken, 1 - LEFT_TO_WEIGHTS)),
+            link=self._link.less(min(taken, 1 - LEFT_TO_WEIGHTS)),
             away_bytes=self._weight_bytes,
             own_hooks=False,
             min_bytes=self._min_bytes,

@@ -18,6 +18,7 @@ from kilter.core.errors import PlanError
 from kilter.observe.data import PassRecord
 from kilter.plan.swap.choose import arena, described, plan
 from kilter.plan.swap.feedback import NOTICED, Waiting, earlier, expected, slower, slowness
+from kilter.plan.swap.mix import EACH_S
 from kilter.plan.swap.problem import Link
 from kilter.plan.swap.simulate import simulate
 
@@ -89,6 +90,8 @@ class Kinds:
         self._planner = planner
         self.taken = 0.0
         """Share of the way to the device that others take."""
+        self.each_s = EACH_S
+        """What plans count for each thing made again."""
         self._min_bytes = min_bytes
         self._by_events: dict[tuple[int, ...], Kind] = {}
         self._arena: torch.Tensor | None = None
@@ -269,7 +272,7 @@ class Kinds:
             min_bytes=self._min_bytes,
             swap=swap,
         )
-        value = plan(problem, self._planner, alone=not self.taken)
+        value = plan(problem, self._planner, alone=not self.taken, each_s=self.each_s)
         offsets, total = arena(problem, value.schedule)
         places = {
             numbers[index]: (offset, problem.intervals[index].size_bytes)

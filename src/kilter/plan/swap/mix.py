@@ -6,10 +6,9 @@ hides behind compute and expensive beyond. So intervals are made again in the or
 swapped by `spanning`. How far to go along the prices is one number; it is searched, and the
 simulator decides.
 
-The host has to issue what is made again, and no plan knows how busy it is. So of two plans that
-take the device as long, to within half a percent, the one that makes fewer things again is taken.
-Where updates run inside backward and their state comes and goes, the host is known to be busy
-(`busy`): it has more to issue, and the device no optimizer's step during which it could catch up.
+The host has to issue what is made again. How much time it has for that no record tells; so each
+thing made again counts with a little time besides (`each_s`), and a plan made with more of it
+leaves the host less to do. Which of two is faster, only the running job can say.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ from kilter.plan.swap.spanning import swap_rest
 
 REACHES = (0.01, 0.04)
 """Shares of the iteration by which something may be made again before its own use."""
-EACH_S = 2e-5
-"""Added to the price of each thing made again, in a second order of them: large ones first."""
-ALIKE = 0.005
-"""Share of the iteration by which the plan of that order may take longer."""
-BUSY_EACH_S = 5e-5
-BUSY_ALIKE = 0.02
-"""The same where the host is busy. A thing that is made again or swapped takes it 0.1 to 0.2 ms in
-all (measured: 24 and 48 layers, beside an H200), and mostly far less of the device."""
+EACH_S = 1e-5
+"""Counted for each thing made again. So little decides only between plans that are alike: large
+things are made again rather than many."""
+LEAN_EACH_S = 1e-4
+"""The same where the host is the limit: a thing takes about 0.1 ms of it (measured beside an H200),
+and mostly far less of the device."""
 ROUGHLY = 32
 """Steps in which `roughly` goes along the prices."""
 MANY = 1024
@@ -39,7 +36,9 @@ them: one thing more or less to make again is nothing there, and planning takes 
 FINE = 256
 
 
-def mix(problem: Problem, reaches: Sequence[float] = REACHES, *, busy: bool = False) -> Schedule:
+def mix(
+    problem: Problem, reaches: Sequence[float] = REACHES, *, each_s: float = EACH_S
+) -> Schedule:
     """Swap, recompute and keep. `PlanError` if not even everything away fits the budget."""
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule()
@@ -48,18 +47,19 @@ def mix(problem: Problem, reaches: Sequence[float] = REACHES, *, busy: bool = Fa
             f"the budget of {problem.budget_bytes} bytes is below {problem.floor_bytes}, which "
             "operations need even when everything else is away"
         )
-    prices = by_price(problem)
-    if len(problem.intervals) > MANY:
-        order = within_reach(problem, prices, reaches[0])
-        return _search(problem, order, finest=len(order) // FINE)[0]
-    found = [_search(problem, within_reach(problem, prices, reach)) for reach in reaches]
-    best, reach = min(zip(found, reaches, strict=True), key=lambda pair: pair[0][1].iteration_s)
-    each_s, alike = (BUSY_EACH_S, BUSY_ALIKE) if busy else (EACH_S, ALIKE)
-    large = _search(problem, within_reach(problem, by_price(problem, each_s), reach))
-    fewer = len(large[0].remade) < len(best[0].remade)
-    if fewer and large[1].iteration_s <= (1 + alike) * best[1].iteration_s:
-        return large[0]
-    return best[0]
+    prices = by_price(problem, each_s)
+    many = len(problem.intervals) > MANY
+    found: list[tuple[Schedule, Outcome]] = []
+    for reach in reaches[:1] if many else reaches:
+        order = within_reach(problem, prices, reach)
+        found.append(_search(problem, order, each_s, len(order) // FINE if many else 1))
+    return min(found, key=lambda made: cost_s(made, each_s))[0]
+
+
+def cost_s(made: tuple[Schedule, Outcome], each_s: float) -> float:
+    """Of the device, and what the host is reckoned with."""
+    schedule, outcome = made
+    return outcome.iteration_s + each_s * len(schedule.remade)
 
 
 def roughly(problem: Problem) -> tuple[Schedule, Outcome]:
@@ -70,10 +70,12 @@ def roughly(problem: Problem) -> tuple[Schedule, Outcome]:
     if problem.floor_bytes > problem.budget_bytes:
         raise PlanError(f"the budget of {problem.budget_bytes} bytes is out of reach")
     order = within_reach(problem, by_price(problem, EACH_S), REACHES[0])
-    return _search(problem, order, finest=len(order) // ROUGHLY)
+    return _search(problem, order, EACH_S, len(order) // ROUGHLY)
 
 
-def _search(problem: Problem, order: list[int], finest: int = 1) -> tuple[Schedule, Outcome]:
+def _search(
+    problem: Problem, order: list[int], each_s: float, finest: int
+) -> tuple[Schedule, Outcome]:
     """The best number of intervals to make again, taken from the front of `order`; to within
     `finest`."""
     tried: dict[int, tuple[Schedule, Outcome] | None] = {}
@@ -82,7 +84,7 @@ def _search(problem: Problem, order: list[int], finest: int = 1) -> tuple[Schedu
         if count not in tried:
             tried[count] = swap_rest(problem, _needed(problem, order[:count]))
         found = tried[count]
-        return float("inf") if found is None else found[1].iteration_s
+        return float("inf") if found is None else cost_s(found, each_s)
 
     low, high = 0, len(order)
     step = max(1, len(order) // 8)

@@ -72,6 +72,57 @@ def test_every_mode_is_the_loop_in_its_order(mode):
         assert fast.plan().chosen == mode, fast.explain()
 
 
+@pytest.mark.parametrize("rows", [1, 20])
+def test_compiled_branches_have_their_layers_by_the_kernels(rows):
+    def branch(width):
+        return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 32), nn.GELU())
+
+    branches = [branch(width).cuda() for width in (768, 768, 1024)]
+    with parallel(branches, mode="compiled") as fast:
+        for _ in range(3):
+            x = rand(rows, 64)
+            same(fast(x), serial(branches, x))
+        assert fast.plan().chosen == "compiled", fast.explain()
+
+
+@pytest.mark.parametrize("mode", CAPTURED)
+def test_arguments_by_name_and_a_number_that_never_comes_back(mode):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(64, 32), nn.Linear(64, 32)
+
+        def forward(self, x, *, mask, scale=1.0):
+            return self.one(x) * scale + self.two(x) * scale, {"masked": self.two(x) * mask}
+
+    module = Named().cuda()
+    with parallel(module, mode=mode) as fast:
+        for step in range(40):
+            x, mask = rand(8, 64), rand(8, 32)
+            found, expected = fast(x, mask=mask), module(x, mask=mask)
+            same((found[0], found[1]["masked"]), (expected[0], expected[1]["masked"]))
+            fast(x, scale=float(step + 2), mask=mask)
+        assert len(fast._prepared) < 12
+        same(copy.deepcopy(fast)(x, mask=mask)[:1], fast(x, mask=mask)[:1])
+
+
+def test_the_newer_switches_of_tf32_are_understood():
+    branches, x = linears(48, 64), rand(8, 64)
+    before = torch.get_float32_matmul_precision()
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this framework has only the older ones")
+    try:
+        with parallel(branches, mode="graph") as fast:
+            fast(x)
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+            for _ in range(2):
+                assert torch.equal(fast(x)[0], branches[0](x))
+            assert len(fast._prepared) == 2
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision(before)
+
+
 def test_the_same_kernels_give_the_same_bits():
     branches = linears(32, 64, 96)
     for mode in ("threads", "streams", "graph"):
@@ -314,7 +365,9 @@ def test_split_products_are_about_as_exact_as_float32():
 
     linear, finish = operations().linear, operations().finish
     norm = torch.nn.functional.layer_norm
-    for rows, inner, columns in ((704, 256, 768), (704, 256, 2048), (704, 2048, 256), (37, 64, 50)):
+    for rows, inner, columns in (
+        (704, 256, 768), (704, 256, 2048), (704, 2048, 256), (37, 64, 50), (64, 768, 192),
+    ):  # fmt: skip
         x, weight, bias = rand(rows, inner), rand(columns, inner), rand(columns)
         exact = x.double() @ weight.double().T + bias.double()
         plain = torch.nn.functional.linear(x, weight, bias)
@@ -342,9 +395,10 @@ def test_single_rows_by_the_kernel_are_as_exact_as_the_librarys(dtype):
         bias = rand(columns, dtype=dtype)
         exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
         plain = torch.nn.functional.linear(x, weight, bias)
-        found = operations().single(x, weight, bias)
+        found = operations().single(x, weight, bias, False)
         limit = 2 * (plain.double() - exact).abs().max()
         assert (found.double() - exact).abs().max() <= limit
+        assert torch.equal(operations().single(x, weight, bias, True), found.relu())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

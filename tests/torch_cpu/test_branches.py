@@ -1,5 +1,7 @@
 """`parallel` on the host: same order, same numbers; right or serial with the reason."""
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -168,6 +170,88 @@ def test_nested_arguments_and_results_come_back_as_they_are(mode):
             assert found[1][1][1] == 3
 
 
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x, *, mask=None, scale=1.0):
+        found = self.one(x) * scale + self.two(x) * scale
+        return found if mask is None else found * mask
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_arguments_by_name_are_given_to_every_branch(mode):
+    branches, x, mask = [Named(), Named()], torch.randn(2, 8), torch.rand(2, 4)
+    with parallel(branches, mode=mode) as fast, parallel(branches[0], mode=mode) as whole:
+        for named in ({"mask": mask}, {"scale": 2.0}, {"scale": 3.0}, {"mask": mask, "scale": 2.0}):
+            for _ in range(2):
+                same(fast(x, **named), [b(x, **named) for b in branches])
+                same([whole(x=x, **named)], [branches[0](x, **named)])
+        with pytest.raises(TypeError, match="unexpected"):
+            fast(x, other=1)
+
+
+def test_inside_a_model_the_forward_of_a_part_is_made_parallel():
+    """Names of weights, saving, copying and moving stay as they were."""
+    model = nn.Sequential(Named(), nn.Linear(4, 2)).eval()
+    x = torch.randn(2, 8)
+    names, expected = list(model.state_dict()), model(x)
+    model[0].forward = parallel(model[0].forward, mode="batched")
+    for _ in range(2):
+        torch.testing.assert_close(model(x), expected)
+    assert model[0].forward.plan().chosen == "batched"
+    assert list(model.state_dict()) == names
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[0].one.weight.zero_()
+    for _ in range(2):
+        torch.testing.assert_close(model(x), expected)
+        assert not torch.allclose(other(x), expected)
+    model.double()
+    torch.testing.assert_close(model(x.double()), expected.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_copy_and_what_was_saved_are_prepared_anew():
+    branches, x = linears(5, 5), torch.randn(2, 8)
+    with parallel(branches, mode="batched", max_graphs=3) as fast:
+        fast(x)
+        for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+            assert other.plan() is None
+            assert other.options == fast.options
+            same(other(x), fast(x))
+            assert other.loop.branches[0] is not branches[0]
+
+
+def test_only_what_comes_back_is_prepared_again_and_again():
+    """A number that is another one at every call, beside a call that stays the same."""
+    branches = [lambda x, k: x * k, lambda x, k: x * k]
+    x = torch.randn(4)
+    with parallel(branches, mode="batched") as fast:
+        for step in range(60):
+            fast((x, 0.5), (x, 0.5))
+            assert fast.plan().chosen == "batched"
+            k = float("nan") if step % 2 else 1.0 + step
+            a, b = fast((x, k), (x, k))
+            torch.testing.assert_close((a, b), (x * k, x * k), equal_nan=True)
+        assert 4 < len(fast._prepared) <= 9
+        assert "have served no call" in fast.explain()
+        fast((x, 0.5), (x, 0.5))
+        assert "have served no call" not in fast.explain()
+
+
+def test_an_attribute_that_changes_before_every_call_does_not_cost_a_preparation_each():
+    scaled = Named()
+    scaled.step = 0
+    made = []
+    with parallel(scaled, mode="batched") as fast:
+        for scaled.step in range(40):
+            x = torch.randn(2, 8)
+            torch.testing.assert_close(fast(x), scaled(x))
+            made.append(fast._unserved)
+    assert max(made) <= 6
+
+
 def test_new_shapes_dtypes_and_scalars_are_signatures_of_their_own():
     branches = [lambda x, k: x * k, lambda x, k: x + k]
     with parallel(branches, mode="batched") as fast:
@@ -277,6 +361,8 @@ def test_impure_branches_run_serially_with_the_reason():
     assert "writes" in refused([lambda x: held.add_(x), torch.neg], x)
     assert "read on the host (item)" in refused([lambda x: x * scale.item(), torch.neg], x)
     assert "test_branches.py" in refused([lambda x: x * scale.item(), torch.neg], x)
+    assert "batchnorm.py" in refused([nn.BatchNorm1d(3), torch.neg], torch.randn(2, 3))
+    assert "only one" in refused([torch.neg], x, mode="threads")
     assert "read on the host (__bool__)" in refused([lambda x: x if x.sum() > 0 else -x] * 2, x)
     assert "depends on data" in refused([lambda x: x[x > 0], torch.neg], x)
 

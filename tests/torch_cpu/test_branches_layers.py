@@ -1,11 +1,12 @@
 """What is rewritten between the branches stays the loop; what is forked is joined."""
 
+import itertools
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -14,12 +15,13 @@ from kilter.act.branches.convolutions import PROGRAMS, SHORTEST, tile_of, with_c
 from kilter.act.branches.folding import fold
 from kilter.act.branches.loop import Loop
 from kilter.act.branches.parts import Options, Parts, Workshop
-from kilter.act.branches.products import blocks, join_layers, single_rows, splits_of
+from kilter.act.branches.products import blocks, join_layers, splits_of
 from kilter.act.branches.program import (
     Program,
     Unit,
     compile_units,
     from_graph,
+    merge_single,
     run_in_order,
     to_compile,
 )
@@ -128,10 +130,77 @@ def test_one_row_is_one_row(dtype):
     layers = nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 10)).to(dtype)
     for rows, changed in ((1, True), (2, False)):
         x = torch.randn(rows, 64).to(dtype)
-        program = single_rows(program_of(layers, x))
+        program = join_layers(program_of(layers, x), triton=True)
         assert any("single" in t for t in targets(program)) == changed
         (found,) = program.execute([x], run_in_order)
         torch.testing.assert_close(found, layers(x))
+
+
+def test_branches_have_their_layers_joined_too_and_long_sums_of_few_rows_split():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 768), nn.Linear(768, 64)
+
+        def forward(self, x):
+            return self.second(self.first(x).relu()).relu()
+
+    branches, x = nn.ModuleList(Branch() for _ in range(2)), torch.randn(20, 64)
+    plain = program_of(Loop.of(branches), x)
+    assert max(len(step) for step in plain.steps) == 2
+    program = join_layers(plain, triton=True)
+    found = program.execute([x], run_in_order)
+    for a, b in zip(found, [b(x) for b in branches], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert sum("linear" in t for t in targets(program)) == 4
+    # Four shares of the long sum: added up, with bias and ReLU, by operations left to the compiler.
+    assert sum("sum" in t for t in targets(program)) == 2
+    assert sum("relu" in t for t in targets(program)) == 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6)), min_size=1, max_size=6))
+def test_pieces_that_occur_once_and_follow_each_other_become_one(steps):
+    def model(x, y):
+        found = [x, y]
+        for kind, other in steps:
+            last, back = found[-1], found[other % len(found)]
+            if kind == 0:
+                found.append((last.sin() * 2 + 1) * (last.cos() - 3))
+            else:
+                found.append((last @ back).relu() if kind == 1 else last + back)
+        return found[-1], found[len(found) // 2] * 1
+
+    x, y = torch.randn(2, 8, 8, dtype=torch.float64)
+    program = program_of(model, x, y)
+    merged = merge_single(program)
+    for a, b in zip(merged.execute([x, y], run_in_order), model(x, y), strict=True):
+        torch.testing.assert_close(a, b)
+    keys = [unit.key for unit in program.units()]
+    repeated = [keys.count(unit.key) > 1 for unit in merged.units()]
+    assert sum(repeated) == sum(keys.count(key) > 1 for key in keys)
+    assert all(a or b for a, b in itertools.pairwise(repeated))
+
+
+def test_what_work_ahead_waits_for_stays_apart():
+    front = nn.Sequential(nn.Linear(256, 256), nn.Tanh())
+    encoder = Encoder(layers=1).eval()
+
+    def model(x, mask):
+        return encoder(front(x).sin(), mask.logical_not().logical_not()).cos()
+
+    inputs = torch.randn(TOKENS, 1, 256), padding_mask()
+    program = fused.fuse(program_of(model, *inputs, products=True))
+    merged = merge_single(program)
+    assert len(merged.steps) <= len(program.steps)
+    for (start, unit), (before, same) in zip(merged.ahead, program.ahead, strict=True):
+        assert unit is same
+        done = {s for step in program.steps[:before] for u in step for s in u.writes}
+        now = {s for step in merged.steps[:start] for u in step for s in u.writes}
+        assert done & set(unit.reads) <= now
+        assert merged.needed(unit) >= start
+    (found,) = merged.in_line().execute(inputs, run_in_order)
+    torch.testing.assert_close(found, model(*inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_long_sums_of_small_results_are_split():
@@ -341,13 +410,13 @@ def test_the_convolved_program_is_the_loop(monkeypatch, faster):
     towers, x = [Tower().eval(), Tower().eval()], torch.randn(1, 3, 8, 8)
     loop, options = Loop.of(towers), Options("convolved", None, True, 20.0, 16, True)
     state = State(loop.branches)
-    parts = Parts(loop, options, Workshop(), (x,), state, gradients=False)
+    parts = Parts(loop, options, Workshop(), ((x,), {}), state, gradients=False)
     parts.trace()
     monkeypatch.setattr("kilter.act.branches.parts.is_faster", lambda found, device: faster)
     monkeypatch.setattr(fused, "has_triton", lambda: True)
     parts.on_gpu = True
     if not faster:
-        with pytest.raises(Refused, match="no convolution is faster"):
+        with pytest.raises(Refused, match="nothing is faster"):
             parts.program("convolutions")
         return
     found = parts.program("convolutions").execute([x], run_in_order)

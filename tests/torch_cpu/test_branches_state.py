@@ -8,6 +8,7 @@ from torch import nn
 
 from kilter.act.branches import parallel
 from kilter.act.branches.loop import Loop, assembler, signature, why_serial
+from kilter.act.branches.numerics import tf32_allowed
 from kilter.act.branches.state import State
 from kilter.core.errors import UsageError
 
@@ -124,6 +125,26 @@ def test_calls_that_differ_have_different_signatures():
         calls.append(signature([x], None, None))
     assert len(set(calls)) == len(calls)
     assert signature([torch.zeros(2, 3)], None, None) == calls[0]
+
+
+def test_either_way_of_allowing_tf32_is_another_signature():
+    """Since 2.9 there are two, and the older one raises once the newer one was used."""
+    x = torch.ones(2)
+    matmul = torch.backends.cuda.matmul
+    before, plain = torch.get_float32_matmul_precision(), signature([x], None, None)
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert tf32_allowed()[0]
+        assert signature([x], None, None) != plain
+        torch.set_float32_matmul_precision("highest")
+        if hasattr(matmul, "fp32_precision"):
+            matmul.fp32_precision = "tf32"
+            assert tf32_allowed()[0]
+            assert signature([x], None, None) != plain
+            matmul.fp32_precision = "ieee"
+            assert signature([x], None, None) == plain
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_what_stands_in_the_way_is_said():

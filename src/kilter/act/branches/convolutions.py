@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from kilter.act.branches.folding import is_view
+from kilter.act.branches.numerics import tf32_allowed
 from kilter.act.branches.program import Program, Unit
 from kilter.act.branches.timing import graph_seconds
 from kilter.act.branches.tracing import Refused, value
@@ -90,7 +91,7 @@ def _convolve(
     parts = out
     if tile.splits > 1:
         parts = torch.empty((tile.splits, *out.shape), dtype=torch.float32, device=x.device)
-    exact = x.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32
+    exact = x.dtype == torch.float32 and not tf32_allowed()[1]
     flags = {
         "BIAS": bias is not None,
         "NORM": bool(norm),

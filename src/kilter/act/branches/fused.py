@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from kilter.act.branches.numerics import tf32_allowed
 from kilter.act.branches.program import Program, Unit, graph_key
 from kilter.act.branches.streams import Cuda
 from kilter.act.branches.tracing import Refused, value
@@ -309,7 +310,7 @@ def fuse(program: Program) -> Program:
         if head_key not in layers:
             one = heads[0]
             cut = Blocks() if one.dtype == torch.float32 else HALF
-            if torch.backends.cuda.matmul.allow_tf32:
+            if tf32_allowed()[0]:
                 cut = replace(cut, precision="tf32")
             numbers = [m.head for m in heads]
             layers[head_key] = FusedHeads(numbers, one.width, one.device, cut, one.dtype)

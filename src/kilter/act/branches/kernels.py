@@ -333,8 +333,10 @@ def single(
     weight_stride,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    RELU: tl.constexpr,
 ):
-    """One row times weight (columns x inner) transposed, plus bias: every weight is read once."""
+    """One row times weight (columns x inner) transposed, plus bias, RELU: its positive part. Every
+    weight is read once."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     real = column < columns
     total = tl.zeros((COLUMNS, INNER), dtype=tl.float32)
@@ -346,6 +348,8 @@ def single(
         b = tl.load(at, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
         total += a[None, :] * b
     found = tl.sum(total, 1) + tl.load(bias + column, mask=real, other=0.0).to(tl.float32)
+    if RELU:
+        found = tl.maximum(found, 0.0)
     tl.store(out + column, found.to(out.dtype.element_ty), mask=real)
 
 

@@ -15,9 +15,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+from kilter.act.branches.numerics import tf32_allowed
 from kilter.core.errors import UsageError
 
 Branches = Callable[..., Any] | Sequence[Callable[..., Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a call was given: by position, and by name."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,14 @@ class Loop:
             raise UsageError("branches must be one module, or a list of modules or callables")
         return cls(branches, is_list)
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not self.is_list:
-            return self.branches[0](*inputs)
+            return self.branches[0](*inputs, **named)
         spread = self.spread(inputs)
-        return tuple(b(*arguments) for b, arguments in zip(self.branches, spread, strict=True))
+        return tuple(b(*given, **named) for b, given in zip(self.branches, spread, strict=True))
 
     def spread(self, inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        """The arguments of each branch of a list."""
+        """The arguments of each branch of a list; those given by name are for all of them."""
         count = len(self.branches)
         if len(inputs) == 1 and count != 1:
             inputs = inputs * count
@@ -104,8 +107,7 @@ def signature(leaves: Sequence[Any], spec: Hashable, gradients: Hashable) -> Has
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cuda"),
         torch.get_autocast_dtype("cpu"),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
+        tf32_allowed(),
         torch.backends.cudnn.enabled,
         torch.are_deterministic_algorithms_enabled(),
     )

@@ -14,6 +14,17 @@ import torch
 from torch import Tensor, fx
 
 
+def tf32_allowed() -> tuple[bool, bool]:
+    """Whether float32 matrix products, and convolutions, may be rounded to TF32 now."""
+    try:
+        products = torch.get_float32_matmul_precision() != "highest"
+        return products, torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # set by newer switches, of which the older ones want to know nothing
+        kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+        allowed = [kind.fp32_precision == "tf32" for kind in kinds]
+        return allowed[0], allowed[1]
+
+
 class _Widened(fx.Interpreter):  # type: ignore[misc]
     """The graph in float64; `weights` are stand-ins that gradients are taken for."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from kilter.act.branches.capture import pool_bytes
-from kilter.act.branches.loop import TENSORS, Branches, Loop, signature, why_serial
+from kilter.act.branches.loop import TENSORS, Arguments, Branches, Loop, signature, why_serial
 from kilter.act.branches.parts import Options, Parts, Workshop
 from kilter.act.branches.prepare import MODES, Prepared, prepare, serial_plan
 from kilter.act.branches.state import State, needs_grad
@@ -28,6 +29,10 @@ READMIT = 8
 that more signatures than graphs do not spend their time on captures."""
 RESTLESS = 3
 """Calls that change their own modules before such a signature is left to the serial loop."""
+PATIENCE = 4
+"""Preparations that may wait to serve their first call at once; while there are more, only every
+2nd to the power of their number of the calls that would be prepared is. A number that is another
+one at every call must not cost a preparation each."""
 
 
 class Parallel:
@@ -45,54 +50,76 @@ class Parallel:
         self._preparing = threading.RLock()
         self._state: State | None = None
         self._restless = 0
+        self._unserved = self._waited = 0
+        """Preparations that have served no call, and calls that waited for that."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what was saved and loaded, is prepared anew."""
+        return Parallel, (self.loop, self.options)
 
     # --- calling ----------------------------------------------------------------------------------
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         if self.options.mode == "serial" or torch.compiler.is_compiling():
-            return self.loop(*inputs)
+            return self.loop(*inputs, **named)
         leaves: Any = inputs
         spec: Hashable = None
         tensors: Any = inputs
-        if any(type(x) not in TENSORS for x in inputs):
-            leaves, spec = pytree.tree_flatten(inputs)
+        if named or any(type(x) not in TENSORS for x in inputs):
+            leaves, spec = pytree.tree_flatten((inputs, named))
             tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if self._state is None:
-            self._state = State(self.loop.branches)
+        state = self._state
+        if state is None:
+            state = self._state = State(self.loop.branches)
         self._fallback = why_serial(leaves, tensors)
         if self._fallback is not None:
-            return self.loop(*inputs)
-        records = needs_grad(self._state, tensors)
+            return self.loop(*inputs, **named)
+        records = needs_grad(state, tensors)
         gradients = tuple(t.requires_grad for t in tensors) if records else None
         key = signature(leaves, spec, gradients)
         found = self._prepared.get(key)
         if found is None:
-            return self._first(key, inputs, records)
+            return self._first(key, (inputs, named), records)
         if found.run is None and found.release is not None:
             found.absent += 1
             if found.absent > READMIT and found.state.changed() is None:
-                return self._first(key, inputs, records, known=found.plan)
-        self._prepared.move_to_end(key)
+                return self._prepare(key, (inputs, named), records, known=found.plan)
         self._last = found
         # Launched first and judged after: the check runs on the host while the device works.
         results = None if found.run is None else found.run(tensors)
         if found.state.changed() is not None:
             self._forget()
-            return self._first(key, inputs, records)
-        return self.loop(*inputs) if results is None else found.assemble(results)
+            return self._first(key, (inputs, named), records)
+        if not found.served:
+            found.served, self._unserved = True, max(0, self._unserved - 1)
+        with suppress(KeyError):  # another thread has just forgotten it
+            self._prepared.move_to_end(key)
+        return self.loop(*inputs, **named) if results is None else found.assemble(results)
 
     # --- preparing --------------------------------------------------------------------------------
 
-    def _first(
+    def _first(self, key: Hashable, arguments: Arguments, records: bool) -> Any:
+        """A call that nothing is prepared for."""
+        if self._unserved >= PATIENCE:
+            self._waited += 1
+            if self._waited < 2 ** min(self._unserved, 30):
+                self._fallback = f"the last {self._unserved} forms prepared have served no call yet"
+                inputs, named = arguments
+                return self.loop(*inputs, **named)
+        self._waited = 0
+        return self._prepare(key, arguments, records)
+
+    def _prepare(
         self,
         key: Hashable,
-        inputs: tuple[Any, ...],
+        arguments: Arguments,
         records: bool,
         known: BranchPlan | None = None,
     ) -> Any:
         before = State(self.loop.branches)
         # The user's own errors come from here, outside every handler of ours.
-        results = self.loop(*inputs)
+        inputs, named = arguments
+        results = self.loop(*inputs, **named)
         opaque = self.loop.is_list and self.options.mode in ("threads", "streams")
         changes = None if opaque else before.changed()
         if changes is not None:  # lazily made weights, a cache, a counter
@@ -109,7 +136,7 @@ class Parallel:
             if records:
                 state.watch_gradients()
             parts = Parts(
-                self.loop, self.options, self._workshop, tuple(inputs), state, gradients=records
+                self.loop, self.options, self._workshop, arguments, state, gradients=records
             )
             if parts.on_gpu:
                 with torch.cuda.device(parts.device):
@@ -118,6 +145,7 @@ class Parallel:
                 prepared = prepare(parts, results, known)
             self._prepared[key] = self._last = prepared
             self._prepared.move_to_end(key)
+            self._unserved += 1
             self._evict()
         return results
 
@@ -182,7 +210,8 @@ def parallel(
 
     `branches`: a list of modules or callables, or one module whose branches are found by tracing.
     A list is called with one input for each branch (a tuple is several arguments), or with one
-    input for all of them, and returns a tuple in the same order. `mode`: `auto` tries what there is
+    input for all of them, arguments by name are for all, and returns a tuple in the same order.
+    `mode`: `auto` tries what there is
     and keeps the fastest right one; any other mode is used if it is right, else serial. `compile`:
     whether `auto` may use `torch.compile`; for each signature it starts nothing that would
     not be ready within about `prepare_budget_s`. `max_graphs`: signatures whose graphs are kept.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from kilter.act.branches import fused, native, numerics, training
 from kilter.act.branches.capture import Captured, Turns, pool_bytes
 from kilter.act.branches.convolutions import Convolution, is_faster, with_convolutions
 from kilter.act.branches.folding import check_devices, fold
-from kilter.act.branches.loop import Loop
-from kilter.act.branches.products import join_layers, single_rows
+from kilter.act.branches.loop import Arguments, Loop
+from kilter.act.branches.products import join_layers
 from kilter.act.branches.program import (
     Program,
     Run,
@@ -27,6 +28,7 @@ from kilter.act.branches.program import (
     compile_units,
     from_callables,
     from_graph,
+    merge_single,
     run_in_order,
     stack_equal,
 )
@@ -41,13 +43,13 @@ from kilter.plan.branches import Trial, assign_lanes
 TRAINING_ON_GPU = ("graph", "graph_streams", "batched")
 DIFFERENTIABLE = ("threads", "streams", *TRAINING_ON_GPU)
 UNCOMPILED = {
-    "compiled": "single",
+    "compiled": "layers",
     "compiled_batched": "batched",
     "convolved": "convolutions",
     "fused": "joined",
 }
-"""The programs that these modes compile: branches whose layers of one row are by a kernel, stacked
-branches, those whose convolutions are by a kernel, and fused heads with joined layers."""
+"""The programs that these modes compile: branches with joined linear layers, stacked branches,
+branches whose convolutions are by a kernel too, and fused heads with both."""
 
 UNIT_S = 2.5
 """First guess at the time to compile one piece: seven took 18 s on a fresh machine with an H200."""
@@ -87,7 +89,7 @@ class Parts:
         loop: Loop,
         options: Options,
         workshop: Workshop,
-        arguments: tuple[Any, ...],
+        arguments: Arguments,
         state: State,
         *,
         gradients: bool,
@@ -131,7 +133,8 @@ class Parts:
         leaves, spec = pytree.tree_flatten(self.arguments)
         given = iter(tensors)
         filled = [next(given) if isinstance(x, Tensor) else x for x in leaves]
-        outputs = self.loop(*pytree.tree_unflatten(filled, spec))
+        inputs, named = pytree.tree_unflatten(filled, spec)
+        outputs = self.loop(*inputs, **named)
         return [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
 
     def examples(self) -> list[Tensor]:
@@ -167,29 +170,31 @@ class Parts:
 
     def _make(self, mode: str) -> Program:
         if mode in ("threads", "streams") and self.loop.is_list:
+            if len(self.loop.branches) == 1:
+                raise Refused("there is only one branch")
             return self._callables()
         if self.traced is None:
             raise Refused(self.untraceable or "not traced")
         if mode == "batched":
             return stack_equal(self.program("graph_streams"))
-        if mode == "single":
+        if mode == "layers":
             plain = self.program("graph_streams")
             triton = self.on_gpu and fused.has_triton()
-            return single_rows(plain) if triton else plain
+            return join_layers(plain, triton=True, split=False) if triton else plain
         if mode == "convolutions":
             if not self.on_gpu or not fused.has_triton():
                 raise Refused("needs a CUDA device and Triton")
-            plain = self.program("single")
-            made = self._with_convolutions(plain)
-            if [u.key for u in made.units()] == [u.key for u in plain.units()]:
-                raise Refused("no convolution is faster by the kernel")
+            joined = join_layers(self.program("graph_streams"), triton=True)
+            made = self._with_convolutions(joined)
+            if [u.key for u in made.units()] == [u.key for u in self.program("layers").units()]:
+                raise Refused("nothing is faster by the kernels")
             return made
         if mode == "heads":
             fold(self.unfolded, self.device, products=True)
             return fused.fuse(from_graph(self.unfolded).with_weights(Tensor.detach))
         if mode == "joined":
             joined = join_layers(self.program("heads"), triton=fused.has_triton())
-            return self._with_convolutions(joined) if fused.has_triton() else joined
+            return merge_single(self._with_convolutions(joined) if fused.has_triton() else joined)
         if mode == "fused" and not self.on_gpu:
             return self.program("heads")
         if mode in UNCOMPILED:
@@ -219,7 +224,7 @@ class Parts:
     def trace(self) -> None:
         """Trace and simplify, once; notes the reason if that would not be right."""
         try:
-            traced = trace(self.loop, self.arguments)
+            traced = trace(self.loop, *self.arguments)
             watched = set(self.state.tensors)
             held: dict[int, Tensor] = {}
             for node in traced.graph.graph.nodes:
@@ -261,22 +266,12 @@ class Parts:
         positions = {id(t): i for i, t in enumerate(self.tensors)}
         splits: list[list[int]] = []
         wrapped: list[Run] = []
-        spread = self.loop.spread(self.arguments)
-        for function, argument in zip(self.loop.branches, spread, strict=True):
-            flat, spec = pytree.tree_flatten(argument)
+        inputs, named = self.arguments
+        for function, given in zip(self.loop.branches, self.loop.spread(inputs), strict=True):
+            flat, spec = pytree.tree_flatten((given, named))
             at = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
             splits.append([positions[id(flat[i])] for i in at])
-
-            def call(
-                *tensors: Tensor, function: Any = function, flat: Any = flat, spec: Any = spec,
-                at: Any = at,
-            ) -> Any:  # fmt: skip
-                leaves = list(flat)
-                for i, tensor in zip(at, tensors, strict=True):
-                    leaves[i] = tensor
-                return function(*pytree.tree_unflatten(leaves, spec))
-
-            wrapped.append(call)
+            wrapped.append(partial(_call, function, flat, spec, at))
         return from_callables(wrapped, splits, len(self.tensors))
 
     def lanes(self, mode: str, streams: int) -> list[tuple[tuple[int, ...], ...]]:
@@ -382,6 +377,17 @@ class Parts:
         self.trial_bytes = None if last else pool_bytes(pool)
         # Its memory goes back with the last backward that may still come.
         return training.differentiable(step, self.weights), _nothing
+
+
+def _call(
+    function: Run, flat: Sequence[Any], spec: pytree.TreeSpec, at: Sequence[int], *tensors: Tensor
+) -> Any:
+    """A branch on the arguments that it was prepared with, but for the tensors among them."""
+    leaves = list(flat)
+    for i, tensor in zip(at, tensors, strict=True):
+        leaves[i] = tensor
+    inputs, named = pytree.tree_unflatten(leaves, spec)
+    return function(*inputs, **named)
 
 
 def _copy(graph: fx.GraphModule) -> fx.GraphModule:

@@ -80,6 +80,8 @@ class Prepared:
     """None: the serial loop."""
     release: Callable[[], None] | None = None
     assemble: Callable[[Sequence[Any]], Any] = tuple
+    served: bool = False
+    """Has run a call."""
     absent: int = 0
     """Serial calls since the graph was given up; only counts when `run` is gone."""
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from kilter.act.branches.folding import is_view
+from kilter.act.branches.numerics import tf32_allowed
 from kilter.act.branches.program import Program, Unit
 from kilter.act.branches.tracing import value
 
@@ -31,10 +32,16 @@ COLUMNS_AT_MOST = 8192
 PROGRAMS = 256
 """A launch of fewer programs leaves multiprocessors idle; sums are split until there are as many.
 With the blocks below, the best of about 40 points for each of four shapes on an H200."""
+FEW = 64
+"""For so few rows blocks are low, so that there are more of them."""
+WORTH = 4
+"""Shares of a sum that no layer norm adds up: fewer are not worth one launch more."""
 
 
 def blocks(rows: int, columns: int) -> tuple[int, int, int]:
     """Rows, columns and depth of a block of the kernel."""
+    if rows <= FEW:
+        return 16, 32, 64
     wide = -(-rows // 64) * -(-columns // 64) >= PROGRAMS
     return (64, 64, 32) if wide else (64, 32, 64)
 
@@ -110,16 +117,16 @@ def _finish(
     return out
 
 
-def _single(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _single(x: Tensor, weight: Tensor, bias: Tensor, relu: bool) -> Tensor:
     if not x.is_cuda:
-        return torch.addmm(bias, x, weight.T)
+        return _linear(x, weight, bias, relu, 0)
     from kilter.act.branches import kernels
 
     columns, inner = weight.shape
     out = x.new_empty((1, columns))
     kernels.launch(
         kernels.single, (-(-columns // 4),), x, weight, bias, out, columns, inner,
-        weight.stride(0), COLUMNS=4, INNER=1024, num_warps=4,
+        weight.stride(0), COLUMNS=4, INNER=1024, RELU=relu, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -153,50 +160,26 @@ def operations() -> _Operations:
             "Tensor parts, Tensor? bias, Tensor residual, Tensor gain, Tensor shift, float epsilon",
         ),
         register(
-            "single", _single, lambda x, weight, bias: x.new_empty((1, weight.shape[0])), product
+            "single",
+            _single,
+            lambda x, weight, *_: x.new_empty((1, weight.shape[0])),
+            f"{product}, bool relu",
         ),
     )
 
 
-def single_rows(program: Program) -> Program:
-    """Linear layers of one row, by the kernel: the library has tiles for them, of which one row is
-    used."""
-
-    def replaced(unit: Unit) -> Unit:
-        nodes = [] if unit.graph is None else list(unit.graph.graph.nodes)
-        layers = {n: layer for n in nodes if (layer := _layer(n, triton=True)) is not None}
-        fitting = {n for n, layer in layers.items() if layer.one_row}
-        if not fitting:
-            return unit
-        body = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {}
-        for old in nodes:
-            if old in fitting:
-                layer = layers[old]
-                given = made[layer.x], made[layer.weight], made[layer.bias]
-                made[old] = body.call_function(operations().single, given)
-                made[old].meta = dict(old.meta)
-            else:
-                made[old] = body.node_copy(old, made.__getitem__)
-        body.eliminate_dead_code()
-        graph = fx.GraphModule(torch.nn.Module(), body)
-        return replace(unit, run=graph, graph=graph, key=("single", unit.key))
-
-    return replace(program, steps=tuple(tuple(map(replaced, step)) for step in program.steps))
-
-
-def join_layers(program: Program, *, triton: bool) -> Program:
-    """Every linear layer of few rows in the serial steps, with what follows it. A unit of nothing
-    else needs no compiler any more. Without Triton only what the library itself can join."""
+def join_layers(program: Program, *, triton: bool, split: bool = True) -> Program:
+    """Every linear layer of few rows with what follows it. A unit of nothing else needs no compiler
+    any more. Without Triton only what the library itself can join; `split`: float32 products as
+    three TF32 products."""
 
     def joined(unit: Unit) -> Unit:
-        layers = [] if unit.graph is None else _layers(unit.graph.graph, triton=triton)
+        if unit.graph is None:
+            return unit
+        layers = _layers(unit.graph.graph, triton=triton, split=split and triton)
         return _rewritten(unit, layers, triton=triton) if layers else unit
 
-    steps = tuple(
-        tuple(joined(unit) if len(step) == 1 else unit for unit in step) for step in program.steps
-    )
-    return replace(program, steps=steps)
+    return replace(program, steps=tuple(tuple(map(joined, step)) for step in program.steps))
 
 
 @dataclass(frozen=True)
@@ -208,19 +191,20 @@ class _Layer:
     x: fx.Node
     turned: fx.Node
     weight: fx.Node
-    split: bool
-    """Float32: by the kernel of ours."""
     one_row: bool
+    """By the kernel that reads every weight once: of the library's tiles one row is used."""
+    split: bool
+    """Float32: by the kernel of three TF32 products."""
     relu: fx.Node | None = None
     norm: fx.Node | None = None
     """The element of the layer norm's results that is its output."""
     residual: fx.Node | None = None
 
 
-def _layers(graph: fx.Graph, *, triton: bool) -> list[_Layer]:
+def _layers(graph: fx.Graph, *, triton: bool, split: bool) -> list[_Layer]:
     found = []
     for node in graph.nodes:
-        layer = _layer(node, triton=triton)
+        layer = _layer(node, triton=triton, split=split)
         if layer is None:
             continue
         end = _only_user(node)
@@ -228,12 +212,13 @@ def _layers(graph: fx.Graph, *, triton: bool) -> list[_Layer]:
             layer = replace(layer, relu=end)
         elif triton and end is not None and end.target is aten.add.Tensor:
             layer = _with_norm(layer, end)
-        if layer.split or layer.relu is not None or layer.norm is not None:
+        ours = layer.one_row or layer.split
+        if ours or layer.relu is not None or layer.norm is not None:
             found.append(layer)
     return found
 
 
-def _layer(node: fx.Node, *, triton: bool) -> _Layer | None:
+def _layer(node: fx.Node, *, triton: bool, split: bool) -> _Layer | None:
     if node.target is not aten.addmm.default or node.kwargs:
         return None
     bias, x, turned = node.args
@@ -245,12 +230,12 @@ def _layer(node: fx.Node, *, triton: bool) -> _Layer | None:
         return None
     if tensors[0].dim() != 1 or tensors[1].shape[0] > ROWS_AT_MOST:
         return None
-    exact = tensors[0].dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
-    rows_lie_plain = tensors[1].stride(1) == tensors[2].stride(1) == tensors[0].stride(0) == 1
-    split = triton and exact and rows_lie_plain and tensors[1].shape[1] % 64 == 0
+    plain = tensors[1].stride(1) == tensors[2].stride(1) == tensors[0].stride(0) == 1
     known = tensors[0].dtype in (torch.float16, torch.bfloat16, torch.float32)
-    one_row = triton and known and rows_lie_plain and tensors[1].shape[0] == 1
-    return _Layer(node, bias, x, turned, weight, split, one_row)
+    one_row = triton and plain and known and tensors[1].shape[0] == 1
+    exact = tensors[0].dtype == torch.float32 and not tf32_allowed()[0]
+    split = split and plain and exact and not one_row and tensors[1].shape[1] % 64 == 0
+    return _Layer(node, bias, x, turned, weight, one_row, split)
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -300,42 +285,80 @@ def _rewritten(unit: Unit, layers: list[_Layer], *, triton: bool) -> Unit:
     of_norm = {layer.norm: layer for layer in layers if layer.norm is not None}
     body = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
-    linear, finish = (operations().linear, operations().finish) if triton else (None, None)
+    ours = operations() if triton else None
     for old in unit.graph.graph.nodes:
         if old in of_product:
-            layer = of_product[old]
-            operands = made[layer.x], made[layer.weight], made[layer.bias]
-            relu = layer.relu is not None
-            if layer.split:
-                (rows, inner), columns = value(layer.x).shape, value(old).shape[1]
-                splits = 0 if layer.norm is None else splits_of(rows, columns, inner)
-                made[old] = body.call_function(linear, (*operands, relu, splits))
-            elif relu:
-                given = made[layer.bias], made[layer.x], made[layer.turned]
-                made[old] = body.call_function(aten._addmm_activation.default, given)
-            else:
-                made[old] = body.node_copy(old, made.__getitem__)
+            made[old] = _product(body, of_product[old], made, ours)
         elif old in of_relu:
             made[old] = made[old.args[0]]
         elif old in of_norm:
-            layer = of_norm[old]
-            assert layer.residual is not None
-            rows, columns = value(layer.product).shape
-            shape = [-1, rows, columns]
-            parts = body.call_function(aten.reshape.default, (made[layer.product], shape))
-            flat = body.call_function(aten.reshape.default, (made[layer.residual], [rows, columns]))
-            _, _, gain, shift, epsilon = old.args[0].args
-            bias = made[layer.bias] if layer.split else None
-            last = parts, bias, flat, made[gain], made[shift], epsilon
-            done = body.call_function(finish, last)
-            shape = list(value(layer.residual).shape)
-            made[old] = body.call_function(aten.reshape.default, (done, shape))
+            assert ours is not None
+            made[old] = _norm(body, of_norm[old], made, ours)
         else:
             made[old] = body.node_copy(old, made.__getitem__)
     body.eliminate_dead_code()
     graph = fx.GraphModule(torch.nn.Module(), body)
     rest = [n for n in body.nodes if n.op == "call_function" and not is_view(n)]
-    ours = {linear, finish, aten.addmm.default, aten._addmm_activation.default}
-    whole = all(node.target in ours for node in rest)
-    kept = None if whole else graph
-    return replace(unit, run=graph, graph=kept, key=("layers", unit.key))
+    alone = {aten.addmm.default, aten._addmm_activation.default}
+    if ours is not None:
+        alone |= {ours.linear, ours.finish, ours.single}
+    kept = None if all(node.target in alone for node in rest) else graph
+    ways = tuple((layer.one_row, layer.split) for layer in layers)
+    return replace(unit, run=graph, graph=kept, key=("layers", ways, unit.key))
+
+
+def _product(
+    body: fx.Graph, layer: _Layer, made: dict[fx.Node, fx.Node], ours: _Operations | None
+) -> fx.Node:
+    """The layer itself, with its ReLU; or its shares, if a layer norm adds them up."""
+    x, weight, bias = made[layer.x], made[layer.weight], made[layer.bias]
+    relu = layer.relu is not None
+    (rows, inner), columns = value(layer.x).shape, value(layer.product).shape[1]
+    if layer.one_row and ours is not None:
+        found = body.call_function(ours.single, (x, weight, bias, relu))
+    elif layer.split and ours is not None:
+        splits = splits_of(rows, columns, inner)
+        added = layer.norm is None
+        if added and splits < WORTH:
+            splits = 0
+        found = body.call_function(ours.linear, (x, weight, bias, relu and not splits, splits))
+        found.meta["kind"] = (
+            value(layer.x).dtype,
+            blocks(rows, columns),
+            splits,
+            relu,
+            rows % 16,
+            columns % 16,
+        )
+        if not added:
+            return found
+        if splits:  # by the compiler, together with what follows
+            found = body.call_function(aten.sum.dim_IntList, (found, [0]))
+            found = body.call_function(aten.add.Tensor, (found, bias))
+            found = body.call_function(aten.relu.default, (found,)) if relu else found
+    elif relu:
+        given = bias, x, made[layer.turned]
+        found = body.call_function(aten._addmm_activation.default, given)
+    else:
+        found = body.node_copy(layer.product, made.__getitem__)
+    found.meta["val"] = value(layer.product)
+    return found
+
+
+def _norm(
+    body: fx.Graph, layer: _Layer, made: dict[fx.Node, fx.Node], ours: _Operations
+) -> fx.Node:
+    """The residual and the layer norm behind a layer."""
+    assert layer.norm is not None
+    assert layer.residual is not None
+    rows, columns = value(layer.product).shape
+    parts = body.call_function(aten.reshape.default, (made[layer.product], [-1, rows, columns]))
+    flat = body.call_function(aten.reshape.default, (made[layer.residual], [rows, columns]))
+    _, _, gain, shift, epsilon = layer.norm.args[0].args
+    bias = made[layer.bias] if layer.split else None
+    last = parts, bias, flat, made[gain], made[shift], epsilon
+    done = body.call_function(ours.finish, last)
+    shape = list(value(layer.residual).shape)
+    found = body.call_function(aten.reshape.default, (done, shape))
+    found.meta["val"] = value(layer.residual)
+    return found

@@ -4,7 +4,8 @@ from each other. Every mode runs the same program; they differ in who runs the u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -461,6 +462,77 @@ def _stacked(graph: fx.GraphModule, kinds: Sequence[str], count: int) -> fx.Grap
     made.graph.eliminate_dead_code()
     made.recompile()
     return made
+
+
+def merge_single(program: Program) -> Program:
+    """For one stream: pieces that occur once and follow each other become one. The compiler then
+    sees across their borders, and has fewer to start with; pieces that occur again stay apart, to
+    be compiled once for all, and so does what work ahead of time waits for."""
+    occurs = Counter(unit.key for unit in program.units())
+    awaited = {slot for _, unit in program.ahead for slot in unit.reads}
+    runs: list[list[Unit]] = []
+    starts: list[int] = []
+    """For each step the first run that begins with it or later."""
+    open_run = False
+    for step in program.steps:
+        for number, unit in enumerate(step):
+            once = unit.graph is not None and occurs[unit.key] == 1
+            if number == 0:
+                starts.append(len(runs))
+            if once and open_run:
+                runs[-1].append(unit)
+            else:
+                runs.append([unit])
+            open_run = once and awaited.isdisjoint(unit.writes)
+    everyone = [*program.units(), *(unit for _, unit in program.ahead)]
+    readers = Counter([*(s for unit in everyone for s in unit.reads), *program.outputs])
+    return replace(
+        program,
+        steps=tuple((_merged(run, readers) if len(run) > 1 else run[0],) for run in runs),
+        ahead=tuple((starts[start], unit) for start, unit in program.ahead),
+    )
+
+
+def _merged(run: Sequence[Unit], readers: Mapping[int, int]) -> Unit:
+    """Units that follow each other as one; what nobody else reads stays inside."""
+    body = fx.Graph()
+    made: dict[int, fx.Node] = {}
+    reads: list[int] = []
+    inside: Counter[int] = Counter()
+    given = [[n for n in _graph(u).graph.nodes if n.op == "placeholder"] for u in run]
+    written: set[int] = set()
+    for unit, placeholders in zip(run, given, strict=True):
+        for slot, old in zip(unit.reads, placeholders, strict=True):
+            inside[slot] += 1
+            if slot not in written and slot not in made:
+                made[slot] = body.placeholder(f"read{len(reads)}")
+                made[slot].meta = dict(old.meta)
+                reads.append(slot)
+        written.update(unit.writes)
+    for unit, placeholders in zip(run, given, strict=True):
+        known = {old: made[slot] for slot, old in zip(unit.reads, placeholders, strict=True)}
+        results: Any = body.graph_copy(_graph(unit).graph, known)
+        made |= dict(zip(unit.writes, results, strict=True))
+    writes = [s for unit in run for s in unit.writes if readers[s] > inside[s]]
+    body.output(tuple(made[slot] for slot in writes))
+    graph = fx.GraphModule(torch.nn.Module(), body)
+    number = {slot: at for at, slot in enumerate(made)}
+    wires = [tuple(number[slot] for slot in (*u.reads, *u.writes)) for u in run]
+    return Unit(
+        run=graph,
+        reads=tuple(reads),
+        writes=tuple(writes),
+        key=("merged", *(u.key for u in run), *wires, *(number[slot] for slot in writes)),
+        name="+".join(u.name for u in run),
+        graph=graph,
+        work=sum(u.work for u in run),
+        members=sum(u.members for u in run),
+    )
+
+
+def _graph(unit: Unit) -> fx.GraphModule:
+    assert unit.graph is not None
+    return unit.graph
 
 
 def to_compile(program: Program, compiled: Container[Hashable]) -> list[Hashable]:

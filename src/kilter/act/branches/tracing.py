@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,19 +132,31 @@ class _NoHostReads(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
 
 
 def _line() -> str:
-    """The innermost line that is neither ours nor the framework's."""
-    ours = (__file__, "/torch/", "<string>")
+    """The innermost line of the user's that runs inside the trace; if there is none, of a module of
+    the framework's."""
+    inside: list[traceback.FrameSummary] = []
     for frame in reversed(traceback.extract_stack()):
-        if not any(part in frame.filename for part in ours):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+        if not frame.filename.startswith(_OURS):
+            inside.append(frame)
+        elif inside:
+            break
+    theirs = [f for f in inside if "/torch/" not in f.filename and f.filename[0] != "<"]
+    modules = [f for f in inside if "/torch/nn/" in f.filename]
+    for frame in (*theirs, *modules):
+        return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return "an unknown line"
 
 
-def trace(function: Callable_, arguments: tuple[Any, ...]) -> Trace:
-    """The graph of `function(*arguments)`; `Refused` if it is not pure or not traceable."""
+_OURS = str(Path(__file__).parent)
+
+
+def trace(
+    function: Callable_, inputs: tuple[Any, ...], named: dict[str, Any] | None = None
+) -> Trace:
+    """The graph of `function(*inputs, **named)`; `Refused` if it is not pure or not traceable."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    flat, spec = pytree.tree_flatten(arguments)
+    flat, spec = pytree.tree_flatten((inputs, named or {}))
     tensor_at = tuple(i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor))
     seen: dict[str, Any] = {}
     watch = _NoHostReads()
@@ -152,8 +165,9 @@ def trace(function: Callable_, arguments: tuple[Any, ...]) -> Trace:
         leaves = list(flat)
         for position, tensor in zip(tensor_at, tensors, strict=True):
             leaves[position] = tensor
+        given, by_name = pytree.tree_unflatten(leaves, spec)
         watch.inside = True
-        made = function(*pytree.tree_unflatten(leaves, spec))
+        made = function(*given, **by_name)
         watch.inside = False
         outputs, seen["spec"] = pytree.tree_flatten(made)
         is_tensor = [isinstance(leaf, torch.Tensor) for leaf in outputs]

@@ -70,6 +70,8 @@ class Machine:
     device: torch.device
     link: Link
     tiny: bool
+    layers: int = 48
+    width: int = 1600
 
     def backend(self) -> Any:
         return CpuStandIn() if self.tiny else Shared.open()
@@ -93,7 +95,7 @@ class Job:
 
     def __init__(self, machine: Machine, layers: int, batch: int) -> None:
         torch.manual_seed(0)
-        width, length = (64, 16) if machine.tiny else (1600, 1024)
+        width, length = (64, 16) if machine.tiny else (machine.width, 1024)
         with machine.device:
             self.model = Gpt(layers, width, length)
         self.device_type = machine.device.type
@@ -147,6 +149,7 @@ MODES = (
     Mode("joint 50 %", 0.5, "consume", joint=True),
     Mode("joint 75 %", 0.75, "consume", joint=True),
     Mode("joint 40 %", 0.4, "consume", joint=True),
+    Mode("kept 60 %", 0.6, "keep", joint=True),
     Mode("swapper 60 %", 0.6),
     Mode("swapper as checkpoint", 0.0),
     Mode("consumed", None, "consume", moves=True),
@@ -243,7 +246,7 @@ def fail(where: str, error: str) -> None:
     raise AssertionError(f"{where}: {error}")
 
 
-def warm(job: Job, engines: Governed, passes: int = 4, most: int = 40) -> None:
+def warm(job: Job, engines: Governed, passes: int = 4, most: int = 80) -> None:
     while not engines.ready(passes) and engines.steps < most:
         begin = time.perf_counter()
         job.step()
@@ -347,7 +350,7 @@ def observed(engines: Governed) -> dict[str, Any]:
 
 
 def rows(machine: Machine, names: list[str], records: bool) -> Iterator[dict[str, Any]]:
-    job = Job(machine, 2 if machine.tiny else 48, 8)
+    job = Job(machine, 2 if machine.tiny else machine.layers, 8)
     plain_bytes = checkpoint_bytes = 0
     for mode in MODES:
         if names and mode.name not in (*names, "plain"):
@@ -461,6 +464,8 @@ def main() -> None:
         "--batches", default="-4,-5,-6,20,24", help="sizes to try; negative ones with plain"
     )
     parser.add_argument("--cap", type=float, default=40, help="GiB")
+    parser.add_argument("--layers", type=int, default=48, help="of the model of rows")
+    parser.add_argument("--width", type=int, default=1600)
     parser.add_argument("--records", action="store_true", help="write what was observed, too")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds; no row begins later")
     parser.add_argument("--host-gib", type=float, default=0, help="pinned once, for all rows")
@@ -475,7 +480,8 @@ def main() -> None:
         machine = Machine(torch.device("cpu"), link, True)
     else:
         backend = Cuda.open()
-        machine = Machine(backend.device, link if options.link else measure_link(backend), False)
+        link = link if options.link else measure_link(backend)
+        machine = Machine(backend.device, link, False, options.layers, options.width)
         if options.host_gib:
             Pinned.piece = backend.reserve(int(options.host_gib * GIB))
         print(machine.link, torch.cuda.get_device_name(), torch.__version__, flush=True)

@@ -560,7 +560,8 @@ class Fitter:
         """The clocks may be judged from here on: the job runs as it is going to run."""
         if self._swapper is None or self._dry_run or self._border >= GIVE_UP:
             return True
-        return len(self._times["planned"]) >= SETTLED
+        decided = self._floor is None or self._floor.settled
+        return decided and len(self._times["planned"]) >= SETTLED
 
 
 def _call(method: Callable[[], None] | None) -> None:

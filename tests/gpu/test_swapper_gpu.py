@@ -21,9 +21,10 @@ SLOW = Link(to_host_bytes_per_s=1e8, to_device_bytes_per_s=1e8, both_bytes_per_s
 
 
 def trained(
-    budget_bytes: int | None, link: Link, planner: str
+    budget_bytes: int | None, link: Link, planner: str, *, count: int = 8
 ) -> tuple[list[torch.Tensor], int, SwapReport | None]:
-    """Losses and gradients of ten steps of a stack of blocks, and the peak of the last two."""
+    """Losses and gradients of so many and two more steps of a stack of blocks, and the peak of
+    the last two."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         layers = [
@@ -48,13 +49,13 @@ def trained(
             values[:] = [value.cpu() for value in values]
 
     if budget_bytes is None:
-        steps(8)
+        steps(count)
         torch.cuda.reset_peak_memory_stats()
         steps(2)
         return values, torch.cuda.max_memory_allocated(), None
     swapper = Swapper(Cuda.open(), budget_bytes=budget_bytes, link=link, planner=planner)
     with swapper:
-        steps(8)
+        steps(count)
         torch.cuda.reset_peak_memory_stats()
         steps(2)
         peak_bytes = torch.cuda.max_memory_allocated()
@@ -69,6 +70,19 @@ def test_planned_training_is_bitwise_plain_and_within_the_budget(link: Link, pla
     assert report is not None
     assert report.planned >= 2
     assert report.late == 0
+    assert peak_bytes <= budget_bytes
+    assert all(torch.equal(a, b) for a, b in zip(plain, values, strict=True))
+
+
+def test_a_link_that_is_slower_than_its_table_is_noticed() -> None:
+    """A table that promises a thousand times as much has everything swapped."""
+    dream = Link(to_host_bytes_per_s=5e13, to_device_bytes_per_s=5e13, both_bytes_per_s=9e13)
+    plain, plain_bytes, _ = trained(None, dream, "mix", count=20)
+    budget_bytes = int(0.7 * plain_bytes)
+    values, peak_bytes, report = trained(budget_bytes, dream, "mix", count=20)
+    assert report is not None
+    assert report.waited_s is not None
+    assert report.hastened > 0 or any("link's table" in reason for reason in report.refused)
     assert peak_bytes <= budget_bytes
     assert all(torch.equal(a, b) for a, b in zip(plain, values, strict=True))
 
@@ -92,6 +106,11 @@ def test_a_norm_from_its_statistics_is_the_frameworks_own(width: int) -> None:
     out, mean, rstd = torch.native_layer_norm(x, [width], weight, bias, 1e-5)
     made = normalised(x, mean, rstd, weight, bias, torch.bfloat16)
     assert torch.equal(made, out.to(torch.bfloat16))
+    again = normalised(2 * x, mean, rstd, weight, bias, torch.bfloat16)  # launched directly
+    assert not torch.equal(again, made)
+    assert torch.equal(normalised(x, mean, rstd, weight, bias, torch.bfloat16), made)
+    shifted = torch.empty(width + 1, device="cuda")[1:].copy_(bias)  # not at a round address
+    assert torch.equal(normalised(x, mean, rstd, weight, shifted, torch.bfloat16), made)
 
 
 def test_many_copies_in_flight_arrive_in_order() -> None:

@@ -327,7 +327,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         """What autograd holds instead of a tensor."""
         if (
             type(tensor) is self._tensor
-            and tensor.numel() * tensor.element_size() >= self._min_bytes
+            and tensor.nbytes >= self._min_bytes
             and tensor.device == self._backend.device
             and tensor.layout is self._torch.strided
             and not (tensor.is_leaf and tensor.requires_grad)
@@ -382,25 +382,24 @@ class Swapper(AbstractContextManager["Swapper"]):
             planned = self._switch(planned, size_bytes)
         if planned is None:
             return self._save_unplanned(tensor, size_bytes, within)
-        step = planned.steps[self._event]
-        number = step.number
-        if number not in planned.followed:
-            self._advance(planned, step.due)
+        _, number, due, followed, read, remade = planned.steps[self._event]
+        if not followed:
+            self._advance(planned, due)
             held = tensor if tensor.is_leaf else tensor.detach()
             return held, tensor._version, use_code(number), within
         saved = store.find(tensor, within)
         if saved is not self._followed(number):
             self._drop(planned)
             return self._save_unplanned(tensor, size_bytes, within)
-        self._advance(planned, step.due)
+        self._advance(planned, due)
         if saved is not None:
             return store.view(saved, tensor)
         saved = store.save(tensor, size_bytes, within, number)
-        self._by_number[number] = weakref.ref(saved)
+        self._by_number[number] = saved.itself
         view = store.view(saved, tensor)
-        if number in planned.read:
+        if read:
             store.mark(view, tensor)
-        if number in planned.remade:
+        if remade:
             saved.recipe = self._reader.read(tensor)
         return view
 
@@ -451,16 +450,15 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _advance(self, planned: Ready, due: Due | None) -> None:
         """The clock goes on by one event, and what is due is done."""
-        event = self._event
-        self._event = event + 1
-        if planned.tuned < TUNED:
-            self._weigh(planned, event, due)
+        self._event += 1
+        if self._measured:
+            self._weigh(planned, due)
         elif due is not None:
             self._carry_out(planned, due)
 
-    def _weigh(self, planned: Ready, event: int, due: Due | None) -> None:
+    def _weigh(self, planned: Ready, due: Due | None) -> None:
         """An event with the count of what is held: what is saved here comes after what is due."""
-        store = self._store
+        store, event = self._store, self._event - 1
         store.beside_bytes = min(planned.beside_bytes[event], store.beside_bytes)
         if due is not None:
             self._carry_out(planned, due)

@@ -9,10 +9,9 @@ Needs Triton, which PyTorch's CUDA builds for Linux bring along.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 @functools.cache
@@ -27,8 +26,6 @@ def _kernels() -> Any:
 
 def can_normalise(x: torch.Tensor, weight: Any, bias: Any, width: int) -> bool:
     """The kernel is for contiguous float32 rows on a GPU, with both affine parameters."""
-    import torch
-
     return (
         x.is_cuda
         and x.dtype is torch.float32
@@ -50,13 +47,37 @@ def normalised(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """`layer_norm(x).to(dtype)` over the last dimension, from the statistics of its rows."""
-    import torch
-
-    width = weight.numel()
     out = torch.empty_like(x, dtype=dtype)
-    block = 1 << (width - 1).bit_length()
-    warps = min(16, max(1, block // 256))
-    _kernels().normalised[(x.numel() // width,)](
-        out, x, mean, rstd, weight, bias, width, BLOCK=block, num_warps=warps
-    )
+    tensors = (out, x, mean, rstd, weight, bias)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    width, index = weight.numel(), x.device.index
+    rows = x.numel() // width
+    if torch._C._cuda_getDevice() != index or any(address % ALIGNED for address in addresses):
+        _kernels().normalised[(rows,)](*tensors, width, **_shape(width))
+        return out
+    kernel, block = _loaded(index, dtype, width)
+    kernel.run(
+        rows, 1, 1, torch._C._cuda_getCurrentRawStream(index),
+        kernel.function, kernel.packed_metadata, None, None, None, *addresses, width, block,
+    )  # fmt: skip
     return out
+
+
+ALIGNED = 16
+"""Bytes by which Triton tells addresses apart when it compiles."""
+
+
+def _shape(width: int) -> dict[str, int]:
+    block = 1 << (width - 1).bit_length()
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 256))}
+
+
+@functools.cache
+def _loaded(index: int, dtype: torch.dtype, width: int) -> tuple[Any, int]:
+    """The kernel, compiled and on the present device. To find it anew for each launch takes Triton,
+    and so the host, longer than to launch it."""
+    row = torch.empty(width, device=torch.device("cuda", index))
+    shape = _shape(width)
+    out = row.to(dtype)
+    kernel = _kernels().normalised[(1,)](out, row, row, row, row, row, width, **shape)
+    return kernel, shape["BLOCK"]

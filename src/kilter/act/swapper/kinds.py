@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING
 
 from kilter.act.swapper.backend import Backend, HostMemoryError
@@ -205,7 +206,7 @@ class Kinds:
         planned.waits.append(waits)
         if len(planned.waits) < TUNED:
             return
-        found = _shortest(planned)
+        found = _usual(planned)
         planned.waits.clear()
         planned.quiet = LISTEN_EVERY
         self.waited_s = found.total_s
@@ -299,12 +300,13 @@ class Kinds:
                 kind.plan.settle_in(self._arena)
 
 
-def _shortest(planned: Ready) -> Waiting:
-    """Of the passes that were timed: for each copy the least. A wait that all of them had is the
-    plan's, any other one may be somebody else's."""
+def _usual(planned: Ready) -> Waiting:
+    """Of the passes that were timed: for each copy the median. One of them may wait for somebody
+    else as well, and in the first one, right after planning, the device may wait for the host, and
+    so not for copies."""
     found = [waits.read() for waits in planned.waits]
-    least = {number: min(one.get(number, 0.0) for one in found) for number in found[0]}
-    out_s = least.pop(None, 0.0)
+    usual = {number: median(one.get(number, 0.0) for one in found) for number in found[0]}
+    out_s = usual.pop(None, 0.0)
     indices = {number: index for index, number in enumerate(planned.numbers)}
-    in_s = {indices[number]: s for number, s in least.items() if number in indices}
+    in_s = {indices[number]: s for number, s in usual.items() if number in indices}
     return Waiting(out_s=out_s, in_s=in_s)

@@ -15,11 +15,11 @@ from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+import torch
+
 from kilter.act.swapper.fused import can_normalise, normalised
 
 if TYPE_CHECKING:
-    import torch
-
     _Make: TypeAlias = Callable[[], torch.Tensor]
     _Build: TypeAlias = Callable[["Graph", Any, torch.dtype, tuple[int, ...]], _Make | None]
 
@@ -78,14 +78,10 @@ def _of_input(apply: Callable[[torch.Tensor], torch.Tensor]) -> _Build:
 
 
 def _gelu(x: Source, approximate: str) -> torch.Tensor:
-    import torch
-
     return torch.nn.functional.gelu(have(x), approximate=approximate)
 
 
 def _silu(x: Source, _: None) -> torch.Tensor:
-    import torch
-
     return torch.nn.functional.silu(have(x))
 
 
@@ -129,8 +125,6 @@ def _layer_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ..
 def _normalise(
     sources: tuple[Source, ...], shape: list[int], eps: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    import torch
-
     x, mean, rstd, weight, bias = map(have, sources)
     if x.dtype is not dtype and len(shape) == 1 and can_normalise(x, weight, bias, shape[0]):
         return normalised(x, mean, rstd, weight, bias, dtype)
@@ -145,8 +139,6 @@ def _nothing() -> Any:
 
 def _batch_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
     """With the batch's own statistics; running statistics are neither read nor updated."""
-    import torch
-
     name = node.name()
     native = name == "NativeBatchNormBackward0"
     training = getattr(node, "_saved_training", True)
@@ -182,8 +174,6 @@ def _batch_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ..
 def _convolution(
     graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
 ) -> _Make | None:
-    import torch
-
     source = graph.saved(node, "_raw_saved_input")
     weight = graph.saved(node, "_raw_saved_weight")
     edge = node.next_functions[2]
@@ -222,8 +212,6 @@ def _power(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -
 
 
 def _lookup(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-    import torch
-
     indices = graph.saved(node, "_raw_saved_indices")
     weight = graph.value(node.next_functions[0])
     if indices is None or weight is None:
@@ -233,8 +221,6 @@ def _lookup(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) 
 
 def _dropout(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
     """With the very mask that was drawn: what backward does to a gradient is what forward did."""
-    import torch
-
     mask = graph.saved(node, "_raw_saved_result1")
     source = graph.value(node.next_functions[0])
     if mask is None or source is None or node._saved_p >= 1:
@@ -287,8 +273,6 @@ def _matrix_product(
 def _sum_of_product(
     graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
 ) -> _Make | None:
-    import torch
-
     if getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1:
         return None
     left, right = graph.saved(node, "_raw_saved_mat1"), graph.saved(node, "_raw_saved_mat2")

@@ -30,8 +30,14 @@ class Step(NamedTuple):
 
     expected: int | None
     """The storage's size where something is saved, its `use_code` where it is used."""
-    number: int
-    due: Due | None
+    number: int = -1
+    due: Due | None = None
+    followed: bool = False
+    """The datum leaves, or another one is made again from it. Else it is left to autograd."""
+    read: bool = False
+    """Another one is made again from it."""
+    remade: bool = False
+    """It is made again itself."""
 
 
 @dataclass(slots=True)
@@ -45,11 +51,6 @@ class Ready:
     events: tuple[int, ...]
     steps: list[Step]
     """One for each event, and one after the end that nothing meets."""
-    followed: frozenset[int]
-    """Data that leave, and what others are made again from. The rest is left to autograd."""
-    remade: frozenset[int]
-    read: frozenset[int]
-    """What others are made again from."""
     places: dict[int, tuple[int, int]]
     """Where in the arena the data go, by number: offset and size."""
     beside_bytes: list[int]
@@ -103,7 +104,8 @@ def ready(
         due = Due(tuple(leave[event]), tuple(reversed(release[event])), tuple(load[event]))
         used = code in (FOREIGN, use_code(number))
         expected = code if used else record.data[number].size_bytes
-        steps.append(Step(expected, number, due if any(due) else None))
+        roles = (number in followed, number in read, number in remade)
+        steps.append(Step(expected, number, due if any(due) else None, *roles))
     change = [0] * (count + 1)
     for number, datum in enumerate(record.data):
         if number not in followed:
@@ -118,10 +120,7 @@ def ready(
         problem=problem,
         numbers=numbers,
         events=record.events,
-        steps=[*steps, Step(None, -1, None)],
-        followed=followed,
-        remade=remade,
-        read=read,
+        steps=[*steps, Step(None)],
         places=places,
         beside_bytes=beside,
     )

@@ -9,12 +9,11 @@ are in `operations.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from kilter.act.swapper.operations import OPERATIONS, Source, Stale
-
-if TYPE_CHECKING:
-    import torch
 
 DEPTH = 5
 """Longest chain of operations that are not saved in between."""
@@ -77,8 +76,6 @@ class Recipe:
             and made.untyped_storage().nbytes() == made.nbytes
         ):
             return made
-        import torch
-
         out = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=made.device)
         return out.copy_(made)
 

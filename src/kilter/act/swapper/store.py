@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from kilter.act.swapper.backend import Backend, Event
 from kilter.act.swapper.operations import Source
 from kilter.act.swapper.remake import EPS, Foreign, Recipe
 from kilter.act.swapper.waits import Waits
-
-if TYPE_CHECKING:
-    import torch
 
 HERE, COMING, AWAY = range(3)
 OUTPUT = "kilter.output"
@@ -44,7 +43,7 @@ class Saved:
     """One storage that autograd saved, and where its bytes are."""
 
     __slots__ = (
-        "__weakref__", "alias", "arrival", "departure", "host", "intact", "key", "number",
+        "__weakref__", "alias", "arrival", "departure", "host", "intact", "itself", "key", "number",
         "original", "packed", "plain", "pooled", "recipe", "size_bytes", "state", "store",
         "version", "within",
     )  # fmt: skip
@@ -52,6 +51,7 @@ class Saved:
     def __init__(
         self, store: Store, within: Pass, number: int, tensor: torch.Tensor, size_bytes: int
     ) -> None:
+        self.itself = weakref.ref(self)
         self.store = store
         self.within = within
         self.number = number
@@ -114,8 +114,6 @@ def covers(tensor: torch.Tensor, size_bytes: int) -> bool:
         return False
     if tensor.is_contiguous():
         return True
-    import torch
-
     return bool(tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
@@ -127,28 +125,20 @@ def _seen(
     offset: int,
 ) -> torch.Tensor:
     """The storage of a tensor, looked at in another way."""
-    import torch
-
     tensor = torch.empty(0, dtype=dtype, device=storage_of.device)
     return tensor.set_(storage_of.untyped_storage(), offset, size, stride)
 
 
 def _users(tensor: torch.Tensor) -> int:
-    import torch
-
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _lone() -> torch.Tensor:
-    import torch
-
     return torch.empty(1).detach()
 
 
 def flat(saved: Saved) -> torch.Tensor:
     """The bytes of a datum that is here."""
-    import torch
-
     assert saved.alias is not None
     return _seen(saved.alias, torch.uint8, (saved.size_bytes,), (1,), 0)
 
@@ -218,7 +208,7 @@ class Store:
         saved = Saved(self, within, number, tensor, size_bytes)
         saved.plain = plain or covers(tensor, size_bytes)
         self.alive += 1
-        self._here[saved.key] = weakref.ref(saved)
+        self._here[saved.key] = saved.itself
         self.hold(size_bytes)
         return saved
 
@@ -320,7 +310,7 @@ class Store:
         self.away_bytes += saved.size_bytes
         if saved.host is None and saved.recipe is not None:
             for leaf in saved.recipe.leaves:
-                self._owed.setdefault(leaf, []).append(weakref.ref(saved))
+                self._owed.setdefault(leaf, []).append(saved.itself)
 
     def pay(self, leaf: int) -> None:
         """The parameter with this id is about to change: have what is made from it."""
@@ -344,7 +334,12 @@ class Store:
     def fetch(self, saved: Saved) -> None:
         """Bring it back now."""
         if saved.state == AWAY and saved.host is None:
-            self._remake(saved)
+            assert saved.recipe is not None
+            saved.alias = self.made(saved.recipe)
+            saved.recipe = None  # lets go of what it reads
+            self.remade += 1
+            self.hold(saved.size_bytes)
+            self.away_bytes -= saved.size_bytes
         else:
             self.load(saved)
             if self.waits is None:
@@ -357,20 +352,10 @@ class Store:
         # From here on `version` counts writes to the copy; writes to the original were judged.
         saved.version = alias._version
         saved.key = alias.untyped_storage()._cdata
-        self._here[saved.key] = weakref.ref(saved)
-
-    def _remake(self, saved: Saved) -> None:
-        assert saved.recipe is not None
-        saved.alias = self.made(saved.recipe)
-        saved.recipe = None  # lets go of what it reads
-        self.remade += 1
-        self.hold(saved.size_bytes)
-        self.away_bytes -= saved.size_bytes
+        self._here[saved.key] = saved.itself
 
     def made(self, found: Recipe) -> torch.Tensor:
         """What the recipe makes, recorded by nobody."""
-        import torch
-
         device_type = self._backend.device.type
         if not torch.is_grad_enabled() and not torch.is_autocast_enabled(device_type):
             return found.make()  # as in every ordinary backward
@@ -397,8 +382,7 @@ class Store:
         if saved.state == AWAY:
             self.away_bytes -= saved.size_bytes
         else:
-            reference = self._here.get(saved.key)
-            if reference is not None and reference() is None:
+            if self._here.get(saved.key) is saved.itself:
                 del self._here[saved.key]
             self.held_bytes -= saved.size_bytes
             if saved.state == COMING:
@@ -416,7 +400,7 @@ class Store:
         """Leave a note at the node that produced the tensor: this is what became of its output."""
         node = tensor.grad_fn
         if node is not None and tensor.output_nr == 0:
-            node.metadata[OUTPUT] = (weakref.ref(view[0]), view[1:])
+            node.metadata[OUTPUT] = (view[0].itself, view[1:])
 
     def produced_by(self, node: Any) -> tuple[Source, int] | None:
         """A node's output, if an operation saved it and nobody wrote to it since."""

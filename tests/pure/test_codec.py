@@ -1,11 +1,17 @@
 """Files survive a round trip; broken ones give one clear line."""
 
+import gzip
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from kilter.core import codec
 from kilter.core.errors import FileError
 from kilter.core.label import Label
-from kilter.core.trace import IterationTrace, Kind, Operation
+from kilter.core.trace import Datum, IterationTrace, Kind, Operation
 
 TRACE = IterationTrace(
     iteration_s=0.1,
@@ -17,6 +23,11 @@ TRACE = IterationTrace(
     device="V100",
     label=Label.MEASURED,
 )
+
+
+def with_datum(**changes):
+    datum = Datum(name="x", kind="weight", size_bytes=8, first_use=0, last_use=1)
+    return replace(TRACE, data=(replace(datum, **changes),))
 
 
 def test_round_trip(tmp_path):
@@ -34,6 +45,13 @@ def test_round_trip(tmp_path):
         (b'{"schema":"kilter.trace/99"}', "newer kilter"),
         (b'{"schema":"kilter.trace/1","iteration_s":"soon"}', "malformed"),
         (codec.encode(TRACE).replace(b'"forward"', b'"sideways"'), "malformed"),
+        (codec.encode(TRACE).replace(b":0.04,", b":-0.04,"), "operation 1: duration_s is -0.04"),
+        (codec.encode(TRACE).replace(b":0.1,", b":-1,"), "iteration_s is -1"),
+        (codec.encode(TRACE).replace(b":0.1,", b":NaN,"), "not a complete JSON"),
+        (codec.encode(replace(TRACE, memory=with_datum(first_use=3))), "in use from operation 3"),
+        (codec.encode(with_datum(last_use=2)), "in use from operation 0 to 2"),
+        (codec.encode(with_datum(size_bytes=-1)), "below zero"),
+        (gzip.compress(codec.encode(TRACE)), "gunzip"),
     ],
 )
 def test_broken_files_name_the_file_and_the_fault(tmp_path, raw, message):
@@ -48,3 +66,29 @@ def test_broken_files_name_the_file_and_the_fault(tmp_path, raw, message):
 def test_missing_file(tmp_path):
     with pytest.raises(FileError, match="cannot be read"):
         codec.load(tmp_path / "no.json", IterationTrace)
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    codec.write_atomically(pipe, b"page")
+    reader.join(10)
+    assert read == [b"page"]
+    assert pipe.is_fifo()
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full")
+def test_a_full_device_is_one_line_and_stays_a_device():
+    with pytest.raises(FileError, match="/dev/full: cannot be written"):
+        codec.write_atomically("/dev/full", b"page")
+    assert Path("/dev/full").is_char_device()
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "place").mkdir()
+    (tmp_path / "latest.html").symlink_to(tmp_path / "place" / "report.html")
+    codec.write_atomically(tmp_path / "latest.html", b"page")
+    assert (tmp_path / "latest.html").is_symlink()
+    assert (tmp_path / "place" / "report.html").read_bytes() == b"page"

@@ -262,7 +262,7 @@ def test_the_page_is_well_formed_and_harmless() -> None:
 
 
 def test_the_claim_names_both_peaks_and_the_cost() -> None:
-    assert memory_plots.claim(changed({})) == "45.0 GiB of memory in 29.0 GiB, 5.0 % slower"
+    assert memory_plots.claim(changed({})) == "29.0 GiB of memory instead of 45.0 GiB, 5.0 % slower"
     unmet = changed({"peak_bytes": None, "least_bytes": 33 * GIB}, ())
     assert memory_plots.claim(unmet).startswith("30.0 GiB cannot be met")
 

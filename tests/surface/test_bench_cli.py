@@ -129,6 +129,28 @@ def test_bad_tables_are_one_line_and_exit_code_1(tmp_path, capsys, text, message
 @pytest.mark.parametrize(
     "arguments",
     [
+        ["memory", "--operations", "many"],
+        ["memory", "--ratios", "-1"],
+        ["memory", "--budgets", "nan"],
+        ["memory", "--planners", "magic", "--operations", "32"],
+        ["overhead", "missing.py"],
+        ["overhead", "--repeats", "0", "missing.py"],
+    ],
+)
+def test_other_tables_refuse_wrong_flags_too(capsys, arguments):
+    try:
+        code = main(["bench", *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    _, err = capsys.readouterr()
+    assert code == 2
+    assert "Traceback" not in err
+    assert err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
         ["--policies", "magic"],
         ["--seeds", "0"],
         ["--max-slowdown", "5"],

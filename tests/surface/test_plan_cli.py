@@ -1,13 +1,15 @@
 """`kilter plan clocks` and `kilter rehearse`, from a trace to a verdict, and broken input."""
 
 import json
+import re
 
 import pytest
 
 from kilter.app.cli.main import main
 from kilter.core import codec
 from kilter.core.label import Label
-from kilter.core.plan import Plan
+from kilter.core.plan import Effect, MoveData, Plan, SetClocks
+from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
 
 
@@ -29,6 +31,18 @@ def trace_file(tmp_path, operations=20):
     )
     codec.save(path, trace)
     return path
+
+
+def plan_of(*actions, memory=None):
+    effect = Effect(time_ratio=1.0)
+    return Plan(
+        planner="x",
+        actions=actions,
+        effect=effect,
+        reason="",
+        label=Label.SIMULATED,
+        memory=memory,
+    )
 
 
 def test_from_a_trace_to_a_rehearsed_plan(tmp_path, capsys):
@@ -71,6 +85,34 @@ def test_an_empty_trace_is_refused(tmp_path, capsys):
     path = trace_file(tmp_path, operations=0)
     assert main(["plan", "clocks", str(path), "--device", "sim:v100"]) == 1
     assert "no operations" in capsys.readouterr().err
+
+
+def test_a_plan_of_memory_needs_a_trace_with_its_data(tmp_path, capsys):
+    link = (1.0, 1.0, 1.0, 0.0)
+    moved = MoveData(budget_bytes=1, min_bytes=1, link=link, moves=((0, 0, 1),), remade=())
+    codec.save(tmp_path / "plan.json", plan_of(memory=moved))
+    code = main(["rehearse", str(tmp_path / "plan.json"), "--trace", str(trace_file(tmp_path))])
+    assert code == 1
+    assert "lists no required data" in capsys.readouterr().err
+
+
+def test_a_plan_for_another_card_is_told_in_its_units(tmp_path, capsys):
+    trace, plan = trace_file(tmp_path), tmp_path / "plan.json"
+    slower = SetClocks(
+        setting=Setting(sm_clock_hz=1192.5e6), effect=Effect(time_ratio=1.0), reason=""
+    )
+    codec.save(plan, plan_of(slower))
+    code = main(["rehearse", str(plan), "--trace", str(trace), "--device", "sim:h200"])
+    assert code == 1
+    assert re.search(r"SM clock \d+ MHz is none of the \d+ it takes", capsys.readouterr().err)
+
+
+def test_too_few_pairs_are_wrong_usage(tmp_path, capsys):
+    trace, plan = trace_file(tmp_path), tmp_path / "plan.json"
+    main(["plan", "clocks", str(trace), "--device", "sim:v100", "-o", str(plan)])
+    card = ["--device", "sim:v100", "--pairs", "1"]
+    assert main(["rehearse", str(plan), "--trace", str(trace), *card]) == 2
+    assert "at least 2" in capsys.readouterr().err
 
 
 def test_an_unknown_card_is_wrong_usage(tmp_path):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from kilter.act.session import Options
+from kilter.app import report
 from kilter.app.cli import main as cli
 from kilter.app.cli import run as verb
 from kilter.app.config import OPTIONS, resolve
@@ -286,6 +289,52 @@ def test_wrong_usage_exits_2(
     assert printed.out == ""
     assert message in printed.err
     assert len(printed.err.splitlines()) <= 2
+
+
+def test_a_place_that_cannot_be_written_is_said_before_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "train.py"
+    job.write_text("print('ran')\n")
+    assert cli.main(["run", "--device", "null", "--out", str(job), str(job)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "train.py: cannot be made (File exists)" in printed.err
+    assert cli.main(["run", "--out", str(tmp_path / "new"), str(tmp_path / "missing.py")]) == 2
+    assert not (tmp_path / "new").exists(), "a wrong command leaves nothing behind"
+
+
+def test_a_name_that_the_locale_cannot_decode_is_recorded(tmp_path: Path) -> None:
+    job = tmp_path / "tr\u00e4in.py"
+    job.write_text("print('ran')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "kilter", "run", "--device", "null", "--out", "out", job.name],
+        cwd=tmp_path,
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert "stepped aside" not in done.stderr
+    assert report.build(tmp_path / "out").command == (job.name,)
+
+
+def test_in_a_deleted_directory_the_script_runs_as_python_would(tmp_path: Path) -> None:
+    job, gone = tmp_path / "train.py", tmp_path / "gone"
+    job.write_text("print('ran')\n")
+    gone.mkdir()
+    command = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m kilter run {job}"
+    done = subprocess.run(
+        ["sh", "-c", command],
+        env=os.environ | {"KILTER_DEVICE": "null"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert "choose a place with --out DIR" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_broken_recording_exits_1_before_the_script(

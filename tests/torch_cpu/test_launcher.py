@@ -241,6 +241,22 @@ CASES["fork"] = script(
     "if pid:\n    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
     "else:\n    raise SystemExit(5)\n"
 )
+CASES["fork: after the profiler has run"] = script(
+    """
+import os, sys, torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+for _ in range(30):
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+sys.stdout.flush()
+if pid := os.fork():
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+else:
+    print("the child's own end")
+    sys.exit(7)
+"""
+)
 CASES["subprocess"] = script(
     "import subprocess, sys\n"
     "print(subprocess.run([sys.executable, '-c', 'import sys; print(sys.argv); sys.exit(3)'],"

@@ -26,6 +26,16 @@ def check_out(out: Path | None, ranks: Ranks) -> None:
         raise UsageError(f"--out {out}: holds a run already; choose another place, or delete it")
 
 
+def make_out(out: Path) -> None:
+    """Raises `UsageError` if nothing can be written there, before a long job has begun."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot be made ({error.strerror})") from error
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise UsageError(f"--out {out}: cannot be written to")
+
+
 def events_name(ranks: Ranks) -> str:
     return f"events-rank{ranks.rank}.jsonl"
 
@@ -45,8 +55,8 @@ def run_directory(out: Path | None, ranks: Ranks) -> Path:
         path = Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
     else:
         path = Path("runs", _job_name(os.environ))
-    path = path.absolute()  # the script may change its directory
     try:
+        path = path.absolute()  # the script may change its directory
         path.mkdir(parents=True, exist_ok=out is not None or ranks.world_size > 1)
     except OSError as error:
         raise FileError(

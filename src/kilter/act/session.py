@@ -129,6 +129,11 @@ class Session:
 
     def __init__(self, options: Options, ranks: Ranks, voice: Voice | None = None) -> None:
         self._options = options
+        # What a locale cannot decode stands in `sys.argv` as surrogates, which no file may hold.
+        self._command = tuple(
+            argument.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            for argument in options.command
+        )
         self._ranks = ranks
         self._voice: Voice = voice if voice is not None and ranks.rank == 0 else Silent()
         self._fence = Fence(self._step_aside)
@@ -231,7 +236,7 @@ class Session:
             t_s=self._now(),
             kilter=kilter.__version__,
             wall_time=datetime.now().astimezone().isoformat(timespec="seconds"),
-            command=self._options.command,
+            command=self._command,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             device=info,
@@ -535,7 +540,7 @@ class Session:
             return
         assert self.run is not None
         assert self._recorder is not None
-        trace = self._trace = replace(trace, source=" ".join(self._options.command))
+        trace = self._trace = replace(trace, source=" ".join(self._command))
         if self._ranks.rank == 0:
             self._save_trace()
             save_chrome(self.run / "trace.chrome.json", trace)
@@ -571,7 +576,7 @@ class Session:
         """The operations with their kernels, the required data, or one inside the other."""
         memory = None if self._schedule is None else self._schedule.trace
         if memory is not None:
-            memory = replace(memory, source=" ".join(self._options.command))
+            memory = replace(memory, source=" ".join(self._command))
         trace = memory if self._trace is None else replace(self._trace, memory=memory)
         assert self.run is not None
         codec.save(self.run / "trace.json", trace)

@@ -13,7 +13,7 @@ from importlib import resources
 
 from kilter.app import memory_plots
 from kilter.app.memory_report import Timeline
-from kilter.app.opening import contract
+from kilter.app.opening import STAND_IN, contract
 from kilter.app.plots import iteration_times, power, signed, strip, tag, trade_off
 from kilter.app.report import OperationEnergy, Report, allowed_slowdown
 from kilter.app.summary import (
@@ -23,6 +23,7 @@ from kilter.app.summary import (
     evidence,
     headline,
     interval,
+    kind,
     less_one,
     verdict,
 )
@@ -75,7 +76,7 @@ def _head(report: Report) -> str:
         predicted = f" <span class='tag {label}'>predicted, {label}</span>"
     alone = report.memory if report.goal.max_slowdown is None else None
     tagged = tag(report) if alone is None else memory_plots.tag(alone.label)
-    device = "a stand-in on the CPU" if alone and alone.backend == "stand-in" else report.device
+    device = STAND_IN if alone and alone.backend == "stand-in" else report.device
     facts = [device, report.ranks, report.wall_time, f"kilter {report.kilter}"]
     return (
         f"<header><p class='kicker'>kilter report {tagged}</p>"
@@ -201,7 +202,7 @@ def _operation_row(op: OperationEnergy, largest: float) -> str:
     shown = "" if intensity is None else f"{intensity:.3g}"
     return (
         f"<tr><td class='name'>{escape(counted(op))}</td>"
-        f"<td>{escape(op.kind.replace('_', ' '))}</td>"
+        f"<td>{escape(kind(op))}</td>"
         f"<td class='bar'><span style='width:{100 * op.share / largest:.1f}%'></span></td>"
         f"<td class='n'>{show_energy(op.energy_j)}</td>"
         f"<td class='n'>{show_fraction(op.share)}</td><td class='n'>{shown}</td></tr>"
@@ -274,9 +275,14 @@ def _method(report: Report) -> str:
     mode = {"govern": "settings are changed and judged", "shadow": "nothing is set"}
     entries = [
         ("Numbers", f"{report.label.value}: {_LABELS[report.label.value]}"),
-        ("Energy", _energy_method(report)),
-        ("Intervals", report.interval_method),
-        ("Contract", contract(report.goal)),
+    ]
+    if report.goal.max_slowdown is not None:
+        entries += [
+            ("Energy", _energy_method(report)),
+            ("Intervals", report.interval_method),
+            ("Contract", contract(report.goal)),
+        ]
+    entries += [
         ("Mode", f"{report.mode} ({mode.get(report.mode, 'watching only')}): {report.mode_reason}"),
         ("Ranks", report.ranks),
         ("Outcome", report.outcome or "the record has no end: the run was killed, or goes on"),

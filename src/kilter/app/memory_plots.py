@@ -51,7 +51,10 @@ def claim(memory: MemoryReport) -> str:
         change = memory.pass_slowdown if memory.slowdown is None else memory.slowdown
         word = "slower" if (change or 0.0) >= 0.0 else "faster"
         time = "" if change is None else f", {show_fraction(abs(change))} {word}"
-        return f"{before} of memory in {after}{time}"
+        over = ""
+        if memory.within is False:
+            over = f", over the budget of {show_bytes(memory.budget_bytes)}"
+        return f"{after} of memory instead of {before}{over}{time}"
     text = headline(memory).removeprefix("memory: ").rpartition(" [")[0]
     return text[:1].upper() + text[1:]
 

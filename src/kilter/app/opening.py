@@ -6,6 +6,9 @@ from kilter.core.events import Started
 from kilter.core.plan import FREE_MARGIN, Goal
 from kilter.core.units import show_fraction
 
+STAND_IN = "a stand-in on the CPU"
+"""For the memory of a GPU, where there is none."""
+
 
 def start_line(started: Started) -> str:
     """The one line at the start of a run."""
@@ -18,7 +21,9 @@ def start_line(started: Started) -> str:
         doing = "fitting" if started.mode == "observe" else f"fitting and {doing}"
     name = f"{device.name} [{device.label.value}]"
     if fitting and device.backend == "null":
-        name = "a stand-in on the CPU [simulated]"
+        name = f"{STAND_IN} [simulated]"
+    elif device.backend == "null":
+        doing, name = "no GPU:", "iterations are timed, no more"
     text = f"kilter {started.kilter}: {doing} {name}"
     if fitting:
         text += f", memory {started.goal.memory_budget}"

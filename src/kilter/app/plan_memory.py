@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kilter.app.cli.options import fraction, simulated
+from kilter.app.cli.options import fraction, simulated, size
 from kilter.app.config import DEFAULT_MAX_SLOWDOWN
 from kilter.core import codec
 from kilter.core.errors import PlanError, UsageError
@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--planner", choices=list(PLANNERS), default="mix", help="(mix)")
     add_link_arguments(parser)
-    parser.add_argument("--min-bytes", type=int, default=MIB, metavar="N", help="(1 MiB)")
+    parser.add_argument(
+        "--min-bytes", type=size, default=MIB, metavar="N", help="smaller data stay (1MiB)"
+    )
     parser.add_argument(
         "--device", type=simulated, metavar="sim:NAME", help="plan its clocks with the memory"
     )

@@ -331,6 +331,12 @@ def summarise(
     label = lead.device.label
     if governed and any(block.rehearsed for pair in judged for block in pair):
         label = Label.SIMULATED
+    memory = memory_report(
+        lead.goal.memory_budget,
+        [(rank.started.rank, rank.fitted, rank.moved) for rank in ranks],
+    )
+    if memory is not None and lead.goal.max_slowdown is None:
+        label = memory.label  # there are no other numbers
     operations, operations_method = attribute(trace, baseline.energy_j, lead.device)
     iterations = max((stop.iterations for stop in stops), default=0)
     rehearsed_iterations = max((stop.rehearsed_iterations for stop in stops), default=0)
@@ -382,10 +388,7 @@ def summarise(
         decisions=ranks[0].decisions,
         errors=tuple(failure for rank in ranks for failure in rank.failed),
         prediction=_prediction(plan),
-        memory=memory_report(
-            lead.goal.memory_budget,
-            [(rank.started.rank, rank.fitted, rank.moved) for rank in ranks],
-        ),
+        memory=memory,
         blocks=blocks,
         series=tuple(_series(rank) for rank in _one_per_device(ranks)),
         operations=operations,

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 from kilter.app import memory_report
-from kilter.app.opening import allowed, ascii_line, wish
+from kilter.app.opening import STAND_IN, allowed, ascii_line, wish
 from kilter.app.report import OperationEnergy, Probe, Report
 from kilter.core.units import show_energy, show_fraction, show_time
 from kilter.observe.sampler import DISAGREEMENT
@@ -41,9 +41,10 @@ def full(report: Report) -> str:
     """The text of `kilter report`."""
     label = report.label.value
     base, ours = report.baseline, report.governed
+    stand_in = report.memory is not None and report.memory.backend == "stand-in"
     lines = [
         f"run      {report.run}: {' '.join(report.command)}",
-        f"device   {report.device} [{label}]; {report.ranks}",
+        f"device   {STAND_IN if stand_in else report.device} [{label}]; {report.ranks}",
         f"goal     {wish(report.goal)}",
     ]
     if report.memory is not None:
@@ -73,7 +74,7 @@ def full(report: Report) -> str:
         for op in report.operations[:_MOST_OPERATIONS]:
             lines.append(
                 f"  {show_fraction(op.share):>7}  {show_energy(op.energy_j):>8}  "
-                f"{counted(op)} ({op.kind.replace('_', ' ')})"
+                f"{counted(op)} ({kind(op)})"
             )
     return "\n".join(ascii_line(line) for line in lines)
 
@@ -84,6 +85,11 @@ _MOST_OPERATIONS = 10
 def counted(operation: OperationEnergy) -> str:
     """The name of an operation, with how many of them there are."""
     return operation.name if operation.names == 1 else f"{operation.name} x {operation.names}"
+
+
+def kind(operation: OperationEnergy) -> str:
+    """What an operation does, in words."""
+    return "device idle" if operation.kind == "gap" else operation.kind.replace("_", " ")
 
 
 def doubt(report: Report) -> str | None:
@@ -112,6 +118,8 @@ def headline(report: Report) -> str:
                 f"nothing was set; plan: {setting}, {energy} energy, {time} time "
                 f"[predicted, {expected.label.value}]"
             )
+        if report.mode == "observe" and report.choice.state == "undecided":
+            return f"only watched: {_watched(report)} {label}"
         return f"no result: {report.choice.reason} {label}"
     if report.choice.setting == report.found:
         reason = report.choice.reason.removeprefix("the default stands: ")
@@ -122,6 +130,12 @@ def headline(report: Report) -> str:
     if report.saving is None:
         return f"energy unknown, {slowdown}, {verdict(report)} {label}"
     return f"{verb} {saving}, {slowdown}, {verdict(report)} {label}"
+
+
+def _watched(report: Report) -> str:
+    if report.baseline.iteration_s is None:
+        return f"{report.iterations} iterations"
+    return f"{report.iterations} iterations of {show_time(report.baseline.iteration_s)}"
 
 
 def verdict(report: Report) -> str:
@@ -140,7 +154,7 @@ def interval(ends: tuple[float, float] | None) -> str:
     """` (95 %: 11.9 to 13.0 %)`, or that there is none."""
     if ends is None or not all(map(math.isfinite, ends)):
         return " (no interval)"
-    return f" (95 %: {ends[0] * 100:.1f} to {ends[1] * 100:.1f} %)"
+    return f" (95 %: {show_fraction(ends[0]).removesuffix(' %')} to {show_fraction(ends[1])})"
 
 
 def evidence(report: Report) -> str:

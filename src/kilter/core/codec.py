@@ -20,6 +20,8 @@ from kilter.core.trace import IterationTrace
 
 T = TypeVar("T")
 
+_GZIP = b"\x1f\x8b"
+
 SCHEMAS: dict[type[Any], tuple[str, int]] = {
     IterationTrace: ("kilter.trace", 1),
     Plan: ("kilter.plan", 1),
@@ -36,6 +38,8 @@ def encode(value: object) -> bytes:
 def decode(raw: bytes, kind: type[T], *, where: str) -> T:
     """The value in `raw`. `where` names the file in the error message."""
     name, version = SCHEMAS[kind]
+    if raw.startswith(_GZIP):
+        raise FileError(f"{where}: compressed; run gunzip first")
     try:
         found = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
@@ -53,9 +57,13 @@ def decode(raw: bytes, kind: type[T], *, where: str) -> T:
             f"{name}/{version}); run: pip install -U kilter"
         )
     try:
-        return msgspec.convert(found, kind)
+        value = msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
         raise FileError(f"{where}: malformed {name} ({error})") from error
+    flaw = value.flaw() if isinstance(value, IterationTrace) else None
+    if flaw is not None:
+        raise FileError(f"{where}: malformed {name} ({flaw})")
+    return value
 
 
 def load(path: str | os.PathLike[str], kind: type[T]) -> T:
@@ -73,8 +81,20 @@ def save(path: str | os.PathLike[str], value: object) -> None:
 
 
 def write_atomically(path: str | os.PathLike[str], raw: bytes) -> None:
-    """Write bytes beside `path`, sync, and rename over it; `FileError` if the disk refuses."""
+    """Write bytes beside `path`, sync, and rename over it; `FileError` if the disk refuses.
+
+    A device or a pipe (`/dev/stdout`, a shell's `>(...)`) is written to: renamed over, it would be
+    gone for everybody.
+    """
     target = Path(path)
+    try:
+        if target.exists() and not target.is_file() and not target.is_dir():
+            with open(target, "wb") as stream:
+                stream.write(raw)
+            return
+    except OSError as error:
+        raise FileError(f"{target}: cannot be written ({error.strerror})") from error
+    target = Path(os.path.realpath(target))
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

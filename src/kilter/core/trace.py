@@ -93,6 +93,21 @@ class IterationTrace:
     """The same iteration with its required data, on the clock of saved tensors, where memory was
     observed as well."""
 
+    def flaw(self) -> str | None:
+        """What no iteration can be, in words: looked for where a trace comes from a file."""
+        if self.iteration_s < 0.0:
+            return f"iteration_s is {self.iteration_s:g}"
+        for i, op in enumerate(self.operations):
+            for name in ("start_s", "duration_s", "flops", "bytes_moved", "level_bytes"):
+                if (getattr(op, name) or 0.0) < 0.0:
+                    return f"operation {i}: {name} is {getattr(op, name):g}"
+        for i, datum in enumerate(self.data):
+            if datum.size_bytes < 0 or (datum.remake_s or 0.0) < 0.0:
+                return f"datum {i}: a size or a time below zero"
+            if not -1 <= datum.first_use <= datum.last_use < len(self.operations):
+                return f"datum {i}: in use from operation {datum.first_use} to {datum.last_use}"
+        return None if self.memory is None else self.memory.flaw()
+
     @property
     def busy_s(self) -> float:
         """Sum of the operations' durations, without gaps and data waits."""

@@ -58,7 +58,8 @@ def show_fraction(value: float | None, *, signed: bool = False) -> str:
     """0.0213 -> `"2.1 %"`, None -> `"unknown"`."""
     if value is None:
         return "unknown"
-    return f"{value * 100:{'+' if signed else ''}.1f} %"
+    rounded = round(value * 100, 1) + 0.0  # no "-0.0"
+    return f"{rounded:{'+' if signed else ''}.1f} %"
 
 
 def show_bytes(value: float | None) -> str:

@@ -21,7 +21,7 @@ class NullDevice:
 
     def info(self) -> DeviceInfo:
         return DeviceInfo(
-            name="none",
+            name="no GPU",
             uuid="null",
             backend="null",
             label=Label.MEASURED,

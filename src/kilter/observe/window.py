@@ -9,6 +9,7 @@ patient window leaves that until the program is over.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import tempfile
@@ -159,6 +160,8 @@ class Window:
             from torch.autograd import _enable_record_function
 
             _enable_record_function(False)
+        if "begin" in self.costs_s:
+            _leave_kineto_behind()
         self.state = "failed"
         self._annotations.forget()
 
@@ -322,6 +325,19 @@ def _cupti_goes() -> AbstractContextManager[None]:
 
     cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     return _set_unless_chosen("TEARDOWN_CUPTI", "1") if cuda >= (12, 6) else nullcontext()
+
+
+def _leave_kineto_behind() -> None:
+    """In a forked child: end without the C++ destructors of what the parent has loaded.
+
+    Kineto's runs at `exit` and waits for a thread that the fork has not copied, for ever. Exit
+    handlers are called last one first, so these two come before it; the code stays as it is. Only
+    the C library's own buffers are still to be written: Python has ended by then.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit") and hasattr(libc, "fcloseall"):
+        libc.on_exit(libc._exit, None)
+        libc.on_exit(libc.fcloseall, None)
 
 
 def _profiler_active() -> bool:

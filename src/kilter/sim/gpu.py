@@ -14,7 +14,7 @@ import enum
 import math
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from kilter.core.errors import DeviceLost, NotPermitted, NotSupported
 from kilter.core.label import Label
 from kilter.core.setting import DeviceInfo, Sample, Setting, Supported, Throttle
 from kilter.core.trace import IterationTrace
+from kilter.core.units import show_clock, show_power
 from kilter.model.power import Thermal, capped_clock
 from kilter.model.roofline import Quantity
 from kilter.sim.noise import Noise, NoiseSource
@@ -261,9 +262,13 @@ class SimGpu:
         for fault in self._active(Trouble.SET_REFUSED):
             if fault.setting is None or fault.setting == setting:
                 raise NotPermitted(f"{self.profile.title}: {setting} was refused (scripted)")
-        self._require("SM clock", setting.sm_clock_hz, self._supported.sm_clocks_hz)
-        self._require("memory clock", setting.memory_clock_hz, self._supported.memory_clocks_hz)
-        self._require("power limit", setting.power_limit_w, self._supported.power_limits_w)
+        self._require("SM clock", show_clock, setting.sm_clock_hz, self._supported.sm_clocks_hz)
+        self._require(
+            "memory clock", show_clock, setting.memory_clock_hz, self._supported.memory_clocks_hz
+        )
+        self._require(
+            "power limit", show_power, setting.power_limit_w, self._supported.power_limits_w
+        )
         self._asked = setting
         if not self._active(Trouble.SET_IGNORED):
             mine = (request.acts_at_s for request in self._pending if not request.partial)
@@ -462,10 +467,16 @@ class SimGpu:
         chance = self._delays.standard_normal()
         return switch.median_s * math.exp(switch.target_spread * target + switch.spread * chance)
 
-    def _require(self, knob: str, value: float | None, allowed: tuple[float, ...]) -> None:
+    def _require(
+        self,
+        knob: str,
+        show: Callable[[float], str],
+        value: float | None,
+        allowed: tuple[float, ...],
+    ) -> None:
         if value is not None and value not in allowed:
             raise NotSupported(
-                f"{self.profile.title}: {knob} {value:g} is none of the {len(allowed)} it takes"
+                f"{self.profile.title}: {knob} {show(value)} is none of the {len(allowed)} it takes"
             )
 
 

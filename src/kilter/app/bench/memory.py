@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import time
 from typing import Any
 
@@ -35,15 +36,30 @@ OF_A_LAYER = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def numbers(text: str) -> tuple[float, ...]:
-        return tuple(float(part) for part in text.split(","))
-
-    parser.add_argument("--operations", type=numbers, default=(192, 992), metavar="N,N")
-    parser.add_argument("--ratios", type=numbers, default=(1.5, 2.5, 4, 8), metavar="R,R")
-    parser.add_argument("--budgets", type=numbers, default=(0.15, 0.4), metavar="B,B")
-    parser.add_argument("--planners", default=",".join(PLANNERS), metavar="P,P")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--operations", type=_numbers, default=(192, 992), metavar="N,N", help="(192,992)"
+    )
+    parser.add_argument(
+        "--ratios", type=_numbers, default=(1.5, 2.5, 4, 8), metavar="R,R", help="(1.5,2.5,4,8)"
+    )
+    parser.add_argument(
+        "--budgets", type=_numbers, default=(0.15, 0.4), metavar="B,B", help="(0.15,0.4)"
+    )
+    parser.add_argument(
+        "--planners", default=",".join(PLANNERS), metavar="P,P", help=f"({','.join(PLANNERS)})"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the chain (0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or not all(0.0 < value < math.inf for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r}: positive numbers with commas between them")
+    return values
 
 
 def chain(operations: int, ratio: float, budget: float, *, seed: int) -> Problem:
@@ -88,12 +104,13 @@ def run(args: argparse.Namespace) -> int:
         for ratio in args.ratios:
             for budget in args.budgets:
                 problem = chain(int(operations), ratio, budget, seed=args.seed)
-                rows += _rows(problem, args.planners.split(","), int(operations), ratio, budget)
+                found = _rows(problem, args.planners.split(","), int(operations), ratio, budget)
+                rows += found
                 if not args.json:
-                    _tell(rows[-len(args.planners.split(",")) :])
+                    _tell(found)
     if args.json:
-        found = {"schema": "kilter.bench-memory/1", "label": "simulated", "rows": rows}
-        print(msgspec.json.encode(found).decode())
+        document = {"schema": "kilter.bench-memory/1", "label": "simulated", "rows": rows}
+        print(msgspec.json.encode(document).decode())
     return 0
 
 

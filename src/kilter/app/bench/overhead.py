@@ -16,6 +16,7 @@ import msgspec
 from kilter.act.session import FIRST_BLOCK, WINDOW_AFTER
 from kilter.app import report
 from kilter.app.cli.options import fraction
+from kilter.connect.script import find_program
 from kilter.core.errors import KilterError, UsageError
 from kilter.core.units import show_time
 
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.repeats < 1:
         raise UsageError(f"--repeats {args.repeats}: at least 1")
+    find_program(args.command)  # so that a missing script is said here, and not by every process
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="kilter-bench-") as scratch:
         for number in range(args.repeats):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from kilter.core.errors import KilterError
-from kilter.core.units import parse_fraction
+from kilter.core.units import parse_bytes, parse_fraction
 from kilter.sim.cards import names
 from kilter.sim.profile import Profile, load_profile
 
@@ -14,6 +14,14 @@ def fraction(text: str) -> float:
     """`2%` or `0.02`, as an argparse type."""
     try:
         return parse_fraction(text)
+    except KilterError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def size(text: str) -> int:
+    """`1MiB` or a number of bytes, as an argparse type."""
+    try:
+        return parse_bytes(text)
     except KilterError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

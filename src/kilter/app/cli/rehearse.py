@@ -51,6 +51,11 @@ def run(args: argparse.Namespace) -> int:
     plan = codec.load(args.plan, Plan)
     trace = codec.load(args.trace, IterationTrace)
     memory = _memory(plan, trace)
+    if plan.memory is not None and memory is None and not plan.actions:
+        raise PlanError(
+            f"{args.trace}: lists no required data, and {args.plan} is a plan of memory; give the "
+            "trace.json beside it"
+        )
     if args.device is None and (plan.actions or memory is None):
         raise UsageError("clocks are rehearsed on a simulated device: add --device sim:NAME")
     if args.device is None:
@@ -61,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             _tell_memory(memory)
         return 0
     if args.pairs < 2:
-        raise PlanError(f"--pairs {args.pairs}: an interval needs at least 2")
+        raise UsageError(f"--pairs {args.pairs}: an interval needs at least 2")
     if not trace.operations:
         raise PlanError(f"{args.trace}: the trace has no operations; nothing can be rehearsed")
     gpu = SimGpu(args.device, seed=args.seed)
@@ -147,4 +152,4 @@ def _change(estimate: Estimate | None) -> str:
     mean, low, high = (
         show_fraction(x - 1, signed=True) for x in (estimate.ratio, estimate.low, estimate.high)
     )
-    return f"{mean} (95 %: {low} .. {high})"
+    return f"{mean} (95 %: {low.removesuffix(' %')} to {high})"

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kilter.act.run_directory import check_out
+from kilter.act.run_directory import check_out, make_out
 from kilter.app.config import OPTIONS, resolve
 from kilter.app.voice import Stderr
 from kilter.app.worker import worker_command, worker_environment
@@ -92,10 +92,13 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
             return functools.partial(run_torchrun, arguments, command, {})
         return functools.partial(run_without_kilter, command)
     flags = {name: getattr(arguments, name.replace("-", "_")) for name in OPTIONS}
-    options = resolve(flags, os.environ, Path.cwd(), command)
+    options = resolve(flags, os.environ, _here(), command)
     check_out(options.out, ranks(os.environ))
     if not arguments.torchrun:
-        return functools.partial(run_governed, find_program(command), options, Stderr())
+        program = find_program(command)
+        if options.out is not None:
+            make_out(options.out)
+        return functools.partial(run_governed, program, options, Stderr())
     if arguments.no_python:
         raise UsageError("--no-python starts a program that is not Python: there is no way in")
     if command[0] == "-":
@@ -104,3 +107,11 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
     return functools.partial(
         run_torchrun, arguments, worker_command(command), worker_environment(options)
     )
+
+
+def _here() -> Path:
+    """Where configuration is looked for. Python runs a script in a deleted directory, too."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path("/")

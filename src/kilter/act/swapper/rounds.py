@@ -162,12 +162,12 @@ class Rounds:
     def plan(self, charge: Charge) -> None:
         assert charge.room_bytes is not None
         mine_bytes = sum(b.size_bytes for b in charge.buckets if b.where is not Where.AWAY)
-        room_bytes = charge.room_bytes - (self._stream.held_bytes - mine_bytes)
+        room_bytes = max(0, charge.room_bytes - (self._stream.held_bytes - mine_bytes))
         least_bytes = max(b.size_bytes for b in charge.buckets)
         if room_bytes < least_bytes:
             charge.say(
                 f"optimizer state streams through no less than {show_bytes(least_bytes)}; "
-                f"{show_bytes(max(0, room_bytes))} of room were left for it"
+                f"{show_bytes(room_bytes)} of room were left for it"
             )
             room_bytes = least_bytes
         plan = plan_state(self.cuts(charge), room_bytes=room_bytes, link=self.link)

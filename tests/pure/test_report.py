@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kilter.app import html, report, summary
+from kilter.app import html, operations, report, summary
 from kilter.core import codec
 from kilter.core.errors import FileError
 from kilter.core.events import Block, Stopped
@@ -275,10 +275,10 @@ def trace_of(directory):
 def test_attributed_energies_add_up(label, rule, energy_j, iteration_s, tmp_path_factory):
     trace = replace(trace_of(tmp_path_factory.mktemp("run")), iteration_s=iteration_s)
     device = runs.governed(label=label, hold_pairs=0, confirm_pairs=0).events[0].device
-    operations, method = report.attribute(trace, energy_j, device)
-    energies = [op.energy_j for op in operations]
+    found, method = operations.attribute(trace, energy_j, device)
+    energies = [op.energy_j for op in found]
     assert math.fsum(energies) == pytest.approx(energy_j)
-    assert math.fsum(op.share for op in operations) == pytest.approx(1.0)
+    assert math.fsum(op.share for op in found) == pytest.approx(1.0)
     assert min(energies) >= 0
     assert energies == sorted(energies, reverse=True)
     assert rule in method
@@ -291,10 +291,10 @@ def test_layers_are_told_as_one(tmp_path):
     )
     trace = trace_of(tmp_path)
     one = trace.operations[0]
-    operations = tuple(replace(one, name=name) for name in names)
-    trace = replace(trace, operations=operations)
+    named = tuple(replace(one, name=name) for name in names)
+    trace = replace(trace, operations=named)
     device = runs.governed().events[0].device
-    told, _ = report.attribute(trace, 1.0, device)
+    told, _ = operations.attribute(trace, 1.0, device)
     assert {op.name: op.names for op in told} == {
         "blocks.*.mlp.0": 2,
         "blocks.0.mlp.2": 1,
@@ -309,8 +309,8 @@ def test_layers_are_told_as_one(tmp_path):
 
 def test_no_energy_means_no_attribution(tmp_path):
     device = runs.governed().events[0].device
-    assert report.attribute(trace_of(tmp_path), None, device) == ((), None)
-    assert report.attribute(None, 1.0, device) == ((), None)
+    assert operations.attribute(trace_of(tmp_path), None, device) == ((), None)
+    assert operations.attribute(None, 1.0, device) == ((), None)
 
 
 RECORD = b"".join(runs.lines(ended(runs.governed(hold_pairs=2, confirm_pairs=4)).events))

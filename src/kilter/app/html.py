@@ -12,10 +12,12 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 
 from kilter.app import memory_plots
+from kilter.app.evidence import allowed_slowdown
 from kilter.app.memory_report import Timeline
 from kilter.app.opening import STAND_IN, contract
+from kilter.app.operations import OperationEnergy
 from kilter.app.plots import iteration_times, power, signed, strip, tag, trade_off
-from kilter.app.report import OperationEnergy, Report, allowed_slowdown
+from kilter.app.report import Report
 from kilter.app.summary import (
     counted,
     doubt,

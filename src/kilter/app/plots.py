@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
 
 from kilter.app import svg
-from kilter.app.report import JUDGED, Probe, Report, Series, allowed_slowdown
+from kilter.app.evidence import JUDGED, Probe, allowed_slowdown
+from kilter.app.report import Report, Series
 from kilter.app.summary import interval, less_one
 from kilter.app.svg import Frame, escape
 from kilter.core.events import Block

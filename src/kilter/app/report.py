@@ -11,12 +11,28 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from kilter.app.evidence import (
+    JUDGED,
+    Arm,
+    Evidence,
+    Probe,
+    arm_of,
+    change,
+    estimates,
+    evidence_of,
+    pair_up,
+    probes_of,
+    rehearsed_share,
+    usable,
+    within,
+)
 from kilter.app.memory_report import MemoryReport, memory_report
+from kilter.app.operations import OperationEnergy, attribute
 from kilter.core import codec
 from kilter.core.errors import FileError
 from kilter.core.events import (
@@ -35,56 +51,13 @@ from kilter.core.events import (
 from kilter.core.label import Label
 from kilter.core.plan import Goal, Plan
 from kilter.core.setting import DeviceInfo, Setting
-from kilter.core.trace import IterationTrace, Kind, Operation
-from kilter.model.stats import Estimate, paired_ratio
+from kilter.core.trace import IterationTrace
 from kilter.plan.governor import Phase
-from kilter.plan.guard import Contract
-from kilter.sim.profile import Profile, load_profile, profile_of
-from kilter.sim.work import cost_of, work_of
 
 SCHEMA = "kilter.report/1"
 
-JUDGED = (Phase.CONFIRM.value, Phase.HOLD.value)
-"""Phases whose pairs make the headline."""
-
 MOST_POINTS = 400
 """A time series is thinned to this many points; blocks are never thinned."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """One iteration in one arm: geometric mean over the blocks that count."""
-
-    iteration_s: float | None
-    energy_j: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """What the headline rests on."""
-
-    iterations: int
-    blocks: int
-    pairs: int
-    energy_pairs: int
-    """Pairs of which both blocks know their energy."""
-    left_out: dict[str, int]
-    """Reason -> blocks of any phase that did not count."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """All pairs of one setting in one role: chosen from (`probe`), or judged by (`confirm`)."""
-
-    setting: Setting
-    phase: str
-    chosen: bool
-    time_ratio: float
-    time_ci95: tuple[float, float] | None
-    energy_ratio: float | None
-    energy_ci95: tuple[float, float] | None
-    pairs: int
-    blocks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,25 +84,6 @@ class Series:
     power_w: tuple[float | None, ...]
     sm_clock_hz: tuple[float | None, ...]
     memory_clock_hz: tuple[float | None, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperationEnergy:
-    """Energy of one iteration attributed to the operations of one kind and one name, or of the
-    same place in every layer."""
-
-    name: str
-    """`blocks.*.mlp.0` for that of several layers."""
-    names: int
-    """How many that are."""
-    kind: str
-    energy_j: float
-    share: float
-    duration_s: float
-    """In the trace, on its timeline."""
-    flops: float | None
-    bytes_moved: float | None
-    intensity_flop_per_byte: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,15 +272,15 @@ def summarise(
     judged = [
         pair for pair in pairs if pair[1].phase in JUDGED and pair[1].setting == choice.setting
     ]
-    time, energy = _estimates(judged if governed else [])
-    evidence = _evidence(blocks, judged if governed else pairs, energy)
+    time, energy = estimates(judged if governed else [])
+    evidence = evidence_of(blocks, judged if governed else pairs, energy)
     stands = not governed and choice.state not in ("undecided", "predicted")
-    slowdown, slowdown_ci = _change(time, sign=1)
-    saving, saving_ci = _change(energy, sign=-1)
+    slowdown, slowdown_ci = change(time, sign=1)
+    saving, saving_ci = change(energy, sign=-1)
     if governed and judged:
-        baseline, arm = _arm([base for base, _ in judged]), _arm([ours for _, ours in judged])
+        baseline, arm = arm_of([base for base, _ in judged]), arm_of([ours for _, ours in judged])
     else:
-        baseline = _arm([b for b in blocks if b.arm == "baseline" and _usable(b)])
+        baseline = arm_of([b for b in blocks if b.arm == "baseline" and usable(b)])
         arm = baseline if stands else Arm(iteration_s=None, energy_j=None)
     label = lead.device.label
     if governed and any(block.rehearsed for pair in judged for block in pair):
@@ -357,7 +311,7 @@ def summarise(
         slowdown=0.0 if stands else slowdown,
         slowdown_ci95=slowdown_ci,
         contract=lead.goal.max_slowdown,
-        within_contract=_within(lead.goal, slowdown_ci),
+        within_contract=within(lead.goal, slowdown_ci),
         kept=governed and lead.mode == "govern" and choice.state != "predicted",
         restored=_restored(stops, complete=complete),
         refused=_once(refusal for rank in ranks for refusal in rank.refused),
@@ -374,7 +328,7 @@ def summarise(
         choice=choice,
         evidence=evidence,
         rehearsed_iterations=rehearsed_iterations,
-        rehearsed_share=_rehearsed_share(judged if governed else pairs),
+        rehearsed_share=rehearsed_share(judged if governed else pairs),
         mode=lead.mode,
         mode_reason=lead.mode_reason,
         outcome=stops[0].outcome if complete else None,
@@ -384,7 +338,7 @@ def summarise(
         wall_time=lead.wall_time,
         duration_s=max(rank.last_s for rank in ranks),
         overhead=_overhead(stops, iterations) if complete else None,
-        probes=_probes(pairs, choice.setting),
+        probes=probes_of(pairs, choice.setting),
         decisions=ranks[0].decisions,
         errors=tuple(failure for rank in ranks for failure in rank.failed),
         prediction=_prediction(plan),
@@ -428,151 +382,6 @@ def _ranks_text(ranks: Sequence[Rank]) -> str:
     if devices < len(ranks):
         text += f"; {len(ranks)} ranks share {devices} devices, which count once for each rank"
     return text
-
-
-# Pairs and estimates.
-
-
-def _usable(block: Block) -> bool:
-    return block.clean and block.iteration_s > 0.0
-
-
-_UNCLEAN = "no reason given"
-
-
-def pair_up(blocks: Iterable[Block]) -> list[tuple[Block, Block]]:
-    """(baseline, candidate) of every pair of which both blocks are clean.
-
-    The blocks of a pair follow each other with no other pair between them; numbers of pairs may
-    begin anew when a search is opened again.
-    """
-    pairs = []
-    key: tuple[str, int] | None = None
-    arms: dict[str, Block] = {}
-    for block in blocks:
-        if block.pair is None:
-            continue
-        if (block.phase, block.pair) != key:
-            key, arms = (block.phase, block.pair), {}
-        if _usable(block):
-            arms[block.arm] = block
-            if len(arms) == 2:
-                pairs.append((arms["baseline"], arms["candidate"]))
-                arms = {}
-    return pairs
-
-
-Pairs = Sequence[tuple[Block, Block]]
-
-
-def _estimates(pairs: Pairs) -> tuple[Estimate | None, Estimate | None]:
-    """Candidate over baseline: time and energy."""
-    time = [math.log(ours.iteration_s / base.iteration_s) for base, ours in pairs]
-    energy = [
-        math.log(ours.energy_j / base.energy_j)
-        for base, ours in pairs
-        if ours.energy_j and base.energy_j
-    ]
-    return paired_ratio(time), paired_ratio(energy)
-
-
-def _interval(estimate: Estimate | None) -> tuple[float, float] | None:
-    if estimate is None or estimate.pairs < 2:
-        return None
-    return estimate.low, estimate.high
-
-
-def _change(
-    estimate: Estimate | None, *, sign: int
-) -> tuple[float | None, tuple[float, float] | None]:
-    """A ratio as a fraction more (`sign` 1) or less (-1) than the baseline, with its interval."""
-    if estimate is None:
-        return None, None
-    interval = _interval(estimate)
-    ends = sorted(sign * (end - 1.0) for end in interval) if interval else None
-    return sign * (estimate.ratio - 1.0), (ends[0], ends[1]) if ends else None
-
-
-def allowed_slowdown(goal: Goal) -> float | None:
-    """What a safe slowdown stays below; "none at all" is tested with a small margin."""
-    if goal.max_slowdown is None:
-        return None
-    return math.expm1(Contract(max_slowdown=goal.max_slowdown).bound)
-
-
-def _within(goal: Goal, interval: tuple[float, float] | None) -> bool | None:
-    bound = allowed_slowdown(goal)
-    if bound is None or interval is None:
-        return None
-    if interval[1] <= bound:
-        return True
-    return False if interval[0] > bound else None
-
-
-def _arm(blocks: Sequence[Block]) -> Arm:
-    # Geometric means, so that their ratio is exactly the ratio of the headline.
-    energies = [block.energy_j for block in blocks if block.energy_j]
-    return Arm(
-        iteration_s=_geometric_mean([block.iteration_s for block in blocks]),
-        energy_j=_geometric_mean(energies) if len(energies) == len(blocks) else None,
-    )
-
-
-def _geometric_mean(values: Sequence[float]) -> float | None:
-    return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else None
-
-
-def _evidence(blocks: Sequence[Block], pairs: Pairs, energy: Estimate | None) -> Evidence:
-    used = [block for pair in pairs for block in pair]
-    return Evidence(
-        iterations=sum(block.iterations for block in used),
-        blocks=len(used),
-        pairs=len(pairs),
-        energy_pairs=energy.pairs if energy is not None else 0,
-        left_out=dict(
-            Counter(b.why_not or _UNCLEAN for b in blocks if not _usable(b)).most_common()
-        ),
-    )
-
-
-def _rehearsed_share(pairs: Pairs) -> float:
-    used = [block for pair in pairs for block in pair]
-    total = sum(block.iterations for block in used)
-    return sum(block.iterations for block in used if block.rehearsed) / total if total else 0.0
-
-
-def _probes(pairs: Pairs, chosen: Setting) -> tuple[Probe, ...]:
-    groups: dict[tuple[Setting, str], list[tuple[Block, Block]]] = {}
-    for pair in pairs:
-        ours = pair[1]
-        role = "confirm" if ours.phase in JUDGED else ours.phase
-        groups.setdefault((ours.setting, role), []).append(pair)
-    result = []
-    for (setting, role), group in sorted(groups.items(), key=_from_the_top):
-        time, energy = _estimates(group)
-        if time is not None:
-            result.append(
-                Probe(
-                    setting=setting,
-                    phase=role,
-                    chosen=setting == chosen,
-                    time_ratio=time.ratio,
-                    time_ci95=_interval(time),
-                    energy_ratio=energy.ratio if energy is not None else None,
-                    energy_ci95=_interval(energy),
-                    pairs=len(group),
-                    blocks=2 * len(group),
-                )
-            )
-    return tuple(result)
-
-
-def _from_the_top(item: tuple[tuple[Setting, str], object]) -> tuple[float, float, float, bool]:
-    """Highest setting first (a knob left alone is above any value), probes before judgements."""
-    (setting, role), _ = item
-    knobs = (setting.sm_clock_hz, setting.memory_clock_hz, setting.power_limit_w)
-    sm, memory, limit = (-math.inf if knob is None else -knob for knob in knobs)
-    return sm, memory, limit, role != "probe"
 
 
 # What was decided, and how it ended.
@@ -633,7 +442,7 @@ def _prediction(plan: Plan | None) -> Prediction | None:
     )
 
 
-# Series and operations.
+# What the sensors said.
 
 
 def _series(rank: Rank) -> Series:
@@ -655,108 +464,3 @@ def _series(rank: Rank) -> Series:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
-
-
-_LAYER = re.compile(r"((?:[^.\W\d]\w*\.)+)\d+(\..*|)")
-"""A module's path with a number: what holds the layers, the number, the place in the layer."""
-
-
-def _places(names: Iterable[str]) -> dict[str, str]:
-    """By name of an operation, its place in every layer. A number at the end is a layer only where
-    others have something inside; else it is a step of a sequence, which are all different."""
-    paths = {name: match for name in names if (match := _LAYER.fullmatch(name))}
-    layered = {match[1] for match in paths.values() if match[2]}
-    return {
-        name: f"{paths[name][1]}*{paths[name][2]}"
-        if name in paths and paths[name][1] in layered
-        else name
-        for name in names
-    }
-
-
-def attribute(
-    trace: IterationTrace | None, energy_j: float | None, device: DeviceInfo
-) -> tuple[tuple[OperationEnergy, ...], str | None]:
-    """Operations by energy, the largest first, and the rule by which it was attributed; the parts
-    add up to `energy_j`.
-
-    No sensor sees a single operation. On a real device power is taken as constant within the
-    iteration, so each operation has the share of the energy that it has of the time. A simulated
-    device has a model of each operation, which gives the shares.
-    """
-    if trace is None or energy_j is None or not trace.operations:
-        return (), None
-    rest_s = trace.iteration_s - math.fsum(op.duration_s for op in trace.operations)
-    operations = list(trace.operations)
-    profile = profile_of(device.name) if device.backend == "sim" else None
-    if profile is not None:
-        weights = _modelled_j(operations, trace, load_profile(profile))
-        method = f"attributed by the model of each operation in sim:{profile}"
-    else:
-        if rest_s > 1e-3 * trace.iteration_s:
-            operations.append(
-                Operation(name="between operations", kind=Kind.GAP, start_s=0.0, duration_s=rest_s)
-            )
-        weights = [op.duration_s for op in operations]
-        method = (
-            f"attributed by share of time on the timeline of the {trace.timeline}, with the "
-            "iteration's mean power throughout: no sensor sees a single operation"
-        )
-    total = math.fsum(weights)
-    if total <= 0.0:
-        return (), None
-    places = _places({operation.name for operation in operations})
-    groups: dict[tuple[str, Kind], list[tuple[Operation, float]]] = {}
-    for operation, weight in zip(operations, weights, strict=True):
-        place = (places[operation.name], operation.kind)
-        groups.setdefault(place, []).append((operation, weight / total))
-    result = [_operation(place, group, energy_j) for (place, _), group in groups.items()]
-    return tuple(sorted(result, key=lambda op: -op.energy_j)), method
-
-
-def _modelled_j(
-    operations: Sequence[Operation], trace: IterationTrace, profile: Profile
-) -> list[float]:
-    """Energy of each operation alone on a simulated device at its default clocks."""
-    sm_hz, memory_hz = profile.knobs.sm_highest_hz, profile.knobs.memory_clocks_hz[-1]
-    energies = []
-    for operation in operations:
-        if not (operation.duration_s or operation.flops or operation.bytes_moved):
-            energies.append(0.0)
-            continue
-        work = work_of(
-            replace(trace, operations=(operation,)),
-            profile.roofline,
-            sm_hz=sm_hz,
-            memory_hz=memory_hz,
-        )
-        cost = cost_of(work, profile.roofline, profile.power, sm_hz=sm_hz, memory_hz=memory_hz)
-        energies.append(cost.energy_j)
-    return energies
-
-
-def _operation(
-    place: str, group: Sequence[tuple[Operation, float]], energy_j: float
-) -> OperationEnergy:
-    """Operations of one place and kind as one."""
-    operations = [operation for operation, _ in group]
-    names = {operation.name for operation in operations}
-    share = math.fsum(share for _, share in group)
-    flops = _sum(op.flops for op in operations)
-    bytes_moved = _sum(op.bytes_moved for op in operations)
-    return OperationEnergy(
-        name=place if len(names) > 1 else operations[0].name,
-        names=len(names),
-        kind=operations[0].kind.value,
-        energy_j=energy_j * share,
-        share=share,
-        duration_s=math.fsum(op.duration_s for op in operations),
-        flops=flops,
-        bytes_moved=bytes_moved,
-        intensity_flop_per_byte=flops / bytes_moved if flops and bytes_moved else None,
-    )
-
-
-def _sum(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) if known else None

@@ -10,8 +10,10 @@ import math
 from pathlib import Path
 
 from kilter.app import memory_report
+from kilter.app.evidence import Probe
 from kilter.app.opening import STAND_IN, allowed, ascii_line, wish
-from kilter.app.report import OperationEnergy, Probe, Report
+from kilter.app.operations import OperationEnergy
+from kilter.app.report import Report
 from kilter.core.units import show_energy, show_fraction, show_time
 from kilter.observe.sampler import DISAGREEMENT
 

@@ -1,33 +1,9 @@
-"""Replays pass the suite of all devices: a table's workload, and a recording that is only read."""
+"""A replayed recording, which is only read, passes the suite of all devices."""
 
 import pytest
 
-from kilter.sim.replay import (
-    COLUMNS,
-    TELEMETRY,
-    RecordedDevice,
-    ReplayDevice,
-    load_tables,
-    load_telemetry,
-)
+from kilter.sim.replay import TELEMETRY, RecordedDevice, load_telemetry
 from kilter.testing.device import DeviceConformance
-
-
-class TestReplayDevice(DeviceConformance):
-    @pytest.fixture(autouse=True)
-    def _table(self, tmp_path):
-        rows = [
-            f"s,card,job,{core},{memory},{limit},{1e6 / core / memory},100,"
-            for core in (800, 1000, 1200)
-            for memory in (405, 877)
-            for limit in (150, 200)
-        ]
-        path = tmp_path / "table.csv"
-        path.write_text("\n".join([",".join(COLUMNS), *rows]) + "\n", encoding="utf-8")
-        (self.workload,) = load_tables(path)
-
-    def make_device(self):
-        return ReplayDevice(self.workload)
 
 
 class TestRecordedDevice(DeviceConformance):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kilter.core.errors import DriverMismatch, NoDevice, UsageError
-from kilter.device.find import find, uuid_of_visible, visible
+from kilter.device.find import find, visible
 from kilter.device.nvidia import Gpu
 from kilter.testing.fake_nvml import Card, FakeNvml, Rule
 
@@ -186,9 +186,10 @@ def test_a_lost_gpu_of_ours_is_told_and_one_of_others_is_not(fake: FakeNvml) -> 
     with fake.edit() as state:
         rule = Rule(call="nvmlDeviceGetUUID", card=1, error=fake.NVML_ERROR_GPU_IS_LOST)
         state.rules.append(rule)
-    assert uuid_of_visible(0, {}, nvml=fake) == fake.state().cards[0].uuid
+    ours = find("nvml", local_rank=0, environ={}, nvml=fake)
+    assert ours.info().uuid == fake.state().cards[0].uuid
     with pytest.raises(NoDevice, match="Xid"):
-        uuid_of_visible(1, {}, nvml=fake)
+        find("nvml", local_rank=1, environ={}, nvml=fake)
 
 
 @pytest.mark.parametrize("spec", ["sim:v100", "cuda", ""])

@@ -1,74 +1,17 @@
-"""Replayed tables and recordings: the table's own numbers come out, and nothing else."""
-
-import statistics
+"""Replayed recordings: their own numbers come out, and nothing else."""
 
 import pytest
 
-from kilter.core.errors import FileError, NotPermitted, NotSupported
+from kilter.core.errors import FileError, NotPermitted
 from kilter.core.label import Label
-from kilter.core.setting import Setting
 from kilter.core.units import MHZ
 from kilter.sim.replay import (
-    COLUMNS,
     TELEMETRY,
     RecordedDevice,
-    ReplayDevice,
     load_recording,
-    load_tables,
     load_telemetry,
-    table_noise,
 )
 from kilter.testing import runs
-
-
-@pytest.fixture
-def workload(tmp_path):
-    rows = ("s,card,job,800,,,3,90,", "s,card,job,1000,,,2,120,", "s,card,job,1200,,,1.9,200,")
-    path = tmp_path / "table.csv"
-    path.write_text("\n".join([",".join(COLUMNS), *rows]) + "\n", encoding="utf-8")
-    return load_tables(path)[0]
-
-
-def at(mhz):
-    return Setting(sm_clock_hz=mhz * MHZ)
-
-
-def test_an_iteration_takes_the_time_of_its_row(workload):
-    device = ReplayDevice(workload)
-    assert device.iterate() == 1.9
-    device.set(at(800))
-    assert device.iterate() == 3.0
-    assert device.now_s == pytest.approx(4.9)
-    assert device.energy_j == pytest.approx(1.9 * 200 + 3 * 90)
-    assert device.sample().power_w == pytest.approx(90)
-    device.reset()
-    assert device.iterate() == 1.9
-
-
-def test_a_setting_outside_the_table_is_refused(workload):
-    device = ReplayDevice(workload)
-    for setting in (at(900), Setting(power_limit_w=100.0), Setting(memory_clock_hz=1e9)):
-        with pytest.raises(NotSupported, match="no row"):
-            device.set(setting)
-    assert device.settings() == Setting()
-    assert device.row == workload.default
-
-
-def test_noise_is_seeded_and_centred_on_the_row(workload):
-    def times(seed, noise=0.01):
-        device = ReplayDevice(workload, seed=seed, noise=table_noise(noise))
-        return [device.iterate() for _ in range(5000)]
-
-    assert times(1) == times(1)
-    assert times(1) != times(2)
-    # White and drift centre on the row; 2 % outliers of 10 % add 0.2 % to the mean.
-    assert statistics.mean(times(1)) == pytest.approx(1.9 * 1.002, rel=0.003)
-    assert statistics.median(times(1)) == pytest.approx(1.9, rel=0.003)
-    assert set(times(1, noise=0.0)) == {1.9}
-
-
-def test_what_comes_out_is_labelled_replayed(workload):
-    assert ReplayDevice(workload).info().label is Label.REPLAYED
 
 
 @pytest.fixture
@@ -120,7 +63,7 @@ def test_a_recording_cannot_be_set(recording):
     device = RecordedDevice(load_telemetry(recording), lambda: 0.0, "job")
     assert not device.info().can_set
     with pytest.raises(NotPermitted):
-        device.set(at(1000))
+        device.set(Setting(sm_clock_hz=1e9))
 
 
 @pytest.mark.parametrize(

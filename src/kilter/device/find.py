@@ -51,14 +51,6 @@ def find(
         raise
 
 
-def uuid_of_visible(index: int, environ: Mapping[str, str], *, nvml: Any | None = None) -> str:
-    """The UUID of what the framework calls `cuda:<index>`; for a MIG instance, of its GPU.
-
-    Raises `NoDevice` if there is none, or if the numbers of CUDA cannot be known from outside.
-    """
-    return _usable(_mine(environ, nvml), index)
-
-
 def _mine(environ: Mapping[str, str], nvml: Any | None) -> tuple[Gpu, ...]:
     gpus = survey(nvml).gpus
     mine = visible(gpus, environ)

@@ -12,18 +12,15 @@ import csv
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
-from kilter.core.errors import FileError, NotPermitted, NotSupported
+from kilter.core.errors import FileError, NotPermitted
 from kilter.core.events import Sampled, read_events
 from kilter.core.label import Label
 from kilter.core.setting import DeviceInfo, Sample, Setting, Supported
 from kilter.core.units import MHZ, MIB
-from kilter.sim.noise import QUIET, Noise, NoiseSource
 
 COLUMNS = (
     "source",
@@ -197,117 +194,6 @@ def _number(text: str, name: str, where: str) -> float | None:
     if not math.isfinite(value):
         raise FileError(f"{where}: {name}={text} is not finite")
     return value
-
-
-def table_noise(sd: float) -> Noise:
-    """The noise of the replayed benchmarks, for a relative standard deviation: white noise of
-    `sd`, an AR(1) drift of `sd` with correlation 0.9, 2 % outliers that are 10 % slower on
-    average, and power readings off by `sd`. Zero is no noise at all, outliers included."""
-    if sd == 0:
-        return QUIET
-    return Noise(white=sd, drift=sd, memory=0.9, outlier_probability=0.02, power=sd)
-
-
-class ReplayDevice:
-    """One workload of a table as a device that runs it, in virtual time.
-
-    It takes the settings of the table's rows and no others. A knob left `None` is at the default
-    row's value. A setting acts from the next iteration on; `energy_j` and `power_w` of a sample
-    are those of the iterations run so far, without the tick of a real sensor, since a table's unit
-    of work may be far shorter or longer than one.
-    """
-
-    def __init__(self, workload: Workload, *, seed: int = 0, noise: Noise = QUIET) -> None:
-        self.workload = workload
-        self._seed = seed
-        self._noise = NoiseSource(noise, np.random.default_rng(seed))
-        self._setting = Setting()
-        self._row = workload.default
-        self._now_s = 0.0
-        self._energy_j = 0.0
-        self._power_w: float | None = None
-
-    @property
-    def now_s(self) -> float:
-        """Virtual time since the device was made."""
-        return self._now_s
-
-    @property
-    def energy_j(self) -> float:
-        """Energy of the iterations so far."""
-        return self._energy_j
-
-    @property
-    def row(self) -> Row:
-        """The measurement that rules now."""
-        return self._row
-
-    def iterate(self) -> float:
-        """Run one iteration at the present setting; its time in seconds."""
-        on_time, on_power = self._noise.draw()
-        seconds = self._row.time_s * on_time
-        self._power_w = self._row.energy_j / self._row.time_s * on_power
-        self._now_s += seconds
-        self._energy_j += self._power_w * seconds
-        return seconds
-
-    def info(self) -> DeviceInfo:
-        workload = self.workload
-        return DeviceInfo(
-            name=f"{workload.gpu} ({workload.name}, replayed)",
-            uuid=f"REPLAY-{workload.gpu}-{workload.name}-{self._seed}",
-            backend="replay",
-            label=Label.REPLAYED,
-            can_set=True,
-            persistent=False,
-            has_energy_counter=True,
-            switch_latency_s=0.0,
-        )
-
-    def sample(self, *, energy: bool = False) -> Sample:
-        setting = self._row.setting
-        return Sample(
-            t_s=self._now_s,
-            power_w=self._power_w,
-            energy_j=self._energy_j if energy else None,
-            sm_clock_hz=setting.sm_clock_hz,
-            memory_clock_hz=setting.memory_clock_hz,
-        )
-
-    def supported(self) -> Supported:
-        settings = [row.setting for row in self.workload.rows]
-        return Supported(
-            sm_clocks_hz=_distinct(s.sm_clock_hz for s in settings),
-            memory_clocks_hz=_distinct(s.memory_clock_hz for s in settings),
-            power_limits_w=_distinct(s.power_limit_w for s in settings),
-        )
-
-    def settings(self) -> Setting:
-        return self._setting
-
-    def set(self, setting: Setting) -> None:
-        default = self.workload.default.setting
-        row = self.workload.at(
-            default.with_(
-                sm_clock_hz=setting.sm_clock_hz,
-                memory_clock_hz=setting.memory_clock_hz,
-                power_limit_w=setting.power_limit_w,
-            )
-        )
-        if row is None:
-            raise NotSupported(f"{self.workload.gpu} {self.workload.name!r}: no row at {setting}")
-        self._setting = setting
-        self._row = row
-
-    def reset(self) -> None:
-        self.set(Setting())
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def _distinct(values: Iterable[float | None]) -> tuple[float, ...]:
-    return tuple(sorted({value for value in values if value is not None}))
 
 
 TELEMETRY = ("t_s", "power_instant_w", "energy_mj", "gpu_util", "mem_util", "sm_mhz")

@@ -182,12 +182,6 @@ class Card(msgspec.Struct, kw_only=True):
     def power_capped(self) -> bool:
         return self.sm_clock_mhz < self._requested_sm_mhz()
 
-    def work_s(self, *, compute_s: float, memory_s: float = 0.0) -> float:
-        """How long work takes that needs these times at the highest clocks, fully overlapped."""
-        compute = compute_s * self.sm_clocks_mhz[1] / self.sm_clock_mhz
-        memory = memory_s * self.memory_clocks_mhz[-1] / self.memory_clock_mhz
-        return max(compute, memory)
-
 
 class Rule(msgspec.Struct, kw_only=True):
     """A scripted refusal, lie or hang: what happens to calls whose name matches."""

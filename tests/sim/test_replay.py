@@ -4,6 +4,7 @@ import pytest
 
 from kilter.core.errors import FileError, NotPermitted
 from kilter.core.label import Label
+from kilter.core.setting import Setting
 from kilter.core.units import MHZ
 from kilter.sim.replay import (
     TELEMETRY,

@@ -194,7 +194,11 @@ class Parts:
             return fused.fuse(from_graph(self.unfolded).with_weights(Tensor.detach))
         if mode == "joined":
             joined = join_layers(self.program("heads"), triton=fused.has_triton())
-            return merge_single(self._with_convolutions(joined) if fused.has_triton() else joined)
+            made = self._with_convolutions(joined) if fused.has_triton() else joined
+            # Across larger pieces the compiler lays convolutions out its own way, in float32 with
+            # up to twice the difference to float64.
+            wide = any(t.dtype == torch.float32 for _, t in made.constants)
+            return made if wide and not all(numerics.tf32_allowed()) else merge_single(made)
         if mode == "fused" and not self.on_gpu:
             return self.program("heads")
         if mode in UNCOMPILED:

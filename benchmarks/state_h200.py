@@ -35,7 +35,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kilter.act.fence import Fence
 from kilter.act.floor import Floor
-from kilter.act.race import Way
 from kilter.act.room import room
 from kilter.act.swapper import CpuStandIn, Swapper
 from kilter.act.swapper.cuda import Cuda, measure_link
@@ -286,10 +285,6 @@ def timed(machine: Machine, job: Job, count: int) -> dict[str, Any]:
     }
 
 
-def away_gb(way: Way) -> float:
-    return 0.0 if way.joint is None else way.joint.state.moved_bytes / 1e9
-
-
 def told(engines: Governed) -> dict[str, Any]:
     found: dict[str, Any] = {
         "steps": engines.steps,
@@ -307,9 +302,12 @@ def told(engines: Governed) -> dict[str, Any]:
     if floor is not None:
         found |= {"room_bytes": floor.room_bytes, "decided_s": engines.decided_s}
         found["taken_back"] = floor.taken_back
-    if floor is not None:
-        found["ways"] = [(s, away_gb(way), way.each_s) for s, way in floor.race.results]
-        found["way"] = (away_gb(floor.way), floor.way.each_s)
+    if floor is not None and floor.joint is not None:
+        found["joint"] = {
+            "predicted_s": floor.joint.iteration_s,
+            "taken": floor.joint.taken,
+            "moved_bytes": floor.joint.state.moved_bytes,
+        }
     weights = engines.weights.report() if engines.weights else floor.weights if floor else None
     if weights is not None:
         found["weights"] = asdict(weights) | {"plan": None}

@@ -15,7 +15,7 @@ from kilter.core.trace import Datum, IterationTrace, Kind, Operation
 from kilter.plan.swap.choose import PLANNERS, SWAP_ONLY, arena, plan
 from kilter.plan.swap.exact import exact, relax
 from kilter.plan.swap.literal import literal
-from kilter.plan.swap.mix import LEAN_EACH_S, mix
+from kilter.plan.swap.mix import mix
 from kilter.plan.swap.place import place
 from kilter.plan.swap.problem import Interval, Link, Problem, problem_of
 from kilter.plan.swap.simulate import Move, Schedule, simulate
@@ -418,9 +418,8 @@ def test_of_plans_as_quick_the_one_that_makes_fewer_things_again_is_taken() -> N
 
     assert plan(problem(2e-5)).remade == 1
     assert plan(problem(0.1)).remade == 10
-    # Where the host is the limit, each thing counts for more.
-    assert plan(problem(3e-4)).remade == 10
-    assert plan(problem(3e-4), each_s=LEAN_EACH_S).remade == 1
+    assert plan(problem(5e-5)).remade == 1  # 10 us for each thing made again are counted besides
+    assert plan(problem(2e-4)).remade == 10
 
 
 def test_the_same_problem_gives_the_same_plan() -> None:

@@ -13,8 +13,7 @@ from kilter.act.floor import Floor, words
 from kilter.act.swapper import CpuStandIn, Swapper
 from kilter.core.units import MIB
 from kilter.plan.swap.joint import beside
-from kilter.plan.swap.mix import EACH_S, LEAN_EACH_S
-from kilter.plan.swap.problem import H200_PCIE5, Link
+from kilter.plan.swap.problem import H200_PCIE5
 
 WIDTH = 256
 LAYERS = 6
@@ -68,8 +67,6 @@ def train(
     crowded: bool = False,
     begun_bytes: int = 0,
     streaming_s: float = 1.0,
-    lean_s: float = 1.0,
-    link: Link = H200_PCIE5,
 ) -> tuple[list[bytes], Floor | None, Swapper | None]:
     """A training under a swapper and a floor, or plain."""
     torch.manual_seed(0)
@@ -93,8 +90,8 @@ def train(
             step()
     else:
         backend = Weighed()
-        swapper = Swapper(backend, budget_bytes=budget_bytes, link=link, min_bytes=1024)
-        made = Floor(swapper, CpuStandIn, link, fence, gradients=gradients, min_bytes=1024)
+        swapper = Swapper(backend, budget_bytes=budget_bytes, link=H200_PCIE5, min_bytes=1024)
+        made = Floor(swapper, CpuStandIn, H200_PCIE5, fence, gradients=gradients, min_bytes=1024)
         backend.govern(swapper, made)
         with swapper:
             made.begin(STATE_BYTES // 2 if crowded else begun_bytes, budget_bytes)
@@ -102,8 +99,7 @@ def train(
             for _ in range(steps):
                 step()
                 away = made.report is not None and made.report.away_bytes > 0
-                lean = made.way.each_s == LEAN_EACH_S
-                now_s += (streaming_s if away else 1.0) * (lean_s if lean else 1.0)
+                now_s += streaming_s if away else 1.0
                 made.border(swapper.report(), budget_bytes, now_s)
             made.close()
     assert not fence.down
@@ -141,7 +137,7 @@ def test_so_much_state_streams_as_is_missing() -> None:
     report = made.report
     assert report is not None
     assert report.consuming
-    assert made.way.joint is not None
+    assert made.joint is not None
     assert report.away_bytes >= MIB
     assert "of optimizer state wait on the host" in words(report)
     assert made.settled
@@ -157,7 +153,7 @@ def test_with_gradients_kept_state_streams_in_the_step() -> None:
     report = made.report
     assert report is not None
     assert not report.consuming
-    assert made.way.joint is None
+    assert made.joint is None
     assert report.away_bytes >= MIB
     assert swapper.report().planned > 5
 
@@ -242,24 +238,6 @@ def test_streaming_that_makes_iterations_slower_is_taken_back(
     assert made.report.consuming
     assert (made.report.away_bytes > 0) == (streaming_s < 1)
     assert (made.taken_back is None) == (streaming_s < 1)
-    report = swapper.report()
-    assert report.deviations == report.late == 0
-    assert report.peaks_bytes[-1] <= STATE_BYTES + 2 * MIB
-    assert report.planned > 40
-
-
-@pytest.mark.parametrize("lean_s", [0.9, 1.1])
-def test_a_plan_with_fewer_things_to_make_again_stays_if_it_is_faster(lean_s: float) -> None:
-    """Where the host is the limit; only the running job can tell."""
-    slow = Link(to_host_bytes_per_s=1e8, to_device_bytes_per_s=1e8, both_bytes_per_s=2e8)
-    values, made, swapper = train(60, STATE_BYTES + 2 * MIB, lean_s=lean_s, link=slow)
-    assert values == train(60)[0]
-    assert made is not None
-    assert swapper is not None
-    assert made.settled
-    assert made.report is None
-    assert made.way.each_s == (LEAN_EACH_S if lean_s < 1 else EACH_S)
-    assert len(made.race.results) == 2
     report = swapper.report()
     assert report.deviations == report.late == 0
     assert report.peaks_bytes[-1] <= STATE_BYTES + 2 * MIB

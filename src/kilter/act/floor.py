@@ -5,9 +5,8 @@ Gradients go first: they are used up as they arrive, where nothing forbids it; w
 once how much optimizer state streams: so much that feature maps and state together cost the least
 time (`plan/swap/joint.py`), or, where gradients are kept, so much as is missing for the budget.
 
-Predicting is not enough: what streaming costs the host, and whether a plan with fewer things to
-make again is faster because of that, no plan knows. So there are a few *ways* to run; each gets
-some iterations, and the fastest stays.
+Predicting is not enough: the iterations with streaming state are held against those before it, and
+if they are not faster, all state comes back.
 
 Where all of that is not enough, weights leave between their use in forward and their need in
 backward: so much as is missing.
@@ -20,16 +19,15 @@ then state leaves as soon as it was made.
 
 from __future__ import annotations
 
+import statistics
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kilter.act.fence import Fence
-from kilter.act.race import Race, Way
 from kilter.core.errors import PlanError
 from kilter.core.units import MIB, show_bytes
-from kilter.plan.swap.mix import LEAN_EACH_S
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
     from kilter.act.swapper.state import StateMover, StateReport, Visits
     from kilter.act.swapper.weights import WeightMover, WeightReport
     from kilter.observe.data import PassRecord
+    from kilter.plan.swap.joint import Joint
     from kilter.plan.swap.problem import Link, Problem
 
 SLACK = 0.1
@@ -55,8 +54,10 @@ PAUSE = 3
 MOST_ROOMS = 2
 """Times that another room is given because the budget was missed, or first guessed."""
 PATIENCE = 24
-"""Borders after which gradients that are watched still count as kept, and a way to run that could
-not be timed as lost."""
+"""Borders after which gradients that are watched still count as kept, and iterations that could not
+be timed are judged by those that could."""
+JUDGED = 6
+"""Iterations by whose median a plan with streaming state is held against the one before."""
 LEFT_TO_WEIGHTS = 0.5
 """Of the way to the device, however much state takes: loaded much earlier, weights would be in the
 way of what they make room for."""
@@ -101,15 +102,19 @@ class Floor:
         """That were set for what is missing."""
         self._guessed = False
         """The room was set before anything was known."""
-        self.race = Race()
-        """Between the ways to run."""
-        self._pass: tuple[PassRecord, Problem] | None = None
-        """That the ways are for, as it is where no state streams."""
+        self._shared: tuple[PassRecord, Problem] | None = None
+        """The pass that a room was chosen for, as it is with all state on the device."""
         self._awaiting = False
         """State comes or goes at the next step, and then the pass is planned anew."""
+        self._before_s: float | None = None
+        """An iteration without streaming state, while those with it are to be judged."""
+        self._last_s: float | None = None
+        """The last border, if the iteration before it ran under a plan that holds."""
+        self._times_s: list[float] = []
+        """Of such iterations in a row."""
+        self.joint: Joint | None = None
+        """How state streams, where that was chosen and not taken back."""
         self._chosen = False
-        """Rooms for state were compared."""
-        self.raced = False
         self.taken_back: str | None = None
         """Why state does not stream any more."""
         self.settled = False
@@ -122,11 +127,6 @@ class Floor:
     def room_bytes(self) -> int | None:
         """Optimizer state that stays on the device; None: all of it."""
         return None if self._mover is None else self._mover.room_bytes
-
-    @property
-    def way(self) -> Way:
-        """How the job runs."""
-        return self.race.now
 
     def begin(self, used_bytes: int, budget_bytes: int) -> None:
         """In the first forward, when little more than weights is on the device."""
@@ -143,43 +143,47 @@ class Floor:
     def border(self, report: SwapReport, budget_bytes: int, now_s: float) -> None:
         """An iteration has ended; the swapper stands like this."""
         self._borders += 1
-        mover, race = self._mover, self.race
+        mover = self._mover
         if mover is not None:
             self.report = mover.report()
         if self._weights is not None:
             self.weights = self._weights.report()
         if self.settled:
             return
-        race.border(now_s, counts=self._swapper.planned and report.settled)
-        if race.running:
-            if race.timed or self._borders >= PATIENCE:
-                self._go_on(race.now, race.turn())
-        elif mover is None:
-            if not self._make_way(report):
-                self._consider(report, budget_bytes)
-        else:
+        self._time(now_s, counts=self._swapper.planned and report.settled)
+        if mover is not None:
             self._decide(mover, report, budget_bytes)
+        elif not self._make_way(report):
+            self._consider(report, budget_bytes)
+
+    def _time(self, now_s: float, *, counts: bool) -> None:
+        if counts and self._last_s is not None:
+            self._times_s.append(now_s - self._last_s)
+        self._last_s = now_s if counts else None
 
     def _decide(self, mover: StateMover, report: SwapReport, budget_bytes: int) -> None:
         """How much state streams, once it is known what becomes of gradients."""
         assert self.report is not None
         patient = self._borders < PATIENCE
-        if (self.report.watching and patient) or self._borders < PAUSE or not self._swapper.tried:
+        watching = self.report.watching and patient
+        self._swapper.may_plan = not watching  # what a plan is for changes with the gradients
+        if watching or self._borders < PAUSE or not self._swapper.tried:
             return
         choice = self.report.consuming and not self._chosen
-        if choice and report.plans and not self.race.timed and patient:
+        timed = len(self._times_s) >= JUDGED or not patient
+        if self._before_s is not None:
+            if timed:
+                self._judge(mover, self._before_s)
+            return
+        if choice and report.plans and not timed:
             return
         record, problem = self._problem(budget_bytes)
         if record is None or problem is None or (choice and self._share(mover, record, problem)):
             return
         missing_bytes = problem.floor_bytes - problem.budget_bytes
         fits = missing_bytes <= 0 and not self._guessed
-        if not fits and self._rooms < MOST_ROOMS and self._set_room(mover, missing_bytes):
-            return
-        if missing_bytes > 0 or self._weights is not None:
+        if fits or self._rooms >= MOST_ROOMS or not self._set_room(mover, missing_bytes):
             self._move_weights(missing_bytes)
-        else:
-            self.settled = not self._try_lean(report, record, problem)
 
     def _make_way(self, report: SwapReport) -> bool:
         """The first step has just made the state, and the second forward does not fit beside it?
@@ -205,8 +209,7 @@ class Floor:
         if report.plans:
             if asked and any(p.iteration_s > (1 + COSTS) * p.compute_s for p in report.plans):
                 self._open()
-            elif report.settled:
-                self.settled = not self._try_lean(report, *self._problem(budget_bytes))
+            self.settled = report.settled and self._mover is None
         elif asked and report.spilled:
             self._open()  # the budget binds already
         elif self._swapper.tried:
@@ -265,12 +268,23 @@ class Floor:
 
     def _changed(self) -> None:
         """Between two iterations: gradients and state take another amount of memory from now on."""
-        self.race.restart()
-        if self._awaiting:
-            self._awaiting = False
-            self._relevel()
-        else:
+        self._last_s = None
+        self._times_s.clear()
+        visits = None if self._mover is None else self._mover.visits()
+        if not self._awaiting or self._shared is None or visits is None or visits.plan is None:
+            self._before_s = None
             self._swapper.forget()
+            return
+        self._awaiting = False
+        record, problem = self._shared
+        away = away_of(visits, problem)
+        levels = [a - b for a, b in zip(problem.resident_bytes, away, strict=True)]
+        self._swapper.relevel(record, levels, self._taken)
+
+    @property
+    def _taken(self) -> float:
+        """Share of the way to the device that state takes."""
+        return 0.0 if self.joint is None else self.joint.taken
 
     def _share(self, mover: StateMover, record: PassRecord, problem: Problem) -> bool:
         """Decide how memory and link are shared between feature maps and state; whether anything
@@ -293,61 +307,25 @@ class Floor:
         self._chosen, self._guessed = True, False
         if not found.state.streamed and not streaming:
             return False
-        if streaming:  # by a guess, which is no way to compare with
-            self.race.restart()
-        self._begin_race(record, problem, Way(found), Way(found, LEAN_EACH_S))
+        if self._times_s and not streaming:
+            self._before_s = statistics.median(self._times_s)
+        self.joint, self._shared = found, (record, problem)
+        self._borders, self._awaiting = 0, True
+        mover.make_room(found.room_bytes, due_s=found.due_s, link=found.left)
         return True
 
-    def _try_lean(
-        self, report: SwapReport, record: PassRecord | None, problem: Problem | None
-    ) -> bool:
-        """Is a plan with fewer things to make again faster? Whether that is still to be seen."""
-        if self.raced or record is None or problem is None or self._borders >= PATIENCE:
-            return False
-        if len(report.plans) != 1 or not report.plans[0].remade:
-            return False
-        if self.race.timed:
-            self._begin_race(record, problem, Way(self.way.joint, LEAN_EACH_S))
-        return True
-
-    def _begin_race(self, record: PassRecord, problem: Problem, *ways: Way) -> None:
-        self.raced = True
-        self._pass = record, problem
-        self._go_on(self.way, self.race.start(*ways))
-
-    def _go_on(self, before: Way, way: Way) -> None:
-        """In another way, from here on, or once state has come and gone for it."""
-        self._borders = 0
-        mover, joint = self._mover, way.joint
-        if joint is not before.joint and mover is not None:
-            self._awaiting = True
-            if joint is None:
-                assert self.report is not None
-                all_bytes = self.report.state_bytes + self.report.away_bytes
-                mover.make_room(all_bytes, link=self._link)
-            else:
-                mover.make_room(joint.room_bytes, due_s=joint.due_s, link=joint.left)
-        elif way is not before:
-            self._relevel()
-        if joint is None and not self.race.running:
-            streaming = [s for s, other in self.race.results if other.joint is not None]
-            without = [s for s, other in self.race.results if other.joint is None]
-            if streaming:
-                self.taken_back = (
-                    "optimizer state does not stream: iterations took "
-                    f"{min(streaming) * 1e3:.0f} ms with it and {min(without) * 1e3:.0f} ms without"
-                )
-
-    def _relevel(self) -> None:
-        """Plan the pass anew, for what the present way leaves of memory and link."""
-        assert self._pass is not None
-        record, problem = self._pass
-        levels, joint = list(problem.resident_bytes), self.way.joint
-        visits = None if joint is None or self._mover is None else self._mover.visits()
-        if visits is not None and visits.plan is not None:
-            levels = [a - b for a, b in zip(levels, away_of(visits, problem), strict=True)]
-        taken = 0.0 if joint is None else joint.taken
-        self._swapper.relevel(record, levels, taken=taken, each_s=self.way.each_s)
+    def _judge(self, mover: StateMover, before_s: float) -> None:
+        """Does the plan with streaming state keep its promise? If not, everything comes back."""
+        self._borders, self._before_s = 0, None
+        now_s = statistics.median(self._times_s) if self._times_s else float("inf")
+        if now_s > before_s:
+            assert self.report is not None
+            self.taken_back = (
+                "optimizer state does not stream: iterations took "
+                f"{now_s * 1e3:.0f} ms with it and {before_s * 1e3:.0f} ms without"
+            )
+            self.joint, self._awaiting = None, True
+            mover.make_room(self.report.state_bytes + self.report.away_bytes, link=self._link)
 
     def _set_room(self, mover: StateMover, missing_bytes: int) -> bool:
         """So much state goes as is missing, a little more each time, or comes back where the room
@@ -380,10 +358,9 @@ class Floor:
         if self._weights is not None:
             self._weights.make_room(self._weight_bytes)
             return
-        taken = 0.0 if self.way.joint is None else self.way.joint.taken
         weights = WeightMover(
             self._backend(),
-            link=self._link.less(min(taken, 1 - LEFT_TO_WEIGHTS)),
+            link=self._link.less(min(self._taken, 1 - LEFT_TO_WEIGHTS)),
             away_bytes=self._weight_bytes,
             own_hooks=False,
             min_bytes=self._min_bytes,

@@ -306,15 +306,12 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._kinds.forget()
         self._misses, self._looking = 0.0, 0
 
-    def relevel(
-        self, record: PassRecord, level_bytes: list[int], *, taken: float, each_s: float
-    ) -> None:
+    def relevel(self, record: PassRecord, level_bytes: list[int], taken: float) -> None:
         """The same, where it is known what a kind of pass takes with everything kept: it is planned
-        anew without being watched. Others take a share of the way to the device from now on, and
-        plans count `each_s` for each thing that the host has to have made again."""
+        anew without being watched. Others take a share of the way to the device from now on."""
         if self._store.within() is None:
             self._end_pass()
-        self._kinds.taken, self._kinds.each_s = taken, each_s
+        self._kinds.taken = taken
         self._kinds.relevel(record, level_bytes)
         self._misses, self._looking = 0.0, 0
 

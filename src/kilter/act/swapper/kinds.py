@@ -19,7 +19,6 @@ from kilter.core.errors import PlanError
 from kilter.observe.data import PassRecord
 from kilter.plan.swap.choose import arena, described, plan
 from kilter.plan.swap.feedback import NOTICED, Waiting, earlier, expected, slower, slowness
-from kilter.plan.swap.mix import EACH_S
 from kilter.plan.swap.problem import Link
 from kilter.plan.swap.simulate import simulate
 
@@ -91,8 +90,6 @@ class Kinds:
         self._planner = planner
         self.taken = 0.0
         """Share of the way to the device that others take."""
-        self.each_s = EACH_S
-        """What plans count for each thing made again."""
         self._min_bytes = min_bytes
         self._by_events: dict[tuple[int, ...], Kind] = {}
         self._arena: torch.Tensor | None = None
@@ -273,7 +270,7 @@ class Kinds:
             min_bytes=self._min_bytes,
             swap=swap,
         )
-        value = plan(problem, self._planner, alone=not self.taken, each_s=self.each_s)
+        value = plan(problem, self._planner, alone=not self.taken)
         offsets, total = arena(problem, value.schedule)
         places = {
             numbers[index]: (offset, problem.intervals[index].size_bytes)

@@ -9,7 +9,7 @@ from kilter.core.errors import PlanError, UsageError
 from kilter.core.label import Label
 from kilter.plan.swap.exact import exact, relax
 from kilter.plan.swap.literal import literal
-from kilter.plan.swap.mix import EACH_S, mix
+from kilter.plan.swap.mix import mix
 from kilter.plan.swap.problem import Problem
 from kilter.plan.swap.simulate import Outcome, Schedule, simulate
 from kilter.plan.swap.spanning import spanning
@@ -77,12 +77,10 @@ def plan(
     *,
     bound: bool = False,
     alone: bool = True,
-    each_s: float = EACH_S,
     clock: Callable[[], float] | None = None,
 ) -> MemoryPlan:
     """The plan of one planner; if it is not `alone`, with loads that leave gaps for others on the
-    link. (What the patent says, `literal`, is left as it says it.) `mix` counts `each_s` for each
-    thing that the host has to have made again.
+    link. (What the patent says, `literal`, is left as it says it.)
     `clock` times the planner (`solve_s`); planning itself reads none.
 
     `UsageError` for an unknown planner or a bound without HiGHS; `PlanError` if nothing fits.
@@ -90,8 +88,7 @@ def plan(
     if planner not in PLANNERS:
         raise UsageError(f"planner {planner!r} is not one of {', '.join(PLANNERS)}")
     begin = clock() if clock else 0.0
-    mixed = planner == "mix"
-    schedule = mix(problem, each_s=each_s) if mixed else PLANNERS[planner](problem)
+    schedule = PLANNERS[planner](problem)
     if planner != "literal":
         schedule = unhurried(problem, schedule, ahead=AHEAD if alone else AHEAD_OF_OTHERS)
     solve_s = clock() - begin if clock else None

@@ -6,9 +6,9 @@ hides behind compute and expensive beyond. So intervals are made again in the or
 swapped by `spanning`. How far to go along the prices is one number; it is searched, and the
 simulator decides.
 
-The host has to issue what is made again. How much time it has for that no record tells; so each
-thing made again counts with a little time besides (`each_s`), and a plan made with more of it
-leaves the host less to do. Which of two is faster, only the running job can say.
+The host has to issue what is made again, and may have little time for that. So each thing made
+again counts with a little time besides: of plans that take the device as long, the one with fewer
+and larger things is taken.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ from kilter.plan.swap.spanning import swap_rest
 REACHES = (0.01, 0.04)
 """Shares of the iteration by which something may be made again before its own use."""
 EACH_S = 1e-5
-"""Counted for each thing made again. So little decides only between plans that are alike: large
-things are made again rather than many."""
-LEAN_EACH_S = 1e-4
-"""The same where the host is the limit: a thing takes about 0.1 ms of it (measured beside an H200),
-and mostly far less of the device."""
+"""Counted for each thing made again. A thing takes about 0.1 ms of the host's time, but plans that
+count so much are slower even where the host is late (measured, docs/measurements/memory.md)."""
 ROUGHLY = 32
 """Steps in which `roughly` goes along the prices."""
 MANY = 1024
@@ -36,9 +33,7 @@ them: one thing more or less to make again is nothing there, and planning takes 
 FINE = 256
 
 
-def mix(
-    problem: Problem, reaches: Sequence[float] = REACHES, *, each_s: float = EACH_S
-) -> Schedule:
+def mix(problem: Problem, reaches: Sequence[float] = REACHES) -> Schedule:
     """Swap, recompute and keep. `PlanError` if not even everything away fits the budget."""
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule()
@@ -47,19 +42,13 @@ def mix(
             f"the budget of {problem.budget_bytes} bytes is below {problem.floor_bytes}, which "
             "operations need even when everything else is away"
         )
-    prices = by_price(problem, each_s)
+    prices = by_price(problem)
     many = len(problem.intervals) > MANY
     found: list[tuple[Schedule, Outcome]] = []
     for reach in reaches[:1] if many else reaches:
         order = within_reach(problem, prices, reach)
-        found.append(_search(problem, order, each_s, len(order) // FINE if many else 1))
-    return min(found, key=lambda made: cost_s(made, each_s))[0]
-
-
-def cost_s(made: tuple[Schedule, Outcome], each_s: float) -> float:
-    """Of the device, and what the host is reckoned with."""
-    schedule, outcome = made
-    return outcome.iteration_s + each_s * len(schedule.remade)
+        found.append(_search(problem, order, len(order) // FINE if many else 1))
+    return min(found, key=_cost_s)[0]
 
 
 def roughly(problem: Problem) -> tuple[Schedule, Outcome]:
@@ -69,13 +58,11 @@ def roughly(problem: Problem) -> tuple[Schedule, Outcome]:
         return Schedule(), simulate(problem, Schedule())
     if problem.floor_bytes > problem.budget_bytes:
         raise PlanError(f"the budget of {problem.budget_bytes} bytes is out of reach")
-    order = within_reach(problem, by_price(problem, EACH_S), REACHES[0])
-    return _search(problem, order, EACH_S, len(order) // ROUGHLY)
+    order = within_reach(problem, by_price(problem), REACHES[0])
+    return _search(problem, order, len(order) // ROUGHLY)
 
 
-def _search(
-    problem: Problem, order: list[int], each_s: float, finest: int
-) -> tuple[Schedule, Outcome]:
+def _search(problem: Problem, order: list[int], finest: int) -> tuple[Schedule, Outcome]:
     """The best number of intervals to make again, taken from the front of `order`; to within
     `finest`."""
     tried: dict[int, tuple[Schedule, Outcome] | None] = {}
@@ -84,7 +71,7 @@ def _search(
         if count not in tried:
             tried[count] = swap_rest(problem, _needed(problem, order[:count]))
         found = tried[count]
-        return float("inf") if found is None else cost_s(found, each_s)
+        return float("inf") if found is None else _cost_s(found)
 
     low, high = 0, len(order)
     step = max(1, len(order) // 8)
@@ -100,14 +87,18 @@ def _search(
     return found
 
 
-def by_price(problem: Problem, each_s: float = 0.0) -> list[int]:
-    """Intervals that can be made again, cheapest per byte first, then the shortest gap. Each costs
-    `each_s` besides."""
+def _cost_s(made: tuple[Schedule, Outcome]) -> float:
+    schedule, outcome = made
+    return outcome.iteration_s + EACH_S * len(schedule.remade)
+
+
+def by_price(problem: Problem) -> list[int]:
+    """Intervals that can be made again, cheapest per byte first, then the shortest gap."""
 
     def price(index: int) -> tuple[float, int, int]:
         interval = problem.intervals[index]
         assert interval.recompute_s is not None
-        return ((interval.recompute_s + each_s) / interval.size_bytes, interval.gap, index)
+        return ((interval.recompute_s + EACH_S) / interval.size_bytes, interval.gap, index)
 
     possible = [i for i, j in enumerate(problem.intervals) if j.recompute_s is not None]
     return sorted(possible, key=price)

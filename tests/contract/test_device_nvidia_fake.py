@@ -27,7 +27,8 @@ from kilter.core.setting import Setting, Throttle
 from kilter.device.base import Device
 from kilter.device.nvidia import NvidiaDevice, missing_privilege, survey
 from kilter.testing.device import DeviceConformance
-from kilter.testing.fake_nvml import Card, FakeNvml, Rule
+from kilter.testing.fake_card import Card, Rule
+from kilter.testing.fake_nvml import FakeNvml
 
 MakeFake = Callable[..., FakeNvml]
 

@@ -22,8 +22,9 @@ from typing import Any
 import pytest
 
 from kilter.act.journal import Journal, restore_all, start_ticks
-from kilter.app.bench.faults import FOUND, SCENARIOS, Box, Scenario, find_watcher, try_out
+from kilter.app.bench.faults import SCENARIOS, Scenario, try_out
 from kilter.device.nvidia import NvidiaDevice
+from kilter.testing.box import FOUND, Box, find_watcher
 from kilter.testing.fake_nvml import shim_path
 
 HERE = Path(__file__).parent / "kill_at_line"

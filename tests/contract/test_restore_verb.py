@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kilter.app.bench.faults import FOUND, Box, kill_watcher
 from kilter.core.setting import Setting
+from kilter.testing.box import FOUND, Box, kill_watcher
 
 LOW = Setting(sm_clock_hz=1.2e9, power_limit_w=400.0)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and pidfd")

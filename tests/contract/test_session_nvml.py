@@ -33,7 +33,8 @@ from kilter.core.events import (
     Stopped,
     read_events,
 )
-from kilter.testing.fake_nvml import Card, FakeNvml, Rule
+from kilter.testing.fake_card import Card, Rule
+from kilter.testing.fake_nvml import FakeNvml
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the lease needs /proc, pidfd and flock as Linux has them"

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kilter.core.errors import DriverMismatch, NoDevice, UsageError
 from kilter.device.find import find, visible
 from kilter.device.nvidia import Gpu
-from kilter.testing.fake_nvml import Card, FakeNvml, Rule
+from kilter.testing.fake_card import Card, Rule
+from kilter.testing.fake_nvml import FakeNvml
 
 UUIDS = ("GPU-aaaa1111-x", "GPU-aaaa2222-x", "GPU-bbbb3333-x", "GPU-cccc4444-x")
 GPUS = tuple(Gpu(index=i, uuid=uuid, name="H200") for i, uuid in enumerate(UUIDS))

@@ -16,7 +16,8 @@ from kilter.app.cli import doctor
 from kilter.app.cli.main import main
 from kilter.core.setting import Setting
 from kilter.device import nvidia
-from kilter.testing.fake_nvml import Card, FakeNvml, Rule
+from kilter.testing.fake_card import Card, Rule
+from kilter.testing.fake_nvml import FakeNvml
 
 Machine = Callable[..., FakeNvml]
 

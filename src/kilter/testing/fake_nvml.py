@@ -35,9 +35,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
+
+from kilter.testing.fake_card import Call, Card, Rule, State
 
 T = TypeVar("T")
 
@@ -86,153 +88,6 @@ for _name, (_code, _text) in _ERRORS.items():
     _class = "NVMLError_" + string.capwords(_name, "_").replace("_", "")
     ERROR_CLASSES[_class] = type(_class, (NVMLError,), {"code": _code})
     NVMLError._classes[_code] = ERROR_CLASSES[_class]
-
-
-class Card(msgspec.Struct, kw_only=True):
-    """One fake card; the defaults have the published limits of an H200. Its power and timing are
-    invented, plausible numbers: nothing may be concluded from them about a real card."""
-
-    name: str = "NVIDIA Fake H200"
-    uuid: str = ""
-    """Made from the position if empty."""
-    pci_bus_id: str = ""
-    architecture: int = 9
-    sm_clocks_mhz: tuple[int, int, int] = (345, 1980, 15)
-    """Lowest, highest, step."""
-    memory_clocks_mhz: tuple[int, ...] = (2201, 3201)
-    sm_top_mhz: dict[int, int] = {}
-    """Memory clock -> highest SM clock there; gaming cards have few SM clocks at their lowest."""
-    power_limits_mw: tuple[int, int] = (200_000, 700_000)
-    default_limit_mw: int = 700_000
-    memory_bytes: int = 143_771 * 2**20
-
-    idle_w: float = 75.0
-    memory_w: float = 165.0
-    """At full load and the highest memory clock, on top of idle."""
-    core_w: float = 420.0
-    """At full load and the highest SM clock, on top of the two."""
-    module_w: float = 0.0
-    """A CPU on the same module: counted by the energy counter and `GetPowerUsage`, not by the
-    power field with the scope of the GPU."""
-
-    load: float = 0.0
-    """0 idle to 1 busy; what the imagined job does."""
-    sm_lock_mhz: tuple[int, int] | None = None
-    memory_lock_mhz: tuple[int, int] | None = None
-    limit_mw: int | None = None
-    """Requested limit; the default if `None`."""
-    temperature_c: int = 45
-    persistence: bool = True
-    mig: bool = False
-    mig_uuids: tuple[str, ...] = ()
-    virtualization: int = 0
-    has_energy_counter: bool = True
-    counter_stuck: bool = False
-    memory_lockable: bool = True
-    """Volta and Turing: no locked memory clocks."""
-    clips_sm_mhz: tuple[int, int] | None = None
-    """Accepts any request, obeys it only inside this range."""
-
-    event_reasons: int = 0
-    """Bits on top of those for idle and power cap."""
-
-    energy_mj: float = 0.0
-    energy_at_s: float = 0.0
-
-    @property
-    def enforced_limit_mw(self) -> int:
-        return self.default_limit_mw if self.limit_mw is None else self.limit_mw
-
-    @property
-    def memory_clock_mhz(self) -> int:
-        if self.load == 0 and self.memory_lock_mhz is None and self.sm_top_mhz:
-            return self.memory_clocks_mhz[0]
-        low, high = self.memory_lock_mhz or (0, self.memory_clocks_mhz[-1])
-        allowed = [clock for clock in self.memory_clocks_mhz if low <= clock <= high]
-        return allowed[-1] if allowed else self.memory_clocks_mhz[-1]
-
-    def _requested_sm_mhz(self) -> int:
-        lowest, highest, _ = self.sm_clocks_mhz
-        low, high = self.sm_lock_mhz or (lowest, highest)
-        if self.clips_sm_mhz:
-            low, high = (
-                min(max(v, self.clips_sm_mhz[0]), self.clips_sm_mhz[1]) for v in (low, high)
-            )
-        return high if self.load > 0 else low
-
-    def _power_at_w(self, sm_mhz: int) -> float:
-        memory = self.memory_w * self.memory_clock_mhz / self.memory_clocks_mhz[-1]
-        core = self.core_w * math.pow(sm_mhz / self.sm_clocks_mhz[1], 2.5)
-        return self.idle_w + self.load * (memory + core)
-
-    @property
-    def sm_clock_mhz(self) -> int:
-        """What runs: the request, pulled down until the power fits under the limit."""
-        lowest, _, step = self.sm_clocks_mhz
-        clock = self._requested_sm_mhz()
-        while clock > lowest and self._power_at_w(clock) * 1e3 > self.enforced_limit_mw:
-            clock -= step
-        return max(clock, lowest)
-
-    @property
-    def power_w(self) -> float:
-        return self._power_at_w(self.sm_clock_mhz)
-
-    @property
-    def power_capped(self) -> bool:
-        return self.sm_clock_mhz < self._requested_sm_mhz()
-
-
-class Rule(msgspec.Struct, kw_only=True):
-    """A scripted refusal, lie or hang: what happens to calls whose name matches."""
-
-    call: str
-    """A name, or a pattern as in `fnmatch`: `nvmlDeviceSet*`."""
-    card: int | None = None
-    """Only for this card; `None`: for all, and for calls without a card."""
-    skip: int = 0
-    """Let this many matching calls pass first: a refusal in the middle, or at restore."""
-    times: int | None = None
-    """Act this many times only."""
-    error: int | None = None
-    """Raise this code."""
-    pretend: bool = False
-    """Report success and do nothing."""
-    hang_s: float = 0.0
-    """Sleep (for real) before anything else."""
-    sigkill: Literal["before", "after"] | None = None
-    """The calling process is killed (SIGKILL) just before or after the card obeys."""
-    seen: int = 0
-
-
-class State(msgspec.Struct, kw_only=True):
-    """Everything that outlives a process."""
-
-    cards: list[Card]
-    driver: str = "580.159.04"
-    init_error: int | None = None
-    """Code that `nvmlInit` raises."""
-    permitted: bool = True
-    """Whether this user may set anything."""
-    missing: list[str] = []
-    """Calls that the driver's library does not have (`FUNCTION_NOT_FOUND`)."""
-    rules: list[Rule] = []
-    virtual_s: float | None = None
-    """The cards' clock: moved by `advance` only, or real time if `None`."""
-
-
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the log."""
-
-    pid: int
-    name: str
-    card: int | None
-    arguments: tuple[Any, ...]
-    error: int | None
-
-    @property
-    def is_setter(self) -> bool:
-        return self.name.startswith(("nvmlDeviceSet", "nvmlDeviceReset"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from typing import Any
 from sitecustomize import Lines  # of this directory
 
 from kilter.act.lease import Lease
-from kilter.app.bench.faults import kill_watcher
 from kilter.core.setting import Setting
 from kilter.device.nvidia import NvidiaDevice
+from kilter.testing.box import kill_watcher
 
 
 def job(uuid: str) -> None:

@@ -1,37 +1,38 @@
 """`kilter bench faults`: what is left on a GPU after each accident, tried out on fake cards.
 
-Each scenario is real up to the driver: a job in a process of its own holds a lease on a card of
-`kilter.testing.fake_nvml`, whose settings outlive processes as a real card's do, and is really
-killed, stopped or cheated. The card starts with a power limit that is not its default, so that
-putting back "the default" would be noticed.
+Each scenario is real up to the driver: a job in a process of its own holds a lease on a card in a
+`kilter.testing.box`, and is really killed, stopped or cheated.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from kilter.act.journal import STATE_VARIABLE, Journal, Place
-from kilter.act.lease import Lease
-from kilter.core.errors import KilterError
+from kilter.act.journal import Journal
 from kilter.core.label import Label
 from kilter.core.setting import Setting
-from kilter.core.units import MHZ, MILLI
-from kilter.device.nvidia import CALL_TIMEOUT_S, NvidiaDevice
-from kilter.testing.fake_nvml import Card, FakeNvml, Rule
+from kilter.core.units import MHZ
+from kilter.device.nvidia import CALL_TIMEOUT_S
+from kilter.testing.box import (
+    FOUND,
+    FOUND_LIMIT_W,
+    LOW,
+    TIMEOUT_S,
+    Box,
+    Job,
+    find_watcher,
+    kill_watcher,
+)
+from kilter.testing.fake_card import Rule
 
 HELP = "What is left on a GPU after each accident: killed jobs, killed watchers, refusals, losses."
 EPILOG = """\
@@ -43,241 +44,7 @@ example:
   kilter bench faults
 """
 
-FOUND_LIMIT_W = 600.0
-LOW = {"sm_mhz": 1200, "limit_w": 400}
 HANG_S = CALL_TIMEOUT_S + 1.0
-TIMEOUT_S = 60.0
-"""For a condition that is waited for; normally a fraction of a second."""
-
-
-class Box:
-    """One fake card, one state directory, and the jobs that meet there."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.state_directory = root / "state"
-        self.state_directory.mkdir(mode=0o700)
-        self.fake = FakeNvml.create(
-            root / "cards.json", Card(load=1.0, limit_mw=round(FOUND_LIMIT_W / MILLI))
-        )
-        self.uuid = self.fake.state().cards[0].uuid
-        self.place = Place(self.state_directory, self.uuid)
-        self.names: dict[int, str] = {}
-        """Who is who in the cards' log, by pid; the watcher's is not known."""
-        self.notes: list[str] = []
-        self.jobs: list[Job] = []
-
-    def environ(self, **more: str) -> dict[str, str]:
-        """Of a process in the box: fake cards, and nothing that is meant for real ones."""
-        base = {name: value for name, value in os.environ.items() if not name.startswith("KILTER")}
-        own = {STATE_VARIABLE: str(self.state_directory)}
-        return self.fake.environ(base) | own | more
-
-    def setting(self) -> Setting:
-        """What the card itself has, whoever asks."""
-        card = self.fake.state().cards[0]
-        lock = card.sm_lock_mhz
-        return Setting(
-            sm_clock_hz=None if lock is None else lock[1] * MHZ,
-            power_limit_w=card.enforced_limit_mw * MILLI,
-        )
-
-    def last_setter(self) -> str:
-        """Who has changed the card last."""
-        setters = self.fake.setters()
-        if not setters:
-            return "nobody"
-        return self.names.get(setters[-1].pid, "watcher")
-
-    def lowered(self) -> Setting:
-        """What the card was last set to before it was put back, from the log of its calls."""
-        sm_hz = limit_w = None
-        for call in self.fake.setters():
-            if call.error is None and self.names.get(call.pid, "").endswith("job"):
-                if call.name == "nvmlDeviceSetGpuLockedClocks":
-                    sm_hz = call.arguments[1] * MHZ
-                if call.name == "nvmlDeviceSetPowerManagementLimit":
-                    limit_w = min(limit_w or FOUND_LIMIT_W, call.arguments[0] * MILLI)
-        return Setting(sm_clock_hz=sm_hz, power_limit_w=limit_w)
-
-    def start(self, name: str = "job", **environ: str) -> Job:
-        job = Job(self, environ)
-        self.jobs.append(job)
-        self.names[job.pid] = name
-        return job
-
-    def low(self, name: str = "job", **environ: str) -> Job:
-        """A job that has lowered both knobs."""
-        job = self.start(name, **environ)
-        for answer in (job.ask("enter"), job.ask("set", **LOW)):
-            if isinstance(answer, dict):
-                raise RuntimeError(f"the scenario does not begin: {answer}")
-        return job
-
-    def killed_in_set(self) -> None:
-        """A job that one of the rules kills while it sets."""
-        job = self.start()
-        job.ask("enter")
-        job.ask("set", **LOW)
-        job.wait()
-
-    def refuse(self, call: str, code: str = "NO_PERMISSION", **how: Any) -> None:
-        with self.fake.edit() as state:
-            state.rules.append(
-                Rule(call=call, error=getattr(self.fake, f"NVML_ERROR_{code}"), **how)
-            )
-
-    def note(self, text: str) -> None:
-        """Something worth a word in the table."""
-        self.notes.append(text)
-
-    def obey_again(self) -> None:
-        with self.fake.edit() as state:
-            state.rules.clear()
-
-    def restore(self) -> int:
-        """`kilter restore`, as a user or an epilog runs it; its exit code."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kilter", "restore", "--all", "--json"],
-            env=self.environ(),
-            stdout=subprocess.DEVNULL,
-        )
-        self.names[process.pid] = "kilter restore"
-        return process.wait(TIMEOUT_S)
-
-    def until_free(self) -> None:
-        """Wait until nobody controls the card: job and watcher are done, or dead."""
-        os.close(self.place.lock(patience_s=TIMEOUT_S))
-
-    def close(self) -> None:
-        for job in self.jobs:
-            job.kill()
-
-
-def find_watcher(directory: Path) -> int | None:
-    """The process that watches over the cards of a state directory."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"kilter.act.watcher" in words and os.fsencode(directory) in words:
-            return int(process.name)
-    return None
-
-
-def kill_watcher(directory: Path) -> None:
-    """SIGKILL to the watcher, if there is one; it is dead when this returns."""
-    pid = find_watcher(directory)
-    if pid is not None:
-        death = os.pidfd_open(pid)
-        os.kill(pid, signal.SIGKILL)
-        poll = select.poll()
-        poll.register(death, select.POLLIN)
-        poll.poll(TIMEOUT_S * 1e3)
-        os.close(death)
-
-
-class Job:
-    """A process that holds a lease and does what it is told, line by line."""
-
-    def __init__(self, box: Box, environ: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve({box.uuid!r})"],
-            env=box.environ(**environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        self.pid = self._process.pid
-
-    def ask(self, verb: str, **what: Any) -> Any:
-        """The job's answer; a `KilterError` of its own comes as `{"error": its name}`."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"verb": verb, **what}) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        return json.loads(line) if line else {"error": "died"}
-
-    def signal(self, number: int) -> None:
-        """To the whole group, as the terminal does."""
-        os.killpg(self.pid, number)
-        self.wait()
-
-    def kill(self) -> None:
-        """SIGKILL, of this process only."""
-        self._process.kill()
-        self.wait()
-
-    def end(self) -> Any:
-        """Let it end in good order; what it says about that."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        line = self._process.stdout.readline()
-        self.wait()
-        return json.loads(line) if line else {"error": "died"}
-
-    def wait(self) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        code = self._process.wait(TIMEOUT_S)
-        self._process.stdin.close()
-        self._process.stdout.close()
-        return code
-
-
-def serve(uuid: str) -> None:
-    """The job's side of `Job`: obeys the lines of its stdin, ends when they end."""
-    device = NvidiaDevice(uuid)
-    lease = Lease(device)
-    with ExitStack() as stack:
-
-        def enter() -> str | None:
-            stack.enter_context(lease)
-            return None if lease.recovered is None else lease.recovered.reason
-
-        def set_(*, hold_s: float = 60.0, **knobs: float) -> None:
-            lease.set(_setting(**knobs), hold_s=hold_s)
-
-        def verify() -> None:
-            sample = device.sample()
-            lease.verify(sample)
-            lease.verify(replace(sample, t_s=sample.t_s + 60.0))  # had time to act
-
-        def fork(*, in_c: bool) -> int:
-            pid = ctypes.CDLL(None).fork() if in_c else os.fork()
-            while pid == 0:
-                signal.pause()
-            return int(pid)
-
-        def fail() -> None:
-            raise ValueError("an error of the script itself")
-
-        verbs: dict[str, Callable[..., Any]] = {
-            "enter": enter,
-            "set": set_,
-            "renew": lease.renew,
-            "verify": verify,
-            "fork": fork,
-            "fail": fail,
-        }
-        for line in sys.stdin:
-            order = json.loads(line)
-            try:
-                answer = verbs[order.pop("verb")](**order)
-            except KilterError as error:
-                answer = {"error": type(error).__name__, "message": str(error)}
-            print(json.dumps(answer), flush=True)
-    outcome = lease.outcome
-    print(json.dumps(outcome and {"state": outcome.state, "reason": outcome.reason}), flush=True)
-
-
-def _setting(*, sm_mhz: float | None = None, limit_w: float | None = None) -> Setting:
-    return Setting(sm_clock_hz=None if sm_mhz is None else sm_mhz * MHZ, power_limit_w=limit_w)
 
 
 # Scenarios; the docstring is the row's name -------------------------------------------------
@@ -620,7 +387,6 @@ SCENARIOS: tuple[Scenario, ...] = (
     disk_full_later,
     read_only,
 )
-FOUND = Setting(power_limit_w=FOUND_LIMIT_W)
 
 
 def _fill_disk(box: Box) -> None:

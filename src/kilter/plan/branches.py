@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from kilter.core.errors import PlanError
@@ -108,11 +108,6 @@ def assign_lanes(seconds: Sequence[float], lanes: int) -> tuple[tuple[int, ...],
         filled[lane].append(piece)
         heapq.heappush(free, (busy_s + seconds[piece], lane))
     return tuple(tuple(pieces) for pieces in filled if pieces)
-
-
-def makespan(seconds: Sequence[float], lanes: Iterable[Iterable[int]]) -> float:
-    """When the last lane is done, if lanes do not slow each other down."""
-    return max((sum(seconds[i] for i in lane) for lane in lanes), default=0.0)
 
 
 def lane_counts(widest: int) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,41 +66,25 @@ MIN_ROW = 8
 """Shorter rows than this many elements are moved better by the original operations."""
 
 
-@dataclass
-class Folded:
-    """What was folded, for the report and for the watch on what it was computed from."""
-
-    tables: int = 0
-    """Constant tables computed once."""
-    table_bytes: int = 0
-    movements: int = 0
-    """Chains of data movement that became one lookup."""
-    nodes_before: int = 0
-    nodes_after: int = 0
-    sources: list[torch.Tensor] = field(default_factory=list)
-    """Tensors whose values are now in tables: a change of value makes the graph stale."""
-
-
 def fold(
     graph: fx.GraphModule, device: torch.device, *, movements: bool = True, products: bool = False
-) -> Folded:
-    """Simplify in place. `device` is where the step runs. `movements`: turn data movement into
+) -> list[torch.Tensor]:
+    """Simplify in place; returns the tensors whose values are in tables now: a change of value
+    makes the graph stale. `device` is where the step runs. `movements`: turn data movement into
     lookups, whose gradient would be a slow scatter. `products`: also turn plain views that are
     multiplied into lookups, so that all operands of matrix products have one form."""
-    folded = Folded(nodes_before=_work(graph))
     _drop_identities(graph)
-    _fold_tables(graph, device, folded)
+    sources = _fold_tables(graph, device)
     if products:
         _hoist_factors(graph)
     if movements:
-        _fold_movements(graph, device, folded, products=products)
-        _fold_tables(graph, device, folded)
+        _fold_movements(graph, device, products=products)
+        sources += _fold_tables(graph, device)
     _merge_equal(graph)
     _early_first(graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    folded.nodes_after = _work(graph)
-    return folded
+    return sources
 
 
 def is_view(node: fx.Node) -> bool:
@@ -117,10 +100,6 @@ def weight_view(node: fx.Node) -> bool:
         return True
     reads = node.all_input_nodes
     return len(reads) == 1 and is_view(node) and weight_view(reads[0])
-
-
-def _work(graph: fx.GraphModule) -> int:
-    return sum(n.op == "call_function" and not is_view(n) for n in graph.graph.nodes)
 
 
 def _drop_identities(graph: fx.GraphModule) -> None:
@@ -163,7 +142,8 @@ def _constant_nodes(graph: fx.GraphModule, device: torch.device) -> set[fx.Node]
     return constant
 
 
-def _fold_tables(graph: fx.GraphModule, device: torch.device, folded: Folded) -> None:
+def _fold_tables(graph: fx.GraphModule, device: torch.device) -> list[torch.Tensor]:
+    """Compute tables once; returns what they were computed from."""
     constant = _constant_nodes(graph, device)
     values: dict[fx.Node, Any] = {}
     for node in list(graph.graph.nodes):
@@ -181,12 +161,9 @@ def _fold_tables(graph: fx.GraphModule, device: torch.device, folded: Folded) ->
         table.meta["val"] = _like(node, tuple(computed.shape), computed.dtype, device)
         table.meta["literal"] = True
         node.replace_all_uses_with(table)
-        folded.tables += 1
-        folded.table_bytes += computed.numel() * computed.element_size()
-    for node in constant:
-        if node.op == "get_attr" and node in values:
-            folded.sources.append(tensor_of(graph, node))
+    sources = [tensor_of(graph, n) for n in constant if n.op == "get_attr" and n in values]
     graph.graph.eliminate_dead_code()
+    return sources
 
 
 def _like(
@@ -252,9 +229,7 @@ def _roots(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     return root
 
 
-def _fold_movements(
-    graph: fx.GraphModule, device: torch.device, folded: Folded, *, products: bool
-) -> None:
+def _fold_movements(graph: fx.GraphModule, device: torch.device, *, products: bool) -> None:
     root = _roots(graph)
 
     def copies(node: fx.Node) -> bool:
@@ -294,7 +269,6 @@ def _fold_movements(
             moved = flat
             if table is not None:
                 name = _attribute(graph, table.to(device))
-                folded.table_bytes += table.numel() * table.element_size()
                 at = graph.graph.get_attr(name)
                 at.meta["val"] = _like(node, tuple(table.shape), table.dtype, device)
                 at.meta["literal"] = True
@@ -303,7 +277,6 @@ def _fold_movements(
             shaped = graph.graph.call_function(aten.view.default, (moved, shape))
             shaped.meta["val"] = _call(aten.reshape.default, moved.meta["val"], shape)
         node.replace_all_uses_with(shaped)
-        folded.movements += 1
     graph.graph.eliminate_dead_code()
 
 

@@ -243,15 +243,14 @@ class Parts:
                 self._check_gradients(traced)
                 self.weights = [t for t in held.values() if t.requires_grad]
             self.unfolded = _copy(traced.graph)
-            folded = None
+            sources: list[Tensor] = []
             if self.options.fold:
-                folded = fold(traced.graph, self.device, movements=not self.gradients)
+                sources = fold(traced.graph, self.device, movements=not self.gradients)
             check_devices(traced.graph, self.device)
             self.raw = from_graph(traced.graph)
             if not self.gradients:
                 self.raw = self.raw.with_weights(Tensor.detach)
-            if folded is not None:
-                self.state.watch_values(folded.sources)
+            self.state.watch_values(sources)
             self.traced = traced
         except Refused as refused:
             self.untraceable = str(refused)

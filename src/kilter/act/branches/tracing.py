@@ -53,10 +53,6 @@ class Trace:
     """The line that takes something out of autograd: the graph's own gradient would flow there."""
 
 
-def is_device(t: torch.Tensor) -> bool:
-    return bool(t.is_cuda)
-
-
 @contextmanager
 def without_collecting() -> Iterator[None]:
     """No garbage collection inside: a trace makes objects by the hundred thousand and drops few;

@@ -49,9 +49,8 @@ def run(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for name in names:
         for precision in args.precision.split(","):
-            if not args.json:
-                print(f"\n{name}, {precision}: {workloads.WORKLOADS[name].about}" if name in
-                      workloads.WORKLOADS else name)  # fmt: skip
+            if not args.json and name in workloads.WORKLOADS:
+                print(f"\n{name}, {precision}: {workloads.WORKLOADS[name].about}")
             for row in benchmark.run_rows(name, precision, wanted, device=device, quick=args.quick):
                 rows.append(row)
                 if args.out:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kilter
 from kilter.act.session import Options
 from kilter.app import report
 from kilter.app.cli import main as cli
@@ -359,3 +360,18 @@ def test_without_torch_an_unknown_option_says_so(
     assert end.value.code == 2
     assert "--standalone" in (printed := capsys.readouterr().err)
     assert "pip install torch" in printed
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_slowdown": 2},
+        {"memory_budget": "much"},
+        {"objective": "speed"},
+        {"gradients": "eat"},
+        {"device": "gpu"},
+    ],
+)
+def test_in_python_too_a_wrong_argument_is_a_usage_error(wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageError), kilter.govern(**wrong):
+        raise AssertionError("the program must not begin")

@@ -44,11 +44,12 @@ def _switch(text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
-def _objective(text: str) -> Objective:
+def objective(text: str) -> Objective:
+    """`UsageError` for a word that is none."""
     try:
         return Objective(text)
     except ValueError:
-        known = ", ".join(objective.value for objective in Objective)
+        known = ", ".join(one.value for one in Objective)
         raise UsageError(f"{text!r} is not an objective: choose one of {known}") from None
 
 
@@ -112,7 +113,7 @@ OPTIONS = {
         ),
         Option(
             "objective",
-            _objective,
+            objective,
             "what is minimised under the contract: energy (default), edp or ed2p",
             "NAME",
         ),

@@ -11,6 +11,7 @@ from pathlib import Path
 from kilter.act.session import Options, Session
 from kilter.app.config import DEFAULT_MAX_SLOWDOWN
 from kilter.app.config import gradients as parse_gradients
+from kilter.app.config import objective as parse_objective
 from kilter.app.voice import Stderr
 from kilter.core.plan import Goal, MemoryBudget, Objective
 from kilter.core.ranks import ranks
@@ -52,7 +53,9 @@ def govern(
     elif max_slowdown is None:
         max_slowdown = DEFAULT_MAX_SLOWDOWN
     options = Options(
-        goal=Goal(max_slowdown=max_slowdown, memory_budget=budget, objective=Objective(objective)),
+        goal=Goal(
+            max_slowdown=max_slowdown, memory_budget=budget, objective=parse_objective(objective)
+        ),
         device=device,
         dry_run=dry_run,
         out=None if out is None else Path(out).absolute(),

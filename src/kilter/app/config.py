@@ -44,7 +44,7 @@ def _switch(text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
-def objective(text: str) -> Objective:
+def objective(text: Objective | str) -> Objective:
     """`UsageError` for a word that is none."""
     try:
         return Objective(text)

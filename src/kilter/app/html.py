@@ -30,7 +30,7 @@ from kilter.app.summary import (
     verdict,
 )
 from kilter.app.svg import escape
-from kilter.core.units import show_energy, show_fraction, show_time
+from kilter.core.units import show_count, show_energy, show_fraction, show_pace, show_time
 
 MOST_OPERATIONS = 12
 
@@ -93,18 +93,13 @@ def _claim(report: Report) -> str:
     if report.choice.setting == report.found or report.slowdown is None:
         text = headline(report).rpartition(" [")[0]
         return _capital(text).replace(" -", " \u2212")
-    time = _faster_or_slower(report.slowdown)
+    time = show_pace(report.slowdown)
     if report.saving is None:
-        return f"{time}; energy unknown"
+        return f"{_capital(time)}; energy unknown"
     if report.saving < 0.0:
         return f"{show_fraction(-report.saving)} more energy per iteration, {time}"
     would = "" if report.kept else "Would take "
     return f"{would}{show_fraction(report.saving)} less energy per iteration, {time}"
-
-
-def _faster_or_slower(slowdown: float) -> str:
-    word = "slower" if slowdown >= 0.0 else "faster"
-    return f"{show_fraction(abs(slowdown))} {word}"
 
 
 def _tiles(report: Report) -> str:
@@ -116,7 +111,9 @@ def _tiles(report: Report) -> str:
         _tile(
             report,
             "Evidence",
-            f"{report.evidence.pairs} pairs" if compared else f"{len(report.blocks)} blocks",
+            show_count(report.evidence.pairs, "pair")
+            if compared
+            else show_count(len(report.blocks), "block"),
             f"{report.evidence.iterations} of {report.iterations + report.rehearsed_iterations} "
             "iterations"
             if compared

@@ -11,7 +11,7 @@ from kilter.app.memory_report import MemoryReport, Timeline, details, headline
 from kilter.app.plots import NARROW, figure
 from kilter.app.svg import Frame, escape
 from kilter.core.label import Label
-from kilter.core.units import GIB, KIB, MIB, show_bytes, show_fraction, show_time
+from kilter.core.units import GIB, KIB, MIB, show_bytes, show_fraction, show_pace, show_time
 
 LANES = (
     ("compute", "compute"),
@@ -49,8 +49,7 @@ def claim(memory: MemoryReport) -> str:
     if memory.applied and memory.feasible and not memory.moves_nothing and memory.peak_bytes:
         before, after = show_bytes(memory.peak_before_bytes), show_bytes(memory.peak_bytes)
         change = memory.pass_slowdown if memory.slowdown is None else memory.slowdown
-        word = "slower" if (change or 0.0) >= 0.0 else "faster"
-        time = "" if change is None else f", {show_fraction(abs(change))} {word}"
+        time = "" if change is None else f", {show_pace(change)}"
         over = ""
         if memory.within is False:
             over = f", over the budget of {show_bytes(memory.budget_bytes)}"
@@ -194,7 +193,7 @@ def _legend(found: Timeline, width: float) -> tuple[str, float]:
     entries = (
         ("kept", f"everything kept, peak {show_bytes(max(found.before_bytes))}"),
         ("planned", f"under the plan, {show_bytes(max(found.after_bytes))}"),
-        ("bound", f"budget {show_bytes(found.problem.budget_bytes)}"),
+        ("bound", f"the plan's budget {show_bytes(found.problem.budget_bytes)}"),
     )
     x, y, parts = 0.0, 12.0, []
     for style, words in entries:

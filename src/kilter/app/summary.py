@@ -14,7 +14,7 @@ from kilter.app.evidence import Probe
 from kilter.app.opening import STAND_IN, allowed, ascii_line, wish
 from kilter.app.operations import OperationEnergy
 from kilter.app.report import Report
-from kilter.core.units import show_energy, show_fraction, show_time
+from kilter.core.units import show_count, show_energy, show_fraction, show_time
 from kilter.observe.sampler import DISAGREEMENT
 
 
@@ -163,9 +163,9 @@ def evidence(report: Report) -> str:
     """How much the numbers rest on."""
     e = report.evidence
     if not e.pairs:
-        text = f"no pairs, {len(report.blocks)} blocks"
+        text = f"no pairs, {show_count(len(report.blocks), 'block')}"
     else:
-        text = f"{e.pairs} pairs of blocks, {e.iterations} iterations"
+        text = f"{show_count(e.pairs, 'pair')} of blocks, {e.iterations} iterations"
     if report.rehearsed_share > 0.0:
         text += f" ({report.rehearsed_share * 100:.0f} % rehearsed after the script had ended)"
     if e.left_out:

@@ -62,6 +62,19 @@ def show_fraction(value: float | None, *, signed: bool = False) -> str:
     return f"{rounded:{'+' if signed else ''}.1f} %"
 
 
+def show_count(count: int, noun: str) -> str:
+    """2, block -> `"2 blocks"`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def show_pace(slowdown: float) -> str:
+    """0.021 -> `"2.1 % slower"`, -0.021 -> `"2.1 % faster"`, 0.0001 -> `"as fast"`."""
+    shown = show_fraction(abs(slowdown))
+    if shown == show_fraction(0.0):
+        return "as fast"
+    return f"{shown} {'slower' if slowdown > 0.0 else 'faster'}"
+
+
 def show_bytes(value: float | None) -> str:
     """25769803776 -> `"24.0 GiB"`, None -> `"unknown"`."""
     if value is None:

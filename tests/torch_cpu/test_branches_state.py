@@ -210,5 +210,12 @@ def test_a_loop_is_a_list_or_one_callable():
     assert Loop.of([abs, abs])(-1) == (1, 1)
     assert Loop.of([abs, max])(-1, (2, 3)) == (1, 3)
     assert Loop.of(abs)(-2) == 2
+    assert Loop.of(nn.ModuleList([nn.Identity(), nn.Identity()]))(3) == (3, 3)
+
+    class Summed(nn.ModuleList):
+        def forward(self, x):
+            return sum(part(x) for part in self)
+
+    assert Loop.of(Summed([nn.Identity(), nn.Identity()]))(3) == 6
     with pytest.raises(UsageError, match="2 branches take 2 inputs"):
         Loop.of([abs, abs])(1, 2, 3)

@@ -32,7 +32,8 @@ class Loop:
 
     @classmethod
     def of(cls, given: Branches) -> Loop:
-        is_list = isinstance(given, (list, tuple, nn.ModuleList))
+        plain = isinstance(given, nn.ModuleList) and type(given).forward is nn.ModuleList.forward
+        is_list = plain or isinstance(given, (list, tuple))
         branches: tuple[Any, ...] = tuple(given) if is_list else (given,)  # type: ignore[arg-type]
         if not branches or not all(callable(b) for b in branches):
             raise UsageError("branches must be one module, or a list of modules or callables")

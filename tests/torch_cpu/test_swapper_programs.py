@@ -165,6 +165,7 @@ OPS: tuple[Op, ...] = (
     lambda net, x, y, which: x.t().clone().t() * y,
     lambda net, x, y, which: x.detach() * y,
     lambda net, x, y, which: x.clone(),
+    lambda net, x, y, which: F.linear(F.gelu(x.t()).t(), net.linears[which % 4].weight),
     attention, written_to, harm, mixed, hooked, on_host, recurrent, convolved, unbound, gathered,
     looked_up, squares,
 )  # fmt: skip
@@ -324,7 +325,10 @@ def differences(program: Program) -> tuple[list[int], Any]:
 )
 @given(programs)
 @example(  # what a recipe reads was written to
-    Program(((0, 0, 0, 1), (21, 0, 1, 0), (0, 0, 0, 0)), 1, (), "sgd", 0.2, "mix", 0, 1e12)
+    Program(((0, 0, 0, 1), (22, 0, 1, 0), (0, 0, 0, 0)), 1, (), "sgd", 0.2, "mix", 0, 1e12)
+)
+@example(  # made again in the layout of the result, of which a turned view was saved
+    Program(((0, 0, 0, 0), (19, 0, 0, 1), (0, 0, 0, 2)), 3, (), "sgd", 0.5, "mix", 0, 1e5)
 )
 def test_any_program_gives_the_plain_numbers(program: Program) -> None:
     found, report = differences(program)

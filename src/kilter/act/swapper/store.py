@@ -206,7 +206,8 @@ class Store:
         if plain:
             tensor = base
         saved = Saved(self, within, number, tensor, size_bytes)
-        saved.plain = plain or covers(tensor, size_bytes)
+        # A view of something in another layout does not count: made again, it has that layout.
+        saved.plain = plain or (base is None and covers(tensor, size_bytes))
         self.alive += 1
         self._here[saved.key] = saved.itself
         self.hold(size_bytes)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kilter.act.fence import Fence
 from kilter.act.floor import Floor, words
@@ -94,13 +95,19 @@ def train(
         made = Floor(swapper, CpuStandIn, H200_PCIE5, fence, gradients=gradients, min_bytes=1024)
         backend.govern(swapper, made)
         with swapper:
-            made.begin(STATE_BYTES // 2 if crowded else begun_bytes, budget_bytes)
             now_s = 0.0
-            for _ in range(steps):
-                step()
+
+            def border(*_: object) -> None:
+                nonlocal now_s
                 away = made.report is not None and made.report.away_bytes > 0
                 now_s += streaming_s if away else 1.0
                 made.border(swapper.report(), budget_bytes, now_s)
+
+            handle = register_optimizer_step_post_hook(border)  # where a session tells it
+            made.begin(STATE_BYTES // 2 if crowded else begun_bytes, budget_bytes)
+            for _ in range(steps):
+                step()
+            handle.remove()
             made.close()
     assert not fence.down
     return losses + [p.detach().numpy().tobytes() for p in model.parameters()], made, swapper

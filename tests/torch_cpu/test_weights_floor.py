@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kilter.act.fence import Fence
 from kilter.act.floor import Floor, words
@@ -103,9 +104,13 @@ def train(
         made = Floor(swapper, CpuStandIn, H200_PCIE5, fence, min_bytes=1024)
         backend.govern(swapper, made)
         with swapper:
-            for number in range(steps):
+            made.begin(0, budget_bytes)
+            border = register_optimizer_step_post_hook(  # where a session tells it
+                lambda *_: made.border(swapper.report(), budget_bytes, float(len(losses)))
+            )
+            for _ in range(steps):
                 step()
-                made.border(swapper.report(), budget_bytes, float(number))
+            border.remove()
             made.close()
     assert not fence.down
     assert all(type(p) is nn.Parameter for p in model.parameters())

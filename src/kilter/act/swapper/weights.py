@@ -92,7 +92,8 @@ class WeightMover(AbstractContextManager["WeightMover"]):
     """Keeps weights on the host over the end of forward, where training's memory peaks.
 
     At least `away_bytes` are away then, if there is so much; weights below `min_bytes` stay.
-    Without `own_hooks` somebody else puts `around` about his hooks on saved tensors.
+    Without `own_hooks` somebody else puts `around` about his hooks on saved tensors and calls
+    `after_step`; it may then begin within a hook on an optimizer's step.
     `changed` is told that the memory which weights take is another from now on.
     """
 
@@ -185,10 +186,11 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._fenced(self._after_module)),
             register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._fenced(self._after_step)),
         ]
         _global_optimizer_pre_hooks.move_to_end(self._handles[2].id, last=False)
+        self.after_step = self._fenced(self._after_step)
         if self._own_hooks:
+            self._handles.append(register_optimizer_step_post_hook(self.after_step))
             self._hooks = torch.autograd.graph.saved_tensors_hooks(*self.around(kept, whole))
             self._hooks.__enter__()
         return self

@@ -36,6 +36,7 @@ from kilter.act.swapper import Swapper
 from kilter.act.swapper.cuda import Cuda, measure_link
 from kilter.core.units import GIB
 from kilter.observe.data import PassRecord
+from kilter.plan.swap.feedback import slower
 from kilter.plan.swap.problem import Link
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or matrix products may vary
@@ -199,6 +200,9 @@ class Row:
     """Iteration time if the program waits for the device after each."""
     peaks_bytes: tuple[int, ...] = ()
     """Of the passes that were measured while the plan settled."""
+    waited_s: float | None = None
+    """For which the device stood still for copies in a pass under the plan."""
+    hastened: int = 0
     late: int = 0
     deviations: int = 0
     events: int = 0
@@ -258,13 +262,18 @@ def checkpointing(job: Job) -> Iterator[None]:
         job.model.checkpointing = False
 
 
-def ours(job: Job, base: Row, link: Link, count: int) -> tuple[Row, PassRecord | None]:
-    """One row under a budget: let the engine watch, try and plan, then measure."""
+def ours(
+    job: Job, base: Row, link: Link, count: int, *, heard: bool = True
+) -> tuple[Row, PassRecord | None]:
+    """One row under a budget: let the engine watch, try and plan, then measure. Not `heard`, it
+    is not told for how long passes wait."""
     assert base.budget_bytes is not None
     planner = "spanning" if base.mode.startswith("swap") else "mix"
-    swapper = Swapper(Pinned.open(), budget_bytes=base.budget_bytes, link=link, planner=planner)
+    backend = Pinned.open()
+    backend.shows_waits = heard
+    swapper = Swapper(backend, budget_bytes=base.budget_bytes, link=link, planner=planner)
     with swapper:
-        for done in range(24):
+        for done in range(40):
             job.step()
             report = swapper.report()
             if report.settled or (done > 5 and not report.plans):
@@ -277,6 +286,8 @@ def ours(job: Job, base: Row, link: Link, count: int) -> tuple[Row, PassRecord |
         base,
         **vars(timing),
         waiting_s=waiting_s,
+        waited_s=report.waited_s,
+        hastened=report.hastened,
         late=report.late,
         deviations=report.deviations,
         host_bytes=report.host_bytes,
@@ -336,7 +347,7 @@ def measure(name: str, link: Link, options: argparse.Namespace, tell: Tell) -> N
             f"{name} {row.mode} {row.iteration_s * 1e3:.1f} ms {row.peak_bytes / GIB:.2f} GiB",
             f"({share:.3f}) {in_ms(row.device_s)} waiting {in_ms((row.waiting_s,))}",
             f"{extra} {row.swapped}+{row.remade}",
-            f"late {row.late} {row.refused[:1]}",
+            f"late {row.late} waited {in_ms((row.waited_s or 0.0,))} {row.refused[:1]}",
             flush=True,
         )
 
@@ -371,6 +382,12 @@ def measure(name: str, link: Link, options: argparse.Namespace, tell: Tell) -> N
         add(row)
         if options.records and record is not None:
             tell({"workload": name, "mode": mode, "record": msgspec.to_builtins(record)})
+    for heard in (False, True) if options.wrong_table else ():
+        share = numbers(options.shares)[0]
+        base = Row(name, f"{share} %, wrong table, feedback {heard}", 0.0, 0)
+        base = replace(base, budget_bytes=share * plain_bytes // 100)
+        wrong = slower(link, out=1 / options.wrong_table, back=1 / options.wrong_table)
+        add(ours(job, base, wrong, options.count, heard=heard)[0])
     in_time = time.perf_counter() < options.until_s
     if options.offload and in_time and f"{name} save_on_cpu" not in options.skip:
         with torch.autograd.graph.save_on_cpu(pin_memory=True):
@@ -440,6 +457,13 @@ def main() -> None:
     parser.add_argument("--swap-shares", default="", help="the same for plans that only swap")
     parser.add_argument("--skip", action="append", default=[], help='a row, as in "gpt 50 %%"')
     parser.add_argument("--offload", action="store_true", help="save_on_cpu as well; it is slow")
+    parser.add_argument(
+        "--wrong-table",
+        type=float,
+        metavar="TIMES",
+        help="two more rows at the first share, planned for a link so many times as fast as it is: "
+        "without feedback of what copies were waited for, and with it",
+    )
     parser.add_argument("--records", action="store_true", help="write what was observed, too")
     parser.add_argument("--identity", action="store_true")
     parser.add_argument("--host-gib", type=int, default=24, help="pinned once, for all rows")

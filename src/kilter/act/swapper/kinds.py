@@ -75,7 +75,8 @@ class Kind:
     @property
     def settled(self) -> bool:
         """Its plan, if it has one, was measured and holds."""
-        return self.plan is None or (self.plan.tuned >= TUNED and not self.outdated)
+        plan = self.plan
+        return plan is None or (plan.tuned >= TUNED and not self.outdated and not plan.waits)
 
 
 class Kinds:

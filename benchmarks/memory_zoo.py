@@ -1,0 +1,228 @@
+"""Architectures of transformers against their plain run, bit for bit, on the CPU stand-in.
+
+    python benchmarks/memory_zoo.py [--only llama,vit] [--steps 12] [--out zoo.jsonl]
+
+Each architecture is built small, with random weights, and trained plain and with half of the peak
+of its saved data as the budget: feature maps alone, and with gradients consumed, optimizer state
+streaming and weights moving as well; in fp32 and under bfloat16 autocast. An evaluation comes in
+between. Compared are all losses and all parameters. Needs transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+
+from kilter.act.swapper import CpuStandIn, Swapper, SwapReport
+from kilter.act.swapper.state import StateMover
+from kilter.act.swapper.weights import WeightMover
+from kilter.plan.swap.problem import Link
+
+LINK = Link(to_host_bytes_per_s=2e7, to_device_bytes_per_s=2e7, both_bytes_per_s=3e7)
+"""Slow, so that much is made again."""
+SHARE = 0.5
+TOKENS = 120
+
+FAMILIES: dict[str, tuple[str, str]] = {
+    "AutoModelForCausalLM": (
+        "gpt2 llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text phi "
+        "phi3 falcon bloom opt gptj gpt_neo gpt_neox gpt_bigcode olmo olmo2 stablelm starcoder2 "
+        "mamba mamba2 mpt codegen cohere granite granitemoe persimmon xglm biogpt glm nemotron",
+        "tokens",
+    ),
+    "AutoModelForMaskedLM": (
+        "bert roberta deberta-v2 distilbert electra albert mpnet convbert funnel fnet roformer "
+        "nystromformer modernbert mobilebert layoutlm ibert big_bird",
+        "tokens",
+    ),
+    "AutoModelForSeq2SeqLM": (
+        "t5 mt5 umt5 longt5 switch_transformers bart pegasus blenderbot mbart",
+        "tokens",
+    ),
+    "AutoModelForImageClassification": (
+        "vit beit resnet regnet segformer poolformer mobilevit dinov2 pvt levit van mobilenet_v2 "
+        "convnextv2 cvt efficientnet",
+        "images",
+    ),
+}
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": TOKENS, "max_position_embeddings": 64, "n_embd": 64,
+    "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 96, "d_model": 64, "num_layers": 3,
+    "num_heads": 4, "d_ff": 96, "d_kv": 16, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96, "ffn_dim": 96, "word_embed_proj_dim": 64, "head_dim": 16,
+    "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "state_size": 8,
+    "embedding_size": 32, "attention_types": [[["global", "local"], 2]], "sliding_window": 8,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    "query_pre_attn_scalar": 16, "dim": 64, "hidden_dim": 96, "n_heads": 4, "n_layers": 3,
+}  # fmt: skip
+SMALL_VISION = {"hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"}
+
+
+def built(kind: str, family: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    of_kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind]
+    if family == "AutoModelForImageClassification":
+        config = of_kind(num_labels=5)
+        for key in SMALL_VISION:
+            if isinstance(getattr(config, key, None), int):
+                setattr(config, key, SMALL[key])
+        for key, value in (("image_size", 32), ("patch_size", 8)):
+            if isinstance(getattr(config, key, None), int):
+                setattr(config, key, value)
+    elif kind == "mamba2":
+        config = of_kind(
+            hidden_size=64, num_heads=8, head_dim=16, state_size=8, num_hidden_layers=2,
+            vocab_size=TOKENS, n_groups=2, chunk_size=8,
+        )  # fmt: skip
+    else:
+        config = of_kind()
+        for key, value in SMALL.items():
+            if hasattr(config, key) or key == "decoder_start_token_id":
+                with suppress(AttributeError, ValueError, TypeError):  # derived from another one
+                    setattr(config, key, copy.deepcopy(value))
+    return getattr(transformers, family).from_config(config)
+
+
+def batch(model: torch.nn.Module, what: str) -> dict[str, torch.Tensor]:
+    if what == "images":
+        size = getattr(model.config, "image_size", None)
+        size = size if isinstance(size, int) and size <= 64 else 64
+        return {
+            "pixel_values": torch.randn(2, 3, size, size),
+            "labels": torch.randint(0, 5, (2,)),
+        }
+    tokens = torch.randint(3, TOKENS, (3, 16))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def train(
+    model: torch.nn.Module, what: str, *, steps: int, autocast: bool, stack: ExitStack
+) -> list[torch.Tensor]:
+    """Losses and, when everything has come home, parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    losses = []
+    torch.manual_seed(1)
+    with stack:
+        for step in range(steps):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(**batch(model, what)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+            if step % 5 == 4:
+                model.eval()
+                with torch.no_grad():
+                    losses.append(model(**batch(model, what)).loss)
+                model.train()
+    return losses + [p.detach() for p in model.parameters()]
+
+
+def everything(stack: ExitStack, swapper: Swapper, weight_bytes: int) -> None:
+    """Gradients, optimizer state and weights move as well."""
+    weights = WeightMover(CpuStandIn(), link=LINK, min_bytes=2048, own_hooks=False)
+
+    def before_update(parameters: Any) -> None:
+        parameters = list(parameters)
+        swapper.before_update(parameters)
+        weights.before_update(parameters)
+
+    state = StateMover(
+        CpuStandIn(),
+        link=LINK,
+        gradients="consume",
+        room_bytes=weight_bytes // 2,
+        bucket_bytes=weight_bytes // 8,
+        min_bytes=1024,
+        before_update=before_update,
+        changed=swapper.forget,
+    )
+    stack.enter_context(state)
+    stack.enter_context(swapper)
+    stack.enter_context(weights)
+    assert swapper.stand_behind(weights.around)
+    stack.callback(lambda: swapper.stand_behind(lambda pack, unpack: (pack, unpack)))
+
+
+def rows(kind: str, family: str, what: str, steps: int) -> Iterator[dict[str, Any]]:
+    for autocast in (False, True):
+
+        def run(
+            stack: ExitStack, model: torch.nn.Module, autocast: bool = autocast
+        ) -> list[torch.Tensor]:
+            return train(model, what, steps=steps, autocast=autocast, stack=stack)
+
+        try:
+            plain = run(ExitStack(), built(kind, family).train())
+        except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+            yield {"kind": kind, "autocast": autocast, "not built": str(error)[:90]}
+            return
+        watch = Swapper(CpuStandIn(), budget_bytes=10**12, link=LINK, min_bytes=2048)
+        stack = ExitStack()
+        stack.enter_context(watch)
+        run(stack, built(kind, family).train())
+        budget_bytes = int(SHARE * max(record.peak_bytes for record in watch.records()))
+        for mode in ("feature maps", "everything"):
+            model = built(kind, family).train()
+            swapper = Swapper(
+                CpuStandIn(lag=8), budget_bytes=budget_bytes, link=LINK, min_bytes=2048
+            )
+            stack, report = ExitStack(), list[SwapReport]()
+            if mode == "everything":
+                everything(stack, swapper, sum(p.nbytes for p in model.parameters()))
+            else:
+                stack.enter_context(swapper)
+            stack.callback(lambda s=swapper, r=report: r.append(s.report()))
+            moved = run(stack, model)
+            different = sum(
+                not torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+                for a, b in zip(plain, moved, strict=True)
+            )
+            (now,) = report
+            yield {
+                "kind": kind, "autocast": autocast, "mode": mode, "tensors": len(plain),
+                "different": different, "planned": now.planned, "remade": now.remade,
+                "out_bytes": now.out_bytes, "late": now.late, "deviations": now.deviations,
+                "refused": now.refused[-1:] if not now.planned else (),
+            }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="architectures, separated by commas")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--out", type=Path, help="JSON lines")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    only = options.only.split(",") if options.only else None
+    wrong = 0
+    for family, (kinds, what) in FAMILIES.items():
+        for kind in kinds.split():
+            if only and kind not in only:
+                continue
+            for row in rows(kind, family, what, options.steps):
+                wrong += bool(row.get("different"))
+                print(json.dumps(row), flush=True)
+                if options.out:
+                    with options.out.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

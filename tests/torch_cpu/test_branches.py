@@ -299,6 +299,33 @@ def test_threads_finish_before_an_error_is_passed_on():
         assert done.is_set()
 
 
+@pytest.mark.parametrize("mode", ["batched", "threads"])
+def test_calls_of_several_threads_while_it_is_closed_and_changed(mode):
+    branches, wrong = linears(5, 5, 5), []
+    fast, done = parallel(branches, mode=mode, max_graphs=2), threading.Event()
+
+    def calls(rows):
+        with torch.no_grad():
+            while not done.is_set():
+                x = torch.randn(rows, 8)
+                try:
+                    same(fast(x), serial(branches, x))
+                except (AssertionError, RuntimeError, LookupError, AttributeError) as error:
+                    wrong.append(error)
+
+    threads = [threading.Thread(target=calls, args=(1 + n % 3,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for branches[0].step in range(30):
+        fast.close()
+        done.wait(0.02)
+    done.set()
+    for thread in threads:
+        thread.join()
+    fast.close()
+    assert not wrong
+
+
 def test_threads_have_the_callers_modes():
     def modes(x):
         return (
@@ -475,6 +502,29 @@ def test_inference_mode_and_its_tensors_are_welcome():
         with parallel(branches, mode="batched") as fast:
             same(fast(x), serial(branches, x))
             same(fast(x), serial(branches, x))
+
+
+def test_results_lie_in_memory_as_the_loops():
+    last = torch.channels_last
+    branches = [nn.Conv2d(3, 4, 3).to(memory_format=last) for _ in range(2)]
+    branches += [lambda x: x[:, :, ::2].transpose(1, 2), lambda x: x[:, :, 1::2].transpose(1, 2)]
+    for x in (torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8).to(memory_format=last)):
+        for mode in ("batched", "threads"):
+            with parallel(branches, mode=mode) as fast:
+                fast(x)
+                for a, b in zip(fast(x), serial(branches, x), strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+                    assert a.stride() == b.stride() or mode == "threads"
+                assert fast.plan().chosen == mode
+
+
+def test_recurrent_branches_are_right_or_refused():
+    branches, x = [nn.GRU(8, 4, batch_first=True), nn.LSTM(8, 4)], torch.randn(2, 5, 8)
+    for mode in MODES:
+        with parallel(branches, mode=mode) as fast:
+            for _ in range(2):
+                (a, _), (b, _) = fast(x)
+                same((a, b), (branches[0](x)[0], branches[1](x)[0]))
 
 
 def test_inputs_that_overlap_or_are_results_of_the_last_call():

@@ -143,8 +143,8 @@ class Parallel:
                     prepared = prepare(parts, results, known)
             else:
                 prepared = prepare(parts, results, known)
+            self._prepared.pop(key, None)
             self._prepared[key] = self._last = prepared
-            self._prepared.move_to_end(key)
             self._unserved += 1
             self._evict()
         return results
@@ -152,7 +152,7 @@ class Parallel:
     def _evict(self) -> None:
         """Keep at most `max_graphs` prepared forms, and the decisions of some more."""
         most = self.options.max_graphs
-        ready = [p for p in self._prepared.values() if p.run is not None]
+        ready = [p for p in list(self._prepared.values()) if p.run is not None]
         for prepared in ready[: max(0, len(ready) - most)]:
             prepared.give_up()
         while len(self._prepared) > 16 * most:
@@ -160,9 +160,10 @@ class Parallel:
             prepared.give_up()
 
     def _forget(self) -> None:
-        for prepared in self._prepared.values():
-            prepared.give_up()
-        self._prepared.clear()
+        with suppress(KeyError):  # another thread forgets the rest
+            while self._prepared:
+                _, prepared = self._prepared.popitem()
+                prepared.give_up()
 
     # --- looking ----------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from kilter.act.branches.program import (
     compile_units,
     from_callables,
     from_graph,
+    laid_like,
     merge_single,
     run_in_order,
     stack_equal,
@@ -36,7 +37,14 @@ from kilter.act.branches.state import State
 from kilter.act.branches.streams import Cuda, ForkJoin
 from kilter.act.branches.threads import Threads
 from kilter.act.branches.timing import median_seconds, unit_seconds
-from kilter.act.branches.tracing import Refused, Trace, trace, without_collecting
+from kilter.act.branches.tracing import (
+    TRACE_ERRORS,
+    Refused,
+    Trace,
+    reason_of,
+    trace,
+    without_collecting,
+)
 from kilter.act.branches.warming import warm
 from kilter.plan.branches import Trial, assign_lanes
 
@@ -106,6 +114,8 @@ class Parts:
         self.untraceable: str | None = None
         self.weights: list[Tensor] = []
         """Those the trace reads and autograd wants gradients for."""
+        self.strides: list[tuple[int, ...]] = []
+        """How the loop's results lie in memory."""
         self.trial_bytes: int | None = None
         self.all_by_kernel = False
         """Every convolution was the faster one by the kernel."""
@@ -161,8 +171,8 @@ class Parts:
             try:
                 with without_collecting():
                     self._programs[mode] = self._make(mode)
-            except Refused as refused:
-                self._programs[mode] = refused
+            except (Refused, *TRACE_ERRORS) as error:
+                self._programs[mode] = Refused(reason_of(error))
         found = self._programs[mode]
         if isinstance(found, Refused):
             raise found
@@ -252,8 +262,8 @@ class Parts:
                 self.raw = self.raw.with_weights(Tensor.detach)
             self.state.watch_values(sources)
             self.traced = traced
-        except Refused as refused:
-            self.untraceable = str(refused)
+        except (Refused, *TRACE_ERRORS) as error:
+            self.untraceable = reason_of(error)
 
     def _check_gradients(self, traced: Trace) -> None:
         """`Refused` if the gradient of the trace is not the gradient of the code."""
@@ -322,7 +332,7 @@ class Parts:
             return self._eager(program, threads), threads.close
         if mode == "cpp_threads":
             runner = native.Runner(program, self.device)
-            return runner, runner.close
+            return (lambda tensors: laid_like(runner(tensors), self.strides)), runner.close
         if mode == "streams":
             return self._eager(program, ForkJoin(Cuda(self.device), self.lanes(mode, streams))), (
                 _nothing
@@ -333,10 +343,13 @@ class Parts:
         else:
             run_step = ForkJoin(Cuda(self.device, capturing=True), self.lanes(mode, streams))
         if not self.on_gpu:
-            return (lambda tensors: program.execute(tensors, run_step)), _nothing
+            return self._laid(program, run_step), _nothing
         if self.gradients:
             return self._capture_training(program, run_step, last=last)
-        return self._capture(lambda tensors: program.execute(tensors, run_step), last=last)
+        return self._capture(self._laid(program, run_step), last=last)
+
+    def _laid(self, program: Program, run_step: RunStep) -> Run:
+        return lambda tensors: laid_like(program.execute(tensors, run_step), self.strides)
 
     def _eager(self, program: Program, run_step: RunStep) -> Run:
         """Runs callables as they are: what they return is taken apart only where it was traced."""
@@ -345,7 +358,8 @@ class Parts:
             made = program.execute(tensors, run_step)
             if self.traced is None:
                 return made
-            return [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
+            found = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
+            return laid_like(found, self.strides)
 
         return run
 
@@ -370,7 +384,7 @@ class Parts:
         ours = program.with_weights(lambda t: leaves.get(id(t), t))
         pool = self._pool(last=last)
         step = training.CapturedStep(
-            lambda tensors: ours.execute(tensors, run_step),
+            self._laid(ours, run_step),
             self.tensors,
             list(leaves.values()),
             self.device,

@@ -21,7 +21,7 @@ from kilter.act.branches.loop import assembler
 from kilter.act.branches.parts import TRAINING_ON_GPU, UNCOMPILED, Parts
 from kilter.act.branches.program import to_compile
 from kilter.act.branches.state import State
-from kilter.act.branches.tracing import TRACE_ERRORS, Refused, without_collecting
+from kilter.act.branches.tracing import TRACE_ERRORS, Refused, reason_of, without_collecting
 from kilter.core.label import Label
 from kilter.core.units import show_time
 from kilter.plan.branches import BranchPlan, Trial, choose, group_equal, lane_counts, within
@@ -155,13 +155,14 @@ def prepare(parts: Parts, results: Any, known: BranchPlan | None) -> Prepared:
         if not parts.opaque:
             parts.trace()
     outputs = [x for x in pytree.tree_leaves(results) if isinstance(x, Tensor)]
+    parts.strides = [x.stride() if x.layout is torch.strided else () for x in outputs]
     # Only pure work may be repeated to be timed and compared.
     judge = None
     if parts.traced is not None:
         try:
             judge = Judge(parts, outputs)
         except TRACE_ERRORS as error:  # a backward of theirs that cannot run
-            parts.traced, parts.untraceable = None, _reason(error)
+            parts.traced, parts.untraceable = None, reason_of(error)
     trials = [Trial(mode="serial", seconds=None)]
     if judge is not None and auto and known is None:
         seconds = parts.seconds_of(parts.run_loop)
@@ -197,7 +198,7 @@ def prepare(parts: Parts, results: Any, known: BranchPlan | None) -> Prepared:
             made.run, made.release = parts.build(chosen, last=True)
         except (Refused, *TRACE_ERRORS) as error:
             made.plan = replace(
-                plan, chosen="serial", streams=1, searched=False, reason=_reason(error)
+                plan, chosen="serial", streams=1, searched=False, reason=reason_of(error)
             )
     if parts.on_gpu:
         torch.cuda.empty_cache()  # the pools of the candidates that lost
@@ -304,7 +305,7 @@ def _try(parts: Parts, blank: Trial, judge: Judge | None) -> Trial:
             prepare_s=time.perf_counter() - began,
         )
     except (Refused, *TRACE_ERRORS) as error_:
-        return replace(blank, refused=_reason(error_), prepare_s=time.perf_counter() - began)
+        return replace(blank, refused=reason_of(error_), prepare_s=time.perf_counter() - began)
     finally:
         if release is not None:
             release()
@@ -343,13 +344,6 @@ def _plan(
 def _seconds(trial: Trial) -> float:
     assert trial.seconds is not None
     return trial.seconds
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, Refused):
-        return str(error)
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"
 
 
 def _blank(trial: Trial) -> Trial:

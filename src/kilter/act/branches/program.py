@@ -127,6 +127,19 @@ class Program:
         return ends
 
 
+def laid_like(made: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Results as they lie in memory after the serial loop: what is made of them next, a view say,
+    may need that."""
+
+    def fits(t: Tensor, wanted: Sequence[int]) -> bool:
+        return all(n < 2 or a == b for n, a, b in zip(t.shape, t.stride(), wanted, strict=True))
+
+    return [
+        t if fits(t, wanted) else t.new_empty_strided(t.shape, wanted).copy_(t)
+        for t, wanted in zip(made, strides, strict=True)
+    ]
+
+
 def run_in_order(index: int, program: Program, environment: list[Tensor | None]) -> None:
     """The serial loop."""
     for unit in program.steps[index]:

@@ -6,6 +6,7 @@ autocast, device and current stream belong to a thread, so each is set in every 
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -24,6 +25,7 @@ class Threads:
         self.device = device
         self.workers = workers
         self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
         self._intra_op = max(1, torch.get_num_threads() // workers)
 
     def __call__(self, index: int, program: Program, environment: list[Tensor | None]) -> None:
@@ -31,16 +33,17 @@ class Threads:
         if len(step) == 1:
             store(step[0], step[0].run(*program.arguments(step[0], environment)), environment)
             return
-        pool = self._started()
         cuda = Cuda(self.device) if self.device.type == "cuda" else None
         mode = _Mode(self.device)
         main = cuda.current() if cuda else None
         forked = cuda.record(main) if cuda else None
         futures: list[Future[Any]] = []
-        for number, unit in enumerate(step):
-            arguments = program.arguments(unit, environment)
-            lane = number % self.workers
-            futures.append(pool.submit(self._task, unit, arguments, mode, cuda, lane, forked))
+        with self._lock:  # nobody ends the threads between two of a step
+            pool = self._started()
+            for number, unit in enumerate(step):
+                arguments = program.arguments(unit, environment)
+                lane = number % self.workers
+                futures.append(pool.submit(self._task, unit, arguments, mode, cuda, lane, forked))
         # All are waited for before an error is passed on: nothing runs on behind the caller's back.
         errors = [future.exception() for future in futures]
         if cuda:
@@ -84,10 +87,11 @@ class Threads:
         return self._pool
 
     def close(self) -> None:
-        """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        """End the threads, when they have done what they were given."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
 
 
 def _wait_a_moment() -> None:

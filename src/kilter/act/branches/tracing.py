@@ -39,6 +39,12 @@ class Refused(Exception):
     """This way of running the branches would be wrong or impossible here; the message says why."""
 
 
+def reason_of(error: BaseException) -> str:
+    """Why, in one line."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return first if isinstance(error, Refused) else f"{type(error).__name__}: {first}"
+
+
 @dataclass(frozen=True)
 class Trace:
     """A pure graph: no mutation, no randomness, no host reads, every shape known."""
@@ -179,10 +185,7 @@ def trace(
         with torch.no_grad(), watch:
             graph = tracer(*(flat[i].detach() for i in tensor_at))
     except TRACE_ERRORS as error:
-        reason = str(error).strip().splitlines()
-        raise Refused(
-            f"cannot be traced ({type(error).__name__}: {reason[0] if reason else ''})"
-        ) from error
+        raise Refused(f"cannot be traced ({reason_of(error)})") from error
     graph.graph.eliminate_dead_code()
     _reshape_copies(graph)
     _check_pure(graph)
@@ -197,9 +200,13 @@ def _reshape_copies(graph: fx.GraphModule) -> None:
         source = node.args[0] if node.args else None
         temporary = isinstance(source, fx.Node) and source.op == "call_function"
         if torch.Tag.inplace_view in node.target.tags and temporary:
-            name = node.target._schema.name.split("::")[1].removesuffix("_")
-            packet = getattr(torch.ops.aten, name)
-            node.target = getattr(packet, node.target._overloadname)
+            schema = node.target._schema
+            packet = getattr(torch.ops.aten, schema.name.split("::")[1].removesuffix("_"))
+            wanted = [str(a.type) for a in schema.arguments]
+            for overload in packet.overloads():
+                found = getattr(packet, overload)
+                if [str(a.type) for a in found._schema.arguments] == wanted:
+                    node.target = found
     graph.recompile()
 
 

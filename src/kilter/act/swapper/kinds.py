@@ -236,10 +236,10 @@ class Kinds:
         before = kind.plan
         problem, value = before.problem, before.value
         schedule = earlier(problem, value.schedule, late.in_s)
-        pairs = zip(schedule.moves, value.schedule.moves, strict=True)
-        hastened = sum(move != other for move, other in pairs)
+        hastened = len({*schedule.moves} - {*value.schedule.moves})
         outcome = simulate(problem, schedule)
-        if not hastened or outcome.iteration_s > value.iteration_s + late.total_s:
+        slower_s = outcome.iteration_s - value.iteration_s
+        if not hastened or outcome.faults or slower_s > late.total_s:
             return False
         self.hastened += hastened
         value = described(problem, schedule, outcome, planner=value.planner)

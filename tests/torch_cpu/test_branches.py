@@ -276,6 +276,30 @@ def test_branches_raise_what_they_raise_and_go_on():
             same(fast(torch.ones(2)), (torch.ones(2), -torch.ones(2)))
 
 
+def test_branches_that_write_to_what_others_read_do_not_run_at_once():
+    """Callables in threads are not traced: what they write to is seen by its version."""
+    table, norm = torch.zeros(3), nn.BatchNorm1d(3)
+
+    def writes(x):
+        return x.mul_(2)
+
+    def counts(x):
+        table.add_(1)
+        return x + table
+
+    for branches in ([writes, torch.neg], [counts, lambda x: x * table], [norm, norm]):
+        with parallel(branches, mode="threads") as fast:
+            for _ in range(2):
+                fast(torch.ones(2, 3))
+            assert "writes" in fast.plan().reason
+    own = [nn.BatchNorm1d(3), nn.BatchNorm1d(3)]
+    with parallel(own, mode="threads") as fast:
+        for _ in range(3):
+            fast(torch.randn(4, 3))
+        assert fast.plan().chosen == "threads"
+        assert int(own[0].num_batches_tracked) == 3
+
+
 def test_threads_finish_before_an_error_is_passed_on():
     done = threading.Event()
     calls = []

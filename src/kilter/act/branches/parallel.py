@@ -20,7 +20,7 @@ from kilter.act.branches.capture import pool_bytes
 from kilter.act.branches.loop import TENSORS, Arguments, Branches, Loop, signature, why_serial
 from kilter.act.branches.parts import Options, Parts, Workshop
 from kilter.act.branches.prepare import MODES, Prepared, prepare, serial_plan
-from kilter.act.branches.state import State, needs_grad
+from kilter.act.branches.state import State, held_by_several, needs_grad, versions
 from kilter.core.errors import UsageError
 from kilter.plan.branches import BranchPlan, describe
 
@@ -119,8 +119,15 @@ class Parallel:
         before = State(self.loop.branches)
         # The user's own errors come from here, outside every handler of ours.
         inputs, named = arguments
-        results = self.loop(*inputs, **named)
         opaque = self.loop.is_list and self.options.mode in ("threads", "streams")
+        shared = held_by_several(self.loop.branches) if opaque else []
+        shared += [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
+        written = versions(shared)
+        results = self.loop(*inputs, **named)
+        if opaque and versions(shared) != written:
+            reason = "a branch writes to an input, or to a tensor that another branch holds too"
+            self._last = self._prepared[key] = Prepared(serial_plan(reason), State([]))
+            return results
         changes = None if opaque else before.changed()
         if changes is not None:  # lazily made weights, a cache, a counter
             self._restless += 1

@@ -13,7 +13,7 @@ what it is.
 from __future__ import annotations
 
 import types
-from collections import OrderedDict
+from collections import ChainMap, Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -218,6 +218,18 @@ class State:
 
 def _has_version(holder: Any) -> bool:
     return dict_version is not None and type(holder) in (dict, OrderedDict)
+
+
+def held_by_several(roots: Iterable[Any]) -> list[Tensor]:
+    """Tensors that more than one of them holds."""
+    held = [State([root]).tensors for root in roots]
+    count = Counter(chain.from_iterable(held))
+    return [t for number, t in ChainMap(*held).items() if count[number] > 1]
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each was written to in place; tensors of the inference mode do not count that."""
+    return [0 if t.is_inference() else t._version for t in tensors]
 
 
 _CONTENTS = attrgetter("cell_contents")

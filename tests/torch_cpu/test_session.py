@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -164,6 +165,15 @@ def test_a_forked_child_is_without_us() -> None:
     assert os.waitstatus_to_exitcode(status) == 7
     assert len(of(Started, job.run)) == len(of(Stopped, job.run)) == 1
     assert of(Stopped, job.run)[0].iterations == 9
+
+
+def test_files_that_the_program_deletes_are_missed_in_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with kilter.govern(device="null", out="run"):
+        train(3)
+        shutil.rmtree("run")
+    assert "run: deleted while the program ran" in capsys.readouterr().err
 
 
 # --- where the records go ------------------------------------------------------------------------

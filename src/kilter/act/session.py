@@ -310,6 +310,8 @@ class Session:
             )
         )
         self._wait_for_others()
+        if not self._recorder.path.exists():
+            raise FileError(f"{self.run}: deleted while the program ran; nothing is left to report")
         self._voice.ended(self.run, self._options)
 
     def _settle(self) -> None:

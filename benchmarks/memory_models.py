@@ -328,7 +328,7 @@ def compare(case: str, args: argparse.Namespace) -> list[str]:
             found[arm] = run(case, arm, budget, args)
         except subprocess.TimeoutExpired:
             return [f"{case}: {arm} took over {args.timeout} s"]
-    plain = found["plain"]
+    plain = found.get("plain", {})
     lines = []
     with open(args.out / "memory_models.jsonl", "a") as file:
         for arm, row in found.items():

@@ -198,8 +198,8 @@ class Governed(contextlib.ExitStack):
                 self.swapper, machine.backend, machine.link, Fence(fail), mode.gradients, min_bytes
             )
             self.callback(self.floor.close)
-            used_bytes = backend.used_bytes() or 0
-            self.floor.begin(used_bytes if fresh else None, self.budget_bytes or 0)
+            if fresh:
+                self.floor.begin(backend.used_bytes() or 0, self.budget_bytes or 0)
         scale = 1e4 if machine.tiny else 1e9  # a tiny model has 52 MB of state
         if mode.weights_gb is not None:
             self.weights = WeightMover(

@@ -93,11 +93,10 @@ class Floor:
         """That are to be away at the end of forward."""
         self._begun_bytes = 0
         """In use when the first data were saved."""
-        self._fresh = False
-        """The first iteration is under way."""
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers, in the first iteration."""
-        self._handles: list[Any] = []
+        self._first_step: Any = None
+        """Our hook in front of it."""
         self._borders = 0
         self._rooms = 0
         """That were set for what is missing."""
@@ -129,37 +128,19 @@ class Floor:
         """Optimizer state that stays on the device; None: all of it."""
         return None if self._mover is None else self._mover.room_bytes
 
-    def begin(self, used_bytes: int | None, budget_bytes: int) -> None:
-        """In the first forward, when little more than weights is on the device; in a later one
-        (`used_bytes` is None) nothing follows from that.
+    def begin(self, used_bytes: int, budget_bytes: int) -> None:
+        """In the first forward, when little more than weights is on the device."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        Borders are told within a hook on the optimizer's step, and there no such hook can be set or
-        taken away. So all that are needed are set here.
-        """
-        from torch.optim.optimizer import (
-            register_optimizer_step_post_hook,
-            register_optimizer_step_pre_hook,
-        )
-
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-        if used_bytes is None:
-            return
         self._begun_bytes = used_bytes
         if 4 * used_bytes > CROWDED * budget_bytes:
             self._open(room_bytes=max(0, budget_bytes - 2 * used_bytes) // 2)
         else:
-            self._fresh = True
-
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._fresh:
-            self._stepped.add(optimizer)
-
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._weights is not None:
-            self._weights.after_step(optimizer, args, kwargs)
+            # In front of the step: borders are told within a hook behind it, where none of that
+            # kind can be taken away.
+            self._first_step = register_optimizer_step_pre_hook(
+                lambda optimizer, *_: self._stepped.add(optimizer)
+            )
 
     def border(self, report: SwapReport, budget_bytes: int, now_s: float) -> None:
         """An iteration has ended; the swapper stands like this."""
@@ -209,9 +190,10 @@ class Floor:
     def _make_way(self, report: SwapReport) -> bool:
         """The first step has just made the state, and the second forward does not fit beside it?
         Then it leaves now."""
-        if not self._fresh:
+        if self._first_step is None:
             return False
-        self._fresh = False
+        self._first_step.remove()
+        self._first_step = None
         if not report.spilled or self._swapper.records():  # it fitted, or was not the first
             return False
         level_bytes = self._swapper.leave_above_bytes
@@ -253,8 +235,8 @@ class Floor:
 
     def close(self) -> None:
         """Bring everything home."""
-        for handle in self._handles:
-            handle.remove()
+        if self._first_step is not None:
+            self._first_step.remove()
         if self._weights is not None:
             self._swapper.stand_behind(lambda pack, unpack: (pack, unpack))
             self._weights.__exit__(None, None, None)

@@ -92,8 +92,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
     """Keeps weights on the host over the end of forward, where training's memory peaks.
 
     At least `away_bytes` are away then, if there is so much; weights below `min_bytes` stay.
-    Without `own_hooks` somebody else puts `around` about his hooks on saved tensors and calls
-    `after_step`; it may then begin within a hook on an optimizer's step.
+    Without `own_hooks` somebody else puts `around` about his hooks on saved tensors.
     `changed` is told that the memory which weights take is another from now on.
     """
 
@@ -120,6 +119,8 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._used_by: dict[int, list[Moved]] = {}
         """By module."""
         self._handles: list[Any] = []
+        self._follows = False
+        """There is a hook behind optimizer steps."""
         self._hooks: Any = None
         self._stopped = False
         self._told = False
@@ -161,7 +162,6 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         )
         from torch.optim.optimizer import (
             _global_optimizer_pre_hooks,
-            register_optimizer_step_post_hook,
             register_optimizer_step_pre_hook,
         )
 
@@ -188,9 +188,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             register_optimizer_step_pre_hook(self._before_step),
         ]
         _global_optimizer_pre_hooks.move_to_end(self._handles[2].id, last=False)
-        self.after_step = self._fenced(self._after_step)
         if self._own_hooks:
-            self._handles.append(register_optimizer_step_post_hook(self.after_step))
             self._hooks = torch.autograd.graph.saved_tensors_hooks(*self.around(kept, whole))
             self._hooks.__enter__()
         return self
@@ -535,6 +533,11 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._updated.clear()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._follows:  # we may have begun within such a hook, where none can be set
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            self._follows = True
+            self._handles.append(register_optimizer_step_post_hook(self._fenced(self._after_step)))
         if self._shelf.absent:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

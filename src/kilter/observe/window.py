@@ -9,7 +9,6 @@ patient window leaves that until the program is over.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import tempfile
@@ -334,6 +333,8 @@ def _leave_kineto_behind() -> None:
     handlers are called last one first, so these two come before it; the code stays as it is. Only
     the C library's own buffers are still to be written: Python has ended by then.
     """
+    import ctypes  # torch has it loaded
+
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit") and hasattr(libc, "fcloseall"):
         libc.on_exit(libc._exit, None)

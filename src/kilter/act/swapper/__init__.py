@@ -4,6 +4,9 @@
 `remake` knows how a saved tensor can be made again from others.
 """
 
+# First, and whole: who waits for torch to be imported imports modules of this package then.
+import torch  # noqa: F401
+
 from kilter.act.swapper.backend import Backend, CpuStandIn
 from kilter.act.swapper.engine import Swapper, SwapReport
 

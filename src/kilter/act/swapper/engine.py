@@ -324,7 +324,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         """What autograd holds instead of a tensor."""
         if (
             type(tensor) is self._tensor
-            and tensor.nbytes >= self._min_bytes
+            and tensor.numel() * tensor.element_size() >= self._min_bytes
             and tensor.device == self._backend.device
             and tensor.layout is self._torch.strided
             and not (tensor.is_leaf and tensor.requires_grad)

@@ -139,3 +139,20 @@ def test_a_reason_about_one_datum_is_told_without_its_name() -> None:
     assert OF_A_DATUM.sub("", f"{name}: made again, it differs") == "made again, it differs"
     other = "optimizer state stays: the host has 3 GiB"
     assert OF_A_DATUM.sub("", other) == other
+
+
+def test_sparse_tensors_are_left_to_autograd() -> None:
+    dense, sparse = torch.randn(64, 64), torch.eye(64).to_sparse()
+
+    def trained() -> torch.Tensor | None:
+        weight = dense.clone().requires_grad_()
+        for _ in range(3):
+            torch.sparse.mm(sparse, weight).square().mean().backward()
+        return weight.grad
+
+    with Swapper(CpuStandIn(), budget_bytes=1, link=LINK, min_bytes=1):
+        found = trained()
+    plain = trained()
+    assert found is not None
+    assert plain is not None
+    assert torch.equal(found, plain)

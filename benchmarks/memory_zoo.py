@@ -43,7 +43,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
         "tokens",
     ),
     "AutoModelForMaskedLM": (
-        "bert roberta deberta-v2 distilbert electra albert mpnet convbert funnel fnet roformer "
+        "bert roberta deberta-v2 distilbert electra albert mpnet convbert fnet roformer "
         "nystromformer modernbert mobilebert layoutlm ibert big_bird",
         "tokens",
     ),
@@ -52,7 +52,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
         "tokens",
     ),
     "AutoModelForImageClassification": (
-        "vit beit resnet regnet segformer poolformer mobilevit dinov2 pvt levit van mobilenet_v2 "
+        "vit beit resnet regnet segformer poolformer mobilevit dinov2 pvt mobilenet_v2 "
         "convnextv2 cvt efficientnet",
         "images",
     ),

@@ -115,6 +115,14 @@ def test_what_the_plan_does_not_account_for_is_said() -> None:
     assert "beyond the plan" not in text(unknown)
 
 
+@pytest.mark.parametrize("state", ["", "gradients and optimizer state stay", "5 GiB are away"])
+def test_a_job_fits_only_if_nothing_had_to_move(state: str) -> None:
+    fields = {name: getattr(FITTED, name) for name in FITTED.__struct_fields__}
+    memory = changed({"state": state}, (Fitted(**{**fields, "swapped": 0, "remade": 0}),))
+    assert ("the job fits" in headline(memory)) is ("away" not in state)
+    assert ("the rest: 5 GiB are away" in text(memory)) is ("away" in state)
+
+
 def test_a_peak_above_the_budget_is_not_hidden() -> None:
     memory = changed({"peak_bytes": 31 * GIB})
     assert memory.within is False

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from kilter.plan.swap.joint import Joint
     from kilter.plan.swap.problem import Link, Problem
 
+STAY = "gradients and optimizer state stay"
+"""What is said of them where nothing came of looking."""
 SLACK = 0.1
 """More state goes than what is missing, as a share of it: buckets are whole."""
 SPARE = 0.01
@@ -403,4 +405,4 @@ def words(report: StateReport, weights: WeightReport | None = None) -> str:
     if weights is not None and weights.away_bytes:
         moved = show_bytes(weights.away_bytes)
         parts.append(f"{moved} of weights are on the host between forward and backward")
-    return ", ".join(parts) or "gradients and optimizer state stay"
+    return ", ".join(parts) or STAY

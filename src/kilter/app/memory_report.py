@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kilter.act.floor import STAY
 from kilter.core import codec
 from kilter.core.events import Fitted, Moved
 from kilter.core.label import Label
@@ -106,7 +107,8 @@ class MemoryReport:
     @property
     def moves_nothing(self) -> bool:
         """The job fits as it is."""
-        return self.feasible is True and not self.swapped and not self.remade
+        feature_maps = self.swapped or self.remade
+        return self.feasible is True and not feature_maps and self.state in ("", STAY)
 
 
 def memory_report(

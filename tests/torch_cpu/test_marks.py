@@ -309,13 +309,15 @@ assert OptimizedModule.__init__.__module__ == "torch._dynamo.eval_frame"
     fresh(program)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["compiled at once", "compiled late"])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["compiled", "inside another"])
-def test_compiled_inference_is_marked_without_a_recompilation(wrapped):
-    """The outermost compiled module, if one is inside another."""
+def test_compiled_inference_is_marked_without_a_recompilation(wrapped, late):
+    """The outermost compiled module, if one is inside another; also after a long loading."""
     program = f"""
 import time, warnings
 from kilter.observe import marks
 warnings.simplefilter("ignore")  # the compiler's own
+if {late}: time.sleep(1.5 * marks.INFERENCE_AFTER_S)
 compiled = torch.compile(model, backend="eager")
 if {wrapped}:
     inner, compiled = compiled, torch.compile(torch.nn.Sequential(compiled), backend="eager")

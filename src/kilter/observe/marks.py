@@ -322,7 +322,8 @@ class _InferenceWatch(threading.Thread):
     The compiler would trace these hooks, and warns of them. It is imported by whatever compiles,
     and also by every optimizer: once it is there, only the modules that `torch.compile` has made
     are watched, whose own hooks run outside of what is compiled. (`torch.jit.script`, which does
-    not import it, refuses a module with a hook of ours.)
+    not import it, refuses a module with a hook of ours.) A program may take long to load what it
+    compiles, so modules that are compiled later are watched from when they are made.
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -330,12 +331,14 @@ class _InferenceWatch(threading.Thread):
         self._marks = marks
         self._fence = marks.fence
         self._over = threading.Event()
-        self._compiler = after_import("torch._dynamo", self.stop)
+        self._compiler = after_import("torch._dynamo", self._fence(self._switch))
         self._noting = after_import("torch._dynamo.eval_frame", self._fence(self._note))
         self._forget: Callable[[], None] = lambda: None
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()
         """What `torch.compile` has made of modules. Noted as it is made: to look for it with `gc`
         from this thread could break a tuple that the program is building at that moment."""
+        self._only_compiled = False
+        """These are watched, and none else."""
         self._handles: list[Any] = []
         self._outer: dict[int, Any] = {}
         """Thread -> the outermost module that it is in."""
@@ -355,6 +358,9 @@ class _InferenceWatch(threading.Thread):
         self._compiler.cancel()
         self._noting.cancel()
         self._forget()
+        self._unhook()
+
+    def _unhook(self) -> None:
         while self._handles:
             self._handles.pop().remove()
 
@@ -370,13 +376,19 @@ class _InferenceWatch(threading.Thread):
             return
         if "torch._dynamo" in sys.modules:
             self._watch_compiled()
-            return
-        self._handles = [
-            register_module_forward_pre_hook(self._fence(self._enter)),
-            register_module_forward_hook(self._fence(self._leave), always_call=True),
-        ]
+        else:
+            self._handles = [
+                register_module_forward_pre_hook(self._fence(self._enter)),
+                register_module_forward_hook(self._fence(self._leave), always_call=True),
+            ]
         if self._over.is_set():
             self.stop()
+
+    def _switch(self) -> None:
+        """The compiler has come while all modules were watched."""
+        if not self._over.is_set():
+            self._unhook()
+            self._watch_compiled()
 
     def _note(self) -> None:
         from torch._dynamo.eval_frame import OptimizedModule
@@ -386,6 +398,8 @@ class _InferenceWatch(threading.Thread):
         def note(module: Any, *args: Any, **kwargs: Any) -> None:
             made(module, *args, **kwargs)
             compiled.add(module)
+            if self._only_compiled and not self._over.is_set():
+                self._hook(module)
 
         def forget() -> None:
             if OptimizedModule.__init__ is note:
@@ -395,18 +409,21 @@ class _InferenceWatch(threading.Thread):
         self._forget = forget
 
     def _watch_compiled(self) -> None:
+        self._only_compiled = True
         compiled = list(self._compiled)
         for module in compiled:
-            self._handles += (
-                module.register_forward_pre_hook(self._fence(self._enter)),
-                module.register_forward_hook(self._fence(self._leave), always_call=True),
-            )
+            self._hook(module)
         if not compiled:
             self._marks.why_not = (
                 "no optimizer step yet; to time inference: with kilter.govern() as job, job.mark()"
             )
-        elif self._over.is_set():
-            self.stop()
+
+    def _hook(self, module: Any) -> None:
+        """Twice does no harm: the second finds that the module has been left."""
+        self._handles += (
+            module.register_forward_pre_hook(self._fence(self._enter)),
+            module.register_forward_hook(self._fence(self._leave), always_call=True),
+        )
 
     def _enter(self, module: Any, _args: Any) -> None:
         self._outer.setdefault(threading.get_ident(), module)

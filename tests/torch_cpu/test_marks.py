@@ -114,6 +114,8 @@ for i in range(10):
 
 def test_a_closure_is_called_often_but_is_one_iteration(observe):
     program = """
+import warnings
+warnings.simplefilter("ignore")  # torch 2.8's own
 optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
 def closure():
     optimizer.zero_grad()

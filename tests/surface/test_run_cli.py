@@ -260,6 +260,8 @@ def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
         (["--max-slowdown", "5", "train.py"], "--max-slowdown: '5' is 100 % or more"),
         (["--max-slowdown", "-1%", "train.py"], "--max-slowdown"),
         (["--objective", "speed", "train.py"], "choose one of energy, edp, ed2p"),
+        (["--gradients", "keep", "train.py"], "add --memory-budget"),
+        (["--memory-budget", "1GiB", "--objective", "edp", "train.py"], "add --max-slowdown"),
         (["--device", "gpu", "train.py"], "choose one of auto, nvml, null, sim:"),
         (["--device", "sim:nothing", "train.py"], "choose one of auto, nvml, null, sim:"),
         (["--device", "replay:nowhere", "train.py"], "no such recording"),

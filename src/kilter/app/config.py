@@ -153,8 +153,13 @@ def resolve(
                 break
     max_slowdown = given.get("max-slowdown")
     memory_budget = given.get("memory-budget")
+    # A file or the environment may hold these for all runs; asked for here, they were meant.
+    if memory_budget is None and flags.get("gradients") is not None:
+        raise UsageError("--gradients says what a memory budget may do: add --memory-budget")
     if max_slowdown is None and memory_budget is None:
         max_slowdown = DEFAULT_MAX_SLOWDOWN
+    elif max_slowdown is None and flags.get("objective") is not None:
+        raise UsageError("with --memory-budget alone no clock is set: add --max-slowdown")
     return Options(
         goal=Goal(
             max_slowdown=max_slowdown,

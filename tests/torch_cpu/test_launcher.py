@@ -244,7 +244,8 @@ CASES["fork"] = script(  # Python 3.12 warns of forks beside threads, and ours a
 )
 CASES["fork: after the profiler has run"] = script(
     """
-import os, sys, torch
+import os, sys, torch, warnings
+warnings.simplefilter('ignore')
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 for _ in range(30):

@@ -327,6 +327,12 @@ def differences(program: Program) -> tuple[list[int], Any]:
 @example(  # what a recipe reads was written to
     Program(((0, 0, 0, 1), (22, 0, 1, 0), (0, 0, 0, 0)), 1, (), "sgd", 0.2, "mix", 0, 1e12)
 )
+@example(  # parts of one storage with version counters of their own: twice through a recurrent cell
+    Program(
+        ((0, 0, 0, 24), (26, 0, 0, 18), (14, 0, 0, 20), (0, 0, 0, 14), (0, 0, 0, 24)), 1,
+        ("penalises",), "sgd", 0.7, "mix", 0, 1e12,
+    )
+)  # fmt: skip
 @example(  # made again in the layout of the result, of which a turned view was saved
     Program(((0, 0, 0, 0), (19, 0, 0, 1), (0, 0, 0, 2)), 3, (), "sgd", 0.5, "mix", 0, 1e5)
 )

@@ -31,7 +31,7 @@ from kilter.act.swapper.demand import Demand
 from kilter.act.swapper.kinds import TUNED, Kind, Kinds
 from kilter.act.swapper.ready import Due, Ready
 from kilter.act.swapper.remake import EPS, Reader
-from kilter.act.swapper.store import AWAY, Modified, Pass, Saved, Store, View, kept, whole, sole
+from kilter.act.swapper.store import AWAY, Modified, Pass, Saved, Store, View, kept, sole, whole
 from kilter.act.swapper.waits import Waits
 from kilter.act.swapper.watch import Watch
 from kilter.core.units import MIB

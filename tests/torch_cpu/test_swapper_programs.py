@@ -333,6 +333,13 @@ def differences(program: Program) -> tuple[list[int], Any]:
         ("penalises",), "sgd", 0.7, "mix", 0, 1e12,
     )
 )  # fmt: skip
+@example(  # a graph that outlives the step, while the next pass uses the plan's host memory
+    Program(
+        ((6, 3, 6, 16), (1, 0, 0, 6), (8, 2, 3, 16), (5, 3, 7, 7), (15, 1, 5, 9), (6, 3, 0, 22),
+         (23, 3, 5, 29)), 2, ("keeps zeros", "late backward", "accumulates"), "fused", 0.7, "mix",
+        8, 1e5,
+    )
+)  # fmt: skip
 @example(  # made again in the layout of the result, of which a turned view was saved
     Program(((0, 0, 0, 0), (19, 0, 0, 1), (0, 0, 0, 2)), 3, (), "sgd", 0.5, "mix", 0, 1e5)
 )

@@ -487,11 +487,20 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _switch(self, before: Ready, code: int) -> Ready | None:
         """This pass is another than planned: take the plan of one that began alike, or none."""
         other = self._kinds.branch(before, self._event, code)
-        if other is not None:
+        if other is not None and self._on_host_alike(before, other):
             self._plan = other
             return other
         self._drop(before)
         return None
+
+    def _on_host_alike(self, before: Ready, other: Ready) -> bool:
+        """What this pass has on the host lies where the other plan has it, too."""
+        left = [number for number in before.places if self._has_left(number)]
+        return all(other.places.get(number) == before.places[number] for number in left)
+
+    def _has_left(self, number: int) -> bool:
+        saved = self._followed(number)
+        return saved is not None and saved.host is not None
 
     def _drop(self, planned: Ready) -> None:
         self._collector.let_go()
@@ -526,7 +535,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._find_norms()
         elif self._looking:
             self._looking -= 1
-        else:
+        elif not self._store.absent:  # else an older graph may need what lies in the plans' arena
             self._plan = next((kind.plan for kind in alike if kind.plan is not None), None)
         hopeless = bool(alike) and all(kind.hopeless for kind in alike)
         if self._plan is None and not (hopeless and self._round % HOPELESS_EVERY):

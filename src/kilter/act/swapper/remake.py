@@ -124,9 +124,14 @@ class Reader:
         found = self._memory.kept_by(node, name)
         if found is None:
             return None
+        source, what = found
+        if not isinstance(what, int):
+            parameter = _parameter_of(what)
+            if parameter is not None:
+                self.leaves.append(id(parameter))
         if self._noting:
-            self._note(found[1])
-        return found[0]
+            self._note(what)
+        return source
 
     def value(self, edge: tuple[Any, int]) -> Source | None:
         """What a node produced: a parameter, something saved, or made again from its inputs."""
@@ -161,3 +166,14 @@ class Reader:
             self.sources.append(source)
         else:
             self.others.append(source)
+
+
+def _parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What an optimizer may update, perhaps without moving a version. Autograd saves a view of it;
+    a parameter that is away is not to be asked for anything."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    root = tensor if tensor._base is None else tensor._base
+    if isinstance(root, torch.nn.Parameter) or (root.is_leaf and root.requires_grad):
+        return root
+    return None

@@ -168,6 +168,8 @@ class Store:
         """By parameter, those away that are to be made again from it."""
         self.alive = 0
         """Data that somebody may still ask for."""
+        self.absent = 0
+        """Of them, those away or coming."""
         self.closing = False
         self.away_bytes = 0
         self.held_bytes = 0
@@ -314,6 +316,7 @@ class Store:
         saved.alias = None
         saved.intact = False
         saved.state = AWAY
+        self.absent += 1
         self.hold(-saved.size_bytes)
         self.away_bytes += saved.size_bytes
         if saved.host is None and saved.recipe is not None:
@@ -357,6 +360,7 @@ class Store:
         alias = saved.alias
         assert alias is not None
         saved.state = HERE
+        self.absent -= 1
         # From here on `version` counts writes to the copy; writes to the original were judged.
         saved.version = alias._version
         saved.key = alias.untyped_storage()._cdata
@@ -387,6 +391,7 @@ class Store:
         """Nobody will ask for this datum again. Copies in flight still use its memory: what is
         issued from now on must come after them."""
         self.alive -= 1
+        self.absent -= saved.state != HERE
         if saved.state == AWAY:
             self.away_bytes -= saved.size_bytes
         else:

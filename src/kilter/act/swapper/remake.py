@@ -170,10 +170,10 @@ class Reader:
 
 def _parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """What an optimizer may update, perhaps without moving a version. Autograd saves a view of it;
-    a parameter that is away is not to be asked for anything."""
-    if isinstance(tensor, torch.nn.Parameter):
-        return tensor
-    root = tensor if tensor._base is None else tensor._base
-    if isinstance(root, torch.nn.Parameter) or (root.is_leaf and root.requires_grad):
+    a parameter that is away has a class of its own, and is not to be asked for anything."""
+    root = tensor
+    if type(root) is torch.Tensor and root._base is not None:
+        root = root._base
+    if type(root) is not torch.Tensor or (root.is_leaf and root.requires_grad):
         return root
     return None

@@ -14,10 +14,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kilter.act.branches import parallel
     from kilter.act.divided import divided
     from kilter.act.size import size
     from kilter.app.govern import govern
+    from kilter.parallel.calls import parallel
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "divided", "govern", "parallel", "size"]
@@ -25,7 +25,7 @@ __all__ = ["__version__", "divided", "govern", "parallel", "size"]
 _HOMES = {
     "divided": "kilter.act.divided",
     "govern": "kilter.app.govern",
-    "parallel": "kilter.act.branches",
+    "parallel": "kilter.parallel.calls",
     "size": "kilter.act.size",
 }
 

@@ -13,9 +13,7 @@ if not torch.cuda.is_available():
 
 from torch import nn  # noqa: E402
 
-from kilter.act.branches import parallel  # noqa: E402
-from kilter.act.branches.fused import HALF, Blocks, FusedHeads, Head  # noqa: E402
-from kilter.act.branches.workloads import (  # noqa: E402
+from kilter.app.bench.branch_workloads import (  # noqa: E402
     TOKENS,
     WINDOWS,
     WORKLOADS,
@@ -26,13 +24,15 @@ from kilter.act.branches.workloads import (  # noqa: E402
     shift_of,
     window_table,
 )
+from kilter.parallel import parallel  # noqa: E402
+from kilter.parallel.heads import HALF, Blocks, FusedHeads, Head  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
     # The framework's own notices (compiler, allocator) are not ours to fix.
     pytest.mark.filterwarnings("default"),
 ]
-CAPTURED = ("graph", "graph_streams", "batched")
+CAPTURED = ("graph", "graph_streams")
 
 
 @pytest.fixture(autouse=True)
@@ -191,11 +191,53 @@ def test_changed_weights_are_seen_however_they_change(mode):
             torch.cuda.empty_cache()
             same(fast(x), serial(branches, x))
             same(fast(x), serial(branches, x))
+            assert fast.plan().chosen == mode, fast.explain()
+
+
+def test_a_weight_that_is_replaced_is_captured_again_without_a_free_cache():
+    """The allocator takes no capture into a pool whose last graph is gone: a new pool begins."""
+    branches, x = linears(48, 64), rand(8, 64)
+    with parallel(branches, mode="graph") as fast:
+        for _ in range(3):
+            for _ in range(2):
+                same(fast(x), serial(branches, x))
+            assert fast.plan().chosen == "graph", fast.explain()
+            branches[0][0].weight = nn.Parameter(rand(48, 64))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_winner_is_captured_once_and_later_signatures_share_its_memory(monkeypatch, gradients):
+    from kilter.parallel.candidates import CandidateBuilder
+
+    built = []
+    plain = CandidateBuilder.build
+
+    def build_and_count(self, way, streams, *, searched, pool):
+        found = plain(self, way, streams, searched=searched, pool=pool)
+        built.append((way.name, streams, searched))
+        return found
+
+    monkeypatch.setattr(CandidateBuilder, "build", build_and_count)
+    branches, x = linears(48, 64, 96), rand(8, 64)
+    with torch.set_grad_enabled(gradients), parallel(branches, compile=False) as fast:
+        same(fast(x), serial(branches, x))
+        plan = fast.plan()
+        assert plan.chosen != "serial", fast.explain()
+        assert len(built) == len(set(built)) == sum(t.refused is None for t in plan.trials[1:])
+        one = fast.memory_bytes()
+        assert plan.trial.memory_bytes == one > 0
+        for rows in (16, 32, 64):
+            other = rand(rows, 64)
+            for _ in range(2):
+                same(fast(other), serial(branches, other))
+        assert fast.memory_bytes() < 4 * one
+        for _ in range(2):
+            same(fast(x), serial(branches, x))
 
 
 def test_tables_and_weights_live_as_long_as_the_graph_that_reads_them():
     encoder = Encoder(layers=1).eval().cuda()
-    with parallel(encoder, mode="batched") as fast:
+    with parallel(encoder, mode="graph_streams") as fast:
         x, mask = rand(TOKENS, 1, 256), padding_mask().cuda()
         fast(x, mask)
         gc.collect()
@@ -229,7 +271,7 @@ def test_impure_branches_are_refused_and_the_device_stays_usable():
     ):
         fast = parallel([branch, torch.neg], mode="graph")
         fast(x)
-        assert reason in fast.plan().reason
+        assert reason in fast.plan().reason.text
     # An index table on the host is a copy and a synchronisation in the loop, a table in ours.
     with parallel([lambda x: x[host_index] * 2, torch.neg], mode="graph_streams") as fast:
         fast(x)
@@ -361,7 +403,7 @@ def test_workloads_are_right_under_a_forked_graph(name):
 def test_split_products_are_about_as_exact_as_float32():
     """Tensor cores cut where they add, so a sum is a few times less exact than the library's at
     worst; what it means for a model is judged when the model is prepared."""
-    from kilter.act.branches.products import operations, splits_of
+    from kilter.parallel.linear_layers import operations, splits_of
 
     linear, finish = operations().linear, operations().finish
     norm = torch.nn.functional.layer_norm
@@ -388,7 +430,7 @@ def test_split_products_are_about_as_exact_as_float32():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_single_rows_by_the_kernel_are_as_exact_as_the_librarys(dtype):
-    from kilter.act.branches.products import operations
+    from kilter.parallel.linear_layers import operations
 
     for inner, columns in ((1024, 512), (100, 33)):
         x, weight = rand(1, inner, dtype=dtype), rand(columns, inner, dtype=dtype)
@@ -403,7 +445,7 @@ def test_single_rows_by_the_kernel_are_as_exact_as_the_librarys(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_convolutions_by_the_kernel_are_their_definition(dtype):
-    from kilter.act.branches.convolutions import defined, operation, tile_of
+    from kilter.parallel.convolutions import defined, operation, tile_of
 
     def given(*shape):
         return rand(*shape, dtype=dtype)

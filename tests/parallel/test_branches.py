@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kilter.act.branches import parallel
-from kilter.act.branches.workloads import (
+from kilter.app.bench.branch_workloads import (
     MAPS,
     TOKENS,
     WINDOWS,
@@ -26,6 +25,7 @@ from kilter.act.branches.workloads import (
     window_table,
 )
 from kilter.core.errors import UsageError
+from kilter.parallel import parallel
 
 
 @pytest.fixture(autouse=True)
@@ -111,14 +111,14 @@ def test_head_is_the_seven_lines_of_its_definition_bit_for_bit(head):
 
 
 @pytest.mark.parametrize("published", [False, True])
-def test_branches_of_a_whole_encoder_are_found_stacked_and_equal(published):
-    """One layer as published, host tables and all: eight heads become four stacked pairs."""
+def test_branches_of_a_whole_encoder_are_found_and_equal(published):
+    """One layer as published, host tables and all: eight heads are four pairs of equal branches."""
     encoder = Encoder(layers=1, host_tables=published, rebuild=published).eval()
     x = torch.randn(TOKENS, 1, 256)
-    with parallel(encoder, mode="batched") as fast:
+    with parallel(encoder, mode="folded") as fast:
         first, again = fast(x, padding_mask()), fast(x, padding_mask())
         plan = fast.plan()
-    assert plan.chosen == "batched", plan
+    assert plan.chosen == "folded", plan
     assert plan.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
     torch.testing.assert_close(first, again, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(first, encoder(x, padding_mask()), rtol=0, atol=0)
@@ -136,7 +136,7 @@ def test_the_fused_form_is_found_in_the_loop_and_is_the_loop():
 
 # --- calling --------------------------------------------------------------------------------------
 
-MODES = ("auto", "serial", "threads", "batched")
+MODES = ("auto", "serial", "threads", "folded")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -197,10 +197,10 @@ def test_inside_a_model_the_forward_of_a_part_is_made_parallel():
     model = nn.Sequential(Named(), nn.Linear(4, 2)).eval()
     x = torch.randn(2, 8)
     names, expected = list(model.state_dict()), model(x)
-    model[0].forward = parallel(model[0].forward, mode="batched")
+    model[0].forward = parallel(model[0].forward, mode="folded")
     for _ in range(2):
         torch.testing.assert_close(model(x), expected)
-    assert model[0].forward.plan().chosen == "batched"
+    assert model[0].forward.plan().chosen == "folded"
     assert list(model.state_dict()) == names
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -214,7 +214,7 @@ def test_inside_a_model_the_forward_of_a_part_is_made_parallel():
 
 def test_a_copy_and_what_was_saved_are_prepared_anew():
     branches, x = linears(5, 5), torch.randn(2, 8)
-    with parallel(branches, mode="batched", max_graphs=3) as fast:
+    with parallel(branches, mode="folded", max_graphs=3) as fast:
         fast(x)
         for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
             assert other.plan() is None
@@ -227,10 +227,10 @@ def test_only_what_comes_back_is_prepared_again_and_again():
     """A number that is another one at every call, beside a call that stays the same."""
     branches = [lambda x, k: x * k, lambda x, k: x * k]
     x = torch.randn(4)
-    with parallel(branches, mode="batched") as fast:
+    with parallel(branches, mode="folded") as fast:
         for step in range(60):
             fast((x, 0.5), (x, 0.5))
-            assert fast.plan().chosen == "batched"
+            assert fast.plan().chosen == "folded"
             k = float("nan") if step % 2 else 1.0 + step
             a, b = fast((x, k), (x, k))
             torch.testing.assert_close((a, b), (x * k, x * k), equal_nan=True)
@@ -244,7 +244,7 @@ def test_an_attribute_that_changes_before_every_call_does_not_cost_a_preparation
     scaled = Named()
     scaled.step = 0
     made = []
-    with parallel(scaled, mode="batched") as fast:
+    with parallel(scaled, mode="folded") as fast:
         for scaled.step in range(40):
             x = torch.randn(2, 8)
             torch.testing.assert_close(fast(x), scaled(x))
@@ -254,7 +254,7 @@ def test_an_attribute_that_changes_before_every_call_does_not_cost_a_preparation
 
 def test_new_shapes_dtypes_and_scalars_are_signatures_of_their_own():
     branches = [lambda x, k: x * k, lambda x, k: x + k]
-    with parallel(branches, mode="batched") as fast:
+    with parallel(branches, mode="folded") as fast:
         for x in (torch.ones(2), torch.ones(3), torch.ones(2, dtype=torch.float64)):
             for k in (2, 3, 2.0):
                 a, b = fast((x, k), (x, k))
@@ -291,7 +291,7 @@ def test_branches_that_write_to_what_others_read_do_not_run_at_once():
         with parallel(branches, mode="threads") as fast:
             for _ in range(2):
                 fast(torch.ones(2, 3))
-            assert "writes" in fast.plan().reason
+            assert "writes" in fast.plan().reason.text
     own = [nn.BatchNorm1d(3), nn.BatchNorm1d(3)]
     with parallel(own, mode="threads") as fast:
         for _ in range(3):
@@ -323,7 +323,7 @@ def test_threads_finish_before_an_error_is_passed_on():
         assert done.is_set()
 
 
-@pytest.mark.parametrize("mode", ["batched", "threads"])
+@pytest.mark.parametrize("mode", ["folded", "threads"])
 def test_calls_of_several_threads_while_it_is_closed_and_changed(mode):
     branches, wrong = linears(5, 5, 5), []
     fast, done = parallel(branches, mode=mode, max_graphs=2), threading.Event()
@@ -395,12 +395,12 @@ def test_wrong_use_is_said():
 # --- right or refused -----------------------------------------------------------------------------
 
 
-def refused(branches, *inputs, mode="batched"):
+def refused(branches, *inputs, mode="folded"):
     fast = parallel(branches, mode=mode)
     fast(*inputs)
     plan = fast.plan()
     assert plan.chosen == "serial"
-    return plan.reason
+    return plan.reason.text
 
 
 def test_impure_branches_run_serially_with_the_reason():
@@ -446,20 +446,20 @@ def test_a_module_with_state_in_python_is_not_run_more_often_than_called():
 
 
 def test_lazy_modules_settle_and_are_prepared():
-    fast = parallel([nn.LazyLinear(4), nn.LazyLinear(4)], mode="batched")
+    fast = parallel([nn.LazyLinear(4), nn.LazyLinear(4)], mode="folded")
     x = torch.randn(2, 8)
     first = fast(x)
     same(fast(x), first)
     same(fast(x), first)
-    assert fast.plan().chosen == "batched"
+    assert fast.plan().chosen == "folded"
 
 
 def test_changed_weights_are_seen_however_they_change():
     branches = linears(6, 6, 6)
     x = torch.randn(2, 8)
-    with parallel(branches, mode="batched") as fast:
+    with parallel(branches, mode="folded") as fast:
         same(fast(x), serial(branches, x))
-        assert fast.plan().chosen == "batched"
+        assert fast.plan().chosen == "folded"
         changes = [
             lambda: branches[1][0].weight.mul_(2),
             lambda: branches[1][0].weight.data.mul_(0.5),
@@ -475,7 +475,7 @@ def test_changed_weights_are_seen_however_they_change():
             same(fast(x), serial(branches, x))
             same(fast(x), serial(branches, x))
     optimizer_branches = linears(5, 5)
-    with parallel(optimizer_branches, mode="batched") as fast:
+    with parallel(optimizer_branches, mode="folded") as fast:
         fast(x)
         optimizer = torch.optim.SGD([p for b in optimizer_branches for p in b.parameters()], 0.1)
         with torch.enable_grad():
@@ -487,11 +487,11 @@ def test_changed_weights_are_seen_however_they_change():
 def test_moved_and_switched_modules_are_prepared_anew():
     branches = [nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.9)).eval() for _ in range(2)]
     x = torch.randn(2, 8)
-    with parallel(branches, mode="batched") as fast:
+    with parallel(branches, mode="folded") as fast:
         same(fast(x), serial(branches, x))
         branches[0].train()
         fast(x)
-        assert "random" in fast.plan().reason
+        assert "random" in fast.plan().reason.text
         branches[0].eval()
         for b in branches:
             b.double()
@@ -510,7 +510,7 @@ def test_changed_tables_and_attributes_are_seen():
 
     branches = [Lookup(2.0), Lookup(3.0)]
     x = torch.randn(24)
-    with parallel(branches, mode="batched") as fast:
+    with parallel(branches, mode="folded") as fast:
         for _ in range(2):
             same(fast(x), serial(branches, x))
         branches[0].at.copy_(torch.tensor([0, 0, 2]))
@@ -523,7 +523,7 @@ def test_inference_mode_and_its_tensors_are_welcome():
     with torch.inference_mode():
         branches = linears(5, 5)
         x = torch.randn(2, 8)
-        with parallel(branches, mode="batched") as fast:
+        with parallel(branches, mode="folded") as fast:
             same(fast(x), serial(branches, x))
             same(fast(x), serial(branches, x))
 
@@ -533,7 +533,7 @@ def test_results_lie_in_memory_as_the_loops():
     branches = [nn.Conv2d(3, 4, 3).to(memory_format=last) for _ in range(2)]
     branches += [lambda x: x[:, :, ::2].transpose(1, 2), lambda x: x[:, :, 1::2].transpose(1, 2)]
     for x in (torch.randn(2, 3, 8, 8), torch.randn(2, 3, 8, 8).to(memory_format=last)):
-        for mode in ("batched", "threads"):
+        for mode in ("folded", "threads"):
             with parallel(branches, mode=mode) as fast:
                 fast(x)
                 for a, b in zip(fast(x), serial(branches, x), strict=True):
@@ -554,7 +554,7 @@ def test_recurrent_branches_are_right_or_refused():
 def test_inputs_that_overlap_or_are_results_of_the_last_call():
     branches = linears(5, 5)
     base = torch.randn(3, 8)
-    with parallel([nn.Identity(), *branches], mode="batched") as fast:
+    with parallel([nn.Identity(), *branches], mode="folded") as fast:
         inputs = (base[:2], base[1:], base[:2])
         for _ in range(2):
             same(fast(*inputs), serial([nn.Identity(), *branches], *inputs))
@@ -575,7 +575,7 @@ def test_without_a_gpu_its_modes_are_refused_not_wrong():
 
 def test_many_shapes_keep_few_prepared_forms():
     branches = linears(5, 5)
-    with parallel(branches, mode="batched", max_graphs=4) as fast:
+    with parallel(branches, mode="folded", max_graphs=4) as fast:
         for _ in range(3):
             for rows in range(1, 11):
                 x = torch.randn(rows, 8)
@@ -592,7 +592,7 @@ def test_explain_lists_what_was_tried():
         text = fast.explain()
     assert "serial" in text
     assert "threads" in text
-    assert "batched" in text
+    assert "folded" in text
     assert "equal branches of the widest step: {0,1} {2}" in text
     assert "measured" in text
 

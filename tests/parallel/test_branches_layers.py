@@ -10,27 +10,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kilter.act.branches import convolutions, fused, prepare
-from kilter.act.branches.convolutions import PROGRAMS, SHORTEST, tile_of, with_convolutions
-from kilter.act.branches.folding import fold
-from kilter.act.branches.loop import Loop
-from kilter.act.branches.parts import Options, Parts, Workshop
-from kilter.act.branches.products import blocks, join_layers, splits_of
-from kilter.act.branches.program import (
-    Program,
-    Unit,
-    compile_units,
-    from_graph,
-    merge_single,
-    run_in_order,
-    to_compile,
+from kilter.app.bench.branch_workloads import TOKENS, Encoder, padding_mask
+from kilter.parallel import convolutions, kernels
+from kilter.parallel.candidates import (
+    CandidateBuilder,
+    CompileCache,
+    ParallelOptions,
+    Request,
+    trace_request,
 )
-from kilter.act.branches.state import State
-from kilter.act.branches.streams import AHEAD, ForkJoin
-from kilter.act.branches.tracing import Refused, trace
-from kilter.act.branches.warming import beside_each_other, like, warm
-from kilter.act.branches.workloads import TOKENS, Encoder, padding_mask
-from kilter.plan.branches import Trial
+from kilter.parallel.compilation import (
+    beside_each_other,
+    compile_units,
+    merge_single,
+    to_compile,
+    warm,
+)
+from kilter.parallel.convolutions import PROGRAMS, SHORTEST, tile_of, with_convolutions
+from kilter.parallel.find_heads import fuse
+from kilter.parallel.folding import fold
+from kilter.parallel.heads import FusedHeads
+from kilter.parallel.linear_layers import blocks, join_layers, splits_of
+from kilter.parallel.loop import SerialLoop
+from kilter.parallel.plan import Trial
+from kilter.parallel.prepare import why_needless
+from kilter.parallel.program import BranchProgram, Unit, run_in_order
+from kilter.parallel.regions import from_graph
+from kilter.parallel.streams import AHEAD, ForkJoin
+from kilter.parallel.timing import like
+from kilter.parallel.trace import WayRefused, trace
+from kilter.parallel.watched import WatchedState
+from kilter.parallel.ways import WAYS
 
 CPU = torch.device("cpu")
 
@@ -98,13 +108,13 @@ def test_joined_layers_are_the_layers(triton, before, dtype):
 def test_a_layer_of_window_heads_without_its_launches():
     encoder = Encoder(layers=1).eval()
     inputs = torch.randn(TOKENS, 1, 256), padding_mask()
-    program = fused.fuse(program_of(encoder, *inputs, products=True))
+    program = fuse(program_of(encoder, *inputs, products=True))
     assert len(program.ahead) == 1
     program = join_layers(program, triton=True)
     (found,) = program.in_line().execute(inputs, run_in_order)
     torch.testing.assert_close(found, encoder(*inputs), rtol=1e-5, atol=1e-5)
     # The scale of the queries is a number of the heads: q, k and v are one tensor.
-    heads = next(u for u in program.units() if isinstance(u.run, fused.FusedHeads))
+    heads = next(u for u in program.units() if isinstance(u.run, FusedHeads))
     assert len(set(heads.reads[:3])) == 1
     assert [h.scale for h in heads.run.heads[:2]] == pytest.approx([32**-0.5, 32**-0.5 / 4])
 
@@ -146,7 +156,7 @@ def test_branches_have_their_layers_joined_too_and_long_sums_of_few_rows_split()
             return self.second(self.first(x).relu()).relu()
 
     branches, x = nn.ModuleList(Branch() for _ in range(2)), torch.randn(20, 64)
-    plain = program_of(Loop.of(branches), x)
+    plain = program_of(SerialLoop.of(branches), x)
     assert max(len(step) for step in plain.steps) == 2
     program = join_layers(plain, triton=True)
     found = program.execute([x], run_in_order)
@@ -190,7 +200,7 @@ def test_what_work_ahead_waits_for_stays_apart():
         return encoder(front(x).sin(), mask.logical_not().logical_not()).cos()
 
     inputs = torch.randn(TOKENS, 1, 256), padding_mask()
-    program = fused.fuse(program_of(model, *inputs, products=True))
+    program = fuse(program_of(model, *inputs, products=True))
     merged = merge_single(program)
     assert len(merged.steps) <= len(program.steps)
     for (start, unit), (before, same) in zip(merged.ahead, program.ahead, strict=True):
@@ -261,11 +271,10 @@ def unit(backend, name, reads, writes):
 def test_work_ahead_of_time_is_joined_by_the_step_that_reads_it():
     backend = Remembering()
     backend.known["main"] |= {0}
-    program = Program(
+    program = BranchProgram(
         slots=9,
         inputs=(0,),
         constants=(),
-        tables=frozenset(),
         steps=(
             (unit(backend, "first", (0,), (1,)),),
             (unit(backend, "a", (1,), (2,)), unit(backend, "b", (1,), (3,))),
@@ -292,7 +301,7 @@ def test_what_is_read_ahead_of_time_lives_until_it_is_joined():
         (unit(backend, "second", (1,), (2,)),),
         (unit(backend, "third", (2, 3), (4,)),),
     )
-    program = Program(5, (0,), (), frozenset(), steps, (4,), ahead=((1, early),))
+    program = BranchProgram(5, (0,), (), steps, (4,), ahead=((1, early),))
     assert program.last_uses() == [[], [], [1, 2, 3]]
     assert replace(program, ahead=()).last_uses()[1] == [1]
 
@@ -405,24 +414,32 @@ def test_tiles_cover_a_product_without_splitting_short_sums(channels, pixels, in
     assert tile.splits == 1 or programs * tile.splits < 2 * PROGRAMS
 
 
+def builder_of(branches, *inputs, on_gpu=False):
+    """What ways are built from; on a GPU that is not there, programs are made and not run."""
+    loop, options = SerialLoop.of(branches), ParallelOptions("auto")
+    state = WatchedState(loop.branches)
+    request = Request(loop, options, (inputs, {}), state, gradients=False)
+    builder = CandidateBuilder(request, CompileCache(), trace_request(request), [])
+    if on_gpu:
+        request.device = torch.device("cuda")
+    return builder
+
+
 @pytest.mark.parametrize("faster", [True, False])
 def test_the_convolved_program_is_the_loop(monkeypatch, faster):
     towers, x = [Tower().eval(), Tower().eval()], torch.randn(1, 3, 8, 8)
-    loop, options = Loop.of(towers), Options("convolved", None, True, 20.0, 16, True)
-    state = State(loop.branches)
-    parts = Parts(loop, options, Workshop(), ((x,), {}), state, gradients=False)
-    parts.trace()
-    monkeypatch.setattr("kilter.act.branches.parts.is_faster", lambda found, device: faster)
-    monkeypatch.setattr(fused, "has_triton", lambda: True)
-    parts.on_gpu = True
+    builder = builder_of(towers, x)
+    monkeypatch.setattr("kilter.parallel.ways.convolved.is_faster", lambda found, device: faster)
+    monkeypatch.setattr(kernels, "has_triton", lambda: True)
+    way = WAYS["convolved"]
     if not faster:
-        with pytest.raises(Refused, match="nothing is faster"):
-            parts.program("convolutions")
+        with pytest.raises(WayRefused, match="nothing is faster"):
+            way.uncompiled(builder)
         return
-    found = parts.program("convolutions").execute([x], run_in_order)
+    found = way.uncompiled(builder).execute([x], run_in_order)
     right = [Trial(mode="serial", seconds=2.0), Trial(mode="convolved", seconds=1.0)]
-    for mode in ("compiled", "compiled_batched"):
-        assert "each convolution" in prepare._why_not(parts, mode, right)
+    assert "each convolution" in why_needless(WAYS["compiled"], right, builder).text
+    assert why_needless(WAYS["graph"], right, builder) is None
     for a, b in zip(found, [t for tower in towers for t in tower(x)], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -433,18 +450,17 @@ def test_the_convolved_program_is_the_loop(monkeypatch, faster):
 @pytest.mark.parametrize(
     ("fused_s", "others", "not_tried"),
     [
-        (1.0, {"graph": 3.5}, {"graph_streams", "batched", "convolved", "compiled"}),
+        (1.0, {"graph": 3.5}, {"graph_streams", "convolved", "compiled"}),
         (1.0, {"graph": 2.5}, {"convolved", "compiled"}),
         (1.0, {"graph": 2.5, "graph_streams": 0.9}, set()),
         (None, {"graph": 2.5}, set()),
     ],
 )
-def test_what_cannot_win_is_not_tried(monkeypatch, fused_s, others, not_tried):
-    monkeypatch.setattr(prepare, "_why_not_compile", lambda parts, mode: None)
+def test_what_cannot_win_is_not_tried(fused_s, others, not_tried):
     trials = [Trial(mode="serial", seconds=20.0), Trial(mode="fused", seconds=fused_s)]
     trials += [Trial(mode=mode, seconds=seconds) for mode, seconds in others.items()]
-    modes = "graph", "graph_streams", "batched", "convolved", "compiled"
-    assert {m for m in modes if prepare._why_not(None, m, trials) is not None} == not_tried
+    modes = {"graph", "graph_streams", "convolved", "compiled"} - set(others)
+    assert {m for m in modes if why_needless(WAYS[m], trials, None) is not None} == not_tried
 
 
 # --- compiled beforehand --------------------------------------------------------------------------
@@ -480,9 +496,9 @@ def test_numbers_to_compile_with_are_drawn_from_nowhere(dtype):
 
 def test_a_kernel_that_cannot_be_had_says_so():
     def broken():
-        raise Refused("no such kernel")
+        raise WayRefused("test", "no such kernel")
 
     done = []
-    with pytest.raises(Refused, match="no such kernel"):
+    with pytest.raises(WayRefused, match="no such kernel"):
         beside_each_other([broken, lambda: done.append(1)], CPU, lambda: done.append(2))
     assert sorted(done) == [1, 2]

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kilter.core.errors import PlanError
-from kilter.plan.branches import (
+from kilter.core.reasons import Reason
+from kilter.parallel.plan import (
     Trial,
     assign_lanes,
     choose,
@@ -69,7 +70,8 @@ def test_lane_counts_end_with_one_for_each():
 
 
 def trial(mode, ms, streams=1, refused=None):
-    return Trial(mode=mode, streams=streams, seconds=ms and ms * 1e-3, refused=refused)
+    why = None if refused is None else Reason("test", mode, refused)
+    return Trial(mode=mode, streams=streams, seconds=ms and ms * 1e-3, refused=why)
 
 
 def test_the_fastest_right_way_is_chosen():
@@ -82,7 +84,7 @@ def test_the_fastest_right_way_is_chosen():
         ]
     )
     assert (chosen.mode, chosen.streams) == ("compiled", 4)
-    assert "20.00x" in reason
+    assert "20.00x" in reason.text
 
 
 def test_forking_must_earn_its_streams():
@@ -90,14 +92,39 @@ def test_forking_must_earn_its_streams():
         [trial("serial", 20), trial("graph", 5), trial("graph_streams", 4.9, 4)]
     )
     assert chosen.mode == "graph"
-    assert "less than 3%" in reason
+    assert "less than 3%" in reason.text
 
 
 def test_serial_stands_when_nothing_is_faster_or_right():
     assert choose([trial("serial", 1), trial("threads", 2)])[0].mode == "serial"
     chosen, reason = choose([trial("serial", 1), trial("graph", None, 1, "draws random numbers")])
     assert chosen.mode == "serial"
-    assert reason == "draws random numbers"
+    assert reason == Reason("test", "graph", "draws random numbers")
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.1, 10.0), st.integers(1, 4), st.booleans()), min_size=1, max_size=12
+    )
+)
+def test_whoever_tries_one_after_the_other_keeps_only_the_chosen_one(ways):
+    """After each trial the choice is the one before, or the new trial."""
+    trials = [trial("serial", 5)]
+    chosen = trials[0]
+    for ms, streams, refused in ways:
+        trials.append(trial("way", ms, streams, "not right" if refused else None))
+        now, _ = choose(trials)
+        assert now is chosen or now is trials[-1] or now is trials[0]
+        if now is trials[0]:
+            assert chosen is trials[0]
+        chosen = now
+
+
+def test_reasons_of_several_refusals_are_joined_and_one_stays_itself():
+    refusals = [trial("graph", None, 1, "b"), trial("streams", None, 1, "a")]
+    assert choose([trial("serial", 1), *refusals])[1] == Reason("all_refused", "", "a; b")
+    assert choose([trial("serial", 1), refusals[0]])[1] == refusals[0].refused
+    assert choose([trial("serial", 1)])[1].code == "nothing_tried"
 
 
 def test_the_first_trial_must_be_serial():

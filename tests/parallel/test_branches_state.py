@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from kilter.act.branches import parallel
-from kilter.act.branches.loop import Loop, assembler, signature, why_serial
-from kilter.act.branches.numerics import tf32_allowed
-from kilter.act.branches.state import State
 from kilter.core.errors import UsageError
+from kilter.parallel import parallel
+from kilter.parallel.checks import tf32_allowed
+from kilter.parallel.loop import SerialLoop, assembler, signature, why_serial
+from kilter.parallel.watched import WatchedState
 
 SCALE = 2.0
 
@@ -59,9 +59,9 @@ CHANGES = {
 @pytest.mark.parametrize("versions", [True, False])
 def test_changes_are_noticed(monkeypatch, change, versions):
     if not versions:  # a framework that keeps none
-        monkeypatch.setattr("kilter.act.branches.state.dict_version", None)
+        monkeypatch.setattr("kilter.parallel.watched.dict_version", None)
     module = Scaled()
-    state = State([module])
+    state = WatchedState([module])
     state.watch_values([module.at])
     assert state.changed() is None
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_changes_are_noticed(monkeypatch, change, versions):
 
 def test_what_changes_nothing_is_no_change():
     module = Scaled()
-    state = State([module])
+    state = WatchedState([module])
     with torch.no_grad():
         module.inner[0].weight.mul_(2)
     module.load_state_dict(Scaled().state_dict())
@@ -89,18 +89,18 @@ def test_functions_are_watched_through_globals_closures_and_partials(monkeypatch
     def function(x, extra=held):
         return layer(extra[0](x)) * SCALE
 
-    state = State([functools.partial(function, extra=held)])
+    state = WatchedState([functools.partial(function, extra=held)])
     assert len(state.modules) == 2
     monkeypatch.setitem(globals(), "SCALE", 3.0)
     assert "SCALE" in state.changed()
-    state = State([function])
+    state = WatchedState([function])
     layer = nn.Linear(2, 2)
     assert "captured" in state.changed()
 
 
 def test_freezing_counts_only_where_gradients_do():
     module = Scaled()
-    plain, training = State([module]), State([module])
+    plain, training = WatchedState([module]), WatchedState([module])
     training.watch_gradients()
     module.inner[0].weight.requires_grad_(False)
     assert plain.changed() is None
@@ -154,17 +154,17 @@ def test_what_stands_in_the_way_is_said():
         pass
 
     assert why_serial([x, 1, None], [x]) is None
-    assert "subclass" in why_serial([x.as_subclass(Other)], [])
-    assert "object" in why_serial([object()], [])
+    assert "subclass" in why_serial([x.as_subclass(Other)], []).text
+    assert "object" in why_serial([object()], []).text
     with torch.device("cpu"):
-        assert "mode" in why_serial([x], [x])
+        assert "mode" in why_serial([x], [x]).text
 
 
 @pytest.mark.parametrize("register", ["forward_pre_hook", "forward_hook", "full_backward_hook"])
 def test_hooks_for_all_modules_are_called_by_the_loop(register):
     """A replay calls no modules; so while such a hook is there, the loop runs."""
     module, seen = torch.nn.Linear(3, 3), []
-    fast = parallel([module, torch.neg], mode="batched")
+    fast = parallel([module, torch.neg], mode="folded")
     x = torch.ones(2, 3)
     with torch.no_grad():
         fast(x)
@@ -207,15 +207,15 @@ def test_results_are_assembled_as_the_loop_returns_them(made):
 
 
 def test_a_loop_is_a_list_or_one_callable():
-    assert Loop.of([abs, abs])(-1) == (1, 1)
-    assert Loop.of([abs, max])(-1, (2, 3)) == (1, 3)
-    assert Loop.of(abs)(-2) == 2
-    assert Loop.of(nn.ModuleList([nn.Identity(), nn.Identity()]))(3) == (3, 3)
+    assert SerialLoop.of([abs, abs])(-1) == (1, 1)
+    assert SerialLoop.of([abs, max])(-1, (2, 3)) == (1, 3)
+    assert SerialLoop.of(abs)(-2) == 2
+    assert SerialLoop.of(nn.ModuleList([nn.Identity(), nn.Identity()]))(3) == (3, 3)
 
     class Summed(nn.ModuleList):
         def forward(self, x):
             return sum(part(x) for part in self)
 
-    assert Loop.of(Summed([nn.Identity(), nn.Identity()]))(3) == 6
+    assert SerialLoop.of(Summed([nn.Identity(), nn.Identity()]))(3) == 6
     with pytest.raises(UsageError, match="2 branches take 2 inputs"):
-        Loop.of([abs, abs])(1, 2, 3)
+        SerialLoop.of([abs, abs])(1, 2, 3)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from kilter.act.branches import parallel
-from kilter.act.branches.training import differentiable
+from kilter.parallel import parallel
+from kilter.parallel.training import differentiable
 
-MODES = ("auto", "threads", "batched")
+MODES = ("auto", "threads", "folded")
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_outputs_and_gradients_are_the_loops(mode, of_input):
         assert {t.mode for t in plan.trials if t.refused is None} >= {"serial", "threads"}
 
 
-def test_training_with_stacked_branches_ends_where_the_loop_ends():
+def test_training_with_folded_branches_ends_where_the_loop_ends():
     ours = linears(6, 6, 6)
     theirs = copy.deepcopy(ours)
 
@@ -72,9 +72,9 @@ def test_training_with_stacked_branches_ends_where_the_loop_ends():
             sum(y.pow(2).mean() for y in call(x)).backward()
             optimizer.step()
 
-    with parallel(ours, mode="batched") as fast:
+    with parallel(ours, mode="folded") as fast:
         train(ours, fast)
-        assert fast.plan().chosen == "batched", fast.explain()
+        assert fast.plan().chosen == "folded", fast.explain()
     train(theirs, loop(theirs))
     for a, b in zip(ours, theirs, strict=True):
         for p, q in zip(a.parameters(), b.parameters(), strict=True):
@@ -84,7 +84,7 @@ def test_training_with_stacked_branches_ends_where_the_loop_ends():
 def test_with_and_without_gradients_are_signatures_of_their_own():
     branches = linears(5, 5)
     x = torch.randn(2, 8)
-    with parallel(branches, mode="batched") as fast:
+    with parallel(branches, mode="folded") as fast:
         for _ in range(2):
             assert all(y.requires_grad for y in fast(x))
             with torch.no_grad():
@@ -94,7 +94,7 @@ def test_with_and_without_gradients_are_signatures_of_their_own():
 def test_frozen_and_thawed_weights_are_seen():
     branches = linears(5, 5)
     x = torch.randn(2, 8)
-    with parallel(branches, mode="batched") as fast:
+    with parallel(branches, mode="folded") as fast:
         same(gradients(branches, fast, x), gradients(branches, loop(branches), x))
         for on in (False, True):
             branches[0][0].weight.requires_grad_(on)
@@ -131,27 +131,27 @@ class _Teacher(nn.Module):
 def test_a_gradient_that_is_not_that_of_the_operations_leaves_the_loop(way):
     branches = [_Teacher(way), _Teacher(way)]
     x = torch.randn(2, 8, requires_grad=True)
-    with parallel(branches, mode="batched") as fast:
+    with parallel(branches, mode="folded") as fast:
         for _ in range(2):
             same(gradients(branches, fast, x), gradients(branches, loop(branches), x))
         assert fast.plan().chosen == "serial"
-        assert "autograd" in fast.plan().reason
+        assert "autograd" in fast.plan().reason.text
 
 
 def test_hooks_on_gradients_leave_the_loop_and_run_once():
     branches = linears(5, 5)
     calls = []
     branches[0].register_full_backward_hook(lambda *_: calls.append("module"))
-    with parallel(branches, mode="batched") as fast:
+    with parallel(branches, mode="folded") as fast:
         sum(y.sum() for y in fast(torch.randn(2, 8, requires_grad=True))).backward()
         assert calls == ["module"]
-        assert "hook" in fast.plan().reason
+        assert "hook" in fast.plan().reason.text
     plain = linears(5, 5)
     plain[0][0].weight.register_hook(lambda g: calls.append("weight"))
-    with parallel(plain, mode="batched") as fast:
+    with parallel(plain, mode="folded") as fast:
         sum(y.sum() for y in fast(torch.randn(2, 8))).backward()
         assert calls == ["module", "weight"]
-        assert "hook" in fast.plan().reason
+        assert "hook" in fast.plan().reason.text
 
 
 def test_a_mode_without_gradients_says_so():
@@ -167,7 +167,7 @@ def test_a_mode_without_gradients_says_so():
 def test_results_without_a_gradient_come_back_as_they_are():
     branches = [lambda x: x.argmax(-1), lambda x: x * 2]
     x = torch.randn(2, 8, requires_grad=True)
-    with parallel(branches, mode="batched") as fast:
+    with parallel(branches, mode="folded") as fast:
         for _ in range(2):
             index, y = fast(x)
             assert torch.equal(index, x.argmax(-1))

@@ -1,7 +1,7 @@
 """`parallel(branches)`: the branches of a list or a module run together, with the same numbers.
 
-For each input signature the ways of running are tried once (`prepare`). A later call finds what was
-prepared by its signature, launches it, and judges while the device works whether it still holds.
+For each input signature the ways of running are tried once (`prepare`). A later call finds by its
+signature what was prepared, launches it, and checks while the device works whether it still holds.
 """
 
 from __future__ import annotations
@@ -9,49 +9,50 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
-from kilter.act.branches.capture import pool_bytes
-from kilter.act.branches.loop import TENSORS, Arguments, Branches, Loop, signature, why_serial
-from kilter.act.branches.parts import Options, Parts, Workshop
-from kilter.act.branches.prepare import MODES, Prepared, prepare, serial_plan
-from kilter.act.branches.state import State, held_by_several, needs_grad, versions
 from kilter.core.errors import UsageError
-from kilter.plan.branches import BranchPlan, describe
+from kilter.core.reasons import Reason
+from kilter.parallel.candidates import CompileCache, ParallelOptions, Request
+from kilter.parallel.loop import TENSORS, Arguments, Branches, SerialLoop, signature, why_serial
+from kilter.parallel.plan import BranchPlan, describe
+from kilter.parallel.prepare import Prepared, prepare, serial_plan
+from kilter.parallel.torch_private import pytree
+from kilter.parallel.watched import WatchedState, held_by_several, needs_grad, versions
+from kilter.parallel.ways import MODES, WAYS
 
 READMIT = 8
-"""Calls that a signature whose graph was evicted runs serially before it is captured again, so
-that more signatures than graphs do not spend their time on captures."""
-RESTLESS = 3
-"""Calls that change their own modules before such a signature is left to the serial loop."""
-PATIENCE = 4
-"""Preparations that may wait to serve their first call at once; while there are more, only every
-2nd to the power of their number of the calls that would be prepared is. A number that is another
-one at every call must not cost a preparation each."""
+"""Serial calls of a signature whose graph was evicted, before the graph is captured again. Without
+them, more signatures than graphs would spend their time on captures."""
+SELF_CHANGES = 3
+"""Calls that change their own modules, before such a signature is left to the serial loop."""
+UNSERVED = 4
+"""Preparations that may have served no call yet. While there are n of them or more, only one in 2^n
+of the calls that need a preparation gets one: a number that differs in every call must not cost a
+preparation each time."""
 
 
 class Parallel:
-    """Branches made to run together. Made by `parallel`; call it like the module it was made of.
+    """Branches that run together. Made by `parallel`; called like the module it was made of.
 
     `with fast: ...` or `close()` ends its threads and gives its graphs' memory back.
     """
 
-    def __init__(self, loop: Loop, options: Options) -> None:
+    def __init__(self, loop: SerialLoop, options: ParallelOptions) -> None:
         self.loop, self.options = loop, options
-        self._workshop = Workshop()
+        self._cache = CompileCache()
         self._prepared: OrderedDict[Hashable, Prepared] = OrderedDict()
         self._last: Prepared | None = None
-        self._fallback: str | None = None
+        self._fallback: Reason | None = None
         self._preparing = threading.RLock()
-        self._state: State | None = None
-        self._restless = 0
+        self._state: WatchedState | None = None
+        self._self_changes = 0
         self._unserved = self._waited = 0
-        """Preparations that have served no call, and calls that waited for that."""
+        """Preparations that have served no call, and calls that had to wait for one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, or what was saved and loaded, is prepared anew."""
@@ -70,7 +71,7 @@ class Parallel:
             tensors = [x for x in leaves if isinstance(x, Tensor)]
         state = self._state
         if state is None:
-            state = self._state = State(self.loop.branches)
+            state = self._state = WatchedState(self.loop.branches)
         self._fallback = why_serial(leaves, tensors)
         if self._fallback is not None:
             return self.loop(*inputs, **named)
@@ -85,7 +86,7 @@ class Parallel:
             if found.absent > READMIT and found.state.changed() is None:
                 return self._prepare(key, (inputs, named), records, known=found.plan)
         self._last = found
-        # Launched first and judged after: the check runs on the host while the device works.
+        # Launched first and checked after: the check runs on the host while the device works.
         results = None if found.run is None else found.run(tensors)
         if found.state.changed() is not None:
             self._forget()
@@ -99,11 +100,12 @@ class Parallel:
     # --- preparing --------------------------------------------------------------------------------
 
     def _first(self, key: Hashable, arguments: Arguments, records: bool) -> Any:
-        """A call that nothing is prepared for."""
-        if self._unserved >= PATIENCE:
+        """A call for which nothing is prepared."""
+        if self._unserved >= UNSERVED:
             self._waited += 1
             if self._waited < 2 ** min(self._unserved, 30):
-                self._fallback = f"the last {self._unserved} forms prepared have served no call yet"
+                text = f"the last {self._unserved} forms prepared have served no call yet"
+                self._fallback = Reason("unserved", str(self._unserved), text)
                 inputs, named = arguments
                 return self.loop(*inputs, **named)
         self._waited = 0
@@ -116,48 +118,48 @@ class Parallel:
         records: bool,
         known: BranchPlan | None = None,
     ) -> Any:
-        before = State(self.loop.branches)
-        # The user's own errors come from here, outside every handler of ours.
-        inputs, named = arguments
-        opaque = self.loop.is_list and self.options.mode in ("threads", "streams")
+        before = WatchedState(self.loop.branches)
+        way = WAYS.get(self.options.mode)
+        opaque = self.loop.is_list and way is not None and way.calls_branches
         shared = held_by_several(self.loop.branches) if opaque else []
         shared += [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
         written = versions(shared)
+        # The user's own errors come from here, outside every handler of ours.
+        inputs, named = arguments
         results = self.loop(*inputs, **named)
         if opaque and versions(shared) != written:
-            reason = "a branch writes to an input, or to a tensor that another branch holds too"
-            self._last = self._prepared[key] = Prepared(serial_plan(reason), State([]))
+            text = "a branch writes to an input, or to a tensor that another branch holds too"
+            self._leave_serial(key, Reason("writes", "", text))
             return results
         changes = None if opaque else before.changed()
-        if changes is not None:  # lazily made weights, a cache, a counter
-            self._restless += 1
+        if changes is not None:  # weights that are made lazily, a cache, a counter
+            self._self_changes += 1
             self._state = None
-            self._fallback = f"the call itself changes something: {changes}"
-            if self._restless >= RESTLESS:
-                self._last = Prepared(serial_plan(self._fallback), State([]))
-                self._prepared[key] = self._last
+            text = f"the call itself changes something: {changes}"
+            self._fallback = Reason("changes_itself", "", text)
+            if self._self_changes >= SELF_CHANGES:
+                self._leave_serial(key, self._fallback)
             return results
         with self._preparing, torch.inference_mode(False), torch.no_grad():
-            self._state = State(self.loop.branches)
-            state = State([]) if opaque else self._state
+            self._state = WatchedState(self.loop.branches)
+            state = WatchedState([]) if opaque else self._state
             if records:
                 state.watch_gradients()
-            parts = Parts(
-                self.loop, self.options, self._workshop, arguments, state, gradients=records
-            )
-            if parts.on_gpu:
-                with torch.cuda.device(parts.device):
-                    prepared = prepare(parts, results, known)
-            else:
-                prepared = prepare(parts, results, known)
+            request = Request(self.loop, self.options, arguments, state, gradients=records)
+            with torch.cuda.device(request.device) if request.on_gpu else nullcontext():
+                prepared = prepare(request, self._cache, results, known)
             self._prepared.pop(key, None)
             self._prepared[key] = self._last = prepared
             self._unserved += 1
             self._evict()
         return results
 
+    def _leave_serial(self, key: Hashable, reason: Reason) -> None:
+        """Run the calls of a signature as written from now on."""
+        self._last = self._prepared[key] = Prepared(serial_plan(reason), WatchedState([]))
+
     def _evict(self) -> None:
-        """Keep at most `max_graphs` prepared forms, and the decisions of some more."""
+        """Keep at most `max_graphs` prepared forms, and the decisions for 16 times as many."""
         most = self.options.max_graphs
         ready = [p for p in list(self._prepared.values()) if p.run is not None]
         for prepared in ready[: max(0, len(ready) - most)]:
@@ -171,17 +173,18 @@ class Parallel:
             while self._prepared:
                 _, prepared = self._prepared.popitem()
                 prepared.give_up()
+        self._cache.pool = None  # without graphs it takes no more captures
 
-    # --- looking ----------------------------------------------------------------------------------
+    # --- inspection -------------------------------------------------------------------------------
 
     def plan(self) -> BranchPlan | None:
-        """What was decided for the signature called last; None before the first call."""
+        """The decision for the signature called last; None before the first call."""
         return None if self._last is None else self._last.plan
 
     def explain(self) -> str:
-        """Groups, streams, every way that was tried with its time, and why this one was chosen."""
+        """Groups, streams, every way that was tried with its time, and why one was chosen."""
         if self._fallback is not None:
-            return f"the last call ran serially: {self._fallback}"
+            return f"the last call ran serially: {self._fallback.text}"
         plan = self.plan()
         if plan is None:
             return "not called yet: ways of running are tried at the first call"
@@ -189,8 +192,8 @@ class Parallel:
 
     def memory_bytes(self) -> int:
         """Device memory that the graphs hold now."""
-        pool = self._workshop.pool
-        return 0 if pool is None else pool_bytes(pool)
+        pool = self._cache.pool
+        return 0 if pool is None else pool.bytes()
 
     def close(self) -> None:
         """End the threads and give the graphs' memory back; the next call prepares anew."""
@@ -218,13 +221,12 @@ def parallel(
 
     `branches`: a list of modules or callables, or one module whose branches are found by tracing.
     A list is called with one input for each branch (a tuple is several arguments), or with one
-    input for all of them, arguments by name are for all, and returns a tuple in the same order.
-    `mode`: `auto` tries what there is
-    and keeps the fastest right one; any other mode is used if it is right, else serial. `compile`:
-    whether `auto` may use `torch.compile`; for each signature it starts nothing that would
-    not be ready within about `prepare_budget_s`. `max_graphs`: signatures whose graphs are kept.
-    `fold`: whether constant tables and data movement are simplified. Raises `UsageError`; what the
-    branches raise is raised.
+    input for all of them. Arguments by name are for all branches. It returns a tuple in the order
+    of the list. `mode`: `auto` tries the ways that there are and keeps the fastest right one; any
+    other way is used if it is right, else the serial loop. `compile`: whether `auto` may use
+    `torch.compile`; for each signature it starts nothing that would not be ready within about
+    `prepare_budget_s`. `max_graphs`: signatures whose graphs are kept. `fold`: whether constant
+    tables and data movement are simplified. Raises `UsageError`; what the branches raise is raised.
     """
     if mode not in MODES:
         raise UsageError(f"mode {mode!r} is not one of {', '.join(MODES)}")
@@ -232,7 +234,7 @@ def parallel(
         raise UsageError(f"max_graphs={max_graphs} must be at least 1")
     if streams is not None and streams < 1:
         raise UsageError(f"streams={streams} must be at least 1")
-    options = Options(
+    options = ParallelOptions(
         mode=mode,
         streams=streams,
         compile=compile,
@@ -240,4 +242,4 @@ def parallel(
         max_graphs=max_graphs,
         fold=fold,
     )
-    return Parallel(Loop.of(branches), options)
+    return Parallel(SerialLoop.of(branches), options)

@@ -1,142 +1,82 @@
-"""Everything the ways of running one input signature are built from: its trace, its programs, its
-graphs. What becomes of them is decided in `prepare`.
+"""Everything that the ways of running one input signature are built from: the request, its trace,
+the programs made of the trace, and what several signatures share. `prepare` decides between them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from kilter.act.branches import fused, native, numerics, training
-from kilter.act.branches.capture import Captured, Turns, pool_bytes
-from kilter.act.branches.convolutions import Convolution, is_faster, with_convolutions
-from kilter.act.branches.folding import check_devices, fold
-from kilter.act.branches.loop import Arguments, Loop
-from kilter.act.branches.products import join_layers
-from kilter.act.branches.program import (
-    Program,
-    Run,
-    RunStep,
-    compile_units,
-    from_callables,
-    from_graph,
-    laid_like,
-    merge_single,
-    run_in_order,
-    stack_equal,
-)
-from kilter.act.branches.state import State
-from kilter.act.branches.streams import Cuda, ForkJoin
-from kilter.act.branches.threads import Threads
-from kilter.act.branches.timing import median_seconds, unit_seconds
-from kilter.act.branches.tracing import (
-    TRACE_ERRORS,
-    Refused,
-    Trace,
-    reason_of,
-    trace,
-    without_collecting,
-)
-from kilter.act.branches.warming import warm
-from kilter.plan.branches import Trial, assign_lanes
+from kilter.core.reasons import Reason
+from kilter.parallel import checks, training
+from kilter.parallel.capture import Captured, GraphPool, Turns
+from kilter.parallel.compilation import warm
+from kilter.parallel.folding import check_devices, fold
+from kilter.parallel.loop import Arguments, SerialLoop
+from kilter.parallel.plan import assign_lanes
+from kilter.parallel.program import BranchProgram, Run, RunStep, from_callables, laid_like
+from kilter.parallel.regions import from_graph
+from kilter.parallel.timing import median_seconds, unit_seconds
+from kilter.parallel.torch_private import has_backward_hooks, has_gradient_hooks, pytree
+from kilter.parallel.trace import TRACE_ERRORS, Trace, WayRefused, reason_of, tensor_of, trace
+from kilter.parallel.watched import WatchedState
 
-TRAINING_ON_GPU = ("graph", "graph_streams", "batched")
-DIFFERENTIABLE = ("threads", "streams", *TRAINING_ON_GPU)
-UNCOMPILED = {
-    "compiled": "layers",
-    "compiled_batched": "batched",
-    "convolved": "convolutions",
-    "fused": "joined",
-}
-"""The programs that these modes compile: branches with joined linear layers, stacked branches,
-branches whose convolutions are by a kernel too, and fused heads with both."""
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kilter.parallel.ways.way import Way
 
 UNIT_S = 2.5
-"""First guess at the time to compile one piece: seven took 18 s on a fresh machine with an H200."""
+"""First estimate of the time to compile one piece: seven took 18 s on a machine with an H200."""
 
 
 @dataclass(frozen=True)
-class Options:
+class ParallelOptions:
     """What `parallel` was asked for."""
 
     mode: str
-    streams: int | None
-    compile: bool
-    prepare_budget_s: float
-    max_graphs: int
-    fold: bool
+    streams: int | None = None
+    compile: bool = True
+    prepare_budget_s: float = 20.0
+    max_graphs: int = 16
+    fold: bool = True
+
+    @property
+    def auto(self) -> bool:
+        return self.mode == "auto"
 
 
-@dataclass
-class Workshop:
-    """What the signatures of one `Parallel` share."""
-
-    compiled: dict[Hashable, Run] = field(default_factory=dict)
-    warm: set[Hashable] = field(default_factory=set)
-    """Pieces whose kernels are compiled."""
-    compile_s: float = 0.0
-    faster: dict[Hashable, bool] = field(default_factory=dict)
-    """Whether the kernel is the faster way for a convolution."""
-    pool: Any = None
-    turns: Turns = field(default_factory=Turns)
-
-
-class Parts:
-    """Everything the candidates of one signature are built from."""
+class Request:
+    """One call of the loop that is to be made ready, with its arguments."""
 
     def __init__(
         self,
-        loop: Loop,
-        options: Options,
-        workshop: Workshop,
+        loop: SerialLoop,
+        options: ParallelOptions,
         arguments: Arguments,
-        state: State,
+        state: WatchedState,
         *,
         gradients: bool,
     ) -> None:
         self.began = time.perf_counter()
-        self.loop, self.options, self.workshop = loop, options, workshop
-        self.arguments, self.state, self.gradients = arguments, state, gradients
+        self.loop, self.options, self.arguments = loop, options, arguments
+        self.state, self.gradients = state, gradients
         self.tensors = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
         self.device = _device(self.tensors, state)
-        self.on_gpu = self.device.type == "cuda"
-        self.opaque = loop.is_list and options.mode in ("threads", "streams")
-        """Callables that are only called, once each, may do whatever they like."""
-        self.traced: Trace | None = None
-        self.untraceable: str | None = None
-        self.weights: list[Tensor] = []
-        """Those the trace reads and autograd wants gradients for."""
-        self.strides: list[tuple[int, ...]] = []
-        """How the loop's results lie in memory."""
-        self.trial_bytes: int | None = None
-        self.all_by_kernel = False
-        """Every convolution was the faster one by the kernel."""
-        self._programs: dict[str, Program | Refused] = {}
-        self._seconds: dict[str, dict[Hashable, float]] = {}
 
-    def has_convolutions(self) -> bool:
-        if self.traced is None or not self.on_gpu or torch.are_deterministic_algorithms_enabled():
-            return False
-        return any("convolution" in str(n.target) for n in self.unfolded.graph.nodes)
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.device.type == "cuda")
 
-    def affordable(self) -> int | None:
-        """How many pieces can be compiled in the time that is left, judged by those done."""
-        if self.options.mode != "auto":
-            return None
-        done = len(self.workshop.compiled)
-        each = self.workshop.compile_s / done if done else UNIT_S
-        left = self.options.prepare_budget_s - (time.perf_counter() - self.began)
-        return max(0, int(left / each))
-
-    # --- running, to compare and to time ----------------------------------------------------------
+    def spent_s(self) -> float:
+        return time.perf_counter() - self.began
 
     def run_loop(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The serial loop, from tensors to tensors."""
@@ -151,260 +91,89 @@ class Parts:
         """The inputs as leaves: gradients end here, and not in the user's graph behind them."""
         return [t.detach().requires_grad_(t.requires_grad) for t in self.tensors]
 
-    def with_gradients(self, run: Run, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Outputs and gradients."""
-        return numerics.gradients(run, self.examples(), weights)
-
-    def results(self, run: Run) -> list[Tensor]:
+    def results(self, run: Run, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs of a call, in training also the gradients of inputs and weights."""
         if self.gradients:
-            return self.with_gradients(run, self.weights)
+            return checks.gradients(run, self.examples(), weights)
         return list(run(self.tensors))
 
-    def seconds_of(self, run: Run) -> float:
-        return median_seconds(lambda: self.results(run), self.device)
 
-    # --- programs ---------------------------------------------------------------------------------
-
-    def program(self, mode: str) -> Program:
-        """The program that a mode runs; `Refused` if it has none."""
-        if mode not in self._programs:
-            try:
-                with without_collecting():
-                    self._programs[mode] = self._make(mode)
-            except (Refused, *TRACE_ERRORS) as error:
-                self._programs[mode] = Refused(reason_of(error))
-        found = self._programs[mode]
-        if isinstance(found, Refused):
-            raise found
-        return found
-
-    def _make(self, mode: str) -> Program:
-        if mode in ("threads", "streams") and self.loop.is_list:
-            if len(self.loop.branches) == 1:
-                raise Refused("there is only one branch")
-            return self._callables()
-        if self.traced is None:
-            raise Refused(self.untraceable or "not traced")
-        if mode == "batched":
-            return stack_equal(self.program("graph_streams"))
-        if mode == "layers":
-            plain = self.program("graph_streams")
-            triton = self.on_gpu and fused.has_triton()
-            return join_layers(plain, triton=True, split=False) if triton else plain
-        if mode == "convolutions":
-            if not self.on_gpu or not fused.has_triton():
-                raise Refused("needs a CUDA device and Triton")
-            joined = join_layers(self.program("graph_streams"), triton=True)
-            made = self._with_convolutions(joined)
-            if [u.key for u in made.units()] == [u.key for u in self.program("layers").units()]:
-                raise Refused("nothing is faster by the kernels")
-            return made
-        if mode == "heads":
-            fold(self.unfolded, self.device, products=True)
-            return fused.fuse(from_graph(self.unfolded).with_weights(Tensor.detach))
-        if mode == "joined":
-            joined = join_layers(self.program("heads"), triton=fused.has_triton())
-            made = self._with_convolutions(joined) if fused.has_triton() else joined
-            # Across larger pieces the compiler lays convolutions out its own way, in float32 with
-            # up to twice the difference to float64.
-            wide = any(t.dtype == torch.float32 for _, t in made.constants)
-            return made if wide and not all(numerics.tf32_allowed()) else merge_single(made)
-        if mode == "fused" and not self.on_gpu:
-            return self.program("heads")
-        if mode in UNCOMPILED:
-            return compile_units(
-                self.program(UNCOMPILED[mode]), self.workshop.compiled, self.affordable()
-            )
-        if not any(len(step) > 1 for step in self.raw.steps):
-            raise Refused("no independent branches were found")
-        return self.raw
-
-    def _with_convolutions(self, program: Program) -> Program:
-        known, asked = self.workshop.faster, set[Hashable]()
-        new = with_convolutions(program, lambda found: found.key not in known)
-        with suppress(Refused):  # each one is told below
-            warm(new, {}, {unit.key for unit in program.units()}, self.device)
-
-        def better(found: Convolution) -> bool:
-            if found.key not in known:
-                known[found.key] = is_faster(found, self.device)
-            asked.add(found.key)
-            return known[found.key]
-
-        made = with_convolutions(program, better)
-        self.all_by_kernel = bool(asked) and all(known[key] for key in asked)
-        return made
-
-    def trace(self) -> None:
-        """Trace and simplify, once; notes the reason if that would not be right."""
-        try:
-            traced = trace(self.loop, *self.arguments)
-            watched = set(self.state.tensors)
-            held: dict[int, Tensor] = {}
-            for node in traced.graph.graph.nodes:
-                if node.op != "get_attr":
-                    continue
-                tensor = getattr(traced.graph, str(node.target))
-                held[id(tensor)] = tensor
-                literal = any("lift_fresh" in str(u.target) for u in node.users)
-                if id(tensor) not in watched and not literal:
-                    raise Refused("reads a tensor that is held where its replacement goes unseen")
-            if self.gradients:
-                self._check_gradients(traced)
-                self.weights = [t for t in held.values() if t.requires_grad]
-            self.unfolded = _copy(traced.graph)
-            sources: list[Tensor] = []
-            if self.options.fold:
-                sources = fold(traced.graph, self.device, movements=not self.gradients)
-            check_devices(traced.graph, self.device)
-            self.raw = from_graph(traced.graph)
-            if not self.gradients:
-                self.raw = self.raw.with_weights(Tensor.detach)
-            self.state.watch_values(sources)
-            self.traced = traced
-        except (Refused, *TRACE_ERRORS) as error:
-            self.untraceable = reason_of(error)
-
-    def _check_gradients(self, traced: Trace) -> None:
-        """`Refused` if the gradient of the trace is not the gradient of the code."""
-        if traced.cuts_gradient is not None:
-            raise Refused(f"takes something out of autograd at {traced.cuts_gradient}")
-        for module in self.state.modules:
-            if module._backward_hooks or module._backward_pre_hooks:
-                raise Refused("a module has backward hooks")
-        if any(t._backward_hooks for t in (*self.state.tensors.values(), *self.tensors)):
-            raise Refused("a weight or an input has gradient hooks")
-
-    def _callables(self) -> Program:
-        positions = {id(t): i for i, t in enumerate(self.tensors)}
-        splits: list[list[int]] = []
-        wrapped: list[Run] = []
-        inputs, named = self.arguments
-        for function, given in zip(self.loop.branches, self.loop.spread(inputs), strict=True):
-            flat, spec = pytree.tree_flatten((given, named))
-            at = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
-            splits.append([positions[id(flat[i])] for i in at])
-            wrapped.append(partial(_call, function, flat, spec, at))
-        return from_callables(wrapped, splits, len(self.tensors))
-
-    def lanes(self, mode: str, streams: int) -> list[tuple[tuple[int, ...], ...]]:
-        """For each step the units of each stream, longest first."""
-        program = self.program(mode)
-        if mode not in self._seconds:
-            forks = any(len(step) > 1 for step in program.steps)
-            measured = unit_seconds(program, self.tensors, self.device) if forks else {}
-            self._seconds[mode] = measured
-        seconds = self._seconds[mode]
-        return [
-            assign_lanes([seconds.get(unit.key, unit.work * 1e-6) for unit in step], streams)
-            for step in program.steps
-        ]
-
-    # --- building ---------------------------------------------------------------------------------
-
-    def build(self, trial: Trial, *, last: bool) -> tuple[Run, Callable[[], None]]:
-        """A mode made ready to run on tensors, and how to take it down again."""
-        if not trial.searched:
-            return self._build_mode(trial.mode, trial.streams, last=last)
-        # Warm-ups inside search the algorithms, the capture keeps them; then all is as it was.
-        before = torch.backends.cudnn.benchmark
-        torch.backends.cudnn.benchmark = True
-        try:
-            return self._build_mode(trial.mode, trial.streams, last=last)
-        finally:
-            torch.backends.cudnn.benchmark = before
-
-    def _build_mode(self, mode: str, streams: int, *, last: bool) -> tuple[Run, Callable[[], None]]:
-        self.trial_bytes = None
-        if not self.on_gpu and mode in ("graph", "graph_streams", "streams"):
-            raise Refused("needs a CUDA device")
-        if self.gradients and mode not in DIFFERENTIABLE:
-            raise Refused(f"{mode} has no gradients: wrap the call in torch.no_grad()")
-        if mode == "graph" and self.traced is None:
-            raise Refused(self.untraceable or "not traced")
-        if mode == "graph" and not self.gradients:
-            return self._capture(self.run_loop, last=last)
-        program = self.raw if mode == "graph" else self.program(mode)
-        if mode in UNCOMPILED and self.on_gpu:
-            warm(program, self.workshop.compiled, self.workshop.warm, self.device)
-        if mode == "threads":
-            threads = Threads(self.device, streams)
-            return self._eager(program, threads), threads.close
-        if mode == "cpp_threads":
-            runner = native.Runner(program, self.device)
-            return (lambda tensors: laid_like(runner(tensors), self.strides)), runner.close
-        if mode == "streams":
-            return self._eager(program, ForkJoin(Cuda(self.device), self.lanes(mode, streams))), (
-                _nothing
-            )
-        run_step: RunStep = run_in_order
-        if not self.on_gpu or (streams == 1 and not program.ahead):
-            program = program.in_line()
-        else:
-            run_step = ForkJoin(Cuda(self.device, capturing=True), self.lanes(mode, streams))
-        if not self.on_gpu:
-            return self._laid(program, run_step), _nothing
-        if self.gradients:
-            return self._capture_training(program, run_step, last=last)
-        return self._capture(self._laid(program, run_step), last=last)
-
-    def _laid(self, program: Program, run_step: RunStep) -> Run:
-        return lambda tensors: laid_like(program.execute(tensors, run_step), self.strides)
-
-    def _eager(self, program: Program, run_step: RunStep) -> Run:
-        """Runs callables as they are: what they return is taken apart only where it was traced."""
-
-        def run(tensors: Sequence[Tensor]) -> Sequence[Any]:
-            made = program.execute(tensors, run_step)
-            if self.traced is None:
-                return made
-            found = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
-            return laid_like(found, self.strides)
-
-        return run
-
-    def _pool(self, *, last: bool) -> Any:
-        """The shared pool for what stays, a pool of its own for what is only tried."""
-        if not last:
-            return torch.cuda.graph_pool_handle()
-        self.workshop.pool = self.workshop.pool or torch.cuda.graph_pool_handle()
-        return self.workshop.pool
-
-    def _capture(self, step: Run, *, last: bool) -> tuple[Run, Callable[[], None]]:
-        pool = self._pool(last=last)
-        turns = self.workshop.turns
-        captured = Captured(step, self.tensors, self.device, pool=pool, turns=turns)
-        self.trial_bytes = None if last else pool_bytes(pool)
-        return captured, captured.release
-
-    def _capture_training(
-        self, program: Program, run_step: RunStep, *, last: bool
-    ) -> tuple[Run, Callable[[], None]]:
-        leaves = {id(w): w.detach().requires_grad_() for w in self.weights}
-        ours = program.with_weights(lambda t: leaves.get(id(t), t))
-        pool = self._pool(last=last)
-        step = training.CapturedStep(
-            self._laid(ours, run_step),
-            self.tensors,
-            list(leaves.values()),
-            self.device,
-            pool=pool,
-            turns=self.workshop.turns,
-        )
-        self.trial_bytes = None if last else pool_bytes(pool)
-        # Its memory goes back with the last backward that may still come.
-        return training.differentiable(step, self.weights), _nothing
+def _device(tensors: Sequence[Tensor], state: WatchedState) -> torch.device:
+    for tensor in [*tensors, *state.tensors.values()]:
+        if tensor.is_cuda:
+            return tensor.device
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _call(
-    function: Run, flat: Sequence[Any], spec: pytree.TreeSpec, at: Sequence[int], *tensors: Tensor
-) -> Any:
-    """A branch on the arguments that it was prepared with, but for the tensors among them."""
-    leaves = list(flat)
-    for i, tensor in zip(at, tensors, strict=True):
-        leaves[i] = tensor
-    inputs, named = pytree.tree_unflatten(leaves, spec)
-    return function(*inputs, **named)
+# --- the trace ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TracedRequest:
+    """A request as graphs of operations."""
+
+    trace: Trace
+    unfolded: fx.GraphModule
+    """The graph as traced, over the same weights as `graph`."""
+    program: BranchProgram
+    """The folded graph, cut into branches."""
+    weights: tuple[Tensor, ...]
+    """Weights that the trace reads and that autograd wants gradients for; empty in inference."""
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The folded graph."""
+        return self.trace.graph
+
+
+def trace_request(request: Request) -> TracedRequest:
+    """Trace and simplify; `WayRefused` if the trace would not be right."""
+    inputs, named = request.arguments
+    traced = trace(request.loop, inputs, named, request.state.tensors)
+    held = _held_tensors(traced, request.state)
+    if request.gradients:
+        _check_gradients(traced, request)
+    unfolded = _copy(traced.graph)
+    if request.options.fold:
+        movements = not request.gradients
+        request.state.watch_values(fold(traced.graph, request.device, movements=movements))
+    check_devices(traced.graph, request.device)
+    program = from_graph(traced.graph)
+    if request.gradients:
+        weights = tuple(t for t in held if t.requires_grad)
+        return TracedRequest(traced, unfolded, program, weights)
+    return TracedRequest(traced, unfolded, program.with_weights(Tensor.detach), ())
+
+
+def _held_tensors(traced: Trace, state: WatchedState) -> list[Tensor]:
+    """The tensors that the trace reads beside its inputs; `WayRefused` if one could be replaced
+    unseen."""
+    held: dict[int, Tensor] = {}
+    for node in traced.graph.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        tensor = tensor_of(traced.graph, node)
+        held[id(tensor)] = tensor
+        literal = any("lift_fresh" in str(u.target) for u in node.users)
+        if id(tensor) not in state.tensors and not literal:
+            kind = f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape"
+            name = f"{kind} {list(tensor.shape)}"
+            line = traced.reads.get(id(tensor), "an unknown line")
+            text = f"reads a tensor ({name}) that could be replaced unseen, at {line}"
+            raise WayRefused("unwatched_tensor", text, name)
+    return list(held.values())
+
+
+def _check_gradients(traced: Trace, request: Request) -> None:
+    """`WayRefused` if the gradient of the trace is not the gradient of the code."""
+    line = traced.cuts_gradient
+    if line is not None:
+        text = f"takes a tensor out of autograd at {line}"
+        raise WayRefused("cuts_gradient", text, line)
+    if any(map(has_backward_hooks, request.state.modules)):
+        raise WayRefused("gradient_hooks", "a module has backward hooks")
+    if any(map(has_gradient_hooks, (*request.state.tensors.values(), *request.tensors))):
+        raise WayRefused("gradient_hooks", "a weight or an input has gradient hooks")
 
 
 def _copy(graph: fx.GraphModule) -> fx.GraphModule:
@@ -414,12 +183,229 @@ def _copy(graph: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(graph, body)
 
 
-def _device(tensors: Sequence[Tensor], state: State) -> torch.device:
-    for tensor in [*tensors, *state.tensors.values()]:
-        if tensor.is_cuda:
-            return tensor.device
-    return tensors[0].device if tensors else torch.device("cpu")
+# --- building -------------------------------------------------------------------------------------
 
 
-def _nothing() -> None:
-    pass
+@dataclass
+class CompileCache:
+    """What the signatures of one `Parallel` share."""
+
+    compiled: dict[Hashable, Run] = field(default_factory=dict)
+    warm: set[Hashable] = field(default_factory=set)
+    """Units whose kernels are compiled."""
+    compile_s: float = 0.0
+    faster: dict[Hashable, bool] = field(default_factory=dict)
+    """For each convolution whether our kernel is faster than the library."""
+    pool: GraphPool | None = None
+    """The memory that all captured graphs share."""
+    turns: Turns = field(default_factory=Turns)
+
+    def has_pool(self) -> bool:
+        """Whether the shared memory can take another graph."""
+        return self.pool is not None and len(self.pool.graphs) > 0
+
+
+@dataclass(frozen=True)
+class Built:
+    """A way that is ready to run on tensors, and how to end it."""
+
+    run: Callable[[Sequence[Tensor]], Sequence[Any] | None]
+    release: Callable[[], None] = lambda: None
+    pool: GraphPool | None = None
+    """The memory of its graphs."""
+
+
+class CandidateBuilder:
+    """Builds the ways of running one request."""
+
+    def __init__(
+        self,
+        request: Request,
+        cache: CompileCache,
+        traced: TracedRequest | Reason,
+        strides: Sequence[Sequence[int]],
+    ) -> None:
+        self.request, self.cache = request, cache
+        self.traced = traced
+        """The trace, or why there is none."""
+        self.strides = strides
+        """The strides of the loop's results."""
+        self.all_by_kernel = False
+        """Whether every convolution of the program made last was faster by our kernel."""
+        self._programs: dict[Hashable, BranchProgram | WayRefused] = {}
+        self._seconds: dict[str, dict[Hashable, float]] = {}
+
+    # --- programs ---------------------------------------------------------------------------------
+
+    def once(self, key: Hashable, make: Callable[[], BranchProgram]) -> BranchProgram:
+        """A program that is made once; also a refusal is remembered."""
+        if key not in self._programs:
+            try:
+                self._programs[key] = make()
+            except WayRefused as refused:
+                self._programs[key] = refused
+            except TRACE_ERRORS as error:
+                reason = reason_of(error)
+                self._programs[key] = WayRefused(reason.code, reason.text, reason.subject)
+        found = self._programs[key]
+        if isinstance(found, WayRefused):
+            raise found
+        return found
+
+    def program(self, way: Way) -> BranchProgram:
+        """The program that a way runs; `WayRefused` if it has none."""
+        return self.once(way.name, lambda: way.program(self))
+
+    def trace(self) -> TracedRequest:
+        """The trace; `WayRefused` where there is none."""
+        if isinstance(self.traced, Reason):
+            raise WayRefused(self.traced.code, self.traced.text, self.traced.subject)
+        return self.traced
+
+    def forked_program(self) -> BranchProgram:
+        """The traced program; `WayRefused` if it has no independent branches."""
+        program = self.trace().program
+        if not program.forks:
+            raise WayRefused("no_branches", "no independent branches were found")
+        return program
+
+    def callables(self) -> BranchProgram:
+        """The branches of a list as they are, called and not traced."""
+        request = self.request
+        if len(request.loop.branches) == 1:
+            raise WayRefused("one_branch", "there is only one branch")
+        positions = {id(t): i for i, t in enumerate(request.tensors)}
+        splits: list[list[int]] = []
+        wrapped: list[Run] = []
+        inputs, named = request.arguments
+        for function, given in zip(request.loop.branches, request.loop.spread(inputs), strict=True):
+            flat, spec = pytree.tree_flatten((given, named))
+            at = [i for i, x in enumerate(flat) if isinstance(x, Tensor)]
+            splits.append([positions[id(flat[i])] for i in at])
+            wrapped.append(partial(_call, function, flat, spec, at))
+        return from_callables(wrapped, splits, len(request.tensors))
+
+    def has_convolutions(self) -> bool:
+        """Whether the library may choose between algorithms."""
+        if isinstance(self.traced, Reason) or not self.request.on_gpu:
+            return False
+        if torch.are_deterministic_algorithms_enabled():
+            return False
+        return any("convolution" in str(n.target) for n in self.traced.unfolded.graph.nodes)
+
+    def affordable(self) -> int | None:
+        """How many pieces can be compiled in the time that is left, judged by those compiled so
+        far; None: any number."""
+        options = self.request.options
+        if not options.auto:
+            return None
+        done = len(self.cache.compiled)
+        each_s = self.cache.compile_s / done if done else UNIT_S
+        left_s = options.prepare_budget_s - self.request.spent_s()
+        return max(0, int(left_s / each_s))
+
+    def lanes(self, way: Way, streams: int) -> list[tuple[tuple[int, ...], ...]]:
+        """For each step the units of each stream, longest first."""
+        program = self.program(way)
+        if way.name not in self._seconds:
+            request = self.request
+            self._seconds[way.name] = (
+                unit_seconds(program, request.tensors, request.device) if program.forks else {}
+            )
+        seconds = self._seconds[way.name]
+        return [
+            assign_lanes([seconds.get(unit.key, unit.work * 1e-6) for unit in step], streams)
+            for step in program.steps
+        ]
+
+    # --- ways -------------------------------------------------------------------------------------
+
+    def build(self, way: Way, streams: int, *, searched: bool, pool: GraphPool | None) -> Built:
+        """A way that is ready to run. `pool`: the memory of its graphs, if it captures any."""
+        request = self.request
+        if request.device.type not in way.works_on:
+            raise WayRefused("device", "needs a CUDA device", way.name)
+        if request.gradients and not way.differentiable:
+            text = f"{way.name} has no gradients: wrap the call in torch.no_grad()"
+            raise WayRefused("no_gradients", text, way.name)
+        with _searching_algorithms(searched):
+            program = self.program(way)
+            if way.compiles and request.on_gpu:
+                warm(program, self.cache.compiled, self.cache.warm, request.device)
+            return way.build(program, self, streams, pool)
+
+    def laid(self, program: BranchProgram, run_step: RunStep) -> Run:
+        """A traced program as a call, with results that lie in memory like the loop's."""
+        return lambda tensors: laid_like(program.execute(tensors, run_step), self.strides)
+
+    def eager(self, program: BranchProgram, run_step: RunStep) -> Run:
+        """A program as a call that may return anything. The tensors are taken out of the results
+        only where the loop was traced, because only then are they put back."""
+        traced = not isinstance(self.traced, Reason)
+
+        def run(tensors: Sequence[Tensor]) -> Sequence[Any]:
+            made = program.execute(tensors, run_step)
+            if not traced:
+                return made
+            found = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
+            return laid_like(found, self.strides)
+
+        return run
+
+    def capture(self, step: Run, pool: GraphPool | None) -> Built:
+        """A call as one CUDA graph."""
+        assert pool is not None
+        captured = Captured(
+            step, self.request.tensors, self.request.device, pool=pool, turns=self.cache.turns
+        )
+        return Built(captured, captured.release, pool)
+
+    def capture_training(
+        self, program: BranchProgram, run_step: RunStep, pool: GraphPool | None
+    ) -> Built:
+        """Forward and backward of a program as two CUDA graphs."""
+        assert pool is not None
+        weights = self.trace().weights
+        leaves = {id(w): w.detach().requires_grad_() for w in weights}
+        ours = program.with_weights(lambda t: leaves.get(id(t), t))
+        step = training.CapturedStep(
+            self.laid(ours, run_step),
+            self.request.tensors,
+            list(leaves.values()),
+            self.request.device,
+            pool=pool,
+            turns=self.cache.turns,
+        )
+        # Nothing to release: the memory is freed after the last backward that may still come.
+        return Built(training.differentiable(step, weights), pool=pool)
+
+    def seconds_of(self, run: Run) -> float:
+        """Median time of a call, in training with its backward."""
+        request = self.request
+        weights = () if isinstance(self.traced, Reason) else self.traced.weights
+        return median_seconds(lambda: request.results(run, weights), request.device)
+
+
+@contextmanager
+def _searching_algorithms(on: bool) -> Iterator[None]:
+    """The library tries all algorithms of a convolution during the warm-ups inside, and a capture
+    keeps the fastest. The user's setting is restored."""
+    before = torch.backends.cudnn.benchmark
+    if on:
+        torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        if on:
+            torch.backends.cudnn.benchmark = before
+
+
+def _call(
+    function: Run, flat: Sequence[Any], spec: pytree.TreeSpec, at: Sequence[int], *tensors: Tensor
+) -> Any:
+    """A branch on the arguments that it was prepared with, with the tensors replaced."""
+    leaves = list(flat)
+    for i, tensor in zip(at, tensors, strict=True):
+        leaves[i] = tensor
+    inputs, named = pytree.tree_unflatten(leaves, spec)
+    return function(*inputs, **named)

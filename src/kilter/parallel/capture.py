@@ -1,6 +1,6 @@
 """CUDA graphs: one launch for a whole step. Inputs are copied in, outputs are copied out.
 
-The raw graph is never exposed: it reads and writes fixed addresses, so whoever replaced an input
+The raw graph is never exposed. It reads and writes fixed addresses: a caller who replaced an input
 instead of copying it, or kept an output over the next replay, would get wrong numbers silently.
 """
 
@@ -10,25 +10,27 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from kilter.act.branches.streams import Cuda
-from kilter.act.branches.tracing import without_collecting
+from kilter.parallel.streams import CudaStreams
+from kilter.parallel.torch_private import copy_together, end_allocation_to_pool, raw_stream
+from kilter.parallel.trace import without_collecting
 
 WARM_UPS = 3
 """Calls before a capture: lazy initialisation, autotuning and workspaces must not be captured."""
 
 CAPTURE_SIDE = -1
-"""The number of the side stream that captures are made on."""
+"""The number of the side stream on which graphs are captured."""
 
 _ONE_AT_A_TIME = threading.Lock()
 """The runtime allows one capture in a process at a time."""
 
 
 class Turns:
-    """Replays that share a memory pool take turns, whichever stream they are called on."""
+    """Replays that share a memory pool run one after the other, whatever streams they are on."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -37,8 +39,8 @@ class Turns:
         self._raw = -1
 
     def begin(self, device: int) -> None:
-        """The stream that is current waits for the last replay, if that was on another."""
-        raw = torch._C._cuda_getCurrentRawStream(device)
+        """The current stream waits for the last replay, if that was on another stream."""
+        raw = raw_stream(device)
         if raw != self._raw:
             self._raw, self._stream = raw, torch.cuda.current_stream(device)
             if self._done is not None:
@@ -50,20 +52,39 @@ class Turns:
         self._done.record(self._stream)
 
 
+class GraphPool:
+    """Device memory that captured graphs share, and the graphs that use it now.
+
+    Once the last graph of a pool is gone, the allocator accepts no new capture into that pool.
+    """
+
+    def __init__(self) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        self.graphs: WeakSet[Any] = WeakSet()
+
+    def bytes(self) -> int:
+        """Device memory that the pool holds."""
+        return sum(
+            int(segment["total_size"])
+            for segment in torch.cuda.memory_snapshot()
+            if tuple(segment.get("segment_pool_id", ())) == tuple(self.handle)
+        )
+
+
 def copy_all(to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Copies tensors onto others of the same shapes, all by one launch where dtypes agree: at the
-    size of a step's inputs a launch of its own costs the host more than the device."""
+    """Copy tensors onto others of the same shapes, by one launch where the dtypes agree: a launch
+    for each of a step's inputs costs the host more time than the device."""
     if len(to) == 1:
         to[0].copy_(given[0])
     elif to:
-        torch._foreach_copy_(to, given)
+        copy_together(to, given)
 
 
 @contextmanager
-def _clean(device: torch.device, pool: Any) -> Iterator[None]:
-    """No garbage collection inside (it may free another graph, which breaks a capture); and after
-    a failure the random generator and the allocator, which the framework leaves in the middle of
-    it, are brought back."""
+def _clean(device: torch.device, pool: GraphPool) -> Iterator[None]:
+    """No garbage collection inside: it may free another graph, which breaks a capture. After a
+    failure, the random generator and the allocator are taken out of the capture, in which the
+    framework leaves them."""
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
     whole = False
@@ -75,16 +96,17 @@ def _clean(device: torch.device, pool: Any) -> Iterator[None]:
         if not whole:
             generator.graphsafe_set_state(generator.clone_state())
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(index, pool)
+                end_allocation_to_pool(index, pool.handle)
 
 
-def record(step: Callable[[], Any], device: torch.device, pool: Any) -> tuple[Any, Any]:
-    """The CUDA graph of a call and what the call returned; warm, and on the capture stream."""
+def record(step: Callable[[], Any], device: torch.device, pool: GraphPool) -> tuple[Any, Any]:
+    """The CUDA graph of a call and what the call returned. The caller has warmed it up and is on
+    the capture stream."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
     with _clean(device, pool):
         # Only this thread's calls can break the capture: a data loader may pin memory.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
         whole = False
         try:
             made = step()
@@ -97,9 +119,10 @@ def record(step: Callable[[], Any], device: torch.device, pool: Any) -> tuple[An
 
 @contextmanager
 def capturing(device: torch.device) -> Iterator[None]:
-    """On the capture stream, alone; behind what the caller's stream has issued, and before what it
-    issues next. Memory made inside belongs to that stream and stays where it is."""
-    backend = Cuda(device)
+    """On the capture stream, one capture at a time, after the work that the caller's stream has
+    issued and before the work that it issues next. Memory allocated inside belongs to the capture
+    stream and keeps its address."""
+    backend = CudaStreams(device)
     main, stream = backend.current(), backend.side(CAPTURE_SIDE)
     stream.wait_stream(main)
     with _ONE_AT_A_TIME, torch.cuda.device(device), torch.cuda.stream(stream):
@@ -124,12 +147,12 @@ class Captured:
         inputs: Sequence[Tensor],
         device: torch.device,
         *,
-        pool: Any,
+        pool: GraphPool,
         turns: Turns,
     ) -> None:
-        self._turns = turns
+        self._pool, self._turns = pool, turns
         self._device = torch.cuda.current_device() if device.index is None else device.index
-        # The graph reads weights and tables by address: whatever the step holds must stay alive.
+        # The graph reads weights and tables by address, so what the step holds must stay alive.
         self._step = step
         self._inputs = static_like(inputs)
         with capturing(device):
@@ -138,9 +161,10 @@ class Captured:
             self._graph, made = record(lambda: step(self._inputs), device, pool)
         self._outputs: list[Tensor] = list(made)
         self._released = False
+        pool.graphs.add(self)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-        """The outputs; None if another thread has given the graph up meanwhile."""
+        """The outputs; None if another thread has released the graph meanwhile."""
         turns = self._turns
         with turns.lock:
             if self._released:
@@ -160,12 +184,4 @@ class Captured:
             self._outputs.clear()
             self._inputs.clear()
             self._graph.reset()
-
-
-def pool_bytes(pool: Any) -> int:
-    """Device memory that a pool of graphs holds."""
-    return sum(
-        int(segment["total_size"])
-        for segment in torch.cuda.memory_snapshot()
-        if tuple(segment.get("segment_pool_id", ())) == tuple(pool)
-    )
+            self._pool.graphs.discard(self)

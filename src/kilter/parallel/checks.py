@@ -1,17 +1,29 @@
-"""Is it the same answer? Differences to a float64 reference, of the serial loop and others.
+"""Whether a way computes the same as the serial loop: differences to a float64 reference.
 
-The reference interprets the traced graph with every floating value widened: the same mathematics
-without the rounding. A way of running passes if its largest difference is at most twice that of the
-serial loop (`kilter.plan.branches.within`).
+The reference interprets the traced graph with every floating point value in float64: the same
+mathematics without the rounding. A way passes if its largest difference to the reference is at most
+twice that of the serial loop (`plan.within`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+
+from kilter.parallel.plan import within
+from kilter.parallel.torch_private import (
+    ATTENTION_BY_DEFINITION,
+    SOFTMAX,
+    arguments_of,
+    result_count,
+)
+from kilter.parallel.trace import WayRefused
+
+if TYPE_CHECKING:
+    from kilter.parallel.candidates import Request, TracedRequest
 
 
 def tf32_allowed() -> tuple[bool, bool]:
@@ -19,14 +31,14 @@ def tf32_allowed() -> tuple[bool, bool]:
     try:
         products = torch.get_float32_matmul_precision() != "highest"
         return products, torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # set by newer switches, of which the older ones want to know nothing
+    except RuntimeError:  # set by the newer switches: the older ones then raise when read
         kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv
         allowed = [kind.fp32_precision == "tf32" for kind in kinds]
         return allowed[0], allowed[1]
 
 
 class _Widened(fx.Interpreter):  # type: ignore[misc]
-    """The graph in float64; `weights` are stand-ins that gradients are taken for."""
+    """The graph in float64. `weights`: tensors in place of weights, to take gradients for."""
 
     def __init__(self, graph: fx.GraphModule, weights: dict[int, Tensor]) -> None:
         super().__init__(graph)
@@ -41,7 +53,7 @@ class _Widened(fx.Interpreter):  # type: ignore[misc]
             k: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v
             for k, v in kwargs.items()
         }
-        if target is torch.ops.aten._softmax.default:
+        if target is SOFTMAX:
             args = (*args[:2], False)  # half to float: the input is double already
         if "_scaled_dot_product" in str(target):
             return _attention(target, args, kwargs)
@@ -49,10 +61,10 @@ class _Widened(fx.Interpreter):  # type: ignore[misc]
 
 
 def _attention(target: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """The fused attentions have no float64 form; their definition has."""
-    names = [a.name for a in target._schema.arguments]
+    """The fused attentions have no float64 form, but their definition has one."""
+    names = [a.name for a in arguments_of(target)]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    found, _ = torch.ops.aten._scaled_dot_product_attention_math(
+    found, _ = ATTENTION_BY_DEFINITION(
         given["query"],
         given["key"],
         given["value"],
@@ -61,7 +73,7 @@ def _attention(target: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
         given.get("is_causal", False),
         scale=given.get("scale"),
     )
-    return (found, *[None] * (len(target._schema.returns) - 1))
+    return (found, *[None] * (result_count(target) - 1))
 
 
 def _wide(x: Any) -> Any:
@@ -91,8 +103,8 @@ def gradients(
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The outputs, then the gradients for the inputs that require one and for the weights, of a sum
-    of the outputs with fixed factors: the same for every way of running."""
+    """The outputs, then the gradients of a sum of the outputs with fixed factors, for the inputs
+    that require a gradient and for the weights. The factors are the same for every way."""
     with torch.enable_grad():
         outputs = list(run(inputs))
         roots = [t for t in outputs if t.requires_grad]
@@ -108,14 +120,14 @@ def gradients(
 
 
 def _factors(like: Tensor) -> Tensor:
-    """Numbers between -1 and 1 that differ from element to element."""
+    """Numbers between -1 and 1, different for each element."""
     steps = torch.linspace(0.5, 0.5 + like.numel(), like.numel(), device=like.device)
     return steps.cos().reshape(like.shape).to(like.dtype)
 
 
 def to_own_scale(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Tensor]:
-    """Each tensor over the largest value of its exact counterpart: errors of small gradients count
-    like those of large ones."""
+    """Each tensor divided by the largest value of its exact counterpart, so that errors of small
+    gradients count like those of large gradients."""
     scales = [float(e.abs().max()) if e.numel() and e.is_floating_point() else 1.0 for e in exact]
     return [
         f.to(torch.float64) / s if s > 0 and f.is_floating_point() else f
@@ -124,8 +136,8 @@ def to_own_scale(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Tenso
 
 
 def error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Largest absolute difference; infinite if shapes, or places of NaN or infinities, differ.
-    Integers and booleans must be equal."""
+    """Largest absolute difference. It is infinite if shapes differ, or the places of NaN or
+    infinities, or any integers or booleans."""
     worst = 0.0
     for a, b in zip(found, expected, strict=True):
         if a.shape != b.shape:
@@ -158,3 +170,56 @@ def bitwise(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
         a.dtype == b.dtype and a.shape == b.shape and bool(torch.equal(a, b))
         for a, b in zip(found, expected, strict=True)
     )
+
+
+class Judge:
+    """The serial loop's results, their own error, and the limit for the error of every way. In
+    training the results are the outputs and the gradients, each divided by its largest value."""
+
+    def __init__(self, request: Request, traced: TracedRequest, outputs: Sequence[Tensor]) -> None:
+        self.request, self.traced = request, traced
+        self.outputs = [t.detach() for t in outputs]
+        if request.gradients:
+            self.outputs = self.results(request.run_loop)
+        try:
+            self.exact = self._reference()
+        except (NotImplementedError, RuntimeError, TypeError):
+            # No float64 form exists: the serial loop itself is then the reference.
+            self.exact = self.outputs
+        self.serial_error = self._error(self.outputs)
+        self.floor = one_rounding(self._scaled(self.outputs))
+        self.repeatable = bitwise(self.results(request.run_loop), self.outputs)
+
+    def results(self, run: Callable[[Sequence[Tensor]], Any]) -> list[Tensor]:
+        """What a way computes on the request's inputs: outputs, and gradients in training."""
+        return self.request.results(run, self.traced.weights)
+
+    def check(
+        self, run: Callable[[Sequence[Tensor]], Any], *, same_kernels: bool
+    ) -> tuple[float, bool]:
+        """The error of a way, and whether its results equal the loop's bit for bit; `WayRefused`
+        if the results are not right. `same_kernels`: they have to be equal bit for bit, where the
+        loop's own results are in every call."""
+        found = self.results(run)
+        worst, same = self._error(found), bitwise(found, self.outputs)
+        if same_kernels and self.repeatable and not same:
+            raise WayRefused("not_bitwise", "not equal to the serial loop bit for bit")
+        if not within(worst, self.serial_error, self.floor):
+            raise WayRefused(
+                "inexact",
+                f"differs from the float64 reference by {worst:.3g}, the serial loop by "
+                f"{self.serial_error:.3g}",
+            )
+        return worst, same
+
+    def _reference(self) -> list[Tensor]:
+        request, traced = self.request, self.traced
+        if request.gradients:
+            return reference_gradients(traced.unfolded, request.examples(), traced.weights)
+        return reference(traced.graph, request.tensors)
+
+    def _scaled(self, found: Sequence[Tensor]) -> Sequence[Tensor]:
+        return to_own_scale(found, self.exact) if self.request.gradients else found
+
+    def _error(self, found: Sequence[Tensor]) -> float:
+        return error(self._scaled(found), self._scaled(self.exact))

@@ -1,10 +1,10 @@
 """Convolutions by a kernel of ours, with the norm, residual and ReLU behind them.
 
-At batch 1 a convolution is too little work for the library's tiles: it leaves most of the card
-idle, turns layouts around before and after, and its norm and ReLU are launches of their own. Here
-it is one product of the pixels under the window, looked up where they lie, with the weights as they
-lie; long sums are split over programs. Float32 products are three TF32 products with the errors
-added back, as in `products`. By which of the two a convolution is done is timed for each shape.
+At batch 1 a convolution is too little work for the library's tiles: most of the GPU idles, layouts
+are converted before and after, and norm and ReLU are launches of their own. The kernel is one
+product of the pixels under the window, looked up where they lie, with the weights as they lie; long
+sums are split over programs. Float32 products are three TF32 products with the errors added back,
+as in `linear_layers`. For each shape both are timed, and the faster one is used.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from kilter.act.branches.folding import is_view
-from kilter.act.branches.numerics import tf32_allowed
-from kilter.act.branches.program import Program, Unit
-from kilter.act.branches.timing import graph_seconds
-from kilter.act.branches.tracing import Refused, value
-from kilter.act.branches.warming import like
+from kilter.parallel.checks import tf32_allowed
+from kilter.parallel.folding import is_view
+from kilter.parallel.program import BranchProgram, Unit
+from kilter.parallel.timing import graph_seconds, like
+from kilter.parallel.torch_private import BATCH_NORM_INFERENCE
+from kilter.parallel.trace import WayRefused, value
 
 aten = torch.ops.aten
 
 PROGRAMS = 160
 """A launch of fewer programs leaves multiprocessors idle: sums are split until there are as many.
-With the tile below, within 4 % (16-bit numbers: 7 %) of the best of about 25 points for each of 19
-shapes on an H200, on average."""
+With the tile below this is on average within 4 % (16-bit numbers: 7 %) of the best of about 25
+settings for each of 19 shapes on an H200."""
 SPLITS = 8
-"""So many shares at most: to add more up takes longer than it saves."""
+"""The most parts of a sum: adding up more takes longer than it saves."""
 SHORTEST = 64
-"""A sum is not split into shorter ones than this."""
+"""A sum is not split into parts shorter than this."""
 WINDOW = 64
-"""Pixels of the largest window: the kernel has a bit for each."""
+"""Pixels of the largest window: the kernel keeps a bit for each."""
 
 _NORMS = {
     # operation: (training, epsilon) positions
     aten.native_batch_norm.default: (5, 7),
     aten.cudnn_batch_norm.default: (5, 7),
-    aten._native_batch_norm_legit_no_training.default: (None, 6),
+    BATCH_NORM_INFERENCE: (None, 6),
 }
 
 
@@ -79,7 +79,8 @@ def _convolve(
 ) -> Tensor:
     if not x.is_cuda:
         return defined(x, weight, bias, norm, residual, stride, padding, epsilon, relu)
-    from kilter.act.branches import kernels
+    from kilter.parallel.kernels import convolution as kernels
+    from kilter.parallel.kernels.common import launch
 
     out = _shape(x, weight, bias, norm, residual, stride, padding, epsilon, relu)
     x, weight = x.contiguous(), weight.contiguous()
@@ -104,7 +105,7 @@ def _convolve(
         x if residual is None else residual.contiguous(),
         epsilon,
     )
-    kernels.launch(
+    launch(
         kernels.convolve,
         (-(-channels // tile.rows), -(-images * area // tile.columns), tile.splits),
         x, weight, parts, *behind, channels, images * area, inner, share,
@@ -115,7 +116,7 @@ def _convolve(
         PRECISION="tf32x3" if exact else "tf32", num_warps=4, num_stages=3, **flags,
     )  # fmt: skip
     if tile.splits > 1:
-        kernels.launch(
+        launch(
             kernels.add_up, (-(-out.numel() // 512),),
             parts, out, *behind, out.numel(), area, channels,
             SIZE=512, PARTS=tile.splits, num_warps=4, **flags,
@@ -182,11 +183,11 @@ def operation() -> Any:
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution in a graph, and the end of what it takes along."""
+    """A convolution in a graph, and the operations that it takes along."""
 
     node: fx.Node
     end: fx.Node
-    """Whose result it makes."""
+    """The last operation, whose result the kernel makes."""
     norm: tuple[fx.Node, ...] = ()
     """Mean, variance, gain and shift."""
     residual: fx.Node | None = None
@@ -211,8 +212,8 @@ class Convolution:
 
     @property
     def kind(self) -> Hashable:
-        """Equal where the kernels are compiled the same: they do not know their numbers, but
-        whether they can be divided by 16."""
+        """Equal where the kernels are compiled the same: sizes are not compiled in, but whether
+        each is a multiple of 16 is."""
         x, weight, out = value(self.node.args[0]), value(self.node.args[1]), value(self.end)
         inner, pixels = weight[0].numel(), out[:, 0].numel()
         tile = tile_of(weight.shape[0], pixels, inner, half=x.element_size() < 4)
@@ -224,9 +225,9 @@ class Convolution:
 
 
 def is_faster(found: Convolution, device: torch.device) -> bool:
-    """Whether the kernel is faster than the library's convolution and, where something follows, one
-    launch more: what the compiler makes of the rest. The library is asked for both layouts; the
-    other one's weights are turned around in every call, as the compiler does."""
+    """Whether the kernel is faster than the library's convolution and what follows it, which the
+    compiler makes one launch of. The library is timed in both layouts; weights are converted to
+    the other layout in every call, as the compiler does."""
 
     given = fx.map_arg(found.arguments, lambda node: like(value(node), device))
     x, weight, bias, _, _, stride, padding, *_ = given
@@ -247,28 +248,29 @@ def is_faster(found: Convolution, device: torch.device) -> bool:
     ]
     try:
         ours_s = graph_seconds(ours, device, times=SEVERAL)
-    except Refused:
+    except WayRefused:
         return False
     return ours_s < min(graph_seconds(call, device, times=SEVERAL) for call in calls)
 
 
 SEVERAL = 4
-"""Calls that are timed together: one is no longer than the time between two events."""
+"""Calls that are timed together: a single call takes no longer than the time between events."""
 
 
 Better = Callable[[Convolution], bool]
-"""Whether ours is the better way for a convolution."""
+"""Whether our kernel is better for a convolution."""
 
 
-def with_convolutions(program: Program, better: Better) -> Program:
-    """Convolutions by the kernel where that is better. A unit of nothing else needs no compiler."""
+def with_convolutions(program: BranchProgram, better: Better) -> BranchProgram:
+    """Convolutions by the kernel where that is better. A unit of convolutions alone needs no
+    compiler."""
 
     def replaced(unit: Unit) -> Unit:
         found = [] if unit.graph is None else _find(unit.graph.graph)
         ours = [c for c in found if better(c)]
         return _rewritten(unit, ours) if ours else unit
 
-    return replace(program, steps=tuple(tuple(map(replaced, step)) for step in program.steps))
+    return program.with_units(replaced)
 
 
 def _find(graph: fx.Graph) -> list[Convolution]:

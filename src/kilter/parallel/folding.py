@@ -1,10 +1,10 @@
-"""Exact simplifications of a traced graph: what never changes is taken out of the step.
+"""Exact simplifications of a traced graph: work that gives the same in every call leaves the step.
 
-Three of them, all without rounding: tables that depend on nothing but integers and literals are
-computed once; chains of pure data movement (views, permutations, rolls, concatenations, lookups by
-a constant table) become one lookup of whole rows; equal operations on equal operands are done once.
-A serial loop over windowed heads comes out as a few lookups and matrix products per head, and
-heads that differed only in how they moved data now have equal graphs.
+There are three, all without rounding. Tables that depend on integers and literals alone are
+computed once. Chains of pure data movement (views, permutations, rolls, concatenations, lookups by
+a constant table) become one lookup of whole rows. Equal operations on equal operands are done once.
+A serial loop over windowed heads becomes a few lookups and matrix products for each head, and
+heads that differed only in how they moved data then have equal graphs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 
-from kilter.act.branches.tracing import Refused, tensor_of, value
+from kilter.parallel.torch_private import UNSAFE_VIEW, TorchOperation, pytree
+from kilter.parallel.trace import WayRefused, tensor_of, value
 
 aten = torch.ops.aten
 
 IDENTITY = {aten.lift_fresh_copy.default, aten.detach.default, aten.alias.default}
 VIEWS = {
     aten.view.default,
-    aten._unsafe_view.default,
+    UNSAFE_VIEW,
     aten.reshape.default,
     aten.permute.default,
     aten.t.default,
@@ -69,10 +69,10 @@ MIN_ROW = 8
 def fold(
     graph: fx.GraphModule, device: torch.device, *, movements: bool = True, products: bool = False
 ) -> list[torch.Tensor]:
-    """Simplify in place; returns the tensors whose values are in tables now: a change of value
-    makes the graph stale. `device` is where the step runs. `movements`: turn data movement into
-    lookups, whose gradient would be a slow scatter. `products`: also turn plain views that are
-    multiplied into lookups, so that all operands of matrix products have one form."""
+    """Simplify in place. Returns the tensors that tables were computed from: a change of their
+    values makes the graph stale. `device` is where the step runs. `movements`: turn data movement
+    into lookups (whose gradient would be a slow scatter). `products`: also turn plain views that
+    are multiplied into lookups, so that all operands of matrix products have one form."""
     _drop_identities(graph)
     sources = _fold_tables(graph, device)
     if products:
@@ -88,14 +88,14 @@ def fold(
 
 
 def is_view(node: fx.Node) -> bool:
-    """Costs nothing on the device."""
+    """Whether a node costs nothing on the device."""
     if node.op != "call_function":
         return bool(node.op == "get_attr")
     return bool(node.target in VIEWS or node.target in SPLITS or "getitem" in str(node.target))
 
 
 def weight_view(node: fx.Node) -> bool:
-    """A weight or table, or a view of one: free, and best repeated by everyone who needs it."""
+    """A weight, a table, or a view of one: free, so every unit that needs it makes it again."""
     if node.op == "get_attr":
         return True
     reads = node.all_input_nodes
@@ -128,12 +128,12 @@ def _constant_nodes(graph: fx.GraphModule, device: torch.device) -> set[fx.Node]
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             tensor = tensor_of(graph, node)
-            # A weight stays a weight: a change of its values is seen by every replay. A tensor of
-            # the host would be read at capture time only, so it must become a watched table.
+            # A weight stays a weight: every replay sees a change of its values. A tensor on the
+            # host would be read at capture time only, so it has to become a watched table.
             host = tensor.device != device
             if _integral(tensor) or node.meta.get("literal") or host:
                 constant.add(node)
-        elif node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        elif node.op == "call_function" and isinstance(node.target, TorchOperation):
             reads = node.all_input_nodes
             if node.target in FACTORIES if not reads else all(r in constant for r in reads):
                 constant.add(node)
@@ -143,7 +143,7 @@ def _constant_nodes(graph: fx.GraphModule, device: torch.device) -> set[fx.Node]
 
 
 def _fold_tables(graph: fx.GraphModule, device: torch.device) -> list[torch.Tensor]:
-    """Compute tables once; returns what they were computed from."""
+    """Compute tables once. Returns the tensors that they were computed from."""
     constant = _constant_nodes(graph, device)
     values: dict[fx.Node, Any] = {}
     for node in list(graph.graph.nodes):
@@ -200,7 +200,7 @@ def _evaluate(graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) 
 
 
 def _moved_from(node: fx.Node, root: dict[fx.Node, fx.Node]) -> fx.Node | None:
-    """The one tensor whose elements `node` only rearranges, or None."""
+    """The one node whose elements `node` only rearranges, or None."""
     if node.op != "call_function":
         return None
     target = node.target
@@ -221,7 +221,7 @@ def _moved_from(node: fx.Node, root: dict[fx.Node, fx.Node]) -> fx.Node | None:
 
 
 def _roots(graph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
-    """For each node the one whose elements it rearranges; itself if it makes new ones."""
+    """For each node the node whose elements it rearranges; itself if it makes new elements."""
     root: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         moved = _moved_from(node, root)
@@ -236,7 +236,7 @@ def _fold_movements(graph: fx.GraphModule, device: torch.device, *, products: bo
         return root[node] is not node and (node.target in COPIES or node.target in LOOKUPS)
 
     def read_by_work(node: fx.Node) -> bool:
-        """Some user needs these elements as they lie, not only a further movement of them."""
+        """Whether some user needs these elements as they lie, and not only moves them further."""
         return any(
             root[user] is not root[node] or (not copies(user) and read_by_work(user))
             for user in node.users
@@ -283,7 +283,7 @@ def _fold_movements(graph: fx.GraphModule, device: torch.device, *, products: bo
 def _multiplied_views(
     graph: fx.GraphModule, root: dict[fx.Node, fx.Node], copies: Callable[[fx.Node], bool]
 ) -> list[fx.Node]:
-    """Operands of matrix products that are views of some other work's result."""
+    """Operands of matrix products that are views of another operation's result."""
     found = []
     for product in graph.graph.nodes:
         if product.target is not aten.mm.default:
@@ -302,7 +302,8 @@ def _multiplied_views(
 
 def _hoist_factors(graph: fx.GraphModule) -> None:
     """A number that multiplies an operand of matrix products multiplies their results instead, if
-    nothing else reads the operand: one rounding less, and the operand is moved data only."""
+    nothing else reads the operand. That is one rounding less, and the operand is then moved data
+    alone."""
     moved: dict[fx.Node, list[fx.Node]] = {}
     for node, root in _roots(graph).items():
         moved.setdefault(root, []).append(node)
@@ -332,8 +333,8 @@ def _call(op: Any, fake: Any, *args: Any) -> Any:
 def _position(
     graph: fx.GraphModule, node: fx.Node, source: fx.Node, positions: dict[fx.Node, Any]
 ) -> Any:
-    """For each element of `node`, the position in `source` it comes from: the movements themselves
-    are run on positions instead of data."""
+    """For each element of `node` its position in `source`: the movements are run on positions
+    instead of data."""
     if node is source:
         if node not in positions:
             shape = value(node).shape
@@ -351,16 +352,16 @@ def _position(
     return positions[node]
 
 
-RESHAPES = {aten.view.default, aten._unsafe_view.default}
-"""Run as `reshape` on positions, whose strides may differ from the data's."""
+RESHAPES = {aten.view.default, UNSAFE_VIEW}
+"""On positions these run as `reshape`, since the strides may differ from those of the data."""
 
 
 def _rows(
     position: torch.Tensor, source_numel: int, shape: Sequence[int]
 ) -> tuple[int, torch.Tensor | None] | None:
-    """Width and table of the longest equal rows that a movement keeps together; no table if it
-    moves nothing at all; None if rows would be too short. Rows do not cross the last dimension if
-    that is long enough, so that movements of one kind get tables of one shape."""
+    """Width and table of the longest equal rows that a movement keeps together. There is no table
+    if it moves nothing; None if rows would be too short. Rows end at the last dimension if that is
+    long enough, so that movements of one kind have tables of one shape."""
     flat = position.reshape(-1)
     numel = flat.numel()
     if numel == 0:
@@ -390,7 +391,7 @@ def _gcds(numbers: torch.Tensor) -> Sequence[int]:
 
 
 def _merge_equal(graph: fx.GraphModule) -> None:
-    """Common subexpressions: pure operations, so doing one of two equal ones is exact."""
+    """Common subexpressions. The operations are pure, so doing one of two equal ones is exact."""
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.graph.nodes):
         if node.op == "get_attr":
@@ -415,8 +416,8 @@ def _plain(argument: Any) -> Any:
 
 
 def _early_first(graph: fx.GraphModule) -> None:
-    """What depends on weights and masks alone comes before everything else: several layers and
-    branches share it, and inside one of them it would tie them together."""
+    """Operations that depend on weights and masks alone come before all others. Several layers and
+    branches share their results; inside one branch they would make the others depend on it."""
     early: set[fx.Node] = set()
     nodes = list(graph.graph.nodes)
     for node in nodes:
@@ -443,10 +444,11 @@ def _early_first(graph: fx.GraphModule) -> None:
 
 
 def check_devices(graph: fx.GraphModule, device: torch.device) -> None:
-    """`Refused` if work of the step is spread over devices: a replay could not follow it."""
+    """`WayRefused` if the step works on several devices: a replay could not follow."""
     for node in graph.graph.nodes:
         if node.op not in ("placeholder", "call_function"):
             continue
         for made in pytree.tree_leaves(value(node)):
             if isinstance(made, torch.Tensor) and made.device != device:
-                raise Refused(f"works on {made.device} inside a step on {device} ({node.target})")
+                text = f"works on {made.device} inside a step on {device} ({node.target})"
+                raise WayRefused("several_devices", text, str(node.target))

@@ -1,10 +1,9 @@
-"""Linear layers of few rows between the branches: fewer launches, and float32 on tensor cores.
+"""Linear layers of few rows: fewer launches, and float32 on tensor cores.
 
-A linear layer takes its ReLU along, or its residual and layer norm. At a few hundred rows the
-library's float32 kernels leave most of the card idle: there each product is three TF32 products
-with the errors added back (Ootomo and Yokota 2022), about as exact as float32 itself, and long sums
-are split over programs. Like everything else it is kept only if its difference to the float64
-reference stays within twice that of the serial loop.
+A linear layer takes along its ReLU, or its residual and layer norm. At a few hundred rows the
+library's float32 kernels leave most of the GPU idle. There each product becomes three TF32 products
+with the errors added back (Ootomo and Yokota 2022), about as exact as float32, and long sums are
+split over programs.
 """
 
 from __future__ import annotations
@@ -18,24 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from kilter.act.branches.folding import is_view
-from kilter.act.branches.numerics import tf32_allowed
-from kilter.act.branches.program import Program, Unit
-from kilter.act.branches.tracing import value
+from kilter.parallel.checks import tf32_allowed
+from kilter.parallel.folding import is_view
+from kilter.parallel.program import BranchProgram, Unit
+from kilter.parallel.torch_private import ADDMM_RELU
+from kilter.parallel.trace import value
 
 aten = torch.ops.aten
 
 ROWS_AT_MOST = 2048
-"""With more rows the library fills the card by itself."""
+"""With more rows the library's kernels fill the GPU."""
 COLUMNS_AT_MOST = 8192
 """A row of a layer norm is one block of a kernel."""
 PROGRAMS = 256
-"""A launch of fewer programs leaves multiprocessors idle; sums are split until there are as many.
-With the blocks below, the best of about 40 points for each of four shapes on an H200."""
+"""A launch of fewer programs leaves multiprocessors idle: sums are split until there are as many.
+With the blocks below, the best of about 40 settings for each of four shapes on an H200."""
 FEW = 64
-"""For so few rows blocks are low, so that there are more of them."""
+"""With at most so many rows blocks have few rows, so that there are more blocks."""
 WORTH = 4
-"""Shares of a sum that no layer norm adds up: fewer are not worth one launch more."""
+"""Where no layer norm adds the parts of a sum up, fewer parts than this are not worth a launch."""
 
 
 def blocks(rows: int, columns: int) -> tuple[int, int, int]:
@@ -59,7 +59,7 @@ def splits_of(rows: int, columns: int, inner: int) -> int:
     return count
 
 
-# On a host, where there are no kernels, the operations are their definitions.
+# On a CPU the operations run by their definitions.
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor, relu: bool, splits: int) -> Tensor:
@@ -72,10 +72,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor, relu: bool, splits: int) ->
             return torch.stack([a @ b.T for a, b in shares])
         found = torch.addmm(bias, x, weight.T)
         return found.relu() if relu else found
-    from kilter.act.branches import kernels
+    from kilter.parallel.kernels import linear as kernels
+    from kilter.parallel.kernels.common import launch
 
     high, wide, deep = blocks(rows, columns)
-    kernels.launch(
+    launch(
         kernels.linear, (-(-rows // high), -(-columns // wide), max(1, splits)),
         x, weight, bias, out, rows, columns, inner // max(1, splits), x.stride(0),
         weight.stride(0), ROWS=high, COLUMNS=wide, INNER=deep, SPLITS=splits, RELU=relu,
@@ -103,12 +104,13 @@ def _finish(
         total = total if bias is None else total + bias.float()
         norm = torch.nn.functional.layer_norm
         return norm(total, (columns,), gain.float(), shift.float(), epsilon).to(residual.dtype)
-    from kilter.act.branches import kernels
+    from kilter.parallel.kernels import linear as kernels
+    from kilter.parallel.kernels.common import launch
 
     parts, residual = parts.contiguous(), residual.contiguous()
     out = torch.empty_like(residual)
     high = 4 if columns <= 1024 else 1
-    kernels.launch(
+    launch(
         kernels.finish, (-(-rows // high),),
         parts, parts if bias is None else bias, residual, gain, shift, out, rows, columns, epsilon,
         ROWS=high, SPAN=1 << (columns - 1).bit_length(), PARTS=count, BIAS=bias is not None,
@@ -120,11 +122,12 @@ def _finish(
 def _single(x: Tensor, weight: Tensor, bias: Tensor, relu: bool) -> Tensor:
     if not x.is_cuda:
         return _linear(x, weight, bias, relu, 0)
-    from kilter.act.branches import kernels
+    from kilter.parallel.kernels import linear as kernels
+    from kilter.parallel.kernels.common import launch
 
     columns, inner = weight.shape
     out = x.new_empty((1, columns))
-    kernels.launch(
+    launch(
         kernels.single, (-(-columns // 4),), x, weight, bias, out, columns, inner,
         weight.stride(0), COLUMNS=4, INNER=1024, RELU=relu, num_warps=4,
     )  # fmt: skip
@@ -168,10 +171,10 @@ def operations() -> _Operations:
     )
 
 
-def join_layers(program: Program, *, triton: bool, split: bool = True) -> Program:
-    """Every linear layer of few rows with what follows it. A unit of nothing else needs no compiler
-    any more. Without Triton only what the library itself can join; `split`: float32 products as
-    three TF32 products."""
+def join_layers(program: BranchProgram, *, triton: bool, split: bool = True) -> BranchProgram:
+    """Every linear layer of few rows joined with what follows it. A unit of such layers alone then
+    needs no compiler. Without Triton only a ReLU is joined, which the library can do. `split`:
+    float32 products as three TF32 products."""
 
     def joined(unit: Unit) -> Unit:
         if unit.graph is None:
@@ -179,12 +182,12 @@ def join_layers(program: Program, *, triton: bool, split: bool = True) -> Progra
         layers = _layers(unit.graph.graph, triton=triton, split=split and triton)
         return _rewritten(unit, layers, triton=triton) if layers else unit
 
-    return replace(program, steps=tuple(tuple(map(joined, step)) for step in program.steps))
+    return program.with_units(joined)
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer in a graph, and the end of what it takes along."""
+    """A linear layer in a graph, and the operations that it takes along."""
 
     product: fx.Node
     bias: fx.Node
@@ -192,7 +195,7 @@ class _Layer:
     turned: fx.Node
     weight: fx.Node
     one_row: bool
-    """By the kernel that reads every weight once: of the library's tiles one row is used."""
+    """By the kernel that reads every weight once. The library would use one row of its tiles."""
     split: bool
     """Float32: by the kernel of three TF32 products."""
     relu: fx.Node | None = None
@@ -239,7 +242,7 @@ def _layer(node: fx.Node, *, triton: bool, split: bool) -> _Layer | None:
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
-    """Who reads a result, behind views of it; None if several do."""
+    """The node that reads a result, behind views of it; None if several do."""
     while len(node.users) == 1:
         node = next(iter(node.users))
         if not is_view(node):
@@ -248,7 +251,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _with_norm(layer: _Layer, added: fx.Node) -> _Layer:
-    """The layer with the residual and the layer norm behind it, if they are there."""
+    """The layer with the residual and the layer norm behind it, if there are any."""
     norm = next(iter(added.users)) if len(added.users) == 1 else None
     if norm is None or norm.target is not aten.native_layer_norm.default or added.kwargs:
         return layer
@@ -299,7 +302,7 @@ def _rewritten(unit: Unit, layers: list[_Layer], *, triton: bool) -> Unit:
     body.eliminate_dead_code()
     graph = fx.GraphModule(torch.nn.Module(), body)
     rest = [n for n in body.nodes if n.op == "call_function" and not is_view(n)]
-    alone = {aten.addmm.default, aten._addmm_activation.default}
+    alone = {aten.addmm.default, ADDMM_RELU}
     if ours is not None:
         alone |= {ours.linear, ours.finish, ours.single}
     kept = None if all(node.target in alone for node in rest) else graph
@@ -310,7 +313,7 @@ def _rewritten(unit: Unit, layers: list[_Layer], *, triton: bool) -> Unit:
 def _product(
     body: fx.Graph, layer: _Layer, made: dict[fx.Node, fx.Node], ours: _Operations | None
 ) -> fx.Node:
-    """The layer itself, with its ReLU; or its shares, if a layer norm adds them up."""
+    """The layer with its ReLU, or the parts of its sum if a layer norm adds them up."""
     x, weight, bias = made[layer.x], made[layer.weight], made[layer.bias]
     relu = layer.relu is not None
     (rows, inner), columns = value(layer.x).shape, value(layer.product).shape[1]
@@ -338,7 +341,7 @@ def _product(
             found = body.call_function(aten.relu.default, (found,)) if relu else found
     elif relu:
         given = bias, x, made[layer.turned]
-        found = body.call_function(aten._addmm_activation.default, given)
+        found = body.call_function(ADDMM_RELU, given)
     else:
         found = body.node_copy(layer.product, made.__getitem__)
     found.meta["val"] = value(layer.product)

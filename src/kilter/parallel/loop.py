@@ -1,7 +1,7 @@
-"""What the user gave: a list of branches or one module, and the serial loop over it.
+"""The user's branches, a list or one module, and the serial loop over them.
 
-The loop is the meaning of a call in every mode. Here also is what a call is told apart by: its
-signature, and what stands in the way of running it in any other way than as written.
+The loop defines the result of a call in every way. This file also holds the signature by which
+calls are told apart, and the reasons for which a call has to run as written.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
 
-from kilter.act.branches.numerics import tf32_allowed
 from kilter.core.errors import UsageError
+from kilter.core.reasons import Reason
+from kilter.parallel.checks import tf32_allowed
+from kilter.parallel.torch_private import GLOBAL_HOOKS, in_tensor_mode, pytree
 
 Branches = Callable[..., Any] | Sequence[Callable[..., Any]]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a call was given: by position, and by name."""
+"""The arguments of a call, by position and by name."""
 
 
 @dataclass(frozen=True)
-class Loop:
+class SerialLoop:
     """The branches as they were written, one after the other."""
 
     branches: tuple[Callable[..., Any], ...]
     is_list: bool
 
     @classmethod
-    def of(cls, given: Branches) -> Loop:
+    def of(cls, given: Branches) -> SerialLoop:
         plain = isinstance(given, nn.ModuleList) and type(given).forward is nn.ModuleList.forward
         is_list = plain or isinstance(given, (list, tuple))
         branches: tuple[Any, ...] = tuple(given) if is_list else (given,)  # type: ignore[arg-type]
@@ -58,45 +58,38 @@ class Loop:
 
 
 TENSORS = (Tensor, nn.Parameter)
-"""What an input may be; a subclass may mean something else by its operations."""
+"""Types of tensors that an input may have: a subclass may redefine its operations."""
 _VALUES = (Tensor, int, float, str, bool, type(None), torch.dtype)
 
 
-def why_serial(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
-    """Why this call must run as written, whatever was prepared."""
+def why_serial(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> Reason | None:
+    """Why this call has to run as written, whatever was prepared."""
     for leaf in leaves:
         if type(leaf) not in TENSORS:
+            kind = type(leaf).__name__
             if isinstance(leaf, Tensor):
-                return "an input is a tensor subclass"
+                return Reason("tensor_subclass", kind, "an input is a tensor subclass")
             if not isinstance(leaf, _VALUES):
-                return f"an input is a {type(leaf).__name__}"
+                return Reason("unknown_input", kind, f"an input is a {kind}")
     if any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing():
-        return "called inside somebody else's capture"
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        return "called under a tensor mode"
-    if any(_GLOBAL_HOOKS) and any(map(_foreign, _GLOBAL_HOOKS)):
-        return "there are hooks for all modules, and a replay calls no modules"
+        return Reason("user_capture", "", "called inside a capture of the user's")
+    if in_tensor_mode():
+        return Reason("tensor_mode", "", "called under a tensor mode")
+    if any(GLOBAL_HOOKS) and any(map(_has_foreign, GLOBAL_HOOKS)):
+        text = "there are hooks for all modules, and a replay calls no modules"
+        return Reason("global_hooks", "", text)
     return None
 
 
-_GLOBAL_HOOKS = (
-    modules._global_forward_pre_hooks,
-    modules._global_forward_hooks,
-    modules._global_backward_pre_hooks,
-    modules._global_backward_hooks,
-)
-
-
-def _foreign(hooks: dict[int, Callable[..., Any]]) -> bool:
-    """Whether somebody besides kilter wants to see modules called: kilter's own observers count
-    what runs, and a replay is what runs."""
+def _has_foreign(hooks: dict[int, Callable[..., Any]]) -> bool:
+    """Whether a hook is not kilter's. kilter's own observers count what runs, and a replay runs."""
     ours = "kilter."
     return any(not (getattr(h, "__module__", None) or "").startswith(ours) for h in hooks.values())
 
 
 def signature(leaves: Sequence[Any], spec: Hashable, gradients: Hashable) -> Hashable:
-    """Everything that a prepared form depends on besides the branches themselves. `gradients`: for
-    which inputs autograd records the call; None if it does not."""
+    """Everything that a prepared form depends on besides the branches. `gradients`: which inputs
+    require a gradient; None if autograd does not record the call."""
     return (
         tuple(
             (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x)
@@ -115,7 +108,7 @@ def signature(leaves: Sequence[Any], spec: Hashable, gradients: Hashable) -> Has
 
 
 def assembler(spec: pytree.TreeSpec, const: dict[int, Any]) -> Callable[[Sequence[Any]], Any]:
-    """Builds what the loop returns from its tensors; `const` are the leaves that are no tensors."""
+    """Builds the loop's result from its tensors. `const`: the leaves that are no tensors."""
     tensors = [i for i in range(spec.num_leaves) if i not in const]
     number = {leaf: at for at, leaf in enumerate(tensors)}
     template = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)

@@ -1,8 +1,8 @@
 """Parallel branches: which run together, on which streams, and which way of running them wins.
 
 Pure functions from values to values. A *branch* is a piece of work that needs nothing from its
-siblings: an attention head, an expert, a tower. What is known of it is a signature (branches with
-equal ones can be stacked into one batched call) and a time.
+siblings: an attention head, an expert, a tower. The planner knows of each branch a signature (equal
+branches have equal signatures and are compiled once) and a time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kilter.core.errors import PlanError
 from kilter.core.label import Label
+from kilter.core.reasons import Reason
 from kilter.core.units import show_bytes, show_time
 
 FORK_GAIN = 0.03
@@ -33,36 +34,36 @@ class Trial:
     error: float | None = None
     """Largest difference to the float64 reference."""
     bitwise: bool = False
-    """Every output equal to the serial loop's, bit for bit."""
+    """Every output was equal to the serial loop's, bit for bit."""
     prepare_s: float = 0.0
-    """Tracing, compiling and capturing."""
+    """Time to build, compile and capture this way."""
     memory_bytes: int | None = None
-    """Device memory that the prepared form keeps: pool, static inputs and outputs."""
-    refused: str | None = None
+    """Device memory of the pool that the captured graphs use."""
+    refused: Reason | None = None
     searched: bool = False
-    """Convolutions use the algorithms that were the fastest when tried."""
+    """Convolutions use the algorithms that the library found fastest when it tried them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchPlan:
-    """What was decided for one input signature, and everything it was decided from."""
+    """The decision for one input signature, and everything that it was made from."""
 
     chosen: str
-    reason: str
+    reason: Reason
     streams: int
     branches: int
     """Branches found, over all layers."""
     steps: int
     """Pieces that run one after the other; branches of one step run together."""
     groups: tuple[tuple[int, ...], ...]
-    """Branches of the widest step that run as one stacked call."""
+    """Branches of the widest step that do the same work on tensors of the same shapes."""
     lanes: tuple[tuple[int, ...], ...]
-    """Per stream, the pieces of the widest step in the order of issue; the main stream first."""
+    """For each stream the pieces of the widest step in the order of issue; main stream first."""
     trials: tuple[Trial, ...]
     serial_error: float | None
     label: Label
     searched: bool = False
-    """Convolutions use the algorithms that were the fastest when tried."""
+    """As in `Trial`."""
 
     @property
     def trial(self) -> Trial:
@@ -121,16 +122,20 @@ def within(error: float, serial_error: float, floor: float) -> bool:
     return error <= max(ERROR_FACTOR * serial_error, floor)
 
 
-def choose(trials: Sequence[Trial]) -> tuple[Trial, str]:
-    """The fastest trial that was not refused. Forking must earn `FORK_GAIN` over not forking, and
-    anything must be faster than serial; the first trial is serial and always stands."""
+def choose(trials: Sequence[Trial]) -> tuple[Trial, Reason]:
+    """The fastest trial that was not refused. A trial on several streams must be faster by
+    `FORK_GAIN` than the best on one stream, and every trial must be faster than the serial loop.
+    The first trial is the serial loop, which is always allowed.
+
+    A trial that is not chosen is never chosen after more trials either, so whoever tries ways one
+    after the other has to keep the chosen one only.
+    """
     serial = trials[0]
     if serial.mode != "serial" or serial.refused is not None:
         raise PlanError("the first trial must be the serial loop")
     timed = [t for t in trials if t.refused is None and t.seconds is not None]
     if len(timed) < 2 or serial.seconds is None:
-        refusals = sorted({t.refused for t in trials if t.refused is not None})
-        return serial, "; ".join(refusals) or "nothing else was tried"
+        return serial, combined(trials) or Reason("nothing_tried", "", "nothing else was tried")
     best = min(timed, key=_seconds)
     unforked = min((t for t in timed if t.streams == 1), key=_seconds)
     if best.streams > 1 and _seconds(best) > (1 - FORK_GAIN) * _seconds(unforked):
@@ -138,14 +143,24 @@ def choose(trials: Sequence[Trial]) -> tuple[Trial, str]:
     else:
         forking = ""
     if best.mode == "serial" or _seconds(best) >= serial.seconds:
-        return serial, f"nothing tried is faster than the serial loop{forking}"
-    return best, f"{serial.seconds / _seconds(best):.2f}x faster than the serial loop{forking}"
+        text = f"nothing tried is faster than the serial loop{forking}"
+        return serial, Reason("none_faster", "serial", text)
+    text = f"{serial.seconds / _seconds(best):.2f}x faster than the serial loop{forking}"
+    return best, Reason("fastest", best.mode, text)
+
+
+def combined(trials: Sequence[Trial]) -> Reason | None:
+    """The reasons of all refused trials as one; None if no trial was refused."""
+    refusals = {t.refused.text: t.refused for t in trials if t.refused is not None}
+    if len(refusals) < 2:
+        return next(iter(refusals.values()), None)
+    return Reason("all_refused", "", "; ".join(sorted(refusals)))
 
 
 def describe(plan: BranchPlan) -> str:
     """A plan as a table for people."""
     lines = [
-        f"{plan.chosen} on {plan.streams} stream(s): {plan.reason} ({plan.label.value})",
+        f"{plan.chosen} on {plan.streams} stream(s): {plan.reason.text} ({plan.label.value})",
         f"{plan.branches} branches in {plan.steps} steps",
     ]
     if plan.groups:
@@ -158,15 +173,17 @@ def describe(plan: BranchPlan) -> str:
         searched = "+" if t.searched else " "
         name = f"  {t.mode:<14}{t.streams:>2}{searched}"
         if t.refused is not None:
-            lines.append(f"{name} refused: {t.refused}")
+            lines.append(f"{name} refused: {t.refused.text}")
             continue
         error = "" if t.error is None else f", error {t.error:.2g}"
         same = ", bitwise equal" if t.bitwise else ""
         memory = "" if t.memory_bytes is None else f", {show_bytes(t.memory_bytes)}"
-        made = f", made in {show_time(t.prepare_s)}" if t.prepare_s else ""
-        lines.append(f"{name} {show_time(t.seconds)}{error}{same}{memory}{made}")
+        ready = f", ready in {show_time(t.prepare_s)}" if t.prepare_s else ""
+        lines.append(f"{name} {show_time(t.seconds)}{error}{same}{memory}{ready}")
     if any(t.searched for t in plan.trials):
-        lines.append("  +: with the algorithms of convolutions that were the fastest when tried")
+        lines.append(
+            "  +: convolutions by the algorithms that were the fastest when all were tried"
+        )
     return "\n".join(lines)
 
 
@@ -180,13 +197,13 @@ def find_regions(
     """Stretches of a program, in its own order, that split into independent branches.
 
     Node `i` reads the nodes `producers[i]`, all before it. A serial loop over branches leaves each
-    of them as a run of nodes in program order, closed by a node that joins them; so for every
-    join the nodes before it are added one by one, backwards, while a union-find keeps the
-    connected components. The best start is where the most work lies outside the heaviest
-    component: once the node that feeds all branches is reached, everything becomes one component
-    and the gain falls to nothing. Among overlapping stretches those with the largest total gain are
-    kept (weighted interval scheduling). A component below `min_share` of its region is no branch
-    of its own: it joins the lightest one.
+    of them as a run of nodes in program order, closed by a node that joins them. For every join,
+    the nodes before it are added one by one, backwards, while a union-find keeps the connected
+    components. The best start is where the most work lies outside the heaviest component: once the
+    node that feeds all branches is added, everything is one component and the gain is zero. Among
+    overlapping stretches those with the largest total gain are kept (weighted interval
+    scheduling). A component with less than `min_share` of its region's work is no branch of its
+    own: it joins the lightest branch.
     """
     count = len(weights)
     users: list[list[int]] = [[] for _ in range(count)]

@@ -1,8 +1,8 @@
 """Runs the units of a step on several streams: fork, work, join.
 
-The same code runs eagerly and inside a capture. `Backend` is the little it needs of a device, so
-that the rules (every side stream joined, the main one issued first, no memory given back before
-the join) are tested without one.
+The same code runs eagerly and inside a capture. `StreamBackend` is what it needs of a device,
+so that its rules are tested without one: every side stream is joined, the main stream is issued
+first, and no memory is given back before the join.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
-from kilter.act.branches.program import Program, Unit, store
+from kilter.parallel.program import BranchProgram, Unit, run_unit
+from kilter.parallel.torch_private import pytree
 
 
-class Backend(Protocol):
+class StreamBackend(Protocol):
     """Streams and events of one device."""
 
     def current(self) -> Any:
@@ -38,18 +38,18 @@ class Backend(Protocol):
         """Issue work to `stream`."""
 
     def shared(self, tensor: Tensor, stream: Any) -> None:
-        """`tensor` was made on a side stream and is read on `stream` from now on."""
+        """`tensor` was allocated on a side stream and is read on `stream` from now on."""
 
 
 @cache
 def _side_stream(device: int, number: int) -> torch.cuda.Stream:
-    """One set of side streams for the process: the allocator keeps memory per stream, so a fresh
-    set for each layer or capture would strand what the last one used."""
+    """One set of side streams for the process. The allocator keeps memory for each stream, so with
+    new streams for each layer or capture the memory of the old ones would not be used again."""
     return torch.cuda.Stream(device)
 
 
-class Cuda:
-    """CUDA streams of one device. Not inside a capture: `shared` tells the allocator."""
+class CudaStreams:
+    """CUDA streams of one device."""
 
     def __init__(self, device: torch.device, *, capturing: bool = False) -> None:
         self.device = torch.cuda.current_device() if device.index is None else device.index
@@ -74,47 +74,51 @@ class Cuda:
         return on
 
     def shared(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        if not self.capturing:  # inside a capture its event would never complete
+        if not self.capturing:  # inside a capture the event of this call would never complete
             tensor.record_stream(stream)
 
 
-def share(backend: Backend, unit: Unit, environment: list[Tensor | None], stream: Any) -> None:
-    """What a unit made on a side stream is read on `stream` from now on."""
+def share(
+    backend: StreamBackend, unit: Unit, environment: list[Tensor | None], stream: Any
+) -> None:
+    """A unit's results, made on a side stream, are read on `stream` from now on."""
     for made in pytree.tree_leaves([environment[slot] for slot in unit.writes]):
         if isinstance(made, Tensor):
             backend.shared(made, stream)
 
 
 AHEAD = -2
-"""The number of the side stream for work that is done ahead of time."""
+"""The number of the side stream for work that runs ahead of time."""
 
 
 class ForkJoin:
-    """Runs a step's units on the lanes it is given, step by step; what may be done ahead of time
-    has a stream of its own and is joined by the step that needs it."""
+    """Runs each step's units on the given lanes. Work that may run ahead of time has its own stream
+    and is joined by the step that needs it."""
 
-    def __init__(self, backend: Backend, lanes: Sequence[Sequence[Sequence[int]]]) -> None:
+    def __init__(self, backend: StreamBackend, lanes: Sequence[Sequence[Sequence[int]]]) -> None:
         self.backend = backend
         self.lanes = lanes
-        """For each step the units of each lane; the first lane is the stream we are called on."""
+        """For each step the units of each lane; the first lane is the caller's stream."""
         self._done: dict[int, Any] = {}
 
-    def __call__(self, index: int, program: Program, environment: list[Tensor | None]) -> None:
+    def __call__(
+        self, index: int, program: BranchProgram, environment: list[Tensor | None]
+    ) -> None:
         step, lanes = program.steps[index], self.lanes[index]
         backend = self.backend
         main = backend.current()
         self._ahead(index, program, environment, main)
         forked = backend.record(main) if len(lanes) > 1 else None
-        # The main lane first: a side stream issued first becomes the root of the captured graph,
-        # and every layer then gets streams of its own when the graph is instantiated.
+        # The main lane is issued first. If a side stream were first, it would be the root of the
+        # captured graph, and the graph would get new streams for every layer when instantiated.
         try:
-            self._issue(lanes[0], program, step, environment)
+            self._issue(lanes[0], step, environment)
             for number, lane in enumerate(lanes[1:]):
                 side = backend.side(number)
                 backend.wait(side, forked)
                 with backend.use(side):
-                    self._issue(lane, program, step, environment)
-        finally:  # also when a branch raises: whatever was forked is joined
+                    self._issue(lane, step, environment)
+        finally:  # also when a branch raises: every fork is joined
             for number in range(len(lanes) - 1):
                 backend.wait(main, backend.record(backend.side(number)))
         for lane in lanes[1:]:
@@ -122,7 +126,7 @@ class ForkJoin:
                 share(backend, step[position], environment, main)
 
     def _ahead(
-        self, index: int, program: Program, environment: list[Tensor | None], main: Any
+        self, index: int, program: BranchProgram, environment: list[Tensor | None], main: Any
     ) -> None:
         backend = self.backend
         starting = [i for i, (start, _) in enumerate(program.ahead) if start == index]
@@ -132,7 +136,7 @@ class ForkJoin:
             with backend.use(side):
                 for number in starting:
                     _, unit = program.ahead[number]
-                    store(unit, unit.run(*program.arguments(unit, environment)), environment)
+                    run_unit(unit, environment)
                     self._done[number] = backend.record(side)
         for number, (_, unit) in enumerate(program.ahead):
             if number in self._done and program.needed(unit) == index:
@@ -140,8 +144,7 @@ class ForkJoin:
                 share(backend, unit, environment, main)
 
     def _issue(
-        self, lane: Sequence[int], program: Program, step: Any, environment: list[Tensor | None]
+        self, lane: Sequence[int], step: Sequence[Unit], environment: list[Tensor | None]
     ) -> None:
         for position in lane:
-            unit = step[position]
-            store(unit, unit.run(*program.arguments(unit, environment)), environment)
+            run_unit(step[position], environment)

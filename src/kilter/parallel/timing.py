@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kilter.act.branches.program import Program, Unit, store
+from kilter.parallel.capture import Captured, GraphPool, Turns
+from kilter.parallel.program import BranchProgram, Unit, arguments, store
 
 LONGEST_S = 0.3
 """Time spent on timing one candidate."""
 
 
 def median_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Median time of a call, of as many calls as fit into `LONGEST_S` (3 to 50)."""
+    """Median time of a call, from as many calls as fit into `LONGEST_S` (3 to 50)."""
     first = _once(call, device)
     _once(call, device)
     count = max(3, min(50, int(LONGEST_S / max(first, 1e-6))))
@@ -39,22 +40,22 @@ def _once(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def unit_seconds(
-    program: Program, inputs: Sequence[Tensor], device: torch.device
+    program: BranchProgram, inputs: Sequence[Tensor], device: torch.device
 ) -> dict[Hashable, float]:
-    """The time of each distinct unit that has siblings, alone; on a GPU inside a graph, since the
-    eager time of a small unit is the time of its launches."""
-    arguments: dict[Hashable, tuple[Unit, list[Any]]] = {}
+    """The time of each distinct unit that has siblings, measured alone. On a GPU it is measured
+    inside a graph: the eager time of a small unit is the time of its launches."""
+    calls: dict[Hashable, tuple[Unit, list[Any]]] = {}
 
-    def remember(index: int, program: Program, environment: list[Tensor | None]) -> None:
+    def remember(index: int, program: BranchProgram, environment: list[Tensor | None]) -> None:
         for unit in program.steps[index]:
-            given = program.arguments(unit, environment)
+            given = arguments(unit, environment)
             if len(program.steps[index]) > 1:
-                arguments.setdefault(unit.key, (unit, given))
+                calls.setdefault(unit.key, (unit, given))
             store(unit, unit.run(*given), environment)
 
     program.in_line().execute(inputs, remember)
     seconds: dict[Hashable, float] = {}
-    for key, (unit, given) in arguments.items():
+    for key, (unit, given) in calls.items():
         call = partial(unit.run, *given)
         on_gpu = device.type == "cuda" and not unit.opaque
         seconds[key] = graph_seconds(call, device) if on_gpu else median_seconds(call, device)
@@ -62,17 +63,26 @@ def unit_seconds(
 
 
 def graph_seconds(call: Callable[[], Any], device: torch.device, *, times: int = 1) -> float:
-    """The time of so many calls inside a graph, one after the other, without launches from here."""
-    from kilter.act.branches.capture import Captured, Turns
+    """The time of `times` calls inside a graph, one after the other, without their launches."""
 
     def step(_: Sequence[Tensor]) -> list[Tensor]:
         for _number in range(times):
             call()
         return []
 
-    pool = torch.cuda.graph_pool_handle()
-    captured = Captured(step, [], device, pool=pool, turns=Turns())
+    captured = Captured(step, [], device, pool=GraphPool(), turns=Turns())
     try:
         return min(_once(lambda: captured([]), device) for _ in range(10))
     finally:
         captured.release()
+
+
+def like(fake: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same shape, strides and dtype, filled without a random generator. Integers
+    are zero, so that they are valid as an index."""
+    count = 1 + sum((n - 1) * step for n, step in zip(fake.shape, fake.stride(), strict=True))
+    if fake.numel() == 0 or not fake.is_floating_point():
+        numbers = torch.zeros(max(count, 1), dtype=fake.dtype, device=device)
+    else:
+        numbers = torch.linspace(0.1, 1.0, count, device=device).to(fake.dtype)
+    return numbers.as_strided(fake.shape, fake.stride())

@@ -1,25 +1,36 @@
 """Turns callables into one graph of framework operations, or says why that would not be right.
 
-The trace runs on fake tensors: no memory, no kernels, no side effect. It is also the proof that a
-call may be repeated, reordered and replayed: work that draws random numbers, writes to its inputs,
-weights or buffers, or reads a tensor's value on the host is refused with the line it happens on.
+The trace runs on fake tensors: it uses no memory, runs no kernels and has no side effect. It is
+also the proof that a call may be repeated, reordered and replayed. Work that draws random numbers,
+writes to its inputs, weights or buffers, or reads a tensor's value on the host is refused with the
+line of source that does so.
 """
 
 from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 
-Callable_ = Callable[..., Any]
+from kilter.core.reasons import Reason
+from kilter.parallel.torch_private import (
+    SET_GRAD_ENABLED,
+    TorchOperation,
+    arguments_of,
+    fake_tracer,
+    is_functional,
+    is_mutable,
+    names_of,
+    overloads_of,
+    pytree,
+)
 
 TRACE_ERRORS = (
     RuntimeError,
@@ -31,18 +42,28 @@ TRACE_ERRORS = (
     OSError,
     ImportError,
 )
-"""What tracing, compiling or capturing somebody's code can raise. The serial loop, whose errors
+"""What tracing, compiling or capturing the user's code can raise. The serial loop, whose errors
 belong to the user, never runs inside a handler of these."""
 
 
-class Refused(Exception):
-    """This way of running the branches would be wrong or impossible here; the message says why."""
+class WayRefused(Exception):
+    """This way of running the branches would be wrong or impossible here; `reason` says why."""
+
+    def __init__(self, code: str, text: str, subject: str = "") -> None:
+        super().__init__(text)
+        self.reason = Reason(code, subject, text)
 
 
-def reason_of(error: BaseException) -> str:
-    """Why, in one line."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return first if isinstance(error, Refused) else f"{type(error).__name__}: {first}"
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def reason_of(error: BaseException) -> Reason:
+    """Why a way is refused, in one line."""
+    if isinstance(error, WayRefused):
+        return error.reason
+    kind = type(error).__name__
+    return Reason("raised", kind, f"{kind}: {first_line(error)}")
 
 
 @dataclass(frozen=True)
@@ -51,18 +72,22 @@ class Trace:
 
     graph: fx.GraphModule
     inputs: tuple[int, ...]
-    """Positions among the flattened arguments that are tensors: the graph's placeholders."""
+    """Positions of the flattened arguments that are tensors: the graph's placeholders."""
     out_spec: pytree.TreeSpec
     out_const: dict[int, Any]
     """Flattened outputs that are no tensors."""
     cuts_gradient: str | None
-    """The line that takes something out of autograd: the graph's own gradient would flow there."""
+    """The line that detaches a tensor from autograd. The gradient of the traced operations would
+    flow through it."""
+    reads: dict[int, str] = field(default_factory=dict)
+    """For each tensor (by `id`) that outlives the call and is not watched, the line that reads
+    it."""
 
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """No garbage collection inside: a trace makes objects by the hundred thousand and drops few;
-    to look through them again and again took a fifth of its time."""
+    """No garbage collection inside: a trace allocates hundreds of thousands of objects and frees
+    few of them. The collector's passes over them took a fifth of the trace's time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -73,7 +98,7 @@ def without_collecting() -> Iterator[None]:
 
 
 def value(node: fx.Node) -> Any:
-    """The fake tensor (or tuple of them) that a node makes."""
+    """The fake tensor, or the tuple of fake tensors, that a node makes."""
     return node.meta.get("val")
 
 
@@ -105,37 +130,59 @@ _CUTS = {
     torch.Tensor.detach_,
     torch.Tensor.requires_grad_,
     torch.Tensor.data.__get__,
-    torch._C._set_grad_enabled,
+    SET_GRAD_ENABLED,
 }
 
 
-class _NoHostReads(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
-    """Reading a tensor's value on the host would bake today's value into the graph; writing to a
-    real tensor would happen now, while tracing."""
+class _Watch(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+    """Sees every call of a torch function. Reading a tensor's value on the host would put today's
+    value into the graph, and a write to a real tensor would happen now, while tracing: both are
+    refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, watched: Container[int]) -> None:
         super().__init__()
+        self.watched = watched
         self.inside = False
-        """In the user's function: the tracer's own doings around it do not count."""
+        """Whether the user's function runs now, and not the tracer around it."""
         self.cuts_gradient: str | None = None
+        self.reads: dict[int, str] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        name = getattr(func, "__name__", "")
         if func in _HOST_READS:
-            raise Refused(f"a tensor's value is read on the host ({func.__name__}) at {_line()}")
+            line = _line()
+            text = f"a tensor's value is read on the host ({name}) at {line}"
+            raise WayRefused("host_read", text, line)
         if func in _CUTS and self.inside:
             self.cuts_gradient = self.cuts_gradient or _line()
-        name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if writes and args and type(args[0]) in _REAL and not torch._is_functional_tensor(args[0]):
-            raise Refused(f"writes to a tensor that outlives the call ({name}) at {_line()}")
+        if writes and args and _outlives_the_call(args[0]):
+            line = _line()
+            text = f"writes to a tensor that outlives the call ({name}) at {line}"
+            raise WayRefused("writes", text, line)
+        if self.inside:
+            self._note_reads((*args, *(kwargs or {}).values()))
         return func(*args, **(kwargs or {}))
+
+    def _note_reads(self, given: tuple[Any, ...]) -> None:
+        """Note the line at which a tensor is read that nobody watches."""
+        for one in given:
+            if isinstance(one, (tuple, list)):
+                self._note_reads(tuple(one))
+            elif _outlives_the_call(one) and not (id(one) in self.watched or id(one) in self.reads):
+                self.reads[id(one)] = _line()
+
+
+def _outlives_the_call(given: Any) -> bool:
+    """Whether this is a real tensor: those of the trace are functional wrappers of fake ones."""
+    return type(given) in _REAL and not is_functional(given)
 
 
 def _line() -> str:
-    """The innermost line of the user's that runs inside the trace; if there is none, of a module of
-    the framework's."""
+    """The innermost line of the user's that runs inside the trace, or else of a module of the
+    framework's."""
     inside: list[traceback.FrameSummary] = []
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(_OURS):
@@ -153,15 +200,17 @@ _OURS = str(Path(__file__).parent)
 
 
 def trace(
-    function: Callable_, inputs: tuple[Any, ...], named: dict[str, Any] | None = None
+    function: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    named: dict[str, Any] | None = None,
+    watched: Container[int] = (),
 ) -> Trace:
-    """The graph of `function(*inputs, **named)`; `Refused` if it is not pure or not traceable."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
+    """The graph of `function(*inputs, **named)`; `WayRefused` if it is not pure or not traceable.
+    `watched`: ids of the tensors whose replacement would be noticed."""
     flat, spec = pytree.tree_flatten((inputs, named or {}))
     tensor_at = tuple(i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor))
     seen: dict[str, Any] = {}
-    watch = _NoHostReads()
+    watch = _Watch(watched)
 
     def flat_function(*tensors: torch.Tensor) -> list[torch.Tensor]:
         leaves = list(flat)
@@ -180,39 +229,37 @@ def trace(
 
     # Functions such as the addition of a residual in place become pure ones here.
     pure = torch.func.functionalize(flat_function, remove="mutations")
-    tracer = make_fx(pure, tracing_mode="fake", _allow_non_fake_inputs=True)
+    tracer = fake_tracer(pure)
     try:
         with torch.no_grad(), watch:
             graph = tracer(*(flat[i].detach() for i in tensor_at))
     except TRACE_ERRORS as error:
-        raise Refused(f"cannot be traced ({reason_of(error)})") from error
+        raise WayRefused("not_traceable", f"cannot be traced ({reason_of(error)})") from error
     graph.graph.eliminate_dead_code()
     _reshape_copies(graph)
     _check_pure(graph)
-    return Trace(graph, tensor_at, seen["spec"], seen["const"], watch.cuts_gradient)
+    return Trace(graph, tensor_at, seen["spec"], seen["const"], watch.cuts_gradient, watch.reads)
 
 
 def _reshape_copies(graph: fx.GraphModule) -> None:
-    """`squeeze_` and its like give a temporary another shape in place: the same as a view."""
+    """`squeeze_` and its like change the shape of a temporary in place: the same as a view."""
     for node in list(graph.graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, TorchOperation):
             continue
         source = node.args[0] if node.args else None
         temporary = isinstance(source, fx.Node) and source.op == "call_function"
         if torch.Tag.inplace_view in node.target.tags and temporary:
-            schema = node.target._schema
-            packet = getattr(torch.ops.aten, schema.name.split("::")[1].removesuffix("_"))
-            wanted = [str(a.type) for a in schema.arguments]
-            for overload in packet.overloads():
-                found = getattr(packet, overload)
-                if [str(a.type) for a in found._schema.arguments] == wanted:
+            name = names_of(node.target)[0].split("::")[1].removesuffix("_")
+            wanted = [str(a.type) for a in arguments_of(node.target)]
+            for found in overloads_of(name):
+                if [str(a.type) for a in arguments_of(found)] == wanted:
                     node.target = found
     graph.recompile()
 
 
 def _argument(node: fx.Node, name: str) -> Any:
-    """What an operation is called with, by name; None if it has no such argument."""
-    for position, formal in enumerate(node.target._schema.arguments):
+    """The argument of this name that an operation is called with; None if it has none."""
+    for position, formal in enumerate(arguments_of(node.target)):
         if formal.name == name:
             given = node.args[position] if position < len(node.args) else formal.default_value
             return node.kwargs.get(name, given)
@@ -221,17 +268,19 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 def _check_pure(graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, TorchOperation):
             continue
         name = str(node.target)
-        if torch.Tag.nondeterministic_seeded in node.target.tags and _argument(
-            node, "dropout_p"
-        ) not in (0, 0.0):
-            raise Refused(f"draws random numbers ({name}); is a dropout active?")
-        if node.target._schema.is_mutable:
-            raise Refused(f"writes to an input, a weight or a buffer ({name})")
+        random = torch.Tag.nondeterministic_seeded in node.target.tags
+        if random and _argument(node, "dropout_p") not in (0, 0.0):
+            text = f"draws random numbers ({name}); is a dropout active?"
+            raise WayRefused("random", text, name)
+        if is_mutable(node.target):
+            raise WayRefused("writes", f"writes to an input, a weight or a buffer ({name})", name)
         if "batch_norm" in name and any(argument is True for argument in node.args):
-            raise Refused(f"updates running statistics ({name} in training mode)")
+            text = f"updates running statistics ({name} in training mode)"
+            raise WayRefused("writes", text, name)
         for made in pytree.tree_leaves(value(node)):
             if isinstance(made, torch.Tensor) and not all(isinstance(s, int) for s in made.shape):
-                raise Refused(f"makes a tensor whose shape depends on data ({name})")
+                text = f"makes a tensor whose shape depends on data ({name})"
+                raise WayRefused("data_dependent_shape", text, name)

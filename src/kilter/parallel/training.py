@@ -1,8 +1,8 @@
 """Training: a step's forward and backward captured as two CUDA graphs, behind one autograd node.
 
 The saved activations lie at fixed addresses in the graphs' pool. A second forward before the first
-one's backward overwrites them; that backward then replays its own forward first, on the inputs that
-autograd kept for it. Weights that changed in between are an error, as they are in the serial loop.
+forward's backward overwrites them. That backward then replays its own forward first, on the inputs
+that autograd saved for it. Weights that changed in between are an error, as in the serial loop.
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kilter.act.branches.capture import WARM_UPS, Turns, capturing, copy_all, record, static_like
+from kilter.parallel.capture import (
+    WARM_UPS,
+    GraphPool,
+    Turns,
+    capturing,
+    copy_all,
+    record,
+    static_like,
+)
 
 
-class Step(Protocol):
-    """Runs forward and backward on memory of its own. `forwards` counts the forward runs."""
+class TrainingStep(Protocol):
+    """Runs forward and backward on its own memory. `forwards` counts the forward runs."""
 
     forwards: int
 
@@ -33,7 +41,7 @@ class Step(Protocol):
 
 
 def differentiable(
-    step: Step, weights: Sequence[Tensor]
+    step: TrainingStep, weights: Sequence[Tensor]
 ) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """The step as a call that autograd records."""
 
@@ -45,8 +53,8 @@ def differentiable(
 
 class _Node(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, step: Step, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*tensors)  # notices weights that change before the backward
+    def forward(ctx: Any, step: TrainingStep, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)  # autograd then notices weights that change before backward
         outputs = step.forward(tensors[:count])
         ctx.step, ctx.count, ctx.number = step, count, step.forwards
         _, made = step.asks()
@@ -69,8 +77,8 @@ class _Node(torch.autograd.Function):  # type: ignore[misc]
 
 
 class CapturedStep:
-    """Forward and backward as CUDA graphs of one pool. `weights` share the memory of the user's and
-    are leaves of their own, so that hooks of the user's do not run while capturing."""
+    """Forward and backward as CUDA graphs of one pool. `weights` share the memory of the user's
+    weights and are separate leaves, so that the user's hooks do not run during the capture."""
 
     def __init__(
         self,
@@ -79,7 +87,7 @@ class CapturedStep:
         weights: Sequence[Tensor],
         device: torch.device,
         *,
-        pool: Any,
+        pool: GraphPool,
         turns: Turns,
     ) -> None:
         self._turns, self._execute = turns, execute
@@ -106,13 +114,14 @@ class CapturedStep:
                 back(outputs, self._given)
             del outputs
             self._there, made = record(lambda: execute(self._inputs), device, pool)
-            # Held with their autograd graph: the saved activations must keep their memory.
+            # Kept with their autograd graph: the saved activations must keep their memory.
             self._outputs = list(made)
             self._back, self._gradients = record(
                 lambda: back(self._outputs, self._given), device, pool
             )
         self._plain = [t.detach() for t in self._outputs]
         self._static = [t.detach() for t in self._inputs]
+        pool.graphs.add(self)
 
     def asks(self) -> tuple[list[bool], list[bool]]:
         return [t.requires_grad for t in self._inputs], [t.requires_grad for t in self._outputs]

@@ -1,6 +1,6 @@
 """Rows of `kilter bench branches`: one workload, every way of running it, side by side.
 
-Every row has device time (events) and wall time (with a synchronise per call), what it took to be
+Every row has device time (events), wall time (with a synchronise per call), the time until it was
 ready, memory, and its largest difference to a float64 run of the same weights.
 """
 
@@ -10,93 +10,54 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
-from kilter.act.branches import numerics
-from kilter.act.branches.capture import Captured, Turns, pool_bytes
-from kilter.act.branches.loop import Loop
-from kilter.act.branches.parallel import Parallel, parallel
-from kilter.act.branches.program import Program, compile_units, from_graph
-from kilter.act.branches.streams import Cuda, ForkJoin
-from kilter.act.branches.timing import unit_seconds
-from kilter.act.branches.tracing import TRACE_ERRORS, Refused, trace
-from kilter.act.branches.workloads import WORKLOADS, Workload, build
+from kilter.app.bench.branch_workloads import WORKLOADS, build
 from kilter.core.errors import UsageError
-from kilter.plan.branches import assign_lanes
+from kilter.parallel import checks
+from kilter.parallel.calls import Parallel, parallel
+from kilter.parallel.capture import Captured, GraphPool, Turns
+from kilter.parallel.compilation import compile_units
+from kilter.parallel.loop import SerialLoop
+from kilter.parallel.plan import assign_lanes
+from kilter.parallel.regions import from_graph
+from kilter.parallel.streams import CudaStreams, ForkJoin
+from kilter.parallel.timing import unit_seconds
+from kilter.parallel.torch_private import pytree
+from kilter.parallel.trace import TRACE_ERRORS, WayRefused, first_line, trace
+from kilter.parallel.ways import WAYS
 
 WARM_UPS, CALLS = 50, 500
 ROW_S = 2.0
-"""A row's calls are cut to about this time, but not below 20."""
-
-GPU_ROWS = (
-    "published",
-    "serial",
-    "auto",
-    "fused",
-    "convolved",
-    "compiled_batched",
-    "compiled",
-    "batched",
-    "graph",
-    "graph_fork",
-    "branches_compiled",
-    "threads",
-    "cpp_threads",
-    "streams",
-    "compile",
-    "compile_reduce_overhead",
-    "train_serial",
-    "train_auto",
-)
-CPU_ROWS = (
-    "published",
-    "serial",
-    "auto",
-    "batched",
-    "threads",
-    "cpp_threads",
-    "train_serial",
-    "train_auto",
-)
-ABOUT = {
-    "published": "eager loop with the published code's host traps",
-    "serial": "eager loop, device buffers",
-    "auto": "ours: tries its ways, keeps the fastest right one",
-    "fused": "ours: Triton launches for all heads of a layer at once, joined linear layers",
-    "compiled_batched": "ours: stacked groups compiled, forked inside one graph",
-    "convolved": "ours: as compiled, convolutions of small maps by a kernel where it is faster",
-    "compiled": "ours: every branch compiled after folding, forked inside one graph",
-    "batched": "ours: stacked groups, not compiled, forked inside one graph",
-    "graph": "one CUDA graph of the loop",
-    "graph_fork": "one CUDA graph of the loop, a forked stream for each branch",
-    "branches_compiled": "each branch of the loop compiled, forked inside one graph",
-    "threads": "Python threads, a stream each",
-    "cpp_threads": "C++ threads without interpreter lock, a stream each (the thesis's way)",
-    "streams": "one Python thread, a stream for each branch",
-    "compile": "torch.compile",
-    "compile_reduce_overhead": "torch.compile, mode reduce-overhead",
-    "train_serial": "forward and backward of the eager loop",
-    "train_auto": "ours: forward and backward, tried and checked with their gradients",
-}
-OURS = ("auto", "fused", "convolved", "compiled", "compiled_batched", "train_auto")
-"""Rows that explain themselves."""
+"""A row's calls are limited to about this time, but there are at least 20."""
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16}
+EVERYWHERE = ("cuda", "cpu")
 
 
 @dataclass(frozen=True)
-class _Way:
-    """A way made ready."""
+class _Ready:
+    """A row that is ready to be measured."""
 
     call: Callable[..., Any]
-    close: Callable[[], None]
-    explain: Callable[[], str]
-    chosen: Callable[[], str | None]
-    pool: Callable[[], int | None]
+    close: Callable[[], None] = lambda: None
+    explain: Callable[[], str] = lambda: ""
+    chosen: Callable[[], str | None] = lambda: None
+    pool: Callable[[], int | None] = lambda: None
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    about: str
+    ready: Callable[[Any, Sequence[Tensor]], _Ready]
+    """From the module (or list of branches) and its inputs."""
+    devices: tuple[str, ...] = ("cuda",)
+    explains: bool = False
 
 
 def run_rows(
@@ -108,10 +69,10 @@ def run_rows(
     if precision not in DTYPES:
         raise UsageError(f"no precision {precision!r}; there are: {', '.join(DTYPES)}")
     workload, dtype = WORKLOADS[workload_name], DTYPES[precision]
-    known = GPU_ROWS if device == "cuda" else CPU_ROWS
-    for row in rows or known:
-        if row not in known:
-            raise UsageError(f"no row {row!r} on {device}; there are: {', '.join(known)}")
+    known = {row.name: row for row in ROWS if device in row.devices}
+    for name in rows or known:
+        if name not in known:
+            raise UsageError(f"no row {name!r} on {device}; there are: {', '.join(known)}")
     tf32 = precision == "tf32"
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
@@ -119,29 +80,29 @@ def run_rows(
         with torch.no_grad():
             made, inputs = build(workload, device=device, dtype=dtype)
             exact = _exact(made, inputs)
-            for row in rows or known:
-                if row == "published" and workload.published is None:
+            for name in rows or known:
+                if name == "published" and workload.published is None:
                     continue
+                row = known[name]
+                if name == "published":
+                    given = partial(build, workload, device=device, dtype=dtype, published=True)
+                else:
+                    given = partial(tuple, (made, inputs))
                 yield {
                     "workload": workload_name,
                     "precision": precision,
-                    "row": row,
-                    "about": ABOUT[row],
-                    **_measure(row, workload, dtype, device, made, inputs, exact, quick=quick),
+                    "row": name,
+                    "about": row.about,
+                    **_measure(row, given, exact, device, quick=quick),
                 }
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def _serial(made: Any) -> Callable[..., Any]:
-    return Loop.of(made)
-
-
 def _exact(made: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
     wide = [m.double() for m in copy.deepcopy(made if isinstance(made, list) else [made])]
     given = [x.double() if x.is_floating_point() else x for x in inputs]
-    found = _serial(wide if isinstance(made, list) else wide[0])(*given)
-    return _tensors(found)
+    return _tensors(SerialLoop.of(wide if isinstance(made, list) else wide[0])(*given))
 
 
 def _tensors(found: Any) -> list[Tensor]:
@@ -149,13 +110,10 @@ def _tensors(found: Any) -> list[Tensor]:
 
 
 def _measure(
-    row: str,
-    workload: Workload,
-    dtype: torch.dtype,
-    device: str,
-    made: Any,
-    inputs: Sequence[Tensor],
+    row: _Row,
+    given: Callable[[], tuple[Any, Sequence[Tensor]]],
     exact: Sequence[Tensor],
+    device: str,
     *,
     quick: bool,
 ) -> dict[str, Any]:
@@ -164,61 +122,73 @@ def _measure(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-    if row == "published":
-        made, inputs = build(workload, device=device, dtype=dtype, published=True)
+    made, inputs = given()
     began = time.perf_counter()
-    way = None
+    ready = None
     try:
-        way = _way(row, made, inputs)
-        found = _tensors(way.call(*inputs))
-        found = [t.clone() for t in _tensors(way.call(*inputs))]
+        ready = row.ready(made, inputs)
+        ready.call(*inputs)
+        found = [t.clone() for t in _tensors(ready.call(*inputs))]
         if on_gpu:
             torch.cuda.synchronize()
         ready_s = time.perf_counter() - began
         result: dict[str, Any] = {
             "refused": None,
-            "chosen": way.chosen(),
+            "chosen": ready.chosen(),
             "ready_s": ready_s,
-            "max_error": numerics.error(found, exact),
-            **_times(lambda: way.call(*inputs), on_gpu, quick=quick),
+            "max_error": checks.error(found, exact),
+            **_times(partial(ready.call, *inputs), on_gpu, quick=quick),
         }
         if on_gpu:
             result["peak_bytes"] = torch.cuda.max_memory_allocated() - held
-            result["pool_bytes"] = way.pool()
-        if row in OURS:
-            result["explain"] = way.explain()
+            result["pool_bytes"] = ready.pool()
+        if row.explains:
+            result["explain"] = ready.explain()
         return result
-    except (Refused, *TRACE_ERRORS) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        return {"refused": f"{type(error).__name__}: {first}", "ready_s": None}
+    except (WayRefused, *TRACE_ERRORS) as error:
+        kind = "Refused" if isinstance(error, WayRefused) else type(error).__name__
+        return {"refused": f"{kind}: {first_line(error)}", "ready_s": None}
     finally:
-        if way is not None:
-            way.close()
+        if ready is not None:
+            ready.close()
 
 
-def _way(row: str, made: Any, inputs: Sequence[Tensor]) -> _Way:
-    if row == "train_serial":
-        return _plain(_training(_serial(made), made))
-    if row == "train_auto":
-        ours = parallel(made)
-        return _ours(ours, _training(ours, made), inputs)
-    if row in ("published", "serial"):
-        return _plain(_serial(made))
-    if row == "compile":
-        return _plain(torch.compile(_serial(made), dynamic=False))
-    if row == "compile_reduce_overhead":
-        return _plain(torch.compile(_serial(made), dynamic=False, mode="reduce-overhead"))
-    if row == "branches_compiled":
-        return _branches_compiled(made, inputs)
-    as_written = row in ("graph", "graph_fork", "threads", "cpp_threads", "streams")
-    mode = "graph_streams" if row == "graph_fork" else row
-    ours = parallel(made, mode=mode, fold=not as_written)
+# --- what a row runs ------------------------------------------------------------------------------
+
+
+def _serial(made: Any, inputs: Sequence[Tensor]) -> _Ready:
+    return _Ready(SerialLoop.of(made))
+
+
+def _compiled(made: Any, inputs: Sequence[Tensor], *, mode: str = "default") -> _Ready:
+    return _Ready(torch.compile(SerialLoop.of(made), dynamic=False, mode=mode))
+
+
+def _train_serial(made: Any, inputs: Sequence[Tensor]) -> _Ready:
+    return _Ready(_training(SerialLoop.of(made), made))
+
+
+def _auto(made: Any, inputs: Sequence[Tensor]) -> _Ready:
+    ours = parallel(made)
+    ours(*inputs)
+    return _ours(ours, ours, inputs)
+
+
+def _train_auto(made: Any, inputs: Sequence[Tensor]) -> _Ready:
+    ours = parallel(made)
+    return _ours(ours, _training(ours, made), inputs)
+
+
+def _one_way(made: Any, inputs: Sequence[Tensor], *, mode: str, fold: bool) -> _Ready:
+    """One way, which has to be used in every call."""
+    ours = parallel(made, mode=mode, fold=fold)
 
     def checked(*given: Any) -> Any:
         found = ours(*given)
         plan = ours.plan()
-        if row != "auto" and (plan is None or plan.chosen != mode):
-            raise Refused(plan.reason if plan else "nothing prepared")
+        if plan is None or plan.chosen != mode:
+            text = plan.reason.text if plan else "nothing prepared"
+            raise WayRefused("not_chosen", text, mode)
         return found
 
     checked(*inputs)
@@ -241,49 +211,84 @@ def _training(call: Callable[..., Any], made: Any) -> Callable[..., Any]:
     return run
 
 
-def _ours(ours: Parallel, call: Callable[..., Any], inputs: Sequence[Tensor]) -> _Way:
-    return _Way(
-        call,
-        ours.close,
-        ours.explain,
-        lambda: _chosen(ours),
-        lambda: ours.memory_bytes() if inputs[0].is_cuda else None,
-    )
+def _ours(ours: Parallel, call: Callable[..., Any], inputs: Sequence[Tensor]) -> _Ready:
+    def chosen() -> str | None:
+        plan = ours.plan()
+        searched = "+" if plan is not None and plan.searched else ""
+        return None if plan is None else f"{plan.chosen}/{plan.streams}{searched}"
+
+    def pool() -> int | None:
+        return ours.memory_bytes() if inputs[0].is_cuda else None
+
+    return _Ready(call, ours.close, ours.explain, chosen, pool)
 
 
-def _chosen(ours: Parallel) -> str | None:
-    plan = ours.plan()
-    searched = "+" if plan is not None and plan.searched else ""
-    return None if plan is None else f"{plan.chosen}/{plan.streams}{searched}"
-
-
-def _plain(call: Callable[..., Any]) -> _Way:
-    return _Way(call, lambda: None, lambda: "", lambda: None, lambda: None)
-
-
-def _branches_compiled(made: Any, inputs: Sequence[Tensor]) -> _Way:
-    """Row R13: nothing folded or stacked, every branch compiled by itself, one stream for each."""
+def _branches_compiled(made: Any, inputs: Sequence[Tensor]) -> _Ready:
+    """Nothing folded, every branch compiled by itself, one stream for each."""
     device = inputs[0].device
-    program: Program = compile_units(
-        from_graph(trace(_serial(made), tuple(inputs)).graph).with_weights(Tensor.detach), {}
-    )
+    traced = trace(SerialLoop.of(made), tuple(inputs))
+    program = compile_units(from_graph(traced.graph).with_weights(Tensor.detach), {})
     seconds = unit_seconds(program, inputs, device)
     lanes = [
         assign_lanes([seconds.get(u.key, u.work * 1e-6) for u in step], len(step))
         for step in program.steps
     ]
-    fork = ForkJoin(Cuda(device, capturing=True), lanes)
-    pool = torch.cuda.graph_pool_handle()
+    fork = ForkJoin(CudaStreams(device, capturing=True), lanes)
+    pool = GraphPool()
     captured = Captured(
         lambda tensors: program.execute(tensors, fork), inputs, device, pool=pool, turns=Turns()
     )
-    return _Way(
-        lambda *given: captured(given),
-        captured.release,
-        lambda: "",
-        lambda: None,
-        lambda: pool_bytes(pool),
-    )
+    return _Ready(lambda *given: captured(given), captured.release, pool=pool.bytes)
+
+
+def _way_row(
+    mode: str,
+    name: str | None = None,
+    *,
+    fold: bool = False,
+    devices: tuple[str, ...] = ("cuda",),
+    explains: bool = False,
+) -> _Row:
+    """A way that was asked for by name. Without `fold` it runs the loop's own operations."""
+    ready = partial(_one_way, mode=mode, fold=fold)
+    return _Row(name or mode, WAYS[mode].about, ready, devices, explains)
+
+
+ROWS = (
+    _Row("published", "eager loop with the published code's host traps", _serial, EVERYWHERE),
+    _Row("serial", "eager loop, device buffers", _serial, EVERYWHERE),
+    _Row("auto", "ours: tries its ways, keeps the fastest right one", _auto, EVERYWHERE, True),
+    _way_row("fused", fold=True, explains=True),
+    _way_row("convolved", fold=True, explains=True),
+    _way_row("compiled", fold=True, explains=True),
+    _way_row("folded", fold=True, devices=("cpu",)),
+    _way_row("graph"),
+    _way_row("graph_streams", "graph_fork"),
+    _Row(
+        "branches_compiled",
+        "each branch of the loop compiled, forked inside one graph",
+        _branches_compiled,
+    ),
+    _way_row("threads", devices=EVERYWHERE),
+    _way_row("cpp_threads", devices=EVERYWHERE),
+    _way_row("streams"),
+    _Row("compile", "torch.compile", _compiled),
+    _Row(
+        "compile_reduce_overhead",
+        "torch.compile, mode reduce-overhead",
+        partial(_compiled, mode="reduce-overhead"),
+    ),
+    _Row("train_serial", "forward and backward of the eager loop", _train_serial, EVERYWHERE),
+    _Row(
+        "train_auto",
+        "ours: forward and backward, tried and checked with their gradients",
+        _train_auto,
+        EVERYWHERE,
+        True,
+    ),
+)
+
+# --- times ----------------------------------------------------------------------------------------
 
 
 def _times(call: Callable[[], Any], on_gpu: bool, *, quick: bool) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Models with parallel branches, random weights: what `kilter bench branches` and the tests run.
 
-The encoder is CSWinTT's (Song et al., "Transformer Tracking with Cyclic Shifting Window
+The encoder is that of CSWinTT (Song et al., "Transformer Tracking with Cyclic Shifting Window
 Attention", CVPR 2022), written anew: eight heads whose windows differ, in a serial loop, as
-published. The others are shapes of well-known networks, so that nothing is tuned to one model.
+published. The others have the shapes of well-known networks, so that nothing is tuned to one model.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ class _Bottleneck(nn.Module):  # type: ignore[misc]
         return F.relu(self.body(x) + self.skip(x))
 
 
-class Frame(nn.Module):  # type: ignore[misc]
+class TrackerFrame(nn.Module):  # type: ignore[misc]
     """One frame of the tracker on the device: backbone, encoder, decoder, corner and score heads.
     The templates' features are cached, as published; box and score stay on the device."""
 
@@ -406,8 +406,8 @@ class Frame(nn.Module):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Workload:
-    """A thing to run: `build` makes the module or list of branches, `inputs` its arguments."""
+class BranchWorkload:
+    """`build` makes the module or the list of branches, `inputs` its arguments."""
 
     name: str
     about: str
@@ -430,40 +430,45 @@ def _scales(generator: torch.Generator) -> tuple[Any, ...]:
     return tuple(torch.randn(1, 128, s, s, generator=generator) for s in (64, 32, 16, 8))
 
 
-WORKLOADS: dict[str, Workload] = {
+WORKLOADS: dict[str, BranchWorkload] = {
     w.name: w
     for w in (
-        Workload(
+        BranchWorkload(
             "cswintt",
             "CSWinTT encoder: 6 layers of 8 heads with windows 1, 2, 4, 8; bottom rows padded",
             Encoder,
             lambda g: (torch.randn(TOKENS, 1, WIDTH, generator=g), padding_mask()),
             lambda: Encoder(host_tables=True, rebuild=True),
         ),
-        Workload(
+        BranchWorkload(
             "cswintt-nomask",
             "the same without a mask",
             Encoder,
             lambda g: (torch.randn(TOKENS, 1, WIDTH, generator=g),),
             lambda: Encoder(host_tables=True, rebuild=True),
         ),
-        Workload(
+        BranchWorkload(
             "frame",
             "whole tracker frame: ResNet-50 to layer 3, encoder, decoder, corner and score heads",
-            Frame,
+            TrackerFrame,
             _frame,
-            lambda: Frame(host_tables=True, rebuild=True),
+            lambda: TrackerFrame(host_tables=True, rebuild=True),
         ),
-        Workload("inception", "GoogLeNet blocks 4a-5b", inception, _image(1, 480, 14, 14)),
-        Workload("experts", "8 unequal experts, one token", experts, _image(1, 1024)),
-        Workload("ensemble", "4 different small networks", ensemble, _image(1, 3, 64, 64)),
-        Workload("detection", "detection heads on 4 scales", detection, _scales),
+        BranchWorkload("inception", "GoogLeNet blocks 4a-5b", inception, _image(1, 480, 14, 14)),
+        BranchWorkload("experts", "8 unequal experts, one token", experts, _image(1, 1024)),
+        BranchWorkload("ensemble", "4 different small networks", ensemble, _image(1, 3, 64, 64)),
+        BranchWorkload("detection", "detection heads on 4 scales", detection, _scales),
     )
 }
 
 
 def build(
-    workload: Workload, *, device: str, dtype: torch.dtype, published: bool = False, seed: int = 0
+    workload: BranchWorkload,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    published: bool = False,
+    seed: int = 0,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Module (or list of branches) and inputs, in evaluation mode, the same for the same seed."""
     make = workload.published if published and workload.published else workload.build

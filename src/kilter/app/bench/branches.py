@@ -39,19 +39,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print. 0 if every row was measured or refused with a reason."""
     try:
-        from kilter.act.branches import benchmark, workloads
+        from kilter.app.bench import branch_rows, branch_workloads
     except ImportError as error:
         raise UsageError(f"this benchmark needs PyTorch ({error})") from error
 
-    device = args.device or ("cuda" if benchmark.has_gpu() else "cpu")
-    names = list(workloads.WORKLOADS) if args.workload == "all" else args.workload.split(",")
+    device = args.device or ("cuda" if branch_rows.has_gpu() else "cpu")
+    names = list(branch_workloads.WORKLOADS) if args.workload == "all" else args.workload.split(",")
     wanted = args.rows.split(",") if args.rows else None
     rows: list[dict[str, Any]] = []
     for name in names:
         for precision in args.precision.split(","):
-            if not args.json and name in workloads.WORKLOADS:
-                print(f"\n{name}, {precision}: {workloads.WORKLOADS[name].about}")
-            for row in benchmark.run_rows(name, precision, wanted, device=device, quick=args.quick):
+            if not args.json and name in branch_workloads.WORKLOADS:
+                print(f"\n{name}, {precision}: {branch_workloads.WORKLOADS[name].about}")
+            for row in branch_rows.run_rows(
+                name, precision, wanted, device=device, quick=args.quick
+            ):
                 rows.append(row)
                 if args.out:
                     with open(args.out, "a", encoding="ascii") as file:
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         report = {
             "schema": "kilter.bench.branches/1",
             "label": "measured",
-            "conditions": benchmark.conditions(device),
+            "conditions": branch_rows.conditions(device),
             "rows": rows,
         }
         json.dump(report, sys.stdout, indent=1)

@@ -1,7 +1,7 @@
-"""The thesis's way: each branch in a C++ thread with a stream of its own, no interpreter lock.
+"""`cpp_threads`, the thesis's way: a C++ thread and a stream for each branch, no interpreter lock.
 
-`runner.cpp` is built once per machine with `torch.utils.cpp_extension`; without a compiler the mode
-is refused. Branches that Python has to run (not traced) are refused too.
+`runner.cpp` is built once for each machine with `torch.utils.cpp_extension`; without a C++ compiler
+the way is refused. So are branches that were not traced, because Python has to run them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,31 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from kilter.act.branches.program import Program, Unit
-from kilter.act.branches.tracing import Refused
+from kilter.parallel.candidates import Built, CandidateBuilder
+from kilter.parallel.capture import GraphPool
+from kilter.parallel.program import BranchProgram, Unit, laid_like
+from kilter.parallel.torch_private import TorchOperation, arguments_of, names_of
+from kilter.parallel.trace import WayRefused, first_line
+from kilter.parallel.ways.way import ThreadedWay
+
+
+class CppThreads(ThreadedWay):
+    name = "cpp_threads"
+    about = "C++ threads without interpreter lock, a stream each (the thesis's way)"
+    works_on = ("cpu", "cuda")
+
+    def program(self, builder: CandidateBuilder) -> BranchProgram:
+        return builder.forked_program()
+
+    def build(
+        self,
+        program: BranchProgram,
+        builder: CandidateBuilder,
+        streams: int,
+        pool: GraphPool | None,
+    ) -> Built:
+        runner = Runner(program, builder.request.device)
+        return Built(lambda tensors: laid_like(runner(tensors), builder.strides), runner.close)
 
 
 @lru_cache(maxsize=1)
@@ -24,7 +47,7 @@ def _library() -> Any:
     from torch.utils import cpp_extension
 
     if shutil.which("c++") is None and shutil.which("g++") is None:
-        raise Refused("no C++ compiler was found (c++ or g++ on the PATH)")
+        raise WayRefused("no_compiler", "no C++ compiler was found (c++ or g++ on the PATH)")
     try:
         return cpp_extension.load(
             name="kilter_branch_runner",
@@ -32,13 +55,14 @@ def _library() -> Any:
             extra_cflags=["-O2", "-std=c++17"],
         )
     except (RuntimeError, OSError, ImportError) as error:
-        raise Refused(f"the C++ runner cannot be built ({str(error).splitlines()[0]})") from error
+        text = f"the C++ runner cannot be built ({first_line(error)})"
+        raise WayRefused("not_built", text) from error
 
 
 class Runner:
-    """A program given to the C++ runner."""
+    """A program in the C++ runner."""
 
-    def __init__(self, program: Program, device: torch.device) -> None:
+    def __init__(self, program: BranchProgram, device: torch.device) -> None:
         where = str(device) if device.index is not None or device.type == "cpu" else "cuda:0"
         self._program = program
         self._runner = _library().Runner(program.slots, where)
@@ -51,7 +75,7 @@ class Runner:
 
     def _add(self, unit: Unit) -> None:
         if unit.graph is None:
-            raise Refused("a branch that cannot be traced needs Python")
+            raise WayRefused("needs_python", "a branch that is not traced needs Python", unit.name)
         self._runner.add_unit(list(unit.reads), list(unit.writes))
         register: dict[fx.Node, int] = {}
         for node in unit.graph.graph.nodes:
@@ -60,18 +84,17 @@ class Runner:
             elif node.op == "output":
                 (results,) = node.args
                 self._runner.end_unit([register[n] for n in results])
-            elif isinstance(node.target, torch._ops.OpOverload):
-                schema = node.target._schema
-                named = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
+            elif isinstance(node.target, TorchOperation):
+                formal = (a.name for a in arguments_of(node.target))
+                named = dict(zip(formal, node.args, strict=False))
                 given = {k: _argument(v, register) for k, v in {**named, **node.kwargs}.items()}
-                register[node] = self._runner.add_operation(
-                    schema.name, schema.overload_name, given
-                )
+                register[node] = self._runner.add_operation(*names_of(node.target), given)
             elif "getitem" in str(node.target):
                 of, index = node.args
                 register[node] = self._runner.add_element(register[of], index)
             else:
-                raise Refused(f"the C++ runner cannot call {node.target}")
+                text = f"the C++ runner cannot call {node.target}"
+                raise WayRefused("unknown_operation", text, str(node.target))
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         program = self._program

@@ -1,4 +1,4 @@
-"""Host threads: the units of a step run at the same time, each in a thread of its own.
+"""`threads`: the units of a step run at the same time, each in a host thread of its own.
 
 On a CPU every thread gets an equal share of the cores; on a GPU it gets a stream. Grad mode,
 autocast, device and current stream belong to a thread, so each is set in every task.
@@ -14,12 +14,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kilter.act.branches.program import Program, Unit, store
-from kilter.act.branches.streams import Cuda, share
+from kilter.parallel.candidates import Built, CandidateBuilder
+from kilter.parallel.capture import GraphPool
+from kilter.parallel.program import BranchProgram, Unit, arguments, run_unit, store
+from kilter.parallel.streams import CudaStreams, share
+from kilter.parallel.ways.way import ThreadedWay
 
 
-class Threads:
-    """Runs a step's units on a pool. Threads start with the first step and end with `close`."""
+class Threads(ThreadedWay):
+    name = "threads"
+    about = "Python threads, a stream each"
+    works_on = ("cpu", "cuda")
+    tried_on = ("cpu",)
+    """On a GPU a graph removes the launches that threads would spread."""
+    differentiable = True
+    same_kernels = True
+    calls_branches = True
+
+    def program(self, builder: CandidateBuilder) -> BranchProgram:
+        return builder.callables() if builder.request.loop.is_list else builder.forked_program()
+
+    def build(
+        self,
+        program: BranchProgram,
+        builder: CandidateBuilder,
+        streams: int,
+        pool: GraphPool | None,
+    ) -> Built:
+        threads = ThreadPool(builder.request.device, streams)
+        return Built(builder.eager(program, threads), threads.close)
+
+
+class ThreadPool:
+    """Runs a step's units in threads, which start with the first step and end with `close`."""
 
     def __init__(self, device: torch.device, workers: int) -> None:
         self.device = device
@@ -28,23 +55,25 @@ class Threads:
         self._lock = threading.Lock()
         self._intra_op = max(1, torch.get_num_threads() // workers)
 
-    def __call__(self, index: int, program: Program, environment: list[Tensor | None]) -> None:
+    def __call__(
+        self, index: int, program: BranchProgram, environment: list[Tensor | None]
+    ) -> None:
         step = program.steps[index]
         if len(step) == 1:
-            store(step[0], step[0].run(*program.arguments(step[0], environment)), environment)
+            run_unit(step[0], environment)
             return
-        cuda = Cuda(self.device) if self.device.type == "cuda" else None
-        mode = _Mode(self.device)
+        cuda = CudaStreams(self.device) if self.device.type == "cuda" else None
+        mode = _Modes(self.device)
         main = cuda.current() if cuda else None
         forked = cuda.record(main) if cuda else None
         futures: list[Future[Any]] = []
-        with self._lock:  # nobody ends the threads between two of a step
+        with self._lock:  # the threads are not ended between two units of a step
             pool = self._started()
             for number, unit in enumerate(step):
-                arguments = program.arguments(unit, environment)
+                given = arguments(unit, environment)
                 lane = number % self.workers
-                futures.append(pool.submit(self._task, unit, arguments, mode, cuda, lane, forked))
-        # All are waited for before an error is passed on: nothing runs on behind the caller's back.
+                futures.append(pool.submit(self._task, unit, given, mode, cuda, lane, forked))
+        # All are waited for before an error is passed on: no branch runs on after the call.
         errors = [future.exception() for future in futures]
         if cuda:
             for lane in range(min(self.workers, len(step))):
@@ -60,20 +89,20 @@ class Threads:
     def _task(
         self,
         unit: Unit,
-        arguments: list[Any],
-        mode: _Mode,
-        cuda: Cuda | None,
+        given: list[Any],
+        mode: _Modes,
+        cuda: CudaStreams | None,
         lane: int,
         forked: Any,
     ) -> Any:
         with mode.applied():
             if cuda is None:
-                return unit.run(*arguments)
+                return unit.run(*given)
             with torch.cuda.device(self.device):
                 stream = cuda.side(lane)
                 cuda.wait(stream, forked)
                 with cuda.use(stream):
-                    return unit.run(*arguments)
+                    return unit.run(*given)
 
     def _started(self) -> ThreadPoolExecutor:
         if self._pool is None:
@@ -87,7 +116,7 @@ class Threads:
         return self._pool
 
     def close(self) -> None:
-        """End the threads, when they have done what they were given."""
+        """End the threads after their last task."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -99,8 +128,8 @@ def _wait_a_moment() -> None:
     torch.zeros(1).add_(1)
 
 
-class _Mode:
-    """What the calling thread has set, to be set in another."""
+class _Modes:
+    """The modes of the calling thread, to be set in another thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.kind = device.type

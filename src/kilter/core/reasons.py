@@ -1,0 +1,17 @@
+"""Why something was refused or decided, as a value."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """A program compares `code`, a person reads `text`, and `subject` names what it is about: a
+    line of source, an operation, a tensor, a way. No code compares texts."""
+
+    code: str
+    subject: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text

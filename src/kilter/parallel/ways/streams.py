@@ -1,0 +1,31 @@
+"""`streams`: one Python thread launches the branches, each on a stream of its own."""
+
+from __future__ import annotations
+
+from kilter.parallel.candidates import Built, CandidateBuilder
+from kilter.parallel.capture import GraphPool
+from kilter.parallel.program import BranchProgram
+from kilter.parallel.streams import CudaStreams, ForkJoin
+from kilter.parallel.ways.way import ThreadedWay
+
+
+class Streams(ThreadedWay):
+    name = "streams"
+    about = "one Python thread, a stream for each branch"
+    works_on = ("cuda",)
+    differentiable = True
+    same_kernels = True
+    calls_branches = True
+
+    def program(self, builder: CandidateBuilder) -> BranchProgram:
+        return builder.callables() if builder.request.loop.is_list else builder.forked_program()
+
+    def build(
+        self,
+        program: BranchProgram,
+        builder: CandidateBuilder,
+        streams: int,
+        pool: GraphPool | None,
+    ) -> Built:
+        fork = ForkJoin(CudaStreams(builder.request.device), builder.lanes(self, streams))
+        return Built(builder.eager(program, fork))

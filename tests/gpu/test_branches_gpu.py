@@ -223,7 +223,7 @@ def test_the_winner_is_captured_once_and_later_signatures_share_its_memory(monke
         same(fast(x), serial(branches, x))
         plan = fast.plan()
         assert plan.chosen != "serial", fast.explain()
-        assert len(built) == len(set(built)) == sum(t.refused is None for t in plan.trials[1:])
+        assert len(built) == len(set(built)) > 1
         one = fast.memory_bytes()
         assert plan.trial.memory_bytes == one > 0
         for rows in (16, 32, 64):

@@ -1,6 +1,7 @@
 """What a prepared form was made from: every change that would make it wrong is noticed."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -96,6 +97,111 @@ def test_functions_are_watched_through_globals_closures_and_partials(monkeypatch
     state = WatchedState([function])
     layer = nn.Linear(2, 2)
     assert "captured" in state.changed()
+
+
+# --- what a class reads beside its own attributes -------------------------------------------------
+
+TABLES = {"flip": torch.tensor([3, 2, 1, 0]), "swap": [torch.tensor([1, 0, 3, 2])]}
+WEIGHT = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+tables = types.ModuleType("tables_of_a_test")
+tables.turn = torch.tensor([1, 2, 3, 0])
+tables.unused = torch.tensor([0])
+
+
+def looked_up(x):
+    return x[tables.turn]
+
+
+class Helper:
+    table = torch.tensor([2, 3, 0, 1])
+
+    def scaled(self, x):
+        return x * SCALE
+
+
+def with_closure(table):
+    class Tables(Helper, nn.Module):
+        """Reads tables in a global dictionary, a closure, a class attribute and a Python module."""
+
+        def forward(self, x):
+            (flipped,) = [x[t] for name, t in TABLES.items() if name == "flip"]
+            return self.moved(flipped)[TABLES["swap"][0]]
+
+        def moved(self, x):
+            return self.scaled(looked_up(x)[table][self.table]) * WEIGHT
+
+    return Tables
+
+
+CHANGES_BESIDE = {
+    "an item of a global dictionary": lambda m: m.setitem(TABLES, "flip", torch.arange(4)),
+    "an item of a list in it": lambda m: TABLES["swap"].__setitem__(0, torch.arange(4)),
+    "one more item": lambda m: m.setitem(TABLES, "more", torch.arange(4)),
+    "the dictionary": lambda m: m.setitem(globals(), "TABLES", {**TABLES, "flip": torch.arange(4)}),
+    "a global weight": lambda m: m.setitem(globals(), "WEIGHT", torch.ones(4) * 2),
+    "a global number": lambda m: m.setitem(globals(), "SCALE", 3.0),
+    "a global function": lambda m: m.setitem(globals(), "looked_up", lambda x: x),
+    "a class attribute": lambda m: m.setattr(Helper, "table", torch.arange(4)),
+    "an attribute of a Python module": lambda m: m.setattr(tables, "turn", torch.arange(4)),
+    "a global table in place": lambda m: TABLES["flip"].copy_(torch.tensor([0, 1, 2, 3])),
+    "a captured table in place": lambda m: CAPTURED.copy_(torch.tensor([0, 1, 2, 3])),
+}
+CAPTURED = torch.tensor([0, 2, 1, 3])
+
+
+@pytest.mark.parametrize("change", CHANGES_BESIDE)
+@pytest.mark.parametrize("versions", [True, False])
+def test_tables_outside_modules_are_watched_like_attributes(monkeypatch, change, versions):
+    if not versions:
+        monkeypatch.setattr("kilter.parallel.watched.dict_version", None)
+    before = TABLES["flip"].clone(), CAPTURED.clone(), TABLES["swap"][0]
+    module, x = with_closure(CAPTURED)(), torch.randn(4)
+    try:
+        with torch.no_grad(), parallel([module, torch.neg], mode="folded") as fast:
+            for _ in range(2):
+                assert torch.equal(fast(x)[0], module(x))
+            assert fast.plan().chosen == "folded", fast.explain()
+            prepared = fast._last
+            CHANGES_BESIDE[change](monkeypatch)
+            for _ in range(2):
+                assert torch.equal(fast(x)[0], module(x))
+            assert fast._last is not prepared
+            assert fast.plan().chosen == "folded", fast.explain()
+    finally:
+        TABLES["flip"].copy_(before[0])
+        CAPTURED.copy_(before[1])
+        TABLES["swap"][0] = before[2]
+
+
+def test_names_that_no_branch_reads_may_change(monkeypatch):
+    module, x = with_closure(CAPTURED)(), torch.randn(4)
+    with torch.no_grad(), parallel([module, torch.neg], mode="folded") as fast:
+        fast(x)
+        prepared = fast._last
+        monkeypatch.setitem(globals(), "UNUSED", 1)
+        monkeypatch.setattr(tables, "unused", torch.tensor([1]))
+        fast(x)
+        assert fast._last is prepared
+
+
+@functools.lru_cache
+def hidden():
+    return torch.tensor([1, 0])
+
+
+def test_a_tensor_that_cannot_be_watched_is_named_with_its_line():
+    def branch(x):
+        table = hidden()
+        return x[table] * 2  # reads it
+
+    with torch.no_grad(), parallel([branch, torch.neg], mode="folded") as fast:
+        fast(torch.ones(2))
+        reason = fast.plan().reason
+    assert reason.code == "unwatched_tensor"
+    assert reason.subject == "int64 tensor of shape [2]"
+    assert "int64 tensor of shape [2]" in reason.text
+    assert "test_branches_state.py" in reason.text
+    assert "return x[table] * 2" in reason.text
 
 
 def test_freezing_counts_only_where_gradients_do():

@@ -23,7 +23,7 @@ from kilter.parallel.plan import BranchPlan, describe
 from kilter.parallel.prepare import Prepared, prepare, serial_plan
 from kilter.parallel.torch_private import pytree
 from kilter.parallel.watched import WatchedState, held_by_several, needs_grad, versions
-from kilter.parallel.ways import MODES, WAYS
+from kilter.parallel.ways import WAYS
 
 READMIT = 8
 """Serial calls of a signature whose graph was evicted, before the graph is captured again. Without
@@ -228,8 +228,9 @@ def parallel(
     `prepare_budget_s`. `max_graphs`: signatures whose graphs are kept. `fold`: whether constant
     tables and data movement are simplified. Raises `UsageError`; what the branches raise is raised.
     """
-    if mode not in MODES:
-        raise UsageError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+    modes = ("auto", "serial", *WAYS)
+    if mode not in modes:
+        raise UsageError(f"mode {mode!r} is not one of {', '.join(modes)}")
     if max_graphs < 1:
         raise UsageError(f"max_graphs={max_graphs} must be at least 1")
     if streams is not None and streams < 1:

@@ -139,7 +139,8 @@ class _Contest:
         self.builder, self.judge = builder, judge
         self.request = builder.request
         self.trials = [Trial(mode="serial")]
-        self._best: tuple[Trial, Built] | None = None
+        self.best: tuple[Trial, Built] | None = None
+        """The chosen one of `trials`, as it was built; None: the serial loop."""
 
     # --- which ways -------------------------------------------------------------------------------
 
@@ -154,8 +155,8 @@ class _Contest:
             if way.captures and self.request.on_gpu and not cache.has_pool():
                 cache.pool = GraphPool()
             self._try(way, count, searched=searched, pool=cache.pool)
-        if self._best is not None:
-            return self._best[0], Reason("asked_for", mode, "asked for")
+        if self.best is not None:
+            return self.best[0], Reason("asked_for", mode, "asked for")
         none = Reason("serial_before", mode, "serial was chosen before")
         return self.trials[0], combined(self.trials) or none
 
@@ -238,8 +239,8 @@ class _Contest:
         better = trial.refused is None and (asked_for or choose(self.trials)[0] is trial)
         loser: Built | None = built
         if better:
-            loser = None if self._best is None else self._best[1]
-            self._best = trial, built
+            loser = None if self.best is None else self.best[1]
+            self.best = trial, built
         if loser is not None:
             loser.release()
 
@@ -247,10 +248,10 @@ class _Contest:
         """The best way, ready to be kept. Its memory becomes the memory that all graphs share. If
         there is such memory already, the graph is captured again in it: it then takes no memory
         of its own beside the graphs of other signatures."""
-        if self._best is None:
+        if self.best is None:
             return None
-        trial, built = self._best
-        self._best = None
+        trial, built = self.best
+        self.best = None
         cache = self.builder.cache
         if built.pool is None or built.pool is cache.pool:
             return built

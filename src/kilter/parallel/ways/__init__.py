@@ -15,7 +15,7 @@ from kilter.parallel.ways.streams import Streams
 from kilter.parallel.ways.threads import Threads
 from kilter.parallel.ways.way import Way
 
-__all__ = ["MODES", "WAYS", "Way"]
+__all__ = ["WAYS", "Way"]
 
 WAYS: dict[str, Way] = {
     way.name: way
@@ -31,6 +31,3 @@ WAYS: dict[str, Way] = {
         Streams(),
     )
 }
-
-MODES = ("auto", "serial", *WAYS)
-"""What `kilter.parallel(mode=...)` accepts."""

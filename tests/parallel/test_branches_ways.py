@@ -74,8 +74,8 @@ def test_a_new_way_is_one_class_and_one_entry(monkeypatch):
         def program(self, builder):
             return builder.trace().program
 
-        def build(self, program, builder, streams, pool):
-            run = builder.laid(program, run_in_order)
+        def build(self, program, site):
+            run = site.laid(program, run_in_order)
             return Built(lambda tensors: calls.append(1) or run(tensors))
 
     monkeypatch.setitem(WAYS, "mine", Mine())
@@ -181,7 +181,9 @@ def test_the_public_function_and_the_package_have_one_name():
 
 
 def test_private_names_of_torch_stand_in_one_file():
-    private = re.compile(r"torch(\.\w+)*\._[a-z]|aten\._[a-z]|\._(schema|version|modules|parameters)\b")
+    private = re.compile(
+        r"torch(\.\w+)*\._[a-z]|aten\._[a-z]|\._(schema|version|modules|parameters)\b"
+    )
     for path in ROOM.rglob("*.py"):
         if path.name != "torch_private.py":
             assert not private.search(path.read_text(encoding="utf-8")), path

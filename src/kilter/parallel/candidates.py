@@ -318,7 +318,11 @@ class CandidateBuilder:
             for step in program.steps
         ]
 
-    # --- ways -------------------------------------------------------------------------------------
+    def seconds_of(self, run: Run) -> float:
+        """Median time of a call, in training with its backward."""
+        request = self.request
+        weights = () if isinstance(self.traced, Reason) else self.traced.weights
+        return median_seconds(lambda: request.results(run, weights), request.device)
 
     def build(self, way: Way, streams: int, *, searched: bool, pool: GraphPool | None) -> Built:
         """A way that is ready to run. `pool`: the memory of its graphs, if it captures any."""
@@ -332,58 +336,63 @@ class CandidateBuilder:
             program = self.program(way)
             if way.compiles and request.on_gpu:
                 warm(program, self.cache.compiled, self.cache.warm, request.device)
-            return way.build(program, self, streams, pool)
+            return way.build(program, Site(self, streams, pool))
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a way makes its program ready: on so many streams (or threads), with memory for its
+    graphs if it captures any."""
+
+    builder: CandidateBuilder
+    streams: int
+    pool: GraphPool | None
+
+    @property
+    def request(self) -> Request:
+        return self.builder.request
 
     def laid(self, program: BranchProgram, run_step: RunStep) -> Run:
         """A traced program as a call, with results that lie in memory like the loop's."""
-        return lambda tensors: laid_like(program.execute(tensors, run_step), self.strides)
+        return lambda tensors: laid_like(program.execute(tensors, run_step), self.builder.strides)
 
     def eager(self, program: BranchProgram, run_step: RunStep) -> Run:
         """A program as a call that may return anything. The tensors are taken out of the results
         only where the loop was traced, because only then are they put back."""
-        traced = not isinstance(self.traced, Reason)
+        traced = not isinstance(self.builder.traced, Reason)
 
         def run(tensors: Sequence[Tensor]) -> Sequence[Any]:
             made = program.execute(tensors, run_step)
             if not traced:
                 return made
             found = [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
-            return laid_like(found, self.strides)
+            return laid_like(found, self.builder.strides)
 
         return run
 
-    def capture(self, step: Run, pool: GraphPool | None) -> Built:
+    def capture(self, step: Run) -> Built:
         """A call as one CUDA graph."""
-        assert pool is not None
-        captured = Captured(
-            step, self.request.tensors, self.request.device, pool=pool, turns=self.cache.turns
-        )
-        return Built(captured, captured.release, pool)
+        assert self.pool is not None
+        request, turns = self.request, self.builder.cache.turns
+        captured = Captured(step, request.tensors, request.device, pool=self.pool, turns=turns)
+        return Built(captured, captured.release, self.pool)
 
-    def capture_training(
-        self, program: BranchProgram, run_step: RunStep, pool: GraphPool | None
-    ) -> Built:
+    def capture_training(self, program: BranchProgram, run_step: RunStep) -> Built:
         """Forward and backward of a program as two CUDA graphs."""
-        assert pool is not None
-        weights = self.trace().weights
+        assert self.pool is not None
+        request, weights = self.request, self.builder.trace().weights
         leaves = {id(w): w.detach().requires_grad_() for w in weights}
         ours = program.with_weights(lambda t: leaves.get(id(t), t))
         step = training.CapturedStep(
             self.laid(ours, run_step),
-            self.request.tensors,
+            request.tensors,
             list(leaves.values()),
-            self.request.device,
-            pool=pool,
-            turns=self.cache.turns,
+            request.device,
+            pool=self.pool,
+            turns=self.builder.cache.turns,
         )
         # Nothing to release: the memory is freed after the last backward that may still come.
-        return Built(training.differentiable(step, weights), pool=pool)
-
-    def seconds_of(self, run: Run) -> float:
-        """Median time of a call, in training with its backward."""
-        request = self.request
-        weights = () if isinstance(self.traced, Reason) else self.traced.weights
-        return median_seconds(lambda: request.results(run, weights), request.device)
+        return Built(training.differentiable(step, weights), pool=self.pool)
 
 
 @contextmanager

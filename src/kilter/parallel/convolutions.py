@@ -67,16 +67,10 @@ def tile_of(channels: int, pixels: int, inner: int, *, half: bool) -> Tile:
 
 
 def _convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Sequence[Tensor],
-    residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    epsilon: float,
-    relu: bool,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Sequence[Tensor],
+    residual: Tensor | None, stride: Sequence[int], padding: Sequence[int],
+    epsilon: float, relu: bool,
+) -> Tensor:  # fmt: skip
     if not x.is_cuda:
         return defined(x, weight, bias, norm, residual, stride, padding, epsilon, relu)
     from kilter.parallel.kernels import convolution as kernels
@@ -130,16 +124,9 @@ def _is_point(weight: Tensor, stride: Sequence[int], padding: Sequence[int]) -> 
 
 
 def _shape(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Sequence[Tensor],
-    residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    epsilon: float,
-    relu: bool,
-) -> Tensor:
+    x: Tensor, weight: Tensor, _b: Any, _n: Any, _r: Any,
+    stride: Sequence[int], padding: Sequence[int], *_: Any,
+) -> Tensor:  # fmt: skip
     high, wide = (
         (x.shape[2 + i] + 2 * padding[i] - weight.shape[2 + i]) // stride[i] + 1 for i in (0, 1)
     )
@@ -147,16 +134,10 @@ def _shape(
 
 
 def defined(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: Sequence[Tensor],
-    residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    epsilon: float,
-    relu: bool,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Sequence[Tensor],
+    residual: Tensor | None, stride: Sequence[int], padding: Sequence[int],
+    epsilon: float, relu: bool,
+) -> Tensor:  # fmt: skip
     """The definition."""
     found = torch.nn.functional.conv2d(x, weight, bias, list(stride), list(padding))
     if norm:

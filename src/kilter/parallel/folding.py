@@ -23,45 +23,23 @@ aten = torch.ops.aten
 
 IDENTITY = {aten.lift_fresh_copy.default, aten.detach.default, aten.alias.default}
 VIEWS = {
-    aten.view.default,
-    UNSAFE_VIEW,
-    aten.reshape.default,
-    aten.permute.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-    aten.slice.Tensor,
-    aten.select.int,
+    aten.view.default, UNSAFE_VIEW, aten.reshape.default, aten.permute.default,
+    aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor, aten.select.int,
     aten.expand.default,
-}
+}  # fmt: skip
 SPLITS = {
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unbind.int,
-    aten.chunk.default,
-}
+    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default,
+}  # fmt: skip
 COPIES = {
-    aten.clone.default,
-    aten.roll.default,
-    aten.cat.default,
-    aten.stack.default,
-    aten.flip.default,
-    aten.repeat.default,
-}
+    aten.clone.default, aten.roll.default, aten.cat.default, aten.stack.default,
+    aten.flip.default, aten.repeat.default,
+}  # fmt: skip
 LOOKUPS = {aten.index.Tensor, aten.index_select.default}
 FACTORIES = {
-    aten.arange.default,
-    aten.arange.start,
-    aten.arange.start_step,
-    aten.full.default,
-    aten.zeros.default,
-    aten.ones.default,
-    aten.linspace.default,
-    aten.scalar_tensor.default,
-}
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default,
+    aten.zeros.default, aten.ones.default, aten.linspace.default, aten.scalar_tensor.default,
+}  # fmt: skip
 MIN_ROW = 8
 """Shorter rows than this many elements are moved better by the original operations."""
 

@@ -121,12 +121,12 @@ class _Cut:
 
     def unit(self, nodes: Sequence[fx.Node], name: str) -> Unit:
         writes = [n for n in nodes if isinstance(value(n), Tensor) and self.is_read_outside(n)]
-        body, reads, key = _extract(self.graph, nodes, writes)
+        body, reads = _extract(self.graph, nodes, writes)
         return Unit(
             run=body,
             reads=tuple(map(self.slot, reads)),
             writes=tuple(map(self.slot, writes)),
-            key=key,
+            key=graph_key(body.graph),
             name=name,
             graph=body,
             work=sum(map(_weight, nodes)),
@@ -165,45 +165,34 @@ def _entry(node: fx.Node, number: dict[fx.Node, int]) -> Hashable:
 
 def _extract(
     graph: fx.GraphModule, nodes: Sequence[fx.Node], writes: Sequence[fx.Node]
-) -> tuple[fx.GraphModule, list[fx.Node], Hashable]:
-    """The nodes as a graph of their own: the graph, the nodes that it reads, and a key that equal
-    graphs share. Views of weights that lie outside are repeated inside."""
+) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """The nodes as a graph of their own, and the nodes that it reads. Views of weights that lie
+    outside are repeated inside."""
     body = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     reads: list[fx.Node] = []
     inside = set(nodes)
-    key: list[Hashable] = []
-    number: dict[fx.Node, int] = {}
 
-    def bring(node: fx.Node) -> fx.Node:
+    def bring(node: fx.Node) -> None:
         if node in copied:
-            return copied[node]
-        outside = node not in inside
-        if outside and not (weight_view(node) and node.op != "get_attr"):
-            made = body.placeholder(f"read{len(reads)}")
-            made.meta["val"] = value(node)
+            return
+        if node not in inside and not (weight_view(node) and node.op != "get_attr"):
+            copied[node] = body.placeholder(f"read{len(reads)}")
+            copied[node].meta["val"] = value(node)
             reads.append(node)
-            tensor = value(node) if node.op != "get_attr" else tensor_of(graph, node)
-            entry: Hashable = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        else:
-            for read in node.all_input_nodes:
-                bring(read)
-            made = body.node_copy(node, lambda n: copied[n])
-            entry = _entry(node, number)
-        number[node] = len(number)
-        key.append(entry)
-        copied[node] = made
-        return made
+            return
+        for read in node.all_input_nodes:
+            bring(read)
+        copied[node] = body.node_copy(node, copied.__getitem__)
 
     for node in nodes:
         bring(node)
     body.output(tuple(copied[n] for n in writes))
-    key.append(tuple(number[n] for n in writes))
     # Placeholders must come first in a graph.
     first = next(iter(body.nodes))
-    for node in [n for n in body.nodes if n.op == "placeholder"]:
-        if node is not first:
-            first.prepend(node)
-    ordered = [n for n in body.nodes if n.op == "placeholder"]
-    by_name = {copied[n]: n for n in reads}
-    return fx.GraphModule(torch.nn.Module(), body), [by_name[n] for n in ordered], tuple(key)
+    for read in reads:
+        if copied[read] is not first:
+            first.prepend(copied[read])
+    order = {node: at for at, node in enumerate(body.nodes)}
+    reads.sort(key=lambda read: order[copied[read]])
+    return fx.GraphModule(torch.nn.Module(), body), reads

@@ -33,15 +33,9 @@ from kilter.parallel.torch_private import (
 )
 
 TRACE_ERRORS = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    LookupError,
-    AssertionError,
-    OSError,
+    RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, OSError,
     ImportError,
-)
+)  # fmt: skip
 """What tracing, compiling or capturing the user's code can raise. The serial loop, whose errors
 belong to the user, never runs inside a handler of these."""
 
@@ -110,28 +104,19 @@ def tensor_of(graph: fx.GraphModule, node: fx.Node) -> torch.Tensor:
 
 
 _HOST_READS = {
-    torch.Tensor.item,
-    torch.Tensor.tolist,
-    torch.Tensor.numpy,
-    torch.Tensor.__bool__,
-    torch.Tensor.__int__,
-    torch.Tensor.__float__,
-    torch.Tensor.__index__,
-    torch.Tensor.cpu,
+    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__bool__,
+    torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.cpu,
     torch.Tensor.__array__,
-}
+}  # fmt: skip
 
 
 _REAL = (torch.Tensor, torch.nn.Parameter)
 
 
 _CUTS = {
-    torch.Tensor.detach,
-    torch.Tensor.detach_,
-    torch.Tensor.requires_grad_,
-    torch.Tensor.data.__get__,
-    SET_GRAD_ENABLED,
-}
+    torch.Tensor.detach, torch.Tensor.detach_, torch.Tensor.requires_grad_,
+    torch.Tensor.data.__get__, SET_GRAD_ENABLED,
+}  # fmt: skip
 
 
 class _Watch(torch.overrides.TorchFunctionMode):  # type: ignore[misc]

@@ -10,24 +10,10 @@ from kilter.parallel.kernels.common import product
 
 @triton.jit
 def _after(
-    total,
-    channel,
-    there,
-    at,
-    real,
-    bias,
-    mean,
-    spread,
-    gain,
-    shift,
-    residual,
-    epsilon,
-    ACROSS: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    total, channel, there, at, real, bias, mean, spread, gain, shift, residual, epsilon,
+    ACROSS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
     RELU: tl.constexpr,
-):
+):  # fmt: skip
     """What follows a convolution: bias, batch norm, residual, ReLU. `channel`: of every element, or
     of every column of `total` (ACROSS), whose numbers are then loaded once."""
     if BIAS:
@@ -51,55 +37,18 @@ def _after(
 
 @triton.jit(
     do_not_specialize=[
-        "channels",
-        "image",
-        "height",
-        "width",
-        "width_out",
-        "stride_y",
-        "stride_x",
-        "padding_y",
-        "padding_x",
+        "channels", "image", "height", "width", "width_out", "stride_y", "stride_x",
+        "padding_y", "padding_x",
     ]
-)
+)  # fmt: skip
 def convolve(
-    x,
-    weight,
-    out,
-    bias,
-    mean,
-    spread,
-    gain,
-    shift,
-    residual,
-    epsilon,
-    channels,
-    pixels,
-    inner,
-    share,
-    image,
-    height,
-    width,
-    area,
-    width_out,
-    stride_y,
-    stride_x,
-    padding_y,
-    padding_x,
-    ONE: tl.constexpr,
-    HIGH: tl.constexpr,
-    WIDE: tl.constexpr,
-    POINT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    RELU: tl.constexpr,
+    x, weight, out, bias, mean, spread, gain, shift, residual, epsilon, channels, pixels, inner,
+    share, image, height, width, area, width_out, stride_y, stride_x, padding_y, padding_x,
+    ONE: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, POINT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, SPLIT: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """A block of pixels by output channels: the pixels under the window (HIGH x WIDE), summand by
     summand, times the weights (channels x inner, as they lie). Pixels are the first dimension,
     because neighbouring threads load and store neighbours of a block's first dimension. ONE: there
@@ -165,25 +114,10 @@ def convolve(
 
 @triton.jit(do_not_specialize=["numel", "area", "channels"])
 def add_up(
-    parts,
-    out,
-    bias,
-    mean,
-    spread,
-    gain,
-    shift,
-    residual,
-    epsilon,
-    numel,
-    area,
-    channels,
-    SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    RELU: tl.constexpr,
-):
+    parts, out, bias, mean, spread, gain, shift, residual, epsilon, numel, area, channels,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
     """The sum of a convolution's PARTS, in order, and what follows it."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     real = at < numel

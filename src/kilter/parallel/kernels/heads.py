@@ -15,39 +15,21 @@ from kilter.parallel.kernels.common import product
 
 @triton.jit
 def scores(
-    q,
-    k,
-    out,
-    heads,
-    work,
-    query,
-    key,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, out, heads, work, query, key, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """A block of a head's scores, added up over some of its slots, TOGETHER at a time."""
     item = work + tl.program_id(0) * 4
     head, block, column_block, split = (
-        tl.load(item),
-        tl.load(item + 1),
-        tl.load(item + 2),
-        tl.load(item + 3),
-    )
+        tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3),
+    )  # fmt: skip
     numbers = heads + head * 8
     rows, columns, slots, splits = (
-        tl.load(numbers),
-        tl.load(numbers + 1),
-        tl.load(numbers + 2),
-        tl.load(numbers + 3),
-    )
+        tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3),
+    )  # fmt: skip
     row_at, column_at, score_at = (
-        tl.load(numbers + 4),
-        tl.load(numbers + 5),
-        tl.load(numbers + 6),
-    )
+        tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6),
+    )  # fmt: skip
     row = block * ROWS + tl.arange(0, ROWS)
     column = column_block * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, TOGETHER * WIDTH)
@@ -99,29 +81,17 @@ def softmax(scored, bias, out, heads, scales, work, SPAN: tl.constexpr, SPLITS: 
 
 @triton.jit
 def values(
-    weights,
-    v,
-    out,
-    heads,
-    work,
-    value,
-    place,
-    stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    weights, v, out, heads, work, value, place, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """A block of a head's rows times one slot of v, put where it belongs."""
     item = work + tl.program_id(0) * 3
     head, block, slot = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     numbers = heads + head * 8
     rows, columns, slots = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     row_at, column_at, weight_at = (
-        tl.load(numbers + 4),
-        tl.load(numbers + 5),
-        tl.load(numbers + 7),
-    )
+        tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 7),
+    )  # fmt: skip
     row = block * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, WIDTH)
     found = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
@@ -146,24 +116,9 @@ def values(
 
 @triton.jit
 def attend(
-    q,
-    k,
-    v,
-    bias,
-    out,
-    heads,
-    scales,
-    work,
-    query,
-    key,
-    value,
-    place,
-    stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, v, bias, out, heads, scales, work, query, key, value, place, stride, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """A block of rows of a head of one slot, from scores to values, columns by columns (the running
     softmax of Milakov and Gimelshein 2018)."""
     item = work + tl.program_id(0) * 2
@@ -171,10 +126,8 @@ def attend(
     numbers = heads + head * 8
     rows, columns = tl.load(numbers), tl.load(numbers + 1)
     row_at, column_at, bias_at = (
-        tl.load(numbers + 4),
-        tl.load(numbers + 5),
-        tl.load(numbers + 7),
-    )
+        tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 7),
+    )  # fmt: skip
     scale = tl.load(scales + head)
     row = block * ROWS + tl.arange(0, ROWS)
     real = row < rows

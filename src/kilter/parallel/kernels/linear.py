@@ -10,22 +10,10 @@ from kilter.parallel.kernels.common import product
 
 @triton.jit
 def linear(
-    x,
-    weight,
-    bias,
-    out,
-    rows,
-    columns,
-    share,
-    x_stride,
-    weight_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    SPLITS: tl.constexpr,
-    RELU: tl.constexpr,
+    x, weight, bias, out, rows, columns, share, x_stride, weight_stride, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, INNER: tl.constexpr, SPLITS: tl.constexpr, RELU: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """x (rows x inner) times weight (columns x inner) transposed, plus bias; RELU: its positive
     part. With SPLITS there are as many outputs one after the other, without bias, each over its
     `share` of `inner`, which is a multiple of INNER. (`share` is an argument so that the compiler
@@ -52,20 +40,9 @@ def linear(
 
 @triton.jit
 def finish(
-    parts,
-    bias,
-    residual,
-    gain,
-    shift,
-    out,
-    rows,
-    columns,
-    epsilon,
-    ROWS: tl.constexpr,
-    SPAN: tl.constexpr,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
-):
+    parts, bias, residual, gain, shift, out, rows, columns, epsilon, ROWS: tl.constexpr,
+    SPAN: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
     """The layer norm of rows: the sum of their PARTS, in order, plus bias, plus residual."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, SPAN)
@@ -90,17 +67,9 @@ def finish(
 
 @triton.jit
 def single(
-    x,
-    weight,
-    bias,
-    out,
-    columns,
-    inner,
-    weight_stride,
-    COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
-    RELU: tl.constexpr,
-):
+    x, weight, bias, out, columns, inner, weight_stride, COLUMNS: tl.constexpr,
+    INNER: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
     """One row times weight (columns x inner) transposed, plus bias; RELU: its positive part. Every
     weight is read once."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from kilter.parallel.candidates import Built, CandidateBuilder
-from kilter.parallel.capture import GraphPool
+from kilter.parallel.candidates import Built, CandidateBuilder, Site
 from kilter.parallel.program import BranchProgram, Unit, laid_like
 from kilter.parallel.torch_private import TorchOperation, arguments_of, names_of
 from kilter.parallel.trace import WayRefused, first_line
@@ -31,15 +30,9 @@ class CppThreads(ThreadedWay):
     def program(self, builder: CandidateBuilder) -> BranchProgram:
         return builder.forked_program()
 
-    def build(
-        self,
-        program: BranchProgram,
-        builder: CandidateBuilder,
-        streams: int,
-        pool: GraphPool | None,
-    ) -> Built:
-        runner = Runner(program, builder.request.device)
-        return Built(lambda tensors: laid_like(runner(tensors), builder.strides), runner.close)
+    def build(self, program: BranchProgram, site: Site) -> Built:
+        runner, strides = Runner(program, site.request.device), site.builder.strides
+        return Built(lambda tensors: laid_like(runner(tensors), strides), runner.close)
 
 
 @lru_cache(maxsize=1)

@@ -3,8 +3,7 @@ that folding takes out of the step."""
 
 from __future__ import annotations
 
-from kilter.parallel.candidates import Built, CandidateBuilder
-from kilter.parallel.capture import GraphPool
+from kilter.parallel.candidates import Built, CandidateBuilder, Site
 from kilter.parallel.program import BranchProgram, run_in_order
 from kilter.parallel.ways.way import Way
 
@@ -19,11 +18,5 @@ class Folded(Way):
     def program(self, builder: CandidateBuilder) -> BranchProgram:
         return builder.trace().program
 
-    def build(
-        self,
-        program: BranchProgram,
-        builder: CandidateBuilder,
-        streams: int,
-        pool: GraphPool | None,
-    ) -> Built:
-        return Built(builder.laid(program, run_in_order))
+    def build(self, program: BranchProgram, site: Site) -> Built:
+        return Built(site.laid(program, run_in_order))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kilter.parallel.candidates import Built, CandidateBuilder
-from kilter.parallel.capture import GraphPool
+from kilter.parallel.candidates import Built, CandidateBuilder, Site
 from kilter.parallel.program import BranchProgram
 from kilter.parallel.ways.way import GraphWay
 
@@ -23,16 +22,10 @@ class Graph(GraphWay):
         the trace is the proof that it may be."""
         return builder.trace().program
 
-    def build(
-        self,
-        program: BranchProgram,
-        builder: CandidateBuilder,
-        streams: int,
-        pool: GraphPool | None,
-    ) -> Built:
-        if builder.request.gradients:
-            return super().build(program, builder, streams, pool)
-        return builder.capture(builder.request.run_loop, pool)
+    def build(self, program: BranchProgram, site: Site) -> Built:
+        if site.request.gradients:
+            return super().build(program, site)
+        return site.capture(site.request.run_loop)
 
     def stream_counts(self, builder: CandidateBuilder) -> Sequence[int]:
         return (1,)

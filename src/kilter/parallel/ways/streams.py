@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kilter.parallel.candidates import Built, CandidateBuilder
-from kilter.parallel.capture import GraphPool
+from kilter.parallel.candidates import Built, CandidateBuilder, Site
 from kilter.parallel.program import BranchProgram
 from kilter.parallel.streams import CudaStreams, ForkJoin
 from kilter.parallel.ways.way import ThreadedWay
@@ -20,12 +19,7 @@ class Streams(ThreadedWay):
     def program(self, builder: CandidateBuilder) -> BranchProgram:
         return builder.callables() if builder.request.loop.is_list else builder.forked_program()
 
-    def build(
-        self,
-        program: BranchProgram,
-        builder: CandidateBuilder,
-        streams: int,
-        pool: GraphPool | None,
-    ) -> Built:
-        fork = ForkJoin(CudaStreams(builder.request.device), builder.lanes(self, streams))
-        return Built(builder.eager(program, fork))
+    def build(self, program: BranchProgram, site: Site) -> Built:
+        lanes = site.builder.lanes(self, site.streams)
+        fork = ForkJoin(CudaStreams(site.request.device), lanes)
+        return Built(site.eager(program, fork))

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kilter.parallel.candidates import Built, CandidateBuilder
-from kilter.parallel.capture import GraphPool
+from kilter.parallel.candidates import Built, CandidateBuilder, Site
 from kilter.parallel.program import BranchProgram, Unit, arguments, run_unit, store
 from kilter.parallel.streams import CudaStreams, share
 from kilter.parallel.ways.way import ThreadedWay
@@ -34,15 +33,9 @@ class Threads(ThreadedWay):
     def program(self, builder: CandidateBuilder) -> BranchProgram:
         return builder.callables() if builder.request.loop.is_list else builder.forked_program()
 
-    def build(
-        self,
-        program: BranchProgram,
-        builder: CandidateBuilder,
-        streams: int,
-        pool: GraphPool | None,
-    ) -> Built:
-        threads = ThreadPool(builder.request.device, streams)
-        return Built(builder.eager(program, threads), threads.close)
+    def build(self, program: BranchProgram, site: Site) -> Built:
+        threads = ThreadPool(site.request.device, site.streams)
+        return Built(site.eager(program, threads), threads.close)
 
 
 class ThreadPool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from kilter.core.reasons import Reason
-from kilter.parallel.candidates import Built, CandidateBuilder
-from kilter.parallel.capture import GraphPool
+from kilter.parallel.candidates import Built, CandidateBuilder, Site
 from kilter.parallel.compilation import compile_units, to_compile
 from kilter.parallel.plan import Trial, lane_counts
 from kilter.parallel.program import BranchProgram, RunStep, run_in_order
@@ -42,14 +41,8 @@ class Way:
         """The program that it runs; `WayRefused` if it has none."""
         raise NotImplementedError
 
-    def build(
-        self,
-        program: BranchProgram,
-        builder: CandidateBuilder,
-        streams: int,
-        pool: GraphPool | None,
-    ) -> Built:
-        """The program, ready to run on so many streams (or threads)."""
+    def build(self, program: BranchProgram, site: Site) -> Built:
+        """The program, ready to run."""
         raise NotImplementedError
 
     def stream_counts(self, builder: CandidateBuilder) -> Sequence[int]:
@@ -71,19 +64,19 @@ class Way:
         return None
 
 
+def widest(make: Callable[[], BranchProgram]) -> int:
+    """The largest number of units of a program that can run together; 1 if there is no program."""
+    try:
+        return max((len(step) for step in make().steps), default=1)
+    except WayRefused:
+        return 1
+
+
 class ThreadedWay(Way):
     """One thread or stream for each branch, launching the branch's own kernels."""
 
     def stream_counts(self, builder: CandidateBuilder) -> Sequence[int]:
-        return (widest(self, builder),)
-
-
-def widest(way: Way, builder: CandidateBuilder) -> int:
-    """The largest number of units that can run together."""
-    try:
-        return max((len(step) for step in builder.program(way).steps), default=1)
-    except WayRefused:
-        return 1
+        return (widest(lambda: builder.program(self)),)
 
 
 class GraphWay(Way):
@@ -95,34 +88,30 @@ class GraphWay(Way):
     def program(self, builder: CandidateBuilder) -> BranchProgram:
         return builder.forked_program()
 
-    def build(
-        self,
-        program: BranchProgram,
-        builder: CandidateBuilder,
-        streams: int,
-        pool: GraphPool | None,
-    ) -> Built:
-        request = builder.request
+    def build(self, program: BranchProgram, site: Site) -> Built:
+        request = site.request
         run_step: RunStep = run_in_order
-        if not request.on_gpu or (streams == 1 and not program.ahead):
+        if not request.on_gpu or (site.streams == 1 and not program.ahead):
             program = program.in_line()
         else:
             backend = CudaStreams(request.device, capturing=True)
-            run_step = ForkJoin(backend, builder.lanes(self, streams))
+            run_step = ForkJoin(backend, site.builder.lanes(self, site.streams))
         if not request.on_gpu:
-            return Built(builder.laid(program, run_step))
+            return Built(site.laid(program, run_step))
         if request.gradients:
-            return builder.capture_training(program, run_step, pool)
-        return builder.capture(builder.laid(program, run_step), pool)
+            return site.capture_training(program, run_step)
+        return site.capture(site.laid(program, run_step))
 
     def stream_counts(self, builder: CandidateBuilder) -> Sequence[int]:
         if not builder.request.on_gpu:
             return (1,)
-        counts = lane_counts(self.widest(builder))
+        # Of the uncompiled program: counting needs no compiler.
+        counts = lane_counts(widest(lambda: self.uncompiled(builder)))
         return [count for count in counts if count <= MOST_STREAMS] or (1,)
 
-    def widest(self, builder: CandidateBuilder) -> int:
-        return widest(self, builder)
+    def uncompiled(self, builder: CandidateBuilder) -> BranchProgram:
+        """The program before its pieces are compiled, if they are."""
+        return builder.program(self)
 
     def searches(self, builder: CandidateBuilder) -> bool:
         return builder.has_convolutions()
@@ -146,12 +135,6 @@ class CompilingWay(GraphWay):
     def program(self, builder: CandidateBuilder) -> BranchProgram:
         program = self.uncompiled(builder)
         return compile_units(program, builder.cache.compiled, builder.affordable())
-
-    def widest(self, builder: CandidateBuilder) -> int:
-        try:  # of the uncompiled program: counting needs no compiler
-            return max((len(step) for step in self.uncompiled(builder).steps), default=1)
-        except WayRefused:
-            return 1
 
     def why_not(self, builder: CandidateBuilder) -> Reason | None:
         """Whether the time that is left is enough to compile any piece."""

@@ -53,11 +53,7 @@ def observed(step, iterations, observe=True):
     if observe:
         window.start()
         marks.start()
-    losses = []
-    for _ in range(iterations):
-        losses.append(step())
-        if window.state == "preparing":
-            window._worker.join()
+    losses = [step() for _ in range(iterations)]
     torch.cuda.synchronize()
     marks.stop()
     window.close(60.0)

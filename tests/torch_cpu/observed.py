@@ -2,8 +2,8 @@
 
 `python observed.py` runs the program on stdin in a fresh process: torch is not imported before
 the program imports it. `python observed.py serve` imports torch once and then runs every program
-(a JSON string on one line) in a fork of itself: faster where the import does not matter.
-Programs may use `MARKS` and `WINDOW`.
+(a JSON string on one line) in a fork of itself: faster where the import does not matter. A list of
+one program is run without being observed. Programs that are observed may use `MARKS` and `WINDOW`.
 """
 
 import importlib
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Callable
 
 from kilter.observe.marks import Marks
 from kilter.observe.window import Window
@@ -50,7 +51,12 @@ def observe(program: str) -> dict[str, object]:
     }
 
 
-def in_a_fork(program: str) -> dict[str, object]:
+def plain(program: str) -> None:
+    """The same program without being observed."""
+    exec(compile(program, "program.py", "exec"), {})
+
+
+def in_a_fork(run: Callable[[str], object], program: str) -> dict[str, object]:
     """Its exit code, and what it wrote on stdout and stderr."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         pid = os.fork()
@@ -59,7 +65,7 @@ def in_a_fork(program: str) -> dict[str, object]:
             os.dup2(err.fileno(), 2)
             code = 1
             try:
-                print(json.dumps(observe(program)), flush=True)
+                print(json.dumps(run(program)), flush=True)
                 code = 0
             except Exception:
                 traceback.print_exc()
@@ -79,6 +85,8 @@ if __name__ == "__main__":
         for module in ("torch", "torch._dynamo", "torch.utils.flop_counter"):
             importlib.import_module(module)
         for line in sys.stdin:
-            print(json.dumps(in_a_fork(json.loads(line))), flush=True)
+            asked = json.loads(line)
+            run, program = (plain, asked[0]) if isinstance(asked, list) else (observe, asked)
+            print(json.dumps(in_a_fork(run, program)), flush=True)
     else:
         print(json.dumps(observe(sys.stdin.read())))

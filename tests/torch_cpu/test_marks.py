@@ -137,7 +137,6 @@ logging.getLogger("torch").setLevel(logging.ERROR)
 compiled = torch.compile(model, backend={backend!r})
 for _ in range(10):
     optimizer.zero_grad(); compiled(x).sum().backward(); optimizer.step()
-    WINDOW.state == "preparing" and WINDOW._worker.join()
 from torch._dynamo.utils import counters
 assert counters["stats"]["unique_graphs"] == 1, counters
 assert not counters["graph_break"], counters
@@ -268,6 +267,7 @@ assert [e.count for e in p.key_averages() if e.key == "Optimizer.step#SGD.step"]
 def test_a_child_forked_inside_the_window_is_not_recorded(observe):
     program = f"""
 import os
+os.environ["KINETO_LOG_LEVEL"] = "99"  # the child ends the profiler, which is no business of ours
 forked = False
 for i in range(20):
     {STEP.strip()}
@@ -280,7 +280,6 @@ for i in range(20):
             names = [e.name() for e in _disable_profiler().events()]
             os._exit(names.count("Optimizer.step#SGD.step"))
         assert os.waitpid(pid, 0)[1] == 0
-    WINDOW.state == "preparing" and WINDOW._worker.join()
 assert forked
 """
     assert observe(TRAIN + program)["window"] == "done"

@@ -87,6 +87,8 @@ class Options:
     json_summary: bool = False
     gradients: str = "auto"
     """One of `GRADIENTS`."""
+    trace: bool = False
+    """Record the operations of an iteration also where nothing but the report needs them."""
 
 
 class Voice(Protocol):
@@ -252,8 +254,8 @@ class Session:
         if not self._simulated:
             self._sampler = Sampler(device, fence=self._fence)
             self._sampler.start()
-        self._window = Window(self.marks, after=WINDOW_AFTER, patient=not self._simulated)
-        self._window.start()
+        if self._trace_needed:
+            self._open_window()
         if self._options.goal.memory_budget is not None:
             self._fitter = Fitter(
                 self._options.goal.memory_budget,
@@ -279,6 +281,21 @@ class Session:
         if not info.can_set:
             return "shadow", info.refusal or "this device cannot be set"
         return "govern", f"at most {self._options.goal.max_slowdown:.1%} slower"
+
+    @property
+    def _trace_needed(self) -> bool:
+        """A trace is what the simulated device runs, in a rehearsal or to predict what would have
+        been set; or it was asked for. Only rank 0 does either."""
+        predicts = self._mode == "shadow" and self._lease is None
+        rehearses = self._simulated and self._mode != "observe"
+        return self._ranks.rank == 0 and (self._options.trace or predicts or rehearses)
+
+    def _open_window(self) -> None:
+        window = Window(
+            self.marks, after=WINDOW_AFTER, patient=not self._simulated, run=self._fence.run
+        )
+        window.start()
+        self._window = window
 
     def _finish(self, outcome: str) -> None:
         """Everything after the script: rehearse, restore, write, tell."""
@@ -307,6 +324,7 @@ class Session:
                 hook_cost_s=self.marks.cost_s,
                 label=self._info.label,
                 energy_disagreement=self._sampler.disagreement if self._sampler else None,
+                no_trace=None if self._trace is not None else self._why_no_trace(),
             )
         )
         self._wait_for_others()
@@ -325,6 +343,14 @@ class Session:
             self._predict()
         elif self._mode == "govern" and self._conductor is None:
             self._refuse("governing", self._why_not_begun())
+        elif self._options.trace and self._trace is None and self._ranks.rank == 0:
+            self._refuse("recording a trace", self._why_no_trace())
+        if self.marks.threads > 1:
+            self._refuse(
+                "telling the iterations of several threads apart",
+                f"{self.marks.threads} threads trained; an iteration is counted where the optimizer"
+                " that steps least often has stepped, in whichever thread",
+            )
         self._write_plan()
 
     def _wait_for_others(self) -> None:
@@ -365,12 +391,11 @@ class Session:
         window = self._window
         if window is None:
             return
-        if not threading.current_thread().name.startswith("kilter"):
-            window.close()
-            return
-        end_s = time.monotonic() + WINDOW_PASSES_S
-        while window.busy and time.monotonic() < end_s and not self._over.is_set():
-            time.sleep(PULSE_S / 10)
+        if threading.current_thread().name.startswith("kilter"):
+            end_s = time.monotonic() + WINDOW_PASSES_S
+            while window.busy and time.monotonic() < end_s and not self._over.is_set():
+                time.sleep(PULSE_S / 10)
+        window.abandon("kilter stepped aside after an error")
 
     def _restore(self) -> tuple[Setting, bool]:
         """The settings afterwards, and whether they are as found."""
@@ -465,6 +490,8 @@ class Session:
             self._refuse("watching the program's GPU", elsewhere)
         elif self._mode == "govern":
             refused = self._take_lease(hands)
+        if self._window is None and self._trace_needed:
+            self._open_window()
         orders: Generator[Order, Outcome, None] | None = None
         if self._ranks.rank == 0:
             if refused is None:
@@ -586,7 +613,9 @@ class Session:
     def _why_no_trace(self) -> str:
         if self._ranks.rank != 0:
             return "rank 0 rehearses for all"
-        if self._window is not None and self._window.why_not:
+        if self._window is None:
+            return "nothing needed one; --trace records one"
+        if self._window.why_not:
             return self._window.why_not
         if self.marks.why_not:
             return self.marks.why_not
@@ -616,7 +645,10 @@ class Session:
     def _predict(self) -> None:
         """What would have been set: the loop on a simulated card of this kind."""
         assert self._info is not None
-        if self._trace is None or self._ranks.rank != 0:
+        if self._ranks.rank != 0:
+            return
+        if self._trace is None:
+            self._refuse("predicting a plan", self._why_no_trace())
             return
         from kilter.act.rehearsal import Rehearsal
         from kilter.sim.gpu import SimGpu

@@ -124,6 +124,12 @@ OPTIONS = {
             "DEVICE",
         ),
         Option("dry-run", _switch, "observe, plan and report, but set nothing"),
+        Option(
+            "trace",
+            _switch,
+            "record the operations of one iteration also on a real device (a pause of about 0.3 s,"
+            " once): trace.json, and the report's table of where the energy goes",
+        ),
         Option("out", _directory, "where the files of the run go (default: runs/ID)", "DIR"),
         Option("json", _switch, "the summary at the end is one line of JSON, also on stderr"),
     )
@@ -172,6 +178,7 @@ def resolve(
         command=command,
         json_summary=given.get("json", False),
         gradients=given.get("gradients", "auto"),
+        trace=given.get("trace", False),
     )
 
 

@@ -26,6 +26,7 @@ def govern(
     objective: Objective | str = Objective.ENERGY,
     device: str = "auto",
     dry_run: bool = False,
+    trace: bool = False,
     out: str | Path | None = None,
 ) -> Iterator[Session]:
     """Save energy in the body of the `with`, at most `max_slowdown` (a fraction) slower; keep its
@@ -42,10 +43,11 @@ def govern(
                 infer(batch)
                 job.mark()
 
-    `device` is `auto`, `nvml`, `sim:NAME`, `replay:PATH` or `null`; `dry_run` sets nothing; `out`
-    is the directory of the run's files (default: `runs/ID`). `KILTER=0` in the environment
-    switches it off. Raises `UsageError` for a wrong argument and `FileError` for a broken
-    recording, and nothing else of its own.
+    `device` is `auto`, `nvml`, `sim:NAME`, `replay:PATH` or `null`; `dry_run` sets nothing;
+    `trace` records the operations of one iteration also on a real device; `out` is the directory
+    of the run's files (default: `runs/ID`). `KILTER=0` in the environment switches it off. Raises
+    `UsageError` for a wrong argument and `FileError` for a broken recording, and nothing else of
+    its own.
     """
     budget: MemoryBudget | None = None
     if memory_budget is not None:
@@ -61,6 +63,7 @@ def govern(
         out=None if out is None else Path(out).absolute(),
         command=tuple(sys.argv),
         gradients=parse_gradients(gradients),
+        trace=trace,
     )
     session = Session(options, ranks(os.environ), Stderr())
     if os.environ.get("KILTER") == "0":

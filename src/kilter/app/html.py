@@ -172,7 +172,13 @@ def _tile(report: Report, name: str, value: str, spread: str, text: str, drawing
 
 def _operations(report: Report) -> str:
     if not report.operations:
-        return ""
+        # Without energy the table would be empty with a trace as well.
+        if report.no_trace is None or report.baseline.energy_j is None:
+            return ""
+        return (
+            "<section><h2>Where the energy of an iteration goes</h2>"
+            f"<p>Its operations were not recorded: {escape(report.no_trace)}.</p></section>"
+        )
     shown = report.operations[:MOST_OPERATIONS]
     largest = shown[0].share
     rows = [_operation_row(op, largest) for op in shown]

@@ -169,6 +169,9 @@ class Report:
     series: tuple[Series, ...]
     operations: tuple[OperationEnergy, ...]
     operations_method: str | None
+    no_trace: str | None
+    """Why the operations of an iteration were not recorded; None if they were, or if the record has
+    no end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,6 +350,7 @@ def summarise(
         series=tuple(_series(rank) for rank in _one_per_device(ranks)),
         operations=operations,
         operations_method=operations_method,
+        no_trace=ranks[0].stopped.no_trace if ranks[0].stopped is not None else None,
     )
 
 

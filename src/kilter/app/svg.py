@@ -58,12 +58,10 @@ class Frame:
     y_range: tuple[float, float]
 
     def x(self, value: float) -> float:
-        low, high = self.x_range
-        return self.left + (value - low) / (high - low) * (self.right - self.left)
+        return self.left + _part(value, self.x_range) * (self.right - self.left)
 
     def y(self, value: float) -> float:
-        low, high = self.y_range
-        return self.bottom - (value - low) / (high - low) * (self.bottom - self.top)
+        return self.bottom - _part(value, self.y_range) * (self.bottom - self.top)
 
     def holds(self, x: float, y: float) -> bool:
         """Whether values lie inside."""
@@ -102,6 +100,12 @@ class Frame:
             parts.append(text(self.right, self.bottom + 38, x_title, "title", anchor="end"))
         parts.append(text(0.0, self.top - lift, y_title, "title"))
         return "".join(parts)
+
+
+def _part(value: float, ends: tuple[float, float]) -> float:
+    """How far along a range a value lies; in the middle of a range without length."""
+    low, high = ends
+    return (value - low) / (high - low) if high > low else 0.5
 
 
 def picture(key: str, width: float, height: float, title: str, description: str, body: str) -> str:

@@ -206,6 +206,8 @@ class Stopped(Event, frozen=True, kw_only=True):
     label: Label
     energy_disagreement: float | None = None
     """(integral of power - counter) / counter, where both were there."""
+    no_trace: str | None = None
+    """Why the operations of an iteration were not recorded."""
 
 
 AnyEvent = Started | Sampled | Block | Decided | Fitted | Moved | Refused | Failed | Stopped

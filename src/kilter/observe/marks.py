@@ -62,7 +62,8 @@ class _Pending:
 class Marks:
     """Calls `on_border(index, t_s)` at every border, in the program's own thread.
 
-    `finished()` hands out the times of iterations as they become known. `fence` wraps every
+    Several threads of the program may end iterations. `finished()` hands out the times of
+    iterations as they become known. `fence` wraps every
     function that the program calls without knowing it: errors of ours must end there.
     `stop()` takes everything out again; a forked child is without marks from its first line.
     """
@@ -104,15 +105,23 @@ class Marks:
         self._handles: list[Any] = []
         self._waiting: after_import | None = None
         self._watcher: _InferenceWatch | None = None
+        self.torch_thread: int | None = None
+        """The thread that imported torch; the main thread if it was imported before `start`."""
         self._running = False
-        self._inside = False
-        """In a step of the program."""
-        self._thread: int | None = None
-        """The thread of the program's last step."""
+        self._inside = 0
+        """How many threads are in a step of the program at this moment."""
+        self._threads: dict[int, bool] = {}
+        """Thread in which an optimizer stepped or the program marked -> whether it ever did so
+        outside backward. Backward runs in threads of its own on a GPU."""
+        self._lock = threading.RLock()
+        """Of all that counts iterations: several threads of the program may train at once. A
+        signal handler of the program may step an optimizer while its thread holds the lock."""
 
     def start(self) -> None:
         """Begin now, or as soon as the program has imported torch; torch is not imported here."""
         self._running = True
+        if "torch" in sys.modules:
+            self.torch_thread = threading.main_thread().ident
         # Cannot be taken back, so it must not keep us alive.
         forked = weakref.WeakMethod(self.stop)
         os.register_at_fork(after_in_child=lambda: _call(forked()))
@@ -131,7 +140,7 @@ class Marks:
             self._waiting.cancel()
         if self._watcher is not None:
             self._watcher.stop()
-        if not self._inside and self._thread in (None, threading.get_ident()):
+        if not self._inside and self._threads.keys() <= {threading.get_ident()}:
             while self._handles:
                 self._handles.pop().remove()
 
@@ -140,11 +149,17 @@ class Marks:
         if not self._running:
             return
         begin = time.perf_counter()
-        if self.source != "explicit":
-            self._set_source("explicit")
-        self._border(_cuda_in_use())
-        self.calls += 1
-        self.cost_s += time.perf_counter() - begin
+        with self._lock:
+            if self.source != "explicit":
+                self._set_source("explicit")
+            self._note_thread()
+            ended = self._border(_cuda_in_use())
+        self._tell(ended, begin)
+
+    @property
+    def threads(self) -> int:
+        """How many threads trained: stepped an optimizer, or marked, outside of backward."""
+        return sum(self._threads.values())
 
     def finished(self) -> list[Iteration]:
         """Iterations whose time has become known since the last call, oldest first."""
@@ -176,6 +191,8 @@ class Marks:
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
+        if self.torch_thread is None:
+            self.torch_thread = threading.get_ident()
         stepped = self.fence(self._stepped)
 
         def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -191,20 +208,20 @@ class Marks:
         if not self._running or self.source == "explicit":
             return
         begin = time.perf_counter()
-        self._inside = True
-        key = id(optimizer)
-        if key not in self._known:
-            self._meet(key, optimizer)
-        if self._cycle.step(key):
-            self._border(self._known[key])
-        self._inside = False
-        self.calls += 1
-        self.cost_s += time.perf_counter() - begin
+        with self._lock:
+            self._inside += 1
+            key = id(optimizer)
+            if key not in self._known:
+                self._meet(key, optimizer)
+            ended = self._border(self._known[key]) if self._cycle.step(key) else None
+        self._tell(ended, begin)
+        with self._lock:
+            self._inside -= 1
 
     def _meet(self, key: int, optimizer: Any) -> None:
         if self.source != "optimizer":
             self._set_source("optimizer")
-        self._thread = threading.get_ident()
+        self._note_thread()
         if len(self._known) > 4096:
             self._known.clear()
         self._shapes += _shapes(optimizer)
@@ -217,15 +234,32 @@ class Marks:
         if self._watcher is not None:
             self._watcher.stop()
 
-    def _border(self, device: Any) -> None:
-        self._device = device
+    def _note_thread(self) -> None:
+        thread = threading.get_ident()
+        self._threads[thread] = self._threads.get(thread, False) or not in_backward()
+
+    def _border(self, device: Any) -> _Pending:
+        if device != self._device:
+            # Events belong to the device on which they were recorded, and so do the times between.
+            self._device = device
+            self._pool.clear()
+            self._epoch += 1
         event = self._record(device) if device is not None else None
         now = self._clock()
         self.index += 1
         epoch = self._epoch + self._cycle.changed
-        self._pending.append(_Pending(self.index, now, event, epoch))
+        ended = _Pending(self.index, now, event, epoch)
+        self._pending.append(ended)
         self._harvest()
-        self._on_border(self.index, now)
+        return ended
+
+    def _tell(self, ended: _Pending | None, begin: float) -> None:
+        """Not under the lock: what is done at the end of an iteration may take a while."""
+        if ended is not None:
+            self._on_border(ended.index, ended.t_s)
+        with self._lock:
+            self.calls += 1
+            self.cost_s += time.perf_counter() - begin
 
     def _record(self, device: Any) -> Any:
         cuda = sys.modules["torch"].cuda
@@ -251,7 +285,7 @@ class Marks:
             self._pending.popleft()
             if first.epoch == second.epoch:
                 self._finish(first, second)
-            if first.event is not None:
+            if first.event is not None and first.epoch == self._pending[-1].epoch:
                 self._pool.append(first.event)
 
     def _finish(self, first: _Pending, second: _Pending) -> None:
@@ -278,6 +312,16 @@ class Marks:
 def _call(method: Callable[[], None] | None) -> None:
     if method is not None:
         method()
+
+
+def in_backward() -> bool:
+    """Is autograd running in this thread at this moment: in a hook of a tensor, of a parameter's
+    gradient or of a saved tensor, in a recomputed forward, in a callback at backward's end?
+
+    Afterwards autograd puts the thread's state back to what it was before, with the profiler's.
+    """
+    torch = sys.modules.get("torch")
+    return torch is not None and torch._C._current_graph_task_id() != -1
 
 
 def _cuda_in_use() -> Any:
@@ -460,9 +504,9 @@ class _InferenceWatch(threading.Thread):
         if not marks._running or marks.source != "module":
             return
         begin = time.perf_counter()
-        marks._border(device if marks._gpu_events else None)
-        marks.calls += 1
-        marks.cost_s += time.perf_counter() - begin
+        with marks._lock:
+            ended = marks._border(device if marks._gpu_events else None)
+        marks._tell(ended, begin)
 
 
 class _ModuleMark:

@@ -1,14 +1,20 @@
 """The observation window: `torch.profiler` for a few iterations, then nothing of it is left.
 
-The program's thread pays for switching the profiler on and off at two borders and for the window
-itself. What that costs is mostly the collection of events when it is switched off, about 10 us for
-each with their shapes, so that on a GPU, whose times hardly vary, one iteration has to do. Writing
-them to a file takes half as long again and holds the interpreter, also from another thread: a
-patient window leaves that until the program is over.
+Autograd puts a thread's state back to what it was before backward, and the profiler's is part of
+it: switched on or off inside backward, the profiler is torn in two, and the program crashes. A
+thread other than the one that imported torch cannot be the first to use it either. So the profiler
+is switched at one kind of place alone: in that one thread, outside backward.
+
+The program's thread pays for switching the profiler on and off at three iteration ends and for the
+window itself. What that costs is mostly the collection of events when it is switched off, about
+10 us for each with their shapes, so that on a GPU, whose times hardly vary, one iteration has to
+do. Writing them to a file takes half as long again and holds the interpreter, also from another
+thread: a patient window leaves that until the program is over.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import tempfile
@@ -25,15 +31,30 @@ from kilter.core.trace import IterationTrace
 from kilter.observe.flops import torch_flops
 from kilter.observe.imports import after_import
 from kilter.observe.kineto import BORDER, MODULE, read_kineto
-from kilter.observe.marks import Fence, Marks
+from kilter.observe.marks import Fence, Marks, in_backward
 
 _OVER = ("held", "saving", "saved", "done", "failed")
 _THE_PROGRAM_S = "the program uses torch.profiler itself"
+_ANOTHER_THREAD = (
+    "an iteration ended in another thread than the one that imported torch, which is the only one "
+    "in which a profiler is started"
+)
+_IN_BACKWARD = (
+    "iterations ended inside backward, where no profiler can be started; with kilter.govern() as "
+    "job, call job.mark() after backward"
+)
+_WAIT_S = 10.0
+"""How long another thread that prepares a profiler waits for ours to be switched off."""
+_TOO_SHORT = "the program ended before its iterations could be observed"
 
 
 class Window:
-    """Driven by borders: opens at border `after`, closes `iterations` later (None: 1 on a GPU,
-    2 on a CPU).
+    """Driven by iteration ends: prepares the profiler at the one before `after`, opens at the next
+    and closes `iterations` later (None: 1 on a GPU, 2 on a CPU).
+
+    An iteration that ends inside backward (an optimizer that steps in a hook of a gradient) counts
+    from the next call of a module outside of it. Once an iteration has ended in another thread,
+    there is no trace.
 
     There can only be one profiler, and the program's own goes first: whenever it prepares one,
     ours ends.
@@ -41,9 +62,12 @@ class Window:
     A `patient` window has its trace when the program is over, not earlier; a program that is killed
     has none.
 
-    `state` goes from `waiting` through `preparing`, `ready`, `open`, `held` (patient) and `saving`
-    to `saved`, and when `trace` has read the file to `done`; or to `failed`, with `why_not`.
-    `costs_s` says what each step took, and `in_path_s` those of them in the program's thread.
+    `run` calls a function behind the fence, also after an error of ours: a profiler that is on has
+    to be switched off all the same.
+
+    `state` goes from `waiting` through `ready`, `open`, `held` (patient) and `saving` to `saved`,
+    and when `trace` has read the file to `done`; or to `failed`, with `why_not`. `costs_s` says
+    what each step took.
     """
 
     def __init__(
@@ -53,6 +77,7 @@ class Window:
         after: int = 5,
         iterations: int | None = None,
         patient: bool = False,
+        run: Callable[[Callable[[], None]], object] = lambda function: function(),
     ) -> None:
         if after < 1 or (iterations is not None and iterations < 1):
             raise ValueError("a window begins after the first border and holds an iteration")
@@ -63,6 +88,7 @@ class Window:
         self._patient = patient
         self.state = "waiting"
         self.why_not: str | None = None
+        """Why it ends, or has ended, without a trace."""
         self.costs_s: dict[str, float] = {}
         self.opened_at = 0
         """The border at which it opened."""
@@ -71,38 +97,52 @@ class Window:
         self._file: Path | None = None
         self._trace: IterationTrace | None = None
         self._annotations = _Annotations(self._fence)
+        self._outside = _Outside(marks, run)
+        self._lock = threading.RLock()
+        """Between a thread that prepares our profiler and one that wants none of it."""
         self._worker: threading.Thread | None = None
 
     def start(self) -> None:
         """Watch for the program's own profiler from the import of torch on. Without it, that
         begins at the first border; one that is already prepared by then is not noticed."""
         if self._guard is None:
-            self._guard = _Guard(self._fence(partial(self._abandon, _THE_PROGRAM_S)))
+            self._guard = _Guard(self._fence(self._make_way))
             self._guard.start()
             os.register_at_fork(after_in_child=self._forked)
 
     def border(self, index: int) -> None:
-        """Border `index` of the program's iterations, called in the program's thread."""
-        if self.state == "waiting":
-            self.start()
-            self._prepare()
-        elif self.state == "ready" and index >= self._after:
-            self._open(index)
-        elif self.state == "open":
-            self._annotations.border()
-            if index >= self.opened_at + (self._iterations or 1):
-                self._shut()
+        """Border `index` of the program's iterations, called in whatever thread it came about."""
+        if self.state in _OVER:
+            return
+        if in_backward():
+            if self.state != "waiting" or index >= self._after - 1:
+                self._outside.call(partial(self._border, index))
+        elif not self._outside.here:
+            self._abandon(_ANOTHER_THREAD)
+        elif not _capturing():
+            self._border(index)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """The program is over: end it wherever it is. Whole iterations seen are not lost."""
-        if self.state == "open" and self._annotations.here and self._marks.index > self.opened_at:
+        if self.state == "open" and self._outside.now:
+            self._outside.finish()
+        seen = self.state == "open" and self._marks.index > self.opened_at
+        if seen and self.why_not is None and self._outside.now:
             self._shut()
         if self._worker is not None:
             self._worker.join(timeout_s)
         if self.state == "held":
             self._save()
         if self.state not in _OVER:
-            self._abandon("the program ended before its iterations could be observed")
+            late = self._outside.waiting and self._marks.index > self._after
+            self._abandon(_IN_BACKWARD if late else _TOO_SHORT)
+
+    def abandon(self, why: str) -> None:
+        """Do without a trace, also where iterations have been recorded already."""
+        if self.state == "held":
+            self.state, self.why_not, self._profile = "failed", why, None
+            self._unguard()
+        self._abandon(why)
 
     def trace(self) -> IterationTrace | None:
         """What was seen; None before it is saved, or if failed. Not for the program's thread."""
@@ -124,28 +164,55 @@ class Window:
     @property
     def busy(self) -> bool:
         """The profiler is prepared or on: only the program's thread can take it out."""
-        return self.state in ("preparing", "ready", "open")
+        return self.state in ("ready", "open")
 
-    @property
-    def in_path_s(self) -> float:
-        """Time that the program's thread spent on switching, not counting the slower window."""
-        return sum(self.costs_s.get(step, 0.0) for step in ("begin", "open", "shut"))
+    def _border(self, index: int) -> None:
+        """In the thread that imported torch, outside backward."""
+        if self.why_not is not None:
+            self._abandon(self.why_not)
+        elif self.state == "waiting" and index >= self._after - 1:
+            self.start()
+            self._prepare()
+        elif self.state == "ready":
+            self._open(index)
+        elif self.state == "open":
+            self._annotations.border()
+            if index >= self.opened_at + (self._iterations or 1):
+                self._shut()
+
+    def _make_way(self) -> None:
+        """The program is about to prepare a profiler. Where two are on in two threads, the one that
+        is switched off last crashes: another thread waits until ours is off; and where that takes
+        too long (our thread waits for the other one), ours is never switched off."""
+        self._abandon(_THE_PROGRAM_S)
+        end_s = time.monotonic() + _WAIT_S
+        while self.busy and not self._outside.here and time.monotonic() < end_s:
+            time.sleep(0.001)
+        if self.busy and not self._outside.here:
+            self.state = "failed"
+            self._outside.cancel()
 
     def _abandon(self, why: str) -> None:
-        """End it wherever it is. In the thread of a window that is ready or open, so that the
-        profiler can be switched off."""
-        if self.state in _OVER:
+        """End without a trace: now, or, where the profiler is prepared or on and cannot be switched
+        at this place, at the next place where it can."""
+        with self._lock:
+            if self.state in _OVER:
+                return
+            self.why_not = self.why_not or why
+            if not self.busy:
+                self.state = "failed"
+        if self.busy and not self._outside.now:
+            self._outside.call(partial(self._abandon, why))
             return
-        if self.state == "preparing" and self._worker is not None:
-            self._worker.join()
-        was, self.state, self.why_not = self.state, "failed", why
-        here = self._annotations.here
-        self._annotations.remove()
-        if was == "ready":
-            self._profile._start_trace()
-        if was == "ready" or (was == "open" and here):
-            self._profile.__exit__(None, None, None)
-        self._profile = None
+        self._outside.cancel()
+        if self.busy:
+            self._annotations.remove()
+            with _quiet_kineto():
+                if self.state == "ready":
+                    self._profile._start_trace()
+                self._profile.__exit__(None, None, None)
+            self._profile = None
+            self.state = "failed"
         self._unguard()
 
     def _unguard(self) -> None:
@@ -159,7 +226,7 @@ class Window:
             from torch.autograd import _enable_record_function
 
             _enable_record_function(False)
-        if "begin" in self.costs_s:
+        if "prepare" in self.costs_s:
             _leave_kineto_behind()
         self.state = "failed"
         self._annotations.forget()
@@ -174,32 +241,22 @@ class Window:
         # builds a Python object for every event when it is stopped (60 us each on an H200's host).
         from torch.autograd.profiler import profile
 
+        with self._lock:
+            if self.state != "waiting":
+                return
+            self.state = "ready"
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         self._iterations = self._iterations or (1 if cuda else 2)
-        assert self._guard is not None
-        with self._guard.ours(), self._timed("begin"), _quiet_kineto():
-            # Kineto registers itself in the thread that first uses it, and says so on stderr if
-            # that is not the one that loaded torch. An empty trace of the CPU does it, in 3 ms.
-            first = profile()
-            first._prepare_trace()
-            first._start_trace()
-            first.__exit__(None, None, None)
         # Without use_kineto there would be no kernels in the trace, and no word about it.
         self._profile = profile(
             use_device="cuda" if cuda else None, use_kineto=True, record_shapes=True
         )
-        self.state = "preparing"
-        self._run(self._prepare_aside)
-
-    def _prepare_aside(self) -> None:
         assert self._guard is not None
         with self._guard.ours(), self._timed("prepare"):
             self._profile._prepare_trace()
-        if self.state == "preparing":
-            self.state = "ready"
 
     def _open(self, index: int) -> None:
-        with self._timed("open"):
+        with self._timed("open"), _quiet_kineto():
             self._profile._start_trace()
             self._annotations.install(modules=not _something_compiled())
         self.state = "open"
@@ -207,12 +264,16 @@ class Window:
         self._annotations.border()
 
     def _shut(self) -> None:
-        with self._timed("shut"), _cupti_goes():
+        with self._timed("shut"), _cupti_goes(), _quiet_kineto():
             self._annotations.remove()
             self._profile.__exit__(None, None, None)
+        self._outside.cancel()
         self.state = "held" if self._patient else "saving"
         if not self._patient:
-            self._run(self._save)
+            self._worker = threading.Thread(
+                target=self._fence(self._save), name="kilter-window", daemon=True
+            )
+            self._worker.start()
 
     def _save(self) -> None:
         handle, name = tempfile.mkstemp(".kineto.json", "kilter-")
@@ -224,14 +285,64 @@ class Window:
         self.state = "saved"
         self._unguard()
 
-    def _run(self, function: Callable[[], None]) -> None:
-        self._worker = threading.Thread(
-            target=self._fence(function), name="kilter-window", daemon=True
-        )
-        self._worker.start()
-
     def _timed(self, step: str) -> _Timed:
         return _Timed(self.costs_s, step)
+
+
+class _Outside:
+    """The places where the profiler may be switched: in the thread that imported torch, outside
+    backward; and the next such place, at the beginning of a module's forward."""
+
+    def __init__(self, marks: Marks, run: Callable[[Callable[[], None]], object]) -> None:
+        self._marks = marks
+        self._run = run
+        self._function: Callable[[], None] | None = None
+        self._handle: Any = None
+        self._lock = threading.RLock()
+
+    @property
+    def here(self) -> bool:
+        """Is this the thread?"""
+        return threading.get_ident() == self._marks.torch_thread
+
+    @property
+    def now(self) -> bool:
+        """Is this such a place?"""
+        return self.here and not in_backward() and not _capturing()
+
+    @property
+    def waiting(self) -> bool:
+        """Has something been left for the next such place, which has not come yet?"""
+        return self._function is not None
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Have it called there; instead of what was to be called before. In a compiled program,
+        where a hook on all modules would be traced, it is never called."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        with self._lock:
+            self._function = function
+            if self._handle is None and not _something_compiled():
+                self._handle = register_module_forward_pre_hook(self._entered)
+
+    def cancel(self) -> None:
+        """Call nothing. Twice is once."""
+        with self._lock:
+            self._function = None
+            handle, self._handle = self._handle, None
+            if handle is not None:
+                handle.remove()
+
+    def finish(self) -> None:
+        """Call here what was to be called at the next such place."""
+        function = self._function
+        self.cancel()
+        if function is not None:
+            self._run(function)
+
+    def _entered(self, _module: Any, _args: Any) -> None:
+        if self.now:
+            self.finish()
 
 
 class _Guard:
@@ -311,9 +422,29 @@ def _set_unless_chosen(variable: str, value: str) -> Iterator[None]:
         os.environ.pop(variable, None)
 
 
-def _quiet_kineto() -> AbstractContextManager[None]:
-    """Its log level is read once, at its first use."""
-    return _set_unless_chosen("KINETO_LOG_LEVEL", "99")
+@contextmanager
+def _quiet_kineto() -> Iterator[None]:
+    """Kineto logs nothing inside, where its level can be reached; afterwards it logs as before,
+    for the program's own profiler. The variable KINETO_LOG_LEVEL would silence both, because Kineto
+    reads it once: when the first profiler is prepared, which has to be over."""
+    level = _kineto_log_level()
+    if level is None:
+        yield
+        return
+    before, level.value = level.value, 99
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+def _kineto_log_level() -> ctypes.c_int | None:
+    """Kineto's own variable, on systems where its library shows it."""
+    try:
+        library = ctypes.CDLL("libtorch_cpu.so", mode=os.RTLD_NOLOAD)
+        return ctypes.c_int.in_dll(library, "_ZN9libkineto6Logger14severityLevel_E")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _cupti_goes() -> AbstractContextManager[None]:
@@ -333,12 +464,16 @@ def _leave_kineto_behind() -> None:
     handlers are called last one first, so these two come before it; the code stays as it is. Only
     the C library's own buffers are still to be written: Python has ended by then.
     """
-    import ctypes  # torch has it loaded
-
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit") and hasattr(libc, "fcloseall"):
         libc.on_exit(libc._exit, None)
         libc.on_exit(libc.fcloseall, None)
+
+
+def _capturing() -> bool:
+    """Does the program record a CUDA graph? A switch of the profiler would break it."""
+    cuda = sys.modules["torch"].cuda
+    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
 def _profiler_active() -> bool:

@@ -135,7 +135,7 @@ def train(
 
 def everything(stack: ExitStack, swapper: Swapper, weight_bytes: int) -> None:
     """Gradients, optimizer state and weights move as well."""
-    weights = WeightMover(CpuStandIn(), link=LINK, min_bytes=2048, own_hooks=False)
+    weights = WeightMover(CpuStandIn(spoil=True), link=LINK, min_bytes=2048, own_hooks=False)
 
     def before_update(parameters: Any) -> None:
         parameters = list(parameters)
@@ -143,7 +143,7 @@ def everything(stack: ExitStack, swapper: Swapper, weight_bytes: int) -> None:
         weights.before_update(parameters)
 
     state = StateMover(
-        CpuStandIn(),
+        CpuStandIn(spoil=True),
         link=LINK,
         gradients="consume",
         room_bytes=weight_bytes // 2,
@@ -172,7 +172,7 @@ def rows(kind: str, family: str, what: str, steps: int) -> Iterator[dict[str, An
         except (RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
             yield {"kind": kind, "autocast": autocast, "not built": str(error)[:90]}
             return
-        watch = Swapper(CpuStandIn(), budget_bytes=10**12, link=LINK, min_bytes=2048)
+        watch = Swapper(CpuStandIn(spoil=True), budget_bytes=10**12, link=LINK, min_bytes=2048)
         stack = ExitStack()
         stack.enter_context(watch)
         run(stack, built(kind, family).train())
@@ -180,7 +180,7 @@ def rows(kind: str, family: str, what: str, steps: int) -> Iterator[dict[str, An
         for mode in ("feature maps", "everything"):
             model = built(kind, family).train()
             swapper = Swapper(
-                CpuStandIn(lag=8), budget_bytes=budget_bytes, link=LINK, min_bytes=2048
+                CpuStandIn(lag=8, spoil=True), budget_bytes=budget_bytes, link=LINK, min_bytes=2048
             )
             stack, report = ExitStack(), list[SwapReport]()
             if mode == "everything":

@@ -73,7 +73,7 @@ class Machine:
     width: int = 1600
 
     def backend(self) -> Any:
-        return CpuStandIn() if self.tiny else Shared.open()
+        return CpuStandIn(spoil=True) if self.tiny else Shared.open()
 
     def mark(self) -> Any:
         return self.backend().mark() if self.tiny else torch.cuda.Event(enable_timing=True)

@@ -13,6 +13,9 @@ settings.register_profile(
 )
 settings.load_profile("kilter")
 
+# The stand-in for a device overwrites what was evicted, here and in each `kilter run` of a test.
+os.environ["KILTER_SPOIL_EVICTED"] = "1"
+
 # Started in the background of a shell or by nohup: what the tests start would never hear of Ctrl-C
 # or of the end of the terminal.
 for number, usual in (

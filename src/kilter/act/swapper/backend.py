@@ -7,6 +7,7 @@ before it, and what is issued later may overtake it unless it waits for the copy
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,8 +21,23 @@ Event = Any
 """Marks a copy's end, or a moment; opaque."""
 
 
+SPOIL = "KILTER_SPOIL_EVICTED"
+"""Environment variable: `1` makes the stand-in overwrite what was evicted. Tests set it."""
+
+
 class HostMemoryError(DeviceError):
     """The host has not enough memory for what the schedule moves there."""
+
+
+def owned(storage: torch.UntypedStorage) -> bool:
+    """Whether the framework's allocator made this memory, for this process alone.
+
+    Memory of NumPy, of DLPack and other buffers, of files and of other processes is not owned, nor
+    is a storage cut out of another one. Who else reads or writes such memory cannot be known, so
+    its bytes are neither given up nor computed with at another time than the program does.
+    """
+    # The framework calls every CUDA storage shared; one that came from elsewhere has no allocator.
+    return bool(storage.resizable() and (storage.is_cuda or not storage.is_shared()))
 
 
 class Backend(Protocol):
@@ -78,22 +94,26 @@ class Backend(Protocol):
 
 
 class CpuStandIn:
-    """A device made of CPU memory, as unkind as a real one.
+    """A device made of CPU memory.
 
     Copies are carried out as late as the interface allows (when somebody waits, or when the next
-    `lag` copies have been issued), so a missing wait shows as wrong bytes. Fresh memory and memory
-    given up are filled with a pattern that no result survives.
+    `lag` copies have been issued), so a missing wait shows as wrong bytes. With `spoil` fresh
+    memory and evicted memory are also filled with a pattern that no result survives: a check of the
+    engine. Without it, as in a user's run, evicting is only counted. Not given, the environment
+    says which (`SPOIL`).
     """
 
     POISON = 0xCD
-    spoils = True
     shows_waits = False
     """The CPU itself copies, when somebody waits."""
 
-    def __init__(self, *, host_limit_bytes: int | None = None, lag: int = 8) -> None:
+    def __init__(
+        self, *, host_limit_bytes: int | None = None, lag: int = 8, spoil: bool | None = None
+    ) -> None:
         import torch
 
         self.device = torch.device("cpu")
+        self.spoils = os.environ.get(SPOIL) == "1" if spoil is None else spoil
         self._host_limit_bytes = host_limit_bytes
         self._lag = lag
         self._pending: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
@@ -102,24 +122,24 @@ class CpuStandIn:
     def alloc(self, size_bytes: int) -> torch.Tensor:
         import torch
 
-        return torch.full((size_bytes,), self.POISON, dtype=torch.uint8)
+        fresh = torch.empty(size_bytes, dtype=torch.uint8)
+        return fresh.fill_(self.POISON) if self.spoils else fresh
 
     def alloc_like(self, host: torch.Tensor) -> torch.Tensor:
         flat = self.alloc(host.numel() * host.element_size()).view(host.dtype)
         return flat.as_strided(host.size(), host.stride())
 
     def reserve(self, size_bytes: int) -> torch.Tensor:
-        import torch
-
         if self._host_limit_bytes is not None and size_bytes > self._host_limit_bytes:
             raise HostMemoryError(
                 f"{size_bytes} bytes of host memory, {self._host_limit_bytes} left"
             )
-        return torch.full((size_bytes,), self.POISON, dtype=torch.uint8)
+        return self.alloc(size_bytes)
 
     def give_back(self, host: torch.Tensor) -> None:
         self._run_until(self._issued)
-        host.fill_(self.POISON)
+        if self.spoils:
+            host.fill_(self.POISON)
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
         return self._issue(host, device)
@@ -143,7 +163,8 @@ class CpuStandIn:
         self._run_until(event)
 
     def evicted(self, storage: torch.UntypedStorage) -> None:
-        storage.fill_(self.POISON)
+        if self.spoils and owned(storage):
+            storage.fill_(self.POISON)
 
     def mark(self) -> Event:
         return time.perf_counter()

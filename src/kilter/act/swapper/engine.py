@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kilter.act.fence import Fence
-from kilter.act.swapper.backend import Backend
+from kilter.act.swapper.backend import Backend, owned
 from kilter.act.swapper.collector import Collector
 from kilter.act.swapper.demand import Demand
 from kilter.act.swapper.kinds import TUNED, Kind, Kinds
@@ -333,6 +333,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             and not tensor.is_neg()
             and tensor.untyped_storage().nbytes() >= self._min_bytes
             and sole(tensor)
+            and owned(tensor.untyped_storage())
         ):
             return self._save_large(tensor)
         return (tensor if tensor.is_leaf else tensor.detach(), tensor._version)  # `kept`

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from kilter.act.swapper.backend import owned
 from kilter.act.swapper.operations import OPERATIONS, Source, Stale
 
 DEPTH = 5
@@ -37,7 +38,8 @@ class Memory(Protocol):
 
 
 class Foreign(Exception):
-    """Part of the graph is kept by other hooks than ours, so a recipe cannot be read off it."""
+    """Part of the graph is kept by other hooks than ours, or reads memory that is not the
+    framework's, so no recipe can be read off it."""
 
 
 class Recipe:
@@ -126,6 +128,7 @@ class Reader:
             return None
         source, what = found
         if not isinstance(what, int):
+            _refuse_foreign(what)
             parameter = _parameter_of(what)
             if parameter is not None:
                 self.leaves.append(id(parameter))
@@ -140,6 +143,7 @@ class Reader:
             return None
         if node.name() == "torch::autograd::AccumulateGrad":
             parameter = node.variable
+            _refuse_foreign(parameter)
             self.leaves.append(id(parameter))
             if self._noting:
                 self.others.append(parameter)
@@ -166,6 +170,14 @@ class Reader:
             self.sources.append(source)
         else:
             self.others.append(source)
+
+
+def _refuse_foreign(tensor: torch.Tensor) -> None:
+    """`Foreign` for memory that others may have written to by the time a recipe reads it. (A
+    parameter that is away has a class of its own, and its memory is the framework's.)"""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if plain and not owned(tensor.untyped_storage()):
+        raise Foreign("reads memory that is not the framework's")
 
 
 def _parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:

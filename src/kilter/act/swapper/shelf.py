@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kilter.act.swapper.away import WeightsMoved, away_class, guarded
-from kilter.act.swapper.backend import Backend, Event, HostMemoryError
+from kilter.act.swapper.backend import Backend, Event, HostMemoryError, owned
 from kilter.act.swapper.stream import Where
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Shelf:
             return False
         if found.storage_object > alone.storage_object:
             return False
-        if not parameter.untyped_storage().resizable():
+        if not owned(parameter.untyped_storage()):
             return False
         top = self._torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is not None and not guarded(top[1]):

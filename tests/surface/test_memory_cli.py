@@ -244,9 +244,10 @@ engine.Swapper._use = use
 def test_too_little_host_memory_is_refused_before_it_is_taken() -> None:
     poor = """
 import kilter.act.swapper.backend as backend
+from kilter.act.host_memory import HostLimit
 original = backend.CpuStandIn.__init__
 def init(self, **options):
-    original(self, **{**options, "host_limit_bytes": 1000})
+    original(self, **{**options, "host": HostLimit(1000)})
 backend.CpuStandIn.__init__ = init
 """
     done = run("50%", "16", script=poor + SCRIPT)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kilter.act.fence import Fence
+from kilter.act.host_memory import HostLimit
 from kilter.act.swapper import CpuStandIn, Swapper
 from kilter.act.swapper.gradients import GradientConsumed
 from kilter.act.swapper.state import StateMover, StateReport
@@ -759,7 +760,7 @@ def test_no_host_memory() -> None:
     net = network()
     optimizer = adamw(net)
     governed = StateMover(
-        CpuStandIn(host_limit_bytes=100),
+        CpuStandIn(host=HostLimit(100)),
         link=LINK,
         gradients="consume",
         room_bytes=7_700,

@@ -114,7 +114,7 @@ def test_merging_takes_the_shortest_time_the_highest_level_and_the_latest_use(
 def test_without_swapping_only_what_has_a_recipe_may_leave(record: PassRecord) -> None:
     budget = record.peak_bytes
     every, numbers = record.problem(link=LINK, budget_bytes=budget, min_bytes=1)
-    some, remakable = record.problem(link=LINK, budget_bytes=budget, min_bytes=1, swap=False)
+    some, remakable = record.problem(link=LINK, budget_bytes=budget, min_bytes=1, host_room_bytes=0)
     assert set(remakable) < set(numbers)
     assert len(some.intervals) < len(every.intervals)
     assert all(interval.recompute_s is not None for interval in some.intervals)

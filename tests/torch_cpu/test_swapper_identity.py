@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from kilter.act.host_memory import HostLimit
 from kilter.act.swapper import CpuStandIn, Swapper, SwapReport
 from kilter.plan.swap.problem import Link
 
@@ -639,7 +640,7 @@ def test_no_host_memory_means_recompute_only_and_a_reason() -> None:
     run(job, watch)
     peak_bytes = max(record.peak_bytes for record in watch.records())
     swapper = Swapper(
-        CpuStandIn(host_limit_bytes=0),
+        CpuStandIn(host=HostLimit(0)),
         budget_bytes=int(0.8 * peak_bytes),
         link=FAST,
         planner="mix",

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kilter.act.fence import Fence
+from kilter.act.host_memory import HostLimit
 from kilter.act.swapper import CpuStandIn
 from kilter.act.swapper.away import WeightsMoved
 from kilter.act.swapper.state import StateMover
@@ -56,7 +57,7 @@ def network() -> Net:
 
 def mover(**options: Any) -> WeightMover:
     backend = CpuStandIn(
-        lag=options.pop("lag", 8), host_limit_bytes=options.pop("host_limit_bytes", None)
+        lag=options.pop("lag", 8), host=HostLimit(options.pop("host_limit_bytes", None))
     )
     return WeightMover(backend, link=LINK, **{"min_bytes": 1024, **options})
 

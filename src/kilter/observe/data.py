@@ -16,6 +16,8 @@ from kilter.core.label import Label
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
 from kilter.plan.swap.problem import Interval, Link, Problem
 
+ALIGN = 512
+"""Data on the host begin at multiples of so many bytes."""
 FOREIGN = 0
 """Event: something saved in another pass is used."""
 
@@ -107,19 +109,27 @@ class PassRecord:
             mine.remake_s = theirs.remake_s
 
     def problem(
-        self, *, link: Link, budget_bytes: int, min_bytes: int, swap: bool = True
+        self,
+        *,
+        link: Link,
+        budget_bytes: int,
+        min_bytes: int,
+        host_room_bytes: int | None = None,
     ) -> tuple[Problem, tuple[int, ...]]:
         """What the planners need, and for each interval the number of its datum.
 
-        With `swap` false only what can be made again may leave (no host memory is to be had).
+        Where the host has only so much room, the data for which that is worth most may be
+        offloaded, and the others are recomputed or stay.
         """
+        to_host = None if host_room_bytes is None else self._worth_offloading(host_room_bytes)
         numbers: dict[int, int] = {}
         intervals: list[Interval] = []
         for number, datum in enumerate(self.data):
             if datum.size_bytes < min_bytes or datum.free_at is None or datum.needed_at is None:
                 continue
             after = max(datum.free_at - 1, datum.packed_at)
-            if datum.needed_at - after < 2 or not (swap or datum.remake_s is not None):
+            offloads = to_host is None or number in to_host
+            if datum.needed_at - after < 2 or not (offloads or datum.remake_s is not None):
                 continue
             numbers[number] = len(intervals)
             intervals.append(
@@ -130,6 +140,7 @@ class PassRecord:
                     before=datum.needed_at,
                     recompute_s=datum.remake_s,
                     needs=tuple(numbers[s] for s in datum.sources if s in numbers),
+                    to_host=offloads,
                 )
             )
         problem = Problem(
@@ -140,6 +151,23 @@ class PassRecord:
             budget_bytes=budget_bytes,
         )
         return problem, tuple(numbers)
+
+    def _worth_offloading(self, room_bytes: int) -> frozenset[int]:
+        """The data that cannot be recomputed, those with the longest gap first, then the dearest to
+        recompute: as many as there is room for."""
+
+        def worth(number: int) -> tuple[float, int]:
+            datum = self.data[number]
+            price = float("inf") if datum.remake_s is None else datum.remake_s / datum.size_bytes
+            return price, (datum.needed_at or 0) - datum.packed_at
+
+        chosen = set()
+        for number in sorted(range(len(self.data)), key=worth, reverse=True):
+            size_bytes = -(-self.data[number].size_bytes // ALIGN) * ALIGN
+            if size_bytes <= room_bytes:
+                room_bytes -= size_bytes
+                chosen.add(number)
+        return frozenset(chosen)
 
     def trace(self, *, device: str, source: str = "") -> IterationTrace:
         """The pass as an iteration trace, for `kilter plan memory`: what `problem_of` makes of it

@@ -12,7 +12,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kilter.core.errors import DeviceError
+from kilter.act.host_memory import HostLimit
+from kilter.act.host_memory import HostMemoryError as HostMemoryError  # callers know it from here
 
 if TYPE_CHECKING:
     import torch
@@ -23,10 +24,6 @@ Event = Any
 
 SPOIL = "KILTER_SPOIL_EVICTED"
 """Environment variable: `1` makes the stand-in overwrite what was evicted. Tests set it."""
-
-
-class HostMemoryError(DeviceError):
-    """The host has not enough memory for what the schedule moves there."""
 
 
 def owned(storage: torch.UntypedStorage) -> bool:
@@ -44,6 +41,8 @@ class Backend(Protocol):
     """A device with memory, a host arena, and one copy engine in each direction."""
 
     device: torch.device
+    host: HostLimit
+    """What `reserve` may take."""
     spoils: bool
     """`evicted` does something."""
     shows_waits: bool
@@ -108,13 +107,14 @@ class CpuStandIn:
     """The CPU itself copies, when somebody waits."""
 
     def __init__(
-        self, *, host_limit_bytes: int | None = None, lag: int = 8, spoil: bool | None = None
+        self, *, host: HostLimit | None = None, lag: int = 8, spoil: bool | None = None
     ) -> None:
         import torch
 
         self.device = torch.device("cpu")
         self.spoils = os.environ.get(SPOIL) == "1" if spoil is None else spoil
-        self._host_limit_bytes = host_limit_bytes
+        self.host = HostLimit() if host is None else host
+        self._reserved_bytes = 0
         self._lag = lag
         self._pending: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
         self._issued = 0
@@ -130,14 +130,14 @@ class CpuStandIn:
         return flat.as_strided(host.size(), host.stride())
 
     def reserve(self, size_bytes: int) -> torch.Tensor:
-        if self._host_limit_bytes is not None and size_bytes > self._host_limit_bytes:
-            raise HostMemoryError(
-                f"{size_bytes} bytes of host memory, {self._host_limit_bytes} left"
-            )
+        self.host.take(size_bytes)
+        self._reserved_bytes += size_bytes
         return self.alloc(size_bytes)
 
     def give_back(self, host: torch.Tensor) -> None:
         self._run_until(self._issued)
+        self.host.give_back(host.nbytes)
+        self._reserved_bytes -= host.nbytes
         if self.spoils:
             host.fill_(self.POISON)
 
@@ -183,3 +183,5 @@ class CpuStandIn:
 
     def close(self) -> None:
         self._run_until(self._issued)
+        self.host.give_back(self._reserved_bytes)
+        self._reserved_bytes = 0

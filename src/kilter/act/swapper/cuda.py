@@ -16,8 +16,8 @@ import functools
 
 import torch
 
-from kilter.act.swapper.backend import Event, HostMemoryError
-from kilter.act.swapper.host import available_bytes
+from kilter.act.host_memory import HostLimit, HostMemoryError, available_bytes
+from kilter.act.swapper.backend import Event
 from kilter.core.errors import DeviceError, NoDevice
 from kilter.core.units import MIB, show_bytes
 from kilter.plan.swap.problem import Link
@@ -92,8 +92,11 @@ class Cuda:
     spoils = False
     shows_waits = True
 
-    def __init__(self, device: torch.device, out: _Lane, back: _Lane) -> None:
+    def __init__(
+        self, device: torch.device, out: _Lane, back: _Lane, host: HostLimit | None = None
+    ) -> None:
         self.device = device
+        self.host = HostLimit() if host is None else host
         self._index = device.index
         self._out = out
         self._in = back
@@ -101,12 +104,13 @@ class Cuda:
         """By address."""
 
     @classmethod
-    def open(cls, index: int | None = None) -> Cuda:
-        """The current device, or the given one. `NoDevice` if the framework sees none."""
+    def open(cls, index: int | None = None, host: HostLimit | None = None) -> Cuda:
+        """The current device, or the given one, with the limit that all backends of this process
+        share. `NoDevice` if the framework sees none."""
         if not torch.cuda.is_available():
             raise NoDevice("PyTorch sees no CUDA device")
         device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        return cls(device, _Lane(device), _Lane(device))
+        return cls(device, _Lane(device), _Lane(device), host)
 
     def alloc(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
@@ -123,9 +127,11 @@ class Cuda:
                 f"{show_bytes(size_bytes)} of host memory needed, and {show_bytes(left_bytes)} "
                 f"{whose} (at most {HOST_SHARE:.0%} of it is taken)"
             )
+        self.host.take(size_bytes)
         host = torch.empty(size_bytes, dtype=torch.uint8)
         result = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size_bytes, 0)
         if int(result) != 0:
+            self.host.give_back(size_bytes)
             raise HostMemoryError(f"{show_bytes(size_bytes)} cannot be pinned (CUDA: {result})")
         self._registered[host.data_ptr()] = host
         return host
@@ -133,6 +139,7 @@ class Cuda:
     def give_back(self, host: torch.Tensor) -> None:
         torch.cuda.synchronize(self.device)
         del self._registered[host.data_ptr()]
+        self.host.give_back(host.nbytes)
         torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
@@ -176,8 +183,9 @@ class Cuda:
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
-        for address in self._registered:
+        for address, host in self._registered.items():
             torch.cuda.cudart().cudaHostUnregister(address)
+            self.host.give_back(host.nbytes)
         self._registered.clear()
 
 

@@ -46,7 +46,8 @@ class Demand:
         try:
             self._store.leave_unplanned(saved)
         except HostMemoryError as error:
-            self.refused.append(str(error))
+            if not self.refused:  # once: every later datum may find the host as full
+                self.refused.append(str(error))
             return
         self.spilled += 1
         self._leaving.append(weakref.ref(saved))

@@ -255,7 +255,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             remade=store.remade,
             out_bytes=store.out_bytes,
             in_bytes=store.in_bytes,
-            host_bytes=self._kinds.arena_bytes + store.pool_bytes,
+            host_bytes=self._kinds.host_bytes + store.pool.taken_bytes,
             held_peak_bytes=self._last_held_peak_bytes,
             plans=plans,
             settled=bool(plans) and all(kind.settled for kind in self._kinds),

@@ -1,66 +1,112 @@
-"""How much memory the host can still give: what is available, and what the container allows."""
+"""Host memory for data that leave without a plan: blocks that are used again.
+
+A job whose shapes change asks for ever new sizes. Sizes are rounded up to classes, a block serves
+whatever it is large enough for and not more than twice as large as, and blocks that nothing uses
+are given back before the pool grows beyond twice the most that was in use at one time.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-_UNLIMITED = 2**60
-"""Version 1 of cgroups says "no limit" with a huge number."""
+from kilter.act.host_memory import HostMemoryError
 
+if TYPE_CHECKING:
+    import torch
 
-def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
-    """Bytes that can be taken without pushing anybody out, and whose limit that is, in words.
+    from kilter.act.swapper.backend import Backend
 
-    Page cache counts as available in both places: the kernel drops it for the asking.
-    """
-    limits = [(_meminfo(root), "free on the host")]
-    limits += [(left, "left of the container's limit") for left in _cgroups(root)]
-    return min(limits)
-
-
-def _meminfo(root: Path) -> int:
-    try:
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass  # not a Linux; what is not in use at all is known everywhere
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+CLASSES = 8
+"""Size classes for each doubling of the size: a new block is at most an eighth too large."""
+LARGER = 2
+"""A block serves data of at least this part of its size. At the limit any larger block does."""
+SPARE = 2
+"""The pool takes at most so many times the most that was in use at one time."""
 
 
-def _cgroups(root: Path) -> Iterator[int]:
-    """What is left in this process's cgroup and in each above it that has a limit."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = top / path.strip("/")
-        for folder in (group, *group.parents):
-            left = _left(folder, *names)
-            if left is not None:
-                yield left
-            if folder == top:
-                break
+def class_bytes(size_bytes: int) -> int:
+    """The size class: the size rounded up by less than one part in `CLASSES`."""
+    step = max(1, 1 << (size_bytes.bit_length() - 1) >> (CLASSES.bit_length() - 1))
+    return -(-size_bytes // step) * step
 
 
-def _left(folder: Path, limit: str, used: str, cache: str) -> int | None:
-    try:
-        limit_bytes = int((folder / limit).read_text())  # "max" is not a number
-        used_bytes = int((folder / used).read_text())
-        stat = (folder / "memory.stat").read_text().split()
-        cache_bytes = int(stat[stat.index(cache) + 1])
-    except (OSError, ValueError):
-        return None
-    return None if limit_bytes > _UNLIMITED else max(0, limit_bytes - used_bytes + cache_bytes)
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Host memory that a datum may use."""
+
+    memory: torch.Tensor
+    size_bytes: int
+
+
+class HostPool:
+    """Blocks in use and free ones, all reserved from one backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._free: list[Block] = []
+        """The one that has been free for the longest time first."""
+        self.taken_bytes = 0
+        """By all blocks."""
+        self._used_bytes = 0
+        self._most_used_bytes = 0
+
+    def take(self, size_bytes: int) -> Block:
+        """The smallest block that fits, new if need be. `HostMemoryError` if there is none."""
+        block = self._smallest(size_bytes, LARGER * size_bytes) or self._new(size_bytes)
+        self._used_bytes += block.size_bytes
+        self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
+        return block
+
+    def put(self, block: Block) -> None:
+        """The datum needs it no more; copies may still be under way."""
+        self._used_bytes -= block.size_bytes
+        self._free.append(block)
+
+    def empty(self) -> None:
+        """Give back what no datum uses."""
+        while self._free:
+            self._give_back_oldest()
+        self._most_used_bytes = self._used_bytes
+
+    def forget(self) -> None:
+        """The backend was closed, and all of its host memory went with that."""
+        self._free.clear()
+        self.taken_bytes = self._used_bytes = self._most_used_bytes = 0
+
+    def _smallest(self, least_bytes: int, most_bytes: int | None = None) -> Block | None:
+        fitting = [
+            block
+            for block in self._free
+            if block.size_bytes >= least_bytes
+            and (most_bytes is None or block.size_bytes <= most_bytes)
+        ]
+        if not fitting:
+            return None
+        block = min(fitting, key=lambda block: block.size_bytes)
+        self._free.remove(block)
+        return block
+
+    def _new(self, size_bytes: int) -> Block:
+        new_bytes = class_bytes(size_bytes)
+        used_bytes = max(self._most_used_bytes, self._used_bytes + new_bytes)
+        while self._free and self.taken_bytes + new_bytes > SPARE * used_bytes:
+            self._give_back_oldest()
+        while True:
+            try:
+                memory = self._backend.reserve(new_bytes)
+            except HostMemoryError:
+                block = self._smallest(size_bytes)
+                if block is not None:
+                    return block
+                if not self._free:
+                    raise
+                self._give_back_oldest()
+                continue
+            self.taken_bytes += new_bytes
+            return Block(memory, new_bytes)
+
+    def _give_back_oldest(self) -> None:
+        block = self._free.pop(0)
+        self._backend.give_back(block.memory)
+        self.taken_bytes -= block.size_bytes

@@ -16,7 +16,7 @@ from kilter.act.swapper.ready import Ready, ready
 from kilter.act.swapper.store import Store
 from kilter.act.swapper.waits import Waits
 from kilter.core.errors import PlanError
-from kilter.observe.data import PassRecord
+from kilter.observe.data import ALIGN, PassRecord
 from kilter.plan.swap.choose import arena, described, plan
 from kilter.plan.swap.feedback import NOTICED, Waiting, earlier, expected, slower, slowness
 from kilter.plan.swap.problem import Link
@@ -94,6 +94,8 @@ class Kinds:
         self._min_bytes = min_bytes
         self._by_events: dict[tuple[int, ...], Kind] = {}
         self._arena: torch.Tensor | None = None
+        self._outgrown: list[torch.Tensor] = []
+        """Arenas of before that data of an older graph may still lie in."""
         self.peaks_bytes: list[int] = []
         self.waited_s: float | None = None
         """For copies, in a pass under the plan that was timed last."""
@@ -108,11 +110,17 @@ class Kinds:
     def arena_bytes(self) -> int:
         return 0 if self._arena is None else self._arena.numel()
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that plans have taken."""
+        return self.arena_bytes + sum(int(arena.numel()) for arena in self._outgrown)
+
     def forget(self, *, arena: bool = False) -> None:
         """Everything, the host memory too if it is gone."""
         self._by_events.clear()
         if arena:
             self._arena = None
+            self._outgrown.clear()
 
     def relevel(self, record: PassRecord, level_bytes: list[int]) -> None:
         """Passes of this kind take so much from now on, and are planned anew; all others are
@@ -225,7 +233,7 @@ class Kinds:
         out, back = slowness(problem, value.schedule, late)
         kind.slow = (kind.slow[0] * out, kind.slow[1] * back)
         kind.outdated = True
-        self.refused.append(
+        self._refuse(
             f"copies out and in take {kind.slow[0]:.2f} and {kind.slow[1]:.2f} times as long as by "
             "the link's table, or more: there is a plan for that"
         )
@@ -251,28 +259,33 @@ class Kinds:
     # Plan
 
     def plan(self, kind: Kind, budget_bytes: int) -> None:
-        """Give it a plan; without host memory, one that moves nothing."""
+        """Give it a plan. If that takes more host memory than there is, one within what there is;
+        if that is none or does not suffice, one that only recomputes."""
         kind.outdated = False
-        for swap in (True, False):
+        for room in (None, self._room_bytes, lambda: 0):
             try:
-                kind.plan = self._ready(kind, budget_bytes, swap=swap)
+                kind.plan = self._ready(kind, budget_bytes, None if room is None else room())
             except (PlanError, HostMemoryError) as error:
-                self.refused.append(str(error))
+                self._refuse(str(error))
                 continue
             return
         kind.hopeless = kind.plan is None
 
-    def _ready(self, kind: Kind, budget_bytes: int, *, swap: bool) -> Ready:
+    def _refuse(self, reason: str) -> None:
+        if reason not in self.refused:
+            self.refused.append(reason)
+
+    def _ready(self, kind: Kind, budget_bytes: int, room_bytes: int | None) -> Ready:
         out, back = kind.slow
         link = slower(self._link.less(self.taken), out=out, back=back)
         problem, numbers = kind.record.problem(
             link=link,
             budget_bytes=budget_bytes - budget_bytes // ROUNDING - kind.less_bytes,
             min_bytes=self._min_bytes,
-            swap=swap,
+            host_room_bytes=room_bytes,
         )
         value = plan(problem, self._planner, alone=not self.taken)
-        offsets, total = arena(problem, value.schedule)
+        offsets, total = arena(problem, value.schedule, align=ALIGN)
         places = {
             numbers[index]: (offset, problem.intervals[index].size_bytes)
             for index, offset in offsets.items()
@@ -285,17 +298,40 @@ class Kinds:
             made.settle_in(self._arena)
         return made
 
+    def _room_bytes(self) -> int:
+        """How large the arena may be."""
+        left_bytes = self._backend.host.left_bytes or 0
+        if self._store.alive == 0:
+            return self.arena_bytes + left_bytes
+        return max(self.arena_bytes, left_bytes)
+
     def _make_room(self, total_bytes: int) -> None:
         """An arena of this size. What left without a plan needs its host memory no more."""
-        self._store.empty_pool()
+        self._store.pool.empty()
+        if self._store.alive == 0:
+            while self._outgrown:
+                self._backend.give_back(self._outgrown.pop())
         if total_bytes <= self.arena_bytes:
             return
-        before, self._arena = self._arena, self._backend.reserve(total_bytes)
-        if before is not None and self._store.alive == 0:
-            self._backend.give_back(before)
-        for kind in self:
-            if kind.plan is not None:
-                kind.plan.settle_in(self._arena)
+        before, self._arena = self._arena, None
+        try:
+            if before is None:
+                self._arena = self._backend.reserve(total_bytes)
+            elif self._store.alive:  # data of an older graph may lie in the one of before
+                self._arena = self._backend.reserve(total_bytes)
+                self._outgrown.append(before)
+            else:  # both at once may be more than the host has
+                self._backend.give_back(before)
+                self._arena = self._backend.reserve(total_bytes)
+        except HostMemoryError:
+            if before is not None:
+                alive = self._store.alive
+                self._arena = before if alive else self._backend.reserve(before.numel())
+            raise
+        finally:
+            for kind in self:
+                if kind.plan is not None and self._arena is not None:
+                    kind.plan.settle_in(self._arena)
 
 
 def _usual(planned: Ready) -> Waiting:

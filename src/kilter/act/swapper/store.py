@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kilter.act.swapper.backend import Backend, Event
+from kilter.act.swapper.host import Block, HostPool
 from kilter.act.swapper.operations import Source
 from kilter.act.swapper.remake import EPS, Foreign, Recipe
 from kilter.act.swapper.waits import Waits
@@ -67,7 +68,7 @@ class Saved:
         self.key = tensor.untyped_storage()._cdata
         self.state = HERE
         self.host: torch.Tensor | None = None
-        self.pooled: torch.Tensor | None = None
+        self.pooled: Block | None = None
         """Host memory to give back."""
         self.departure: Event = None
         self.arrival: Event = None
@@ -181,10 +182,8 @@ class Store:
         """Who times waiting for copies, in a pass in which that is done."""
         self.norms: dict[int, weakref.ref[Any]] = {}
         """Layer norms of the program, by their weight."""
-        self._pool: dict[int, list[torch.Tensor]] = {}
-        """Host memory for what leaves without a plan, by size."""
-        self.pool_bytes = 0
-        """Taken for that, in use or not."""
+        self.pool = HostPool(backend)
+        """Host memory for what leaves without a plan."""
         self.out_bytes = 0
         self.in_bytes = 0
         self.remade = 0
@@ -275,26 +274,14 @@ class Store:
 
     def leave_unplanned(self, saved: Saved) -> None:
         """The same, to host memory that is found now. `HostMemoryError` if there is none."""
-        free = self._pool.get(saved.size_bytes)
-        if free:
-            saved.pooled = free.pop()
-        else:
-            saved.pooled = self._backend.reserve(saved.size_bytes)
-            self.pool_bytes += saved.size_bytes
-        self.leave(saved, saved.pooled)
-
-    def empty_pool(self) -> None:
-        """Give back what no datum uses of the host memory found in that way."""
-        for size_bytes, free in self._pool.items():
-            self.pool_bytes -= size_bytes * len(free)
-            for host in free:
-                self._backend.give_back(host)
-        self._pool.clear()
+        saved.pooled = self.pool.take(saved.size_bytes)
+        self.leave(saved, saved.pooled.memory[: saved.size_bytes])
 
     def reopen(self) -> None:
-        """After the backend was closed: all host memory of then is gone."""
-        self._pool.clear()
-        self.pool_bytes = 0
+        """After the block that was left before. If nothing of it is alive, the backend was closed,
+        and all host memory of then is gone."""
+        if self.alive == 0:
+            self.pool.forget()
         self.closing = False
 
     def release(self, saved: Saved) -> None:
@@ -403,7 +390,7 @@ class Store:
             elif saved.departure is not None:
                 self._backend.wait(saved.departure)
         if saved.pooled is not None:
-            self._pool.setdefault(saved.size_bytes, []).append(saved.pooled)
+            self.pool.put(saved.pooled)
         if self.closing and self.alive == 0:
             self._backend.close()
 

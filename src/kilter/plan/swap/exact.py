@@ -201,7 +201,7 @@ def _solve(
     lower = np.zeros(columns)
     upper = np.full(columns, np.inf)
     lower[dropped] = -np.inf
-    upper[x] = 1.0
+    upper[x] = np.array([j.to_host for j in intervals], dtype=float)
     upper[r] = possible.astype(float)
     objective = np.zeros(columns)
     objective[stall] = 1.0

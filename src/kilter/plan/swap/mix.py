@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from kilter.core.errors import PlanError
 from kilter.plan.swap.problem import Problem
 from kilter.plan.swap.simulate import Outcome, Schedule, simulate
-from kilter.plan.swap.spanning import swap_rest
+from kilter.plan.swap.spanning import TOO_FEW, swap_rest
 
 REACHES = (0.01, 0.04)
 """Shares of the iteration by which something may be made again before its own use."""
@@ -83,7 +83,8 @@ def _search(problem: Problem, order: list[int], finest: int) -> tuple[Schedule, 
         low, high = max(0, best - step), min(len(order), best + step)
         step = max(1, finest, step // 4)
     found = tried[best] or swap_rest(problem, frozenset())
-    assert found is not None, "everything away fits, so swapping alone does"
+    if found is None:
+        raise PlanError(TOO_FEW)
     return found
 
 

@@ -91,6 +91,8 @@ class Interval:
     """Indices of earlier intervals that must be on the device when this one is made again."""
     clean: bool = False
     """The host holds the same bytes already: leaving costs no transfer."""
+    to_host: bool = True
+    """May be offloaded; otherwise it is recomputed or stays."""
 
     @property
     def gap(self) -> int:

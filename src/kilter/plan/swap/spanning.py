@@ -20,6 +20,8 @@ from kilter.plan.swap.place import judged
 from kilter.plan.swap.problem import Problem
 from kilter.plan.swap.simulate import Outcome, Schedule
 
+TOO_FEW = "the budget is not reached with as much as may be offloaded"
+"""Everything away fits, so some choice does, unless not everything may be offloaded."""
 SMALL = 256
 """Up to this many intervals, a second order and memory left free for transfers are tried."""
 
@@ -34,7 +36,8 @@ def spanning(problem: Problem) -> Schedule:
             "operations need even when everything else is away"
         )
     best = swap_rest(problem, frozenset())
-    assert best is not None, "everything away fits, so some choice does"
+    if best is None:
+        raise PlanError(TOO_FEW)
     return best[0]
 
 
@@ -88,7 +91,11 @@ def leaving(
     budget less the headroom (where that is out of reach, as low as it gets)."""
     intervals = problem.intervals
     due = problem.deadlines(remade)
-    rest = [i for i in range(len(intervals)) if i not in remade and due[i] > intervals[i].after + 1]
+    rest = [
+        index
+        for index, interval in enumerate(intervals)
+        if interval.to_host and index not in remade and due[index] > interval.after + 1
+    ]
     away = {i: (intervals[i].after + 1, due[i]) for i in (*rest, *remade)}
     level = problem.profile(away)
     if int(level.max()) > problem.budget_bytes:

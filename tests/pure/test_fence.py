@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
 import pytest
 
 from kilter.act.fence import Fence, describe
@@ -62,7 +71,7 @@ def test_what_ends_a_program_passes(error: type[BaseException]) -> None:
 
     with pytest.raises(error):
         fence(interrupted)()
-    assert not fence.down
+    assert fence.down, "what it has interrupted is half done"
     assert ears.heard == []
 
 
@@ -108,3 +117,137 @@ def test_ours_say_what_to_do_and_others_where_they_are_from() -> None:
         text = describe(error)
     assert text.startswith("ValueError: mine at ")
     assert "test_fence.py:" in text
+
+
+class TimeIsUp(Exception):
+    pass
+
+
+def handler(number: int, frame: FrameType | None) -> None:
+    raise TimeIsUp("now")
+
+
+class Handler:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        raise TimeIsUp("now")
+
+    def method(self, *what: object) -> None:
+        self(*what)  # type: ignore[arg-type]
+
+
+def once(number: int, frame: FrameType | None) -> None:
+    """What `getsignal` tells afterwards is another handler."""
+    signal.signal(number, signal.SIG_DFL)
+    deeper(1)
+
+
+def deeper(number: int) -> None:
+    raise TimeIsUp("now")
+
+
+HANDLERS: dict[str, Callable[..., None]] = {
+    "function": handler,
+    "partial": functools.partial(lambda text, *_: deeper(1), "text"),
+    "object": Handler(),
+    "method": Handler().method,
+    "lambda": lambda number, frame: deeper(number),
+    "once": once,
+}
+
+
+@pytest.fixture
+def alarm() -> Iterator[Callable[[Callable[..., None]], None]]:
+    before = signal.getsignal(signal.SIGALRM)
+
+    def install(function: Callable[..., None]) -> None:
+        signal.signal(signal.SIGALRM, function)
+
+    yield install
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+
+
+Alarm = Callable[[Callable[..., None]], None]
+
+
+@pytest.mark.parametrize("name", HANDLERS)
+def test_what_a_signal_handler_of_the_program_raises_passes(name: str, alarm: Alarm) -> None:
+    ears = Ears()
+    fence = Fence(ears)
+    alarm(HANDLERS[name])
+    with pytest.raises(TimeIsUp):
+        fence(lambda: os.kill(os.getpid(), signal.SIGALRM))()
+    assert fence.down
+    assert fence.broken_into is not None
+    assert "TimeIsUp" in fence.broken_into
+    assert ears.heard == []
+
+
+def test_it_passes_also_where_our_code_took_it_for_an_error_of_the_system(alarm: Alarm) -> None:
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("now")
+
+    def write() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGALRM)
+        except OSError as error:
+            raise DeviceLost("cannot be written") from error
+
+    alarm(late)
+    with pytest.raises(TimeoutError, match="now"):
+        Fence(Ears())(write)()
+
+
+def test_what_another_thread_of_the_program_raises_passes() -> None:
+    fence = Fence(Ears())
+    begun = threading.Event()
+    target = threading.get_ident()
+
+    def raise_there() -> None:
+        begun.wait()
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(target), ctypes.py_object(TimeIsUp)
+        )
+
+    def work() -> None:
+        begun.set()
+        end = time.monotonic() + 30.0
+        while time.monotonic() < end:
+            pass
+
+    thread = threading.Thread(target=raise_there)
+    thread.start()
+    with pytest.raises(TimeIsUp):
+        fence(work)()
+    thread.join()
+
+
+def bare() -> None:
+    raise NotImplementedError
+
+
+def asserted() -> None:
+    assert not time
+
+
+@pytest.mark.parametrize(
+    "ours", [fails, bare, asserted, lambda: next(iter(())), lambda: os.stat("")]
+)
+def test_an_error_of_ours_is_never_taken_for_the_programs(ours: Callable[[], None]) -> None:
+    ears = Ears()
+    assert not Fence(ears).run(ours)
+    assert len(ears.heard) == 1
+
+
+def test_after_an_interruption_only_what_stepping_aside_needs_goes_on(alarm: Alarm) -> None:
+    fence = Fence(Ears())
+    calls: list[str] = []
+    work, border = fence(calls.append), fence.until_aside(calls.append)
+    alarm(handler)
+    with pytest.raises(TimeIsUp):
+        fence(lambda: os.kill(os.getpid(), signal.SIGALRM))()
+    work("work")
+    border("border")
+    fence.close()
+    border("border after")
+    assert calls == ["border"]

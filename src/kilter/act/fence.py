@@ -1,33 +1,58 @@
 """The fence: the one place in the package that catches everything.
 
 Nothing of ours may end, hang or change a user's training. Whatever goes wrong in our code that
-runs inside it ends here: it is told once, and kilter steps aside. Everywhere else errors are
-specific.
+runs inside the training ends here: the error is told once, and kilter steps aside. Everywhere else
+errors are specific.
+
+What the program raises itself is the program's. A signal handler of the program, or another thread
+of the program (`PyThreadState_SetAsyncExc`), may raise between any two instructions, also between
+two of ours. Such an exception passes. It may have left our state half changed, so that kilter steps
+aside after it, too.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import opcode
+import queue
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+import kilter
 from kilter.core.errors import KilterError
 
 T = TypeVar("T")
+
+THREADS = "kilter"
+"""What the names of our own threads begin with."""
+_PACKAGE = str(Path(kilter.__file__).parent)
+_RAISE = opcode.opmap["RAISE_VARARGS"]
+_BARE = (MemoryError, StopIteration, queue.Empty)
+"""What functions in C raise without arguments."""
 
 
 class Fence:
     """Calls functions of ours on behalf of the user's program.
 
     `aside(where, error)` is called with the first error; after it nothing inside is run any
-    more. What the user's program raises, KeyboardInterrupt and SystemExit pass.
+    more. What the program raises passes, and so do KeyboardInterrupt and SystemExit.
     """
 
     def __init__(self, aside: Callable[[str, str], None]) -> None:
         self._aside = aside
         self._told = False
+        self._closed = False
         self.down = False
+        """Our state cannot be relied on any more. Set at once; what `until_aside` wraps runs on
+        until `aside` has been called."""
+        self.broken_into: str | None = None
+        """Which exception of the program has interrupted us, and where."""
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., None]:
         """`function` behind the fence. Its result is dropped."""
@@ -35,6 +60,17 @@ class Fence:
         @functools.wraps(function)
         def fenced(*args: Any, **kwargs: Any) -> None:
             if not self.down:
+                self.run(function, *args, **kwargs)
+
+        return fenced
+
+    def until_aside(self, function: Callable[..., Any]) -> Callable[..., None]:
+        """The same for what stepping aside itself relies on: the ends of iterations, at which the
+        program's thread takes the profiler out."""
+
+        @functools.wraps(function)
+        def fenced(*args: Any, **kwargs: Any) -> None:
+            if not self._closed:
                 self.run(function, *args, **kwargs)
 
         return fenced
@@ -47,19 +83,87 @@ class Fence:
         """Run it now, also after an error; its result, or nothing if it did not come to its end."""
         try:
             return [function(*args, **kwargs)]
-        except Exception as error:
-            first, self._told = not self._told, True
-            if first:
-                self.run(self._tell, getattr(function, "__qualname__", repr(function)), error)
-                self.down = True
-            return []
+        except BaseException as error:
+            self.down = True
+            theirs = the_programs(error)
+            if theirs is None:
+                first, self._told = not self._told, True
+                if first:
+                    self.run(self._tell, _name(function), error)
+                    self.close()
+                return []
+        self.broken_into = self.broken_into or f"{type(theirs).__name__} in {_name(function)}"
+        try:
+            raise theirs
+        finally:
+            del theirs  # with its traceback it would keep the program's frames alive
 
-    def _tell(self, where: str, error: Exception) -> None:
+    def close(self) -> None:
+        """We have stepped aside: what `until_aside` wraps is not run any more either."""
+        self._closed = True
+
+    def _tell(self, where: str, error: BaseException) -> None:
         """Stepping aside may fail, too: that is behind the fence like everything else."""
         self._aside(where, describe(error))
 
 
-def describe(error: Exception) -> str:
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def the_programs(error: BaseException) -> BaseException | None:
+    """The exception of the program that is behind `error`, or None if all of it is ours.
+
+    Ours may have been raised from the program's: a `TimeoutError` is an `OSError`, which our code
+    expects of the system.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if not isinstance(seen, Exception) or _asynchronous(seen):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _asynchronous(error: Exception) -> bool:
+    """Whether it came from outside of what our frames do: out of a signal handler, or from another
+    thread."""
+    if threading.current_thread().name.startswith(THREADS):
+        return False  # no signal handler runs in our threads, and nobody catches anything there
+    frames = list(_frames(error.__traceback__))
+    if any(_handles_signal(frame, before) for (before, _), (frame, _) in pairwise(frames)):
+        return True
+    # Another thread can only name a class: the interpreter makes the exception from it, without
+    # arguments, where no frame raises anything.
+    bare = not error.args and not isinstance(error, _BARE)
+    return bare and bool(frames) and not _raises(*frames[-1])
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    """The frames that an exception has passed, outermost first, each with its last instruction."""
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lasti
+        trace = trace.tb_next
+
+
+def _handles_signal(frame: FrameType, interrupted: FrameType) -> bool:
+    """A handler, whatever kind of callable it is, is called with the frame that it interrupts.
+    Functions of ours may hand their own frame on, so they are none."""
+    code = frame.f_code
+    if code.co_filename.startswith(_PACKAGE):
+        return False
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    arguments = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+    more = [each for several in arguments if isinstance(several, tuple) for each in several]
+    return any(argument is interrupted for argument in (*arguments, *more))
+
+
+def _raises(frame: FrameType, instruction: int) -> bool:
+    """Whether the instruction is a `raise` (or an `assert`, which ends in one)."""
+    return frame.f_code.co_code[instruction] == _RAISE
+
+
+def describe(error: BaseException) -> str:
     """One line: ours say what to do; for others the place in the code helps to mend it."""
     if isinstance(error, KilterError):
         return str(error)

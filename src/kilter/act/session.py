@@ -164,7 +164,7 @@ class Session:
         self._pid = 0
         self._outer: Session | None = None
         self._wrong: UsageError | FileError | None = None
-        self.marks = Marks(self._border, fence=self._fence)
+        self.marks = Marks(self._border, fence=self._fence.until_aside)
         self.run: Path | None = None
         """The directory of the run, once it has one."""
 
@@ -377,13 +377,17 @@ class Session:
 
     def _step_aside(self, where: str, error: str) -> None:
         """After the first error of ours: restore, say so once, leave the program alone."""
+        self._leave_alone()
+        if self._recorder is not None:
+            self._fence.run(self._recorder, Failed(t_s=self._now(), where=where, error=error))
+        self._fence.run(self._voice.failed, error)
+
+    def _leave_alone(self) -> None:
         for step in (self._restore, self._let_window_pass, self.marks.stop, self._over.set):
             self._fence.run(step)
         if self._sampler is not None:
             self._fence.run(self._sampler.stop, timeout_s=0.0)
-        if self._recorder is not None:
-            self._fence.run(self._recorder, Failed(t_s=self._now(), where=where, error=error))
-        self._fence.run(self._voice.failed, error)
+        self._fence.close()
 
     def _let_window_pass(self) -> None:
         """A profiler can only be switched off in the thread that it was switched on in; left on,
@@ -412,7 +416,7 @@ class Session:
         """In the program's thread, at the end of an iteration: as little as possible."""
         if self._window is not None:
             self._window.border(index)
-        if self._fitter is not None:
+        if self._fitter is not None and not self._fence.down:
             self._fitter.border(index)
 
     def _loop(self) -> None:
@@ -421,6 +425,10 @@ class Session:
 
     def _pulse(self) -> None:
         """In our thread, a few times a second."""
+        if self._fence.broken_into is not None:
+            self._leave_alone()
+            self._refuse("going on", f"the program raised {self._fence.broken_into}")
+            return
         finished = self._look()
         if self._simulated or self._alone:
             return

@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 
 import kilter.act.journal
 import kilter.act.lease
+import kilter.act.own_file
 from kilter.act.journal import Outcome, Place, journals, restore_all, state_directory
 from kilter.act.lease import Lease
+from kilter.act.own_file import OwnFile
 from kilter.core.errors import (
     DeviceError,
     DeviceHung,
@@ -191,6 +193,8 @@ class Handle:
 class Watch:
     """In the place of the watcher process: says what a test wants it to say."""
 
+    connected = True
+
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
         self.number = 0
@@ -262,6 +266,7 @@ def _route(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 
     unlink = Path.unlink
     monkeypatch.setattr(kilter.act.journal, "os", Os())
+    monkeypatch.setattr(kilter.act.own_file, "os", Os())
     monkeypatch.setattr(kilter.act.lease._Watcher, "start", start)
     monkeypatch.setattr(
         Path,
@@ -483,7 +488,9 @@ def test_a_forked_child_neither_sets_nor_restores_nor_waits(world: World) -> Non
         lease.set(LOW)
         lock = lease._lock
         assert lock is not None
-        lease._lock = os.dup(lock)
+        assert lock is not None
+        assert lock.number is not None
+        lease._lock = OwnFile(os.dup(lock.number))
         with lease._turn:
             lease._forget()
         pid, lease._pid = lease._pid, -1

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,82 @@ def test_half_a_line_is_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     record.close()
     assert record.lost is not None
     assert list(read_events(path)) == made.events[:1]
+
+
+@pytest.mark.parametrize("arrived", [0, 10, -1])
+def test_an_interrupt_leaves_whole_lines(
+    arrived: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of a line, or when all of it is on the disk and nobody knows."""
+    record = Recorder(tmp_path / "events.jsonl")
+    record(refused(1))
+    write = os.write
+
+    def interrupted(file: int, data: bytes) -> int:
+        write(file, data[: len(data) if arrived < 0 else arrived])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        record(refused(2))
+    monkeypatch.setattr(os, "write", write)
+    record(refused(3))
+    found = [recorder.msgspec.json.decode(line)["t_s"] for line in lines(record.path)]
+    assert found == [1.0, 2.0, 3.0]
+    assert record.lost is None
+    record.close()
+
+
+def close_and_reuse(path: Path) -> int:
+    """What a daemon does: close what it does not know, open files of its own."""
+    os.closerange(3, 256)
+    files = [os.open(path, os.O_RDWR | os.O_CREAT) for _ in range(64)]
+    os.write(files[0], b"a checkpoint")
+    return files[0]
+
+
+def in_a_child(function: Callable[[], None]) -> None:
+    """In a process of its own: it closes the descriptors that pytest needs."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            function()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_script_that_closes_all_files_gets_none_of_our_lines(tmp_path: Path) -> None:
+    path, checkpoint = tmp_path / "events.jsonl", tmp_path / "checkpoint"
+
+    def daemon() -> None:
+        record = Recorder(path)
+        record(refused(1))
+        file = close_and_reuse(checkpoint)
+        record(refused(2))
+        record.close()
+        os.write(file, b", whole")
+
+    in_a_child(daemon)
+    assert checkpoint.read_bytes() == b"a checkpoint, whole"
+    assert len(lines(path)) == 2
+
+
+def test_a_script_that_closes_all_files_and_replaces_ours(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+
+    def daemon() -> None:
+        record = Recorder(path)
+        path.rename(tmp_path / "old")
+        close_and_reuse(path)
+        record(refused(1))
+        assert record.lost is not None
+        record.close()
+
+    in_a_child(daemon)
+    assert path.read_bytes() == b"a checkpoint"
 
 
 def test_what_was_recorded_survives_the_death_of_the_process(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import opcode
+import os
 import queue
 import threading
 import traceback
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 THREADS = "kilter"
 """What the names of our own threads begin with."""
-_PACKAGE = str(Path(kilter.__file__).parent)
+PACKAGE = str(Path(kilter.__file__).parent) + os.sep
 _RAISE = opcode.opmap["RAISE_VARARGS"]
 _BARE = (MemoryError, StopIteration, queue.Empty)
 """What functions in C raise without arguments."""
@@ -84,19 +85,24 @@ class Fence:
         try:
             return [function(*args, **kwargs)]
         except BaseException as error:
-            self.down = True
             theirs = the_programs(error)
             if theirs is None:
+                self.down = True
                 first, self._told = not self._told, True
                 if first:
                     self.run(self._tell, _name(function), error)
                     self.close()
                 return []
-        self.broken_into = self.broken_into or f"{type(theirs).__name__} in {_name(function)}"
+        self.interrupted(theirs, _name(function))
         try:
             raise theirs
         finally:
             del theirs  # with its traceback it would keep the program's frames alive
+
+    def interrupted(self, error: BaseException, where: str) -> None:
+        """The program's exception has come in the middle of a function of ours."""
+        self.down = True
+        self.broken_into = self.broken_into or f"{type(error).__name__} in {where}"
 
     def close(self) -> None:
         """We have stepped aside: what `until_aside` wraps is not run any more either."""
@@ -150,7 +156,7 @@ def _handles_signal(frame: FrameType, interrupted: FrameType) -> bool:
     """A handler, whatever kind of callable it is, is called with the frame that it interrupts.
     Functions of ours may hand their own frame on, so they are none."""
     code = frame.f_code
-    if code.co_filename.startswith(_PACKAGE):
+    if code.co_filename.startswith(PACKAGE):
         return False
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     arguments = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
@@ -161,6 +167,15 @@ def _handles_signal(frame: FrameType, interrupted: FrameType) -> bool:
 def _raises(frame: FrameType, instruction: int) -> bool:
     """Whether the instruction is a `raise` (or an `assert`, which ends in one)."""
     return frame.f_code.co_code[instruction] == _RAISE
+
+
+def without_ours(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback less our frames, as the program would see it without us."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
+        trace = trace.tb_next
+    if trace is not None:
+        trace.tb_next = without_ours(trace.tb_next)
+    return trace
 
 
 def describe(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import re
 import tempfile
@@ -24,6 +25,7 @@ from typing import Literal
 
 import msgspec
 
+from kilter.act.own_file import OwnFile
 from kilter.core.errors import DeviceError, FileError, Held, NotObeyed, NotPermitted, NotSupported
 from kilter.core.setting import Sample, Setting
 from kilter.core.units import MHZ
@@ -130,6 +132,50 @@ def state_directory(environ: Mapping[str, str]) -> Path:
     return path
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """What stands in a lock."""
+
+    pid: int
+    start_ticks: int
+    deadline_s: float
+    """On this machine's monotonic clock, renewals included; infinite: none."""
+    kept_s: float
+    """The last deadline at which the watcher has put the found setting back; NaN: none."""
+
+    @property
+    def alive(self) -> bool:
+        return start_ticks(self.pid) == self.start_ticks
+
+    @property
+    def overdue(self) -> bool:
+        """The deadline has passed and nobody has put anything back: the watcher, which keeps it
+        within `PATIENCE_S`, is frozen as well."""
+        late = time.monotonic() > self.deadline_s + PATIENCE_S
+        return late and not self.kept_s >= self.deadline_s
+
+
+_LINE = 64
+"""Bytes of one in a lock."""
+_ORPHANS = "the watcher or a child of a dead process"
+
+
+def _write_line(lock: OwnFile, text: str, *, at: int) -> None:
+    number = lock.number
+    if number is not None:
+        os.pwrite(number, text.ljust(_LINE - 1).encode() + b"\n", at)
+
+
+def _holder(raw: bytes) -> Holder | None:
+    """What a lock tells; it is empty for a moment after it was taken."""
+    try:
+        pid, ticks, *deadlines_s = raw.split()
+        deadline_s, kept_s, *_ = (*map(float, deadlines_s), math.inf, math.nan)
+        return Holder(pid=int(pid), start_ticks=int(ticks), deadline_s=deadline_s, kept_s=kept_s)
+    except ValueError:
+        return None
+
+
 class Place:
     """The lock and the journal of one GPU. Constructing one touches nothing."""
 
@@ -140,45 +186,65 @@ class Place:
         self.lock_path = directory / f"{stem}.lock"
         self.journal_path = directory / f"{stem}.json"
 
-    def lock(self, *, patience_s: float = PATIENCE_S) -> int:
+    def lock(self, *, patience_s: float = PATIENCE_S) -> OwnFile:
         """Take the GPU; the open file to keep. `Held` names the holder, or `FileError`.
 
         A live holder is not waited for. A dead one has a watcher that holds the lock until it has
         put things back, and that is waited for.
         """
         try:
-            handle = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = OwnFile.open(self.lock_path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise self._unusable(error) from error
         try:
-            self._wait_for(handle, time.monotonic() + patience_s)
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, f"{os.getpid()} {start_ticks(os.getpid())}\n".encode(), 0)
+            self._wait_for(lock, time.monotonic() + patience_s)
+            if lock.number is not None:
+                os.ftruncate(lock.number, 0)
+            self.note_deadline(lock, math.inf)
         except OSError as error:
-            os.close(handle)
+            lock.close()
             raise self._unusable(error) from error
         except Held:
-            os.close(handle)
+            lock.close()
             raise
-        return handle
+        return lock
 
-    def unlock(self, handle: int) -> None:
+    def unlock(self, lock: OwnFile) -> None:
         """Let the GPU go, also for other processes that have the same open file."""
-        os.ftruncate(handle, 0)
-        fcntl.flock(handle, fcntl.LOCK_UN)
-        os.close(handle)
+        number = lock.number
+        if number is not None:
+            os.ftruncate(number, 0)
+            fcntl.flock(number, fcntl.LOCK_UN)
+            lock.close()
 
-    def _wait_for(self, handle: int, until_s: float) -> None:
-        while True:
+    def note_deadline(self, lock: OwnFile, deadline_s: float) -> None:
+        """Write into the lock who holds it and until when, for `kilter restore`. Not synced: it
+        matters while the holder is frozen, and after a reboot nothing is set. Raises `OSError`."""
+        me = os.getpid()
+        _write_line(lock, f"{me} {start_ticks(me)} {deadline_s!r}", at=0)
+
+    def note_kept(self, lock: OwnFile, deadline_s: float) -> None:
+        """The watcher's line in the lock, beside the holder's: the found setting is back since this
+        deadline has passed. Raises `OSError`."""
+        _write_line(lock, repr(deadline_s), at=_LINE)
+
+    def holder(self) -> Holder | None:
+        """Who holds the lock, as the lock itself says; None if nobody does, or nobody has said."""
+        try:
+            return _holder(self.lock_path.read_bytes())
+        except OSError:
+            return None
+
+    def _wait_for(self, lock: OwnFile, until_s: float) -> None:
+        while (number := lock.number) is not None:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                words = os.pread(handle, 64, 0).split()
-            pid, ticks = (int(word) for word in words) if len(words) == 2 else (None, None)
-            alive = pid is not None and start_ticks(pid) == ticks
+                holder = _holder(os.pread(number, 2 * _LINE, 0))
+            alive = holder is not None and holder.alive
             if alive or time.monotonic() > until_s:
-                who = f"process {pid}" if alive else "the watcher or a child of a dead process"
+                who = f"process {holder.pid}" if holder and alive else _ORPHANS
                 raise Held(f"{self.uuid}: {who} controls this GPU; one kilter per GPU")
             time.sleep(POLL_S)
 
@@ -430,25 +496,31 @@ def restore_all(
     directory: Path,
     *,
     uuids: frozenset[str] | None = None,
+    force: bool = False,
     open_device: Callable[[Journal], Device] = open_journalled,
 ) -> Iterator[Outcome]:
     """Put back what dead jobs have left, on these GPUs (`None`: all). Live holders are left alone.
+
+    Where the lock is still held although the job is dead, or has let its deadline pass, nothing is
+    done without `force`.
 
     Nothing is raised for one GPU that would keep the next one from its turn.
     """
     for place in _places(directory):
         if uuids is not None and place.uuid not in uuids:
             continue
-        outcome = _restore_one(place, open_device)
+        outcome = _restore_one(place, open_device, force=force)
         if outcome is not None:
             yield outcome
 
 
-def _restore_one(place: Place, open_device: Callable[[Journal], Device]) -> Outcome | None:
+def _restore_one(
+    place: Place, open_device: Callable[[Journal], Device], *, force: bool
+) -> Outcome | None:
     journal = None
     try:
         journal = place.read()
-        handle = place.lock()
+        lock = _lock_or_force(place, force=force)
         try:
             journal = place.read()
             if journal is None:
@@ -456,7 +528,8 @@ def _restore_one(place: Place, open_device: Callable[[Journal], Device]) -> Outc
             with closing(open_device(journal)) as device:
                 return recover(place, journal, device)
         finally:
-            os.close(handle)
+            if lock is not None:
+                lock.close()
     except (DeviceError, FileError) as error:
         return Outcome(
             uuid=place.uuid,
@@ -465,3 +538,29 @@ def _restore_one(place: Place, open_device: Callable[[Journal], Device]) -> Outc
             found=None if journal is None else journal.found,
             pid=None if journal is None else journal.pid,
         )
+
+
+def _lock_or_force(place: Place, *, force: bool) -> OwnFile | None:
+    """The lock; None if it is held by what will not put anything back, and is not waited for.
+
+    Raises `Held` if the job is alive and within its deadline, and says why not else.
+    """
+    try:
+        return place.lock()
+    except Held as error:
+        holder = place.holder()
+        if holder is not None and holder.alive and not holder.overdue:
+            raise
+        now_s, deadline_s = time.monotonic(), math.inf if holder is None else holder.deadline_s
+        if force and (deadline_s < now_s or deadline_s == math.inf):
+            return None
+        who = "its run" if holder is None else f"its run (process {holder.pid})"
+        if holder is not None and holder.alive:
+            why = f"{who} has let its deadline pass, and neither it nor its watcher acts: frozen?"
+        else:
+            why = f"{who} is dead or in another container, and somebody still holds the lock: "
+            why += "its watcher, if that is frozen, or a process that the run has forked"
+        advice = "to put it back all the same: kilter restore --force"
+        if now_s < deadline_s < math.inf:
+            advice += f", in {deadline_s - now_s:.0f} s, when its deadline has passed"
+        raise DeviceError(f"{place.uuid}: not put back: {why}; {advice}") from error

@@ -25,9 +25,9 @@ same way through `set`, `verify` and `restore` otherwise.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import secrets
-import select
 import socket
 import subprocess
 import sys
@@ -44,9 +44,12 @@ import msgspec
 
 from kilter.act.journal import (
     KNOBS,
+    PATIENCE_S,
+    POLL_S,
     Journal,
     Outcome,
     Place,
+    State,
     above_caps,
     boot_id,
     changed_by_others,
@@ -58,6 +61,7 @@ from kilter.act.journal import (
     start_ticks,
     state_directory,
 )
+from kilter.act.own_file import OwnFile
 from kilter.act.watcher import MESSAGE
 from kilter.core.errors import (
     DeviceError,
@@ -96,7 +100,7 @@ class Lease:
         self._pid = 0
         self._uuid = self._backend = ""
         self._place: Place | None = None
-        self._lock: int | None = None
+        self._lock: OwnFile | None = None
         self._watcher: _Watcher | None = None
         self._journal: Journal | None = None
         self._found = Setting()
@@ -170,6 +174,7 @@ class Lease:
         with self._turn:
             self._check_held()
             with self._undone_on_error():
+                self._check_open()
                 self._notice_deadline()
                 self._look_before()
                 target = over(self._found, setting)
@@ -184,6 +189,7 @@ class Lease:
         with self._turn:
             self._check_held()
             with self._undone_on_error():
+                self._check_open()
                 if self._notice_deadline():
                     return False
                 if lower(self._setting, self._found):
@@ -200,6 +206,7 @@ class Lease:
         with self._turn:
             self._check_held()
             with self._undone_on_error():
+                self._check_open()
                 if not self._notice_deadline():
                     self._judge(sample)
 
@@ -227,6 +234,19 @@ class Lease:
             raise Held("this lease belongs to another process, or was never entered")
         if self._outcome is not None:
             raise Held(f"this lease has ended ({self._outcome.reason})")
+
+    @property
+    def _closed_by_program(self) -> bool:
+        """The program has closed a descriptor of ours, as daemons do. The watcher takes that for
+        the end of the job: it puts the GPU back and lets others have it."""
+        lock, watcher = self._lock, self._watcher
+        return lock is not None and (
+            lock.number is None or (watcher is not None and not watcher.connected)
+        )
+
+    def _check_open(self) -> None:
+        if self._closed_by_program:
+            raise Held(f"{self._uuid}: the program has closed the files that this lease relies on")
 
     def _look_before(self) -> None:
         """Until our first set, what is found may still change; after it, nobody else should."""
@@ -290,18 +310,21 @@ class Lease:
         """Tell the watcher the deadline of the journal's setting; start one if there is none."""
         if self._place is None or self._journal is None:
             return 0
+        assert self._lock is not None
         hold_s = hold_s if lower(self._journal.last, self._found) else float("inf")
+        deadline_s = time.monotonic() + hold_s
+        with suppress(OSError):  # it is only for `kilter restore` to read
+            self._place.note_deadline(self._lock, deadline_s)
         if self._watcher is not None:
-            number = self._watcher.tell(time.monotonic() + hold_s)
+            number = self._watcher.tell(deadline_s)
             if number is not None:
                 return number
             # It is gone, or does not read. With another nonce it will not act if it wakes up.
             self._watcher.close()
             self._watcher = None
             self._write(msgspec.structs.replace(self._journal, nonce=secrets.token_hex(8)))
-        assert self._lock is not None
         self._watcher = _Watcher.start(self._place, self._lock, self._journal)
-        number = self._watcher.tell(time.monotonic() + hold_s)
+        number = self._watcher.tell(deadline_s)
         if number is None:
             raise DeviceError(f"{self._uuid}: the watcher died at once; nothing is set without it")
         return number
@@ -341,6 +364,8 @@ class Lease:
         if self._pid != os.getpid():
             reason = "left to the process that holds it"
             return Outcome(uuid=self._uuid, state="held", reason=reason)
+        if self._closed_by_program:
+            return self._leave_to_watcher()
         try:
             outcome = self._undo()
             if self._place is not None:
@@ -359,6 +384,28 @@ class Lease:
         self._let_go(unlock=True)
         self._setting = outcome.after or self._found
         return outcome
+
+    def _leave_to_watcher(self) -> Outcome:
+        """Without the lock neither the device nor the journal may be touched: by now both may be
+        somebody else's."""
+        journal, place = self._journal, self._place
+        self._let_go(unlock=False)
+        state: State = "restored"
+        reason = "the program has closed our files; the watcher has put back what was set"
+        end_s = time.monotonic() + PATIENCE_S
+        while journal is not None and place is not None and _still_set(place, journal):
+            if time.monotonic() > end_s:
+                state, reason = "failed", f"{reason}? not yet; later: kilter restore"
+                break
+            time.sleep(POLL_S)
+        return Outcome(
+            uuid=self._uuid,
+            state=state,
+            reason=reason,
+            found=self._found,
+            after=self._found if state == "restored" else None,
+            pid=self._pid,
+        )
 
     def _undo(self) -> Outcome:
         self._notice_deadline()
@@ -382,8 +429,7 @@ class Lease:
         if self._place is not None and lock is not None:
             if unlock:
                 self._place.unlock(lock)
-            else:
-                os.close(lock)
+            lock.close()
         if self._watcher is not None:
             self._watcher.close()
 
@@ -392,7 +438,7 @@ class Lease:
         and a thread that is not here any more must not keep us waiting."""
         self._turn = threading.RLock()
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
         if self._watcher is not None:
             self._watcher.close()
@@ -409,90 +455,110 @@ def _close_in_forked_children(lease: Lease) -> None:
     os.register_at_fork(after_in_child=in_child)
 
 
+def _still_set(place: Place, journal: Journal) -> bool:
+    try:
+        now = place.read()
+    except FileError:
+        return True
+    return now is not None and now.nonce == journal.nonce
+
+
 class _Watcher:
     """The job's end of the connection to its watcher."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: OwnFile, pid: int) -> None:
         self._connection = connection
         self._number = 0
-        self._death: int | None = None
-        """Becomes readable when the watcher dies. The connection alone does not tell, if a child
-        was forked while it was made and has the other end open, too."""
+        self._pid, self._ticks = pid, start_ticks(pid)
+        """The connection alone does not tell that the watcher is dead, if a child was forked while
+        it was made and has the other end open, too."""
 
     @classmethod
-    def start(cls, place: Place, lock: int, journal: Journal) -> _Watcher:
+    def start(cls, place: Place, lock: OwnFile, journal: Journal) -> _Watcher:
         """Returns when the watcher is able to restore. It is nobody's child, so that a script that
         waits for all of its children does not wait for it, and in a session of its own, so that
         Ctrl-C does not reach it."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                with open(place.directory / "watcher.log", "ab") as log:
-                    process = subprocess.Popen(
-                        [
-                            sys.executable,
-                            "-P",
-                            "-m",
-                            "kilter.act.watcher",
-                            str(place.directory),
-                            place.uuid,
-                            journal.nonce,
-                            str(theirs.fileno()),
-                            str(lock),
-                        ],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=log,
-                        pass_fds=(theirs.fileno(), lock),
-                        start_new_session=True,
-                    )
-                process.wait(WATCHER_START_S)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                ours.close()
-                raise DeviceError(f"no watcher could be started: {error}") from error
-        ours.settimeout(WATCHER_START_S)
-        watcher = cls(ours)
-        pids = watcher.passed()
+        ours, theirs = (OwnFile(end.detach()) for end in socket.socketpair())
+        try:
+            _spawn(place, lock, journal, theirs)
+            pids = _received(ours, WATCHER_START_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            ours.close()
+            raise DeviceError(f"no watcher could be started: {error}") from error
+        finally:
+            theirs.close()
         if not pids:
-            watcher.close()
+            ours.close()
             raise DeviceError(
                 f"the watcher did not come up; see {place.directory / 'watcher.log'}. "
                 "Nothing is set without it"
             )
-        ours.setblocking(False)
-        with suppress(OSError):  # dead already, or an old kernel
-            watcher._death = os.pidfd_open(pids[0])
-        return watcher
+        return cls(ours, pids[0])
+
+    @property
+    def connected(self) -> bool:
+        """Our end is open still: the program has not closed it."""
+        return self._connection.number is not None
 
     def tell(self, deadline_s: float) -> int | None:
         """Number of the deadline; `None` if nobody is there to hear it."""
-        if self._death is not None and _readable(self._death):
+        if start_ticks(self._pid) != self._ticks:
             return None
         self._number += 1
         try:
-            # MSG_NOSIGNAL: a script may have put SIGPIPE back to its deadly default.
-            self._connection.send(MESSAGE.pack(self._number, deadline_s), socket.MSG_NOSIGNAL)
+            with _as_socket(self._connection) as connection:
+                # MSG_NOSIGNAL: a script may have put SIGPIPE back to its deadly default.
+                message = MESSAGE.pack(self._number, deadline_s)
+                connection.send(message, socket.MSG_NOSIGNAL)
         except OSError:
             return None
         return self._number
 
     def passed(self) -> list[int]:
         """Numbers of deadlines that have passed since the last call."""
-        try:
-            raw = self._connection.recv(64 * MESSAGE.size)
-        except (BlockingIOError, TimeoutError, ConnectionResetError):
-            return []
-        whole = len(raw) - len(raw) % MESSAGE.size
-        return [number for number, _ in MESSAGE.iter_unpack(raw[:whole])]
+        return _received(self._connection, 0.0)
 
     def close(self) -> None:
         self._connection.close()
-        if self._death is not None:
-            os.close(self._death)
-            self._death = None
 
 
-def _readable(handle: int) -> bool:
-    poll = select.poll()  # `select` itself fails from the 1024th open file on
-    poll.register(handle, select.POLLIN)
-    return bool(poll.poll(0))
+def _spawn(place: Place, lock: OwnFile, journal: Journal, connection: OwnFile) -> None:
+    """Start the watcher. Raises `OSError` or `TimeoutExpired`."""
+    handles = [number for file in (connection, lock) if (number := file.number) is not None]
+    arguments = [place.directory, place.uuid, journal.nonce, *handles]
+    with open(place.directory / "watcher.log", "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kilter.act.watcher", *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            pass_fds=handles,
+            start_new_session=True,
+        )
+    process.wait(WATCHER_START_S)
+
+
+@contextmanager
+def _as_socket(file: OwnFile) -> Iterator[socket.socket]:
+    """A socket object for one call: one that lived on would close whatever has its number then."""
+    number = file.number
+    if number is None:
+        raise ConnectionResetError(errno.ECONNRESET, "closed by the program")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=number)
+    connection.setblocking(False)
+    try:
+        yield connection
+    finally:
+        connection.detach()
+
+
+def _received(file: OwnFile, timeout_s: float) -> list[int]:
+    """The numbers that have come from the watcher."""
+    try:
+        with _as_socket(file) as connection:
+            connection.settimeout(timeout_s)
+            raw = connection.recv(64 * MESSAGE.size)
+    except (BlockingIOError, TimeoutError, ConnectionResetError):
+        return []
+    whole = len(raw) - len(raw) % MESSAGE.size
+    return [number for number, _ in MESSAGE.iter_unpack(raw[:whole])]

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import msgspec
 
+from kilter.act.own_file import OwnFile
 from kilter.core.errors import FileError
 from kilter.core.events import AnyEvent
+
+_APPEND = os.O_WRONLY | os.O_APPEND
 
 
 class Recorder:
@@ -26,26 +29,45 @@ class Recorder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # unbuffered: what was written survives a kill of the process
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o644)
+            self._file = OwnFile.open(path, _APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         except OSError as error:
             raise FileError(f"{path}: cannot be written ({error.strerror})") from error
+        self._closed = False
+        self._writing: tuple[int, bytes] | None = None
+        """Size of the file, and what is being appended. Left behind by an exception that came from
+        a signal handler of the program: the next call appends what has not arrived."""
 
     def __call__(self, event: AnyEvent) -> None:
         """Append one event. From any thread."""
         line = self._encode(event) + b"\n"
         with self._lock:
-            if self.lost is not None or self._file < 0:
+            if self.lost is not None or self._closed:
                 return
             try:
-                written = os.write(self._file, line)
-                if written < len(line):
-                    self.lost = f"{self.path}: the disk is full"
+                self._append(line)
             except OSError as error:
+                if error.errno is None:  # of a signal handler of the program, say a TimeoutError
+                    raise
                 self.lost = f"{self.path}: {error.strerror}"
+
+    def _append(self, line: bytes) -> None:
+        if self._file.number is None:
+            self._file.reopen(self.path, _APPEND)
+        number = self._file.number
+        if number is None:
+            self.lost = f"{self.path}: closed by the program, and another file by now"
+            return
+        size_bytes = os.fstat(number).st_size
+        if self._writing is not None:
+            begin, last = self._writing
+            line = last[max(0, size_bytes - begin) :] + line
+        self._writing = size_bytes, line
+        if os.write(number, line) < len(line):
+            self.lost = f"{self.path}: the disk is full"
+        self._writing = None
 
     def close(self) -> None:
         """Twice is once."""
         with self._lock:
-            if self._file >= 0:
-                os.close(self._file)
-                self._file = -1
+            self._file.close()
+            self._closed = True

@@ -32,6 +32,7 @@ from kilter.act.journal import (
     recover,
     start_ticks,
 )
+from kilter.act.own_file import OwnFile
 from kilter.core.errors import KilterError
 
 MESSAGE = struct.Struct("=Qd")
@@ -61,13 +62,14 @@ def main(arguments: list[str]) -> None:
     except KilterError as error:
         _say(f"cannot watch: {error}")
         return
+    own_lock = OwnFile(int(lock))
     with socket.socket(fileno=int(connection)) as job:
         _tell(job, os.getpid())
-        _watch(place, journal, job)
-    _finish(place, nonce, int(lock))
+        _watch(place, journal, job, own_lock)
+    _finish(place, nonce, own_lock)
 
 
-def _watch(place: Place, journal: Journal, job: socket.socket) -> None:
+def _watch(place: Place, journal: Journal, job: socket.socket, lock: OwnFile) -> None:
     """Until the job is dead, or has closed the connection."""
     poll = select.poll()
     poll.register(job, select.POLLIN)
@@ -88,7 +90,12 @@ def _watch(place: Place, journal: Journal, job: socket.socket) -> None:
                 return
             number, deadline_s = list(MESSAGE.iter_unpack(raw))[-1]
         elif time.monotonic() >= deadline_s:
-            deadline_s = _keep_deadline(place, journal.nonce, number, job)
+            again_s = _keep_deadline(place, journal.nonce)
+            if again_s == math.inf:
+                _tell(job, number)
+                with suppress(OSError):  # it is only for `kilter restore` to read
+                    place.note_kept(lock, deadline_s)
+            deadline_s = again_s
 
 
 def _death_of(journal: Journal) -> int | None:
@@ -110,20 +117,18 @@ def _receive(job: socket.socket) -> bytes:
         return b""
 
 
-def _keep_deadline(place: Place, nonce: str, number: int, job: socket.socket) -> float:
+def _keep_deadline(place: Place, nonce: str) -> float:
     """The job has not renewed in time. Put back what was found, but leave the journal: the job
     still holds the GPU. Returns when to try again."""
     try:
         journal = _ours(place, nonce)
-        if journal is None:
-            return math.inf
-        # A new object each time: what an old one believes to be set may no longer be so.
-        with closing(open_journalled(journal)) as device:
-            _say(f"deadline passed: {_line(put_back(device, journal))}")
+        if journal is not None:
+            # A new object each time: what an old one believes to be set may no longer be so.
+            with closing(open_journalled(journal)) as device:
+                _say(f"deadline passed: {_line(put_back(device, journal))}")
     except KilterError as error:
         _say(f"deadline passed, and not put back: {error}")
         return time.monotonic() + AGAIN_S
-    _tell(job, number)
     return math.inf
 
 
@@ -132,12 +137,13 @@ def _tell(job: socket.socket, number: int) -> None:
         job.send(MESSAGE.pack(number, 0.0), socket.MSG_NOSIGNAL)
 
 
-def _finish(place: Place, nonce: str, lock: int) -> None:
+def _finish(place: Place, nonce: str, lock: OwnFile) -> None:
     """The job is dead, or has given up: put back what it has left, if it has left anything."""
     for wait_s in TRIES_S:
         time.sleep(wait_s)
+        assert lock.number is not None
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return  # the job had let go in good order, and somebody else has the GPU now
         try:

@@ -134,7 +134,7 @@ class Box:
 
     def until_free(self) -> None:
         """Wait until nobody controls the card: job and watcher are done, or dead."""
-        os.close(self.place.lock(patience_s=TIMEOUT_S))
+        self.place.lock(patience_s=TIMEOUT_S).close()
 
     def close(self) -> None:
         for job in self.jobs:

@@ -20,6 +20,9 @@ Put back whatever a dead run left: the clocks and the power limit that it had fo
 Normally there is nothing to do: a small watcher process puts a GPU back as soon as its run dies.
 This is for the rest: the watcher was killed, too, or the GPU did not answer. A GPU whose run is
 alive is left alone, and so is a value that somebody else has changed since. It may be repeated.
+
+A frozen watcher, or a process that a dead run has forked, keeps a GPU locked. Then nothing is put
+back, and the exit code is 1, unless --force says so: which acts once the run's deadline has passed.
 """
 EPILOG = """\
 exit code: 0 if nothing of a dead run is left, 1 if something is (and why)
@@ -40,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="all GPUs of this machine, not only the visible ones; live runs are left alone still",
     )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="also where a dead or frozen run's lock is still held, once its deadline has passed",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
@@ -47,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     directory = state_directory(os.environ)
     left = {entry.uuid for entry in journals(directory)}
     chosen = frozenset(left if args.all else left & _visible(left, os.environ))
-    outcomes = list(restore_all(directory, uuids=chosen))
+    outcomes = list(restore_all(directory, uuids=chosen, force=args.force))
     others = sorted(left - chosen)
     if args.json:
         print(_as_json(directory, outcomes, others).decode())

@@ -1,0 +1,63 @@
+"""A descriptor that we keep open in somebody else's program.
+
+A program may close every descriptor that it does not know, as daemons do (`os.closerange`), and
+the files that it opens next get our numbers. What we wrote then would land in a checkpoint. So the
+device and the inode of what we have opened are compared before every use. A descriptor that is not
+ours any more is forgotten, and never closed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+_FIRST = 3
+"""The numbers below are for standard input, output and error, also while those are closed."""
+
+
+class OwnFile:
+    """One descriptor; from here on nobody else of ours closes it."""
+
+    def __init__(self, number: int) -> None:
+        self._what = _identity(number)
+        self._number: int | None = number
+        if number < _FIRST:
+            self._number = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _FIRST)
+            os.close(number)
+
+    @classmethod
+    def open(cls, path: Path, flags: int, mode: int = 0o600) -> OwnFile:
+        """Raises `OSError`."""
+        return cls(os.open(path, flags | os.O_CLOEXEC, mode))
+
+    @property
+    def number(self) -> int | None:
+        """To be asked for anew before every use. None: closed, by us or by the program."""
+        if self._number is not None and _identity(self._number) != self._what:
+            self._number = None
+        return self._number
+
+    def reopen(self, path: Path, flags: int) -> None:
+        """Open the same file again after the program has closed it, if it is still there. Raises
+        `OSError`."""
+        number = os.open(path, flags | os.O_CLOEXEC)
+        if _identity(number) == self._what:
+            self._number = number
+        else:
+            os.close(number)
+
+    def close(self) -> None:
+        """Twice is once."""
+        number, self._number = self.number, None
+        if number is not None:
+            os.close(number)
+
+
+def _identity(number: int) -> tuple[int, int] | None:
+    """Device and inode; None if nothing is open under this number."""
+    try:
+        status = os.fstat(number)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

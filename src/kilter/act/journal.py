@@ -169,9 +169,13 @@ def _write_line(lock: OwnFile, text: str, *, at: int) -> None:
 def _holder(raw: bytes) -> Holder | None:
     """What a lock tells; it is empty for a moment after it was taken."""
     try:
-        pid, ticks, *deadlines_s = raw.split()
-        deadline_s, kept_s, *_ = (*map(float, deadlines_s), math.inf, math.nan)
-        return Holder(pid=int(pid), start_ticks=int(ticks), deadline_s=deadline_s, kept_s=kept_s)
+        pid, ticks, deadline_s, kept_s = (*raw.split(), b"inf", b"nan")[:4]
+        return Holder(
+            pid=int(pid),
+            start_ticks=int(ticks),
+            deadline_s=float(deadline_s),
+            kept_s=float(kept_s),
+        )
     except ValueError:
         return None
 
@@ -201,6 +205,7 @@ class Place:
             if lock.number is not None:
                 os.ftruncate(lock.number, 0)
             self.note_deadline(lock, math.inf)
+            self.note_kept(lock, math.nan)
         except OSError as error:
             lock.close()
             raise self._unusable(error) from error

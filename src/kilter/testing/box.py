@@ -33,6 +33,7 @@ FOUND_LIMIT_W = 600.0
 FOUND = Setting(power_limit_w=FOUND_LIMIT_W)
 LOW = {"sm_mhz": 1200, "limit_w": 400}
 """What a job sets."""
+OWN = b"the program's own file"
 TIMEOUT_S = 60.0
 """For a condition that is waited for; normally a fraction of a second."""
 
@@ -57,7 +58,7 @@ class Box:
     def environ(self, **more: str) -> dict[str, str]:
         """Of a process in the box: fake cards, and nothing that is meant for real ones."""
         base = {name: value for name, value in os.environ.items() if not name.startswith("KILTER")}
-        own = {STATE_VARIABLE: str(self.state_directory)}
+        own = {STATE_VARIABLE: str(self.state_directory), "BOX_ROOT": str(self.root)}
         return self.fake.environ(base) | own | more
 
     def setting(self) -> Setting:
@@ -241,6 +242,13 @@ def serve(uuid: str) -> None:
                 signal.pause()
             return int(pid)
 
+        def close_all() -> None:
+            """As a daemon does; then files of its own have the numbers."""
+            os.closerange(3, 4096)
+            for number in range(24):
+                file = os.open(f"{os.environ['BOX_ROOT']}/own-{number}", os.O_RDWR | os.O_CREAT)
+                os.write(file, OWN)
+
         def fail() -> None:
             raise ValueError("an error of the script itself")
 
@@ -250,6 +258,7 @@ def serve(uuid: str) -> None:
             "renew": lease.renew,
             "verify": verify,
             "fork": fork,
+            "close_all": close_all,
             "fail": fail,
         }
         for line in sys.stdin:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -240,7 +241,7 @@ sys.stdin.read()
         assert server.stdout is not None
         port = int(server.stdout.readline())
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        boards = [StoreBoard(dist.PrefixStore("kilter", store)) for _ in range(2)]
+        boards = [StoreBoard(lambda: dist.PrefixStore("kilter", store)) for _ in range(2)]
         assert boards[0].look("order/0") is None
         boards[0].post("order/0", b"note")
         boards[0].post("ended/0", b"")
@@ -249,6 +250,13 @@ sys.stdin.read()
         boards[1].drop("order/0")
         boards[1].drop("order/0")
         assert boards[0].look("order/0") is None
+        server.send_signal(signal.SIGSTOP)  # its host does not answer: nobody waits for it
+        boards[0].post("order/1", b"later")
+        assert boards[0].look("order/1") is None
+        server.send_signal(signal.SIGCONT)
+        end_s = time.monotonic() + 60.0
+        while boards[0].look("order/1") != b"later":
+            assert time.monotonic() < end_s
         server.kill()
     for reach in (
         lambda: boards[0].look("order/0"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import queue
+import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from kilter.core.errors import KilterError
+
+ANSWER_S = 0.5
+"""How long an answer of the store is waited for: normally a fraction of a millisecond."""
 
 
 class BoardGone(KilterError):
@@ -25,6 +29,9 @@ class Board(Protocol):
     def drop(self, name: str) -> None:
         """Take a note away that everybody has read; harmless if it is not there."""
 
+    def close(self) -> None:
+        """Nothing more is asked."""
+
 
 class LocalBoard:
     """The board of a process on its own."""
@@ -41,51 +48,94 @@ class LocalBoard:
     def drop(self, name: str) -> None:
         self._notes.pop(name, None)
 
+    def close(self) -> None:
+        self._notes.clear()
+
 
 class StoreBoard:
     """The board of several ranks: the key-value store that their process group met at.
 
-    A second connection to the same server, so that a slow answer never keeps the job's own calls
-    waiting (the client holds a lock while it talks). `find` is None as long as there is no store.
+    Calls are made by a thread of its own, over a second connection to the same server. The host of
+    the store may stop to answer, for as long as it likes, and the client holds a lock while it
+    talks: neither our other threads nor the job's own calls wait for that. `find` is None as long
+    as there is no store.
     """
 
-    def __init__(self, store: Any, server: Any = None) -> None:
-        """`server` is kept alive for as long as this board is: the job's own store may be the one
-        that serves, and be dropped with its process group while other ranks still look."""
-        self._store = store
-        self._server = server
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        """`connect` returns the store; it is called in that thread, and may raise
+        `RuntimeError`."""
+        self._connect = connect
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._unanswered: dict[str, _Call] = {}
+        """Looks, by name."""
+        self._gone: str | None = None
+        threading.Thread(target=self._talk, name="kilter-board", daemon=True).start()
 
     @classmethod
     def find(cls) -> StoreBoard | None:
-        """The store of this process's group, once there is one; raises `BoardGone`."""
+        """The store of this process's group, once there is one."""
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
             return None
-        with _reaching():
-            store = dist.distributed_c10d._get_default_store()
-            return cls(dist.PrefixStore("kilter", _second_connection(store)), store)
+        store = dist.distributed_c10d._get_default_store()
+        # `store` lives as long as the board does: it may be the one that serves, and be dropped
+        # with its process group while other ranks still look.
+        return cls(lambda: dist.PrefixStore("kilter", _second_connection(store)))
 
     def post(self, name: str, note: bytes) -> None:
-        with _reaching():
-            self._store.set(name, note)
+        self._ask(lambda store: store.set(name, note))
 
     def look(self, name: str) -> bytes | None:
-        with _reaching():
-            return bytes(self._store.get(name)) if self._store.check([name]) else None
+        call = self._unanswered.pop(name, None)
+        call = self._ask(lambda store: _note(store, name), call)
+        if not call.done.is_set():
+            self._unanswered[name] = call
+        answer: bytes | None = call.answer
+        return answer
 
     def drop(self, name: str) -> None:
-        with _reaching():
-            self._store.delete_key(name)
+        self._ask(lambda store: store.delete_key(name))
+
+    def close(self) -> None:
+        """Let the thread end once it has its answers; not waited for."""
+        self._calls.put(None)
+
+    def _ask(self, act: Callable[[Any], Any], call: _Call | None = None) -> _Call:
+        """Wait a moment for the answer to this call, or to an earlier one. Later is fine."""
+        if call is None:
+            call = _Call(act)
+            self._calls.put(call)
+        if self._gone is None:
+            call.done.wait(ANSWER_S)
+        if self._gone is not None:
+            raise BoardGone(f"the key-value store of the job is gone ({self._gone})")
+        return call
+
+    def _talk(self) -> None:
+        call: _Call | None = None
+        try:
+            store = self._connect()
+            while (call := self._calls.get()) is not None:
+                call.answer = call.act(store)
+                call.done.set()
+        except RuntimeError as error:  # torch's DistError, and what its other stores raise
+            self._gone = str(error).partition("\n")[0]
+            if call is not None:
+                call.done.set()
 
 
-@contextmanager
-def _reaching() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # torch's DistError, and what its other stores raise
-        reason = str(error).partition("\n")[0]
-        raise BoardGone(f"the key-value store of the job is gone ({reason})") from error
+class _Call:
+    """One call on its way through the thread."""
+
+    def __init__(self, act: Callable[[Any], Any]) -> None:
+        self.act = act
+        self.answer: Any = None
+        self.done = threading.Event()
+
+
+def _note(store: Any, name: str) -> bytes | None:
+    return bytes(store.get(name)) if store.check([name]) else None
 
 
 def _second_connection(store: Any) -> Any:

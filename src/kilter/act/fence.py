@@ -123,12 +123,20 @@ def the_programs(error: BaseException) -> BaseException | None:
     Ours may have been raised from the program's: a `TimeoutError` is an `OSError`, which our code
     expects of the system.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        if not isinstance(seen, Exception) or _asynchronous(seen):
-            return seen
-        seen = seen.__cause__ or seen.__context__
-    return None
+    theirs = (e for e in behind(error) if not isinstance(e, Exception) or _asynchronous(e))
+    return next(theirs, None)
+
+
+def behind(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those that it was raised from, or while they were handled."""
+    seen: list[BaseException] = []
+    due = [error]
+    while due:
+        each = due.pop()
+        if not any(each is before for before in seen):
+            seen.append(each)
+            yield each
+            due += [e for e in (each.__context__, each.__cause__) if e is not None]
 
 
 def _asynchronous(error: Exception) -> bool:
@@ -167,6 +175,16 @@ def _handles_signal(frame: FrameType, interrupted: FrameType) -> bool:
 def _raises(frame: FrameType, instruction: int) -> bool:
     """Whether the instruction is a `raise` (or an `assert`, which ends in one)."""
     return frame.f_code.co_code[instruction] == _RAISE
+
+
+def unheard(function: Callable[..., object], *args: Any) -> None:
+    """Run what comes after the program. Ctrl-C ends it, and what a signal handler of the program
+    still raises (a timer that was never stopped) has nobody left to go to: the program's exit code
+    stands."""
+    try:
+        function(*args)
+    except (Exception, KeyboardInterrupt):
+        return
 
 
 def without_ours(trace: TracebackType | None) -> TracebackType | None:

@@ -20,7 +20,7 @@ class OwnFile:
     """One descriptor; from here on nobody else of ours closes it."""
 
     def __init__(self, number: int) -> None:
-        self._what = _identity(number)
+        self._what = identity(number)
         self._number: int | None = number
         if number < _FIRST:
             self._number = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _FIRST)
@@ -34,7 +34,7 @@ class OwnFile:
     @property
     def number(self) -> int | None:
         """To be asked for anew before every use. None: closed, by us or by the program."""
-        if self._number is not None and _identity(self._number) != self._what:
+        if self._number is not None and identity(self._number) != self._what:
             self._number = None
         return self._number
 
@@ -42,7 +42,7 @@ class OwnFile:
         """Open the same file again after the program has closed it, if it is still there. Raises
         `OSError`."""
         number = os.open(path, flags | os.O_CLOEXEC)
-        if _identity(number) == self._what:
+        if identity(number) == self._what:
             self._number = number
         else:
             os.close(number)
@@ -54,7 +54,7 @@ class OwnFile:
             os.close(number)
 
 
-def _identity(number: int) -> tuple[int, int] | None:
+def identity(number: int) -> tuple[int, int] | None:
     """Device and inode; None if nothing is open under this number."""
     try:
         status = os.fstat(number)

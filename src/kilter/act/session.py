@@ -11,6 +11,7 @@ how numpy and its libraries are to be loaded.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -31,7 +32,7 @@ from kilter.act.lease import Lease
 from kilter.act.recorder import Recorder
 from kilter.act.run_directory import check_out, events_name, run_directory
 from kilter.core import codec
-from kilter.core.errors import DeviceError, DeviceHung, FileError, UsageError
+from kilter.core.errors import DeviceError, FileError, UsageError
 from kilter.core.events import Decided, Failed, Refused, Started, Stopped, sampled
 from kilter.core.label import Label
 from kilter.core.plan import Goal
@@ -64,8 +65,12 @@ WINDOW_PASSES_S = 30.0
 """After an error of ours, for an observation that is under way."""
 FIRST_BLOCK = 20
 """Iterations before the first block: warm-up, and the observation window, are over by then."""
-JOIN_S = 60.0
-"""How long our thread may take to end: a call to a driver that hangs is given up in 5 s."""
+END_S = 10.0
+"""How long all that we do after the script may wait for others: our own thread, which may be inside
+the driver, and the other ranks."""
+LEAVE_S = 30.0
+"""How long the program waits for the end of the run in all. What is not done by then, say a report
+on a file system that hangs, is left to a thread that ends with the process."""
 OTHERS_S = 5.0
 """How long rank 0 waits for the ends of the other ranks before it sums up."""
 REHEARSE_S = 60.0
@@ -160,6 +165,8 @@ class Session:
         self._program: Program | None = None
         self._recorded_s = 0.0
         self._over = threading.Event()
+        self._hurry = threading.Event()
+        self._end_s = math.inf
         self._thread: threading.Thread | None = None
         self._pid = 0
         self._outer: Session | None = None
@@ -200,12 +207,31 @@ class Session:
         if os.getpid() != self._pid or self._outer is not None:
             return  # a forked child that left the script, or the outer session's to end
         Session._running = None
-        if self._fitter is not None:
-            self._fence.run(self._fitter.stop)
-        self._fence.run(self._quiet)
+        try:
+            if self._fitter is not None:
+                self._fence.run(self._fitter.stop)
+            self._fence.run(self._quiet)
+        finally:
+            self._fence.run(self._end, how_it_ended(error))
+
+    def _end(self, outcome: str) -> None:
+        """All the rest is done by a thread of ours, which no Ctrl-C and no signal handler of the
+        program breaks into: it has to restore, and to write how the run has ended. Those end the
+        waiting for what takes long, and then arrive."""
+        self._end_s = time.monotonic() + END_S
+        conclude = partial(self._fence.run, self._conclude, outcome)
+        thread = threading.Thread(target=conclude, name="kilter-end", daemon=True)
+        thread.start()
+        try:
+            thread.join(LEAVE_S + (REHEARSE_S if self._simulated else 0.0))
+        finally:
+            self._hurry.set()
+            thread.join(END_S)
+
+    def _conclude(self, outcome: str) -> None:
         if self._recorder is not None:
             # also after an error of ours: what was found has to come back, and the user to know
-            self._fence.run(self._finish, how_it_ended(error))
+            self._fence.run(self._finish, outcome)
         self._fence.run(self._close)
 
     def _open(self) -> None:
@@ -220,10 +246,6 @@ class Session:
         self._over.set()
         if self._window is not None:
             self._window.close()
-        if self._thread is not None:
-            self._thread.join(JOIN_S)
-            if self._thread.is_alive():
-                raise DeviceHung(f"our thread did not end within {JOIN_S:g} s")
 
     def _start(self) -> None:
         device = self._device
@@ -302,7 +324,14 @@ class Session:
         assert self._info is not None
         assert self._recorder is not None
         assert self.run is not None
-        self._fence(self._settle)()
+        if self._thread is not None:
+            self._thread.join(max(0.0, self._end_s - time.monotonic()))
+        if self._thread is not None and self._thread.is_alive():
+            self._refuse(
+                "the last iterations", "our own thread does not end: it waits for a driver"
+            )
+        else:
+            self._fence(self._settle)()
         if self._fitter is not None:
             self._fence.run(self._fitter.conclude, outcome)
             self._fence(self._take_schedule)(self._fitter.schedule())
@@ -357,21 +386,26 @@ class Session:
         """The summary is about all ranks: rank 0 waits a little for the last lines of the rest."""
         if self._ranks.world_size == 1 or self._alone:
             return
-        others, end_s = set(range(1, self._ranks.world_size)), time.monotonic() + OTHERS_S
+        others = set(range(1, self._ranks.world_size))
+        end_s = min(self._end_s, time.monotonic() + OTHERS_S)
         try:
-            board = self._board or self._find_board()
+            board = self._board = self._board or self._find_board()
             if board is None:
                 return
             board.post(f"ended/{self._ranks.rank}", b"")
             while self._ranks.rank == 0 and others and time.monotonic() < end_s:
-                others = {rank for rank in others if board.look(f"ended/{rank}") is None}
-                time.sleep(PULSE_S / 10)
+                waiting = (rank for rank in others if time.monotonic() < end_s)
+                others -= {rank for rank in waiting if board.look(f"ended/{rank}") is not None}
+                if self._hurry.wait(PULSE_S / 10):
+                    return
         except BoardGone:  # the others have ended
             return
 
     def _close(self) -> None:
         if self._recorder is not None:
             self._recorder.close()
+        if self._board is not None:
+            self._board.close()
         if self._device is not None:
             self._device.close()
 
@@ -643,12 +677,17 @@ class Session:
         assert self._rehearsal is not None
         over, why_not = False, f"stopped after {REHEARSE_S:.0f} s"
         try:
-            over = self._rehearsal.finish(seconds=REHEARSE_S, progress=self._voice.rehearsing)
-        except KeyboardInterrupt:  # the script is over: its exit code stands
+            over = self._rehearsal.finish(seconds=REHEARSE_S, progress=self._rehearsing)
+        except _Hurried:
             why_not = "interrupted"
         self._voice.rehearsing(None)
         if not over:
             self._refuse("a complete rehearsal", why_not)
+
+    def _rehearsing(self, seconds: float) -> None:
+        if self._hurry.is_set():
+            raise _Hurried
+        self._voice.rehearsing(seconds)
 
     def _predict(self) -> None:
         """What would have been set: the loop on a simulated card of this kind."""
@@ -726,6 +765,10 @@ class Session:
         if self._simulated:
             return "model"
         return self._sampler.energy_method if self._sampler else "none"
+
+
+class _Hurried(Exception):
+    """The program, or its user, waits no longer for what comes after the script."""
 
 
 def open_device(spec: str, ranks: Ranks) -> Device:

@@ -8,18 +8,21 @@ from pathlib import Path
 
 import msgspec
 
+from kilter.act.own_file import identity
 from kilter.act.session import Options
 from kilter.app.opening import start_line
 from kilter.core.codec import write_atomically
 from kilter.core.events import Started
 
 PROGRESS_EVERY_S = 1.0
+_STDERR = 2
 
 
 class Stderr:
     """The voice of `kilter run` and of `kilter.govern`. stdout belongs to the script."""
 
     def __init__(self) -> None:
+        self._descriptor = identity(_STDERR)
         self._said_s = 0.0
         self._progressed = False
 
@@ -34,7 +37,7 @@ class Stderr:
 
     def rehearsing(self, seconds: float | None) -> None:
         """A line that overwrites itself, on a terminal only."""
-        if not sys.stderr.isatty():
+        if not self._open or not sys.stderr.isatty():
             return
         if seconds is None:
             if self._progressed:
@@ -62,6 +65,19 @@ class Stderr:
     def _say(self, text: str) -> None:
         """A closed stderr (a daemon, a broken pipe) is no reason to fail."""
         try:
-            print(text, file=sys.stderr, flush=True)
+            if self._open:
+                print(text, file=sys.stderr, flush=True)
         except (OSError, ValueError):
             return
+
+    @property
+    def _open(self) -> bool:
+        """There is a stderr, and behind its descriptor is what was there when we began: not a file
+        that the program has opened since it closed its stderr."""
+        if sys.stderr is None:  # closed by `2>&-`; `print` would take stdout instead
+            return False
+        try:
+            number = sys.stderr.fileno()
+        except (AttributeError, OSError, ValueError):  # a notebook's, or one that is closed
+            return True
+        return number != _STDERR or identity(_STDERR) == self._descriptor

@@ -49,6 +49,7 @@ if __name__ == "__main__":
     try:
         program, options = received(tuple(sys.argv[1:]), os.environ)
     except KilterError as error:
-        print(f"kilter run: {error}", file=sys.stderr)
+        if sys.stderr is not None:  # else `print` would take stdout
+            print(f"kilter run: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     run_governed(program, options, Stderr())

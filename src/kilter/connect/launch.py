@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from kilter.act.fence import unheard
 from kilter.act.session import Options, Session, Voice
 from kilter.connect.script import Program, own_traceback, run_program
 from kilter.core.errors import UsageError
@@ -21,8 +22,13 @@ def run_governed(program: Program, options: Options, voice: Voice) -> None:
     The session ends as soon as the main code does, before the interpreter waits for threads that
     are still alive and before `atexit` handlers run: nothing of ours is at work after that.
     """
-    with Session(options, ranks(os.environ), voice):
-        run_program(program)
+    with own_traceback():
+        session = Session(options, ranks(os.environ), voice)
+        session.__enter__()
+        try:
+            run_program(program)
+        finally:
+            unheard(session.__exit__, *sys.exc_info())
 
 
 def run_without_kilter(command: Sequence[str]) -> NoReturn:

@@ -33,6 +33,7 @@ from importlib.machinery import (
 )
 from types import CodeType, TracebackType
 
+from kilter.act.fence import behind, without_ours
 from kilter.core.errors import UsageError
 
 _STDIN = "-"
@@ -165,7 +166,8 @@ def _comes_from(directory: str, name: str) -> bool:
 
 
 class own_traceback:  # noqa: N801
-    """Cuts the frames above the `with` off what the interpreter prints at the end of the process.
+    """Cuts the frames above the `with`, and those of ours below, off what the interpreter prints at
+    the end of the process.
 
     The exception goes on to the top, because only there does the interpreter do all that belongs
     to it (`sys.last_value`, errors inside the hook, death by SIGINT after KeyboardInterrupt).
@@ -183,7 +185,10 @@ class own_traceback:  # noqa: N801
         hook = getattr(sys, "excepthook", None)
         if error is None or isinstance(error, SystemExit) or frames is None or hook is None:
             return
-        own = frames.tb_next
+        own = without_ours(frames.tb_next)
+        for cause in behind(error):
+            if cause is not error:
+                cause.__traceback__ = without_ours(cause.__traceback__)
 
         def own_hook(
             kind: type[BaseException], value: BaseException, traceback: TracebackType | None

@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         outcome = module.run(parse(parser, arguments[1:]))
     except KilterError as error:
-        print(f"kilter {verb}: {error}", file=sys.stderr)
+        if sys.stderr is not None:  # else `print` would take stdout
+            print(f"kilter {verb}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         sys.stderr.close()

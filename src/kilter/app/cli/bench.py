@@ -11,6 +11,7 @@ TABLES: dict[str, str] = {
     "faults": "the settings found after every kind of bad luck",
     "branches": "ways to run heterogeneous branches, side by side",
     "memory": "plans and runs under a memory budget, side by side",
+    "harm": "unusual programs, plain and under kilter: what differs",
 }
 """Benchmark -> its line of help; one file each under `app/bench/`."""
 

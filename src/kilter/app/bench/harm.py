@@ -1,0 +1,434 @@
+"""`kilter bench harm`: the same programs plain and under kilter, and everything that differs.
+
+A row is one file of `harm_programs/`: its docstring says what the program does, its constants how
+the program is run and what is compared. Plain is `python FILE`; governed is `kilter run`, or
+`with kilter.govern(...)`, under one of the sets of options below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kilter.act.journal import STATE_VARIABLE
+from kilter.core.errors import FileError, UsageError
+from kilter.core.events import Failed, read_events
+from kilter.core.label import Label
+from kilter.core.units import KIB, MIB, show_bytes
+from kilter.testing.fake_card import Card
+from kilter.testing.fake_nvml import FakeNvml
+
+PROGRAMS = Path(__file__).with_name("harm_programs")
+WITHIN_S = 240.0
+"""A run that takes longer hangs; the programs need seconds."""
+MORE_MIB = 256
+"""By so much the peak host memory of a governed run may exceed plain's: our own modules, and, on
+the CPU, the host's copies of what would be on a GPU."""
+ON_GPU = Path("/dev/nvidiactl").exists()
+
+HELP = "The same programs plain and under kilter: exit codes, output, bits, memory, files."
+EPILOG = """\
+Each row is a program that trains in an unusual way, run by python and then under kilter with some
+sets of options. Compared are exit code, standard output, the program's lines on standard error,
+parameters, gradients and losses bit by bit, files, settings of the GPU, and peak host memory.
+Without a GPU, the CPU stands in for one.
+
+exit code: 0 if nothing differs, 1 otherwise
+
+examples:
+  kilter bench harm
+  kilter bench harm --only 2b,4a --jobs 2
+  kilter bench harm --programs 2000 --seed 0     random training programs
+  kilter bench harm --programs 1 --seed 1234     one of them again
+"""
+
+
+# What is run ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OptionSet:
+    """One way to run a program under kilter."""
+
+    how: str
+    """`run` or `govern`."""
+    options: tuple[str, ...]
+    stand_in: tuple[str, ...] = ()
+    """Own options of `kilter.testing.stand_in`; meaningless on a GPU."""
+    fake_nvml: bool = False
+
+    def command(self, program: Path, out: Path) -> list[str]:
+        stand_in = () if ON_GPU else self.stand_in
+        options = list(self.options)
+        if ON_GPU and not self.fake_nvml:
+            options = ["auto" if option.startswith("sim:") else option for option in options]
+        plain = self.how == "run" and not stand_in
+        launcher = ["kilter"] if plain else ["kilter.testing.stand_in", *stand_in]
+        arguments = [self.how, *options, "--out", str(out), str(program)]
+        return [sys.executable, "-m", *launcher, *arguments]
+
+
+SIM = ("--device", "sim:v100", "--max-slowdown", "2%")
+SLOW = ("--bytes-per-s", "1e6")
+OPTION_SETS: dict[str, OptionSet] = {
+    "energy": OptionSet("run", SIM),
+    "dry-run": OptionSet("run", (*SIM, "--memory-budget", "60%", "--dry-run")),
+    "memory": OptionSet("run", ("--memory-budget", "60%")),
+    "recompute": OptionSet("run", ("--memory-budget", "50%"), SLOW),
+    "state": OptionSet("run", ("--memory-budget", "10%"), ("--card",)),
+    "all": OptionSet("run", (*SIM, "--memory-budget", "30%"), ("--card", *SLOW)),
+    "govern": OptionSet("govern", (*SIM, "--memory-budget", "60%")),
+    "nvml": OptionSet("run", ("--max-slowdown", "2%"), fake_nvml=True),
+}
+"""`recompute`: the link is so slow that tensors are recomputed. `state`: the CPU's memory counts as
+a GPU's, so that gradients, optimizer state and weights make room too. `nvml`: a fake card."""
+USUAL = ("energy", "dry-run", "memory", "recompute", "all", "govern")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One file of `harm_programs/`, with what its constants say."""
+
+    name: str
+    path: Path
+    program: str
+    """What it does, in words."""
+    run: tuple[str, ...] = USUAL
+    """Names of option sets."""
+    expect: dict[str, Any] | None = None
+    """For a program that itself runs jobs under kilter: the facts that it must find."""
+    not_compared: tuple[str, ...] = ()
+    within_s: float = WITHIN_S
+    more_mib: int = MORE_MIB
+    close: tuple[int, ...] = ()
+    """Descriptors that are closed when the program starts."""
+
+
+CONSTANTS = {
+    "RUN": "run",
+    "EXPECT": "expect",
+    "NOT_COMPARED": "not_compared",
+    "WITHIN_S": "within_s",
+    "MORE_MIB": "more_mib",
+    "CLOSE": "close",
+}
+"""Constant of a program -> field of `Case`."""
+
+
+def read_case(path: Path) -> Case:
+    """The constants are read from the source: the programs import torch, and the bench does not."""
+    tree = ast.parse(path.read_text())
+    given = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            field = CONSTANTS.get(statement.targets[0].id)
+            if field is not None:
+                given[field] = ast.literal_eval(statement.value)
+    words = (ast.get_docstring(tree) or "").split("\n\n")[0].replace("\n", " ").rstrip(".")
+    name = path.name.partition("_")[0].removeprefix("r").lstrip("0")
+    return Case(name=name, path=path, program=words, **given)
+
+
+def cases(only: Iterable[str] = (), place: Path = PROGRAMS) -> list[Case]:
+    """All rows in order, or those named: `2b`, or `2` for all of its letters."""
+    found = [read_case(path) for path in sorted(place.glob("r[0-9]*.py"))]
+    wanted = list(only)
+    unknown = [w for w in wanted if not any(_is_named(case, w) for case in found)]
+    if unknown:
+        names = ", ".join(case.name for case in found)
+        raise UsageError(f"there is no row {unknown[0]!r}; known are {names}")
+    return [case for case in found if not wanted or any(_is_named(case, w) for w in wanted)]
+
+
+def _is_named(case: Case, wanted: str) -> bool:
+    return wanted in (case.name, case.name.rstrip("abcdefghijklmnopqrstuvwxyz"))
+
+
+# Running it -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything that is compared of one run."""
+
+    exit: str
+    stdout: str
+    stderr: tuple[str, ...]
+    """Without the lines that begin with `kilter`, which are ours."""
+    facts: dict[str, Any]
+    files: dict[str, str]
+    """Path below the working directory -> hash."""
+    settings: int
+    """Calls that would have changed a setting of the (fake) GPU."""
+    errors: tuple[str, ...]
+    """Of ours, as the run's own record tells them."""
+    peak_bytes: int
+
+
+@contextmanager
+def copied_programs() -> Iterator[Path]:
+    """The programs in a directory that is not kilter's, as a user's are."""
+    with tempfile.TemporaryDirectory(prefix="harm-programs-") as place:
+        for path in PROGRAMS.glob("*.py"):
+            shutil.copy(path, place)
+        yield Path(place)
+
+
+def run_one(case: Case, options: OptionSet | None) -> Outcome:
+    """One process, in an empty directory of its own."""
+    with tempfile.TemporaryDirectory(prefix="harm-") as place:
+        root = Path(place)
+        work, out, seen = root / "work", root / "out", root / "seen"
+        work.mkdir()
+        (root / "state").mkdir(mode=0o700)
+        fake = FakeNvml.create(root / "cards.json", Card(load=1.0))
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("KILTER")}
+        environ |= {
+            STATE_VARIABLE: str(root / "state"),
+            "HARM_SEEN": str(seen),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }
+        if options is not None and options.fake_nvml:
+            environ = fake.environ(environ)
+        plain = [sys.executable, str(case.path)]
+        command = plain if options is None else options.command(case.path, out)
+        ending, peak_bytes = _run(command, case, root, environ)
+        lines = (root / "stderr").read_text(errors="replace").splitlines()
+        return Outcome(
+            exit=ending,
+            stdout=(root / "stdout").read_text(errors="replace"),
+            stderr=tuple(line for line in lines if not line.startswith("kilter")),
+            facts=_facts(seen),
+            files={
+                str(path.relative_to(work)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+                for path in sorted(work.rglob("*"))
+                if path.is_file()
+            },
+            settings=len(fake.setters()),
+            errors=tuple(_errors(out)),
+            peak_bytes=peak_bytes,
+        )
+
+
+def _run(
+    command: Sequence[str], case: Case, root: Path, environ: dict[str, str]
+) -> tuple[str, int]:
+    """How the process ended, and its peak memory."""
+    closing = " ".join(f"{number}>&-" for number in case.close)
+    with (root / "stdout").open("wb") as stdout, (root / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(
+            ["sh", "-c", f'exec "$@" {closing}', "sh", *command],
+            cwd=root / "work",
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(case.within_s, end)
+    timer.start()
+    _, status, usage = os.wait4(process.pid, 0)
+    timer.cancel()
+    process.returncode = code = os.waitstatus_to_exitcode(status)
+    if late.is_set():
+        return f"did not end within {case.within_s:g} s", usage.ru_maxrss * KIB
+    name = f" ({signal.Signals(-code).name})" if code < 0 else ""
+    return f"{code}{name}", usage.ru_maxrss * KIB
+
+
+def _facts(seen: Path) -> dict[str, Any]:
+    if not seen.exists():
+        return {}
+    found: dict[str, Any] = {}
+    for line in seen.read_text().splitlines():
+        name, value = json.loads(line)
+        found[name] = value
+    return found
+
+
+def _errors(out: Path) -> Iterable[str]:
+    for path in sorted(out.glob("events-*.jsonl")):
+        try:
+            yield from (
+                f"{event.where}: {event.error}"
+                for event in read_events(path)
+                if isinstance(event, Failed)
+            )
+        except FileError as error:
+            yield f"its record: {error}"
+
+
+# Comparing --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: a program under one set of options."""
+
+    row: str
+    program: str
+    options: str
+    differences: tuple[str, ...]
+    peak_bytes: tuple[int, int]
+    """Host memory, plain and governed."""
+
+
+def differences(case: Case, plain: Outcome, governed: Outcome) -> tuple[str, ...]:
+    """What differs, in words. Of a run that ended otherwise, only how."""
+    ended = _change("exit code", plain.exit, governed.exit)
+    if ended:
+        return (*ended, *(_short(line) for line in governed.stderr[-1:]))
+    found = {
+        "stdout": _change("standard output", plain.stdout, governed.stdout),
+        "stderr": _change("standard error", "\n".join(plain.stderr), "\n".join(governed.stderr)),
+        "facts": _changes("", plain.facts, governed.facts),
+        "files": _changes("file ", plain.files, governed.files),
+        "settings": _change("settings made", plain.settings, governed.settings),
+        "errors": [f"an error of kilter: {error}" for error in governed.errors],
+        "memory": _more_memory(case, plain.peak_bytes, governed.peak_bytes),
+    }
+    compared = (texts for name, texts in found.items() if name not in case.not_compared)
+    return tuple(text for texts in compared for text in texts)
+
+
+def _change(what: str, plain: object, governed: object) -> list[str]:
+    return [] if plain == governed else [f"{what}: {_short(plain)} became {_short(governed)}"]
+
+
+def _changes(what: str, plain: dict[str, Any], governed: dict[str, Any]) -> list[str]:
+    names = [*plain, *(name for name in governed if name not in plain)]
+    texts = []
+    for name in names:
+        texts += _change(f"{what}{name}", plain.get(name, "nothing"), governed.get(name, "nothing"))
+    return texts
+
+
+def _more_memory(case: Case, plain_bytes: int, governed_bytes: int) -> list[str]:
+    if governed_bytes <= plain_bytes + case.more_mib * MIB:
+        return []
+    sizes = f"{show_bytes(plain_bytes)} became {show_bytes(governed_bytes)}"
+    return [f"peak host memory: {sizes} (allowed: {case.more_mib} MiB more)"]
+
+
+def _short(value: object, most: int = 300) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    text = text.strip().replace("\n", " / ")
+    return (text if len(text) <= most else f"... {text[-most:]}") or "nothing"
+
+
+def expectations(case: Case, outcome: Outcome) -> tuple[str, ...]:
+    """What a program that runs jobs under kilter has found otherwise than it should."""
+    assert case.expect is not None
+    found = _change("exit code", "0", outcome.exit)
+    for name, value in case.expect.items():
+        given = outcome.facts.get(name, "nothing")
+        if given != value:
+            found.append(f"{name}: {_short(given)} instead of {_short(value)}")
+    if outcome.exit != "0":
+        found += outcome.stderr[-1:]
+    return tuple(found)
+
+
+def rows_of(case: Case) -> Iterable[Row]:
+    """Run a program in all its ways."""
+    plain = run_one(case, None)
+    if case.expect is not None:
+        yield Row(case.name, case.program, "", expectations(case, plain), (plain.peak_bytes,) * 2)
+        return
+    for name in case.run:
+        governed = run_one(case, OPTION_SETS[name])
+        sizes = (plain.peak_bytes, governed.peak_bytes)
+        yield Row(case.name, case.program, name, differences(case, plain, governed), sizes)
+
+
+# The verb ---------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", metavar="ROWS", default="", help="for example 2b,4a or 2")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="programs at a time")
+    parser.add_argument("--programs", type=int, metavar="N", help="random programs instead of rows")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first one")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.programs is not None:
+        from kilter.app.bench import harm_random
+
+        return harm_random.run(args.programs, args.seed, jobs=args.jobs, as_json=args.json)
+    with copied_programs() as place:
+        chosen = cases(filter(None, args.only.split(",")), place)
+        found = _run_all(chosen, args.jobs)
+    rows = [row for case in chosen for row in found[case.name]]
+    print(as_json(rows) if args.json else as_text(rows))
+    return int(any(row.differences for row in rows))
+
+
+def _run_all(chosen: Sequence[Case], jobs: int) -> dict[str, list[Row]]:
+    """By name of the row."""
+    found: dict[str, list[Row]] = {}
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        running = {pool.submit(lambda case: list(rows_of(case)), case): case for case in chosen}
+        for number, done in enumerate(as_completed(running), start=1):
+            case = running[done]
+            found[case.name] = done.result()
+            count = sum(bool(row.differences) for row in found[case.name])
+            verdict = f"{count} of {len(found[case.name])} differ" if count else "equal"
+            print(f"{number} of {len(chosen)}: {case.name}: {verdict}", file=sys.stderr, flush=True)
+    return found
+
+
+def as_json(rows: Sequence[Row]) -> str:
+    table = [
+        {
+            "row": row.row,
+            "program": row.program,
+            "options": row.options,
+            "equal": not row.differences,
+            "differences": row.differences,
+            "plain_peak_bytes": row.peak_bytes[0],
+            "governed_peak_bytes": row.peak_bytes[1],
+        }
+        for row in rows
+    ]
+    label = Label.MEASURED if ON_GPU else Label.SIMULATED
+    summary = {"n": len(rows), "equal": sum(not row.differences for row in rows)}
+    head = {"schema": "kilter.bench-harm/1", "label": label.value}
+    return json.dumps(head | {"rows": table, "summary": summary})
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    """A table in Markdown."""
+    lines = ["| row | the program | options | compared with plain |", "|---|---|---|---|"]
+    for row in rows:
+        verdict = re.sub(r"\s+", " ", "; ".join(row.differences)).replace("|", "\\|") or "equal"
+        lines.append(f"| {row.row} | {row.program} | {row.options} | {verdict} |")
+    equal = sum(not row.differences for row in rows)
+    where = "on a GPU" if ON_GPU else "on the CPU, which stands in for a GPU"
+    lines += ["", f"{equal} of {len(rows)} equal ({where})."]
+    return "\n".join(lines)

@@ -1,0 +1,30 @@
+"""Biases are clamped under no_grad between forward and backward, from the tenth step on."""
+
+from __future__ import annotations
+
+import torch
+from seen import batch, layers, show_model
+
+RUN = ("memory", "recompute", "state", "all")
+
+
+def main() -> None:
+    model = layers()
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(30):
+        loss = model(batch()).square().mean()
+        if step >= 10:
+            with torch.no_grad():
+                for bias in biases:
+                    bias.clamp_(-0.05, 0.05)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    show_model(model, losses)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Scale and shift of layer norms are changed between forward and backward, in turns by `.data`."""
+
+from __future__ import annotations
+
+import torch
+from seen import DEVICE, batch, show_model
+from torch import nn
+
+RUN = ("memory", "recompute", "state", "all")
+
+
+def main() -> None:
+    torch.manual_seed(1)
+    blocks = (nn.Sequential(nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64)) for _ in range(5))
+    model = nn.Sequential(*blocks).to(DEVICE)
+    norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    losses = []
+    for step in range(30):
+        loss = model(batch()).square().mean()
+        if step >= 10:
+            for norm in norms:
+                if step % 2:
+                    norm.bias.data.add_(0.1)
+                else:
+                    with torch.no_grad():
+                        norm.bias.add_(0.1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    show_model(model, losses)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Reads optimizer state that may lie on the host by `dict(state)`."""
+
+from __future__ import annotations
+
+from reading_state import State, train
+
+RUN = ("memory", "state", "all")
+
+
+def read(state: State) -> State:
+    return dict(state)
+
+
+if __name__ == "__main__":
+    train(read)

@@ -1,0 +1,17 @@
+"""Reads optimizer state that may lie on the host by `state.pop(name)`, and set again."""
+
+from __future__ import annotations
+
+from reading_state import State, train
+
+RUN = ("memory", "state", "all")
+
+
+def read(state: State) -> State:
+    found = {name: state.pop(name) for name in list(state)}
+    state.update(found)
+    return found
+
+
+if __name__ == "__main__":
+    train(read)

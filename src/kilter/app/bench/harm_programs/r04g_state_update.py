@@ -1,0 +1,17 @@
+"""Reads optimizer state that may lie on the host by `other.update(state)`."""
+
+from __future__ import annotations
+
+from reading_state import State, train
+
+RUN = ("memory", "state", "all")
+
+
+def read(state: State) -> State:
+    other: State = {}
+    other.update(state)
+    return other
+
+
+if __name__ == "__main__":
+    train(read)

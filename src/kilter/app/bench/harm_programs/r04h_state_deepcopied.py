@@ -1,0 +1,17 @@
+"""Reads optimizer state that may lie on the host by `copy.deepcopy(state)`."""
+
+from __future__ import annotations
+
+import copy
+
+from reading_state import State, train
+
+RUN = ("memory", "state", "all")
+
+
+def read(state: State) -> State:
+    return copy.deepcopy(state)
+
+
+if __name__ == "__main__":
+    train(read)

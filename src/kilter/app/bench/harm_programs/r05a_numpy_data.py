@@ -1,0 +1,31 @@
+"""Trains on a data set in a numpy array that every epoch reads again."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from seen import DEVICE, layers, show, show_model
+
+RUN = ("memory", "recompute", "state", "all")
+
+
+def main() -> None:
+    data = np.random.default_rng(0).standard_normal((4, 4096, 64), dtype=np.float32)
+    before = data.copy()
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for step in range(40):
+        x = torch.from_numpy(data[step % 4]).to(DEVICE)
+        loss = (model(x) * x).square().mean()
+        del x
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    show(unharmed=bool((data == before).all()))
+    show_model(model, losses)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Trains on a memory-mapped file that it may write to."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from seen import DEVICE, layers, show_model
+
+RUN = ("memory", "recompute", "state", "all")
+
+
+def main() -> None:
+    made = np.random.default_rng(0).standard_normal((4, 4096, 64), dtype=np.float32)
+    made.tofile("data.bin")
+    data = np.memmap("data.bin", dtype=np.float32, mode="r+", shape=made.shape)
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for step in range(40):
+        x = torch.from_numpy(data[step % 4]).to(DEVICE)
+        loss = (model(x) * x).square().mean()
+        del x
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    data.flush()
+    show_model(model, losses)
+
+
+if __name__ == "__main__":
+    main()

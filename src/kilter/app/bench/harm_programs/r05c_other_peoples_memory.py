@@ -1,0 +1,44 @@
+"""Trains on memory of a bytearray, of shared memory, and of a file that torch maps."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from seen import DEVICE, layers, show, show_model
+from torch import Tensor
+
+RUN = ("memory", "recompute", "all")
+
+
+def main() -> None:
+    made = np.random.default_rng(0).standard_normal((3, 4096, 64), dtype=np.float32)
+    raw = bytearray(made[0].tobytes())
+    made[1].tofile("data.bin")
+
+    def data(which: int) -> Tensor:
+        if which == 0:
+            return torch.frombuffer(raw, dtype=torch.float32).reshape(4096, 64).to(DEVICE)
+        if which == 1:
+            mapped = torch.from_file("data.bin", shared=True, size=4096 * 64)
+            return mapped.reshape(4096, 64).to(DEVICE)
+        return shared[:].to(DEVICE)
+
+    shared = torch.from_numpy(made[2].copy()).share_memory_()
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for step in range(42):
+        x = data(step % 3)
+        loss = (model(x) * x).square().mean()
+        del x
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    show(bytearray_unharmed=bytes(raw) == made[0].tobytes())
+    show(shared_unharmed=bool((shared.numpy() == made[2]).all()))
+    show_model(model, losses)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""A SIGALRM handler raises at 300 random moments of training: each exception arrives."""
+
+from __future__ import annotations
+
+import random
+import signal
+from types import FrameType
+
+import torch
+from seen import batch, layers, show
+
+RUN = ("energy", "memory", "recompute", "all")
+ALARMS = 300
+
+
+class TooLong(Exception):
+    pass
+
+
+def main() -> None:
+    model = layers(3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    moments = random.Random(0)
+    raised = arrived = 0
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        nonlocal raised
+        raised += 1
+        raise TooLong
+
+    signal.signal(signal.SIGALRM, ring)
+    while raised < ALARMS:
+        before = raised
+        try:
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.001, 0.05))
+            while raised == before:
+                loss = model(batch()).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except TooLong:
+            arrived += 1
+    show(raised=raised, arrived=arrived)
+    print(f"{arrived} of {raised} arrived")
+
+
+if __name__ == "__main__":
+    main()

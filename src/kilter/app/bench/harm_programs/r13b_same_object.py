@@ -1,0 +1,48 @@
+"""A custom Function gets the very tensors that it saved, while the program holds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from seen import batch, layers, show, show_model
+from torch import Tensor
+
+RUN = ("memory", "recompute", "all")
+held: list[Tensor] = []
+same: list[bool] = []
+
+
+class Held(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        held.append(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        same.append(x is held.pop())
+        return gradients[0] * x.cos()
+
+
+def main() -> None:
+    model = layers(4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for _ in range(30):
+        x = batch()
+        for block in model:
+            x = Held.apply(block(x))
+        loss = x.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    show(same=same)
+    show_model(model, losses)
+
+
+if __name__ == "__main__":
+    main()

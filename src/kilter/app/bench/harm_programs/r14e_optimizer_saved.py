@@ -1,0 +1,38 @@
+"""Pickles and copies the optimizer and its state in the middle of iterations."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import torch
+from seen import batch, bits, layers, show, show_model
+
+RUN = ("memory", "state", "all")
+
+
+def main() -> None:
+    model = layers(6, 128)
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for step in range(45):
+        loss = model(batch(2048, 128)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if step in (5, 15, 30, 35, 40):
+            whole = pickle.dumps(optimizer)
+            copied = copy.deepcopy(optimizer)
+            for name, found in (("pickled", pickle.loads(whole)), ("copied", copied)):
+                states = [found.state[p] for group in found.param_groups for p in group["params"]]
+                show(**{f"{name} at {step}": bits(*(s["exp_avg_sq"] for s in states))})
+            show(**{f"kilter in the pickle {step}": b"kilter" in whole})
+            show(
+                **{f"type of state at {step}": type(next(iter(optimizer.state.values()))).__name__}
+            )
+    show_model(model, losses)
+
+
+if __name__ == "__main__":
+    main()

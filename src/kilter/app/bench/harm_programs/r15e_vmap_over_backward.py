@@ -1,0 +1,36 @@
+"""Batched gradients (vmap over backward) in every third iteration."""
+
+from __future__ import annotations
+
+import torch
+from seen import DEVICE, batch, bits, layers, show, show_model
+
+RUN = ("memory", "recompute", "state", "all")
+
+
+def main() -> None:
+    model = layers(4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    seen = []
+    for step in range(30):
+        x = batch().requires_grad_()
+        out = model(x)
+        if step % 3 == 2:
+            directions = torch.zeros(3, *out.shape, device=DEVICE)
+            directions[0, 0], directions[1, 1], directions[2] = 1.0, 2.0, 0.1
+            (found,) = torch.autograd.grad(
+                out, x, directions, is_grads_batched=True, retain_graph=True
+            )
+            seen.append(bits(found))
+        loss = out.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    show(batched=seen)
+    show_model(model, losses)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Runs with standard error closed (`2>&-`)."""
+
+from __future__ import annotations
+
+import torch
+from seen import batch, layers, show_model
+
+RUN = ("energy", "dry-run", "memory", "all", "govern")
+CLOSE = (2,)
+
+
+def main() -> None:
+    model = layers(4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for _ in range(30):
+        loss = model(batch()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    print(f"last loss {losses[-1].item():.6f}", flush=True)
+    with open("notes.txt", "w") as file:
+        print("the contents of the program's own file", file=file)
+    show_model(model, losses)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Ctrl-C while a function of kilter runs: the traceback shows no frame of kilter."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from types import FrameType, TracebackType
+
+import torch
+from seen import batch, is_inside_kilter, layers, show
+
+RUN = ("energy", "memory", "recompute", "all")
+NOT_COMPARED = ("stderr",)
+
+
+def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    names = {frame.filename for frame in traceback.extract_tb(trace)}
+    show(
+        error=kind.__name__,
+        frames_of_kilter=sorted(name for name in names if "/kilter/" in name),
+        context=type(error.__context__).__name__,
+    )
+
+
+def main() -> None:
+    sys.excepthook = tell
+    model = layers(3)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if is_inside_kilter(frame, __file__):
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.0007)
+    for _ in range(100):
+        loss = model(batch()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()

@@ -21,14 +21,14 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kilter.act.journal import STATE_VARIABLE
 from kilter.core.errors import FileError, UsageError
-from kilter.core.events import Failed, read_events
+from kilter.core.events import AnyEvent, Failed, Moved, read_events
 from kilter.core.label import Label
 from kilter.core.units import KIB, MIB, show_bytes
 from kilter.testing.fake_card import Card
@@ -178,6 +178,8 @@ class Outcome:
     """Calls that would have changed a setting of the (fake) GPU."""
     errors: tuple[str, ...]
     """Of ours, as the run's own record tells them."""
+    work: str
+    """What kilter did, so that an equal row is known to have been put to the test."""
     peak_bytes: int
 
 
@@ -224,6 +226,7 @@ def run_one(case: Case, options: OptionSet | None) -> Outcome:
             },
             settings=len(fake.setters()),
             errors=tuple(_errors(out)),
+            work=_work(out),
             peak_bytes=peak_bytes,
         )
 
@@ -270,16 +273,32 @@ def _facts(seen: Path) -> dict[str, Any]:
     return found
 
 
-def _errors(out: Path) -> Iterable[str]:
+def _events(out: Path) -> Iterator[AnyEvent]:
     for path in sorted(out.glob("events-*.jsonl")):
-        try:
-            yield from (
-                f"{event.where}: {event.error}"
-                for event in read_events(path)
-                if isinstance(event, Failed)
-            )
-        except FileError as error:
-            yield f"its record: {error}"
+        yield from read_events(path)
+
+
+def _errors(out: Path) -> Iterator[str]:
+    try:
+        for event in _events(out):
+            if isinstance(event, Failed):
+                yield f"{event.where}: {event.error}"
+    except FileError as error:
+        yield f"its record: {error}"
+
+
+def _work(out: Path) -> str:
+    """Of the last line that tells about memory."""
+    moved: Moved | None = None
+    with suppress(FileError):
+        for event in _events(out):
+            moved = event if isinstance(event, Moved) else moved
+    if moved is None:
+        return ""
+    parts = [f"{moved.planned} of {moved.passes} passes planned", f"{moved.remade} recomputed"]
+    if moved.state:
+        parts.append(moved.state)
+    return ", ".join(parts)
 
 
 # Comparing --------------------------------------------------------------------------------------
@@ -293,6 +312,7 @@ class Row:
     program: str
     options: str
     differences: tuple[str, ...]
+    work: str
     peak_bytes: tuple[int, int]
     """Host memory, plain and governed."""
 
@@ -357,12 +377,14 @@ def rows_of(case: Case) -> Iterable[Row]:
     """Run a program in all its ways."""
     plain = run_one(case, None)
     if case.expect is not None:
-        yield Row(case.name, case.program, "", expectations(case, plain), (plain.peak_bytes,) * 2)
+        sizes = (plain.peak_bytes, plain.peak_bytes)
+        yield Row(case.name, case.program, "", expectations(case, plain), "", sizes)
         return
     for name in case.run:
         governed = run_one(case, OPTION_SETS[name])
         sizes = (plain.peak_bytes, governed.peak_bytes)
-        yield Row(case.name, case.program, name, differences(case, plain, governed), sizes)
+        found = differences(case, plain, governed)
+        yield Row(case.name, case.program, name, found, governed.work, sizes)
 
 
 # The verb ---------------------------------------------------------------------------------------
@@ -411,6 +433,7 @@ def as_json(rows: Sequence[Row]) -> str:
             "options": row.options,
             "equal": not row.differences,
             "differences": row.differences,
+            "work": row.work,
             "plain_peak_bytes": row.peak_bytes[0],
             "governed_peak_bytes": row.peak_bytes[1],
         }
@@ -424,10 +447,11 @@ def as_json(rows: Sequence[Row]) -> str:
 
 def as_text(rows: Sequence[Row]) -> str:
     """A table in Markdown."""
-    lines = ["| row | the program | options | compared with plain |", "|---|---|---|---|"]
+    lines = ["| row | the program | options | what kilter did | compared with plain |"]
+    lines.append("|---|---|---|---|---|")
     for row in rows:
         verdict = re.sub(r"\s+", " ", "; ".join(row.differences)).replace("|", "\\|") or "equal"
-        lines.append(f"| {row.row} | {row.program} | {row.options} | {verdict} |")
+        lines.append(f"| {row.row} | {row.program} | {row.options} | {row.work} | {verdict} |")
     equal = sum(not row.differences for row in rows)
     where = "on a GPU" if ON_GPU else "on the CPU, which stands in for a GPU"
     lines += ["", f"{equal} of {len(rows)} equal ({where})."]

@@ -85,12 +85,12 @@ class OptionSet:
 
 
 SIM = ("--device", "sim:v100", "--max-slowdown", "2%")
-SLOW = ("--bytes-per-s", "1e6")
+SLOW = ("--bytes-per-s", "1e4")
 OPTION_SETS: dict[str, OptionSet] = {
     "energy": OptionSet("run", SIM),
     "dry-run": OptionSet("run", (*SIM, "--memory-budget", "60%", "--dry-run")),
     "memory": OptionSet("run", ("--memory-budget", "60%")),
-    "recompute": OptionSet("run", ("--memory-budget", "50%"), SLOW),
+    "recompute": OptionSet("run", ("--memory-budget", "40%"), SLOW),
     "state": OptionSet("run", ("--memory-budget", "10%"), ("--card",)),
     "all": OptionSet("run", (*SIM, "--memory-budget", "30%"), ("--card", *SLOW)),
     "govern": OptionSet("govern", (*SIM, "--memory-budget", "60%")),
@@ -373,14 +373,14 @@ def expectations(case: Case, outcome: Outcome) -> tuple[str, ...]:
     return tuple(found)
 
 
-def rows_of(case: Case) -> Iterable[Row]:
-    """Run a program in all its ways."""
+def rows_of(case: Case, sets: Sequence[str] = ()) -> Iterable[Row]:
+    """Run a program in all its ways, or in those of them that are named."""
     plain = run_one(case, None)
     if case.expect is not None:
         sizes = (plain.peak_bytes, plain.peak_bytes)
         yield Row(case.name, case.program, "", expectations(case, plain), "", sizes)
         return
-    for name in case.run:
+    for name in (name for name in case.run if name in (sets or case.run)):
         governed = run_one(case, OPTION_SETS[name])
         sizes = (plain.peak_bytes, governed.peak_bytes)
         found = differences(case, plain, governed)
@@ -392,6 +392,9 @@ def rows_of(case: Case) -> Iterable[Row]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="ROWS", default="", help="for example 2b,4a or 2")
+    parser.add_argument(
+        "--options", metavar="SETS", default="", help=f"of {', '.join(OPTION_SETS)}; all if empty"
+    )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="programs at a time")
     parser.add_argument("--programs", type=int, metavar="N", help="random programs instead of rows")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first one")
@@ -405,17 +408,19 @@ def run(args: argparse.Namespace) -> int:
         return harm_random.run(args.programs, args.seed, jobs=args.jobs, as_json=args.json)
     with copied_programs() as place:
         chosen = cases(filter(None, args.only.split(",")), place)
-        found = _run_all(chosen, args.jobs)
+        found = _run_all(chosen, args.jobs, tuple(filter(None, args.options.split(","))))
     rows = [row for case in chosen for row in found[case.name]]
     print(as_json(rows) if args.json else as_text(rows))
     return int(any(row.differences for row in rows))
 
 
-def _run_all(chosen: Sequence[Case], jobs: int) -> dict[str, list[Row]]:
+def _run_all(chosen: Sequence[Case], jobs: int, sets: Sequence[str]) -> dict[str, list[Row]]:
     """By name of the row."""
     found: dict[str, list[Row]] = {}
     with ThreadPoolExecutor(max(1, jobs)) as pool:
-        running = {pool.submit(lambda case: list(rows_of(case)), case): case for case in chosen}
+        running = {
+            pool.submit(lambda case: list(rows_of(case, sets)), case): case for case in chosen
+        }
         for number, done in enumerate(as_completed(running), start=1):
             case = running[done]
             found[case.name] = done.result()

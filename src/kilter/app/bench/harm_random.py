@@ -47,15 +47,16 @@ class Budget:
 
     bytes_per_s: float
     as_card: bool
-    share: str
+    memory: str
+    """A share, or bytes."""
     gradients: str
 
 
 def budget_of(seed: int) -> Budget:
     draw = random.Random(f"budget {seed}")
     bytes_per_s, as_card = WAYS[seed % len(WAYS)]
-    share = f"{draw.choice((10, 30) if as_card else (30, 50, 70))}%"
-    return Budget(bytes_per_s, as_card, share, draw.choice(("auto", "auto", "keep")))
+    memory = draw.choice(("10%" if as_card else "70%", "30%", "50%", "2000", "6000", "20000"))
+    return Budget(bytes_per_s, as_card, memory, draw.choice(("auto", "auto", "keep")))
 
 
 def source_of(seed: int) -> str:
@@ -187,8 +188,7 @@ def _loop(draw: random.Random, mode: str) -> str:
             "        try:",
             *(textwrap.indent(text, " " * 12) for text in inside),
             "        except Exception as error:",
-            "            known = (k for k in type(error).__mro__ if k is Wrong or hasattr(builtins, k.__name__))",
-            "            print(step, 'raised', next(known).__name__)",
+            "            print(step, 'raised', kind(error))",
             "            zero()",
             "        finally:",
             "            if SEEN:",
@@ -252,7 +252,7 @@ def _run_program(seed: int, out: Path | None) -> str:
     if out is not None:
         budget = budget_of(seed)
         governed = kilter.govern(
-            memory_budget=budget.share, gradients=budget.gradients, device="null", out=out
+            memory_budget=budget.memory, gradients=budget.gradients, device="null", out=out
         )
     try:
         with contextlib.redirect_stdout(printed), governed:

@@ -6,6 +6,8 @@ program. Pieces are pure Python as users write it; whatever they do is the same 
 
 from __future__ import annotations
 
+# ruff: noqa: E501
+
 HEADER = '''\
 """Random training program {seed}."""
 
@@ -44,6 +46,13 @@ def bits(*tensors):
 
 class Wrong(Exception):
     pass
+
+
+def kind(error):
+    """Without a class of kilter's own, below the class that plain raises."""
+    return next(
+        k.__name__ for k in type(error).__mro__ if k is Wrong or hasattr(builtins, k.__name__)
+    )
 
 
 class Noted(torch.autograd.Function):

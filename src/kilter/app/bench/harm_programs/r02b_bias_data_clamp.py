@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from seen import batch, layers, show_model
+from branches import Branches
+from seen import batch, show_model
 
 RUN = ("memory", "recompute", "state", "all")
 
 
 def main() -> None:
-    model = layers()
+    model = Branches()
     biases = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []

@@ -12,12 +12,12 @@ RUN = ("memory", "recompute", "state", "all")
 def main() -> None:
     data = np.random.default_rng(0).standard_normal((4, 4096, 64), dtype=np.float32)
     before = data.copy()
-    model = layers()
+    model = layers(1)
     optimizer = torch.optim.AdamW(model.parameters())
     losses = []
     for step in range(40):
-        x = torch.from_numpy(data[step % 4]).to(DEVICE)
-        loss = (model(x) * x).square().mean()
+        x = torch.from_numpy(data)[step % 4].to(DEVICE)
+        loss = model(x).square().mean()
         del x
         loss.backward()
         optimizer.step()

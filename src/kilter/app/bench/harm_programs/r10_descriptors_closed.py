@@ -25,7 +25,7 @@ def main() -> None:
         losses.append(loss.detach())
         if step == 30:
             os.closerange(3, 4096)
-            files = [Path(f"checkpoint-{number}").open("w") for number in range(24)]
+            files = [Path(f"checkpoint-{number}").open("w") for number in range(24)]  # noqa: SIM115
             for number, file in enumerate(files):
                 print(f"the contents of file {number}", file=file, flush=True)
         time.sleep(0.02)  # time for kilter's own thread

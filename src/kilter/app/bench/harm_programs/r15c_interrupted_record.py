@@ -1,12 +1,12 @@
-"""KeyboardInterrupts that the program catches arrive while kilter works; its record stays whole."""
+"""KeyboardInterrupts that the program catches arrive while kilter writes; its record stays whole."""
 
 from __future__ import annotations
 
-import signal
+import sys
 from types import FrameType
 
 import torch
-from seen import batch, is_inside_kilter, layers, show
+from seen import batch, layers, show
 
 RUN = ("energy", "memory", "all", "govern")
 NOT_COMPARED = ("stderr",)
@@ -15,14 +15,17 @@ NOT_COMPARED = ("stderr",)
 def main() -> None:
     model = layers(3)
     optimizer = torch.optim.AdamW(model.parameters())
+    met = 0
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if is_inside_kilter(frame, __file__):
-            raise KeyboardInterrupt
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal met
+        if frame.f_code.co_filename.endswith("recorder.py"):
+            met += 1
+            if met % 4 == 3:
+                raise KeyboardInterrupt
 
-    signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.0003)
-    for step in range(250):
+    for step in range(60):
+        sys.setprofile(interrupt)
         try:
             loss = model(batch(4096 + 64 * (step // 10))).square().mean()
             loss.backward()
@@ -30,7 +33,8 @@ def main() -> None:
             optimizer.zero_grad()
         except KeyboardInterrupt:
             pass
-    signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            sys.setprofile(None)
     show(over=True)
 
 

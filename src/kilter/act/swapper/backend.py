@@ -60,6 +60,11 @@ class Backend(Protocol):
     def give_back(self, host: torch.Tensor) -> None:
         """Host memory that `reserve` gave is not needed any more; no copy of it is under way."""
 
+    def on_device(self, host: torch.Tensor, begin: int, size_bytes: int) -> torch.Tensor:
+        """Part of what `reserve` gave, as a tensor of the device with a storage of its own. The
+        device reads and writes it across the link. From now on nobody gives `host` back: it stays
+        pinned, also after `close`, until the last such tensor is gone."""
+
     def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
         """Start copying device bytes to the host."""
 
@@ -140,6 +145,11 @@ class CpuStandIn:
         self._reserved_bytes -= host.nbytes
         if self.spoils:
             host.fill_(self.POISON)
+
+    def on_device(self, host: torch.Tensor, begin: int, size_bytes: int) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(host.numpy()[begin : begin + size_bytes])
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
         return self._issue(host, device)

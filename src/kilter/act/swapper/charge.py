@@ -51,6 +51,8 @@ class Charge:
         self.open = False
         """A round of visits is under way."""
         self.visited: set[int] = set()
+        self.updated: set[int] = set()
+        """Buckets of this round."""
         self.told = False
         """What others know: gradients are consumed."""
         self.followed: list[Followed] = []

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
+from typing import Any
 
 import torch
 
@@ -27,6 +29,9 @@ CLOCK_HZ = 2e9
 HOST_SHARE = 0.8
 """Share of what the host can give that may be pinned; the job's own data loaders need the rest."""
 
+MAPPED = 2
+"""`cudaHostRegisterMapped`: the device may read and write the memory itself."""
+
 
 class _Driver:
     """The few calls of the CUDA driver that copies need; handles and addresses are integers."""
@@ -40,6 +45,8 @@ class _Driver:
         self.record.argtypes = (handle, handle)
         self.hold = library.cuStreamWaitEvent
         self.hold.argtypes = (handle, handle, ctypes.c_uint)
+        self.address = library.cuMemHostGetDevicePointer_v2
+        self.address.argtypes = (ctypes.POINTER(address), ctypes.c_void_p, ctypes.c_uint)
 
 
 _driver = functools.cache(_Driver)
@@ -86,6 +93,37 @@ class _Lane:
             self._waited[compute] = number
 
 
+class _Mapped:
+    """Registered host memory that tensors of the device lie in; unregistered after the last."""
+
+    def __init__(self, host: torch.Tensor, device: torch.device) -> None:
+        address = ctypes.c_uint64()
+        failed = _driver().address(ctypes.byref(address), host.data_ptr(), 0)
+        if failed:
+            raise HostMemoryError(f"the device does not reach host memory (CUDA: {failed})")
+        self.address = address.value
+        """By which the device knows it."""
+        weakref.finalize(self, _unregister, host, device).atexit = False
+
+
+def _unregister(host: torch.Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+
+
+class _Part:
+    """Some bytes of mapped memory, as the framework takes them in."""
+
+    def __init__(self, memory: _Mapped, begin: int, size_bytes: int) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "data": (memory.address + begin, False),
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
 class Cuda:
     """Memory and copy engines of one NVIDIA GPU, through the framework's own allocator."""
 
@@ -102,6 +140,8 @@ class Cuda:
         self._in = back
         self._registered: dict[int, torch.Tensor] = {}
         """By address."""
+        self._mapped: weakref.WeakValueDictionary[int, _Mapped] = weakref.WeakValueDictionary()
+        """By address: what has become part of the device's memory."""
 
     @classmethod
     def open(cls, index: int | None = None, host: HostLimit | None = None) -> Cuda:
@@ -129,7 +169,8 @@ class Cuda:
             )
         self.host.take(size_bytes)
         host = torch.empty(size_bytes, dtype=torch.uint8)
-        result = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size_bytes, 0)
+        with torch.cuda.device(self.device):  # the framework asks whose the memory is
+            result = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size_bytes, MAPPED)
         if int(result) != 0:
             self.host.give_back(size_bytes)
             raise HostMemoryError(f"{show_bytes(size_bytes)} cannot be pinned (CUDA: {result})")
@@ -141,6 +182,18 @@ class Cuda:
         del self._registered[host.data_ptr()]
         self.host.give_back(host.nbytes)
         torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+
+    def on_device(self, host: torch.Tensor, begin: int, size_bytes: int) -> torch.Tensor:
+        address = host.data_ptr()
+        memory = self._mapped.get(address)
+        if memory is None:
+            with torch.cuda.device(self.device):
+                memory = self._mapped[address] = _Mapped(host, self.device)
+            del self._registered[address]
+        found = torch.as_tensor(_Part(memory, begin, size_bytes), device=self.device)
+        if found.data_ptr() != memory.address + begin:
+            raise HostMemoryError(f"{self.device} does not reach pinned host memory")
+        return found
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
         return self._copy(self._out, host, device)

@@ -1,7 +1,7 @@
-"""Rounds of visits to an optimizer's buckets: state comes, parameters are updated, state goes.
+"""Rounds of visits to an optimizer's buckets: state is prefetched, used and offloaded again.
 
-A round begins with the first gradient and ends with the program's step. What comes and goes when is
-planned (`plan/swap/state.py`); a bucket that finds its state away fetches it then and there.
+A round begins with the first gradient and ends with the program's step. What moves when is planned
+(`plan/swap/state.py`); a bucket whose state is not there yet fetches it then and there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from kilter.plan.swap.state import Bucket, plan_state
 
 if TYPE_CHECKING:
     import torch
+
+HELD = "optimizer state stays where the program has the address of its bytes"
 
 
 class Rounds:
@@ -43,12 +45,12 @@ class Rounds:
         self._before_update = before_update
         self._changed = changed
         self.late = 0
-        """Visits that found their state away and fetched it then and there."""
+        """Visits that found their state offloaded and fetched it then and there."""
 
     def begin(self, charge: Charge) -> None:
         charge.open = True
         if charge.plan is not None:
-            self._load_planned(charge, charge.plan.begin)
+            self._prefetch_planned(charge, charge.plan.begin)
 
     def visit(self, charge: Charge, number: int, *, keep: bool) -> None:
         """Update the parameters of a bucket that have a gradient."""
@@ -58,8 +60,7 @@ class Rounds:
         ready = [p for p, gradient in found if gradient is not None]
         gradients = [gradient for _, gradient in found if gradient is not None]
         if ready:
-            if bucket.where is not Where.HERE:
-                self._bring(charge, bucket)
+            self._bring(charge, bucket)
             if self._before_update is not None:
                 self._before_update(ready)
             self._update(charge, ready, gradients)
@@ -69,14 +70,14 @@ class Rounds:
                     charge.stash.append((parameter, gradient))
                 else:
                     self._access.followed[id(parameter)].taken()
-            if self._stream.widen(bucket, charge.optimizer.state):
-                charge.anew = True  # its bytes are others than planned
             if charge.streams and charge.plan is None:
-                if bucket.flat is None:
+                if bucket.host is None:
                     self._stream.adopt(bucket, charge.optimizer.state)
                 self.shed(charge)
+            self._stream.note(bucket)
             if bucket.streamed:
-                self._leave(charge, bucket)
+                self._offload(charge, bucket)
+            charge.updated.add(number)
         self.pass_by(charge, number)
 
     def _update(
@@ -96,6 +97,10 @@ class Rounds:
         finally:
             self._access.quiet = False
 
+    def written(self, charge: Charge) -> bool:
+        """Somebody wrote to state after it was updated in this round."""
+        return any(self._stream.written(charge.buckets[number]) for number in charge.updated)
+
     def pass_by(self, charge: Charge, number: int) -> None:
         """What the plan issues after a visit."""
         plan = charge.plan
@@ -103,38 +108,45 @@ class Rounds:
             return
         charge.visited.add(number)
         for i in plan.release[number]:
-            if charge.buckets[i].where is Where.LEAVING:
+            if charge.buckets[i].where is Where.OFFLOADING:
                 self._evict(charge, charge.buckets[i])
-        self._load_planned(charge, plan.load[number])
+        self._prefetch_planned(charge, plan.load[number])
 
-    def _load_planned(self, charge: Charge, numbers: Iterable[int]) -> None:
+    def _prefetch_planned(self, charge: Charge, numbers: Iterable[int]) -> None:
         assert charge.room_bytes is not None
         assert charge.plan is not None
         room_bytes = max(charge.room_bytes, charge.plan.peak_bytes)
         for i in numbers:
             bucket = charge.buckets[i]
             fits = self._stream.held_bytes + bucket.size_bytes <= room_bytes
-            if bucket.where is Where.AWAY and fits and i not in charge.visited:
-                self._stream.load(bucket)
+            if bucket.where is Where.OFFLOADED and fits and i not in charge.visited:
+                self._stream.prefetch(bucket)
 
     def end(self, charge: Charge) -> None:
-        """All updates are done: what streams goes, what did not need its state drops it."""
+        """All updates are done: what streams is evicted, whether it was used or not."""
         charge.open = False
         charge.visited.clear()
+        charge.updated.clear()
         for bucket in charge.buckets:
             bucket.missing = bucket.awaited
-            if not bucket.streamed or bucket.where is Where.AWAY:
-                continue
-            if bucket.lent:
-                self._leave(charge, bucket)
-            self._evict(charge, bucket)
+            if not self._stream.known(bucket, charge.optimizer.state):
+                self._know(charge, bucket)
+            if bucket.streamed:
+                self._offload(charge, bucket)
+                self._evict(charge, bucket)
 
-    # Come and go
+    def _know(self, charge: Charge, bucket: StateBucket) -> None:
+        """The optimizer has made more state, or the program has exchanged some."""
+        self._settle(charge, bucket)
+        self._stream.adopt(bucket, charge.optimizer.state)
+        charge.anew |= charge.streams  # its bytes are others than planned
+
+    # To and fro
 
     def adopt(self, charge: Charge) -> None:
         """Know the state of all buckets."""
         for bucket in charge.buckets:
-            if bucket.flat is None:
+            if bucket.host is None:
                 self._stream.adopt(bucket, charge.optimizer.state)
 
     def cuts(self, charge: Charge) -> list[Bucket]:
@@ -161,7 +173,7 @@ class Rounds:
 
     def plan(self, charge: Charge) -> None:
         assert charge.room_bytes is not None
-        mine_bytes = sum(b.size_bytes for b in charge.buckets if b.where is not Where.AWAY)
+        mine_bytes = sum(b.size_bytes for b in charge.buckets if b.where is not Where.OFFLOADED)
         room_bytes = max(0, charge.room_bytes - (self._stream.held_bytes - mine_bytes))
         least_bytes = max(b.size_bytes for b in charge.buckets)
         if room_bytes < least_bytes:
@@ -174,68 +186,61 @@ class Rounds:
         charge.plan = plan
         for number, bucket in enumerate(charge.buckets):
             bucket.streamed = number in plan.streamed
-            if bucket.streamed and bucket.where is Where.HERE:
-                self._leave_at_once(charge, bucket)
+            if bucket.streamed:
+                self._offload(charge, bucket)
+                self._evict(charge, bucket)
         for bucket in charge.buckets:
             if not bucket.streamed:
-                self._bring(charge, bucket)
+                self._settle(charge, bucket)
         self._changed()
 
     def shed(self, charge: Charge) -> None:
-        """State is being made and nothing is planned yet: the oldest leaves while there is more
+        """State is being made and nothing is planned yet: the oldest is evicted while there is more
         than room for."""
         assert charge.room_bytes is not None
         for bucket in charge.buckets:
             if self._stream.held_bytes <= charge.room_bytes:
                 return
-            if bucket.where is Where.HERE and bucket.size_bytes:
-                self._leave_at_once(charge, bucket)
-
-    def _leave_at_once(self, charge: Charge, bucket: StateBucket) -> None:
-        self._leave(charge, bucket)
-        if bucket.where is Where.LEAVING:
+            self._offload(charge, bucket)
             self._evict(charge, bucket)
 
-    def _evict(self, charge: Charge, bucket: StateBucket) -> None:
-        if not self._stream.evict(bucket):
-            charge.say("optimizer state stays where the program holds it")
-
-    def _leave(self, charge: Charge, bucket: StateBucket) -> None:
-        """Start the way to the host; without host memory the bucket stays for good."""
+    def _offload(self, charge: Charge, bucket: StateBucket) -> None:
+        """Start the copy of a resident bucket; without host memory it stays for good."""
+        if bucket.where is not Where.RESIDENT or not bucket.parts:
+            return
         try:
-            self._stream.leave(bucket, charge.optimizer.state)
+            if not self._stream.offload(bucket):
+                charge.say(HELD)
         except HostMemoryError as error:
             bucket.streamed = False
             charge.say(f"optimizer state stays: {error}")
 
+    def _evict(self, charge: Charge, bucket: StateBucket) -> None:
+        moving = bucket.where in (Where.OFFLOADING, Where.PREFETCHING)
+        if moving and not self._stream.evict(bucket):
+            charge.say(HELD)
+
     def _bring(self, charge: Charge, bucket: StateBucket) -> None:
         """Have the state on the device from here on, even if nothing was prepared for that."""
-        if bucket.where is Where.AWAY:
+        if bucket.where is Where.OFFLOADED:
             self.late += charge.open
             for other in charge.buckets:
-                if other.where is Where.LEAVING:
+                if other.where is Where.OFFLOADING:
                     self._evict(charge, other)
         self._stream.bring(bucket)
 
-    def bring_home(self, charge: Charge) -> None:
-        """All state on the device for good, or in host tensors if it does not fit there."""
+    def _settle(self, charge: Charge, bucket: StateBucket) -> None:
         import torch
 
+        try:
+            self._stream.settle(bucket)
+        except torch.OutOfMemoryError:
+            charge.say("optimizer state did not fit the device and is on the host")
+
+    def bring_home(self, charge: Charge) -> None:
+        """All state on the device for good, or in host memory if it does not fit there."""
         charge.plan = None
         for bucket in charge.buckets:
-            try:
-                self._stream.bring(bucket)
-                if bucket.flat is not None:
-                    self._stream.separate(bucket)
-            except torch.OutOfMemoryError:
-                if bucket.sharded:
-                    raise
-                self._keep_on_host(charge, bucket)
-            self._stream.disown(bucket, charge.optimizer.state)
-        self.adopt(charge)
-
-    def _keep_on_host(self, charge: Charge, bucket: StateBucket) -> None:
-        if bucket.where is Where.AWAY:
-            for p, key, value in self._stream.copies(bucket):
-                charge.optimizer.state[p] |= {key: value}
-            charge.say("optimizer state did not fit the device and is on the host")
+            self._settle(charge, bucket)
+            bucket.streamed = False
+            self._stream.adopt(bucket, charge.optimizer.state)

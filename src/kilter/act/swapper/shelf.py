@@ -9,27 +9,18 @@ knows its address. So a sum over its bits as it leaves is held against that of t
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from kilter.act.swapper.aliases import holders, shared_with_processes
 from kilter.act.swapper.away import WeightsMoved, away_class, guarded
 from kilter.act.swapper.backend import Backend, Event, HostMemoryError, owned
 from kilter.act.swapper.stream import Where
 
 if TYPE_CHECKING:
     import torch
-
-
-class Holders(NamedTuple):
-    """Who may reach a parameter's bytes: counted for a fresh one, this is nobody else."""
-
-    tensor: int
-    """References from C++; a graph that will accumulate its gradient is one."""
-    storage: int
-    storage_object: int
 
 
 class Moved:
@@ -40,7 +31,7 @@ class Moved:
         self.parameter = weakref.ref(parameter, lambda _: forget(key))
         self.storage = parameter.untyped_storage()._cdata
         self.size_bytes = parameter.untyped_storage().nbytes()
-        self.where = Where.HERE
+        self.where = Where.RESIDENT
         self.host: torch.Tensor | None = None
         self.version = -1
         """Of the copy on the host; -1: there is none."""
@@ -97,9 +88,9 @@ class Shelf:
             say("weights stay: this PyTorch does not count who holds a tensor")
             return
         fresh = torch.nn.Parameter(torch.empty(1, device=backend.device))
-        self._alone = self._holders(fresh)
+        self._alone = holders(fresh)
         edge = torch.autograd.graph.get_gradient_edge(fresh)
-        self._alone_in_graph = self._holders(fresh)
+        self._alone_in_graph = holders(fresh)
         del edge
 
     def add(self, parameter: torch.nn.Parameter) -> Moved:
@@ -111,12 +102,12 @@ class Shelf:
         weight = self.weights.pop(key, None)
         if weight is None:
             return
-        self.absent -= weight.where is not Where.HERE
-        if weight.where is Where.COMING:  # others get its memory now: not before the copy
+        self.absent -= weight.where is not Where.RESIDENT
+        if weight.where is Where.PREFETCHING:  # others get its memory now: not before the copy
             self._backend.wait(weight.arrival)
-        if weight.where is Where.AWAY:
+        if weight.where is Where.OFFLOADED:
             self.gone_bytes -= weight.size_bytes
-        weight.where, weight.stays = Where.HERE, "it is no more"
+        weight.where, weight.stays = Where.RESIDENT, "it is no more"
 
     def home(self, parameter: Any) -> None:
         """Have it here for what is issued from now on."""
@@ -125,7 +116,7 @@ class Shelf:
         weight = self.weights.get(id(parameter))
         if weight is None:
             raise WeightsMoved("the bytes of a parameter were exchanged while they were away")
-        if weight.where is Where.AWAY:
+        if weight.where is Where.OFFLOADED:
             self._late(weight)
         if self.elsewhere():  # nobody knows who has waited for whom
             with self._torch.cuda.stream(self.stream):
@@ -137,7 +128,7 @@ class Shelf:
     def _bring(self, weight: Moved, parameter: Any) -> None:
         self.load(weight)
         self._backend.wait(weight.arrival)
-        weight.where = Where.HERE
+        weight.where = Where.RESIDENT
         parameter.__class__ = self._plain
         self.absent -= 1
 
@@ -175,30 +166,19 @@ class Shelf:
         if weight is not None:
             weight.lent = True
 
-    def _holders(self, parameter: Any) -> Holders:
-        storage = parameter.untyped_storage()
-        uses = self._torch._C._storage_Use_Count(storage._cdata)
-        return Holders(parameter._use_count(), uses, sys.getrefcount(storage))
-
-    def _unreachable(self, parameter: Any, weight: Moved) -> bool:
+    def _unreachable(self, parameter: Any) -> bool:
         """Nobody reaches its bytes but through the parameter."""
         if not self._counted:
             return False
         alone = self._alone_in_graph if parameter.requires_grad else self._alone
-        found = self._holders(parameter)
-        if found.tensor > alone.tensor or found.storage > alone.storage:
-            return False
-        if found.storage_object > alone.storage_object:
+        if holders(parameter).exceed(alone):
             return False
         if not owned(parameter.untyped_storage()):
             return False
         top = self._torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is not None and not guarded(top[1]):
             return False
-        reductions = sys.modules.get("torch.multiprocessing.reductions")
-        if reductions is None:
-            return True
-        return all(ref.cdata != weight.storage for ref in reductions.shared_cache.values())
+        return not shared_with_processes(parameter.untyped_storage())
 
     def _flat(self, parameter: Any, weight: Moved) -> torch.Tensor:
         torch = self._torch
@@ -213,11 +193,11 @@ class Shelf:
     def copy_out(self, weight: Moved) -> None:
         """Its value now is what the host is to have."""
         parameter = weight.parameter()
-        if parameter is None or weight.stays or weight.where is not Where.HERE:
+        if parameter is None or weight.stays or weight.where is not Where.RESIDENT:
             return
         if weight.departure is not None:
             self._backend.wait(weight.departure)
-        weight.lent = not self._unreachable(parameter, weight)  # they may write when they like
+        weight.lent = not self._unreachable(parameter)  # they may write when they like
         storage = parameter.untyped_storage()
         weight.storage = storage._cdata
         sizes = {storage.nbytes(), parameter.nbytes, weight.size_bytes}
@@ -247,7 +227,7 @@ class Shelf:
             return
         if weight.departure is not None:
             self._backend.wait(weight.departure)
-        if not self._unreachable(parameter, weight):
+        if not self._unreachable(parameter):
             self.stayed += 1
             return
         storage = parameter.untyped_storage()
@@ -261,7 +241,7 @@ class Shelf:
             self._backend.wait(weight.departure)
             self._backend.evicted(storage)
             storage.resize_(0)
-        weight.where = Where.AWAY
+        weight.where = Where.OFFLOADED
         parameter.__class__ = self._away
         self.absent += 1
         self.moved = True
@@ -270,7 +250,7 @@ class Shelf:
 
     def load(self, weight: Moved) -> None:
         """Start its way to the device, if it is away."""
-        if weight.where is not Where.AWAY:
+        if weight.where is not Where.OFFLOADED:
             return
         parameter = weight.parameter()
         assert parameter is not None
@@ -280,7 +260,7 @@ class Shelf:
             storage.resize_(weight.size_bytes)
             self._backend.evicted(storage)  # new memory, and nobody's yet
             weight.arrival = self._backend.copy_in(self._flat(parameter, weight), weight.host)
-        weight.where = Where.COMING
+        weight.where = Where.PREFETCHING
         self.gone_bytes -= weight.size_bytes
         self.in_bytes += weight.size_bytes
 

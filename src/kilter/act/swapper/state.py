@@ -28,7 +28,7 @@ from kilter.act.swapper.charge import Charge, Phase
 from kilter.act.swapper.engine import leave_uncompiled
 from kilter.act.swapper.gradients import Followed, GradientConsumed, Gradients, Place
 from kilter.act.swapper.rounds import Rounds
-from kilter.act.swapper.stream import StateBucket, Stream, WatchedState, Where, size_of
+from kilter.act.swapper.stream import StateBucket, Stream, Where, size_of
 from kilter.core.errors import UsageError
 from kilter.core.plan import GRADIENTS
 from kilter.core.units import MIB
@@ -194,7 +194,7 @@ class StateMover(AbstractContextManager["StateMover"]):
     def report(self) -> StateReport:
         charges = list(self._charges.values())
         buckets = [b for charge in charges for b in charge.buckets]
-        away_bytes = sum(b.size_bytes for b in buckets if b.where is Where.AWAY)
+        away_bytes = sum(b.size_bytes for b in buckets if b.where is Where.OFFLOADED)
         return StateReport(
             consuming=any(c.phase is Phase.CONSUMING for c in charges),
             watching=any(c.phase is Phase.WATCHING for c in charges) or not charges,
@@ -321,7 +321,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         charge.handles = [
             optimizer.register_step_pre_hook(self._fenced(self._before_step)),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_post_hook(self._after_state_dict),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_post_hook(self._fenced(self._after_load)),
         ]
         return charge
@@ -332,7 +332,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             if self._access.followed.get(id(f.parameter)) is f:
                 del self._access.followed[id(f.parameter)]
         for bucket in charge.buckets:
-            self._stream.disown(bucket, {})
+            self._stream.disown(bucket)
         charge.followed, charge.buckets = [], []
 
     # Backward
@@ -405,6 +405,8 @@ class StateMover(AbstractContextManager["StateMover"]):
             raise GradientConsumed("the optimizer's options changed between backward and step")
         elif charge.took and getattr(optimizer, "grad_scale", None) is not None:
             raise GradientConsumed("gradients are to be unscaled")
+        elif charge.took and self._rounds.written(charge):
+            raise GradientConsumed("optimizer state was changed between backward and step")
         for f in charge.followed:
             f.steps()
         if charge.streams:
@@ -505,33 +507,16 @@ class StateMover(AbstractContextManager["StateMover"]):
 
     # Checkpoints
 
-    def _after_state_dict(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """State that is away is given as copies in host memory."""
-        charge = self._charges[optimizer]
-        if charge.took:
+    def _before_state_dict(self, optimizer: Any) -> None:
+        if self._charges[optimizer].took:
             raise GradientConsumed("state_dict was asked for between backward and step")
-        states = optimizer.state
-        numbers = {id(state): index for index, state in state_dict["state"].items()}
-        for bucket in charge.buckets:
-            if bucket.flat is None:
-                continue
-            for p in bucket.members:
-                state = states.get(p)
-                if isinstance(state, WatchedState):  # another one was made since: it is here
-                    state_dict["state"][numbers[id(state)]] = state.plain()
-            if bucket.sharded:  # comes back, and goes again after the next step
-                self._stream.bring(bucket)
-            elif bucket.where is Where.AWAY:
-                for p, key, value in self._stream.copies(bucket):
-                    state_dict["state"][numbers[id(states[p])]][key] = value
-        return state_dict
 
     def _after_load(self, optimizer: Any) -> None:
-        """The state is another now: ours is garbage, and the next step is a first one."""
+        """The state is another now, and more of it than there is room for."""
         charge = self._charges[optimizer]
-        for bucket in charge.buckets:
-            self._stream.disown(bucket, {})
-            if charge.streams:
-                self._stream.adopt(bucket, optimizer.state)
-                self._rounds.shed(charge)
         charge.plan = None
+        for bucket in charge.buckets:
+            bucket.streamed = False
+            self._stream.adopt(bucket, optimizer.state)
+            if charge.streams:
+                self._rounds.shed(charge)

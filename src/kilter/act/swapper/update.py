@@ -55,10 +55,8 @@ def _fused(optimizer: Any, number: int, parameters: list[Any], gradients: list[A
     states = [optimizer.state.get(parameter) for parameter in parameters]
     if not all(states):
         return False  # made by the first step
-    # Not through `WatchedState`: what is read here is on the device.
     moments, squares, steps = (
-        [dict.__getitem__(state, key) for state in states]
-        for key in ("exp_avg", "exp_avg_sq", "step")
+        [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
     )
     decoupled = group["decoupled_weight_decay"]
     apply = torch._fused_adamw_ if decoupled else torch._fused_adam_

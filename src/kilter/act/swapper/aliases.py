@@ -1,0 +1,48 @@
+"""Whether anybody reaches a tensor's bytes other than through the tensor itself.
+
+A tensor may change its place if all who read it ask the tensor. A view, an array of NumPy, a DLPack
+capsule or another process has the address instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Holders(NamedTuple):
+    """How many hold a tensor and its storage."""
+
+    tensor: int
+    """From C++, beside the one Python object."""
+    storage: int
+    storage_object: int
+    """Python's references to the storage."""
+
+    def exceed(self, alone: Holders, others: int = 0) -> bool:
+        """There are more than of a tensor that nobody else holds, beside so many tensors of ours on
+        the same storage."""
+        return (
+            self.tensor > alone.tensor
+            or self.storage > alone.storage + others
+            or self.storage_object > alone.storage_object
+        )
+
+
+def holders(tensor: torch.Tensor) -> Holders:
+    import torch
+
+    storage = tensor.untyped_storage()
+    uses = torch._C._storage_Use_Count(storage._cdata)
+    return Holders(tensor._use_count(), uses, sys.getrefcount(storage))
+
+
+def shared_with_processes(storage: torch.UntypedStorage) -> bool:
+    """Another process has it, or had it."""
+    reductions = sys.modules.get("torch.multiprocessing.reductions")
+    if reductions is None:
+        return False
+    return any(ref.cdata == storage._cdata for ref in reductions.shared_cache.values())

@@ -137,7 +137,7 @@ def test_asked_for_gradients_go_where_feature_maps_cost() -> None:
 
 
 def test_so_much_state_streams_as_is_missing() -> None:
-    values, made, swapper = train(60, STATE_BYTES - MIB)
+    values, made, swapper = train(60, STATE_BYTES - MIB, "consume")
     assert values == train(60)[0]
     assert made is not None
     assert swapper is not None
@@ -152,14 +152,16 @@ def test_so_much_state_streams_as_is_missing() -> None:
     assert swapper.report().late == 0
 
 
-def test_with_gradients_kept_state_streams_in_the_step() -> None:
-    values, made, swapper = train(60, STATE_BYTES - MIB, "keep")
+@pytest.mark.parametrize("gradients", ["auto", "keep"])
+def test_with_gradients_kept_state_streams_in_the_step(gradients: str) -> None:
+    values, made, swapper = train(60, STATE_BYTES - MIB, gradients)
     assert values == train(60)[0]
     assert made is not None
     assert swapper is not None
     report = made.report
     assert report is not None
     assert not report.consuming
+    assert any("--gradients consume" in text for text in report.refused) == (gradients == "auto")
     assert made.joint is None
     assert report.away_bytes >= MIB
     assert swapper.report().planned > 5
@@ -213,15 +215,16 @@ def test_state_leaves_as_soon_as_it_was_made_if_the_second_forward_has_no_room_f
     assert max(swapper.report().peaks_bytes[-2:]) <= budget_bytes
 
 
-def test_a_crowded_job_settles_within_its_budget() -> None:
+@pytest.mark.parametrize("gradients", ["auto", "consume"])
+def test_a_crowded_job_settles_within_its_budget(gradients: str) -> None:
     budget_bytes = int(0.9 * STATE_BYTES)
-    values, made, swapper = train(60, budget_bytes, crowded=True)
+    values, made, swapper = train(60, budget_bytes, gradients, crowded=True)
     assert values == train(60)[0]
     assert made is not None
     assert swapper is not None
     assert made.settled
     assert made.report is not None
-    assert made.report.consuming
+    assert made.report.consuming == (gradients == "consume")
     report = swapper.report()
     assert report.planned > 30
     assert report.late == report.deviations == 0

@@ -107,8 +107,9 @@ OPTIONS = {
         Option(
             "gradients",
             gradients,
-            "where the budget asks for it: auto (used up as they arrive, if nothing looks at them),"
-            " consume (whatever the code mentions) or keep",
+            "auto or keep (they stay until the step has used them), or consume (where the budget"
+            " asks for it, they are used up as they arrive in backward: for a program that never"
+            " clips them, reads them or skips a step)",
             "NAME",
         ),
         Option(

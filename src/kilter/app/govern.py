@@ -31,7 +31,8 @@ def govern(
 ) -> Iterator[Session]:
     """Save energy in the body of the `with`, at most `max_slowdown` (a fraction) slower; keep its
     training within a `memory_budget` (`"24GiB"`, bytes, `"75%"` of its peak, `"auto"`); or both.
-    `gradients` is `auto`, `consume` or `keep`: whether a budget may use them up as they arrive.
+    `gradients="consume"` lets a budget use them up as they arrive in backward, in a program that
+    never clips them, reads them or skips a step; `auto` and `keep` keep them for the step.
 
     With neither given: energy, at 2 %. With a memory budget alone, clocks are left alone.
 

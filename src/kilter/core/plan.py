@@ -75,8 +75,8 @@ class MemoryBudget:
 
 
 GRADIENTS = ("auto", "consume", "keep")
-"""What a memory plan may do with gradients: use them up as they arrive if neither the watched
-iterations nor the program's code forbid it, without looking at the code, or never."""
+"""What a memory plan may do with gradients: keep them and say where more could be done, use them up
+as they arrive, or keep them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """One optimizer, and whether its gradients may be used up inside backward.
 
-It is decided by what the optimizer is, by what the watched iterations show, and by what the
-program's code mentions.
+It is decided by what the optimizer is and by what the watched iterations show, for a program whose
+user says that later ones do nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from kilter.act.swapper.backend import Event
 from kilter.act.swapper.gradients import Followed, Place
 from kilter.act.swapper.stream import StateBucket, local_of
-from kilter.observe.mentions import callers, mention
 from kilter.plan.swap.state import StatePlan
 
 if TYPE_CHECKING:
@@ -25,11 +24,6 @@ ELEMENTWISE = frozenset(
 )
 """Optimizers of `torch.optim` that treat each parameter on its own: bucket by bucket they compute
 what they compute at once, bit for bit."""
-TOUCHES = frozenset(
-    {"grad", "clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm",
-     "unscale_", "main_grad"}
-)  # fmt: skip
-"""Names that code uses which looks at gradients or changes them."""
 
 
 class Phase(Enum):
@@ -207,12 +201,6 @@ class Charge:
                 continue
             if before != _state_of(gradient):
                 self.object_to("gradients are changed between backward and step")
-
-    def read_code(self) -> None:
-        """What the program's code might do in an iteration that was not watched."""
-        found = mention(TOUCHES, callers(skip=("torch", "kilter")))
-        if found is not None:
-            self.object_to(f'{found} mentions gradients (gradients="consume" overrides)')
 
 
 def _state_of(gradient: torch.Tensor) -> tuple[int, int]:

@@ -26,9 +26,9 @@ class GradientConsumed(RuntimeError):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"{what}, but kilter has already updated parameters with the gradients of this "
-            "iteration and let them go, to save their memory. The parameters are as after "
-            "optimizer.step() with unmodified gradients. Run with gradients kept: "
-            'kilter run --gradients keep, or gradients="keep"'
+            "iteration and freed them, as --gradients consume allows. The parameters are as after "
+            "optimizer.step() with unmodified gradients. Leave --gradients consume "
+            '(gradients="consume") out, so that gradients are kept'
         )
 
 

@@ -1,17 +1,16 @@
 """Below the floor of weights, gradients and optimizer state: the optimizer's work in buckets.
 
-*Gradients are consumed as they arrive.* When the last gradient of a bucket of parameters has been
-accumulated, the optimizer's own step is run on these parameters, inside backward, and the gradients
-are let go. `optimizer.step()` of the program then finds nothing left to do for them. This is done
-only for a loop that was watched and never looked at a gradient, whose code mentions none, and whose
-optimizer treats each parameter on its own; everything else keeps its gradients.
+*Optimizer state streams.* Between its visits a bucket's state lies in host memory, where it can be
+read and written like before (`stream.py`). Inside `optimizer.step()` the buckets are prefetched,
+updated and offloaded one after the other. That is right for any program.
 
-*Optimizer state streams.* Between its visits a bucket's state lies in host memory. In backward the
-next buckets' state comes in beside the computation; with gradients kept the same happens inside
-`optimizer.step()`, which is never wrong and hides less.
-
-Whoever asks the optimizer for state that is away gets it back first, and what somebody else holds
-does not leave.
+*Gradients are consumed as they arrive*, where the user says so. When the last gradient of a bucket
+has been accumulated, the optimizer's own step is run on its parameters, inside backward, and the
+gradients are freed; the bucket's state is prefetched beside the computation.
+`optimizer.step()` of the program then finds nothing left to do for them. What a later iteration
+does between backward and step cannot be known before: a new learning rate, a skipped step. So this
+is done only for a user who asked for it, a loop that was watched and did nothing of the kind, and
+an optimizer that treats each parameter on its own.
 """
 
 from __future__ import annotations
@@ -40,6 +39,13 @@ if TYPE_CHECKING:
 
 WATCHED_STEPS = 3
 """Optimizer steps that a loop is watched for."""
+KEPT = {
+    "auto": "a later iteration may change them or skip its step; for a program that never does, "
+    "--gradients consume uses them up as they arrive",
+    "consume": None,
+    "keep": "as asked for",
+}
+"""Why gradients are kept, by what was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +88,8 @@ class StateMover(AbstractContextManager["StateMover"]):
     """Keeps gradients and optimizer state off the device while nothing needs them.
 
     With `room_bytes`, at most so much optimizer state is on the device at any time, from the first
-    step on; without, all of it stays. `gradients` says what may be done with them: "auto" consumes
-    where neither the watched iterations nor the program's code give a reason not to, "consume" does
-    not look at the code, "keep" never does.
+    step on; without, all of it stays. With `gradients="consume"` they are used up as they arrive,
+    unless the watched iterations give a reason not to; otherwise they are kept.
 
     `before_update` is told which parameters are about to change, `changed` that the memory which
     gradients and state take is another from now on. `event` tells which operation of the pass is
@@ -109,7 +114,8 @@ class StateMover(AbstractContextManager["StateMover"]):
             raise UsageError(f"gradients {gradients!r} is not one of {', '.join(GRADIENTS)}")
         self._backend = backend
         self._stream = Stream(backend, min_bytes)
-        self._gradients = gradients
+        self._kept = KEPT[gradients]
+        """Why no gradients are consumed; None: they may be."""
         self.room_bytes = room_bytes
         """May be changed; what follows from it is done after the next step."""
         self._bucket_bytes = bucket_bytes
@@ -143,7 +149,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         self._before_modules = register_module_forward_pre_hook
         self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
         self._access.__enter__()
-        if self._gradients == "keep":
+        if self._kept is not None:
             self._access.ignore()
         else:
             # Until the first step nobody knows the optimizers: modules show the parameters.
@@ -184,7 +190,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._let_gradients_be()
 
     def _let_gradients_be(self) -> None:
-        self._gradients = "keep"
+        self._kept = self._kept or "those of all optimizers before had to be"
         self._unguard()
         for hook in self._hooks:
             hook.remove()
@@ -252,7 +258,7 @@ class StateMover(AbstractContextManager["StateMover"]):
 
     def _hook(self, parameter: Any) -> None:
         hooked = self._hooked.get(id(parameter))
-        if not (parameter.requires_grad and parameter.is_leaf) or self._gradients == "keep":
+        if not (parameter.requires_grad and parameter.is_leaf) or self._kept is not None:
             return
         if hooked is not None and hooked() is parameter:
             return
@@ -314,8 +320,8 @@ class StateMover(AbstractContextManager["StateMover"]):
             charge.bucket_of.update((id(p), number) for p in members)
         charge.room_bytes = self.room_bytes
         charge.streams = self.room_bytes is not None
-        if self._gradients == "keep":
-            charge.object_to("as asked for")
+        if self._kept is not None:
+            charge.object_to(self._kept)
         elif any(bucket.sharded for bucket in charge.buckets):
             charge.object_to("parameters are sharded over processes")
         charge.handles = [
@@ -399,8 +405,6 @@ class StateMover(AbstractContextManager["StateMover"]):
             return
         if charge.phase is Phase.WATCHING:
             charge.judge(self._access.get, self._backend.device.type)
-            if self._gradients == "auto" and charge.steps == 1 and charge.watching():
-                charge.read_code()
         elif charge.took and charge.settings != charge.options():
             raise GradientConsumed("the optimizer's options changed between backward and step")
         elif charge.took and getattr(optimizer, "grad_scale", None) is not None:

@@ -39,7 +39,7 @@ from kilter.parallel.regions import from_graph
 from kilter.parallel.streams import AHEAD, ForkJoin
 from kilter.parallel.timing import like
 from kilter.parallel.trace import WayRefused, trace
-from kilter.parallel.watched import WatchedState
+from kilter.parallel.watched import WatchedBranches
 from kilter.parallel.ways import WAYS
 
 CPU = torch.device("cpu")
@@ -417,7 +417,7 @@ def test_tiles_cover_a_product_without_splitting_short_sums(channels, pixels, in
 def builder_of(branches, *inputs, on_gpu=False):
     """What ways are built from; on a GPU that is not there, programs are made and not run."""
     loop, options = SerialLoop.of(branches), ParallelOptions("auto")
-    state = WatchedState(loop.branches)
+    state = WatchedBranches(loop.branches)
     request = Request(loop, options, (inputs, {}), state, gradients=False)
     builder = CandidateBuilder(request, CompileCache(), trace_request(request), [])
     if on_gpu:

@@ -11,7 +11,7 @@ from kilter.core.errors import UsageError
 from kilter.parallel import parallel
 from kilter.parallel.checks import tf32_allowed
 from kilter.parallel.loop import SerialLoop, assembler, signature, why_serial
-from kilter.parallel.watched import WatchedState
+from kilter.parallel.watched import WatchedBranches
 
 SCALE = 2.0
 
@@ -62,7 +62,7 @@ def test_changes_are_noticed(monkeypatch, change, versions):
     if not versions:  # a framework that keeps none
         monkeypatch.setattr("kilter.parallel.watched.dict_version", None)
     module = Scaled()
-    state = WatchedState([module])
+    state = WatchedBranches([module])
     state.watch_values([module.at])
     assert state.changed() is None
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_changes_are_noticed(monkeypatch, change, versions):
 
 def test_what_changes_nothing_is_no_change():
     module = Scaled()
-    state = WatchedState([module])
+    state = WatchedBranches([module])
     with torch.no_grad():
         module.inner[0].weight.mul_(2)
     module.load_state_dict(Scaled().state_dict())
@@ -90,11 +90,11 @@ def test_functions_are_watched_through_globals_closures_and_partials(monkeypatch
     def function(x, extra=held):
         return layer(extra[0](x)) * SCALE
 
-    state = WatchedState([functools.partial(function, extra=held)])
+    state = WatchedBranches([functools.partial(function, extra=held)])
     assert len(state.modules) == 2
     monkeypatch.setitem(globals(), "SCALE", 3.0)
     assert "SCALE" in state.changed()
-    state = WatchedState([function])
+    state = WatchedBranches([function])
     layer = nn.Linear(2, 2)
     assert "captured" in state.changed()
 
@@ -206,7 +206,7 @@ def test_a_tensor_that_cannot_be_watched_is_named_with_its_line():
 
 def test_freezing_counts_only_where_gradients_do():
     module = Scaled()
-    plain, training = WatchedState([module]), WatchedState([module])
+    plain, training = WatchedBranches([module]), WatchedBranches([module])
     training.watch_gradients()
     module.inner[0].weight.requires_grad_(False)
     assert plain.changed() is None

@@ -25,7 +25,7 @@ from kilter.parallel.loop import SerialLoop
 from kilter.parallel.plan import Trial
 from kilter.parallel.prepare import _Contest
 from kilter.parallel.program import run_in_order
-from kilter.parallel.watched import WatchedState
+from kilter.parallel.watched import WatchedBranches
 from kilter.parallel.ways import WAYS
 from kilter.parallel.ways.way import Way
 
@@ -47,7 +47,7 @@ def branches():
 
 def builder_of(modules, x):
     loop = SerialLoop.of(modules)
-    state = WatchedState(loop.branches)
+    state = WatchedBranches(loop.branches)
     request = Request(loop, ParallelOptions("auto"), ((x,), {}), state, gradients=False)
     return CandidateBuilder(request, CompileCache(), trace_request(request), [(4, 1)] * 2)
 

@@ -22,7 +22,7 @@ from kilter.parallel.loop import TENSORS, Arguments, Branches, SerialLoop, signa
 from kilter.parallel.plan import BranchPlan, describe
 from kilter.parallel.prepare import Prepared, prepare, serial_plan
 from kilter.parallel.torch_private import pytree
-from kilter.parallel.watched import WatchedState, held_by_several, needs_grad, versions
+from kilter.parallel.watched import WatchedBranches, held_by_several, needs_grad, versions
 from kilter.parallel.ways import WAYS
 
 READMIT = 8
@@ -49,7 +49,7 @@ class Parallel:
         self._last: Prepared | None = None
         self._fallback: Reason | None = None
         self._preparing = threading.RLock()
-        self._state: WatchedState | None = None
+        self._state: WatchedBranches | None = None
         self._self_changes = 0
         self._unserved = self._waited = 0
         """Preparations that have served no call, and calls that had to wait for one."""
@@ -71,7 +71,7 @@ class Parallel:
             tensors = [x for x in leaves if isinstance(x, Tensor)]
         state = self._state
         if state is None:
-            state = self._state = WatchedState(self.loop.branches)
+            state = self._state = WatchedBranches(self.loop.branches)
         self._fallback = why_serial(leaves, tensors)
         if self._fallback is not None:
             return self.loop(*inputs, **named)
@@ -118,7 +118,7 @@ class Parallel:
         records: bool,
         known: BranchPlan | None = None,
     ) -> Any:
-        before = WatchedState(self.loop.branches)
+        before = WatchedBranches(self.loop.branches)
         way = WAYS.get(self.options.mode)
         opaque = self.loop.is_list and way is not None and way.calls_branches
         shared = held_by_several(self.loop.branches) if opaque else []
@@ -141,8 +141,8 @@ class Parallel:
                 self._leave_serial(key, self._fallback)
             return results
         with self._preparing, torch.inference_mode(False), torch.no_grad():
-            self._state = WatchedState(self.loop.branches)
-            state = WatchedState([]) if opaque else self._state
+            self._state = WatchedBranches(self.loop.branches)
+            state = WatchedBranches([]) if opaque else self._state
             if records:
                 state.watch_gradients()
             request = Request(self.loop, self.options, arguments, state, gradients=records)
@@ -156,7 +156,7 @@ class Parallel:
 
     def _leave_serial(self, key: Hashable, reason: Reason) -> None:
         """Run the calls of a signature as written from now on."""
-        self._last = self._prepared[key] = Prepared(serial_plan(reason), WatchedState([]))
+        self._last = self._prepared[key] = Prepared(serial_plan(reason), WatchedBranches([]))
 
     def _evict(self) -> None:
         """Keep at most `max_graphs` prepared forms, and the decisions for 16 times as many."""

@@ -26,7 +26,7 @@ from kilter.parallel.regions import from_graph
 from kilter.parallel.timing import median_seconds, unit_seconds
 from kilter.parallel.torch_private import has_backward_hooks, has_gradient_hooks, pytree
 from kilter.parallel.trace import TRACE_ERRORS, Trace, WayRefused, reason_of, tensor_of, trace
-from kilter.parallel.watched import WatchedState
+from kilter.parallel.watched import WatchedBranches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +61,7 @@ class Request:
         loop: SerialLoop,
         options: ParallelOptions,
         arguments: Arguments,
-        state: WatchedState,
+        state: WatchedBranches,
         *,
         gradients: bool,
     ) -> None:
@@ -98,7 +98,7 @@ class Request:
         return list(run(self.tensors))
 
 
-def _device(tensors: Sequence[Tensor], state: WatchedState) -> torch.device:
+def _device(tensors: Sequence[Tensor], state: WatchedBranches) -> torch.device:
     for tensor in [*tensors, *state.tensors.values()]:
         if tensor.is_cuda:
             return tensor.device
@@ -145,7 +145,7 @@ def trace_request(request: Request) -> TracedRequest:
     return TracedRequest(traced, unfolded, program.with_weights(Tensor.detach), ())
 
 
-def _held_tensors(traced: Trace, state: WatchedState) -> list[Tensor]:
+def _held_tensors(traced: Trace, state: WatchedBranches) -> list[Tensor]:
     """The tensors that the trace reads beside its inputs; `WayRefused` if one could be replaced
     unseen."""
     held: dict[int, Tensor] = {}

@@ -30,7 +30,7 @@ from kilter.parallel.loop import assembler
 from kilter.parallel.plan import BranchPlan, Trial, choose, combined, group_equal
 from kilter.parallel.torch_private import import_compiler, pytree
 from kilter.parallel.trace import TRACE_ERRORS, WayRefused, reason_of, without_collecting
-from kilter.parallel.watched import WatchedState
+from kilter.parallel.watched import WatchedBranches
 from kilter.parallel.ways import WAYS, Way
 
 NOT_TRACED = Reason("not_traced", "", "not traced")
@@ -41,7 +41,7 @@ class Prepared:
     """What is known and ready for one signature."""
 
     plan: BranchPlan
-    state: WatchedState
+    state: WatchedBranches
     run: Callable[[Sequence[Tensor]], Sequence[Any] | None] | None = None
     """None: the serial loop."""
     release: Callable[[], None] | None = None

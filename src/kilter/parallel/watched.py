@@ -5,9 +5,9 @@ change of values in place (an optimizer step, `load_state_dict`). Neither sees a
 replaced or moved, a table that is rewritten, `train()`, or a changed number on a module: these
 make the form stale.
 
-`WatchedState.changed` runs in every call, so what is watched lies in flat lists that C loops walk,
-at a few tens of nanoseconds for each item. The version of a dictionary, which the framework's
-compiler keeps for its own guards, stands for the dictionary's items until it is written to.
+`changed` runs in every call, so what is watched lies in flat lists that C loops walk, at a few tens
+of nanoseconds for each item. The version of a dictionary, which the framework's compiler keeps for
+its own guards, stands for the dictionary's items until it is written to.
 """
 
 from __future__ import annotations
@@ -112,12 +112,8 @@ class _Search:
             if not nn.parameter.is_lazy(found):
                 self.tensors[id(found)] = found
             return []
-        if isinstance(found, types.MethodType):
-            return [found.__self__, found.__func__]
-        if isinstance(found, types.FunctionType):
-            return self._function(found)
-        if isinstance(found, partial):
-            return [found.func, *found.args, *found.keywords.values()]
+        if isinstance(found, (types.MethodType, types.FunctionType, partial)):
+            return self._callable(found)
         if isinstance(found, (dict, list)):
             self.sized.append(found)
             return self._watch(
@@ -132,6 +128,13 @@ class _Search:
         if type(found).__module__.split(".")[0] in ("torch", "builtins"):
             return []
         return [*self._attributes(found), *self._class(type(found), "__call__")]
+
+    def _callable(self, found: Any) -> list[Any]:
+        if isinstance(found, types.MethodType):
+            return [found.__self__, found.__func__]
+        if isinstance(found, partial):
+            return [found.func, *found.args, *found.keywords.values()]
+        return self._function(found)
 
     def _module(self, found: nn.Module) -> list[Any]:
         self.modules.append(found)
@@ -256,7 +259,7 @@ class _Readings:
         return list(map(self.read, self.objects)) != self.values
 
 
-class WatchedState:
+class WatchedBranches:
     """What `roots` and all that they depend on looked like when this was made."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -333,7 +336,7 @@ _CONTENT = attrgetter("cell_contents")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-def needs_grad(state: WatchedState, tensors: Iterable[Tensor]) -> bool:
+def needs_grad(state: WatchedBranches, tensors: Iterable[Tensor]) -> bool:
     """Whether autograd would record this call."""
     if not torch.is_grad_enabled():
         return False

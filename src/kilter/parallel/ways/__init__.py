@@ -9,7 +9,7 @@ from kilter.parallel.ways.convolved import Convolved
 from kilter.parallel.ways.cpp_threads import CppThreads
 from kilter.parallel.ways.folded import Folded
 from kilter.parallel.ways.fused import Fused
-from kilter.parallel.ways.graph import Graph
+from kilter.parallel.ways.graph import LoopGraph
 from kilter.parallel.ways.graph_streams import GraphStreams
 from kilter.parallel.ways.streams import Streams
 from kilter.parallel.ways.threads import Threads
@@ -21,7 +21,7 @@ WAYS: dict[str, Way] = {
     way.name: way
     for way in (
         Fused(),
-        Graph(),
+        LoopGraph(),
         GraphStreams(),
         Convolved(),
         Compiled(),

@@ -9,7 +9,7 @@ from kilter.parallel.program import BranchProgram
 from kilter.parallel.ways.way import GraphWay
 
 
-class Graph(GraphWay):
+class LoopGraph(GraphWay):
     name = "graph"
     about = "one CUDA graph of the loop"
     works_on = ("cuda",)

@@ -28,9 +28,7 @@ def trained(
 ) -> tuple[list[float], SwapReport | None]:
     """Losses of a job, and what the engine did, if there is a budget."""
     torch.manual_seed(0)
-    net = nn.Sequential(
-        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))
-    )
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     losses = []
 

@@ -39,8 +39,8 @@ def slow_link(bytes_per_s: float) -> None:
 def small_tensors(min_bytes: int) -> None:
     """Let tensors of `min_bytes` count where the default is a MiB."""
     from kilter.act import fitter, floor, schedule
-    from kilter.core import plan
     from kilter.act.swapper import engine, state, weights
+    from kilter.core import plan
 
     fitter.MIB = schedule.MIB = plan.MIB = min_bytes  # type: ignore[attr-defined]
     for kind in (floor.Floor, engine.Swapper, state.StateMover, weights.WeightMover):

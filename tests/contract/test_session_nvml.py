@@ -50,7 +50,7 @@ kilter.device.nvidia.SENSOR_PERIOD_S = {9: 0.01}
 kilter.act.conductor.LEAST_BLOCK_S = 0.04
 kilter.act.conductor.SENSOR_PERIODS = 4
 kilter.act.session.PULSE_S = 0.01
-kilter.act.session.SHADOW_S = 0.1
+kilter.act.session.REHEARSE_S = 0.1
 """
 
 LOOP = """

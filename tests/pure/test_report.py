@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import msgspec
@@ -9,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kilter.app import html, operations, report, summary
+from kilter.app import html, operations, report, summary, svg
 from kilter.core import codec
 from kilter.core.errors import FileError
 from kilter.core.events import Block, Stopped
 from kilter.core.label import Label
 from kilter.core.setting import Setting
-from kilter.core.trace import IterationTrace
+from kilter.core.trace import IterationTrace, Kind
 from kilter.core.units import MHZ
 from kilter.testing import runs
 
@@ -382,3 +383,92 @@ def test_end_of_the_run_is_told_apart_from_its_outcome():
     assert found.outcome == "raised ValueError"
     assert isinstance(run.events[-1], Stopped)
     assert found.kept
+
+
+@pytest.mark.parametrize("prefix", ["encoder.layers.encoder_layer_", "vit_block_", "h."])
+def test_layers_with_a_number_in_their_own_name_are_told_as_one(tmp_path, prefix):
+    trace = trace_of(tmp_path)
+    one = trace.operations[0]
+    named = tuple(replace(one, name=f"{prefix}{i}.mlp.0") for i in range(24))
+    others = (replace(one, name="fc_1"), replace(one, name="fc_2"))
+    trace = replace(trace, operations=(*named, *others))
+    told, _ = operations.attribute(trace, 1.0, runs.governed().events[0].device)
+    assert {op.name: op.names for op in told} == {f"{prefix}*.mlp.0": 24, "fc_1": 1, "fc_2": 1}
+
+
+def test_operations_without_a_line_of_their_own_are_added_up_by_kind(tmp_path):
+    trace = trace_of(tmp_path)
+    one = trace.operations[0]
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    many = tuple(replace(one, name=f"f{i}x", kind=kind) for i in range(40) for kind in kinds)
+    run = ended(runs.governed())
+    page = html.page(report_of(run, trace=replace(trace, operations=many)))
+    rest = 80 - html.MOST_OPERATIONS
+    counts = [int(n) for n in re.findall(r">(\d+) more<", page)]
+    assert sum(counts) == rest
+    assert len(counts) == 2
+
+
+def test_the_page_draws_less_energy_to_the_left_of_zero():
+    page = html.page(report_of(ended(runs.governed())))
+    strip = page[page.index("strip-energy-t") :]
+    strip = strip[: strip.index("</svg>")]
+    value = float(re.search(r'<circle cx="([\d.]+)"', strip)[1])
+    zero = float(re.search(r'<text x="([\d.]+)"[^>]*>0</text>', strip)[1])
+    assert value < zero
+
+
+def test_iterations_that_were_rehearsed_are_not_counted_as_the_scripts():
+    run = runs.governed(rehearse_hold=True)
+    run.events = [
+        msgspec.structs.replace(e, rehearsed=True) if isinstance(e, Block) else e
+        for e in run.events
+    ]
+    run.iterations, run.rehearsed = 40, run.iterations + run.rehearsed
+    found = report_of(ended(run))
+    page = html.page(found)
+    assert f"{found.evidence.iterations} rehearsed iterations; 40 of the script timed" in page
+    assert f"of {found.iterations + found.rehearsed_iterations} iterations" not in page
+
+
+def test_a_predicted_decision_is_labelled_simulated_in_a_measured_run():
+    run = runs.Recorder(mode="shadow", label=Label.MEASURED)
+    run.start("setting clocks needs root")
+    run.decide("predicted", CHOSEN, "safe after 7 pairs, and it saves")
+    page = html.page(report_of(ended(run)))
+    decisions = page[page.index("<h2>Decisions</h2>") :]
+    decisions = decisions[: decisions.index("</section>")]
+    assert "tag simulated" in decisions
+    assert "tag measured" not in decisions
+    assert page.lower().count("nothing was set") <= 1
+
+
+def test_two_blocks_of_the_default_are_no_picture():
+    run = runs.Recorder(mode="observe", label=Label.MEASURED)
+    run.start("no goal")
+    for _ in range(2):
+        run.block("warm", Setting(), arm="baseline")
+    assert "block by block" not in html.page(report_of(ended(run)))
+
+
+def test_small_numbers_have_a_micro_sign_on_the_page():
+    tiny = runs.Job(iteration_s=2e-5, power_w=10.0)
+    page = html.page(report_of(ended(runs.governed(tiny))))
+    assert "\u00b5J" in page
+    assert not re.search(r"\d u[sJ]\b", page)
+
+
+@pytest.mark.parametrize("clock_share", [0.002, 0.05, 0.3])
+def test_no_word_of_the_trade_off_is_clipped_and_each_label_is_nearest_to_its_mark(clock_share):
+    page = html.page(report_of(ended(runs.governed(runs.Job(clock_share=clock_share)))))
+    figure = page[page.index("<h2>Energy against time</h2>") : page.index("block by block")]
+    for drawing in figure.split("<svg")[1:]:
+        width = float(re.search(r'viewBox="0 0 (\d+)', drawing)[1])
+        words = re.findall(
+            r'<text x="([\d.-]+)" y="([\d.-]+)"[^>]*anchor="(\w+)">([^<]*)<', drawing
+        )
+        for x, _, anchor, text in words:
+            long = svg.width(text)
+            left = float(x) - {"start": 0.0, "middle": long / 2, "end": long}[anchor]
+            assert left >= -1.0, text
+            assert left + long <= width + 12.0, text

@@ -56,3 +56,17 @@ def test_escaped_text_holds_no_markup_and_no_control_characters(text):
     escaped = svg.escape(text)
     assert not set("<>\"'") & set(escaped)
     assert all(c.isprintable() or c == "\n" for c in escaped)
+
+
+def test_a_label_that_would_be_nearer_to_another_mark_is_left_out():
+    frame = svg.Frame(left=0, top=0, right=300, bottom=200, x_range=(0, 1), y_range=(0, 1))
+    labels = svg.Labels(frame)
+    crowd = [(100.0 + 12.0 * i, 100.0 + 3.0 * (i % 2)) for i in range(6)]
+    for x, y in crowd:
+        labels.mark(x, y)
+    labels.mark(40.0, 40.0)
+    assert labels.put(40.0, 40.0, "alone", "label") != ""
+    assert [labels.put(x, y, "a long name", "label") for x, y in crowd[2:4]] == ["", ""]
+    led = labels.put(*crowd[2], "a long name", "label", gap=60.0)
+    assert "<line" in led, "from afar, a line leads to the mark"
+    assert "a long name" in led

@@ -258,3 +258,16 @@ def test_the_integral_adds_up(points, a, b, c):
     whole = integrate(points, a, c, reach_s=100.0)
     parts = integrate(points, a, b, reach_s=100.0) + integrate(points, b, c, reach_s=100.0)
     assert whole == pytest.approx(parts, abs=1e-6)
+
+
+@pytest.mark.parametrize("counter", [True, False])
+def test_the_energy_of_the_whole_run_is_known(counter):
+    device = Scripted(wave, counter=counter)
+    sampler = sampled(device, 30.0)
+    sampler.read_counter()
+    sampler.poll()
+    assert sampler.total_j == pytest.approx(true_energy(wave, 0.0, device.now_s), rel=0.03)
+
+
+def test_without_power_and_counter_the_energy_of_the_run_is_unknown():
+    assert Sampler(Scripted()).total_j is None

@@ -6,11 +6,13 @@ import argparse
 import os
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 import kilter
+from kilter.act.run_directory import run_directory
 from kilter.act.session import Options
 from kilter.app import report
 from kilter.app.cli import main as cli
@@ -19,6 +21,7 @@ from kilter.app.config import OPTIONS, resolve
 from kilter.app.worker import received, worker_command, worker_environment
 from kilter.core.errors import UsageError
 from kilter.core.plan import Goal, MemoryBudget, Objective
+from kilter.core.ranks import Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +50,7 @@ def test_options_are_frozen() -> None:
         "gradients": "KILTER_GRADIENTS",
         "objective": "KILTER_OBJECTIVE",
         "device": "KILTER_DEVICE",
+        "rehearse": "KILTER_REHEARSE",
         "dry-run": "KILTER_DRY_RUN",
         "out": "KILTER_OUT",
         "json": "KILTER_JSON",
@@ -61,7 +65,13 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     head, _, rest = printed.partition("Everything after SCRIPT belongs to the script.")
     assert head == (
         "usage: kilter run [options] SCRIPT|-m MODULE [ARGS...]\n\n"
-        "Run a Python script, unmodified, and save energy under a proven slowdown contract.\n\n"
+        "Run a Python script, unmodified, and make it cheaper: less energy under a proven slowdown"
+        " contract\n"
+        "(--max-slowdown; the default, at 2%), training within a GPU memory budget by offload,"
+        " recomputation\n"
+        "and smaller pieces of the batch (--memory-budget), or both. Without a GPU, --device"
+        " sim:NAME shows\n"
+        "what a simulated one would save.\n\n"
         "positional arguments:\n"
         "  SCRIPT                file, directory, zip file, or - for standard input\n\n"
         "options:\n"
@@ -81,6 +91,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         " ed2p\n"
         "  --device DEVICE       auto (default), nvml, sim:NAME, replay:PATH of a recorded run, or"
         " null\n"
+        "  --rehearse 60s        on a simulated device: how long to go on with the search after the"
+        " script\n"
+        "                        (default: 5s)\n"
         "  --dry-run             observe, plan and report, but set nothing\n"
         "  --out DIR             where the files of the run go (default: runs/ID)\n"
         "  --json                the summary at the end is one line of JSON, also on stderr\n"
@@ -260,7 +273,11 @@ def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
         (["--json"], "required: SCRIPT"),
         (["-m"], "required: SCRIPT"),
         (["--max-slowdown", "5", "train.py"], "--max-slowdown: '5' is 100 % or more"),
-        (["--max-slowdown", "-1%", "train.py"], "--max-slowdown"),
+        (["--max-slowdown", "-5%", "train.py"], "--max-slowdown: '-5%' is below zero"),
+        (["--memory-budget", "train.py"], "did you mean: --memory-budget 24GiB train.py?"),
+        (["--max-slowdown", "train.py", "--lr", "1"], "did you mean: --max-slowdown 2% train.py?"),
+        (["--memory-budgt", "1GiB", "train.py"], "did you mean --memory-budget?"),
+        (["--rehearse", "soon", "train.py"], "--rehearse: 'soon' is not a time: write 60s"),
         (["--objective", "speed", "train.py"], "choose one of energy, edp, ed2p"),
         (["--gradients", "keep", "train.py"], "add --memory-budget"),
         (["--memory-budget", "1GiB", "--objective", "edp", "train.py"], "add --max-slowdown"),
@@ -332,13 +349,14 @@ def test_in_a_deleted_directory_the_script_runs_as_python_would(tmp_path: Path) 
     command = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m kilter run {job}"
     done = subprocess.run(
         ["sh", "-c", command],
-        env=os.environ | {"KILTER_DEVICE": "null"},
+        env=os.environ | {"KILTER_DEVICE": "null", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "ran\n")
-    assert "choose a place with --out DIR" in done.stderr
+    assert "runs/ cannot be made in the working directory" in done.stderr
+    assert f"{tmp_path}/kilter-" in done.stderr, "the files have a place all the same"
     assert "Traceback" not in done.stderr
 
 
@@ -379,3 +397,94 @@ def test_without_torch_an_unknown_option_says_so(
 def test_in_python_too_a_wrong_argument_is_a_usage_error(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError), kilter.govern(**wrong):
         raise AssertionError("the program must not begin")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rnu", "train.py"], "'rnu' is not a verb; did you mean run?"),
+        (["train.py"], "'train.py' is not a verb; did you mean: kilter run train.py?"),
+        (["xyzzy"], "'xyzzy' is not a verb\n"),
+    ],
+)
+def test_a_wrong_verb_says_what_was_meant(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_overview_names_every_capability(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    told = capsys.readouterr().out
+    for word in ("energy", "memory budget", "parallel", *cli.VERBS):
+        assert word in told
+
+
+def test_a_variable_that_nothing_reads_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KILTER_MAX_SLOWDWON", "1%")
+    monkeypatch.setenv("KILTER_DEVICE", "null")
+    assert cli.main(["run", "missing.py"]) == 2
+    told = capsys.readouterr().err
+    assert "KILTER_MAX_SLOWDWON is in the environment" in told
+    assert "did you mean KILTER_MAX_SLOWDOWN?" in told
+    assert told.count("\n") == 2
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    cli.main(["run", "missing.py"])
+    assert "KILTER_MAX_SLOWDWON" not in capsys.readouterr().err, "rank 0 speaks for all"
+
+
+# --- where the files of a run go ------------------------------------------------------------------
+
+ALONE = Ranks()
+
+
+def test_runs_has_a_gitignore_of_its_own_only_where_it_is_ours(tmp_path: Path) -> None:
+    first, elsewhere = run_directory(None, ALONE)
+    assert elsewhere is None
+    assert first.parent == tmp_path / "runs"
+    assert (tmp_path / "runs" / ".gitignore").read_text() == "*\n"
+    (tmp_path / "runs" / ".gitignore").unlink()
+    run_directory(None, Ranks(rank=0, world_size=2))  # TensorBoard's runs/, perhaps
+    assert not (tmp_path / "runs" / ".gitignore").exists()
+
+
+def test_a_place_that_takes_no_directory_gets_one_among_the_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs").write_text("a file is in the way")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    first, elsewhere = run_directory(None, ALONE)
+    assert first.parent.parent.parent == tmp_path / "tmp"
+    assert first.parent.parent.stat().st_mode & 0o777 == 0o700
+    assert elsewhere is not None
+    assert "runs/ cannot be made in the working directory" in elsewhere
+
+
+def test_the_folders_of_torchruns_jobs_sort_by_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(6))
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
+            return datetime(2026, 11, 20, 10, 0, next(clock))
+
+    monkeypatch.setattr("kilter.act.run_directory.datetime", Later)
+    names = []
+    for job in ("zzz", "aaa", "aaa"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        ranks = [Ranks(rank=rank, world_size=2) for rank in (0, 1)]
+        first, second = (run_directory(None, rank)[0] for rank in ranks)
+        assert first == second, "the ranks of a job agree, whatever their clocks say"
+        for rank in ranks:
+            (first / f"events-rank{rank.rank}.jsonl").touch()
+        names.append(first.name)
+    assert names == sorted(names)
+    assert len(set(names)) == 3, "a later job of the same name has a folder of its own"

@@ -323,7 +323,7 @@ class Ears(Silent):
     def failed(self, error: str) -> None:
         self.heard.append(error)
 
-    def ended(self, run: Path, options: Options) -> None:
+    def ended(self, run: Path, options: Options, *, keep: bool) -> None:
         self.ends += 1
 
 

@@ -129,7 +129,7 @@ def test_a_budget_is_met_by_moving_as_little_as_does_it() -> None:
     assert [size for _, size in least] == sorted((size for _, size in least), reverse=True)
     between = found.fit((found.peak_bytes + least[0][1]) // 2)
     assert between.fits
-    assert between.how == "feature maps swapped or made again"
+    assert between.how == "activations offloaded or recomputed"
     assert between.plan is not None
     assert between.plan.iteration_s >= between.compute_s * (1 - 1e-9)
     assert between.plan.peak_bytes <= between.budget_bytes
@@ -248,3 +248,65 @@ def test_wrong_usage_is_one_line_and_exit_code_2(script, capsys, arguments, word
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+TINY = """
+import torch
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 1)), (torch.randn(4, 10),)
+
+def needs(width):
+    return make()
+
+def batched(batch=8):
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1))
+    return model, (torch.randn(batch, 64),)
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    (tmp_path / "tiny.py").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_model_without_a_tensor_of_a_mebibyte_has_a_size(tiny, capsys):
+    assert main(["size", "tiny.py:make", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    weights = 4 * (10 * 10 + 10 + 10 + 1)
+    assert row["weights_bytes"] == row["gradients_bytes"] == weights
+    # more than weights, gradients and AdamW's two moments, which its step needs all at once
+    assert row["peak_bytes"] >= 4 * weights
+    assert row["least_bytes"][-1]["bytes"] <= row["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny.py:needs"], "needs is called without arguments: missing a required argument"),
+        (["tiny.py:make", "--batch", "4"], "make is called with batch=N alone: got an unexpected"),
+    ],
+)
+def test_a_builder_with_other_arguments_is_one_sentence(tiny, arguments, message, capsys):
+    assert main(["size", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+
+
+def test_the_largest_batch_that_fits_is_the_answer(tiny, capsys):
+    budget_bytes = 4 * 2**20
+    assert main(["size", "tiny.py:batched", "--memory-budget", str(budget_bytes), "--json"]) == 0
+    largest = json.loads(capsys.readouterr().out)["largest_batch"]
+    count = largest["as_it_is"]
+    assert 0 < count <= largest["with_plan"]
+    sizes = f"{count},{count + 1},{largest['with_plan']},{largest['with_plan'] + 1}"
+    asked = ["--batch", sizes, "--memory-budget", str(budget_bytes), "--json"]
+    assert main(["size", "tiny.py:batched", *asked]) == 1
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["peak_bytes"] <= budget_bytes for row in rows[:2]] == [True, False]
+    assert [row["fit"]["fits"] for row in rows[2:]] == [True, False]
+    assert main(["size", "tiny.py:batched", "--memory-budget", "4MiB"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"largest batch      {count} as it")

@@ -29,7 +29,7 @@ class Recorder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # unbuffered: what was written survives a kill of the process
-            self._file = OwnFile.open(path, _APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+            self._file = OwnFile.open(path, _APPEND | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
             raise FileError(f"{path}: cannot be written ({error.strerror})") from error
         self._closed = False

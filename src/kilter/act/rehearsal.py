@@ -164,16 +164,14 @@ class Rehearsal:
         self, *, seconds: float, progress: Callable[[float], None] = lambda done: None
     ) -> bool:
         """Go on with the trace alone until the search is over and its choice has been held for
-        a while, at most for these seconds of real time. True if it got that far."""
+        a while, at most for these seconds of real time. True if the search is over."""
         self._conductor.rehearsed = True
-        end = time.monotonic() + seconds
-        while self._held < HOLD_BLOCKS:
-            for _ in range(200):
+        end_s = time.monotonic() + seconds
+        while self._held < HOLD_BLOCKS and time.monotonic() < end_s:
+            for _ in range(50):
                 self.iterate()
-            if time.monotonic() > end:
-                return False
             progress(self._gpu.now_s)
-        return True
+        return self._conductor.phase is Phase.HOLD
 
 
 def compare(

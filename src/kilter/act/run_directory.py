@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import re
+import tempfile
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -46,23 +50,80 @@ def _attempt(out: Path) -> Path:
     return out if restarts == "0" else out / f"restart-{restarts}"
 
 
-def run_directory(out: Path | None, ranks: Ranks) -> Path:
-    """What was asked for, or `runs/<time>-<pid>`; for several ranks the name of their job, which
-    they have in common."""
+def run_directory(out: Path | None, ranks: Ranks) -> tuple[Path, str | None]:
+    """Where the files of this run go, and why that is not below the working directory, if so.
+
+    What was asked for; else `runs/<date>-<time>-<pid>`, and for several ranks the name of their
+    job in place of the pid. Where that cannot be made (a read-only place, a deleted directory), a
+    directory of the user's own among the temporary files.
+    """
     if out is not None:
-        path = _attempt(out)
-    elif ranks.world_size == 1:
-        path = Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}")
-    else:
-        path = Path("runs", _job_name(os.environ))
+        return _made(_attempt(out)), None
     try:
-        path = path.absolute()  # the script may change its directory
-        path.mkdir(parents=True, exist_ok=out is not None or ranks.world_size > 1)
+        return _below(Path.cwd() / "runs", ranks), None
+    except OSError as error:
+        refused = f"runs/ cannot be made in the working directory ({error.strerror})"
+    home = Path(tempfile.gettempdir(), f"kilter-{os.getuid()}")
+    try:
+        home.mkdir(mode=0o700, exist_ok=True)
+        if home.is_symlink() or home.stat().st_uid != os.getuid():
+            raise FileError(f"{refused}, and {home} is somebody else's; choose a place: --out DIR")
+        return _below(home / "runs", ranks), refused
     except OSError as error:
         raise FileError(
-            f"{path}: cannot be made ({error.strerror}); choose a place with --out DIR"
+            f"{refused}, and {home} neither ({error.strerror}); choose a place with --out DIR"
+        ) from error
+
+
+def _made(path: Path) -> Path:
+    try:
+        path = path.absolute()  # the script may change its directory
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(
+            f"{path}: cannot be made ({error.strerror}); choose another --out"
         ) from error
     return path
+
+
+def _below(runs: Path, ranks: Ranks) -> Path:
+    """A new directory in `runs`, which keeps itself out of version control if it is ours."""
+    try:
+        runs.mkdir()
+        (runs / ".gitignore").write_text("*\n")
+    except FileExistsError:
+        if not runs.is_dir():
+            raise
+    date = f"{datetime.now():%Y%m%d-%H%M%S}"
+    if ranks.world_size == 1:
+        return _new(runs / f"{date}-{os.getpid()}")
+    path = runs / _agreed(runs, date, _job_name(os.environ), events_name(ranks))
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def _new(path: Path) -> Path:
+    """A process may begin several runs in one second."""
+    for again in itertools.count(2):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            path = path.with_name(f"{path.name.partition('_')[0]}_{again}")
+        else:
+            break
+    return path
+
+
+def _agreed(runs: Path, date: str, job: str, events: str) -> str:
+    """`<date>-<job>`, with one date for all ranks: that of the rank that came first, whose link
+    `.<job>` to the directory the others read. A link is made at once with what it says."""
+    link = runs / f".{job}"
+    with contextlib.suppress(FileNotFoundError):
+        if (link / events).exists():  # of an earlier job of that name
+            link.unlink()
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(f"{date}-{job}")
+    return os.readlink(link)
 
 
 def _job_name(environ: Mapping[str, str]) -> str:
@@ -70,4 +131,4 @@ def _job_name(environ: Mapping[str, str]) -> str:
     if environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE"):
         # torchrun's run id is "none" unless given: the next job would have the same name
         names.append(str(os.getppid()))
-    return "-".join(names) or "job"
+    return re.sub(r"[^\w.-]", "_", "-".join(names) or "job")

@@ -11,8 +11,12 @@ how numpy and its libraries are to be loaded.
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import os
+import platform
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Generator
@@ -31,14 +35,17 @@ from kilter.act.hands import RealHands
 from kilter.act.lease import Lease
 from kilter.act.recorder import Recorder
 from kilter.act.run_directory import check_out, events_name, run_directory
+from kilter.act.waiting import children_cpu_s, waits_for
 from kilter.core import codec
 from kilter.core.errors import DeviceError, FileError, UsageError
 from kilter.core.events import Decided, Failed, Refused, Started, Stopped, sampled
 from kilter.core.label import Label
 from kilter.core.plan import Goal
 from kilter.core.ranks import Ranks
+from kilter.core.secrets import masked
 from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.trace import IterationTrace
+from kilter.core.units import show_count
 from kilter.device.base import Device
 from kilter.device.find import find
 from kilter.observe.chrome import save_chrome
@@ -73,10 +80,16 @@ LEAVE_S = 30.0
 on a file system that hangs, is left to a thread that ends with the process."""
 OTHERS_S = 5.0
 """How long rank 0 waits for the ends of the other ranks before it sums up."""
-REHEARSE_S = 60.0
-SHADOW_S = 5.0
-"""Real seconds that a rehearsal may take after the script: as the user asked for, and for the
-prediction of a run that was not allowed to set."""
+REHEARSE_S = 5.0
+"""Real seconds that a rehearsal may take after the script, unless the user asks for more."""
+UNSEEN_S = 2.0
+"""A script that has waited so long for other processes, without an iteration of its own, is told
+that these are not observed."""
+CHILDREN_S = 1.0
+"""CPU time from which other processes may have held the iterations that were not seen here."""
+AT_ONCE_S = 30.0
+"""A script that ends earlier, without an error and without an iteration (`--help`), has left
+nothing worth keeping."""
 SEED = 0
 
 
@@ -94,6 +107,8 @@ class Options:
     """One of `GRADIENTS`."""
     trace: bool = False
     """Record the operations of an iteration also where nothing but the report needs them."""
+    rehearse_s: float | None = None
+    """Real seconds for a rehearsal after the script; None: `REHEARSE_S`."""
 
 
 class Voice(Protocol):
@@ -108,11 +123,14 @@ class Voice(Protocol):
     def failed(self, error: str) -> None:
         """An error of ours, told once, when it happens."""
 
+    def noticed(self, text: str) -> None:
+        """Something that the user can mend at once."""
+
     def rehearsing(self, seconds: float | None) -> None:
         """Progress of a rehearsal after the script: virtual seconds; None when it is over."""
 
-    def ended(self, run: Path, options: Options) -> None:
-        """The summary; writes the report."""
+    def ended(self, run: Path, options: Options, *, keep: bool) -> None:
+        """The summary; writes the report, unless the run is not worth keeping."""
 
 
 class Silent:
@@ -121,8 +139,9 @@ class Silent:
     def started(self, started: Started) -> None: ...
     def refused(self, what: str, reason: str) -> None: ...
     def failed(self, error: str) -> None: ...
+    def noticed(self, text: str) -> None: ...
     def rehearsing(self, seconds: float | None) -> None: ...
-    def ended(self, run: Path, options: Options) -> None: ...
+    def ended(self, run: Path, options: Options, *, keep: bool) -> None: ...
 
 
 class Session:
@@ -137,7 +156,7 @@ class Session:
     def __init__(self, options: Options, ranks: Ranks, voice: Voice | None = None) -> None:
         self._options = options
         # What a locale cannot decode stands in `sys.argv` as surrogates, which no file may hold.
-        self._command = tuple(
+        self._command = masked(
             argument.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
             for argument in options.command
         )
@@ -164,6 +183,13 @@ class Session:
         self._conductor: Conductor | None = None
         self._program: Program | None = None
         self._recorded_s = 0.0
+        self._children_s = children_cpu_s()
+        self._waits_since_s: float | None = None
+        self._waited_for: str | None = None
+        """How the processes were started that the script waits for, with no iteration here."""
+        self._outcome = "finished"
+        """How the script has ended, once it has."""
+        self._rehearses = False
         self._over = threading.Event()
         self._hurry = threading.Event()
         self._end_s = math.inf
@@ -207,31 +233,36 @@ class Session:
         if os.getpid() != self._pid or self._outer is not None:
             return  # a forked child that left the script, or the outer session's to end
         Session._running = None
+        self._outcome = how_it_ended(error)
         try:
             if self._fitter is not None:
                 self._fence.run(self._fitter.stop)
             self._fence.run(self._quiet)
         finally:
-            self._fence.run(self._end, how_it_ended(error))
+            self._fence.run(self._end)
 
-    def _end(self, outcome: str) -> None:
+    def _end(self) -> None:
         """All the rest is done by a thread of ours, which no Ctrl-C and no signal handler of the
         program breaks into: it has to restore, and to write how the run has ended. Those end the
-        waiting for what takes long, and then arrive."""
+        waiting for what takes long, and then arrive; only a Ctrl-C in a rehearsal has done all that
+        it was pressed for, and the script's own exit code stands."""
         self._end_s = time.monotonic() + END_S
-        conclude = partial(self._fence.run, self._conclude, outcome)
+        conclude = partial(self._fence.run, self._conclude)
         thread = threading.Thread(target=conclude, name="kilter-end", daemon=True)
         thread.start()
         try:
-            thread.join(LEAVE_S + (REHEARSE_S if self._simulated else 0.0))
+            thread.join(LEAVE_S + self._rehearse_s)
+        except KeyboardInterrupt:
+            if not self._rehearses:
+                raise
         finally:
             self._hurry.set()
             thread.join(END_S)
 
-    def _conclude(self, outcome: str) -> None:
+    def _conclude(self) -> None:
         if self._recorder is not None:
             # also after an error of ours: what was found has to come back, and the user to know
-            self._fence.run(self._finish, outcome)
+            self._fence.run(self._finish)
         self._fence.run(self._close)
 
     def _open(self) -> None:
@@ -244,7 +275,9 @@ class Session:
         """The program is over: nothing more is noticed, and our thread ends."""
         self.marks.stop()
         self._over.set()
-        if self._window is not None:
+        if self._window is not None and self._failed:
+            self._window.abandon(f"the script ended early ({self._outcome})")
+        elif self._window is not None:
             self._window.close()
 
     def _start(self) -> None:
@@ -252,7 +285,7 @@ class Session:
         assert device is not None
         info = self._info = device.info()
         self._found = device.settings()
-        self.run = run_directory(self._options.out, self._ranks)
+        self.run, elsewhere = run_directory(self._options.out, self._ranks)
         self._recorder = Recorder(self.run / events_name(self._ranks))
         self._mode, why = self._choose_mode(info)
         self._mode_reason = why
@@ -268,10 +301,14 @@ class Session:
             found=self._found,
             mode=self._mode,
             mode_reason=why,
+            host=platform.node() or None,
+            torch=_torch_version(),
         )
         self._recorder(started)
         self._voice.started(started)
-        if self._mode == "shadow":
+        if elsewhere is not None:
+            self._voice.noticed(f"{elsewhere}: the files of this run are in {self.run}")
+        if self._mode == "shadow" and not self._options.dry_run:
             self._refuse("setting clocks", why)
         if not self._simulated:
             self._sampler = Sampler(device, fence=self._fence)
@@ -299,7 +336,7 @@ class Session:
         if info.backend == "null":
             return "observe", info.refusal or "there is no GPU"
         if self._options.dry_run:
-            return "shadow", "--dry-run: nothing is set"
+            return "shadow", "--dry-run"
         if not info.can_set:
             return "shadow", info.refusal or "this device cannot be set"
         return "govern", f"at most {self._options.goal.max_slowdown:.1%} slower"
@@ -319,7 +356,7 @@ class Session:
         window.start()
         self._window = window
 
-    def _finish(self, outcome: str) -> None:
+    def _finish(self) -> None:
         """Everything after the script: rehearse, restore, write, tell."""
         assert self._info is not None
         assert self._recorder is not None
@@ -333,7 +370,7 @@ class Session:
         else:
             self._fence(self._settle)()
         if self._fitter is not None:
-            self._fence.run(self._fitter.conclude, outcome)
+            self._fence.run(self._fitter.conclude, self._outcome)
             self._fence(self._take_schedule)(self._fitter.schedule())
         after, restored = self._restore()
         if self._sampler is not None:
@@ -344,7 +381,7 @@ class Session:
                 t_s=self._now(),
                 iterations=max(0, self.marks.index),
                 rehearsed_iterations=rehearsal.iterations_alone if rehearsal else 0,
-                outcome=outcome,
+                outcome=self._outcome,
                 found=self._found,
                 after=after,
                 restored=restored,
@@ -354,20 +391,43 @@ class Session:
                 label=self._info.label,
                 energy_disagreement=self._sampler.disagreement if self._sampler else None,
                 no_trace=None if self._trace is not None else self._why_no_trace(),
+                energy_j=self._sampler.total_j if self._sampler else None,
+                unseen=self._why_unseen() if self.marks.index < 0 else None,
             )
         )
         self._wait_for_others()
         if not self._recorder.path.exists():
             raise FileError(f"{self.run}: deleted while the program ran; nothing is left to report")
-        self._voice.ended(self.run, self._options)
+        keep = not self._left_nothing
+        self._voice.ended(self.run, self._options, keep=keep)
+        if not keep:
+            self._recorder.path.unlink()
+            if self._ranks.world_size == 1:
+                shutil.rmtree(self.run, ignore_errors=True)
+
+    @property
+    def _failed(self) -> bool:
+        """The script has ended with an error, an exit code or an interrupt: a traceback, or
+        whoever has pressed Ctrl-C, waits for us, so that nothing that takes long is begun."""
+        return self._outcome != "finished"
+
+    @property
+    def _left_nothing(self) -> bool:
+        """The script has ended at once, without an iteration: its `--help`, for example."""
+        at_once = not self._failed and self._now() < AT_ONCE_S and self.marks.index < 0
+        return at_once and self._options.out is None and not self._fence.down
 
     def _settle(self) -> None:
         """What is left to do before the end is written: the last iterations, the plan."""
         self._look()
-        if self._rehearsal is not None:
-            self._rehearse()
-        elif self._simulated and self._mode != "observe":
-            self._refuse("rehearsing", self._why_no_trace())
+        simulates = self._simulated and self._mode != "observe"
+        if self._failed and (simulates or self._mode == "shadow"):
+            self._refuse("rehearsing", f"the script ended early ({self._outcome})")
+        elif self._rehearsal is not None:
+            self._rehearse(self._rehearsal)
+        elif simulates:
+            if self._ranks.rank == 0:  # rank 0 rehearses for all
+                self._refuse("rehearsing", self._why_no_trace())
         elif self._mode == "shadow" and self._lease is None:
             self._predict()
         elif self._mode == "govern" and self._conductor is None:
@@ -464,6 +524,8 @@ class Session:
             self._refuse("going on", f"the program raised {self._fence.broken_into}")
             return
         finished = self._look()
+        if self.marks.index < 0 and self._waited_for is None:
+            self._look_elsewhere()
         if self._simulated or self._alone:
             return
         memory_settled = self._fitter is None or self._fitter.settled
@@ -472,13 +534,25 @@ class Session:
         if self._conductor is not None:
             self._conduct(self._conductor, finished)
 
+    def _look_elsewhere(self) -> None:
+        """Does the script leave its iterations to processes that it has started?"""
+        main = threading.main_thread().ident
+        how = waits_for(main) if main is not None else None
+        if how is None:
+            self._waits_since_s = None
+        elif self._waits_since_s is None:
+            self._waits_since_s = self._now()
+        elif self._now() - self._waits_since_s > UNSEEN_S:
+            self._waited_for = how
+            self._voice.noticed(self._why_unseen())
+
     def _look(self) -> list[Iteration]:
         """Take what has come in: iterations, the trace, a reading of the sensors. Raises
         `FileError` once nothing can be recorded any more: nothing is done without a record."""
         if self._recorder is not None and self._recorder.lost is not None:
             raise FileError(self._recorder.lost)
         finished = [i for i in self.marks.finished() if not i.skipped]
-        if self._trace is None and self._window is not None:
+        if self._trace is None and self._window is not None and not self._failed:
             self._take_trace(self._window.trace())
         if self._fitter is not None:
             for iteration in finished:
@@ -652,37 +726,74 @@ class Session:
         assert self.run is not None
         codec.save(self.run / "trace.json", trace)
 
+    def _why_unseen(self) -> str:
+        """Why there was no iteration in this process, and what to do about it."""
+        if self._waited_for is not None:
+            return (
+                "no iteration seen: the script waits for processes that it started with "
+                f"{self._waited_for}, and kilter observes the process of the script alone; let "
+                "kilter start them (kilter run --nproc-per-node N SCRIPT, as torchrun does), or "
+                "call kilter.govern() in the function that trains"
+            )
+        if (children_s := children_cpu_s() - self._children_s) > CHILDREN_S:
+            return (
+                "no iteration seen in the script's own process; processes that it started "
+                f"computed for {children_s:.0f} s: put kilter run before the command that trains"
+            )
+        if "torch" not in sys.modules:
+            return "no iteration seen: the script did not import torch"
+        if self.marks.why_not is not None:
+            return f"no iteration seen: {self.marks.why_not}"
+        return (
+            "no iteration seen: no optimizer of torch.optim stepped; to say where an iteration "
+            "ends: with kilter.govern() as job, and job.mark() after each one"
+        )
+
     def _why_no_trace(self) -> str:
         if self._ranks.rank != 0:
             return "rank 0 rehearses for all"
         if self._window is None:
             return "nothing needed one; --trace records one"
+        if self._failed:
+            return f"the script ended early ({self._outcome})"
+        seen = self.marks.index + 1
+        if seen <= WINDOW_AFTER + WINDOW_BORDERS:
+            return self._too_few(WINDOW_AFTER + WINDOW_BORDERS + 1)
         if self._window.why_not:
             return self._window.why_not
-        if self.marks.why_not:
-            return self.marks.why_not
-        return f"the script ended after {max(0, self.marks.index)} iterations: too few to observe"
+        return "the observation gave no trace"
 
     def _why_not_begun(self) -> str:
-        if self.marks.why_not:
-            return self.marks.why_not
         if self.marks.index < FIRST_BLOCK:
-            return f"the script ended after {max(0, self.marks.index)} iterations: too few"
+            return self._too_few(FIRST_BLOCK + 1)
         if self._board is None and self._ranks.world_size > 1:
             return "the ranks have no process group to agree through"
         return "the script ended at once"
 
-    def _rehearse(self) -> None:
-        """Go on with the trace until the evidence is in."""
-        assert self._rehearsal is not None
-        over, why_not = False, f"stopped after {REHEARSE_S:.0f} s"
+    def _too_few(self, needed: int) -> str:
+        if self.marks.index < 0:
+            return "no iteration was seen"
+        seen = show_count(max(0, self.marks.index), "iteration")
+        return f"the script ended after {seen}: at least {needed} are needed"
+
+    def _rehearse(self, rehearsal: Rehearsal) -> None:
+        """Go on with the trace until the evidence is in, or the time for it is over."""
+        over = False
+        why_not = f"stopped after {self._rehearse_s:g} s; for more time: --rehearse 60s"
+        self._rehearses = True
         try:
-            over = self._rehearsal.finish(seconds=REHEARSE_S, progress=self._rehearsing)
+            over = rehearsal.finish(seconds=self._rehearse_s, progress=self._rehearsing)
         except _Hurried:
-            why_not = "interrupted"
+            why_not = "ended by Ctrl-C"
+        self._rehearses = False
         self._voice.rehearsing(None)
         if not over:
             self._refuse("a complete rehearsal", why_not)
+
+    @property
+    def _rehearse_s(self) -> float:
+        asked_s = self._options.rehearse_s
+        return REHEARSE_S if asked_s is None else asked_s
 
     def _rehearsing(self, seconds: float) -> None:
         if self._hurry.is_set():
@@ -715,7 +826,7 @@ class Session:
             record=lambda event: None,
             seed=SEED,
         )
-        rehearsal.finish(seconds=SHADOW_S)
+        self._rehearse(rehearsal)
         self._predicted = rehearsal
 
     def _write_plan(self) -> None:
@@ -788,6 +899,13 @@ def open_device(spec: str, ranks: Ranks) -> Device:
     from kilter.sim.profile import load_profile
 
     return SimGpu(load_profile(name), seed=ranks.local_rank, index=ranks.local_rank)
+
+
+def _torch_version() -> str | None:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def how_it_ended(error: BaseException | None) -> str:

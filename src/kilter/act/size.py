@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -39,7 +40,7 @@ class Fit:
     """What has to move, in words; empty if nothing does."""
     fits: bool
     plan: MemoryPlan | None
-    """For feature maps; None where none is needed, or none is possible."""
+    """For activations; None where none is needed, or none is possible."""
     compute_s: float
     """Forward and backward with everything kept."""
     division: Division | None
@@ -75,8 +76,8 @@ class Size:
         )
         streamed = used_up - shapes.state_bytes + 2 * shapes.bucket_state_bytes
         found = [
-            ("feature maps swapped or made again", max(kept, step_bytes)),
-            ("gradients used up as they arrive", used_up),
+            ("activations offloaded or recomputed", max(kept, step_bytes)),
+            ("gradients consumed as they arrive", used_up),
         ]
         if shapes.state_bytes > 2 * shapes.bucket_state_bytes:
             found.append(("optimizer state on the host", streamed))
@@ -190,6 +191,65 @@ class Size:
         return "\n".join(f"{name:<18} {text}" for name, text in rows)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestBatch:
+    """The answer to "how large may the batch be?". Simulated; 0: not even one sample fits."""
+
+    budget_bytes: int
+    as_it_is: int
+    with_plan: int
+    how: str
+    """What has to move for `with_plan`, in words; empty if nothing gains by it."""
+
+    def __str__(self) -> str:
+        text = f"{self.as_it_is or 'none'} as it is"
+        if self.with_plan > self.as_it_is:
+            text += f", {self.with_plan} with {self.how}"
+        return f"{text} (largest batch within {show_bytes(self.budget_bytes)})"
+
+
+MOST_BATCH = 2**20
+MOST_SIZES = 40
+"""Batches asked for in one search: sizes grow nearly in proportion, so a few are enough."""
+
+
+def largest_batch(sized: Callable[[int], Size], budget_bytes: int) -> LargestBatch:
+    """The largest batches that fit a budget as they are, and with whatever may move."""
+    sized = functools.cache(sized)
+    plain = _largest(
+        lambda n: sized(n).peak_bytes, lambda n: sized(n).peak_bytes <= budget_bytes, budget_bytes
+    )
+    moved = _largest(
+        lambda n: sized(n).least_bytes[-1][1],
+        lambda n: sized(n).fit(budget_bytes).fits,
+        budget_bytes,
+    )
+    how = sized(moved).fit(budget_bytes).how if moved > plain else ""
+    return LargestBatch(
+        budget_bytes=budget_bytes, as_it_is=plain, with_plan=max(plain, moved), how=how
+    )
+
+
+def _largest(bytes_of: Callable[[int], int], fits: Callable[[int], bool], budget_bytes: int) -> int:
+    """The largest batch that fits, by bisection that guesses where the line through the ends of
+    what is known meets the budget."""
+    low, high = 0, MOST_BATCH + 1
+    guess = 8
+    for _ in range(MOST_SIZES):
+        if fits(guess):
+            low = guess
+        else:
+            high = guess
+        if high - low <= 1:
+            break
+        guess = 2 * low if high > MOST_BATCH else (low + high) // 2
+        if low > 0 and high <= MOST_BATCH and bytes_of(high) > bytes_of(low):
+            slope = (bytes_of(high) - bytes_of(low)) / (high - low)
+            guess = low + int((budget_bytes - bytes_of(low)) / slope)
+        guess = min(max(guess, low + 1), min(high - 1, MOST_BATCH))
+    return low
+
+
 def told(fit: Fit, card: str) -> list[str]:
     """A fit in a line or two."""
     budget = show_bytes(fit.budget_bytes)
@@ -199,7 +259,7 @@ def told(fit: Fit, card: str) -> list[str]:
     if fit.plan is not None:
         lines = [
             f"{budget}: fits with {fit.how}",
-            f"{fit.plan.swapped} data swapped, {fit.plan.remade} made again: "
+            f"{fit.plan.swapped} tensors offloaded, {fit.plan.remade} recomputed: "
             f"{_slower(fit, fit.plan.iteration_s)} on an imagined {card}",
         ]
     division = fit.division

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kilter.act.session import Options
+from kilter.act.journal import STATE_VARIABLE
+from kilter.act.session import REHEARSE_S, Options
 from kilter.core.errors import UsageError
 from kilter.core.plan import GRADIENTS, Goal, MemoryBudget, Objective
-from kilter.core.units import parse_fraction
+from kilter.core.units import parse_fraction, parse_seconds
 from kilter.device.find import CHOICES
 
 DEFAULT_MAX_SLOWDOWN = 0.02
@@ -124,6 +125,13 @@ OPTIONS = {
             "auto (default), nvml, sim:NAME, replay:PATH of a recorded run, or null",
             "DEVICE",
         ),
+        Option(
+            "rehearse",
+            parse_seconds,
+            "on a simulated device: how long to go on with the search after the script (default:"
+            f" {REHEARSE_S:g}s)",
+            "60s",
+        ),
         Option("dry-run", _switch, "observe, plan and report, but set nothing"),
         Option(
             "trace",
@@ -180,7 +188,26 @@ def resolve(
         json_summary=given.get("json", False),
         gradients=given.get("gradients", "auto"),
         trace=given.get("trace", False),
+        rehearse_s=given.get("rehearse"),
     )
+
+
+OTHER_VARIABLES = ("KILTER", "KILTER_READ_ONLY", STATE_VARIABLE, "KILTER_RUN", "KILTER_TEST_NVML")
+"""Of the environment, besides those of the options."""
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each `KILTER_*` variable that nothing reads: most are misspelt."""
+    import difflib
+
+    known = [*OTHER_VARIABLES, *(option.variable for option in OPTIONS.values())]
+    told = []
+    for name in sorted(environ):
+        if name.startswith("KILTER_") and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "kilter run --help lists those it reads"
+            told.append(f"{name} is in the environment, and kilter reads no such variable; {hint}")
+    return told
 
 
 def find_file(directory: Path) -> tuple[Path | None, dict[str, str]]:

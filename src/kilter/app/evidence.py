@@ -197,6 +197,60 @@ def probes_of(pairs: Pairs, chosen: Setting) -> tuple[Probe, ...]:
     return tuple(result)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The chosen setting against the default, as far as the blocks show it."""
+
+    baseline: Arm
+    governed: Arm
+    saving: float | None
+    saving_ci95: tuple[float, float] | None
+    slowdown: float | None
+    slowdown_ci95: tuple[float, float] | None
+    evidence: Evidence
+    rehearsed_share: float
+    probes: tuple[Probe, ...]
+
+
+def judge(blocks: Sequence[Block], *, found: Setting, chosen: Setting, stands: bool) -> Judgement:
+    """What the blocks say about `chosen`; `stands`: it was concluded that the default stays."""
+    pairs = pair_up(blocks)
+    probes = probes_of(pairs, chosen)
+    if chosen == found:
+        baseline = arm_of([b for b in blocks if _default(b)])
+        unchanged = 0.0 if stands else None
+        return Judgement(
+            baseline=baseline,
+            governed=baseline if stands else Arm(iteration_s=None, energy_j=None),
+            saving=unchanged,
+            saving_ci95=None,
+            slowdown=unchanged,
+            slowdown_ci95=None,
+            evidence=evidence_of(blocks, pairs, None),
+            rehearsed_share=rehearsed_share(pairs),
+            probes=probes,
+        )
+    judged = [pair for pair in pairs if pair[1].phase in JUDGED and pair[1].setting == chosen]
+    time, energy = estimates(judged)
+    slowdown, slowdown_ci95 = change(time, sign=1)
+    saving, saving_ci95 = change(energy, sign=-1)
+    return Judgement(
+        baseline=arm_of([base for base, _ in judged] or [b for b in blocks if _default(b)]),
+        governed=arm_of([ours for _, ours in judged]),
+        saving=saving,
+        saving_ci95=saving_ci95,
+        slowdown=slowdown,
+        slowdown_ci95=slowdown_ci95,
+        evidence=evidence_of(blocks, judged, energy),
+        rehearsed_share=rehearsed_share(judged),
+        probes=probes,
+    )
+
+
+def _default(block: Block) -> bool:
+    return block.arm == "baseline" and usable(block)
+
+
 def _from_the_top(item: tuple[tuple[Setting, str], object]) -> tuple[float, float, float, bool]:
     """Highest setting first (a knob left alone is above any value), probes before judgements."""
     (setting, role), _ = item

@@ -9,27 +9,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib import resources
 
-from kilter.app import memory_plots
-from kilter.app.evidence import allowed_slowdown
+from kilter.app import memory_plots, svg
+from kilter.app.evidence import Probe, allowed_slowdown
 from kilter.app.memory_report import Timeline
 from kilter.app.opening import STAND_IN, contract
 from kilter.app.operations import OperationEnergy
 from kilter.app.plots import iteration_times, power, signed, strip, tag, trade_off
 from kilter.app.report import Report
 from kilter.app.summary import (
+    NOTHING_SET,
     counted,
     doubt,
     ending,
     evidence,
+    happened,
     headline,
+    idle,
     interval,
     kind,
     less_one,
+    machine,
+    next_step,
+    plain_name,
     verdict,
+    whole_run,
 )
 from kilter.app.svg import escape
+from kilter.core.events import Decided
+from kilter.core.label import Label
 from kilter.core.units import show_count, show_energy, show_fraction, show_pace, show_time
 
 MOST_OPERATIONS = 12
@@ -72,33 +82,49 @@ def _style() -> str:
 
 def _head(report: Report) -> str:
     command = escape(" ".join(report.command))
+    alone = report.memory if report.goal.max_slowdown is None else None
+    tagged = tag(report) if alone is None else memory_plots.tag(alone.label)
+    device = STAND_IN if alone and alone.backend == "stand-in" else plain_name(report.device)
+    findings = _findings(report)
+    further = "".join(f"<p class='finding'>{finding}</p>" for finding in findings[1:])
+    step = next_step(report)
+    following = "" if step is None else f"<p class='next'>Next: {escape(step)}.</p>"
+    facts = (f"{device}; {report.ranks}", whole_run(report), machine(report))
+    return (
+        f"<header><p class='kicker'>kilter report {tagged}</p>"
+        f"<h1>{findings[0]}</h1>{further}{following}<p class='lede'><code>{command}</code></p>"
+        + "".join(f"<p class='facts'>{escape(fact)}</p>" for fact in facts)
+        + "</header>"
+    )
+
+
+def _findings(report: Report) -> list[str]:
+    """What a reader has to know, the first first, as HTML."""
     predicted = ""
     if report.saving is None and report.prediction is not None:
         label = report.prediction.label.value
         predicted = f" <span class='tag {label}'>predicted, {label}</span>"
-    alone = report.memory if report.goal.max_slowdown is None else None
-    tagged = tag(report) if alone is None else memory_plots.tag(alone.label)
-    device = STAND_IN if alone and alone.backend == "stand-in" else report.device
-    facts = [device, report.ranks, report.wall_time, f"kilter {report.kilter}"]
-    return (
-        f"<header><p class='kicker'>kilter report {tagged}</p>"
-        f"<h1>{escape(_claim(report))}{predicted}</h1><p class='lede'><code>{command}</code></p>"
-        f"<p class='facts'>{' &middot; '.join(escape(fact) for fact in facts)}</p></header>"
-    )
+    found = [f"{escape(_claim(report))}{predicted}"]
+    if (starved := idle(report)) is not None:
+        text, _, label = starved.rpartition(" [")
+        label = label.removesuffix("]")
+        found.insert(0, f"{escape(_capital(text))} <span class='tag {label}'>{label}</span>")
+    return found
 
 
 def _claim(report: Report) -> str:
     if report.goal.max_slowdown is None and report.memory is not None:
         return memory_plots.claim(report.memory)
     if report.choice.setting == report.found or report.slowdown is None:
-        text = headline(report).rpartition(" [")[0]
+        text = headline(report)
+        text = text.rpartition(" [")[0] or text
         return _capital(text).replace(" -", " \u2212")
     time = show_pace(report.slowdown)
     if report.saving is None:
         return f"{_capital(time)}; energy unknown"
+    would = "" if happened(report) else "Would take "
     if report.saving < 0.0:
-        return f"{show_fraction(-report.saving)} more energy per iteration, {time}"
-    would = "" if report.kept else "Would take "
+        return f"{would}{show_fraction(-report.saving)} more energy per iteration, {time}"
     return f"{would}{show_fraction(report.saving)} less energy per iteration, {time}"
 
 
@@ -106,53 +132,48 @@ def _tiles(report: Report) -> str:
     if report.goal.max_slowdown is None and report.memory is not None:
         return ""  # the memory section has its own
     base, ours = report.baseline, report.governed
-    compared = report.evidence.pairs > 0
-    tiles = [
-        _tile(
-            report,
-            "Evidence",
-            show_count(report.evidence.pairs, "pair")
-            if compared
-            else show_count(len(report.blocks), "block"),
-            f"{report.evidence.iterations} of {report.iterations + report.rehearsed_iterations} "
-            "iterations"
-            if compared
-            else "nothing to compare with",
-            f"{_capital(evidence(report))}.",
-        )
-    ]
     if report.slowdown is None or report.choice.setting == report.found:
         as_found = "per iteration, as found"
         terms = f"Goal: {contract(report.goal)}."
         tiles = [
-            _tile(report, "Energy", show_energy(base.energy_j), as_found, _energy_method(report)),
-            _tile(report, "Time", show_time(base.iteration_s), as_found, terms),
-            *tiles,
+            _tile(report, "Energy", _energy(base.energy_j), as_found, _energy_method(report)),
+            _tile(report, "Time", _time(base.iteration_s), as_found, terms),
         ]
     else:
+        less = None if report.saving is None else -report.saving
+        ends = _negated(report.saving_ci95)
         tiles = [
             _tile(
                 report,
                 "Energy per iteration",
-                signed(None if report.saving is None else -report.saving),
-                _spread(_negated(report.saving_ci95)),
-                f"{show_energy(base.energy_j)} by default, {show_energy(ours.energy_j)} governed.",
-                strip("saving", report.saving_ci95, report.saving, None),
+                signed(less),
+                _spread(ends),
+                f"{_energy(base.energy_j)} by default, {_energy(ours.energy_j)} governed.",
+                strip("energy", ends, less, None),
             ),
             _tile(
                 report,
                 "Time per iteration",
                 signed(report.slowdown),
                 _spread(report.slowdown_ci95),
-                f"{show_time(base.iteration_s)} by default, {show_time(ours.iteration_s)} "
+                f"{_time(base.iteration_s)} by default, {_time(ours.iteration_s)} "
                 f"governed; {verdict(report)}.",
-                strip(
-                    "slowdown", report.slowdown_ci95, report.slowdown, allowed_slowdown(report.goal)
-                ),
+                strip("time", report.slowdown_ci95, report.slowdown, allowed_slowdown(report.goal)),
             ),
-            *tiles,
         ]
+    tiles.append(_evidence_tile(report))
     return f"<section class='tiles' aria-label='Result'>{''.join(tiles)}</section>"
+
+
+def _evidence_tile(report: Report) -> str:
+    e = report.evidence
+    if not e.pairs:
+        value, spread = show_count(len(report.blocks), "block"), "nothing to compare with"
+    else:
+        value = show_count(e.pairs, "pair")
+        rehearsed = " rehearsed" if report.rehearsed_share == 1.0 else ""
+        spread = f"{e.iterations}{rehearsed} iterations; {report.iterations} of the script timed"
+    return _tile(report, "Evidence", value, spread, f"{_capital(evidence(report))}.")
 
 
 def _spread(ends: tuple[float, float] | None) -> str:
@@ -179,67 +200,88 @@ def _operations(report: Report) -> str:
             "<section><h2>Where the energy of an iteration goes</h2>"
             f"<p>Its operations were not recorded: {escape(report.no_trace)}.</p></section>"
         )
-    shown = report.operations[:MOST_OPERATIONS]
+    shown, rest = report.operations[:MOST_OPERATIONS], report.operations[MOST_OPERATIONS:]
     largest = shown[0].share
-    rows = [_operation_row(op, largest) for op in shown]
-    rest = report.operations[MOST_OPERATIONS:]
-    if rest:
-        rows.append(
-            f"<tr><td>{len(rest)} more</td><td></td><td></td>"
-            f"<td class='n'>{show_energy(math.fsum(op.energy_j for op in rest))}</td>"
-            f"<td class='n'>{show_fraction(math.fsum(op.share for op in rest))}</td><td></td></tr>"
-        )
+    rows = [_operation_row(counted(op), op, largest) for op in shown]
+    for what in dict.fromkeys(op.kind for op in rest):
+        group = [op for op in rest if op.kind == what]
+        rows.append(_operation_row(f"{len(group)} more", _together(group), largest))
     return (
         "<section><h2>Where the energy of an iteration goes</h2>"
         f"<p>{escape(_capital(report.operations_method or ''))}. {tag(report)}</p>"
         + _table(
-            ("Operation", "Kind", "", "Energy", "Share", "FLOP per byte"),
+            (
+                ("Operation", "name"),
+                ("Kind", ""),
+                ("", "bar"),
+                ("Energy", "n"),
+                ("Share", "n"),
+                ("FLOP per byte", "n wideonly"),
+            ),
             rows,
-            numeric=(3, 4, 5),
             caption="Operations of one iteration under the default, by energy",
         )
         + "</section>"
     )
 
 
-def _operation_row(op: OperationEnergy, largest: float) -> str:
+def _together(group: Sequence[OperationEnergy]) -> OperationEnergy:
+    """Operations of one kind that get no line of their own."""
+    return replace(
+        group[0],
+        energy_j=math.fsum(op.energy_j for op in group),
+        share=math.fsum(op.share for op in group),
+        intensity_flop_per_byte=None,
+    )
+
+
+def _operation_row(name: str, op: OperationEnergy, largest: float) -> tuple[str, ...]:
     intensity = op.intensity_flop_per_byte
-    shown = "" if intensity is None else f"{intensity:.3g}"
     return (
-        f"<tr><td class='name'>{escape(counted(op))}</td>"
-        f"<td>{escape(kind(op))}</td>"
-        f"<td class='bar'><span style='width:{100 * op.share / largest:.1f}%'></span></td>"
-        f"<td class='n'>{show_energy(op.energy_j)}</td>"
-        f"<td class='n'>{show_fraction(op.share)}</td><td class='n'>{shown}</td></tr>"
+        escape(name),
+        escape(kind(op)),
+        f"<span style='width:{min(100 * op.share / largest, 100.0):.1f}%'></span>",
+        _energy(op.energy_j),
+        show_fraction(op.share),
+        "" if intensity is None else f"{intensity:.3g}",
     )
 
 
 def _tried(report: Report) -> str:
     if not report.probes:
         return ""
-    rows = []
-    for probe in report.probes:
-        name = escape(probe.setting)
-        role = "judged, not taken" if probe.phase == "confirm" else escape(probe.phase)
-        if probe.chosen and probe.phase == "confirm":
-            name, role = f"<strong>{name}</strong>", "judged, chosen"
-        rows.append(
-            f"<tr><td>{name}</td><td>{role}</td>"
-            f"<td class='n'>{signed(probe.time_ratio - 1)}</td>"
-            f"<td class='n faint'>{_ends(probe.time_ci95)}</td>"
-            f"<td class='n'>{signed(less_one(probe.energy_ratio))}</td>"
-            f"<td class='n faint'>{_ends(probe.energy_ci95)}</td>"
-            f"<td class='n'>{probe.pairs}</td></tr>"
-        )
     return (
         f"<section><h2>Settings tried</h2><p>Relative to the default. {tag(report)}</p>"
         + _table(
-            ("Setting", "Role", "Time", "95 %", "Energy", "95 %", "Pairs"),
-            rows,
-            numeric=(2, 3, 4, 5, 6),
+            (
+                ("Setting", ""),
+                ("Role", ""),
+                ("Time", "n"),
+                ("95 %", "n faint wideonly"),
+                ("Energy", "n"),
+                ("95 %", "n faint wideonly"),
+                ("Pairs", "n"),
+            ),
+            [_probe_row(probe) for probe in report.probes],
             caption="Settings tried, with time and energy relative to the default",
         )
         + "</section>"
+    )
+
+
+def _probe_row(probe: Probe) -> tuple[str, ...]:
+    name = escape(probe.setting)
+    role = "judged, not taken" if probe.phase == "confirm" else escape(probe.phase)
+    if probe.chosen and probe.phase == "confirm":
+        name, role = f"<strong>{name}</strong>", "judged, chosen"
+    return (
+        name,
+        role,
+        signed(probe.time_ratio - 1),
+        _ends(probe.time_ci95),
+        signed(less_one(probe.energy_ratio)),
+        _ends(probe.energy_ci95),
+        str(probe.pairs),
     )
 
 
@@ -247,27 +289,35 @@ def _decisions(report: Report) -> str:
     if not report.decisions:
         return ""
     rows = [
-        f"<tr><td class='n'>{decision.t_s:.1f} s</td><td>{escape(decision.state)}</td>"
-        f"<td>{escape(decision.setting)}</td>"
-        f"<td class='reason'>{escape(decision.reason)}</td></tr>"
+        (
+            f"{decision.t_s:.1f} s",
+            f"{escape(decision.state)} {memory_plots.tag(_decided_by(report, decision))}",
+            escape(decision.setting),
+            escape(decision.reason),
+        )
         for decision in report.decisions
     ]
     return (
-        f"<section><h2>Decisions</h2><p>In order; the last one rules. {tag(report)}</p>"
+        "<section><h2>Decisions</h2><p>In order; the last one rules. The label says where the "
+        "numbers come from that each one rests on.</p>"
         + _table(
-            ("At (real time)", "State", "Setting", "Reason"),
+            (("At (real time)", "n"), ("State", ""), ("Setting", ""), ("Reason", "reason")),
             rows,
-            numeric=(0,),
             caption="Decisions with their reasons",
         )
         + "</section>"
     )
 
 
+def _decided_by(report: Report, decision: Decided) -> Label:
+    """A prediction is a simulation, also where everything else was measured."""
+    return Label.SIMULATED if decision.state == "predicted" else report.label
+
+
 def _effects(report: Report) -> str:
     entries = [
         ("Found", str(report.found)),
-        ("At the end", ending(report)),
+        ("At the end", "as found" if ending(report) == NOTHING_SET else ending(report)),
     ]
     entries += [(f"Refused: {r.what}", r.reason) for r in report.refused]
     entries += [(f"Error of ours: {e.where}", e.error) for e in report.errors]
@@ -277,7 +327,7 @@ def _effects(report: Report) -> str:
 
 
 def _method(report: Report) -> str:
-    mode = {"govern": "settings are changed and judged", "shadow": "nothing is set"}
+    mode = {"govern": "settings are changed and judged", "shadow": "planning only"}
     entries = [
         ("Numbers", f"{report.label.value}: {_LABELS[report.label.value]}"),
     ]
@@ -304,12 +354,12 @@ def _method(report: Report) -> str:
             )
         )
     if report.overhead is not None:
-        hook = show_time(report.overhead.hook_per_iteration_s)
+        hook = _time(report.overhead.hook_per_iteration_s)
         entries.append(
             (
                 "Cost of kilter itself",
                 f"{hook} per iteration in the job's path, the observation's share included; "
-                f"{show_time(report.overhead.sampler_s)} in the sampler's thread",
+                f"{_time(report.overhead.sampler_s)} in the sampler's thread",
             )
         )
     return f"<section><h2>How this was measured</h2>{_list(entries)}</section>"
@@ -339,16 +389,24 @@ def _energy_method(report: Report) -> str:
 
 
 def _table(
-    heads: Sequence[str], rows: Iterable[str], *, numeric: Sequence[int], caption: str
+    columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], *, caption: str
 ) -> str:
-    cells = "".join(
-        f"<th scope='col' class='{'n' if i in numeric else 'bar' if not head else ''}'>"
-        f"{escape(head)}</th>"
-        for i, head in enumerate(heads)
+    """`columns` are heads and classes; the cells of `rows` are HTML."""
+    heads = "".join(
+        f"<th scope='col' class='{style}'>{escape(head)}</th>" for head, style in columns
+    )
+    styles = [style for _, style in columns]
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<td class='{style}'>{cell}</td>" for style, cell in zip(styles, row, strict=True)
+        )
+        + "</tr>"
+        for row in rows
     )
     return (
         f"<div class='scroll' tabindex='0'><table><caption>{escape(caption)}</caption>"
-        f"<thead><tr>{cells}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 
@@ -360,6 +418,14 @@ def _list(entries: Iterable[tuple[str, str]]) -> str:
 
 
 # Numbers and words.
+
+
+def _energy(joules: float | None) -> str:
+    return svg.micro(show_energy(joules))
+
+
+def _time(seconds: float | None) -> str:
+    return svg.micro(show_time(seconds))
 
 
 def _ends(ends: tuple[float, float] | None) -> str:

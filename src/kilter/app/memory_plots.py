@@ -15,10 +15,10 @@ from kilter.core.units import GIB, KIB, MIB, show_bytes, show_fraction, show_pac
 
 LANES = (
     ("compute", "compute"),
-    ("remake", "made again"),
+    ("remake", "recompute"),
     ("stall", "waits"),
-    ("out", "to host"),
-    ("in", "to device"),
+    ("out", "offload"),
+    ("in", "prefetch"),
 )
 """Lane of the simulator, and its name in the picture, from top to bottom."""
 LANE, LANE_STEP = 13.0, 21.0
@@ -40,6 +40,7 @@ def section(memory: MemoryReport | None, found: Timeline | None) -> str:
     )
     return (
         f"<section class='tiles' aria-label='Memory'>{_tiles(memory)}</section>{drawn}"
+        f"{_kinds(memory)}"
         f"<section><h2>Memory in numbers</h2><dl>{entries}</dl></section>"
     )
 
@@ -81,26 +82,50 @@ def _tiles(memory: MemoryReport) -> str:
     tiles.append(
         _tile(
             "Time per iteration" if known else "Time of a pass",
-            show_fraction(change, signed=True).replace("-", "\u2212"),
+            _change(change),
             own if known else simulated,
             bound,
             times,
         )
     )
-    moved = None
-    if memory.pass_out_bytes is not None and memory.pass_in_bytes is not None:
-        moved = memory.pass_out_bytes + memory.pass_in_bytes
     tiles.append(
         _tile(
-            "Moved in a pass",
-            show_bytes(moved),
+            "Offloaded in a pass",
+            show_bytes(memory.pass_out_bytes),
             simulated,
-            f"{show_fraction(memory.hidden)} hidden behind compute",
-            f"{memory.swapped or 0} data swapped, {memory.remade or 0} made again, "
+            f"{show_bytes(memory.pass_in_bytes)} copied back; "
+            f"{show_fraction(memory.hidden)} of the copies hidden behind compute",
+            f"{memory.swapped or 0} tensors offloaded, {memory.remade or 0} recomputed, "
             f"{memory.kept or 0} kept; {show_bytes(memory.host_bytes)} of host memory.",
         )
     )
     return "".join(tiles)
+
+
+def _kinds(memory: MemoryReport) -> str:
+    """Passes of other shapes have plans of their own: the last one for each plain peak."""
+    plans = {plan.peak_before_bytes: plan for plan in memory.plans}
+    if len(plans) < 2:
+        return ""
+    rows = "".join(
+        f"<tr><td class='n'>{show_bytes(before)}</td><td class='n'>{show_bytes(plan.peak_bytes)}"
+        f"</td><td>{'yes' if plan.feasible else 'no'}</td><td class='n'>{plan.swapped}</td>"
+        f"<td class='n'>{plan.remade}</td><td class='n'>"
+        f"{_change(plan.iteration_s / plan.compute_s - 1) if plan.compute_s else ''}</td></tr>"
+        for before, plan in sorted(plans.items(), reverse=True)
+    )
+    heads = ("Peak as it is", "Under its plan", "Fits", "Offloaded", "Recomputed", "Time")
+    return (
+        f"<section><h2>Kinds of passes</h2><p>{len(plans)} kinds of iterations differ in their "
+        f"peak; each has its own plan. {tag(Label.SIMULATED)}</p><div class='scroll' tabindex='0'>"
+        "<table><caption>Plans by kind of pass</caption><thead><tr>"
+        + "".join(f"<th scope='col' class='{'' if h == 'Fits' else 'n'}'>{h}</th>" for h in heads)
+        + f"</tr></thead><tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _change(fraction: float | None) -> str:
+    return show_fraction(fraction, signed=True).replace("-", "\u2212")
 
 
 def _tile(name: str, value: str, tagged: str, spread: str, text: str) -> str:
@@ -125,15 +150,15 @@ def _picture(memory: MemoryReport, found: Timeline) -> str:
         tag(Label.SIMULATED),
         "memory",
         "Device memory over one pass, and the schedule",
-        "Forward (light), then backward (dark), and beneath it what leaves, what comes back, what "
-        "is made again and where compute waits.",
+        "Forward (light), then backward (dark); beneath them what is recomputed, where compute "
+        "waits, and the copies to the host (offload) and back (prefetch).",
         "Operation times, sizes and levels are those observed in the first iterations; the "
         "schedule is the one in force, run by the event simulator. Grey is drawn at the times of "
         "the plan. memory.chrome.json beside this page has every move, for Perfetto.",
         draw,
         f"Peak {show_bytes(before)} with everything kept, {show_bytes(after)} under the plan, "
-        f"budget {show_bytes(found.problem.budget_bytes)}; {swapped} data swapped, {remade} made "
-        f"again in {show_time(found.end_s)}.",
+        f"budget {show_bytes(found.problem.budget_bytes)}; {swapped} tensors offloaded, {remade} "
+        f"recomputed in {show_time(found.end_s)}.",
     )
 
 
@@ -263,7 +288,7 @@ def _bars(frame: Frame, found: Timeline, lane: str, y: float, factor: float) -> 
         else:
             bars.append(_Bar(begin, end, [note], style))
     for bar in bars:
-        note = bar.notes[0] if len(set(bar.notes)) == 1 else f"{len(bar.notes)} data"
+        note = bar.notes[0] if len(set(bar.notes)) == 1 else f"{len(bar.notes)} tensors"
         yield (
             f'<rect x="{bar.begin:.1f}" y="{y:.1f}" width="{max(bar.end - bar.begin, 0.8):.1f}" '
             f'height="{LANE:g}" class="lane {bar.style}"><title>{escape(note)}</title></rect>'

@@ -12,28 +12,37 @@ STAND_IN = "a stand-in on the CPU"
 
 def start_line(started: Started) -> str:
     """The one line at the start of a run."""
-    device = started.device
-    doing = {"govern": "governing", "shadow": "shadowing (nothing is set)"}.get(
-        started.mode, "watching only"
-    )
-    fitting = started.goal.memory_budget is not None
-    if fitting:
-        doing = "fitting" if started.mode == "observe" else f"fitting and {doing}"
-    name = f"{device.name} [{device.label.value}]"
-    if fitting and device.backend == "null":
-        name = f"{STAND_IN} [simulated]"
-    elif device.backend == "null":
-        doing, name = "no GPU:", "iterations are timed, no more"
-    text = f"kilter {started.kilter}: {doing} {name}"
-    if fitting:
-        text += f", memory {started.goal.memory_budget}"
-    if started.goal.max_slowdown is not None and started.mode != "observe":
-        text += f", {contract(started.goal)}"
-    if started.mode != "govern" and not (fitting and started.goal.max_slowdown is None):
+    goal = started.goal
+    text = f"kilter {started.kilter}: {_doing(started)}"
+    if goal.memory_budget is not None:
+        text += f", memory {goal.memory_budget}"
+    if goal.max_slowdown is not None and started.mode != "observe":
+        text += f", {contract(goal)}"
+    if started.mode == "shadow":
+        text += f"; nothing is set: {started.mode_reason}"
+    elif started.mode == "observe" and goal.max_slowdown is not None:
         text += f"; {started.mode_reason}"
     if started.world_size > 1:
         text += f"; {started.world_size} ranks"
     return ascii_line(text)
+
+
+def _doing(started: Started) -> str:
+    """What is done, and on which device. Memory is that of the program's own device: of a GPU, or
+    of a stand-in on the CPU, never of a simulated one."""
+    device, fits = started.device, started.goal.memory_budget is not None
+    name = f"{device.name.removesuffix(' (simulated)')} [{device.label.value}]"
+    if started.goal.max_slowdown is None and fits:
+        if device.backend == "null":
+            return f"fitting {STAND_IN} [simulated]"
+        return "fitting the program's own device" if device.backend == "sim" else f"fitting {name}"
+    if device.backend == "null":
+        doing = "no GPU: iterations are timed, no more"
+    elif started.mode == "observe":
+        doing = f"watching {name}"
+    else:
+        doing = f"{'governing' if started.mode == 'govern' else 'planning for'} {name}"
+    return f"fitting and {doing}" if fits else doing
 
 
 def wish(goal: Goal) -> str:

@@ -32,8 +32,9 @@ class OperationEnergy:
     intensity_flop_per_byte: float | None
 
 
-_LAYER = re.compile(r"((?:[^.\W\d]\w*\.)+)\d+(\..*|)")
-"""A module's path with a number: what holds the layers, the number, the place in the layer."""
+_LAYER = re.compile(r"(?!\d)((?:[^.\W\d]\w*\.)*?(?:[^.\W\d]\w*_)?)\d+(\..*|)")
+"""A module's path with a number (`blocks.3`, `encoder_layer_3`): what holds the layers, the number,
+the place in the layer."""
 
 
 def _places(names: Iterable[str]) -> dict[str, str]:

@@ -29,38 +29,31 @@ def tag(report: Report) -> str:
     return f"<span class='tag {value}'>{value}</span>"
 
 
-_STRIP_WORDS = 90.0
-"""Room for "contract 2.0 %", in pixels."""
-
-
 def strip(
     key: str, ends: tuple[float, float] | None, value: float | None, bound: float | None
 ) -> str:
-    """The interval on a line from zero, with the contract where there is one."""
+    """The interval of a change on a line from zero, with the contract where there is one."""
     if ends is None or value is None or not all(map(math.isfinite, ends)):
         return ""
-    low, high = min(0.0, ends[0]), max(ends[1], bound or 0.0)
+    low, high = min(0.0, ends[0]), max(0.0, ends[1], bound or 0.0)
     low, high = svg.padded((low, high), 0.12)
     frame = Frame(left=6, top=4, right=254, bottom=26, x_range=(low, high), y_range=(0.0, 1.0))
-    y = frame.y(0.5)
+    y, zero = frame.y(0.5), frame.x(0.0)
     parts = [svg.line(frame.left, y, frame.right, y, "axis")]
-    parts.append(svg.line(frame.x(0.0), y - 6, frame.x(0.0), y + 6, "axis"))
-    zero, label_begin = frame.x(0.0), math.inf
+    parts.append(svg.line(zero, y - 6, zero, y + 6, "axis"))
+    words_begin = math.inf
     if bound is not None:
-        x = frame.x(bound)
-        anchor = "start" if x + _STRIP_WORDS <= frame.right else "end"
-        label_begin = x if anchor == "start" else x - _STRIP_WORDS
+        x, words = frame.x(bound), f"contract {show_fraction(bound)}"
+        words_begin = min(x, frame.right - svg.width(words))
         parts.append(svg.line(x, y - 10, x, y + 10, "bound"))
-        parts.append(
-            svg.text(x, 42, f"contract {show_fraction(bound)}", "boundtext", anchor=anchor)
-        )
-    if zero + 8 < label_begin:
+        parts.append(svg.text(words_begin, 42, words, "boundtext"))
+    if zero + 8 < words_begin:
         parts.append(svg.text(zero, 42, "0", "tick", anchor="middle"))
     parts.append(svg.line(frame.x(ends[0]), y, frame.x(ends[1]), y, "whisker"))
-    parts.append(svg.dot(frame.x(value), y, 5, "ours", show_fraction(value)))
-    description = f"{key} {show_fraction(value)}{interval(ends)}"
+    parts.append(svg.dot(frame.x(value), y, 5, "ours", signed(value)))
+    description = f"{key} {signed(value)}{interval(ends)}"
     return svg.picture(
-        f"strip-{key}", 260, 48, f"Interval of the {key}", description, "".join(parts)
+        f"strip-{key}", 260, 48, f"Interval of the change in {key}", description, "".join(parts)
     )
 
 
@@ -100,7 +93,8 @@ def trade_off(report: Report) -> str:
         f"energy {signed(less_one(p.energy_ratio))}"
         for p in probes
     )
-    lede = "Each point is a setting that was tried on the job, against the default beside it."
+    where = "on the simulated device" if report.label is Label.SIMULATED else "on the job"
+    lede = f"Each point is a setting that was tried {where}, against the default beside it."
     if chosen is not None:
         lede += f" {chosen.setting} was chosen and then judged anew, on pairs of its own."
     return figure(
@@ -115,89 +109,122 @@ def trade_off(report: Report) -> str:
     )
 
 
+Point = tuple[Probe, float, float]
+"""A probe with its changes of time and energy in percent."""
+
+
 def _draw_trade_off(
     probes: Sequence[Probe], chosen: Probe | None, bound: float | None, width: float
 ) -> tuple[float, str]:
     height = 430.0 if width > NARROW else 380.0
-    points = [(100 * (p.time_ratio - 1), 100 * (less_one(p.energy_ratio) or 0.0)) for p in probes]
-    xs, ys = [0.0, *(x for x, _ in points)], [0.0, *(y for _, y in points)]
-    if bound is not None:
+    points = sorted(
+        ((p, 100 * (p.time_ratio - 1), 100 * (less_one(p.energy_ratio) or 0.0)) for p in probes),
+        key=lambda point: (point[0] is chosen, point[0].phase),
+    )
+    frame = _trade_off_frame(points, bound, width, height)
+    axes = frame.axes(
+        x_title="time per iteration, relative to the default",
+        y_title="energy per iteration, relative to the default",
+        x_text=_percent,
+        y_text=_percent,
+    )
+    labels = svg.Labels(frame)
+    zone = "" if bound is None else _contract_zone(frame, labels, 100 * bound)
+    curve = _clock_curve(points)
+    for probe, x, y in points:
+        if _judged_twin(probe, probes):
+            labels.avoid(frame.x(x), frame.y(y), 6.0)
+        else:
+            labels.mark(frame.x(x), frame.y(y))
+        for (x1, y1), (x2, y2) in _whiskers(frame, probe, x, y):
+            labels.avoid_line(x1, y1, x2, y2)
+    labels.mark(frame.x(0.0), frame.y(0.0))
+    line = [(frame.x(x), frame.y(y)) for x, y in curve]
+    for (x1, y1), (x2, y2) in pairwise(line):
+        labels.avoid_line(x1, y1, x2, y2)
+    marks = [_mark(frame, probe, x, y, chosen) for probe, x, y in points]
+    marks.append(svg.dot(frame.x(0.0), frame.y(0.0), 5, "base", "default"))
+    words = _names(frame, labels, points, chosen)
+    return height, "".join([zone, axes, svg.path(line, "curve"), *marks, *words])
+
+
+def _trade_off_frame(
+    points: Sequence[Point], bound: float | None, width: float, height: float
+) -> Frame:
+    """Around all points and the default; the contract only where it is near enough that it does
+    not push them all into a corner."""
+    xs, ys = [0.0, *(x for _, x, _ in points)], [0.0, *(y for _, _, y in points)]
+    for probe, _, _ in points:
+        if probe.chosen and probe.phase == "confirm":
+            xs += [100 * (end - 1) for end in probe.time_ci95 or ()]
+            ys += [100 * (end - 1) for end in probe.energy_ci95 or ()]
+    if bound is not None and 100 * bound <= 2.5 * (max(xs) - min(xs)):
         xs.append(100 * bound)
-    frame = Frame(
+    return Frame(
         left=58,
         top=34,
         right=width - 14,
         bottom=height - 50,
-        x_range=svg.padded(xs, 0.10),
+        x_range=svg.padded(xs, 0.12),
         y_range=svg.padded(ys, 0.12),
     )
-    parts = []
-    if bound is not None:
-        x = frame.x(100 * bound)
-        parts.append(svg.rectangle(x, frame.top, frame.right - x, frame.bottom - frame.top, "zone"))
-    parts.append(
-        frame.axes(
-            x_title="time per iteration, relative to the default",
-            y_title="energy per iteration, relative to the default",
-            x_text=_percent,
-            y_text=_percent,
+
+
+def _contract_zone(frame: Frame, labels: svg.Labels, bound: float) -> str:
+    """What is slower than the contract allows; or where that would begin, beyond the right edge."""
+    if bound > frame.x_range[1]:
+        words = f"contract {_percent(bound, 1)} \u2192"
+        return labels.reserve(frame.right - svg.width(words), frame.top + 15, words, "boundtext")
+    x, words = frame.x(bound), f"over {bound:.1f} %"
+    inside = x + 6 + svg.width(words) <= frame.right
+    labels.avoid_line(x, frame.top, x, frame.bottom)
+    return (
+        svg.rectangle(x, frame.top, frame.right - x, frame.bottom - frame.top, "zone")
+        + svg.line(x, frame.top, x, frame.bottom, "bound")
+        + labels.reserve(
+            x + 6 if inside else x - 6 - svg.width(words), frame.top + 15, words, "boundtext"
         )
     )
-    labels = svg.Labels(frame)
-    marks, words = [], []
-    if bound is not None:
-        x = frame.x(100 * bound)
-        parts.append(svg.line(x, frame.top, x, frame.bottom, "bound"))
-        labels.avoid_line(x, frame.top, x, frame.bottom)
-        words.append(labels.reserve(x + 6, frame.top + 15, _beyond(bound), "boundtext"))
-    curve = sorted(
-        [
-            (p.setting.sm_clock_hz, point)
-            for p, point in zip(probes, points, strict=True)
-            if p.setting.sm_clock_hz is not None
-            and not _judged_twin(p, probes)
-            and p.setting == Setting(sm_clock_hz=p.setting.sm_clock_hz)
-        ],
-        reverse=True,
-    )
-    line = [(0.0, 0.0), *(point for _, point in curve)]
-    parts.append(svg.path([(frame.x(x), frame.y(y)) for x, y in line], "curve"))
-    drawn = sorted(
-        zip(probes, points, strict=True), key=lambda item: (item[0] is chosen, item[0].phase)
-    )
-    for probe, (x, y) in drawn:
-        labels.avoid(frame.x(x), frame.y(y), 6)
-        for end in probe.time_ci95 or () if probe.phase == "confirm" else ():
-            labels.avoid_line(frame.x(x), frame.y(y), frame.x(100 * (end - 1)), frame.y(y))
-        for end in probe.energy_ci95 or () if probe.phase == "confirm" else ():
-            labels.avoid_line(frame.x(x), frame.y(y), frame.x(x), frame.y(100 * (end - 1)))
-    labels.avoid(frame.x(0.0), frame.y(0.0), 6)
-    for (x1, y1), (x2, y2) in pairwise(line):
-        labels.avoid_line(frame.x(x1), frame.y(y1), frame.x(x2), frame.y(y2))
-    for probe, (x, y) in drawn:
-        marks.append(_mark(frame, probe, x, y, chosen))
-    marks.append(svg.dot(frame.x(0.0), frame.y(0.0), 5, "base", "default"))
-    for probe, (x, y) in reversed(drawn):
+
+
+def _clock_curve(points: Sequence[Point]) -> list[tuple[float, float]]:
+    """From the default down through the settings that differ in the SM clock alone."""
+    probes = [probe for probe, _, _ in points]
+    alone = [
+        (probe.setting.sm_clock_hz, (x, y))
+        for probe, x, y in points
+        if probe.setting.sm_clock_hz is not None
+        and probe.setting == Setting(sm_clock_hz=probe.setting.sm_clock_hz)
+        and not _judged_twin(probe, probes)
+    ]
+    return [(0.0, 0.0), *(point for _, point in sorted(alone, reverse=True))]
+
+
+def _names(
+    frame: Frame, labels: svg.Labels, points: Sequence[Point], chosen: Probe | None
+) -> list[str]:
+    """The chosen setting's name, and those of the others that find room beside their own mark."""
+    probes, words = [probe for probe, _, _ in points], []
+    for probe, x, y in reversed(points):
         left, top, name = frame.x(x), frame.y(y), _short(probe.setting)
         if probe is chosen:
-            word = labels.put(left, top, f"chosen: {name}", "label strong")
-            word = word or labels.put(left, top, f"chosen: {name}", "label strong", gap=22.0)
-            word = word or labels.put(left, top, name, "label strong")
+            placed = (
+                labels.put(left, top, text, "label strong", gap=gap)
+                for gap in (9.0, 40.0, 70.0)
+                for text in (f"chosen: {name}", name)
+            )
+            word = next((word for word in placed if word), "")
             words.append(word or labels.reserve(left + 9, top - 9, name, "label strong"))
         elif not _judged_twin(probe, probes):
             words.append(labels.put(left, top, name, "label"))
     words.append(labels.put(frame.x(0.0), frame.y(0.0), "default", "label"))
-    return height, "".join(parts + marks + words)
+    return words
 
 
 def _short(setting: Setting) -> str:
     """What is set; of the SM clock alone, its value alone."""
     alone = setting == Setting(sm_clock_hz=setting.sm_clock_hz)
     return str(setting).removeprefix("SM ") if alone else str(setting)
-
-
-def _beyond(bound: float) -> str:
-    return f"over {show_fraction(bound)}"
 
 
 def _judged_twin(probe: Probe, probes: Sequence[Probe]) -> bool:
@@ -212,38 +239,55 @@ def _mark(frame: Frame, probe: Probe, x: float, y: float, chosen: Probe | None) 
         f"{probe.setting}, {probe.phase}: time {signed(probe.time_ratio - 1)}, energy "
         f"{signed(less_one(probe.energy_ratio))}, {probe.pairs} pairs"
     )
-    left, top = frame.x(x), frame.y(y)
-    parts = []
-    if probe.phase == "confirm":
-        style = "whisker" if probe is chosen else "whisker muted"
-        for ends, across in ((probe.time_ci95, True), (probe.energy_ci95, False)):
-            if ends is None:
-                continue
-            a, b = (100 * (end - 1) for end in ends)
-            if across:
-                a, b = max(a, frame.x_range[0]), min(b, frame.x_range[1])
-                parts.append(svg.line(frame.x(a), top, frame.x(b), top, style))
-            else:
-                a, b = max(a, frame.y_range[0]), min(b, frame.y_range[1])
-                parts.append(svg.line(left, frame.y(a), left, frame.y(b), style))
-        parts.append(svg.dot(left, top, 6, "ours" if probe is chosen else "judged", note))
-    else:
-        parts.append(svg.dot(left, top, 4.5, "probe", note))
-    return "".join(parts)
+    style = "whisker" if probe is chosen else "whisker muted"
+    lines = [
+        svg.line(x1, y1, x2, y2, style) for (x1, y1), (x2, y2) in _whiskers(frame, probe, x, y)
+    ]
+    kind = "probe" if probe.phase != "confirm" else "ours" if probe is chosen else "judged"
+    radius = 4.5 if kind == "probe" else 6.0
+    return "".join(lines) + svg.dot(frame.x(x), frame.y(y), radius, kind, note)
+
+
+def _whiskers(
+    frame: Frame, probe: Probe, x: float, y: float
+) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    """The intervals of a judged setting, as far as they are inside the plot."""
+    if probe.phase != "confirm":
+        return []
+    found = []
+    if probe.time_ci95 is not None:
+        a, b = (_inside(100 * (end - 1), frame.x_range) for end in probe.time_ci95)
+        found.append(((frame.x(a), frame.y(y)), (frame.x(b), frame.y(y))))
+    if probe.energy_ci95 is not None:
+        a, b = (_inside(100 * (end - 1), frame.y_range) for end in probe.energy_ci95)
+        found.append(((frame.x(x), frame.y(a)), (frame.x(x), frame.y(b))))
+    return found
+
+
+def _inside(value: float, ends: tuple[float, float]) -> float:
+    return min(max(value, ends[0]), ends[1])
+
+
+FEWEST_BLOCKS = 6
+"""Of the default alone: fewer points than this show nothing that a number does not."""
 
 
 def iteration_times(report: Report) -> str:
     """Iteration time of both arms over the blocks."""
     clean = [block for block in report.blocks if block.clean]
-    if len(clean) < 2:
+    tried = any(block.setting != report.found for block in report.blocks)
+    if len(clean) < (2 if tried else FEWEST_BLOCKS):
         return ""
 
     def draw(width: float) -> tuple[float, str]:
         return _draw_iteration_times(report, clean, width)
 
-    base, ours = report.baseline.iteration_s, report.governed.iteration_s
-    tried = any(block.setting != report.found for block in report.blocks)
-    lede = "The default alone: nothing else was tried."
+    base, ours = (
+        svg.micro(show_time(arm.iteration_s)) for arm in (report.baseline, report.governed)
+    )
+    lede = "The clocks as they were found: no other setting was tried."
+    if _memory_plan(report):
+        lede += " The memory plan was in force."
     if tried:
         lede = (
             "Blocks of the default and of the candidate take turns, so that whatever else changes "
@@ -251,7 +295,7 @@ def iteration_times(report: Report) -> str:
         )
     left_out = len(report.blocks) - len(clean)
     judged = report.choice.setting != report.found
-    means = "the pairs that were judged" if judged else "the default's blocks"
+    means = "the pairs that were judged" if judged else f"the blocks of {_default_name(report)}"
     every = _thinning(report)
     thinned = f" One block in {every} is drawn." if every > 1 else ""
     return figure(
@@ -262,8 +306,19 @@ def iteration_times(report: Report) -> str:
         "Each point is the median of one block of iterations. Crosses are blocks that do not "
         f"count ({left_out}); lines are the means of {means}.{thinned}",
         draw,
-        f"{len(report.blocks)} blocks. Default {show_time(base)}, governed {show_time(ours)}.",
+        f"{len(report.blocks)} blocks. {_default_name(report).capitalize()} {base}"
+        + (f", governed {ours}." if judged else "."),
     )
+
+
+def _memory_plan(report: Report) -> bool:
+    memory = report.memory
+    return memory is not None and memory.applied and not memory.moves_nothing
+
+
+def _default_name(report: Report) -> str:
+    """With a memory plan in force it is not the job's default that was timed."""
+    return "default clocks" if _memory_plan(report) else "default"
 
 
 def _draw_iteration_times(
@@ -277,7 +332,7 @@ def _draw_iteration_times(
     base_s, ours_s = report.baseline.iteration_s, report.governed.iteration_s
     lines: list[tuple[float, str, str]] = []
     if base_s is not None:
-        lines.append((base_s, "default", "base"))
+        lines.append((base_s, _default_name(report), "base"))
         if bound is not None:
             lines.append((base_s * (1 + bound), "contract", "bound"))
     if ours_s is not None and report.choice.setting != report.found:
@@ -287,7 +342,7 @@ def _draw_iteration_times(
     frame = Frame(
         left=58,
         top=64,
-        right=width - (112 if wide else 84),
+        right=width - 11 - max((svg.width(name) for _, name, _ in lines), default=84.0) - 8,
         bottom=height - 50,
         x_range=svg.padded([min(numbers), max(numbers)], 0.02),
         y_range=svg.padded(spread),
@@ -389,7 +444,9 @@ def power(report: Report) -> str:
         tag(report),
         "power",
         "Power and clock over the run",
-        "What the device's own sensors said.",
+        "What the simulated device's sensors would have said."
+        if any(device.backend == "sim" for device in report.devices)
+        else "What the device's own sensors said.",
         f"Board power and SM clock, {devices}; points are means over short stretches.{held_text}",
         draw,
         f"Power between {show_power(min(powers))} and {show_power(max(powers))}.",
@@ -489,4 +546,4 @@ def _time_unit(seconds: float) -> tuple[str, float]:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return unit, 1.0 / size
-    return "us", 1e6
+    return "\u00b5s", 1e6

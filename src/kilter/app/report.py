@@ -17,20 +17,14 @@ from pathlib import Path
 import msgspec
 
 from kilter.app.evidence import (
-    JUDGED,
     Arm,
     Evidence,
+    Judgement,
     Probe,
-    arm_of,
-    change,
-    estimates,
-    evidence_of,
-    pair_up,
-    probes_of,
-    rehearsed_share,
-    usable,
+    judge,
     within,
 )
+from kilter.app.idle import Idle, idle_of
 from kilter.app.memory_report import MemoryReport, memory_report
 from kilter.app.operations import OperationEnergy, attribute
 from kilter.core import codec
@@ -50,6 +44,7 @@ from kilter.core.events import (
 )
 from kilter.core.label import Label
 from kilter.core.plan import Goal, Plan
+from kilter.core.secrets import masked
 from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.trace import IterationTrace
 from kilter.plan.governor import Phase
@@ -140,6 +135,9 @@ class Report:
     energy_method: str | None
     energy_disagreement: float | None
     """(integral of power - energy counter) / counter: the larger of all ranks."""
+    energy_j: float | None
+    """Of all devices over the whole run, with all that is not an iteration. None on a simulated
+    device, which did none of the script's work."""
     interval_method: str
     goal: Goal
     found: Setting
@@ -152,10 +150,17 @@ class Report:
     mode: str
     mode_reason: str
     outcome: str | None
+    unseen: str | None
+    """Why no iteration was seen, and what to do about it; None if one was."""
+    idle: Idle | None
+    """How much of the time the GPU has nothing to do."""
     ranks: str
     """How several ranks were added up."""
     command: tuple[str, ...]
     kilter: str
+    host: str | None
+    torch: str | None
+    driver: str | None
     wall_time: str
     duration_s: float
     overhead: Overhead | None
@@ -268,54 +273,31 @@ def summarise(
     lead = ranks[0].started
     stops = [rank.stopped for rank in ranks if rank.stopped is not None]
     complete = len(stops) == len(ranks)
-    blocks = ranks[0].blocks
     choice = _choice(ranks[0], complete=complete)
-    pairs = pair_up(blocks)
-    governed = choice.setting != lead.found
-    judged = [
-        pair for pair in pairs if pair[1].phase in JUDGED and pair[1].setting == choice.setting
-    ]
-    time, energy = estimates(judged if governed else [])
-    evidence = evidence_of(blocks, judged if governed else pairs, energy)
-    stands = not governed and choice.state not in ("undecided", "predicted")
-    slowdown, slowdown_ci = change(time, sign=1)
-    saving, saving_ci = change(energy, sign=-1)
-    if governed and judged:
-        baseline, arm = arm_of([base for base, _ in judged]), arm_of([ours for _, ours in judged])
-    else:
-        baseline = arm_of([b for b in blocks if b.arm == "baseline" and usable(b)])
-        arm = baseline if stands else Arm(iteration_s=None, energy_j=None)
-    label = lead.device.label
-    if governed and any(block.rehearsed for pair in judged for block in pair):
-        label = Label.SIMULATED
+    stands = choice.setting == lead.found and choice.state not in ("undecided", "predicted")
+    judged = judge(ranks[0].blocks, found=lead.found, chosen=choice.setting, stands=stands)
     memory = memory_report(
         lead.goal.memory_budget,
         [(rank.started.rank, rank.fitted, rank.moved) for rank in ranks],
     )
-    if memory is not None and lead.goal.max_slowdown is None:
-        label = memory.label  # there are no other numbers
-    operations, operations_method = attribute(trace, baseline.energy_j, lead.device)
-    iterations = max((stop.iterations for stop in stops), default=0)
-    rehearsed_iterations = max((stop.rehearsed_iterations for stop in stops), default=0)
-    if not complete:
-        iterations = max(iterations, sum(b.iterations for b in blocks if not b.rehearsed))
-        rehearsed_iterations = sum(b.iterations for b in blocks if b.rehearsed)
+    operations, operations_method = attribute(trace, judged.baseline.energy_j, lead.device)
+    iterations, rehearsed_iterations = _iterations(ranks[0], stops, complete=complete)
     return Report(
         schema=SCHEMA,
-        label=label,
+        label=_label(lead, memory, governed=choice.setting != lead.found, judged=judged),
         run=run,
         device=_names(ranks),
         devices=tuple(rank.started.device for rank in _one_per_device(ranks)),
         iterations=iterations,
-        baseline=baseline,
-        governed=arm,
-        saving=0.0 if stands else saving,
-        saving_ci95=saving_ci,
-        slowdown=0.0 if stands else slowdown,
-        slowdown_ci95=slowdown_ci,
+        baseline=judged.baseline,
+        governed=judged.governed,
+        saving=judged.saving,
+        saving_ci95=judged.saving_ci95,
+        slowdown=judged.slowdown,
+        slowdown_ci95=judged.slowdown_ci95,
         contract=lead.goal.max_slowdown,
-        within_contract=within(lead.goal, slowdown_ci),
-        kept=governed and lead.mode == "govern" and choice.state != "predicted",
+        within_contract=within(lead.goal, judged.slowdown_ci95),
+        kept=_kept(lead, choice),
         restored=_restored(stops, complete=complete),
         refused=_once(refusal for rank in ranks for refusal in rank.refused),
         energy_method=" and ".join(sorted({stop.energy_method for stop in stops})) or None,
@@ -324,34 +306,75 @@ def summarise(
             key=abs,
             default=None,
         ),
+        energy_j=_run_energy_j(ranks),
         interval_method=_INTERVAL_METHOD,
         goal=lead.goal,
         found=lead.found,
         after=stops[0].after if complete else None,
         choice=choice,
-        evidence=evidence,
+        evidence=judged.evidence,
         rehearsed_iterations=rehearsed_iterations,
-        rehearsed_share=rehearsed_share(judged if governed else pairs),
+        rehearsed_share=judged.rehearsed_share,
         mode=lead.mode,
         mode_reason=lead.mode_reason,
         outcome=stops[0].outcome if complete else None,
+        unseen=next((stop.unseen for stop in stops if stop.unseen), None),
+        idle=idle_of(trace, lead.device, ranks[0].samples, ranks[0].blocks),
         ranks=_ranks_text(ranks),
-        command=lead.command,
+        command=masked(lead.command),
         kilter=lead.kilter,
+        host=lead.host,
+        torch=lead.torch,
+        driver=lead.device.driver,
         wall_time=lead.wall_time,
         duration_s=max(rank.last_s for rank in ranks),
         overhead=_overhead(stops, iterations) if complete else None,
-        probes=probes_of(pairs, choice.setting),
+        probes=judged.probes,
         decisions=ranks[0].decisions,
         errors=tuple(failure for rank in ranks for failure in rank.failed),
         prediction=_prediction(plan),
         memory=memory,
-        blocks=blocks,
+        blocks=ranks[0].blocks,
         series=tuple(_series(rank) for rank in _one_per_device(ranks)),
         operations=operations,
         operations_method=operations_method,
         no_trace=ranks[0].stopped.no_trace if ranks[0].stopped is not None else None,
     )
+
+
+def _label(
+    lead: Started, memory: MemoryReport | None, *, governed: bool, judged: Judgement
+) -> Label:
+    """Of the times and energies: a measured run in which the judged pairs were rehearsed is a
+    simulation."""
+    if memory is not None and lead.goal.max_slowdown is None:
+        return memory.label  # there are no other numbers
+    if governed and judged.rehearsed_share > 0.0:
+        return Label.SIMULATED
+    return lead.device.label
+
+
+def _iterations(rank: Rank, stops: Sequence[Stopped], *, complete: bool) -> tuple[int, int]:
+    """Of the script, and rehearsed ones; of a killed run, as far as the record goes."""
+    iterations = max((stop.iterations for stop in stops), default=0)
+    rehearsed = max((stop.rehearsed_iterations for stop in stops), default=0)
+    if not complete:
+        iterations = max(iterations, sum(b.iterations for b in rank.blocks if not b.rehearsed))
+        rehearsed = sum(b.iterations for b in rank.blocks if b.rehearsed)
+    return iterations, rehearsed
+
+
+def _kept(lead: Started, choice: Choice) -> bool:
+    return choice.setting != lead.found and lead.mode == "govern" and choice.state != "predicted"
+
+
+def _run_energy_j(ranks: Sequence[Rank]) -> float | None:
+    """Of all devices over the whole run; unknown if that of one of them is."""
+    energies = [
+        None if rank.stopped is None else rank.stopped.energy_j for rank in _one_per_device(ranks)
+    ]
+    known = [energy for energy in energies if energy is not None]
+    return math.fsum(known) if len(known) == len(energies) else None
 
 
 _INTERVAL_METHOD = (

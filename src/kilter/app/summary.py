@@ -10,16 +10,29 @@ import math
 from pathlib import Path
 
 from kilter.app import memory_report
-from kilter.app.evidence import Probe
+from kilter.app.evidence import Arm, Probe
+from kilter.app.idle import Idle
 from kilter.app.opening import STAND_IN, allowed, ascii_line, wish
 from kilter.app.operations import OperationEnergy
 from kilter.app.report import Report
-from kilter.core.units import show_count, show_energy, show_fraction, show_time
+from kilter.core.label import Label
+from kilter.core.units import (
+    KWH_J,
+    show_count,
+    show_duration,
+    show_energy,
+    show_fraction,
+    show_time,
+)
 from kilter.observe.sampler import DISAGREEMENT
 
+NOTHING_SET = "nothing was set"
+IDLE_TOLD = 0.3
+"""From this share of idle time on, feeding the GPU is worth more than any clock."""
 
-def summary(report: Report, run_dir: str | Path) -> str:
-    """The few lines at the end of a run."""
+
+def summary(report: Report, run_dir: str | Path | None) -> str:
+    """The few lines at the end of a run; `run_dir` is None where no record of it is kept."""
     lines = [headline(report), ending(report)]
     if report.blocks:
         lines.insert(1, f"evidence: {evidence(report)}")
@@ -27,13 +40,20 @@ def summary(report: Report, run_dir: str | Path) -> str:
         told = [f"{name}: {text}" for name, text in memory_report.details(report.memory)]
         told.insert(0, memory_report.headline(report.memory))
         lines = told if report.goal.max_slowdown is None else told + lines
+    elif report.unseen is not None:
+        lines = [headline(report)]
+    if (starved := idle(report)) is not None:
+        lines.insert(0, starved)
     if (doubts := doubt(report)) is not None:
         lines.append(f"warning: {doubts}")
     lines += [f"refused: {refusal.what}: {refusal.reason}" for refusal in report.refused]
     lines += [f"an error of ours, {e.where}: {e.error}" for e in report.errors[:_MOST_ERRORS]]
-    page = Path(run_dir) / "report.html"
-    lines.append(f"report: {page if page.exists() else f'kilter report {run_dir}'}")
-    return "\n".join(f"kilter: {ascii_line(line)}" for line in lines)
+    if (step := next_step(report)) is not None:
+        lines.append(f"next: {step}")
+    if run_dir is not None:
+        page = Path(run_dir) / "report.html"
+        lines.append(f"report: {page if page.exists() else f'kilter report {run_dir}'}")
+    return "\n".join(f"kilter: {ascii_line(line)}".rstrip() for line in lines)
 
 
 _MOST_ERRORS = 3
@@ -42,43 +62,91 @@ _MOST_ERRORS = 3
 def full(report: Report) -> str:
     """The text of `kilter report`."""
     label = report.label.value
-    base, ours = report.baseline, report.governed
     stand_in = report.memory is not None and report.memory.backend == "stand-in"
+    alone = stand_in and report.goal.max_slowdown is None
     lines = [
         f"run      {report.run}: {' '.join(report.command)}",
-        f"device   {STAND_IN if stand_in else report.device} [{label}]; {report.ranks}",
+        f"took     {whole_run(report)}",
+        f"on       {machine(report)}",
+        f"device   {STAND_IN if alone else plain_name(report.device)} [{label}]; {report.ranks}",
         f"goal     {wish(report.goal)}",
     ]
+    if (starved := idle(report)) is not None:
+        lines.append(f"first    {starved}")
     if report.memory is not None:
         lines.append(memory_report.headline(report.memory).replace("memory:", "memory  "))
         lines += [f"  {name:<12}{text}" for name, text in memory_report.details(report.memory)]
-    clocks = [
-        f"result   {headline(report)}",
-        f"default  {show_time(base.iteration_s)}, {show_energy(base.energy_j)} per iteration",
-        f"governed {show_time(ours.iteration_s)}, {show_energy(ours.energy_j)} per iteration",
-        f"evidence {evidence(report)}",
-        f"end      {ending(report)}",
-        f"energy   by {report.energy_method or 'unknown means (no end on record)'}",
-    ]
     if report.memory is None or report.goal.max_slowdown is not None:
-        lines += clocks
+        lines += _clock_lines(report)
     if (doubts := doubt(report)) is not None:
         lines.append(f"warning  {doubts}")
     if report.mode != "govern":
         lines.append(f"mode     {report.mode}: {report.mode_reason}")
     lines += [f"refused  {refusal.what}: {refusal.reason}" for refusal in report.refused]
     lines += [f"error    {failure.where}: {failure.error}" for failure in report.errors]
+    if (step := next_step(report)) is not None:
+        lines.append(f"next     {step}")
     if report.probes:
         lines += ["", f"settings tried, relative to the default [{label}]:"]
         lines += [f"  {_probe(probe)}" for probe in report.probes]
     if report.operations:
         lines += ["", f"energy of one iteration, {report.operations_method}:"]
-        for op in report.operations[:_MOST_OPERATIONS]:
-            lines.append(
-                f"  {show_fraction(op.share):>7}  {show_energy(op.energy_j):>8}  "
-                f"{counted(op)} ({kind(op)})"
-            )
-    return "\n".join(ascii_line(line) for line in lines)
+        lines += [_operation(op) for op in report.operations[:_MOST_OPERATIONS]]
+    return "\n".join(ascii_line(line).rstrip() for line in lines)
+
+
+def _clock_lines(report: Report) -> list[str]:
+    base, ours = report.baseline, report.governed
+    lines = [f"result   {headline(report)}"]
+    if base.iteration_s is not None:
+        lines.append(f"default  {_arm(base)}")
+    if ours.iteration_s is not None and report.choice.setting != report.found:
+        lines.append(f"governed {_arm(ours)}")
+    if report.blocks:
+        lines.append(f"evidence {evidence(report)}")
+    lines.append(f"end      {ending(report)}")
+    if report.energy_method is None:
+        lines.append("energy   measured by unknown means: the record has no end")
+    elif report.energy_method == "none":
+        lines.append("energy   not measured")
+    else:
+        lines.append(f"energy   by {report.energy_method}")
+    return lines
+
+
+def _arm(arm: Arm) -> str:
+    """`84.0 ms, 21.2 J per iteration`; without the energy where it is not known."""
+    energy = "" if arm.energy_j is None else f", {show_energy(arm.energy_j)}"
+    return f"{show_time(arm.iteration_s)}{energy} per iteration"
+
+
+def _operation(op: OperationEnergy) -> str:
+    return (
+        f"  {show_fraction(op.share):>7}  {show_energy(op.energy_j):>8}  {counted(op)} ({kind(op)})"
+    )
+
+
+def whole_run(report: Report) -> str:
+    """`400 iterations in 12.3 s, 3.42 kJ (0.0010 kWh) with everything around them`."""
+    text = (
+        f"{show_count(report.iterations, 'timed iteration')} in {show_duration(report.duration_s)}"
+    )
+    if report.energy_j is not None:
+        text += f", {show_energy(report.energy_j)} ({report.energy_j / KWH_J:.2g} kWh)"
+        text += " on the device, with everything around the iterations"
+    return text
+
+
+def machine(report: Report) -> str:
+    """Host and versions, as far as the record knows them."""
+    known = (("", report.host), ("torch ", report.torch), ("driver ", report.driver))
+    facts = [f"{name}{value}" for name, value in known if value is not None]
+    return ", ".join([*facts, f"kilter {report.kilter}", report.wall_time])
+
+
+def plain_name(device: str) -> str:
+    """Without the word that the label beside it says again."""
+    return device.removesuffix(" (simulated)")
 
 
 _MOST_OPERATIONS = 10
@@ -92,6 +160,44 @@ def counted(operation: OperationEnergy) -> str:
 def kind(operation: OperationEnergy) -> str:
     """What an operation does, in words."""
     return "device idle" if operation.kind == "gap" else operation.kind.replace("_", " ")
+
+
+def idle(report: Report) -> str | None:
+    """That the GPU has little to do, where it has: the first thing to mend."""
+    found = report.idle
+    if found is None or found.share < IDLE_TOLD:
+        return None
+    idles = "would idle" if found.label is Label.SIMULATED else "idles"
+    share = f"{found.share * 100:.0f} % of the time"
+    return f"the GPU {idles} {share}: feed it [{found.label.value}]"
+
+
+def next_step(report: Report) -> str | None:
+    """What to do where nothing was saved, or only on paper; None where there is nothing to do."""
+    set_for_good = report.mode == "govern" and any(d.persistent for d in report.devices)
+    if set_for_good and report.restored is not True:
+        return "run: kilter restore"
+    if report.unseen is not None or report.goal.max_slowdown is None or report.errors:
+        return None
+    if report.outcome not in (None, "finished") and report.slowdown is None:
+        return "mend the script, then run it again"
+    if idle(report) is not None and report.idle is not None:
+        return _how_to_feed(report.idle)
+    simulated = any(device.backend == "sim" for device in report.devices)
+    refused = {refusal.what for refusal in report.refused}
+    if "a complete rehearsal" in refused and simulated:
+        return "give the rehearsal more time: --rehearse 60s"
+    if report.mode == "shadow" and not simulated and "setting clocks" in refused:
+        return "kilter doctor says how to allow it"
+    if simulated and report.saving:
+        return "run it so on a real GPU: nothing is saved on a simulated one"
+    return None
+
+
+def _how_to_feed(found: Idle) -> str:
+    if found.waits_for_data is not None and found.waits_for_data > 0.5:
+        return "feed the GPU: the program waits for its data (more loader workers, prefetching)"
+    return "feed the GPU: larger batches, torch.compile or CUDA graphs, data loaded ahead"
 
 
 def doubt(report: Report) -> str | None:
@@ -108,36 +214,56 @@ def doubt(report: Report) -> str | None:
 def headline(report: Report) -> str:
     """What came of it, in one sentence with intervals, contract and label."""
     label = f"[{report.label.value}]"
+    if report.unseen is not None:
+        return report.unseen
     if report.goal.max_slowdown is None and report.goal.memory_budget is not None:
-        return f"memory was left alone {label}"
+        return f"{_no_memory_record(report)} {label}"
     if report.saving is None and report.slowdown is None:
-        if report.prediction is not None and report.choice.state == "predicted":
-            expected = report.prediction
-            energy = show_fraction(less_one(expected.energy_ratio), signed=True)
-            time = show_fraction(expected.time_ratio - 1.0, signed=True)
-            setting = "; ".join(expected.actions) or "the default"
-            return (
-                f"nothing was set; plan: {setting}, {energy} energy, {time} time "
-                f"[predicted, {expected.label.value}]"
-            )
-        if report.mode == "observe" and report.choice.state == "undecided":
-            return f"only watched: {_watched(report)} {label}"
-        return f"no result: {report.choice.reason} {label}"
+        return _without_result(report)
     if report.choice.setting == report.found:
         reason = report.choice.reason.removeprefix("the default stands: ")
         return f"the default stands: {reason} {label}"
-    verb = "saved" if report.kept else "would save"
-    saving = f"{show_fraction(report.saving)} energy{interval(report.saving_ci95)}"
     slowdown = f"slowdown {show_fraction(report.slowdown)}{interval(report.slowdown_ci95)}"
     if report.saving is None:
         return f"energy unknown, {slowdown}, {verdict(report)} {label}"
+    saving = f"{show_fraction(report.saving)} energy{interval(report.saving_ci95)}"
+    verb = "saved" if happened(report) else "would save"
     return f"{verb} {saving}, {slowdown}, {verdict(report)} {label}"
 
 
+def happened(report: Report) -> bool:
+    """The saving was had: on a real device, under a setting that was held. What was rehearsed on a
+    simulated device would be saved."""
+    return report.kept and report.label is Label.MEASURED
+
+
+def _no_memory_record(report: Report) -> str:
+    if report.outcome is None:
+        return "what became of the memory budget is not on record: the record has no end"
+    return "memory was left alone"
+
+
+def _without_result(report: Report) -> str:
+    label = f"[{report.label.value}]"
+    if report.prediction is not None and report.choice.state == "predicted":
+        expected = report.prediction
+        energy = show_fraction(less_one(expected.energy_ratio), signed=True)
+        time = show_fraction(expected.time_ratio - 1.0, signed=True)
+        setting = "; ".join(expected.actions) or "the default"
+        return (
+            f"nothing was set; plan: {setting}, {energy} energy, {time} time "
+            f"[predicted, {expected.label.value}]"
+        )
+    if report.mode == "observe" and report.choice.state == "undecided":
+        return f"only watched: {_watched(report)} {label}"
+    return f"no result: {report.choice.reason} {label}"
+
+
 def _watched(report: Report) -> str:
+    count = show_count(report.iterations, "iteration")
     if report.baseline.iteration_s is None:
-        return f"{report.iterations} iterations"
-    return f"{report.iterations} iterations of {show_time(report.baseline.iteration_s)}"
+        return count
+    return f"{count} of {show_time(report.baseline.iteration_s)}"
 
 
 def verdict(report: Report) -> str:
@@ -176,17 +302,19 @@ def evidence(report: Report) -> str:
 
 def ending(report: Report) -> str:
     """What was held, and whether the found setting is back."""
+    if report.mode != "govern" and report.restored:
+        return NOTHING_SET
     asked = {block.setting for block in report.blocks}
     if report.mode == "govern":  # a block under it may never have come to its end
         asked |= {d.setting for d in report.decisions if d.state != "predicted"}
     if asked <= {report.found} and report.restored:
-        return "nothing was set"
+        return NOTHING_SET
     held = f"held {report.choice.setting}" if report.kept else "held the default"
+    if any(device.backend == "sim" for device in report.devices):
+        held = f"on the simulated device: {held}"
     if report.restored:
         return f"{held}; {report.found} restored"
     end = "no end on record" if report.restored is None else f"{report.found} NOT restored"
-    if any(device.persistent for device in report.devices):
-        end += "; run: kilter restore"
     return f"{held}; {end}"
 
 

@@ -34,6 +34,16 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
+def micro(words: str) -> str:
+    """`12 uJ` as `12 \u00b5J`: a page is not limited to ASCII."""
+    return words.replace(" us", " \u00b5s").replace(" uJ", " \u00b5J")
+
+
+def width(words: str) -> float:
+    """About how wide a text is, in pixels."""
+    return len(words) * FONT_SIZE * TEXT_WIDTH
+
+
 def decimals(values: Sequence[float]) -> int:
     """Decimals that tell all of these numbers apart."""
     return max((len(f"{value:g}".partition(".")[2]) for value in values), default=0)
@@ -178,6 +188,12 @@ class Labels:
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._boxes: list[tuple[float, float, float, float]] = []
+        self._marks: list[tuple[float, float]] = []
+
+    def mark(self, x: float, y: float) -> None:
+        """A point that a label may belong to: no other label may lie nearer to it than its own."""
+        self._marks.append((x, y))
+        self.avoid(x, y, 6.0)
 
     def avoid(self, x: float, y: float, radius: float) -> None:
         self._boxes.append((x - radius, y - radius, x + radius, y + radius))
@@ -189,33 +205,59 @@ class Labels:
 
     def reserve(self, x: float, y: float, content: str, style: str) -> str:
         """Write here whatever it covers, and keep later labels away."""
-        width = len(content) * FONT_SIZE * TEXT_WIDTH
-        self._boxes.append((x, y - FONT_SIZE, x + width, y + 4))
+        self._boxes.append((x, y - FONT_SIZE, x + width(content), y + 4))
         return text(x, y, content, style)
 
     def put(self, x: float, y: float, content: str, style: str, *, gap: float = 9.0) -> str:
-        width, half = len(content) * FONT_SIZE * TEXT_WIDTH, FONT_SIZE / 2
+        """Write near a mark; from `_LEADER` pixels on with a line to it."""
+        led = gap >= _LEADER
+        wide, half = width(content), FONT_SIZE / 2
         places = (
             (x + gap, y + 4, "start", x + gap),
-            (x - gap, y + 4, "end", x - gap - width),
-            (x, y - gap - 2, "middle", x - width / 2),
-            (x, y + gap + 10, "middle", x - width / 2),
+            (x - gap, y + 4, "end", x - gap - wide),
+            (x, y - gap - 2, "middle", x - wide / 2),
+            (x, y + gap + 10, "middle", x - wide / 2),
             (x + gap, y - gap, "start", x + gap),
             (x + gap, y + gap + 8, "start", x + gap),
-            (x - gap, y - gap, "end", x - gap - width),
-            (x - gap, y + gap + 8, "end", x - gap - width),
+            (x - gap, y - gap, "end", x - gap - wide),
+            (x - gap, y + gap + 8, "end", x - gap - wide),
         )
         for place_x, place_y, anchor, left in places:
-            box = (left - 4, place_y - 4 - half, left + width + 4, place_y - 4 + half)
-            if self._free(box):
+            box = (left - 4, place_y - 4 - half, left + wide + 4, place_y - 4 + half)
+            if self._free(box) and (led or self._is_nearest(box, x, y)):
                 self._boxes.append(box)
-                return text(place_x, place_y, content, style, anchor=anchor)
+                end_x, end_y = _nearest(box, x, y)
+                leader = line(x, y, end_x, end_y, "axis") if led else ""
+                return leader + text(place_x, place_y, content, style, anchor=anchor)
         return ""
 
     def _free(self, box: tuple[float, float, float, float]) -> bool:
         frame = self._frame
         inside = frame.left - 4 <= box[0] and box[2] <= frame.right + 8 and box[1] >= frame.top - 4
         return inside and box[3] <= frame.bottom and not any(_overlap(box, b) for b in self._boxes)
+
+    def _is_nearest(self, box: Box, x: float, y: float) -> bool:
+        own = _distance(box, x, y)
+        others = (mark for mark in self._marks if mark != (x, y))
+        return all(_distance(box, *mark) > own + _APART for mark in others)
+
+
+_APART = 5.0
+"""Pixels by which a label has to be nearer to its own mark than to any other."""
+
+_LEADER = 30.0
+
+Box = tuple[float, float, float, float]
+
+
+def _nearest(box: Box, x: float, y: float) -> tuple[float, float]:
+    """The point of a box that is nearest to another point."""
+    left, top, right, bottom = box
+    return min(max(x, left), right), min(max(y, top), bottom)
+
+
+def _distance(box: Box, x: float, y: float) -> float:
+    return math.dist(_nearest(box, x, y), (x, y))
 
 
 def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:

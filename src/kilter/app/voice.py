@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kilter.act.own_file import identity
 from kilter.act.session import Options
-from kilter.app.opening import start_line
+from kilter.app.opening import ascii_line, start_line
 from kilter.core.codec import write_atomically
 from kilter.core.events import Started
+
+if TYPE_CHECKING:
+    from kilter.app.report import Report
 
 PROGRESS_EVERY_S = 1.0
 _STDERR = 2
@@ -35,6 +39,9 @@ class Stderr:
     def failed(self, error: str) -> None:
         self._say(f"kilter: stepped aside after an error of its own, not the script's: {error}")
 
+    def noticed(self, text: str) -> None:
+        self._say(f"kilter: {ascii_line(text)}")
+
     def rehearsing(self, seconds: float | None) -> None:
         """A line that overwrites itself, on a terminal only."""
         if not self._open or not sys.stderr.isatty():
@@ -44,23 +51,32 @@ class Stderr:
                 print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - self._said_s > PROGRESS_EVERY_S:
             self._said_s, self._progressed = time.monotonic(), True
-            text = f"kilter: the script is over; rehearsing on, {seconds:.0f} simulated seconds"
+            text = (
+                "kilter: the script has ended; rehearsing its iteration "
+                f"({seconds:.0f} simulated seconds; Ctrl-C ends this)"
+            )
             print(f"\r{text}", end="", file=sys.stderr, flush=True)
 
-    def ended(self, run: Path, options: Options) -> None:
-        from kilter.app import html, memory_report, report, summary
+    def ended(self, run: Path, options: Options, *, keep: bool) -> None:
+        from kilter.app import report, summary
 
         found = report.build(run)
+        if keep:
+            self._write(found, run)
+        if options.json_summary:
+            self._say(report.to_json(found).decode().rstrip())
+        else:
+            self._say(summary.summary(found, run if keep else None))
+
+    def _write(self, found: Report, run: Path) -> None:
+        from kilter.app import html, memory_report, report
+
         pass_ = memory_report.timeline(run)
         write_atomically(run / "report.json", report.to_json(found))
         write_atomically(run / "report.html", html.page(found, pass_).encode("utf-8", "replace"))
         if pass_ is not None:
             chrome = msgspec.json.encode(memory_report.chrome_of(pass_))
             write_atomically(run / "memory.chrome.json", chrome)
-        if options.json_summary:
-            self._say(report.to_json(found).decode().rstrip())
-        else:
-            self._say(summary.summary(found, run))
 
     def _say(self, text: str) -> None:
         """A closed stderr (a daemon, a broken pipe) is no reason to fail."""

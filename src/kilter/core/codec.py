@@ -98,8 +98,9 @@ def write_atomically(path: str | os.PathLike[str], raw: bytes) -> None:
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Not tempfile: its files are for the owner alone, and a report is made to be shown.
-        with open(part, "xb") as file:
+        # For the owner alone: a report names a job's command line, files and hosts.
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(handle, "wb") as file:
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())

@@ -40,6 +40,10 @@ class Started(Event, frozen=True, kw_only=True):
     mode: str
     """`govern`, `shadow` (the whole loop without setting), or `observe`."""
     mode_reason: str
+    host: str | None = None
+    """Name of the machine."""
+    torch: str | None = None
+    """Version, as installed; the program may not import it."""
 
 
 class Sampled(Event, frozen=True, kw_only=True):
@@ -208,6 +212,10 @@ class Stopped(Event, frozen=True, kw_only=True):
     """(integral of power - counter) / counter, where both were there."""
     no_trace: str | None = None
     """Why the operations of an iteration were not recorded."""
+    energy_j: float | None = None
+    """Of the device over the whole run, with all that is not an iteration."""
+    unseen: str | None = None
+    """Why no iteration was seen, and what to do about it; None if one was."""
 
 
 AnyEvent = Started | Sampled | Block | Decided | Fitted | Moved | Refused | Failed | Stopped

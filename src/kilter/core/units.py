@@ -9,6 +9,7 @@ from kilter.core.errors import UsageError
 
 MHZ = 1e6
 MILLI = 1e-3
+KWH_J = 3.6e6
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 _BYTES = {
@@ -32,6 +33,8 @@ _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z%]*)\s*", re
 
 def parse_fraction(text: str) -> float:
     """`"2%"` -> 0.02, `"0.02"` -> 0.02. A bare number of 1 or more is refused: it is ambiguous."""
+    if text.lstrip().startswith("-"):
+        raise UsageError(f"{text!r} is below zero: write 2%, or 0 for no slowdown at all")
     match = _NUMBER.fullmatch(text)
     if match is None or match[2] not in ("", "%"):
         raise UsageError(f"{text!r} is not a fraction: write 2% or 0.02")
@@ -52,6 +55,20 @@ def parse_bytes(text: str) -> int:
     if not math.isfinite(value) or value < 1:
         raise UsageError(f"{text!r} is not a size of at least one byte")
     return int(value)
+
+
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_seconds(text: str) -> float:
+    """`"60s"` -> 60.0, `"2min"` -> 120.0; a bare number is seconds."""
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[2].lower() not in _SECONDS:
+        raise UsageError(f"{text!r} is not a time: write 60s or 2min")
+    seconds = float(match[1]) * _SECONDS[match[2].lower()]
+    if not math.isfinite(seconds):
+        raise UsageError(f"{text!r} is not a finite time: write 60s or 2min")
+    return seconds
 
 
 def show_fraction(value: float | None, *, signed: bool = False) -> str:
@@ -93,6 +110,14 @@ def show_time(seconds: float | None) -> str:
         if abs(seconds) >= size:
             return f"{seconds / size:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
     return f"{seconds * 1e9:.3g} ns"
+
+
+def show_duration(seconds: float) -> str:
+    """5400.0 -> `"1.5 h"`, 90.0 -> `"1.5 min"`, 12.34 -> `"12.3 s"`."""
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def show_energy(joules: float | None) -> str:

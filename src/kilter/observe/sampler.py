@@ -96,6 +96,9 @@ class Sampler:
         self._methods: set[str] = set()
         self._compared_j = [0.0, 0.0]
         """Of the energies handed out that both witnesses know: by the counter, by the integral."""
+        self._integral_j: float | None = None
+        self._first_counter_j: float | None = None
+        self._last_counter_j: float | None = None
         self._over = threading.Event()
         self._stopped = False
         self._turn = threading.Lock()
@@ -127,6 +130,15 @@ class Sampler:
         """(integral - counter) / counter over all energies handed out that both knew."""
         counter_j, integral_j = self._compared_j
         return integral_j / counter_j - 1.0 if counter_j > 0.0 else None
+
+    @property
+    def total_j(self) -> float | None:
+        """Energy since the first sample: by the counter if it counts, else by the integral of
+        power, without the holes in it."""
+        first_j, last_j = self._first_counter_j, self._last_counter_j
+        if first_j is not None and last_j is not None and last_j > first_j:
+            return last_j - first_j
+        return self._integral_j
 
     def start(self) -> None:
         """Sample from now on, in a daemon thread. Device errors end up in `why_ended`."""
@@ -243,6 +255,7 @@ class Sampler:
         with self._turn:
             # A clock that stands still would make intervals of no length.
             if not self._samples or sample.t_s > self._samples[-1].t_s:
+                self._add_up(sample)
                 self._samples.append(sample)
                 if len(self._samples) >= 2 * _KEPT:
                     del self._samples[:_KEPT]
@@ -251,6 +264,20 @@ class Sampler:
         if self._on_sample is not None:
             self._on_sample(sample)
         return sample
+
+    def _add_up(self, sample: Sample) -> None:
+        """For `total_j`: samples themselves are not kept for ever."""
+        if sample.energy_j is not None:
+            if self._first_counter_j is None:
+                self._first_counter_j = sample.energy_j
+            self._last_counter_j = sample.energy_j
+        last = self._samples[-1] if self._samples else None
+        if last is None or last.power_w is None or sample.power_w is None:
+            return
+        passed_s = sample.t_s - last.t_s
+        if passed_s <= _HOLE_PERIODS * self.period_s:
+            added_j = passed_s * (last.power_w + sample.power_w) / 2
+            self._integral_j = (self._integral_j or 0.0) + added_j
 
     def _catch_tick(self) -> bool:
         """Wait, a period at most, until the sensors have just changed. Whether they did."""

@@ -261,18 +261,20 @@ def write(directory: Path, *recorders: Recorder) -> Path:
     return directory
 
 
-def write_plan(directory: Path, setting: Setting, job: Job) -> None:
+def plan_of(setting: Setting, job: Job) -> Plan:
+    """What a planner would have written for this job."""
     effect = Effect(time_ratio=job.time_ratio(setting), energy_ratio=job.energy_ratio(setting))
-    codec.save(
-        directory / "plan.json",
-        Plan(
-            planner="job_clocks",
-            actions=(SetClocks(setting=setting, effect=effect, reason="confirmed"),),
-            effect=effect,
-            reason="one clock for the whole job",
-            label=Label.SIMULATED,
-        ),
+    return Plan(
+        planner="job_clocks",
+        actions=(SetClocks(setting=setting, effect=effect, reason="confirmed"),),
+        effect=effect,
+        reason="one clock for the whole job",
+        label=Label.SIMULATED,
     )
+
+
+def write_plan(directory: Path, setting: Setting, job: Job) -> None:
+    codec.save(directory / "plan.json", plan_of(setting, job))
 
 
 def write_trace(directory: Path, iteration_s: float = 0.084, *, name: str = "layer") -> None:

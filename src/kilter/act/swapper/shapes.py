@@ -160,11 +160,15 @@ def shapes_of(
         UnsupportedOperatorException,
     )
 
-    memory = _Memory(clocked)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _counting(memory):
-            job = _Job(model, inputs, named, memory, loss, optimizer, autocast, min_bytes)
-            return job.run()
+        # Of a small model no tensor has so many bytes: then all of them are recorded.
+        for least_bytes in (min_bytes, 0):
+            memory = _Memory(clocked)
+            with FakeTensorMode(allow_non_fake_inputs=True), _counting(memory):
+                job = _Job(model, inputs, named, memory, loss, optimizer, autocast, least_bytes)
+                shapes = job.run()
+            if shapes is not None:
+                return shapes
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UsageError(
             f"the model asks for a value that only real data have ({error.func}): its memory "
@@ -172,6 +176,7 @@ def shapes_of(
         ) from error
     except UnsupportedOperatorException as error:
         raise UsageError(f"{error.func} says nothing of the shapes it makes") from error
+    raise UsageError("the model keeps nothing for its backward: there is nothing to plan")
 
 
 def _counting(memory: _Memory) -> Any:
@@ -245,10 +250,13 @@ class _Job:
         self._watch: Watch | None = None
         self._within: Pass | None = None
 
-    def run(self) -> Shapes:
+    def run(self) -> Shapes | None:
+        """None if nothing was kept for backward that is large enough to be recorded."""
         memory = self._memory
         self._iteration()  # makes gradients and state
         record = self._iteration()
+        if not record.data:
+            return None
         step_bytes = memory.peak_bytes() or 0
         state_bytes = sum(
             value.nbytes

@@ -8,15 +8,21 @@ instead; it is called outside of our error handling. `parse(parser, arguments)` 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import NoReturn
 
 import kilter
 from kilter.core.errors import KilterError
+from kilter.core.ranks import ranks
 
 VERBS: dict[str, str] = {
-    "run": "run a script, unmodified, under a goal",
+    "run": "run a script, unmodified: less energy, less GPU memory, or both",
     "report": "what a run found, did and restored",
     "size": "what memory a training iteration takes, from shapes",
     "plan": "plan clocks or memory from an iteration trace",
@@ -24,16 +30,32 @@ VERBS: dict[str, str] = {
     "doctor": "what is there, what is allowed, what to do about it",
     "restore": "put back whatever a dead run left",
     "bench": "every table of the README, re-run",
+    "completion": "completion of this command line for bash, zsh or fish",
 }
 """Verb -> its line in `kilter --help`. The module is imported only when the verb is used."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Abbreviated options are off everywhere: they would eat the script's own."""
+    """Abbreviated options are off everywhere: they would eat the script's own. A value like `-5%`
+    is a value, which is refused by what reads it, and not an option."""
 
     def __init__(self, **kwargs: object) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**kwargs, allow_abbrev=False)  # type: ignore[arg-type]
+        self._negative_number_matcher = re.compile(r"-\.?\d.*")
+
+    def error(self, message: str) -> NoReturn:
+        """With the option that was probably meant."""
+        if (wrong := re.search(r"(?:unrecognized arguments: |^)(--[\w-]+)", message)) is not None:
+            options = (name for action in self._actions for name in action.option_strings)
+            message += did_you_mean(wrong[1], options)
+        super().error(message)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean run?`, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near and near[0] != word else ""
 
 
 def _overview() -> _Parser:
@@ -42,28 +64,36 @@ def _overview() -> _Parser:
     parser = _Parser(
         prog="kilter",
         usage="kilter [--version] VERB ...",
-        description="Less energy for a PyTorch job, under a proven slowdown contract.",
-        epilog=f"verbs:\n{verbs}\n\nexample:\n  kilter run --max-slowdown 2% train.py --epochs 3\n"
+        description="Makes PyTorch jobs cheaper without a change to their source: less energy "
+        "under a proven\nslowdown contract, training within a GPU memory budget, and, from Python, "
+        "parallel branches\n(kilter.parallel) and batches in pieces (kilter.divided).",
+        epilog=f"verbs:\n{verbs}\n\nexamples:\n"
+        "  kilter run --max-slowdown 2% train.py --epochs 3     less energy\n"
+        "  kilter run --memory-budget 24GiB train.py            less GPU memory\n"
+        "  kilter run --device sim:v100 train.py                without a GPU: rehearsed on one\n"
+        "  kilter size train.py:make --memory-budget 24GiB      will it fit? asked beforehand\n"
         "\n`kilter VERB --help` shows the options and examples of a verb.",
     )
     parser.add_argument("--version", action="version", version=f"kilter {kilter.__version__}")
-    parser.add_argument("verb", choices=VERBS, metavar="VERB", help=argparse.SUPPRESS)
     return parser
+
+
+def parser_of(verb: str) -> tuple[_Parser, ModuleType]:
+    """The parser of a verb, and the verb's module."""
+    module = importlib.import_module(f"kilter.app.cli.{verb}")
+    parser = _Parser(prog=f"kilter {verb}", description=module.HELP, epilog=module.EPILOG)
+    module.add_arguments(parser)
+    return parser, module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Returns the exit code: the script's own, 2 for wrong usage, 1 for an error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in VERBS:
-        parser = _overview()
-        if not arguments:
-            parser.print_help(sys.stderr)
-            return 2
-        parser.parse_args(arguments)
+        _without_verb(arguments)
     verb = arguments[0]
-    module = importlib.import_module(f"kilter.app.cli.{verb}")
-    parser = _Parser(prog=f"kilter {verb}", description=module.HELP, epilog=module.EPILOG)
-    module.add_arguments(parser)
+    _warn_of_variables()
+    parser, module = parser_of(verb)
     parse = getattr(module, "parse", _Parser.parse_args)
     try:
         outcome = module.run(parse(parser, arguments[1:]))
@@ -76,6 +106,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     # The user's own code: not even a BrokenPipeError of it is ours to report.
     return int((outcome() if callable(outcome) else outcome) or 0)
+
+
+def _without_verb(arguments: Sequence[str]) -> NoReturn:
+    parser = _overview()
+    if not arguments:
+        parser.print_help(sys.stderr)
+        sys.exit(2)
+    word = arguments[0]
+    if word.startswith("-"):
+        parser.parse_args(arguments)
+    elif word.endswith(".py"):
+        parser.error(f"{word!r} is not a verb; did you mean: kilter run {word}?")
+    parser.error(f"{word!r} is not a verb{did_you_mean(word, VERBS)}")
+
+
+def _warn_of_variables() -> None:
+    if os.environ.get("KILTER") == "0" or not any(
+        name.startswith("KILTER_") for name in os.environ
+    ):
+        return
+    from kilter.app.config import unknown_variables
+
+    if ranks(os.environ).rank == 0:
+        for sentence in unknown_variables(os.environ):
+            print(f"kilter: warning: {sentence}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import argparse
 import functools
 import os
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from kilter.act.run_directory import check_out, make_out
@@ -22,7 +23,12 @@ from kilter.connect.script import find_program
 from kilter.core.errors import UsageError
 from kilter.core.ranks import ranks
 
-HELP = "Run a Python script, unmodified, and save energy under a proven slowdown contract."
+HELP = """\
+Run a Python script, unmodified, and make it cheaper: less energy under a proven slowdown contract
+(--max-slowdown; the default, at 2%), training within a GPU memory budget by offload, recomputation
+and smaller pieces of the batch (--memory-budget), or both. Without a GPU, --device sim:NAME shows
+what a simulated one would save.
+"""
 
 EPILOG = """\
 Everything after SCRIPT belongs to the script. Its standard output, exit code and signals are its
@@ -70,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Ask torchrun's parser too, but import torch only if our own leaves an option over."""
+    _need_values(parser, arguments)
     namespace, unknown = parser.parse_known_args(arguments)
     if not unknown:
         return namespace
@@ -79,6 +86,17 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
         parser.error(f"{unknown[0]} is not an option of kilter run, and {error}")
     parser.set_defaults(torchrun=True)
     return parser.parse_args(arguments)
+
+
+def _need_values(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """`kilter run --memory-budget train.py` has forgotten the value, not the script."""
+    examples = {f"--{name}": o.metavar for name, o in OPTIONS.items() if o.metavar is not None}
+    for option, value in pairwise(arguments):
+        if not option.startswith("-"):
+            return  # the script, or what torchrun's options take
+        if option in examples and option != "--out" and value.endswith(".py"):
+            example = examples[option].partition("|")[0]
+            parser.error(f"{option} lacks its value; did you mean: {option} {example} {value}?")
 
 
 def run(arguments: argparse.Namespace) -> Callable[[], None]:

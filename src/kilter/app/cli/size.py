@@ -5,15 +5,26 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
 
-from kilter.act.size import AUTOCAST, OPTIMIZERS, Fit, Size, on_meta, size, told
+from kilter.act.size import (
+    AUTOCAST,
+    OPTIMIZERS,
+    Fit,
+    Size,
+    largest_batch,
+    on_meta,
+    size,
+    told,
+)
 from kilter.app.plan_memory import add_link_arguments, link_of
 from kilter.core.errors import UsageError
 from kilter.core.plan import MemoryBudget
@@ -31,7 +42,8 @@ FUNCTION returns the model and its inputs, and a third thing if the loss is not 
       return model, (tokens,), loss
 
 It is called on the meta device, where tensors have shapes and no bytes. With --batch it is called
-once for each size, with the argument batch. Everything that is printed is simulated.
+once for each size, with the argument batch; where it takes that argument, a budget in bytes is
+answered with the largest batch that fits. Everything that is printed is simulated.
 
 examples:
   kilter size train.py:make
@@ -57,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if budget is not None and budget.size_bytes is None and budget.share is None:
         raise UsageError("--memory-budget auto: there is no card here; give a size or a share")
     rows = []
+    _check_call(function, args)
     for batch in _batches(args.batch):
         found = _sized(function, batch, args)
         fit = None
@@ -65,9 +78,19 @@ def run(args: argparse.Namespace) -> int:
         rows.append((batch, found, fit))
         if not args.json:
             _tell(batch, found, fit)
+    largest = None
+    if budget is not None and budget.size_bytes is not None and _takes_batch(function):
+        largest = largest_batch(lambda n: _sized(function, n, args), budget.size_bytes)
+        if not args.json:
+            print(f"{'largest batch':<18} {largest} [simulated]")
     if args.json:
         objects = [{"batch": batch, **found.as_json(fit)} for batch, found, fit in rows]
-        document = {"schema": "kilter.size/1", "label": "simulated", "rows": objects}
+        document = {
+            "schema": "kilter.size/1",
+            "label": "simulated",
+            "rows": objects,
+            "largest_batch": None if largest is None else asdict(largest),
+        }
         print(msgspec.json.encode(document).decode())
     return 0 if all(fit is None or fit.fits for _, _, fit in rows) else 1
 
@@ -79,6 +102,26 @@ def _tell(batch: int | None, found: Size, fit: Fit | None) -> None:
     lines = [] if fit is None else told(fit, found.card)
     for name, line in zip(["budget"] + [""] * len(lines), [*lines, "[simulated]"], strict=False):
         print(f"{name if lines else '':<18} {line}")
+
+
+def _check_call(function: Callable[..., Any], args: argparse.Namespace) -> None:
+    """FUNCTION is called with nothing, or with the batch alone: said before it is called."""
+    named = {} if args.batch is None else {"batch": 1}
+    try:
+        inspect.signature(function).bind(**named)
+    except ValueError:  # some that are written in C do not tell
+        return
+    except TypeError as error:
+        call = "with batch=N alone" if named else "without arguments"
+        raise UsageError(f"{args.what} is called {call}: {error}") from None
+
+
+def _takes_batch(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(batch=1)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _sized(function: Any, batch: int | None, args: argparse.Namespace) -> Size:

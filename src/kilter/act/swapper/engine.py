@@ -89,8 +89,9 @@ class SwapReport:
 def note_epsilon(module: Any, inputs: Any, output: Any) -> None:
     """A layer norm's node does not keep its epsilon, which its recipe needs; without a weight
     nothing leads back to the module."""
-    if output.grad_fn is not None:
-        output.grad_fn.metadata[EPS] = module.eps
+    node, eps = getattr(output, "grad_fn", None), vars(module).get("eps")
+    if node is not None and eps is not None:
+        node.metadata[EPS] = eps
 
 
 @functools.cache
@@ -151,8 +152,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._steps = 0
         self._handles: list[Any] = []
         self._hooks: Any = None
-        self._norms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """Layer norms without weights, and our hooks on them."""
+        self._norms: Any = None
+        """Our hook behind modules, where there are layer norms without weights."""
         self._counts = dict.fromkeys(("passes", "planned", "deviations", "late"), 0)
 
     # Begin and end
@@ -185,9 +186,9 @@ class Swapper(AbstractContextManager["Swapper"]):
     def __exit__(self, *exception: object) -> None:
         """Stop observing. Graphs that are still alive stay usable: their data find their way."""
         self._hooks.__exit__(*exception)
-        for handle in (*self._handles, *self._norms.values()):
+        for handle in self._handles:
             handle.remove()
-        self._norms.clear()
+        self._norms = None
         self._store.norms.clear()
         self._collector.let_go()
         if self._store.within() is None:
@@ -280,7 +281,11 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _find_norms(self) -> None:
         """The program's layer norms. They are looked for among all objects, once in a trial: a hook
-        on every module call costs more than the rest of an event, and ends compiled regions."""
+        on every module call costs more than the rest of an event, and ends compiled regions. Only
+        those without weights need one. It is not on them: a hook of ours on a module of the program
+        would get into its pickles, and TorchScript would try to compile it."""
+        from torch.nn.modules.module import register_module_forward_hook
+
         norm = self._torch.nn.LayerNorm
         for module in gc.get_objects():
             if not issubclass(type(module), norm):
@@ -288,8 +293,13 @@ class Swapper(AbstractContextManager["Swapper"]):
             weight = vars(module).get("_parameters", {}).get("weight")
             if weight is not None:
                 self._store.norms[id(weight)] = weakref.ref(module)
-            elif module not in self._norms:
-                self._norms[module] = module.register_forward_hook(note_epsilon)
+            elif self._norms is None:
+                self._norms = register_module_forward_hook(
+                    lambda module, *rest: (
+                        note_epsilon(module, *rest) if isinstance(module, norm) else None
+                    )
+                )
+                self._handles.append(self._norms)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.before_update(p for group in optimizer.param_groups for p in group["params"])

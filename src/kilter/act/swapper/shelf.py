@@ -1,10 +1,13 @@
-"""The bytes of weights: on the device, on their way, or on the host.
+"""The bytes of weights: on the device, or in host memory that the device reads across the link.
 
-A weight leaves if the host has a copy of its value and nobody reaches its bytes but through the
-parameter: no other tensor on its storage, no holder in C++ (a graph that saved it without our
+A weight is offloaded if the host has a copy of its value and nobody reaches its bytes but through
+the parameter: no other tensor on its storage, no holder in C++ (a graph that saved it without our
 hooks, a scripted module), no other process. The copy counts as long as version, storage and `.data`
-say that nobody wrote; otherwise the weight is copied again as it leaves. Somebody may write who
-knows its address. So a sum over its bits as it leaves is held against that of the copy.
+say that nobody wrote; otherwise the weight is copied again as it is offloaded. Somebody may write
+who knows its address. So a sum over its bits then is held against that of the copy.
+
+Offloaded, a weight has its bytes in host memory: who reads it without asking, in C++, finds the
+right values, only more slowly.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from kilter.act.swapper.aliases import holders, shared_with_processes
+from kilter.act.swapper.aliases import Holders, holders, shared_with_processes
 from kilter.act.swapper.away import WeightsMoved, away_class, guarded
 from kilter.act.swapper.backend import Backend, Event, HostMemoryError, owned
-from kilter.act.swapper.stream import Where
+from kilter.act.swapper.stream import Where, shaped
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +36,10 @@ class Moved:
         self.size_bytes = parameter.untyped_storage().nbytes()
         self.where = Where.RESIDENT
         self.host: torch.Tensor | None = None
+        self.on_host: torch.Tensor | None = None
+        """The host memory as a tensor of the device, in the parameter's shape."""
+        self.incoming: torch.Tensor | None = None
+        """Device memory that it is copied to."""
         self.version = -1
         """Of the copy on the host; -1: there is none."""
         self.lent = False
@@ -107,6 +114,7 @@ class Shelf:
             self._backend.wait(weight.arrival)
         if weight.where is Where.OFFLOADED:
             self.gone_bytes -= weight.size_bytes
+        weight.incoming = None
         weight.where, weight.stays = Where.RESIDENT, "it is no more"
 
     def home(self, parameter: Any) -> None:
@@ -127,10 +135,29 @@ class Shelf:
 
     def _bring(self, weight: Moved, parameter: Any) -> None:
         self.load(weight)
-        self._backend.wait(weight.arrival)
+        assert weight.host is not None
+        assert weight.incoming is not None
+        assert weight.on_host is not None
+        with self._undisturbed():
+            self._backend.wait(weight.arrival)
+            if parameter._version != weight.version:  # written from C++ since the copy was started
+                weight.arrival = self._backend.copy_in(weight.incoming, weight.host)
+                self._backend.wait(weight.arrival)
+            if holders(parameter).exceed(self._alone_of(parameter), others=1):
+                weight.stays = "weights stay on the host where somebody has their address there"
+                self._say(weight.stays)
+            else:
+                self._have(parameter, shaped(weight.incoming, 0, weight.on_host))
+            weight.storage = parameter.untyped_storage()._cdata
+        weight.incoming = None
         weight.where = Where.RESIDENT
         parameter.__class__ = self._plain
         self.absent -= 1
+
+    def _have(self, parameter: Any, bytes_of: torch.Tensor) -> None:
+        """It has the bytes of another tensor from now on. Its version stays, as its value does."""
+        data: Any = self._torch.Tensor.data
+        data.__set__(parameter, bytes_of)
 
     def foreign(self, stream: Any) -> bool:
         """Modules have run, and on another stream than this."""
@@ -150,13 +177,19 @@ class Shelf:
 
     def _undisturbed(self) -> Any:
         """What the program has put around its operations does not meet ours."""
-        quiet = self._torch._C.DisableTorchFunction()
-        if not self._torch._C._len_torch_dispatch_stack():
+        core = self._torch._C
+        quiet = core.DisableTorchFunction()
+        modes = (
+            core._len_torch_dispatch_stack() or core._functorch.maybe_current_level() is not None
+        )
+        if not modes and not self._torch.is_inference_mode_enabled():
             return quiet
         from torch.utils._python_dispatch import _disable_current_modes
 
         stack = ExitStack()
         stack.enter_context(quiet)
+        stack.enter_context(self._torch.inference_mode(False))
+        stack.enter_context(core._DisableFuncTorch())
         stack.enter_context(_disable_current_modes())
         return stack
 
@@ -170,8 +203,7 @@ class Shelf:
         """Nobody reaches its bytes but through the parameter."""
         if not self._counted:
             return False
-        alone = self._alone_in_graph if parameter.requires_grad else self._alone
-        if holders(parameter).exceed(alone):
+        if holders(parameter).exceed(self._alone_of(parameter)):
             return False
         if not owned(parameter.untyped_storage()):
             return False
@@ -179,6 +211,9 @@ class Shelf:
         if top is not None and not guarded(top[1]):
             return False
         return not shared_with_processes(parameter.untyped_storage())
+
+    def _alone_of(self, parameter: Any) -> Holders:
+        return self._alone_in_graph if parameter.requires_grad else self._alone
 
     def _flat(self, parameter: Any, weight: Moved) -> torch.Tensor:
         torch = self._torch
@@ -207,18 +242,30 @@ class Shelf:
             return
         try:
             if weight.host is None:
-                weight.host = self._backend.reserve(weight.size_bytes)
-                self.host_bytes += weight.size_bytes
+                self._reserve(weight, parameter)
         except HostMemoryError as error:
             weight.stays = f"weights stay: {error}"
             self._say(weight.stays)
             return
+        assert weight.host is not None
         with self._undisturbed():
             flat = self._flat(parameter, weight)
             weight.sum = self._sum(flat)
             weight.departure = self._backend.copy_out(weight.host, flat)
         weight.version = parameter._version
         self.out_bytes += weight.size_bytes
+
+    def _reserve(self, weight: Moved, parameter: Any) -> None:
+        host = self._backend.reserve(weight.size_bytes)
+        with self._undisturbed():
+            try:
+                memory = self._backend.on_device(host, 0, weight.size_bytes)
+            except HostMemoryError:
+                self._backend.give_back(host)
+                raise
+            weight.on_host = shaped(memory, 0, parameter)
+        weight.host = host
+        self.host_bytes += weight.size_bytes
 
     def leave(self, weight: Moved) -> None:
         """Give its bytes up, if the host has them and nobody else can reach them."""
@@ -239,8 +286,9 @@ class Shelf:
         with self._undisturbed():
             self._left.append((self._sum(self._flat(parameter, weight)), weight.sum))
             self._backend.wait(weight.departure)
+            assert weight.on_host is not None
+            self._have(parameter, weight.on_host)
             self._backend.evicted(storage)
-            storage.resize_(0)
         weight.where = Where.OFFLOADED
         parameter.__class__ = self._away
         self.absent += 1
@@ -252,14 +300,10 @@ class Shelf:
         """Start its way to the device, if it is away."""
         if weight.where is not Where.OFFLOADED:
             return
-        parameter = weight.parameter()
-        assert parameter is not None
         assert weight.host is not None
         with self._undisturbed():
-            storage = parameter.untyped_storage()
-            storage.resize_(weight.size_bytes)
-            self._backend.evicted(storage)  # new memory, and nobody's yet
-            weight.arrival = self._backend.copy_in(self._flat(parameter, weight), weight.host)
+            weight.incoming = self._backend.alloc(weight.size_bytes)
+            weight.arrival = self._backend.copy_in(weight.incoming, weight.host)
         weight.where = Where.PREFETCHING
         self.gone_bytes -= weight.size_bytes
         self.in_bytes += weight.size_bytes

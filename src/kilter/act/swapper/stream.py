@@ -18,7 +18,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from kilter.act.swapper.aliases import holders, shared_with_processes
-from kilter.act.swapper.backend import Backend, Event, HostMemoryError
+from kilter.act.swapper.backend import Backend, Event, HostMemoryError, owned
 
 if TYPE_CHECKING:
     import torch
@@ -131,6 +131,7 @@ class Stream:
             and not value.requires_grad
             and size_of(value) >= self._min_bytes
             and value.untyped_storage().nbytes() == size_of(value)
+            and owned(value.untyped_storage())
         )
 
     def disown(self, bucket: StateBucket) -> None:
@@ -217,7 +218,7 @@ class Stream:
             for part in bucket.parts:
                 size_bytes = size_of(part.tensor)
                 memory = self._backend.on_device(host, begin, size_bytes)
-                part.on_host = _shaped(memory, 0, part.tensor)
+                part.on_host = shaped(memory, 0, part.tensor)
                 begin += _aligned(size_bytes)
         except HostMemoryError:
             self._forget_memory(bucket)
@@ -261,7 +262,7 @@ class Stream:
             flat = bucket.flat = self._backend.alloc(bucket.size_bytes)
             begin = 0
             for part in bucket.parts:
-                part.in_flat = _shaped(flat, begin, part.tensor)
+                part.in_flat = shaped(flat, begin, part.tensor)
                 begin += _aligned(size_of(part.tensor))
         else:
             bucket.flat.untyped_storage().resize_(bucket.size_bytes)
@@ -326,7 +327,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.set_(tensor.untyped_storage(), 0, (size_of(tensor),), (1,))
 
 
-def _shaped(memory: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
+def shaped(memory: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
     """Bytes of `memory` from `begin` on as a tensor like another one, and no view of any."""
     import torch
 

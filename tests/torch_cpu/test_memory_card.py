@@ -16,6 +16,7 @@ from torch import nn
 
 from kilter.act.fence import Fence
 from kilter.act.fitter import ALLOCATOR, Fitter
+from kilter.act.host_memory import HostLimit
 from kilter.act.swapper import CpuStandIn
 from kilter.core.events import AnyEvent, Fitted, Moved, Refused
 from kilter.core.label import Label
@@ -53,7 +54,7 @@ class Card:
         monkeypatch.setattr(Fitter, "_large", first)
         monkeypatch.setattr(Fitter, "_card", self.card)
         fake = types.ModuleType("kilter.act.swapper.cuda")
-        fake.Cuda = types.SimpleNamespace(open=lambda index: CpuStandIn())  # type: ignore[attr-defined]
+        fake.Cuda = types.SimpleNamespace(open=lambda index, host: CpuStandIn(host=host))  # type: ignore[attr-defined]
         fake.measure_link = lambda backend, size_bytes: H200_PCIE5  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "kilter.act.swapper.cuda", fake)
 
@@ -70,12 +71,21 @@ def fit(
 ) -> list[AnyEvent]:
     """A training under a fitter, with nothing of a session."""
     events: list[AnyEvent] = []
+    said: list[str] = []
 
     def fail(where: str, error: str) -> None:
         raise AssertionError(f"{where}: {error}")
 
     fence = Fence(fail)
-    fitter = Fitter(budget, INFO, fence=fence, record=events.append, clock=lambda: 0.0)
+    fitter = Fitter(
+        budget,
+        INFO,
+        host=HostLimit(),
+        fence=fence,
+        record=events.append,
+        say=said.append,
+        clock=lambda: 0.0,
+    )
     fitter.start()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(10)))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from kilter.act.fence import Fence
 from kilter.act.floor import Floor, words
+from kilter.act.host_memory import HostLimit
 from kilter.act.room import room
 from kilter.core.errors import KilterError, PlanError
 from kilter.core.events import AnyEvent, Moved, Refused
@@ -66,6 +67,10 @@ LINK_BYTES = 64 * MIB
 MOST_BOUND = 3000
 BOUND_S = 5.0
 """Operations up to which the bound is computed, and for how long, at the end of the script."""
+CHANGING = (
+    "passes keep differing from those seen before: few of them are watched from here on, and where "
+    "there is no plan, data are offloaded as soon as the budget is reached"
+)
 OF_A_DATUM = re.compile(r"^\d+: [^:]*: ")
 """How a reason begins that is about one datum: its number and what made it."""
 ROUNDING = 1e-6
@@ -80,13 +85,17 @@ class Fitter:
         budget: MemoryBudget,
         info: DeviceInfo,
         *,
+        host: HostLimit,
         fence: Fence,
         record: Callable[[AnyEvent], None],
+        say: Callable[[str], None],
         clock: Callable[[], float],
         gradients: str = "auto",
         dry_run: bool = False,
     ) -> None:
         self._budget = budget
+        self._host = host
+        self._say = say
         self._gradients = gradients
         self._info = info
         self._fence = fence
@@ -260,11 +269,11 @@ class Fitter:
         if self._kind == "cuda":
             from kilter.act.swapper.cuda import Cuda, measure_link
 
-            again = partial(Cuda.open, tensor.device.index)
+            again = partial(Cuda.open, tensor.device.index, self._host)
             cuda = again()
             self._backend, self._link = cuda, measure_link(cuda, size_bytes=LINK_BYTES)
         else:
-            self._backend, self._link = CpuStandIn(), H200_PCIE5
+            self._backend, self._link = CpuStandIn(host=self._host), H200_PCIE5
         self._set_budget(self._backend.device)
         limit_bytes = self._card_bytes if self._budget_bytes is None else self._budget_bytes
         swapper = Swapper(
@@ -312,15 +321,19 @@ class Fitter:
     def _set_share(self, swapper: Swapper) -> None:
         """A share of the plain peak, once that was observed."""
         records = swapper.records()
-        if not any(record.passes >= SEEN_PASSES for record in records):
+        report = swapper.report()
+        changing = report.watched_every > 1
+        if not changing and not any(record.passes >= SEEN_PASSES for record in records):
             return
         share = self._budget.share
         assert share is not None
-        spilled = swapper.report().spilled > 0
+        spilled = report.spilled > 0
         if not spilled and not (self._plain_over(swapper) and self._tried(swapper)):
             return  # the budget stays the card's until all that is to be watched was watched
         peak_bytes = max(self._plain_peak_bytes, *(record.peak_bytes for record in records))
         self._words = f"{self._budget} of the plain peak, {show_bytes(peak_bytes)}"
+        if changing:
+            self._words += f", the largest of {report.passes} passes of changing shapes"
         if spilled:
             peak_bytes = self._card_bytes
             self._words = f"{self._budget} of the card's {show_bytes(peak_bytes)}"
@@ -386,7 +399,9 @@ class Fitter:
             self._set_share(swapper)
         report = swapper.report()
         if not self._seen and not report.spilled:
-            self._seen = any(record.passes >= SEEN_PASSES for record in swapper.records())
+            self._seen = report.watched_every > 1 or any(
+                record.passes >= SEEN_PASSES for record in swapper.records()
+            )
         planned = swapper.planned
         if planned and self._was_planned and not self._dry_run:
             self._phases[self._border] = "planned"
@@ -397,6 +412,9 @@ class Fitter:
                 if plan not in old:
                     self._fitted(record, plan, numbers)
         self._tell_refused(report.refused)
+        if report.watched_every > 1 and CHANGING not in self._refused:
+            self._tell_refused((CHANGING,))
+            self._say(CHANGING)
         if self._floor is not None and self._budget_bytes is not None and not self._over:
             self._floor.border(report, self._budget_bytes, self._clock())
             if self._floor.taken_back is not None:

@@ -32,6 +32,7 @@ from kilter.act.board import Board, BoardGone, LocalBoard, StoreBoard
 from kilter.act.fence import Fence
 from kilter.act.fitter import Fitter
 from kilter.act.hands import RealHands
+from kilter.act.host_memory import HostLimit, default_limit_bytes
 from kilter.act.lease import Lease
 from kilter.act.recorder import Recorder
 from kilter.act.run_directory import check_out, events_name, run_directory
@@ -124,7 +125,7 @@ class Voice(Protocol):
         """An error of ours, told once, when it happens."""
 
     def noticed(self, text: str) -> None:
-        """Something that the user can mend at once."""
+        """Something that the user can mend at once, or has to expect from here on."""
 
     def rehearsing(self, seconds: float | None) -> None:
         """Progress of a rehearsal after the script: virtual seconds; None when it is over."""
@@ -289,6 +290,9 @@ class Session:
         self._recorder = Recorder(self.run / events_name(self._ranks))
         self._mode, why = self._choose_mode(info)
         self._mode_reason = why
+        goal = self._options.goal
+        if goal.memory_budget is not None and goal.host_memory_bytes is None:
+            goal = replace(goal, host_memory_bytes=default_limit_bytes(os.environ))
         started = Started(
             t_s=self._now(),
             kilter=kilter.__version__,
@@ -297,7 +301,7 @@ class Session:
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             device=info,
-            goal=self._options.goal,
+            goal=goal,
             found=self._found,
             mode=self._mode,
             mode_reason=why,
@@ -315,12 +319,14 @@ class Session:
             self._sampler.start()
         if self._trace_needed:
             self._open_window()
-        if self._options.goal.memory_budget is not None:
+        if goal.memory_budget is not None:
             self._fitter = Fitter(
-                self._options.goal.memory_budget,
+                goal.memory_budget,
                 info,
+                host=HostLimit(goal.host_memory_bytes),
                 fence=self._fence,
                 record=self._recorder,
+                say=self._voice.noticed,
                 clock=self._now,
                 gradients=self._options.gradients,
                 dry_run=self._options.dry_run,

@@ -17,7 +17,7 @@ from kilter.act.journal import STATE_VARIABLE
 from kilter.act.session import REHEARSE_S, Options
 from kilter.core.errors import UsageError
 from kilter.core.plan import GRADIENTS, Goal, MemoryBudget, Objective
-from kilter.core.units import parse_fraction, parse_seconds
+from kilter.core.units import MIB, parse_bytes, parse_fraction, parse_seconds
 from kilter.device.find import CHOICES
 
 DEFAULT_MAX_SLOWDOWN = 0.02
@@ -59,6 +59,14 @@ def gradients(text: str) -> str:
     if text not in GRADIENTS:
         raise UsageError(f"{text!r} is not one of {', '.join(GRADIENTS)}")
     return text
+
+
+def host_memory(text: str) -> int:
+    """`16GiB`; `UsageError` for what is no size, or lacks its unit."""
+    size_bytes = parse_bytes(text)
+    if size_bytes < MIB:
+        raise UsageError(f"{text!r} is {size_bytes} bytes: write the unit, as in 16GiB")
+    return size_bytes
 
 
 def _device(text: str) -> str:
@@ -112,6 +120,13 @@ OPTIONS = {
             " asks for it, they are used up as they arrive in backward: for a program that never"
             " clips them, reads them or skips a step)",
             "NAME",
+        ),
+        Option(
+            "host-memory",
+            host_memory,
+            "how much each process may offload to the host's memory (default: of half of what is"
+            " free, its part)",
+            "16GiB",
         ),
         Option(
             "objective",
@@ -171,6 +186,8 @@ def resolve(
     # A file or the environment may hold these for all runs; asked for here, they were meant.
     if memory_budget is None and flags.get("gradients") is not None:
         raise UsageError("--gradients says what a memory budget may do: add --memory-budget")
+    if memory_budget is None and flags.get("host-memory") is not None:
+        raise UsageError("--host-memory limits what a memory budget offloads: add --memory-budget")
     if max_slowdown is None and memory_budget is None:
         max_slowdown = DEFAULT_MAX_SLOWDOWN
     elif max_slowdown is None and flags.get("objective") is not None:
@@ -179,6 +196,7 @@ def resolve(
         goal=Goal(
             max_slowdown=max_slowdown,
             memory_budget=memory_budget,
+            host_memory_bytes=given.get("host-memory"),
             objective=given.get("objective", Objective.ENERGY),
         ),
         device=given.get("device", "auto"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from kilter.act.session import Options, Session
 from kilter.app.config import DEFAULT_MAX_SLOWDOWN
 from kilter.app.config import gradients as parse_gradients
+from kilter.app.config import host_memory as parse_host_memory
 from kilter.app.config import objective as parse_objective
 from kilter.app.voice import Stderr
 from kilter.core.plan import Goal, MemoryBudget, Objective
@@ -23,6 +24,7 @@ def govern(
     max_slowdown: float | None = None,
     memory_budget: str | int | None = None,
     gradients: str = "auto",
+    host_memory: str | int | None = None,
     objective: Objective | str = Objective.ENERGY,
     device: str = "auto",
     dry_run: bool = False,
@@ -33,6 +35,8 @@ def govern(
     training within a `memory_budget` (`"24GiB"`, bytes, `"75%"` of its peak, `"auto"`); or both.
     `gradients="consume"` lets a budget use them up as they arrive in backward, in a program that
     never clips them, reads them or skips a step; `auto` and `keep` keep them for the step.
+    `host_memory` (`"16GiB"`, bytes) limits what is offloaded to the host; the default is this
+    process's part of half of what is free.
 
     With neither given: energy, at 2 %. With a memory budget alone, clocks are left alone.
 
@@ -57,7 +61,10 @@ def govern(
         max_slowdown = DEFAULT_MAX_SLOWDOWN
     options = Options(
         goal=Goal(
-            max_slowdown=max_slowdown, memory_budget=budget, objective=parse_objective(objective)
+            max_slowdown=max_slowdown,
+            memory_budget=budget,
+            host_memory_bytes=None if host_memory is None else parse_host_memory(str(host_memory)),
+            objective=parse_objective(objective),
         ),
         device=device,
         dry_run=dry_run,

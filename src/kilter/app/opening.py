@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kilter.core.events import Started
 from kilter.core.plan import FREE_MARGIN, Goal
-from kilter.core.units import show_fraction
+from kilter.core.units import show_bytes, show_fraction
 
 STAND_IN = "a stand-in on the CPU"
 """For the memory of a GPU, where there is none."""
@@ -16,6 +16,8 @@ def start_line(started: Started) -> str:
     text = f"kilter {started.kilter}: {_doing(started)}"
     if goal.memory_budget is not None:
         text += f", memory {goal.memory_budget}"
+        if goal.host_memory_bytes is not None:
+            text += f", at most {show_bytes(goal.host_memory_bytes)} of host memory"
     if goal.max_slowdown is not None and started.mode != "observe":
         text += f", {contract(goal)}"
     if started.mode == "shadow":

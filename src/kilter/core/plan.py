@@ -87,6 +87,8 @@ class Goal:
     """Allowed slowdown as a fraction of the baseline's iteration time; None = clocks left alone."""
     memory_budget: MemoryBudget | None = None
     """None = memory left alone."""
+    host_memory_bytes: int | None = None
+    """What each process may offload to the host's memory; None = not said."""
     objective: Objective = Objective.ENERGY
     error_probability: float = 0.05
     """The contract is broken with at most this probability."""

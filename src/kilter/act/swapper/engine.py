@@ -58,6 +58,11 @@ class SwapReport:
     passes: int
     planned: int
     """Passes that ran under a plan to their end."""
+    watched: int
+    """Passes that were watched, or tried."""
+    watched_every: int
+    """Of passes without a plan each so manieth is watched; more than 1 where shapes keep changing.
+    """
     deviations: int
     """Passes that departed from their plan and were finished without it."""
     late: int
@@ -122,7 +127,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     ) -> None:
         self._backend = backend
         self._collector = Collector()
-        self._store = Store(backend, over=self._collector.let_go)
+        self._store = Store(backend, over=self._pass_is_over)
         self._reader = Reader(self._store)
         self._demand = Demand(backend, self._store)
         self.budget_bytes = budget_bytes
@@ -154,7 +159,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._hooks: Any = None
         self._norms: Any = None
         """Our hook behind modules, where there are layer norms without weights."""
-        self._counts = dict.fromkeys(("passes", "planned", "deviations", "late"), 0)
+        self._counts = dict.fromkeys(("passes", "planned", "watched", "deviations", "late"), 0)
 
     # Begin and end
 
@@ -248,6 +253,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         return SwapReport(
             passes=counts["passes"],
             planned=counts["planned"],
+            watched=counts["watched"],
+            watched_every=self._kinds.attention.every,
             deviations=counts["deviations"],
             late=counts["late"],
             hastened=self._kinds.hastened,
@@ -531,7 +538,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._demand.begin()
         self._deviated = False
         within = self._store.begin()
-        candidate = self._kinds.candidate(self._steps)
+        candidate = self._kinds.candidate(self._steps, first)
         if candidate is not None and candidate.tried:
             if self.may_plan:
                 self._kinds.plan(candidate, self.budget_bytes)
@@ -540,16 +547,15 @@ class Swapper(AbstractContextManager["Swapper"]):
             if kind.outdated:
                 self._kinds.plan(kind, self.budget_bytes)
         alike = self._kinds.alike(first)
+        watched = candidate is not None or self._to_be_watched(alike)
         if candidate is not None:
             candidate.trials += 1
             self._trial = candidate
             self._find_norms()
-        elif self._looking:
-            self._looking -= 1
-        elif not self._store.absent:  # else an older graph may need what lies in the plans' arena
+        elif not watched and not self._store.absent:
             self._plan = next((kind.plan for kind in alike if kind.plan is not None), None)
-        hopeless = bool(alike) and all(kind.hopeless for kind in alike)
-        if self._plan is None and not (hopeless and self._round % HOPELESS_EVERY):
+        if watched:
+            self._counts["watched"] += 1
             self._watch = Watch(self._backend, self._store, trial=candidate is not None)
             self._stepped = self._steps > 0
         self._measured = self._plan is None or self._plan.tuned < TUNED
@@ -560,6 +566,28 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._plan is not None or self._watch is not None:
             self._collector.hold()
         return within
+
+    def _to_be_watched(self, alike: list[Kind]) -> bool:
+        """Whether a pass that begins like these is to be watched, rather than to run under a plan
+        of theirs, or without one."""
+        attention = self._kinds.attention
+        if self._looking:
+            asked = attention.asks()
+            self._looking -= asked
+            return asked
+        # What lies in the plans' arena an older graph may still need.
+        if any(kind.plan for kind in alike) and not self._store.absent:
+            return False
+        hopeless = bool(alike) and all(kind.hopeless for kind in alike)
+        return not (hopeless and self._round % HOPELESS_EVERY) and attention.asks()
+
+    def _pass_is_over(self) -> None:
+        """Nothing that was saved in the present pass is left."""
+        self._collector.let_go()
+        if self._open and self._plan is None and self._watch is None:
+            peak_bytes = self._backend.peak_bytes()
+            if peak_bytes is not None:
+                self._demand.learn(peak_bytes, self.budget_bytes)
 
     def _end_pass(self) -> None:
         if not self._open:
@@ -590,7 +618,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         record = watch.record()
         self._kinds.refused += watch.refused
         if self._trial is not None:
-            self._kinds.tried(self._trial, record)
+            self._kinds.tried(record)
             return
         self._kinds.watched(record, weighed=self._stepped)
         self._demand.learn(watch.peak_bytes, self.budget_bytes)

@@ -15,6 +15,7 @@ from kilter.act.swapper.backend import Backend, HostMemoryError
 from kilter.act.swapper.ready import Ready, ready
 from kilter.act.swapper.store import Store
 from kilter.act.swapper.waits import Waits
+from kilter.act.swapper.watch import Attention
 from kilter.core.errors import PlanError
 from kilter.observe.data import ALIGN, PassRecord
 from kilter.plan.swap.choose import arena, described, plan
@@ -102,6 +103,7 @@ class Kinds:
         self.hastened = 0
         """Loads that start earlier than planned, since they were late."""
         self.refused: list[str] = []
+        self.attention = Attention()
 
     def __iter__(self) -> Iterator[Kind]:
         return iter(self._by_events.values())
@@ -118,6 +120,7 @@ class Kinds:
     def forget(self, *, arena: bool = False) -> None:
         """Everything, the host memory too if it is gone."""
         self._by_events.clear()
+        self.attention = Attention()
         if arena:
             self._arena = None
             self._outgrown.clear()
@@ -139,10 +142,12 @@ class Kinds:
         """Those that begin with this event."""
         return [kind for kind in self if kind.record.events[0] == first]
 
-    def candidate(self, steps: int) -> Kind | None:
-        """One that was watched long enough and has no plan yet."""
-        for kind in self:
-            if kind.plan or kind.hopeless or (kind.trials >= MAX_TRIALS and not kind.tried):
+    def candidate(self, steps: int, first: int) -> Kind | None:
+        """One that was watched long enough, has no plan yet, and begins with this event."""
+        for kind in self.alike(first):
+            if kind.trials >= MAX_TRIALS and not kind.tried:
+                kind.hopeless = True
+            if kind.plan or kind.hopeless:
                 continue
             passes = kind.record.passes
             settled = passes >= 2 and steps >= SETTLED_STEPS and kind.weighed
@@ -166,6 +171,7 @@ class Kinds:
     def watched(self, record: PassRecord, *, weighed: bool) -> None:
         """A pass was watched to its end; `weighed` if the optimizer's state was there."""
         kind = self._by_events.get(record.events)
+        self.attention.met(useful=kind is not None and kind.plan is None)
         if kind is not None:
             kind.record.merge(record)
             kind.weighed |= weighed
@@ -175,9 +181,11 @@ class Kinds:
                 del self._by_events[min(plans, key=lambda events: plans[events] is not None)]
             self._by_events[record.events] = Kind(record, weighed=weighed)
 
-    def tried(self, kind: Kind, record: PassRecord) -> None:
-        """A pass was watched while its data were made again; it may be of another kind."""
-        if kind.record.events != record.events:
+    def tried(self, record: PassRecord) -> None:
+        """A pass was watched while its data were recomputed beside the real ones. It may be of
+        another kind than the one for which that was done, or of none that is known."""
+        kind = self._by_events.get(record.events)
+        if kind is None:
             return
         kind.record.learn(record)
         times = zip(kind.record.operation_s, record.operation_s, strict=True)

@@ -26,6 +26,48 @@ TRIAL_PAUSE_S = 4e-4
 """The same in a trial, and before each making again."""
 REPEATS = 3
 """Of making a datum again in a trial; the shortest counts."""
+IN_VAIN = 16
+"""Passes that are watched in vain before watching gets rare: they are unlike every one before, or
+there is a plan for them. One that is like an earlier one without a plan makes up for one of them.
+"""
+SELDOM, RARELY = 8, 64
+"""Then of the passes without a plan each so manieth is watched; from the `IN_VAIN`th on that was in
+vain as well, each so manieth."""
+
+
+class Attention:
+    """Which of the passes without a plan are watched. Watching costs the device's time, and where
+    shapes never come again it is of no use."""
+
+    def __init__(self) -> None:
+        self._left = IN_VAIN
+        self._skipped = 0
+        self._in_vain = 0
+
+    @property
+    def every(self) -> int:
+        """Each so manieth pass without a plan is watched."""
+        if self._left:
+            return 1
+        return SELDOM if self._in_vain < IN_VAIN else RARELY
+
+    def asks(self) -> bool:
+        """A pass without a plan begins: whether it is to be watched."""
+        self._skipped += 1
+        if self._skipped < self.every:
+            return False
+        self._skipped = 0
+        return True
+
+    def met(self, *, useful: bool) -> None:
+        """A pass was watched to its end; `useful` if it is like an earlier one without a plan."""
+        if useful:
+            self._left = min(IN_VAIN, self._left + 1)
+            self._in_vain = 0
+        elif self._left:
+            self._left -= 1
+        else:
+            self._in_vain += 1
 
 
 def described(tensor: torch.Tensor) -> str:

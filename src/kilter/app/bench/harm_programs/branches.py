@@ -1,4 +1,4 @@
-"""A network whose large activations can be recomputed only with biases that backward never reads."""
+"""A network: its large activations can be recomputed only with biases that backward never reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KeyboardInterrupts that the program catches arrive while kilter writes; its record stays whole."""
+"""KeyboardInterrupts that a program catches come while kilter writes; its record stays whole."""
 
 from __future__ import annotations
 

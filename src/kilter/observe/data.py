@@ -48,6 +48,12 @@ class SavedDatum:
     """How it could be made again (`gelu`, `cast`, ...)."""
     sources: tuple[int, ...] = ()
     """Numbers of the data that the recipe reads."""
+    closed: tuple[int, ...] = ()
+    """Of them, those that only autograd may hold when this one is evicted to be recomputed."""
+    in_backward: bool = False
+    """To be recomputed it may be evicted in backward only."""
+    version: int = 0
+    """How often it had been written to when it was saved."""
     remake_s: float | None = None
     """Measured time of the recipe, once its result was found bitwise equal."""
 
@@ -73,6 +79,10 @@ class PassRecord:
     @property
     def peak_bytes(self) -> int:
         return max(self.level_bytes)
+
+    @property
+    def _peak_at(self) -> int:
+        return max(range(len(self.level_bytes)), key=self.level_bytes.__getitem__)
 
     def numbers(self) -> list[int]:
         """The datum of each event, -1 for `FOREIGN`."""
@@ -106,7 +116,29 @@ class PassRecord:
         assert self.events == tried.events
         for mine, theirs in zip(self.data, tried.data, strict=True):
             mine.recipe, mine.sources = theirs.recipe, theirs.sources
-            mine.remake_s = theirs.remake_s
+            mine.remake_s, mine.version = theirs.remake_s, theirs.version
+            mine.closed, mine.in_backward = theirs.closed, theirs.in_backward
+
+    def absence(
+        self, datum: SavedDatum, *, swap: bool = True, recompute: bool = True
+    ) -> tuple[int, int, float | None] | None:
+        """The last event before the datum may be evicted, the event that needs it, and the time to
+        recompute it; None if somebody holds it too long. To be recomputed it has to wait for its
+        sources as well; where that takes until the pass has its peak, it had better be swapped."""
+        if datum.free_at is None or datum.needed_at is None:
+            return None
+        before = datum.needed_at
+        after = latest = max(datum.free_at - 1, datum.packed_at)
+        if datum.remake_s is None or not recompute:
+            return after, before, None
+        if datum.in_backward:
+            latest = max(latest, self.backward_from - 1)
+        for source in datum.closed:
+            free_at = self.data[source].free_at
+            latest = max(latest, before if free_at is None else free_at - 1)
+        if before - latest < 2 or (swap and after < self._peak_at - 1 <= latest):
+            return after, before, None
+        return latest, before, datum.remake_s
 
     def problem(
         self,
@@ -115,21 +147,24 @@ class PassRecord:
         budget_bytes: int,
         min_bytes: int,
         host_room_bytes: int | None = None,
+        recompute: bool = True,
     ) -> tuple[Problem, tuple[int, ...]]:
         """What the planners need, and for each interval the number of its datum.
 
         Where the host has only so much room, the data for which that is worth most may be
-        offloaded, and the others are recomputed or stay.
+        offloaded, and the others are recomputed or stay. With `recompute` false nothing is
+        recomputed.
         """
         to_host = None if host_room_bytes is None else self._worth_offloading(host_room_bytes)
         numbers: dict[int, int] = {}
         intervals: list[Interval] = []
         for number, datum in enumerate(self.data):
-            if datum.size_bytes < min_bytes or datum.free_at is None or datum.needed_at is None:
-                continue
-            after = max(datum.free_at - 1, datum.packed_at)
             offloads = to_host is None or number in to_host
-            if datum.needed_at - after < 2 or not (offloads or datum.remake_s is not None):
+            absence = self.absence(datum, swap=offloads, recompute=recompute)
+            if absence is None or datum.size_bytes < min_bytes:
+                continue
+            after, before, recompute_s = absence
+            if before - after < 2 or not (offloads or recompute_s is not None):
                 continue
             numbers[number] = len(intervals)
             intervals.append(
@@ -137,8 +172,8 @@ class PassRecord:
                     name=datum.name,
                     size_bytes=datum.size_bytes,
                     after=after,
-                    before=datum.needed_at,
-                    recompute_s=datum.remake_s,
+                    before=before,
+                    recompute_s=recompute_s,
                     needs=tuple(numbers[s] for s in datum.sources if s in numbers),
                     to_host=offloads,
                 )
@@ -179,10 +214,11 @@ class PassRecord:
         data = []
         for number, datum in enumerate(self.data):
             first, last = datum.packed_at, count - 1
-            held_until = last  # by others than autograd: no chance to be away
-            if datum.needed_at is not None and datum.free_at is not None:
-                last = datum.needed_at
-                held_until = min(max(first, datum.free_at - 1), last)
+            held_until, recompute_s = last, None  # by others than autograd: no chance to be away
+            absence = self.absence(datum)
+            if absence is not None:
+                after, last, recompute_s = absence
+                held_until = min(max(first, after), last)
             writes[first].append(number)
             for event in {*range(first + 1, held_until + 1), last}:
                 reads[event].append(number)
@@ -193,7 +229,7 @@ class PassRecord:
                     size_bytes=datum.size_bytes,
                     first_use=first,
                     last_use=last,
-                    remake_s=datum.remake_s,
+                    remake_s=recompute_s,
                     sources=datum.sources,
                 )
             )

@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import gc
 
+NEVER = 2**31 - 1
+"""New objects before a collection, while it is held back. Not `gc.disable()`: the program may call
+that, or `gc.enable()`, or ask for the state, at any moment."""
+
 
 class Collector:
-    """Off between `hold` and `let_go`, unless the program has switched it off itself."""
+    """Held back between `hold` and `let_go`. A threshold that the program sets meanwhile stays."""
 
     def __init__(self) -> None:
-        self._held = False
+        self._before: tuple[int, int, int] | None = None
 
     def hold(self) -> None:
-        if not self._held and gc.isenabled():
-            gc.disable()
-            self._held = True
+        before = gc.get_threshold()
+        if before[0] not in (0, NEVER):
+            self._before = before
+            gc.set_threshold(NEVER, *before[1:])
 
     def let_go(self) -> None:
-        if self._held:
-            self._held = False
-            gc.enable()
+        before, self._before = self._before, None
+        if before is not None and gc.get_threshold()[0] == NEVER:
+            gc.set_threshold(*before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 
 from kilter.act.swapper.backend import Backend, HostMemoryError
-from kilter.act.swapper.store import HERE, Saved, Store
+from kilter.act.swapper.store import Saved, Store
 
 UNSEEN_SHARE = 0.6
 """Of the budget, what may be in use in the first pass before data leave: nobody knows yet what
@@ -20,13 +20,14 @@ class Demand:
         self._store = store
         self._surge_bytes: int | None = None
         """How far a pass went above that level, once one was seen."""
-        self._leaving: list[weakref.ref[Saved]] = []
+        self._chosen: list[weakref.ref[Saved]] = []
+        """Data that go as soon as the program lets go of them."""
         self.spilled = 0
         self.refused: list[str] = []
 
     def begin(self) -> None:
         """A pass begins."""
-        self._leaving.clear()
+        self._chosen.clear()
 
     def learn(self, peak_bytes: int, budget_bytes: int) -> None:
         """A pass was watched to its end."""
@@ -34,39 +35,35 @@ class Demand:
         self._surge_bytes = max(self._surge_bytes or 0, over_bytes)
 
     def saved(self, saved: Saved, budget_bytes: int) -> None:
-        """If the budget is reached, this datum goes to the host, freed at a later event."""
+        """If the budget is reached, this datum goes to the host at a later event."""
         used_bytes = self._backend.used_bytes()
         if used_bytes is None:
             store = self._store
             over = store.held_bytes + store.beside_bytes > budget_bytes
         else:
             over = used_bytes > self.leave_above_bytes(budget_bytes)
-        if not over:
-            return
-        try:
-            self._store.leave_unplanned(saved)
-        except HostMemoryError as error:
-            if not self.refused:  # once: every later datum may find the host as full
-                self.refused.append(str(error))
-            return
-        self.spilled += 1
-        self._leaving.append(weakref.ref(saved))
+        if over:
+            self._chosen.append(weakref.ref(saved))
 
     def event(self) -> None:
-        """Free what nobody else uses any more; the rest stays until a later event."""
-        if not self._leaving:
+        """Move what nobody else uses any more; the rest stays until a later event."""
+        if not self._chosen:
             return
         still = []
-        for reference in self._leaving:
+        for reference in self._chosen:
             saved = reference()
-            if saved is None or saved.state != HERE:
+            if saved is None or not self._store.pending(saved):
                 continue
-            self._backend.wait(saved.departure)
-            if saved.alias is not None and self._store.alone(saved.alias):
-                self._store.release(saved)
-            else:
+            try:
+                left = self._store.leave_unplanned(saved)
+            except HostMemoryError as error:
+                if not self.refused:  # once: every later tensor may find the host as full
+                    self.refused.append(str(error))
+                continue
+            self.spilled += left
+            if not left:
                 still.append(reference)
-        self._leaving = still
+        self._chosen = still
 
     def leave_above_bytes(self, budget_bytes: int, peak_bytes: int | None = None) -> int:
         """In use above which data leave; in the next pass, if the first one's peak was this."""

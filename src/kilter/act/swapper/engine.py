@@ -7,8 +7,9 @@ demand-swapped first iterations), then its recipes are tried against the real da
 planned; from then on each event runs the few commands that the plan attached to it.
 
 Whatever happens, the numbers are those of the plain run: a datum comes back from a copy, or from a
-recipe that was taken in this very pass, or it never left. The plan decides only when. A pass that
-departs from its events drops its plan in the middle and goes on like a watched one.
+recipe that was taken in this very pass, or it never left. The plan decides only when; what the
+program still holds when it is due stays until the program lets go. A pass that departs from its
+events drops its plan in the middle and goes on like a watched one.
 
 Under a plan the host's time counts: a job that issues its work just in time has none to give. So
 what the plan leaves alone is handed to autograd as it is, and an event is one look at a list.
@@ -25,13 +26,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kilter.act.fence import Fence
+from kilter.act.swapper import fused
 from kilter.act.swapper.backend import Backend, owned
 from kilter.act.swapper.collector import Collector
 from kilter.act.swapper.demand import Demand
 from kilter.act.swapper.kinds import TUNED, Kind, Kinds
+from kilter.act.swapper.operations import Modified
 from kilter.act.swapper.ready import Due, Ready
 from kilter.act.swapper.remake import EPS, Reader
-from kilter.act.swapper.store import AWAY, Modified, Pass, Saved, Store, View, kept, sole, whole
+from kilter.act.swapper.store import AWAY, Pass, Saved, Store, View, kept, sole, whole
 from kilter.act.swapper.waits import Waits
 from kilter.act.swapper.watch import Watch
 from kilter.core.units import MIB
@@ -127,7 +130,8 @@ class Swapper(AbstractContextManager["Swapper"]):
     ) -> None:
         self._backend = backend
         self._collector = Collector()
-        self._store = Store(backend, over=self._pass_is_over)
+        guard = {} if fence is None else {"guard": fence.run}
+        self._store = Store(backend, over=self._pass_is_over, **guard)
         self._reader = Reader(self._store)
         self._demand = Demand(backend, self._store)
         self.budget_bytes = budget_bytes
@@ -139,6 +143,9 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._fence = fence
         self._by_number: dict[int, weakref.ref[Saved]] = {}
         """Data of the present pass that are followed."""
+        self._overdue: dict[int, torch.Tensor | None] = {}
+        """Those of them that should have left, and were held by the program. With the host memory
+        for the copy; None: to be recomputed."""
         self._open = False
         self._measured = False
         self._boundary = False
@@ -344,6 +351,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             and tensor.numel() * tensor.element_size() >= self._min_bytes
             and tensor.device == self._backend.device
             and tensor.layout is self._torch.strided
+            and not tensor.is_nested
             and not (tensor.is_leaf and tensor.requires_grad)
             and type(tensor._base) is not self._torch.nn.Parameter
             and not tensor.is_conj()
@@ -353,14 +361,10 @@ class Swapper(AbstractContextManager["Swapper"]):
             and owned(tensor.untyped_storage())
         ):
             return self._save_large(tensor)
-        return (tensor if tensor.is_leaf else tensor.detach(), tensor._version)  # `kept`
+        return kept(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if len(packed) == 2:
-            if packed[0]._version != packed[1]:
-                raise Modified
-            return packed[0]
-        return self._use_large(packed)
+        return whole(packed) if len(packed) == 3 else self._use_large(packed)
 
     def _save_fenced(self, tensor: torch.Tensor) -> Any:
         assert self._fence is not None
@@ -372,7 +376,9 @@ class Swapper(AbstractContextManager["Swapper"]):
         assert self._fence is not None
         found = [] if self._fence.down else self._fence.ask(self._use_or_modified, packed)
         if not found:
-            return self._store.look(packed) if type(packed) is View else whole(packed)
+            self._store.waits = None
+            fused.refuse()
+            return self._store.hand_out(packed) if type(packed) is View else whole(packed)
         if isinstance(found[0], Modified):
             raise found[0]
         return found[0]
@@ -398,11 +404,10 @@ class Swapper(AbstractContextManager["Swapper"]):
             planned = self._switch(planned, size_bytes)
         if planned is None:
             return self._save_unplanned(tensor, size_bytes, within)
-        _, number, due, followed, read, remade = planned.steps[self._event]
+        _, number, due, followed, read, remade, version = planned.steps[self._event]
         if not followed:
             self._advance(planned, due)
-            held = tensor if tensor.is_leaf else tensor.detach()
-            return held, tensor._version, use_code(number), within
+            return *kept(tensor), use_code(number), within
         saved = store.find(tensor, within)
         if saved is not self._followed(number):
             self._drop(planned)
@@ -413,10 +418,11 @@ class Swapper(AbstractContextManager["Swapper"]):
         saved = store.save(tensor, size_bytes, within, number)
         self._by_number[number] = saved.itself
         view = store.view(saved, tensor)
-        if read:
-            store.mark(view, tensor)
-        if remade:
-            saved.recipe = self._reader.read(tensor)
+        if tensor._version == version:  # else it is not what its node has made
+            if read:
+                store.mark(view, tensor)
+            if remade:
+                saved.recipe = self._reader.read(tensor)
         return view
 
     def _save_unplanned(self, tensor: torch.Tensor, size_bytes: int, within: Pass) -> View:
@@ -442,7 +448,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             now = packed.saved.within is store.within()
             code = use_code(packed.saved.number) if now else FOREIGN
         else:
-            code = packed[2] if packed[3] is store.within() else FOREIGN
+            code = packed[3] if packed[4] is store.within() else FOREIGN
         planned = self._plan
         if planned is not None:
             if planned.steps[self._event].expected != code:
@@ -455,7 +461,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             if self._watch is not None:
                 self._watch.enter(code, used=True)
             self._demand.event()
-        tensor = store.look(packed) if view else whole(packed)
+        tensor = store.hand_out(packed) if view else whole(packed)
         if self._watch is not None:
             if view and now:
                 self._watch.use(packed.saved)
@@ -467,6 +473,8 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _advance(self, planned: Ready, due: Due | None) -> None:
         """The clock goes on by one event, and what is due is done."""
         self._event += 1
+        if self._overdue:
+            self._catch_up()
         if self._measured:
             self._weigh(planned, due)
         elif due is not None:
@@ -489,14 +497,31 @@ class Swapper(AbstractContextManager["Swapper"]):
                 host = store.leave(saved, planned.hosts[number])
                 if host is not None:
                     planned.hosts[number] = host
+                elif store.pending(saved):
+                    self._overdue[number] = planned.hosts[number]
         for number in due.release:
             saved = self._followed(number)
-            if saved is not None:
+            if saved is not None and number not in self._overdue:
                 store.release(saved)
+                if saved.recipe is not None and store.pending(saved):
+                    self._overdue[number] = None
         for number in due.load:
+            self._overdue.pop(number, None)
             saved = self._followed(number)
             if saved is not None:
                 store.load(saved)
+
+    def _catch_up(self) -> None:
+        """What should have left goes now, if the program has let go."""
+        store = self._store
+        for number, host in list(self._overdue.items()):
+            saved = self._followed(number)
+            if saved is not None:
+                if host is not None:
+                    store.leave(saved, host)
+                store.release(saved)
+            if saved is None or not store.pending(saved):
+                del self._overdue[number]
 
     def _followed(self, number: int) -> Saved | None:
         reference = self._by_number.get(number)
@@ -522,6 +547,7 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _drop(self, planned: Ready) -> None:
         self._collector.let_go()
+        self._overdue.clear()
         self._plan = None
         self._deviated = True
         self._counts["deviations"] += 1
@@ -535,6 +561,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._round += 1
         self._boundary = False
         self._by_number.clear()
+        self._overdue.clear()
+        self._reader.begin()
         self._demand.begin()
         self._deviated = False
         within = self._store.begin()

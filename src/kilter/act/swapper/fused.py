@@ -24,10 +24,19 @@ def _kernels() -> Any:
     return kernels
 
 
+_refused: list[bool] = []
+
+
+def refuse() -> None:
+    """After an error: from here on only the framework's own operations."""
+    _refused.append(True)
+
+
 def can_normalise(x: torch.Tensor, weight: Any, bias: Any, width: int) -> bool:
     """The kernel is for contiguous float32 rows on a GPU, with both affine parameters."""
     return (
-        x.is_cuda
+        not _refused
+        and x.is_cuda
         and x.dtype is torch.float32
         and x.is_contiguous()
         and weight is not None

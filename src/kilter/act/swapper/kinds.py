@@ -18,7 +18,7 @@ from kilter.act.swapper.waits import Waits
 from kilter.act.swapper.watch import Attention
 from kilter.core.errors import PlanError
 from kilter.observe.data import ALIGN, PassRecord
-from kilter.plan.swap.choose import arena, described, plan
+from kilter.plan.swap.choose import SWAP_ONLY, arena, described, plan
 from kilter.plan.swap.feedback import NOTICED, Waiting, earlier, expected, slower, slowness
 from kilter.plan.swap.problem import Link
 from kilter.plan.swap.simulate import simulate
@@ -291,6 +291,7 @@ class Kinds:
             budget_bytes=budget_bytes - budget_bytes // ROUNDING - kind.less_bytes,
             min_bytes=self._min_bytes,
             host_room_bytes=room_bytes,
+            recompute=self._planner not in SWAP_ONLY or room_bytes == 0,
         )
         value = plan(problem, self._planner, alone=not self.taken)
         offsets, total = arena(problem, value.schedule, align=ALIGN)

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     _Build: TypeAlias = Callable[["Graph", Any, torch.dtype, tuple[int, ...]], _Make | None]
 
 Source = Any
-"""How to have a tensor that a recipe reads: a tensor with its version, which must not have changed
-(what autograd was given for it begins like that), or a function. A closure for each would be dear:
-recipes are built in every pass by the hundred, and Python's collector counts what is built."""
+"""How to have a tensor that a recipe reads: called without arguments, it gives the tensor, or None
+for an affine parameter that a norm does not have."""
 
 
 class Graph(Protocol):
@@ -42,17 +41,45 @@ class Graph(Protocol):
         """Of a layer norm with this weight."""
 
 
-class Stale(RuntimeError):
-    """What the recipe reads was modified in between, so the tensor cannot be made again."""
+class Modified(RuntimeError):
+    """The error of the plain run, raised for it: a saved tensor was modified in place."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "one of the variables needed for gradient computation has been modified by an "
+            "inplace operation (found by kilter, which holds the saved tensors)"
+        )
 
 
-def have(source: Source) -> Any:
-    """The tensor, now; None for an affine parameter that a norm does not have."""
-    if type(source) is tuple:
-        if source[0]._version != source[1]:
-            raise Stale("a tensor that the recipe reads was modified in place")
-        return source[0]
-    return source()
+class Held:
+    """A source that is no datum of the engine: a parameter, or a small tensor that autograd saved.
+
+    It must have the version that the operation read. `own` puts a copy in its place, which nobody
+    else can write to.
+    """
+
+    __slots__ = ("take", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int, take: Source | None = None) -> None:
+        """`take` gives the tensor where holding the tensor itself is not enough (its bytes may be
+        on the host)."""
+        self.tensor = tensor
+        self.version = version
+        self.take = take
+
+    def __call__(self) -> torch.Tensor:
+        if self.changed:
+            raise Modified
+        found: torch.Tensor = self.tensor if self.take is None else self.take()
+        return found
+
+    @property
+    def changed(self) -> bool:
+        return bool(self.tensor._version != self.version)
+
+    def own(self) -> None:
+        self.tensor = self().detach().clone()
+        self.version, self.take = self.tensor._version, None
 
 
 def _of_saved(apply: Callable[[Source, Any], torch.Tensor]) -> _Build:
@@ -72,17 +99,17 @@ def _of_input(apply: Callable[[torch.Tensor], torch.Tensor]) -> _Build:
 
     def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
         source = graph.value(node.next_functions[0])
-        return None if source is None else lambda: apply(have(source))
+        return None if source is None else lambda: apply(source())
 
     return build
 
 
 def _gelu(x: Source, approximate: str) -> torch.Tensor:
-    return torch.nn.functional.gelu(have(x), approximate=approximate)
+    return torch.nn.functional.gelu(x(), approximate=approximate)
 
 
 def _silu(x: Source, _: None) -> torch.Tensor:
-    return torch.nn.functional.silu(have(x))
+    return torch.nn.functional.silu(x())
 
 
 def _cast(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
@@ -94,7 +121,7 @@ def _cast(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) ->
 
 
 def _cast_again(x: Source, dtype: torch.dtype) -> torch.Tensor:
-    made: torch.Tensor = have(x).to(dtype)
+    made: torch.Tensor = x().to(dtype)
     return made
 
 
@@ -103,7 +130,7 @@ def _view(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) ->
     if before is None or math.prod(before) != math.prod(size):
         return None
     source = graph.value(node.next_functions[0])
-    return None if source is None else lambda: have(source).reshape(size)
+    return None if source is None else lambda: source().reshape(size)
 
 
 def _layer_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
@@ -125,7 +152,7 @@ def _layer_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ..
 def _normalise(
     sources: tuple[Source, ...], shape: list[int], eps: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    x, mean, rstd, weight, bias = map(have, sources)
+    x, mean, rstd, weight, bias = (source() for source in sources)
     if x.dtype is not dtype and len(shape) == 1 and can_normalise(x, weight, bias, shape[0]):
         return normalised(x, mean, rstd, weight, bias, dtype)
     out: torch.Tensor = torch.native_layer_norm(x, shape, weight, bias, eps)[0]
@@ -154,19 +181,17 @@ def _batch_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ..
         return None
     if not native:
         return lambda: torch.cudnn_batch_norm(
-            have(source), have(weight), have(bias), None, None, True, 0.0, eps
+            source(), weight(), bias(), None, None, True, 0.0, eps
         )[0]
     mean = graph.saved(node, "_raw_saved_result1")
     deviation = graph.saved(node, "_raw_saved_result2")
 
     def make() -> torch.Tensor:
-        x = have(source)
+        x = source()
         if x.is_cuda and mean is not None and deviation is not None:
             # The second half of the forward: its first half, the sums, is in what it saved.
-            return torch.batch_norm_elemt(
-                x, have(weight), have(bias), have(mean), have(deviation), eps
-            )
-        return torch.native_batch_norm(x, have(weight), have(bias), None, None, True, 0.0, eps)[0]
+            return torch.batch_norm_elemt(x, weight(), bias(), mean(), deviation(), eps)
+        return torch.native_batch_norm(x, weight(), bias(), None, None, True, 0.0, eps)[0]
 
     return make
 
@@ -184,7 +209,7 @@ def _convolution(
         getattr(node, f"_saved_{name}")
         for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     )
-    return lambda: torch.convolution(have(source), have(weight), have(bias), *how)
+    return lambda: torch.convolution(source(), weight(), bias(), *how)
 
 
 def _transpose(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
@@ -192,13 +217,13 @@ def _transpose(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...
     if source is None:
         return None
     first, second = _signed(node._saved_dim0), _signed(node._saved_dim1)
-    return lambda: have(source).transpose(first, second)
+    return lambda: source().transpose(first, second)
 
 
 def _permute(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
     source = graph.value(node.next_functions[0])
     dims = [_signed(dim) for dim in node._saved_dims]
-    return None if source is None else lambda: have(source).permute(dims)
+    return None if source is None else lambda: source().permute(dims)
 
 
 def _signed(dim: int) -> int:
@@ -208,7 +233,7 @@ def _signed(dim: int) -> int:
 
 def _power(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
     source, exponent = graph.saved(node, "_raw_saved_self"), node._saved_exponent
-    return None if source is None else lambda: have(source) ** exponent
+    return None if source is None else lambda: source() ** exponent
 
 
 def _lookup(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
@@ -216,7 +241,7 @@ def _lookup(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) 
     weight = graph.value(node.next_functions[0])
     if indices is None or weight is None:
         return None
-    return lambda: torch.embedding(have(weight), have(indices))
+    return lambda: torch.embedding(weight(), indices())
 
 
 def _dropout(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
@@ -227,7 +252,7 @@ def _dropout(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...])
         return None
     scale = 1.0 / (1.0 - node._saved_p)
     again = torch.ops.aten.native_dropout_backward.default
-    return lambda: again(have(source), have(mask), scale)
+    return lambda: again(source(), mask(), scale)
 
 
 def _add(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
@@ -237,7 +262,7 @@ def _add(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> 
     left, right = (graph.value(edge) for edge in node.next_functions)
     if left is None or right is None:
         return None
-    return lambda: have(left) + have(right)
+    return lambda: left() + right()
 
 
 def _factors(graph: Graph, node: Any) -> tuple[Source | None, Source | None]:
@@ -251,14 +276,14 @@ def _multiply(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
     left, right = _factors(graph, node)
     if left is None or right is None:
         return None
-    return lambda: have(left) * have(right)
+    return lambda: left() * right()
 
 
 def _divide(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
     left, right = _factors(graph, node)
     if left is None or right is None:
         return None
-    return lambda: have(left) / have(right)
+    return lambda: left() / right()
 
 
 def _matrix_product(
@@ -267,7 +292,7 @@ def _matrix_product(
     left, right = graph.saved(node, "_raw_saved_self"), graph.saved(node, "_raw_saved_mat2")
     if left is None or right is None:
         return None
-    return lambda: have(left) @ have(right)
+    return lambda: left() @ right()
 
 
 def _sum_of_product(
@@ -284,8 +309,8 @@ def _sum_of_product(
         return None
 
     def make() -> torch.Tensor:
-        factor = have(left)
-        return torch.addmm(have(added).to(factor.dtype), factor, have(right))
+        factor = left()
+        return torch.addmm(added().to(factor.dtype), factor, right())
 
     return make
 

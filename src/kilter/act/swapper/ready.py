@@ -38,6 +38,8 @@ class Step(NamedTuple):
     """Another one is made again from it."""
     remade: bool = False
     """It is made again itself."""
+    version: int = 0
+    """How often a datum that is saved had been written to before, when recipes were tried."""
 
 
 @dataclass(slots=True)
@@ -105,7 +107,8 @@ def ready(
         used = code in (FOREIGN, use_code(number))
         expected = code if used else record.data[number].size_bytes
         roles = (number in followed, number in read, number in remade)
-        steps.append(Step(expected, number, due if any(due) else None, *roles))
+        version = 0 if used else record.data[number].version
+        steps.append(Step(expected, number, due if any(due) else None, *roles, version))
     change = [0] * (count + 1)
     for number, datum in enumerate(record.data):
         if number not in followed:

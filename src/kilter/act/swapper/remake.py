@@ -1,51 +1,92 @@
-"""How a saved tensor can be made again: a recipe read off the autograd graph that made it.
+"""How a saved tensor can be recomputed: a recipe read off the autograd graph that made it.
 
 The node that produced a tensor names the operation, and its own saved inputs are the very tensors
 that the operation read, so a recipe is right by construction: there is no matching of shapes or
 positions. It is taken anew in every pass, and holds what it reads. The operations that are known
 are in `operations.py`.
+
+A tensor whose bytes are given up exists as its recipe only, so what the recipe reads must still be
+there, unchanged, when backward asks for it. A source is one of
+
+- a datum of the engine whose storage nobody else can reach (looked at when the bytes are to go);
+- a copy of the engine's own: of everything small that the program could write to;
+- a large parameter that autograd saved for the same operation, or its cast: if the program writes
+  to that, backward fails in the plain run as well;
+- a large parameter that autograd did not save. Such a recipe is used inside backward only.
 """
 
 from __future__ import annotations
 
+import math
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from kilter.act.swapper.backend import owned
-from kilter.act.swapper.operations import OPERATIONS, Source, Stale
+from kilter.act.swapper.operations import OPERATIONS, Held, Source
 
 DEPTH = 5
 """Longest chain of operations that are not saved in between."""
 EPS = "kilter.eps"
 """Key in a node's metadata: the epsilon of a norm without weights, which nothing else tells."""
+COPIED_SHARE = 1 / 8
+"""Of the bytes that a recipe spares, what it may copy of its sources."""
+
+
+class Datum(Protocol):
+    """What a recipe needs to know of a datum of the engine."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def cast(self) -> bool:
+        """Autograd's cast of a parameter, which autocast holds as well."""
+
+    @property
+    def closed(self) -> bool:
+        """Nobody but the engine can reach the bytes any more."""
+
+    @property
+    def unchanged(self) -> bool:
+        """Nobody has written to it since it was saved."""
 
 
 class Memory(Protocol):
     """Who knows what operations saved and produced."""
 
-    def kept_by(self, node: Any, name: str) -> tuple[Source, int | torch.Tensor] | None:
-        """How to have later what a node saved under an attribute's name, and the number of its
-        datum, or itself if it is none; None if the node saved nothing there. May raise `Foreign`.
-        """
+    def kept_by(self, node: Any, name: str) -> tuple[Source, Datum | None] | None:
+        """What a node saved under an attribute's name, and its datum (None: a `Held`); None if the
+        node saved nothing there. May raise `Foreign`."""
 
-    def produced_by(self, node: Any) -> tuple[Source, int] | None:
-        """A node's output, if some operation saved it: how to have it, and its number."""
+    def produced_by(self, node: Any) -> tuple[Source, Datum] | None:
+        """A node's output, if some operation saved it."""
 
     def epsilon(self, node: Any, weight: Source | None) -> float | None:
         """Of a layer norm with this weight: its node does not keep it."""
 
+    def alone(self, tensor: torch.Tensor) -> bool:
+        """Nobody else holds this tensor's storage."""
+
 
 class Foreign(Exception):
-    """Part of the graph is kept by other hooks than ours, or reads memory that is not the
-    framework's, so no recipe can be read off it."""
+    """A recipe cannot be read off this part of the graph: other hooks than ours keep it, it reads
+    memory that is not the framework's, or a source was written to already."""
+
+
+class Unlike(RuntimeError):
+    """What a recipe makes is another tensor than the one that was saved."""
 
 
 class Recipe:
-    """Makes a tensor again. Taken in every pass, for hundreds of tensors, so it is kept small."""
+    """Recomputes a tensor. Taken in every pass, for hundreds of tensors, so it is kept small."""
 
-    __slots__ = ("_make", "dtype", "leaves", "node", "others", "size", "sources", "stride")
+    __slots__ = (
+        "_make", "closed", "dtype", "in_backward", "node", "parameters", "size", "sources", "stride"
+    )  # fmt: skip
 
     def __init__(
         self, tensor: torch.Tensor, node: str, make: Callable[[], torch.Tensor], reader: Reader
@@ -53,25 +94,36 @@ class Recipe:
         self._make = make
         self.node = node
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-        self.leaves = tuple(reader.leaves)
-        """Identities of the parameters that it reads."""
         self.sources = tuple(reader.sources)
-        """Numbers of the saved data that it reads."""
-        self.others = tuple(reader.others)
-        """What it reads that is not ours to move: parameters, and small tensors."""
+        """Data that it reads."""
+        self.closed = tuple(reader.closed)
+        """Of them, those that nobody else may be able to reach when the bytes go."""
+        self.parameters = tuple(reader.parameters)
+        """Large ones, that it reads where they are."""
+        self.in_backward = reader.in_backward
+        """Only there the bytes may go."""
 
     @property
     def kind(self) -> str:
         """What the operation is called, for people."""
         return OPERATIONS[self.node].kind
 
+    def ready(self) -> bool:
+        """Carried out from now on, it makes what was saved."""
+        return (
+            all(datum.closed for datum in self.closed)
+            and all(datum.unchanged for datum in self.sources)
+            and not any(held.changed for held in self.parameters)
+            and not (self.in_backward and torch._C._current_graph_task_id() == -1)
+        )
+
     def make(self) -> torch.Tensor:
-        """The tensor, in its own layout. May raise `Stale`."""
+        """The tensor, in its own layout. May raise `Unlike`."""
         made = self._make()
         if made.requires_grad:  # nothing was to be done to a parameter
             made = made.detach()
         if made.dtype is not self.dtype or made.size() != self.size:
-            raise Stale(f"made {made.dtype} {tuple(made.size())}, expected {tuple(self.size)}")
+            raise Unlike(f"made {made.dtype} {tuple(made.size())}, expected {tuple(self.size)}")
         if (
             made.stride() == self.stride
             and made.storage_offset() == 0
@@ -83,19 +135,30 @@ class Recipe:
 
 
 class Reader:
-    """Reads recipes off the graph, one after the other. With `noting` each names what it reads."""
+    """Reads recipes off the graph, one after the other."""
 
-    def __init__(self, memory: Memory, *, noting: bool = False) -> None:
+    def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self.epsilon = memory.epsilon
-        self._noting = noting
         self._depth = 0
-        self.leaves: list[int] = []
-        self.sources: list[int] = []
-        self.others: list[torch.Tensor] = []
+        self._leaves: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """By identity, parameters that operations read without saving them, and their version at
+        the beginning of the pass."""
+        self._held: list[tuple[Held, bool]] = []
+        """What the present recipe reads beside data, and whether autograd saved it."""
+        self.sources: list[Datum] = []
+        self.closed: list[Datum] = []
+        self.parameters: list[Held] = []
+        self.in_backward = False
+
+    def begin(self) -> None:
+        """A pass begins."""
+        found = ((reference(), reference) for reference, _ in self._leaves.values())
+        self._leaves = {id(p): (r, p._version) for p, r in found if p is not None}
 
     def read(self, tensor: torch.Tensor) -> Recipe | None:
-        """The recipe of the whole storage behind `tensor`, or None if there is none."""
+        """The recipe of the whole storage behind `tensor`, or None if there is none. The small
+        tensors that it reads are copied."""
         base = tensor._base if tensor._is_view() else tensor
         if base is None or base.storage_offset() != 0:
             return None
@@ -109,15 +172,40 @@ class Reader:
         if operation is None:
             return None
         self._depth = 1
-        self.leaves.clear()
-        if self._noting:
-            self.sources.clear()
-            self.others.clear()
+        self.in_backward = False
         try:
             make = operation.build(self, node, base.dtype, base.size())
+            if make is None or not self._own(base.nbytes):
+                return None
+            return Recipe(base, name, make, self)
         except Foreign:
             return None
-        return None if make is None else Recipe(base, name, make, self)
+        finally:  # what is read is held by the recipe alone
+            for found in (self._held, self.sources, self.closed, self.parameters):
+                found.clear()
+
+    def _own(self, size_bytes: int) -> bool:
+        """Copy what is small; `False` if something else could be written to."""
+        left_bytes = COPIED_SHARE * size_bytes
+        small: list[Held] = []
+        for held, saved in sorted(self._held, key=lambda one: _size_of(one[0])):
+            if held.changed:
+                return False
+            if held.take is None and _private(held) and self._memory.alone(held.tensor):
+                continue
+            left_bytes -= _size_of(held)
+            if left_bytes >= 0:
+                small.append(held)
+            elif _parameter_of(held.tensor) is None:
+                return False
+            else:
+                self.parameters.append(held)
+                self.in_backward |= not saved
+        for held in small:
+            if held.tensor.untyped_storage().nbytes() == 0:
+                return False  # sharding has taken the bytes away
+            held.own()
+        return True
 
     # For builders
 
@@ -126,14 +214,14 @@ class Reader:
         found = self._memory.kept_by(node, name)
         if found is None:
             return None
-        source, what = found
-        if not isinstance(what, int):
-            _refuse_foreign(what)
-            parameter = _parameter_of(what)
-            if parameter is not None:
-                self.leaves.append(id(parameter))
-        if self._noting:
-            self._note(what)
+        source, datum = found
+        if datum is None:
+            _refuse_foreign(source.tensor)
+            self._held.append((source, True))
+        else:
+            self.sources.append(datum)
+            if not datum.cast:
+                self.closed.append(datum)
         return source
 
     def value(self, edge: tuple[Any, int]) -> Source | None:
@@ -142,18 +230,25 @@ class Reader:
         if node is None or output != 0 or self._depth > DEPTH:
             return None
         if node.name() == "torch::autograd::AccumulateGrad":
-            parameter = node.variable
-            _refuse_foreign(parameter)
-            self.leaves.append(id(parameter))
-            if self._noting:
-                self.others.append(parameter)
-            return parameter, parameter._version
+            _refuse_foreign(node.variable)
+            return self._leaf(node.variable)
         found = self._memory.produced_by(node)
         if found is None:
             return self._made(node)
-        if self._noting:
-            self._note(found[1])
+        self.sources.append(found[1])
+        self.closed.append(found[1])
         return found[0]
+
+    def _leaf(self, parameter: torch.Tensor) -> Source:
+        """Its version when the operation read it is not known, so the pass must not have changed
+        it at all."""
+        version = parameter._version
+        known = self._leaves.setdefault(id(parameter), (weakref.ref(parameter), version))
+        if known[0]() is parameter and known[1] != version:
+            raise Foreign("the program has written to a parameter in this pass")
+        held = Held(parameter, version)
+        self._held.append((held, False))
+        return held
 
     def _made(self, node: Any) -> Source | None:
         operation = OPERATIONS.get(node.name())
@@ -165,11 +260,21 @@ class Reader:
         self._depth -= 1
         return made
 
-    def _note(self, source: int | torch.Tensor) -> None:
-        if isinstance(source, int):
-            self.sources.append(source)
-        else:
-            self.others.append(source)
+
+HOLDERS = 3
+"""Of a tensor that only autograd holds, when `_private` looks: our hook's tuple, the source, and
+the call that counts."""
+
+
+def _private(held: Held) -> bool:
+    """No name of the program's is bound to this tensor object (the statistics of a norm, say)."""
+    return sys.getrefcount(held.tensor) <= HOLDERS
+
+
+def _size_of(held: Held) -> float:
+    """Bytes; a parameter that may be on the host is not to be asked."""
+    plain = type(held.tensor) in (torch.Tensor, torch.nn.Parameter)
+    return held.tensor.nbytes if plain and held.take is None else math.inf
 
 
 def _refuse_foreign(tensor: torch.Tensor) -> None:
@@ -182,7 +287,7 @@ def _refuse_foreign(tensor: torch.Tensor) -> None:
 
 def _parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """What an optimizer may update, perhaps without moving a version. Autograd saves a view of it;
-    a parameter that is away has a class of its own, and is not to be asked for anything."""
+    a parameter that is on the host has a class of its own, and is not to be asked for anything."""
     root = tensor
     if type(root) is torch.Tensor and root._base is not None:
         root = root._base

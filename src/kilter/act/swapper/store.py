@@ -1,12 +1,19 @@
 """Where each saved storage is, and how it goes and comes back.
 
-A datum is *here*, *away*, or *coming*. It goes once its bytes are safe on the host or can be made
-again, and comes back from its copy or from its recipe. Writes in place are noticed by version
-counters: what was written to stays, and its next use raises the error of the plain run.
+A datum is *here*, *away*, or *coming*. Two rules keep its bytes right:
+
+- Bytes are copied or given up only while nobody else can reach the storage. So nobody can write to
+  them any more, by whatever way, and a tensor that the program still holds is never a second one.
+- Bytes are given up only for a source that cannot fail: a finished copy on the host, or a recipe
+  whose sources nobody can write to (`remake.py`).
+
+Whatever is done in steps ends with those that cannot fail, so that after an error in between the
+same call does it all.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,23 +22,13 @@ import torch
 
 from kilter.act.swapper.backend import Backend, Event
 from kilter.act.swapper.host import Block, HostPool
-from kilter.act.swapper.operations import Source
+from kilter.act.swapper.operations import Held, Modified, Source
 from kilter.act.swapper.remake import EPS, Foreign, Recipe
 from kilter.act.swapper.waits import Waits
 
 HERE, COMING, AWAY = range(3)
 OUTPUT = "kilter.output"
 """Key in a node's metadata: its output, if an operation saved it."""
-
-
-class Modified(RuntimeError):
-    """The error of the plain run, raised for it: a saved tensor was modified in place."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "one of the variables needed for gradient computation has been modified by an "
-            "inplace operation (found by kilter, which holds the saved tensors)"
-        )
 
 
 class Pass:
@@ -44,9 +41,9 @@ class Saved:
     """One storage that autograd saved, and where its bytes are."""
 
     __slots__ = (
-        "__weakref__", "alias", "arrival", "departure", "host", "intact", "itself", "key", "number",
-        "original", "packed", "plain", "pooled", "recipe", "size_bytes", "state", "store",
-        "version", "within",
+        "__weakref__", "alias", "arrival", "cast", "departure", "handed_out", "host", "itself",
+        "key", "number", "plain", "pooled", "recipe", "size_bytes", "state", "store", "version",
+        "within",
     )  # fmt: skip
 
     def __init__(
@@ -61,10 +58,11 @@ class Saved:
         self.plain = False
         """`alias` is the whole storage, in a layout that copies keep. Else it may be a part, and
         what comes back is flat bytes."""
-        self.original = weakref.ref(tensor)
-        self.packed = self.version = tensor._version
-        self.intact = True
-        """Never left: `alias` looks at the very storage that was saved."""
+        self.version = tensor._version
+        self.cast = False
+        """Autograd's cast of a parameter, which autocast holds as well."""
+        self.handed_out = False
+        """Backward has asked for it. Who has it since is not known, so it stays."""
         self.key = tensor.untyped_storage()._cdata
         self.state = HERE
         self.host: torch.Tensor | None = None
@@ -77,11 +75,38 @@ class Saved:
     def __del__(self) -> None:
         self.store.gone(self)
 
+    @property
+    def unchanged(self) -> bool:
+        """Nobody has written to it since it was saved."""
+        return self.alias is None or bool(self.alias._version == self.version)
+
+    @property
+    def closed(self) -> bool:
+        """Nobody but the engine can reach the bytes any more."""
+        if self.alias is None or self.state != HERE:
+            return True
+        copied = self.departure is not None and not self.handed_out
+        return copied or self.store.alone(self.alias)
+
+
+class Itself(weakref.ref["torch.Tensor"]):
+    """The program's own tensor object, as long as it lives, and its attributes after that."""
+
+    __slots__ = ("attributes",)
+    attributes: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Itself:
+        itself = cls(tensor)
+        itself.attributes = (type(tensor) is torch.Tensor and tensor.__dict__) or None
+        return itself
+
 
 class View(NamedTuple):
     """What autograd is given instead of a large tensor: a storage and how it is looked at."""
 
     saved: Saved
+    itself: Itself
     dtype: torch.dtype
     size: torch.Size | None
     """None: just as `saved.alias` does."""
@@ -89,16 +114,23 @@ class View(NamedTuple):
     offset: int = 0
 
     def __call__(self) -> torch.Tensor:
-        """The tensor, fetched if it is away."""
+        """The tensor, fetched if it is away, for a recipe."""
         return self.saved.store.look(self)
 
 
-def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+LEAF: Any = type("Leaf", (), {})()
+"""Stands for `Itself` where the tensor itself is held."""
+
+
+def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int, Itself]:
     """What autograd is given for everything else.
 
-    A leaf may be held itself; a result must not be (its node would hold itself alive).
+    A leaf, or a view of a parameter, may be held itself; a result must not be (its node would hold
+    itself alive).
     """
-    return (tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+    if tensor.is_leaf or type(tensor._base) is torch.nn.Parameter:
+        return tensor, tensor._version, LEAF
+    return tensor.detach(), tensor._version, Itself.of(tensor)
 
 
 def whole(held: tuple[Any, ...]) -> torch.Tensor:
@@ -110,10 +142,12 @@ def whole(held: tuple[Any, ...]) -> torch.Tensor:
 
 
 def sole(tensor: torch.Tensor) -> bool:
-    """A tensor, or what it is a view of, has its storage to itself. Otherwise others may write to
-    the storage, and no version counter of ours tells (recurrent cells do so; arenas)."""
-    base = tensor._base
-    return bool((tensor if base is None else base).nbytes == tensor.untyped_storage().nbytes())
+    """A tensor, or what it is a view of, has its storage to itself, and the storage is the
+    framework's own. Otherwise others may write to the storage, and no version counter of ours tells
+    (recurrent cells do so; arenas; arrays of NumPy and other libraries)."""
+    base, storage = tensor._base, tensor.untyped_storage()
+    whole_bytes = (tensor if base is None else base).nbytes
+    return bool(whole_bytes == storage.nbytes() and storage.resizable())
 
 
 def covers(tensor: torch.Tensor, size_bytes: int) -> bool:
@@ -151,13 +185,28 @@ def flat(saved: Saved) -> torch.Tensor:
     return _seen(saved.alias, torch.uint8, (saved.size_bytes,), (1,), 0)
 
 
+def _called(function: Callable[..., Any], *args: Any) -> bool:
+    function(*args)
+    return True
+
+
 class Store:
     """All data that the engine follows, on the device and away from it."""
 
-    def __init__(self, backend: Backend, *, over: Callable[[], None] = lambda: None) -> None:
-        """`over` is called when nothing that was saved in a pass is left."""
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        over: Callable[[], None] = lambda: None,
+        guard: Callable[..., bool] = _called,
+    ) -> None:
+        """`over` is called when nothing that was saved in a pass is left. `guard` calls a function
+        where an error could not go anywhere, and says whether the function came to its end."""
         self._backend = backend
         self._over = over
+        self._guard = guard
+        self._stranded: list[torch.Tensor | None] = []
+        """Memory of which nobody knows whether a copy still uses it."""
         self.unpack_hook: Any = None
         """Ours: it tells what we packed from what others did."""
         self.within = weakref.ref(Pass())
@@ -226,24 +275,27 @@ class Store:
         size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
         alias = saved.alias
         assert alias is not None
+        itself = Itself.of(tensor)
         alike = dtype is alias.dtype and size == alias.size() and stride == alias.stride()
         if saved.plain and alike:
-            return View(saved, dtype, None)
-        return View(saved, dtype, size, stride, tensor.storage_offset())
+            return View(saved, itself, dtype, None)
+        return View(saved, itself, dtype, size, stride, tensor.storage_offset())
+
+    def hand_out(self, view: View) -> torch.Tensor:
+        """What autograd is given in backward. `Modified` if somebody wrote to it."""
+        tensor = self.look(view)
+        view.saved.handed_out = True
+        return tensor
 
     def look(self, view: View) -> torch.Tensor:
         """The tensor behind a view, fetched if it is away. `Modified` if somebody wrote to it."""
-        saved, dtype, size, stride, offset = view
+        saved, _, dtype, size, stride, offset = view
         if saved.state != HERE:
             self.fetch(saved)
         alias = saved.alias
         assert alias is not None
         if alias._version != saved.version:
             raise Modified
-        if not saved.intact:
-            original = saved.original()
-            if original is not None and original._version != saved.packed:
-                raise Modified
         if size is None:
             return alias
         if dtype is alias.dtype:
@@ -254,12 +306,13 @@ class Store:
 
     def leave(self, saved: Saved, host: torch.Tensor) -> torch.Tensor | None:
         """Start the copy to the host; the datum stays until it is released. Returns the host memory
-        in the datum's shape (which a caller may give next time), or None if nothing is to go."""
+        in the datum's shape (which a caller may give next time), or None if nothing is to go, or
+        not yet (`pending`): what the program holds it may write to, and no memory would be freed.
+        """
         alias = saved.alias
-        if saved.state != HERE or saved.departure is not None:
+        if alias is None or saved.departure is not None:
             return None
-        assert alias is not None
-        if alias._version != saved.version:
+        if not self._may_go(saved, alias) or not self.alone(alias):
             return None
         if not saved.plain:
             alias = flat(saved)
@@ -267,15 +320,30 @@ class Store:
             host = host.view(alias.dtype)
         if host.stride() != alias.stride():
             host = host.as_strided(alias.size(), alias.stride())
-        saved.host = host
-        saved.departure = self._backend.copy_out(host, alias)
+        departure = self._backend.copy_out(host, alias)
+        saved.host, saved.departure = host, departure
         self.out_bytes += saved.size_bytes
         return host
 
-    def leave_unplanned(self, saved: Saved) -> None:
-        """The same, to host memory that is found now. `HostMemoryError` if there is none."""
-        saved.pooled = self.pool.take(saved.size_bytes)
+    def _may_go(self, saved: Saved, alias: torch.Tensor) -> bool:
+        return (
+            saved.state == HERE and not saved.handed_out and bool(alias._version == saved.version)
+        )
+
+    def pending(self, saved: Saved) -> bool:
+        """Here, and to go as soon as the program lets go."""
+        return saved.state == HERE and not saved.handed_out
+
+    def leave_unplanned(self, saved: Saved) -> bool:
+        """To host memory that is found now, if it may go. `HostMemoryError` if there is none."""
+        alias = saved.alias
+        if alias is None or not self._may_go(saved, alias) or not self.alone(alias):
+            return False
+        if saved.pooled is None:
+            saved.pooled = self.pool.take(saved.size_bytes)
         self.leave(saved, saved.pooled.memory[: saved.size_bytes])
+        self.release(saved)
+        return True
 
     def reopen(self) -> None:
         """After the block that was left before. If nothing of it is alive, the backend was closed,
@@ -285,30 +353,28 @@ class Store:
         self.closing = False
 
     def release(self, saved: Saved) -> None:
-        """Give the device memory up, if the bytes are on the host or can be made again."""
+        """Give the device memory up, if the bytes are on the host or can be recomputed."""
         alias = saved.alias
-        if saved.state != HERE or (saved.departure is None and saved.recipe is None):
+        if alias is None or not self._may_go(saved, alias):
             return
-        assert alias is not None
+        recipe = saved.recipe
         if saved.departure is not None:
             if self.waits is None:
                 self._backend.wait(saved.departure)
             else:
                 self.waits.wait(saved.departure)
-        if alias._version != saved.version:
-            return  # written to in place: stays, and the next use raises what the plain run raises
+        elif recipe is None or not self.alone(alias) or not recipe.ready():
+            return
+        else:
+            for held in recipe.parameters:
+                self._owed.setdefault(id(_root(held.tensor)), []).append(saved.itself)
+        saved.alias, saved.state = None, AWAY
         self._here.pop(saved.key, None)
-        if self._backend.spoils and self.alone(alias):
-            self._backend.evicted(alias.untyped_storage())
-        saved.alias = None
-        saved.intact = False
-        saved.state = AWAY
         self.absent += 1
         self.hold(-saved.size_bytes)
         self.away_bytes += saved.size_bytes
-        if saved.host is None and saved.recipe is not None:
-            for leaf in saved.recipe.leaves:
-                self._owed.setdefault(leaf, []).append(saved.itself)
+        if self._backend.spoils and self.alone(alias):
+            self._backend.evicted(alias.untyped_storage())
 
     def pay(self, leaf: int) -> None:
         """The parameter with this id is about to change: have what is made from it."""
@@ -322,9 +388,9 @@ class Store:
         host = saved.host
         if saved.state != AWAY or host is None:
             return
-        saved.alias = self._backend.alloc_like(host)
-        saved.arrival = self._backend.copy_in(saved.alias, host)
-        saved.state = COMING
+        alias = self._with_room(lambda: self._backend.alloc_like(host))
+        arrival = self._backend.copy_in(alias, host)
+        saved.alias, saved.arrival, saved.state = alias, arrival, COMING
         self.in_bytes += saved.size_bytes
         self.hold(saved.size_bytes)
         self.away_bytes -= saved.size_bytes
@@ -332,8 +398,9 @@ class Store:
     def fetch(self, saved: Saved) -> None:
         """Bring it back now."""
         if saved.state == AWAY and saved.host is None:
-            assert saved.recipe is not None
-            saved.alias = self.made(saved.recipe)
+            recipe = saved.recipe
+            assert recipe is not None
+            alias = self._with_room(lambda: self.made(recipe))
             saved.recipe = None  # lets go of what it reads
             self.remade += 1
             self.hold(saved.size_bytes)
@@ -344,14 +411,24 @@ class Store:
                 self._backend.wait(saved.arrival)
             else:
                 self.waits.wait(saved.arrival, saved.number)
-        alias = saved.alias
-        assert alias is not None
-        saved.state = HERE
+            assert saved.alias is not None
+            alias = saved.alias
+        # From here on `version` counts writes to the copy.
+        saved.alias, saved.version, saved.state = alias, alias._version, HERE
         self.absent -= 1
-        # From here on `version` counts writes to the copy; writes to the original were judged.
-        saved.version = alias._version
         saved.key = alias.untyped_storage()._cdata
         self._here[saved.key] = saved.itself
+
+    def _with_room(self, take: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Where memory is out, cycles of garbage that the collector was kept from may hold some."""
+        try:
+            return take()
+        except torch.OutOfMemoryError:
+            pass
+        gc.collect()
+        if self._backend.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return take()
 
     def made(self, found: Recipe) -> torch.Tensor:
         """What the recipe makes, recorded by nobody."""
@@ -375,8 +452,8 @@ class Store:
                 self.held_peak_bytes = held_bytes
 
     def gone(self, saved: Saved) -> None:
-        """Nobody will ask for this datum again. Copies in flight still use its memory: what is
-        issued from now on must come after them."""
+        """Nobody will ask for this datum again. A copy in flight still uses its memory: what is
+        issued from now on must come after the copy, or the memory stays."""
         self.alive -= 1
         self.absent -= saved.state != HERE
         if saved.state == AWAY:
@@ -385,14 +462,13 @@ class Store:
             if self._here.get(saved.key) is saved.itself:
                 del self._here[saved.key]
             self.held_bytes -= saved.size_bytes
-            if saved.state == COMING:
-                self._backend.wait(saved.arrival)
-            elif saved.departure is not None:
-                self._backend.wait(saved.departure)
+            event = saved.arrival if saved.state == COMING else saved.departure
+            if event is not None and not self._guard(self._backend.wait, event):
+                self._stranded.append(saved.alias)
         if saved.pooled is not None:
             self.pool.put(saved.pooled)
         if self.closing and self.alive == 0:
-            self._backend.close()
+            self._guard(self._backend.close)
 
     # What recipes ask
 
@@ -401,20 +477,20 @@ class Store:
         node = tensor.grad_fn
         if node is not None and tensor.output_nr == 0:
             node.metadata[OUTPUT] = (view[0].itself, view[1:])
+        base = tensor._base if tensor._is_view() else tensor
+        view.saved.cast = base is not None and _is_cast_of_parameter(base.grad_fn)
 
-    def produced_by(self, node: Any) -> tuple[Source, int] | None:
+    def produced_by(self, node: Any) -> tuple[Source, Saved] | None:
         """A node's output, if an operation saved it and nobody wrote to it since."""
         found = node.metadata.get(OUTPUT)
         saved = None if found is None else found[0]()
         if saved is None or saved.within is not self.within():
             return None
-        if saved.alias is not None and saved.alias._version != saved.version:
-            return None
-        return View(saved, *found[1]), saved.number
+        return (View(saved, *found[1]), saved) if saved.unchanged else None
 
     def epsilon(self, node: Any, weight: Source | None) -> float | None:
         """Of a layer norm: its node does not keep it. The module that has this weight tells."""
-        leaf = weight[0] if type(weight) is tuple else None
+        leaf = weight.tensor if type(weight) is Held else None
         reference = self.norms.get(id(leaf))
         module = None if reference is None else reference()
         if module is not None and module.weight is leaf:
@@ -422,7 +498,7 @@ class Store:
         eps: float | None = node.metadata.get(EPS)
         return eps
 
-    def kept_by(self, node: Any, name: str) -> tuple[Source, int | torch.Tensor] | None:
+    def kept_by(self, node: Any, name: str) -> tuple[Source, Saved | None] | None:
         """What a node saved under a name, as we packed it; nothing is unpacked, since the hooks of
         others may do anything (checkpointing runs the forward again)."""
         raw = getattr(node, name)
@@ -433,10 +509,24 @@ class Store:
         if packed is None:
             return None
         if type(packed) is View and packed.saved.store is self:
-            return packed, packed.saved.number
+            return packed, packed.saved
         hook = raw.unpack_hook
         if hook is None:
-            packed = (packed.detach(), packed._version)
-        elif hook is not self.unpack_hook:
+            return Held(packed.detach(), packed._version), None
+        if hook is not self.unpack_hook:
             raise Foreign(f"{node.name()} keeps {name} with a hook that is not ours")
-        return packed, packed[0]
+        plain = type(packed) is tuple
+        return Held(packed[0], packed[1], None if plain else packed), None
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    """The parameter, where autograd saved a view of it."""
+    base = tensor._base if type(tensor) is torch.Tensor else None
+    return tensor if base is None else base
+
+
+def _is_cast_of_parameter(node: Any) -> bool:
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    before = node.next_functions[0][0]
+    return before is not None and bool(before.name() == "torch::autograd::AccumulateGrad")

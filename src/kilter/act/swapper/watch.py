@@ -1,4 +1,4 @@
-"""Watching a pass: how long each operation takes, who holds what, and what can be made again.
+"""Watching a pass: how long each operation takes, who holds what, and what can be recomputed.
 
 Slow and thorough; a pass under a plan is not watched.
 """
@@ -9,9 +9,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from kilter.act.swapper.backend import Backend, Event
-from kilter.act.swapper.operations import Stale
-from kilter.act.swapper.remake import Reader
-from kilter.act.swapper.store import HERE, Modified, Saved, Store, flat
+from kilter.act.swapper.operations import Modified
+from kilter.act.swapper.remake import Reader, Unlike
+from kilter.act.swapper.store import Saved, Store, flat
 from kilter.observe.data import PassRecord, PassRecorder, SavedDatum
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Watch:
     def __init__(self, backend: Backend, store: Store, *, trial: bool = False) -> None:
         self._backend = backend
         self._store = store
-        self._reader = Reader(store, noting=True)
+        self._reader = Reader(store)
         self._recorder = PassRecorder()
         self.trial = trial
         self.refused: list[str] = []
@@ -93,7 +93,7 @@ class Watch:
         self._begin: Event = None
         self._held_by_others: dict[int, tuple[weakref.ref[Saved], Any]] = {}
         self._read: dict[int, torch.UntypedStorage] = {}
-        """By identity, storages that recipes read and that are not ours."""
+        """By identity, storages of large parameters that recipes read."""
         self._emptied: set[int] = set()
         """Those of them that somebody empties and fills again, as sharding does with weights."""
 
@@ -140,6 +140,7 @@ class Watch:
             name=f"{saved.number}: {described(tensor)}",
             size_bytes=saved.size_bytes,
             packed_at=self._recorder.event,
+            version=saved.version,
         )
         self._recorder.data.append(datum)
         storage = StorageWeakRef(tensor.untyped_storage())
@@ -147,12 +148,15 @@ class Watch:
         if self.trial:
             self._store.mark(self._store.view(saved, tensor), tensor)
             saved.recipe = self._reader.read(tensor)
-            if saved.recipe is not None:
-                datum.recipe = saved.recipe.kind
-                for tensor in saved.recipe.others:
-                    storage = tensor.untyped_storage()
+            recipe = saved.recipe
+            if recipe is not None:
+                datum.recipe = recipe.kind
+                for held in recipe.parameters:
+                    storage = held.tensor.untyped_storage()
                     self._read[storage._cdata] = storage
-                datum.sources = tuple(sorted(set(saved.recipe.sources)))
+                datum.sources = tuple(sorted({source.number for source in recipe.sources}))
+                datum.closed = tuple(sorted({source.number for source in recipe.closed}))
+                datum.in_backward = recipe.in_backward
 
     def use(self, saved: Saved) -> None:
         datum = self._recorder.data[saved.number]
@@ -177,14 +181,7 @@ class Watch:
         freed = []
         for number, (reference, storage) in self._held_by_others.items():
             saved = reference()
-            if saved is None or storage.expired():
-                free = True
-            else:
-                free = (
-                    saved.state == HERE
-                    and saved.alias is not None
-                    and self._store.alone(saved.alias)
-                )
+            free = saved is None or storage.expired() or saved.closed
             if free:
                 self._recorder.data[number].free_at = event
                 freed.append(number)
@@ -199,7 +196,8 @@ class Watch:
         saved.recipe = None
         if datum.remake_s is not None or found is None:
             return
-        if not self._emptied.isdisjoint(t.untyped_storage()._cdata for t in found.others):
+        read = (held.tensor.untyped_storage()._cdata for held in found.parameters)
+        if not self._emptied.isdisjoint(read):
             self.refused.append(f"{datum.name}: is made from weights that come and go (sharding)")
             return
         marks = []
@@ -210,7 +208,7 @@ class Watch:
                 begin = self._backend.mark()
                 made = self._store.made(found)
                 marks.append((begin, self._backend.mark()))
-        except (Stale, Modified, torch.OutOfMemoryError) as error:
+        except (Unlike, Modified, torch.OutOfMemoryError) as error:
             self.refused.append(f"{datum.name}: {error}")
             return
         again = torch.empty(0, dtype=torch.uint8, device=made.device)

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from kilter.act.fence import Fence
 from kilter.act.swapper.away import Doors, WeightsMoved
 from kilter.act.swapper.backend import Backend, Event
+from kilter.act.swapper.operations import Modified
 from kilter.act.swapper.shelf import Moved, Shelf
-from kilter.act.swapper.store import Modified, kept, whole
+from kilter.act.swapper.store import kept, whole
 from kilter.core.units import MIB
 from kilter.plan.swap.problem import Link
 from kilter.plan.swap.weights import Weight, WeightPlan, plan_weights

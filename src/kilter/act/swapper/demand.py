@@ -45,6 +45,10 @@ class Demand:
         if over:
             self._chosen.append(weakref.ref(saved))
 
+    def refuse(self, reason: str) -> None:
+        if reason not in self.refused:
+            self.refused.append(reason)
+
     def event(self) -> None:
         """Move what nobody else uses any more; the rest stays until a later event."""
         if not self._chosen:
@@ -57,8 +61,7 @@ class Demand:
             try:
                 left = self._store.leave_unplanned(saved)
             except HostMemoryError as error:
-                if not self.refused:  # once: every later tensor may find the host as full
-                    self.refused.append(str(error))
+                self.refuse(str(error))
                 continue
             self.spilled += left
             if not left:

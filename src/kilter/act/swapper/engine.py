@@ -32,9 +32,20 @@ from kilter.act.swapper.collector import Collector
 from kilter.act.swapper.demand import Demand
 from kilter.act.swapper.kinds import TUNED, Kind, Kinds
 from kilter.act.swapper.operations import Modified
+from kilter.act.swapper.reach import Reach
 from kilter.act.swapper.ready import Due, Ready
 from kilter.act.swapper.remake import EPS, Reader
-from kilter.act.swapper.store import AWAY, Pass, Saved, Store, View, kept, sole, whole
+from kilter.act.swapper.store import (
+    AWAY,
+    Pass,
+    Saved,
+    Store,
+    View,
+    called,
+    kept,
+    sole,
+    whole,
+)
 from kilter.act.swapper.waits import Waits
 from kilter.act.swapper.watch import Watch
 from kilter.core.units import MIB
@@ -130,8 +141,9 @@ class Swapper(AbstractContextManager["Swapper"]):
     ) -> None:
         self._backend = backend
         self._collector = Collector()
-        guard = {} if fence is None else {"guard": fence.run}
-        self._store = Store(backend, over=self._pass_is_over, **guard)
+        guard = called if fence is None else fence.run
+        self._store = Store(backend, over=self._pass_is_over, guard=guard)
+        self._reach = Reach(self._store, guard)
         self._reader = Reader(self._store)
         self._demand = Demand(backend, self._store)
         self.budget_bytes = budget_bytes
@@ -182,6 +194,9 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._store.reopen()
         self._torch = torch
         self._tensor = torch.Tensor
+        self._dispatch_modes = torch._C._len_torch_dispatch_stack
+        self._function_modes = torch._C._len_torch_function_stack
+        self._duals = torch.autograd.forward_ad
         leave_uncompiled()
         fenced = self._fence is not None
         self._save_large = self._save_fenced if fenced else self._save
@@ -189,6 +204,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._store.unpack_hook = self._unpack
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._store.unpack_hook)
         self._hooks.__enter__()
+        self._reach.__enter__()
         self._handles = [
             register_optimizer_step_pre_hook(self._fenced(self._before_step)),
             register_optimizer_step_post_hook(self._fenced(self._after_step)),
@@ -198,6 +214,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     def __exit__(self, *exception: object) -> None:
         """Stop observing. Graphs that are still alive stay usable: their data find their way."""
         self._hooks.__exit__(*exception)
+        self._reach.__exit__(*exception)
         for handle in self._handles:
             handle.remove()
         self._norms = None
@@ -321,7 +338,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     def before_update(self, parameters: Iterable[torch.Tensor]) -> None:
         """A graph that outlives the update still needs what is made from the old parameters."""
         for parameter in parameters:
-            self._store.pay(id(parameter))
+            self._store.pay(parameter)
 
     def forget(self) -> None:
         """What stays on the device takes more or less than before: watch and plan anew."""
@@ -346,6 +363,31 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds instead of a tensor."""
+        if self._dispatch_modes() or self._function_modes():
+            return self._unseen(self._pack_tensor, tensor, type(tensor))
+        return self._pack_tensor(tensor)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if self._dispatch_modes() or self._function_modes():
+            tensor: torch.Tensor = self._unseen(self._unpack_tensor, packed, type(packed[0]))
+            return tensor
+        return self._unpack_tensor(packed)
+
+    def _unseen(self, hook: Callable[[Any], Any], argument: Any, kind: type) -> Any:
+        """Modes of the program's, which count operations or change them, are not for ours. Those
+        that record or imitate the program have to see all; there nothing is moved."""
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        modes = self._torch._C._TorchDispatchModeKey
+        found = self._torch._C._get_dispatch_mode
+        if any(found(key) for key in (modes.PROXY, modes.FUNCTIONAL, modes.FAKE)):
+            return kept(argument) if hook == self._pack_tensor else hook(argument)
+        if kind not in (self._tensor, self._torch.nn.Parameter, Saved):
+            return hook(argument)
+        with _disable_current_modes(), self._torch._C.DisableTorchFunction():
+            return hook(argument)
+
+    def _pack_tensor(self, tensor: torch.Tensor) -> Any:
         if (
             type(tensor) is self._tensor
             and tensor.numel() * tensor.element_size() >= self._min_bytes
@@ -363,7 +405,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             return self._save_large(tensor)
         return kept(tensor)
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
+    def _unpack_tensor(self, packed: Any) -> torch.Tensor:
         return whole(packed) if len(packed) == 3 else self._use_large(packed)
 
     def _save_fenced(self, tensor: torch.Tensor) -> Any:
@@ -394,6 +436,9 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _save(self, tensor: torch.Tensor) -> Any:
         """A large tensor is saved."""
         store = self._store
+        if self._duals._current_level >= 0:
+            self._demand.refuse("forward-mode derivatives keep their tensors: those passes stay")
+            return kept(tensor)
         size_bytes = tensor.untyped_storage().nbytes()
         within = store.within()
         if within is None or self._boundary:

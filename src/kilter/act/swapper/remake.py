@@ -71,6 +71,9 @@ class Memory(Protocol):
     def alone(self, tensor: torch.Tensor) -> bool:
         """Nobody else holds this tensor's storage."""
 
+    def was_touched(self, tensor: torch.Tensor) -> bool:
+        """It may have been written to in this pass without a trace."""
+
 
 class Foreign(Exception):
     """A recipe cannot be read off this part of the graph: other hooks than ours keep it, it reads
@@ -189,7 +192,7 @@ class Reader:
         left_bytes = COPIED_SHARE * size_bytes
         small: list[Held] = []
         for held, saved in sorted(self._held, key=lambda one: _size_of(one[0])):
-            if held.changed:
+            if held.changed or (held.take is None and self._memory.was_touched(held.tensor)):
                 return False
             if held.take is None and _private(held) and self._memory.alone(held.tensor):
                 continue

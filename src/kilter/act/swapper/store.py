@@ -42,8 +42,8 @@ class Saved:
 
     __slots__ = (
         "__weakref__", "alias", "arrival", "cast", "departure", "handed_out", "host", "itself",
-        "key", "number", "plain", "pooled", "recipe", "size_bytes", "state", "store", "version",
-        "within",
+        "key", "number", "plain", "pooled", "recipe", "size_bytes", "state", "store", "touched",
+        "version", "within",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +59,9 @@ class Saved:
         """`alias` is the whole storage, in a layout that copies keep. Else it may be a part, and
         what comes back is flat bytes."""
         self.version = tensor._version
+        self.touched = False
+        """The program has asked for its `.data`. So it may have been written to without a trace,
+        and only a copy of its bytes is right."""
         self.cast = False
         """Autograd's cast of a parameter, which autocast holds as well."""
         self.handed_out = False
@@ -78,6 +81,8 @@ class Saved:
     @property
     def unchanged(self) -> bool:
         """Nobody has written to it since it was saved."""
+        if self.touched:
+            return False
         return self.alias is None or bool(self.alias._version == self.version)
 
     @property
@@ -185,7 +190,7 @@ def flat(saved: Saved) -> torch.Tensor:
     return _seen(saved.alias, torch.uint8, (saved.size_bytes,), (1,), 0)
 
 
-def _called(function: Callable[..., Any], *args: Any) -> bool:
+def called(function: Callable[..., Any], *args: Any) -> bool:
     function(*args)
     return True
 
@@ -198,7 +203,7 @@ class Store:
         backend: Backend,
         *,
         over: Callable[[], None] = lambda: None,
-        guard: Callable[..., bool] = _called,
+        guard: Callable[..., bool] = called,
     ) -> None:
         """`over` is called when nothing that was saved in a pass is left. `guard` calls a function
         where an error could not go anywhere, and says whether the function came to its end."""
@@ -215,7 +220,9 @@ class Store:
         self._here: dict[int, weakref.ref[Saved]] = {}
         """By storage, those on the device: each holds its storage, so no key is ever reused."""
         self._owed: dict[int, list[weakref.ref[Saved]]] = {}
-        """By parameter, those away that are to be made again from it."""
+        """By identity of a parameter or a datum, those away that are to be recomputed from it."""
+        self._touched: dict[int, Any] = {}
+        """By storage, what the program has asked for the `.data` of in this pass."""
         self.alive = 0
         """Data that somebody may still ask for."""
         self.absent = 0
@@ -243,6 +250,7 @@ class Store:
         self.within = weakref.ref(within, lambda _: self._over())
         owed = {leaf: [r for r in found if r() is not None] for leaf, found in self._owed.items()}
         self._owed = {leaf: found for leaf, found in owed.items() if found}
+        self._touched.clear()
         self.beside_bytes = 0
         self.held_peak_bytes = self.segment_peak_bytes = self.held_bytes
         return within
@@ -265,6 +273,7 @@ class Store:
         saved = Saved(self, within, number, tensor, size_bytes)
         # A view of something in another layout does not count: made again, it has that layout.
         saved.plain = plain or (base is None and covers(tensor, size_bytes))
+        saved.touched = saved.key in self._touched
         self.alive += 1
         self._here[saved.key] = saved.itself
         self.hold(size_bytes)
@@ -363,11 +372,12 @@ class Store:
                 self._backend.wait(saved.departure)
             else:
                 self.waits.wait(saved.departure)
-        elif recipe is None or not self.alone(alias) or not recipe.ready():
+        elif recipe is None or saved.touched or not self.alone(alias) or not recipe.ready():
             return
         else:
-            for held in recipe.parameters:
-                self._owed.setdefault(id(_root(held.tensor)), []).append(saved.itself)
+            read = [*recipe.sources, *(_root(held.tensor) for held in recipe.parameters)]
+            for source in read:
+                self._owed.setdefault(id(source), []).append(saved.itself)
         saved.alias, saved.state = None, AWAY
         self._here.pop(saved.key, None)
         self.absent += 1
@@ -376,12 +386,28 @@ class Store:
         if self._backend.spoils and self.alone(alias):
             self._backend.evicted(alias.untyped_storage())
 
-    def pay(self, leaf: int) -> None:
-        """The parameter with this id is about to change: have what is made from it."""
-        for reference in self._owed.pop(leaf, ()):
+    def pay(self, source: object) -> None:
+        """This parameter or datum is about to change: have what is recomputed from it."""
+        for reference in self._owed.pop(id(source), ()):
             saved = reference()
             if saved is not None and saved.state == AWAY and saved.host is None:
                 self.fetch(saved)
+
+    def touched(self, tensor: torch.Tensor) -> None:
+        """The program asks for the `.data` of this tensor."""
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self.pay(_root(tensor))
+        storage = tensor.untyped_storage()
+        self._touched[storage._cdata] = StorageWeakRef(storage)
+        reference = self._here.get(storage._cdata)
+        saved = None if reference is None else reference()
+        if saved is not None:
+            saved.touched = True
+
+    def was_touched(self, tensor: torch.Tensor) -> bool:
+        """The program has asked for the `.data` of this tensor since the pass began."""
+        return bool(self._touched) and tensor.untyped_storage()._cdata in self._touched
 
     def load(self, saved: Saved) -> None:
         """Start the copy back to the device."""

@@ -356,7 +356,7 @@ def full(source, target):
     return replace(source, target)
 os.replace = full
 """
-    box.start(patch=full)
+    box.start(LOOP, "--trace", patch=full)
     box.wait_for(lambda: holding(box))
     code, out, err = box.end()
     assert (code, "steps" in out) == (0, True), err

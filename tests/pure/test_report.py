@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kilter.app import html, operations, report, summary, svg
 from kilter.core import codec
 from kilter.core.errors import FileError
-from kilter.core.events import Block, Stopped
+from kilter.core.events import Block, Sampled, Stopped
 from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace, Kind
@@ -306,6 +306,31 @@ def test_layers_are_told_as_one(tmp_path):
         "aten::add": 1,
         "0": 1,
     }
+
+
+def test_readings_that_all_have_one_time_are_drawn():
+    """A simulated device whose virtual time stands still."""
+    run = ended(runs.governed())
+    still = {"device_t_s": 0.0, "device_begin_s": 0.0, "device_end_s": 0.0}
+    run.events = [
+        msgspec.structs.replace(e, **{k: v for k, v in still.items() if hasattr(e, k)})
+        for e in run.events
+    ]
+    assert sum(isinstance(e, Sampled) for e in run.events) > 2
+    assert "Power and clock over the run" in html.page(report_of(run))
+
+
+def test_a_run_without_a_trace_says_how_to_get_one(tmp_path):
+    why = "nothing needed one; --trace records one"
+    run, trace = ended(runs.governed()), trace_of(tmp_path)
+    found = report_of(run, trace=trace)
+    assert (found.no_trace, bool(found.operations)) == (None, True)
+    assert "Where the energy of an iteration goes" in html.page(found)
+    # The trace of a memory plan may be there; it is no table of energy.
+    run.events[-1] = msgspec.structs.replace(run.events[-1], no_trace=why)
+    found = report_of(run, trace=trace)
+    assert (found.no_trace, found.operations) == (why, ())
+    assert f"were not recorded: {why}." in html.page(found)
 
 
 def test_no_energy_means_no_attribution(tmp_path):

@@ -51,6 +51,19 @@ def test_labels_never_cover_each_other(points):
             assert apart
 
 
+@given(value=finite, other=finite)
+def test_a_range_without_length_is_drawn(value, other):
+    """All readings at one time, all times alike: nothing to divide by."""
+    frame = svg.Frame(
+        left=10, top=0, right=30, bottom=20, x_range=(value, value), y_range=(other, other)
+    )
+    assert (frame.x(value), frame.y(other)) == (20.0, 10.0)
+    drawn = frame.axes(
+        x_title="x", y_title="y", x_text=lambda v, n: f"{v}", y_text=lambda v, n: f"{v}"
+    )
+    assert "nan" not in drawn
+
+
 @given(text=st.text())
 def test_escaped_text_holds_no_markup_and_no_control_characters(text):
     escaped = svg.escape(text)

@@ -37,6 +37,7 @@ def observe(program: str) -> dict[str, object]:
         "torch_after": "torch" in sys.modules,
         "source": marks.source,
         "why_not": marks.why_not,
+        "threads": marks.threads,
         "borders": marks.index + 1,
         "iterations": len(iterations),
         "skipped": [i.index for i in iterations if i.skipped],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,25 +33,6 @@ def fresh(program):
     )
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def observe():
-    """The same in a process that has already imported torch."""
-    command = [sys.executable, str(HERE / "observed.py"), "serve"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRON
-    ) as server:
-
-        def ask(program):
-            server.stdin.write(json.dumps(program) + "\n")
-            server.stdin.flush()
-            done = json.loads(server.stdout.readline())
-            assert (done["code"], done["err"]) == (0, "")
-            return json.loads(done["out"].splitlines()[-1])
-
-        yield ask
-        server.stdin.close()
 
 
 def test_every_step_ends_an_iteration_and_torch_is_imported_by_the_program_alone():
@@ -250,6 +232,42 @@ assert profiler.profile._prepare_trace.__module__ == "torch.autograd.profiler"
         assert "torch.profiler itself" in seen["window_why_not"]
     else:
         assert (seen["window"], first > 4) == ("done", True)
+
+
+def test_a_profiler_of_the_program_logs_what_it_would_log_without_us():
+    program = f"""
+import torch
+from torch import nn
+model, x = nn.Linear(2, 1), torch.randn(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(10): {STEP}
+for _ in range(2):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]): {STEP}
+"""
+    logged = []
+    for command in ([sys.executable, str(HERE / "observed.py")], [sys.executable, "-"]):
+        done = subprocess.run(
+            command, input=program, capture_output=True, text=True, timeout=300, env=ENVIRON
+        )
+        assert done.returncode == 0
+        logged.append([re.sub(r"\d+", "N", line) for line in done.stderr.splitlines()])
+        if len(logged) == 1:
+            assert json.loads(done.stdout.splitlines()[-1])["window"] == "done"
+    assert logged[0] == logged[1]
+
+
+def test_two_threads_that_mark_at_once_are_counted(observe):
+    program = """
+import sys, threading
+sys.setswitchinterval(1e-6)
+def mark():
+    for _ in range(2000): MARKS.mark()
+threads = [threading.Thread(target=mark) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+    seen = observe("import torch" + program)
+    assert (seen["borders"], seen["threads"], seen["source"]) == (8000, 4, "explicit")
 
 
 def test_a_scheduled_profiler_of_the_program_keeps_its_warm_up(observe):

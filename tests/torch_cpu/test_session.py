@@ -31,6 +31,7 @@ from kilter.core.label import Label
 from kilter.core.plan import Goal
 from kilter.core.ranks import Ranks
 from kilter.core.setting import DeviceInfo, Sample, Setting, Supported
+from kilter.observe.window import Window
 
 JOB_VARIABLES = ("KILTER", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 
@@ -175,6 +176,117 @@ def test_files_that_the_program_deletes_are_missed_in_words(
         train(3)
         shutil.rmtree("run")
     assert "run: deleted while the program ran" in capsys.readouterr().err
+
+
+# --- the trace ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Threads in which a profiler was prepared."""
+    profile = torch.autograd.profiler.profile
+    prepare, threads = profile._prepare_trace, []
+
+    def note(profiler: object) -> None:
+        threads.append(threading.get_ident())
+        prepare(profiler)
+
+    monkeypatch.setattr(profile, "_prepare_trace", note)
+    return threads
+
+
+@pytest.mark.parametrize(
+    ("how", "recorded"),
+    [
+        ({"device": "null"}, False),
+        ({"device": "null", "trace": True}, True),
+        ({"device": "sim:v100"}, True),
+        ({"device": "sim:v100", "dry_run": True}, True),
+        ({"device": "sim:v100", "memory_budget": "1GiB"}, False),
+    ],
+    ids=str,
+)
+def test_a_trace_is_recorded_where_it_is_needed_or_asked_for(
+    how: dict[str, object], recorded: bool, prepared: list[int]
+) -> None:
+    with kilter.govern(out="run", **how) as job:  # type: ignore[arg-type]
+        train(30)
+    assert prepared == [threading.get_ident()] * recorded
+    assert Path("run/trace.chrome.json").exists() == recorded
+    why = of(Stopped, job.run)[0].no_trace
+    assert why is None if recorded else "--trace" in why
+    assert not of(Failed, job.run)
+
+
+def test_only_rank_0_records_a_trace(prepared: list[int]) -> None:
+    options = Options(goal=Goal(), device="null", out=Path("run").absolute(), trace=True)
+    with Session(options, Ranks(1, 2, 1), Silent()):
+        train(30)
+    assert prepared == []
+
+
+def test_training_in_threads_is_said_and_not_recorded(capfd: pytest.CaptureFixture[str]) -> None:
+    with kilter.govern(device="null", out="run", trace=True) as job:
+        threads = [threading.Thread(target=train, args=(60,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    told = {refused.what: refused.reason for refused in of(Refused, job.run)}
+    assert "another thread" in told["recording a trace"]
+    assert "2 threads trained" in told["telling the iterations of several threads apart"]
+    error = capfd.readouterr().err
+    assert all(reason in error for reason in told.values())
+    assert "registerClient" not in error
+    assert not of(Failed, job.run)
+
+
+IN_BACKWARD = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+layers = [layer for _ in range(5) for layer in (nn.Linear(16, 16), nn.ReLU())]
+model = nn.Sequential(*layers, nn.Linear(16, 1))
+optimizers = {p: torch.optim.AdamW([p], lr=1e-3) for p in model.parameters()}
+assert len(optimizers) == 12
+def hook(p):
+    optimizers[p].step()
+    optimizers[p].zero_grad()
+for p in optimizers:
+    p.register_post_accumulate_grad_hook(hook)
+for _ in range(20):
+    loss = model(torch.randn(8, 16)).square().mean()
+    loss.backward()
+    print(loss.item().hex())
+"""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--device", "sim:v100"), ("--device", "sim:v100", "--dry-run"), ("--device", "null"), None],
+    ids=str,
+)
+def test_an_optimizer_that_steps_in_backward(flags: tuple[str, ...] | None) -> None:
+    """PyTorch's recipe; at least one of these ended with a segmentation fault."""
+    Path("job.py").write_text(IN_BACKWARD)
+    governed = "import kilter\nwith kilter.govern(device='sim:v100', out='run'):\n"
+    Path("governed.py").write_text(
+        governed + "".join(f"    {line}\n" for line in IN_BACKWARD.splitlines())
+    )
+    ours = ["governed.py"] if flags is None else ["-m", "kilter", "run", *flags, "job.py"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    plain, seen = (
+        subprocess.run(
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=environ,
+        )
+        for command in (["job.py"], ours)
+    )
+    assert plain.returncode == 0
+    assert (seen.returncode, seen.stdout) == (0, plain.stdout), seen.stderr
 
 
 # --- where the records go ------------------------------------------------------------------------
@@ -408,6 +520,43 @@ def test_an_error_of_ours_is_told_once_and_never_reaches_the_program(
             if thread.name == "kilter":
                 thread.join(10.0)
                 assert not thread.is_alive()
+
+
+WINDOW_PARTS = [
+    name
+    for name, value in vars(Window).items()
+    if inspect.isfunction(value) and name not in ("__init__", "_forked", "_timed")
+]
+
+
+@pytest.mark.parametrize("name", WINDOW_PARTS)
+def test_an_error_in_the_window_leaves_no_profiler_on(
+    name: str, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    struck = threading.Event()
+    real = getattr(Window, name)
+    monkeypatch.setattr(Window, name, _striking(real, struck, lambda: True))
+    ears = Ears()
+    goal = Goal(max_slowdown=0.5)
+    options = Options(goal=goal, out=Path("run").absolute(), trace=True)
+    plain = train(30)
+    with Session(options, Ranks(), ears):
+        assert train(30) == plain
+    assert len(ears.heard) == struck.is_set()
+    assert not torch.autograd._profiler_enabled()
+
+
+def test_a_run_that_may_not_set_after_all_records_what_its_prediction_needs(
+    card: Card, monkeypatch: pytest.MonkeyPatch, prepared: list[int]
+) -> None:
+    def refuse(lease: object) -> None:
+        raise DeviceLost("somebody else holds it")
+
+    monkeypatch.setattr(session.Lease, "__enter__", refuse)
+    with govern(Ears()) as job:
+        work(job, lambda: bool(prepared))
+        train(5, job.mark)
+    assert prepared == [threading.get_ident()]
 
 
 def _something_happened(card: Card, struck: threading.Event) -> bool:

@@ -280,7 +280,10 @@ def summarise(
         lead.goal.memory_budget,
         [(rank.started.rank, rank.fitted, rank.moved) for rank in ranks],
     )
-    operations, operations_method = attribute(trace, judged.baseline.energy_j, lead.device)
+    no_trace = ranks[0].stopped.no_trace if ranks[0].stopped is not None else None
+    operations, operations_method = attribute(
+        trace if no_trace is None else None, judged.baseline.energy_j, lead.device
+    )
     iterations, rehearsed_iterations = _iterations(ranks[0], stops, complete=complete)
     return Report(
         schema=SCHEMA,
@@ -338,7 +341,7 @@ def summarise(
         series=tuple(_series(rank) for rank in _one_per_device(ranks)),
         operations=operations,
         operations_method=operations_method,
-        no_trace=ranks[0].stopped.no_trace if ranks[0].stopped is not None else None,
+        no_trace=no_trace,
     )
 
 

@@ -258,7 +258,9 @@ class Window:
     def _open(self, index: int) -> None:
         with self._timed("open"), _quiet_kineto():
             self._profile._start_trace()
-            self._annotations.install(modules=not _something_compiled())
+            self._annotations.install(
+                modules=not _something_compiled(), inside=self._outside.module
+            )
         self.state = "open"
         self.opened_at = index
         self._annotations.border()
@@ -299,6 +301,8 @@ class _Outside:
         self._function: Callable[[], None] | None = None
         self._handle: Any = None
         self._lock = threading.RLock()
+        self.module: Any = None
+        """The module whose forward begins, while a function that was left is called there."""
 
     @property
     def here(self) -> bool:
@@ -340,9 +344,11 @@ class _Outside:
         if function is not None:
             self._run(function)
 
-    def _entered(self, _module: Any, _args: Any) -> None:
+    def _entered(self, module: Any, _args: Any) -> None:
         if self.now:
+            self.module = module
             self.finish()
+            self.module = None
 
 
 class _Guard:
@@ -508,7 +514,8 @@ class _Annotations:
         """Is this the thread that opened the window? Only that one can end it."""
         return threading.get_ident() == self._thread
 
-    def install(self, *, modules: bool) -> None:
+    def install(self, *, modules: bool, inside: Any = None) -> None:
+        """`inside` is a module whose forward has begun: it gives those inside their names."""
         from torch.nn.modules.module import (
             register_module_forward_hook,
             register_module_forward_pre_hook,
@@ -520,6 +527,8 @@ class _Annotations:
                 register_module_forward_pre_hook(self._fence(self._enter)),
                 register_module_forward_hook(self._fence(self._leave), always_call=True),
             ]
+            if inside is not None:
+                self._name(inside)
 
     def remove(self) -> None:
         while self._handles:

@@ -46,11 +46,11 @@ class Saved:
         "version", "within",
     )  # fmt: skip
 
-    def __init__(
-        self, store: Store, within: Pass, number: int, tensor: torch.Tensor, size_bytes: int
-    ) -> None:
+    store: Store
+    """Set once the store has counted it."""
+
+    def __init__(self, within: Pass, number: int, tensor: torch.Tensor, size_bytes: int) -> None:
         self.itself = weakref.ref(self)
-        self.store = store
         self.within = within
         self.number = number
         self.size_bytes = size_bytes
@@ -76,7 +76,9 @@ class Saved:
         self.recipe: Recipe | None = None
 
     def __del__(self) -> None:
-        self.store.gone(self)
+        store = getattr(self, "store", None)
+        if store is not None:
+            store.gone(self)
 
     @property
     def unchanged(self) -> bool:
@@ -270,13 +272,14 @@ class Store:
         plain = base is not None and covers(base, size_bytes)
         if plain:
             tensor = base
-        saved = Saved(self, within, number, tensor, size_bytes)
+        saved = Saved(within, number, tensor, size_bytes)
         # A view of something in another layout does not count: made again, it has that layout.
         saved.plain = plain or (base is None and covers(tensor, size_bytes))
         saved.touched = saved.key in self._touched
-        self.alive += 1
         self._here[saved.key] = saved.itself
         self.hold(size_bytes)
+        self.alive += 1
+        saved.store = self
         return saved
 
     def view(self, saved: Saved, tensor: torch.Tensor) -> View:

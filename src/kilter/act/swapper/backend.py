@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,12 +59,13 @@ class Backend(Protocol):
         """Host memory that copies reach at full speed; `HostMemoryError` before harm is done."""
 
     def give_back(self, host: torch.Tensor) -> None:
-        """Host memory that `reserve` gave is not needed any more; no copy of it is under way."""
+        """Host memory that `reserve` gave is not needed any more; no copy of it is under way. What
+        tensors of the device lie in is given back with the last of them."""
 
     def on_device(self, host: torch.Tensor, begin: int, size_bytes: int) -> torch.Tensor:
         """Part of what `reserve` gave, as a tensor of the device with a storage of its own. The
-        device reads and writes it across the link. From now on nobody gives `host` back: it stays
-        pinned, also after `close`, until the last such tensor is gone."""
+        device reads and writes it across the link. The memory stays pinned, also after `close`,
+        until the last such tensor is gone."""
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
         """Start copying device bytes to the host."""
@@ -120,6 +122,8 @@ class CpuStandIn:
         self.spoils = os.environ.get(SPOIL) == "1" if spoil is None else spoil
         self.host = HostLimit() if host is None else host
         self._reserved_bytes = 0
+        self._mapped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """By address: what has become part of the device's memory."""
         self._lag = lag
         self._pending: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
         self._issued = 0
@@ -141,6 +145,8 @@ class CpuStandIn:
 
     def give_back(self, host: torch.Tensor) -> None:
         self._run_until(self._issued)
+        if host.data_ptr() in self._mapped:
+            return
         self.host.give_back(host.nbytes)
         self._reserved_bytes -= host.nbytes
         if self.spoils:
@@ -149,7 +155,12 @@ class CpuStandIn:
     def on_device(self, host: torch.Tensor, begin: int, size_bytes: int) -> torch.Tensor:
         import torch
 
-        return torch.from_numpy(host.numpy()[begin : begin + size_bytes])
+        memory = self._mapped.get(host.data_ptr())
+        if memory is None:
+            memory = self._mapped[host.data_ptr()] = host.numpy()
+            self._reserved_bytes -= host.nbytes
+            weakref.finalize(memory, self.host.give_back, host.nbytes)
+        return torch.from_numpy(memory[begin : begin + size_bytes])
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
         return self._issue(host, device)

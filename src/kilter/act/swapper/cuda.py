@@ -96,19 +96,20 @@ class _Lane:
 class _Mapped:
     """Registered host memory that tensors of the device lie in; unregistered after the last."""
 
-    def __init__(self, host: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, host: torch.Tensor, device: torch.device, limit: HostLimit) -> None:
         address = ctypes.c_uint64()
         failed = _driver().address(ctypes.byref(address), host.data_ptr(), 0)
         if failed:
             raise HostMemoryError(f"the device does not reach host memory (CUDA: {failed})")
         self.address = address.value
         """By which the device knows it."""
-        weakref.finalize(self, _unregister, host, device).atexit = False
+        weakref.finalize(self, _unregister, host, device, limit).atexit = False
 
 
-def _unregister(host: torch.Tensor, device: torch.device) -> None:
+def _unregister(host: torch.Tensor, device: torch.device, limit: HostLimit) -> None:
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+    limit.give_back(host.nbytes)
 
 
 class _Part:
@@ -178,17 +179,15 @@ class Cuda:
         return host
 
     def give_back(self, host: torch.Tensor) -> None:
-        torch.cuda.synchronize(self.device)
-        del self._registered[host.data_ptr()]
-        self.host.give_back(host.nbytes)
-        torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        if self._registered.pop(host.data_ptr(), None) is not None:
+            _unregister(host, self.device, self.host)
 
     def on_device(self, host: torch.Tensor, begin: int, size_bytes: int) -> torch.Tensor:
         address = host.data_ptr()
         memory = self._mapped.get(address)
         if memory is None:
             with torch.cuda.device(self.device):
-                memory = self._mapped[address] = _Mapped(host, self.device)
+                memory = self._mapped[address] = _Mapped(host, self.device, self.host)
             del self._registered[address]
         found = torch.as_tensor(_Part(memory, begin, size_bytes), device=self.device)
         if found.data_ptr() != memory.address + begin:
@@ -236,9 +235,8 @@ class Cuda:
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
-        for address, host in self._registered.items():
-            torch.cuda.cudart().cudaHostUnregister(address)
-            self.host.give_back(host.nbytes)
+        for host in self._registered.values():
+            _unregister(host, self.device, self.host)
         self._registered.clear()
 
 

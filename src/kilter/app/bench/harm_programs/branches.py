@@ -1,4 +1,4 @@
-"""A network: its large activations can be recomputed only with biases that backward never reads."""
+"""A network whose activations are recomputed with biases that backward itself never reads."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from seen import DEVICE, layers, show_model
 from torch import Tensor, nn
 
-RUN = ("energy", "dry-run", "memory", "all", "govern")
+RUN = ("energy", "memory", "all", "govern")
 
 
 def train(model: nn.Module, seed: int, losses: list[Tensor]) -> None:

@@ -6,7 +6,7 @@ import torch
 from branches import Branches
 from seen import batch, show_model
 
-RUN = ("memory", "recompute", "state", "all")
+RUN = ("recompute", "all")
 
 
 def main() -> None:

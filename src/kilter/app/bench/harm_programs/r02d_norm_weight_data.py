@@ -6,7 +6,7 @@ import torch
 from seen import DEVICE, batch, show_model
 from torch import nn
 
-RUN = ("memory", "recompute", "state", "all")
+RUN = ("recompute", "all")
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reading_state import State, train
 
-RUN = ("memory", "state", "all")
+RUN = ("state",)
 
 
 def read(state: State) -> State:

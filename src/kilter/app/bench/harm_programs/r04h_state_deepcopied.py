@@ -6,7 +6,7 @@ import copy
 
 from reading_state import State, train
 
-RUN = ("memory", "state", "all")
+RUN = ("state",)
 
 
 def read(state: State) -> State:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from seen import DEVICE, layers, show_model
 
-RUN = ("memory", "recompute", "state", "all")
+RUN = ("memory", "recompute")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import torch
 from seen import DEVICE, layers, show, show_model
 from torch import Tensor
 
-RUN = ("memory", "recompute", "all")
+RUN = ("memory", "recompute")
 
 
 def main() -> None:

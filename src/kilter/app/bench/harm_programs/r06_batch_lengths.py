@@ -7,7 +7,7 @@ import random
 import torch
 from seen import batch, layers, show_model
 
-RUN = ("memory", "recompute", "all")
+RUN = ("memory", "all")
 WITHIN_S = 500
 MORE_MIB = 384
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from seen import batch, layers, show_model
 
-RUN = ("energy", "memory", "recompute", "all")
+RUN = ("memory", "all")
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 from seen import batch, layers, show
 
-RUN = ("energy", "memory", "recompute", "all")
+RUN = ("memory", "all")
 ALARMS = 300
 
 

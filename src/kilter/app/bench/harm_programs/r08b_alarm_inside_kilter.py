@@ -8,7 +8,7 @@ from types import FrameType
 import torch
 from seen import batch, is_inside_kilter, layers, show
 
-RUN = ("energy", "memory", "recompute", "all", "govern")
+RUN = ("energy", "recompute", "govern")
 ALARMS = 40
 NOT_COMPARED = ("stderr",)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from seen import batch, layers, show_model
 
-RUN = ("energy", "memory", "all", "nvml")
+RUN = ("energy", "memory", "nvml")
 
 
 def main() -> None:

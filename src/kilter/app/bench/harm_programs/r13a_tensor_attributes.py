@@ -8,7 +8,7 @@ import torch
 from seen import batch, layers, show, show_model
 from torch import Tensor, nn
 
-RUN = ("memory", "recompute", "state", "all", "govern")
+RUN = ("memory", "recompute", "govern")
 notes: list[str] = []
 
 

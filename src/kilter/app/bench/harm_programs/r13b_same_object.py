@@ -8,7 +8,7 @@ import torch
 from seen import batch, layers, show, show_model
 from torch import Tensor
 
-RUN = ("memory", "recompute", "all")
+RUN = ("memory", "recompute")
 held: list[Tensor] = []
 same: list[bool] = []
 

@@ -12,7 +12,7 @@ from norm_net import train
 from seen import show
 from torch import nn
 
-RUN = ("memory", "recompute", "state", "all")
+RUN = ("memory", "recompute")
 NOT_COMPARED = ("files",)
 LOAD = """
 import sys

@@ -9,7 +9,7 @@ from norm_net import train
 from seen import DEVICE, bits, show
 from torch import nn
 
-RUN = ("memory", "recompute", "state", "all")
+RUN = ("memory", "recompute")
 
 
 def script(model: nn.Module, step: int) -> None:

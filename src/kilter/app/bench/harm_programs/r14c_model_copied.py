@@ -10,7 +10,7 @@ from norm_net import train
 from seen import bits, show
 from torch import nn
 
-RUN = ("memory", "recompute", "state", "all")
+RUN = ("memory", "state")
 
 
 def hooks(model: nn.Module) -> list[str]:

@@ -8,7 +8,7 @@ import pickle
 import torch
 from seen import batch, bits, layers, show, show_model
 
-RUN = ("memory", "state", "all")
+RUN = ("memory", "state")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import gc
 import torch
 from seen import batch, layers, show, show_model
 
-RUN = ("energy", "memory", "recompute", "state", "all")
+RUN = ("memory", "state")
 
 
 def main() -> None:

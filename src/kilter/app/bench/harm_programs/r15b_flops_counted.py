@@ -6,7 +6,7 @@ import torch
 from seen import batch, layers, show, show_model
 from torch.utils.flop_counter import FlopCounterMode
 
-RUN = ("energy", "memory", "recompute", "all")
+RUN = ("memory", "recompute")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import warnings
 import torch
 from seen import batch, layers, show_model
 
-RUN = ("memory", "recompute", "state", "all")
+RUN = ("memory", "state")
 
 
 def main() -> None:

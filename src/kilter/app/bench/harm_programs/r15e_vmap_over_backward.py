@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from seen import DEVICE, batch, bits, layers, show, show_model
 
-RUN = ("memory", "recompute", "state", "all")
+RUN = ("recompute", "state")
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import torch
 from seen import batch, bits, layers, show, show_model
 from torch.autograd import forward_ad
 
-RUN = ("memory", "recompute", "state", "all")
+RUN = ("recompute", "state")
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from seen import batch, layers, show_model
 
-RUN = ("memory", "state", "all")
+RUN = ("memory", "state")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import threading
 import torch
 from seen import batch, layers, show_model
 
-RUN = ("energy", "dry-run", "memory", "all", "govern")
+RUN = ("energy", "memory", "govern")
 
 
 def main() -> None:

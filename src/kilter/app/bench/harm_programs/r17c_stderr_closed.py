@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from seen import batch, layers, show_model
 
-RUN = ("energy", "dry-run", "memory", "all", "govern")
+RUN = ("energy", "memory", "govern")
 CLOSE = (2,)
 
 

@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 import torch
 from seen import batch, is_inside_kilter, layers, show
 
-RUN = ("energy", "memory", "recompute", "all")
+RUN = ("energy", "recompute")
 NOT_COMPARED = ("stderr",)
 
 

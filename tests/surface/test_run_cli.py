@@ -52,6 +52,7 @@ def test_options_are_frozen() -> None:
         "device": "KILTER_DEVICE",
         "rehearse": "KILTER_REHEARSE",
         "dry-run": "KILTER_DRY_RUN",
+        "trace": "KILTER_TRACE",
         "out": "KILTER_OUT",
         "json": "KILTER_JSON",
     }
@@ -95,6 +96,10 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         " script\n"
         "                        (default: 5s)\n"
         "  --dry-run             observe, plan and report, but set nothing\n"
+        "  --trace               record the operations of one iteration also on a real device (a"
+        " pause of about\n"
+        "                        0.3 s, once): trace.json, and the report's table of where the"
+        " energy goes\n"
         "  --out DIR             where the files of the run go (default: runs/ID)\n"
         "  --json                the summary at the end is one line of JSON, also on stderr\n"
         "  -m                    SCRIPT is the name of a module\n\n"

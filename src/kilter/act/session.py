@@ -250,8 +250,8 @@ class Session:
         self._end_s = time.monotonic() + END_S
         conclude = partial(self._fence.run, self._conclude)
         thread = threading.Thread(target=conclude, name="kilter-end", daemon=True)
-        thread.start()
         try:
+            thread.start()
             thread.join(LEAVE_S + self._rehearse_s)
         except KeyboardInterrupt:
             if not self._rehearses:

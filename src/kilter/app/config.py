@@ -210,7 +210,15 @@ def resolve(
     )
 
 
-OTHER_VARIABLES = ("KILTER", "KILTER_READ_ONLY", STATE_VARIABLE, "KILTER_RUN", "KILTER_TEST_NVML")
+OTHER_VARIABLES = (
+    "KILTER",
+    "KILTER_READ_ONLY",
+    STATE_VARIABLE,
+    "KILTER_RUN",
+    "KILTER_SPOIL_EVICTED",
+    "KILTER_TEST_NVML",
+    "KILTER_TEST_ALL_LINES",
+)
 """Of the environment, besides those of the options."""
 
 

@@ -248,17 +248,22 @@ class Session:
         waiting for what takes long, and then arrive; only a Ctrl-C in a rehearsal has done all that
         it was pressed for, and the script's own exit code stands."""
         self._end_s = time.monotonic() + END_S
-        conclude = partial(self._fence.run, self._conclude)
-        thread = threading.Thread(target=conclude, name="kilter-end", daemon=True)
+        # Not `join`: after a KeyboardInterrupt in it, Python 3.11 takes the thread for dead.
+        concluded = threading.Event()
+
+        def conclude() -> None:
+            self._fence.run(self._conclude)
+            concluded.set()
+
         try:
-            thread.start()
-            thread.join(LEAVE_S + self._rehearse_s)
+            threading.Thread(target=conclude, name="kilter-end", daemon=True).start()
+            concluded.wait(LEAVE_S + self._rehearse_s)
         except KeyboardInterrupt:
             if not self._rehearses:
                 raise
         finally:
             self._hurry.set()
-            thread.join(END_S)
+            concluded.wait(END_S)
 
     def _conclude(self) -> None:
         if self._recorder is not None:

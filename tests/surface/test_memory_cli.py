@@ -242,20 +242,82 @@ engine.Swapper._use = use
 
 
 def test_too_little_host_memory_is_refused_before_it_is_taken() -> None:
-    poor = """
-import kilter.act.swapper.backend as backend
-from kilter.act.host_memory import HostLimit
-original = backend.CpuStandIn.__init__
-def init(self, **options):
-    original(self, **{**options, "host": HostLimit(1000)})
-backend.CpuStandIn.__init__ = init
-"""
-    done = run("50%", "16", script=poor + SCRIPT)
+    done = run("50%", "16", options=("--host-memory", "1MiB"))
     assert done.returncode == 0
     assert done.stdout == python("train.py", "16").stdout
+    assert "at most 1.0 MiB of host memory" in done.stderr.splitlines()[0]
     refused = [e for e in read_events("run/events-rank0.jsonl") if isinstance(e, Refused)]
-    assert any("bytes of host memory" in refusal.reason for refusal in refused)
-    assert "of host memory" in done.stderr
+    assert any("the limit of 1.0 MiB of host memory" in refusal.reason for refusal in refused)
+    assert moved().host_bytes <= 2**20
+
+
+CHANGING = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64))
+    def forward(self, x):
+        return x * self.weight
+model = nn.Sequential(*(nn.Sequential(Scale(), nn.SiLU()) for _ in range(4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(int(sys.argv[1])):
+    loss = model(torch.randn(4096 + 16 * step, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(step, loss.item().hex(), file=sys.stderr if sys.argv[2:] else sys.stdout)
+"""
+
+
+def test_a_share_where_shapes_keep_changing_is_of_the_largest_pass() -> None:
+    done = run("50%", "40", "aloud", script=CHANGING)
+    assert done.returncode == 0
+    lines = done.stderr.splitlines()
+    (told,) = (
+        n for n, line in enumerate(lines) if line.startswith("kilter: passes keep differing")
+    )
+    steps = [n for n, line in enumerate(lines) if line.split()[0].isdecimal()]
+    assert steps[15] < told < steps[20]  # when it happens, and not at the end
+    found = moved()
+    assert found.budget_bytes is not None
+    assert found.plain_peak_bytes is not None
+    assert "of changing shapes" in found.budget
+    assert 0.4 * found.plain_peak_bytes < found.budget_bytes < 0.55 * found.plain_peak_bytes
+    assert found.spilled > 0
+    plain = python("train.py", "40")
+    assert plain.stdout.splitlines() == [lines[n] for n in steps]
+
+
+FOREIGN = """
+import sys, numpy as np, torch
+data = np.memmap("data.bin", dtype=np.float32, mode="r+", shape=(4, 4096, 64))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(12):
+    loss = model(torch.from_numpy(data[step % 4])).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item().hex())
+"""
+
+
+@pytest.mark.parametrize("spoil", ["0", "1"])
+def test_a_memory_mapped_data_set_is_not_touched(
+    spoil: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILTER_SPOIL_EVICTED", spoil)
+    data = bytes(range(64, 128)) * (4 * 4096 * 4)
+    Path("data.bin").write_bytes(data)
+    done = run("1MiB", script=FOREIGN)
+    assert done.returncode == 0
+    assert Path("data.bin").read_bytes() == data
+    assert done.stdout == python("train.py").stdout
+    assert moved().spilled > 0
 
 
 def test_the_environment_can_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ def test_options_are_frozen() -> None:
         "max-slowdown": "KILTER_MAX_SLOWDOWN",
         "memory-budget": "KILTER_MEMORY_BUDGET",
         "gradients": "KILTER_GRADIENTS",
+        "host-memory": "KILTER_HOST_MEMORY",
         "objective": "KILTER_OBJECTIVE",
         "device": "KILTER_DEVICE",
         "rehearse": "KILTER_REHEARSE",
@@ -88,6 +89,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         "                        the budget asks for it, they are used up as they arrive in"
         " backward: for a\n"
         "                        program that never clips them, reads them or skips a step)\n"
+        "  --host-memory 16GiB   how much each process may offload to the host's memory"
+        " (default: its part\n"
+        "                        of half of what is free)\n"
         "  --objective NAME      what is minimised under the contract: energy (default), edp or"
         " ed2p\n"
         "  --device DEVICE       auto (default), nvml, sim:NAME, replay:PATH of a recorded run, or"
@@ -286,6 +290,9 @@ def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
         (["--rehearse", "soon", "train.py"], "--rehearse: 'soon' is not a time: write 60s"),
         (["--objective", "speed", "train.py"], "choose one of energy, edp, ed2p"),
         (["--gradients", "keep", "train.py"], "add --memory-budget"),
+        (["--host-memory", "1GiB", "train.py"], "add --memory-budget"),
+        (["--host-memory", "16", "train.py"], "is 16 bytes: write the unit, as in 16GiB"),
+        (["--host-memory", "half", "train.py"], "--host-memory: 'half' is not a size"),
         (["--memory-budget", "1GiB", "--objective", "edp", "train.py"], "add --max-slowdown"),
         (["--device", "gpu", "train.py"], "choose one of auto, nvml, null, sim:"),
         (["--device", "sim:nothing", "train.py"], "choose one of auto, nvml, null, sim:"),
@@ -397,6 +404,7 @@ def test_without_torch_an_unknown_option_says_so(
         {"memory_budget": "much"},
         {"objective": "speed"},
         {"gradients": "eat"},
+        {"memory_budget": "1GiB", "host_memory": "half"},
         {"device": "gpu"},
     ],
 )

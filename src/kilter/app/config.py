@@ -124,8 +124,8 @@ OPTIONS = {
         Option(
             "host-memory",
             host_memory,
-            "how much each process may offload to the host's memory (default: of half of what is"
-            " free, its part)",
+            "how much each process may offload to the host's memory (default: its part of half of"
+            " what is free)",
             "16GiB",
         ),
         Option(

@@ -241,7 +241,11 @@ class Cuda:
 
 
 def measure_link(backend: Cuda, *, size_bytes: int = 256 * MIB, repeats: int = 4) -> Link:
-    """The link's table on this machine: each direction alone, both at once, and a small copy."""
+    """The link's table on this machine: each direction alone, both at once, and a small copy. The
+    host memory for that is given back; less is used where the limit leaves less."""
+    left_bytes = backend.host.left_bytes
+    if left_bytes is not None:
+        size_bytes = min(size_bytes, left_bytes // 2)
     hosts = [backend.reserve(size_bytes) for _ in range(2)]
     devices = [backend.alloc(size_bytes) for _ in range(2)]
 
@@ -265,7 +269,10 @@ def measure_link(backend: Cuda, *, size_bytes: int = 256 * MIB, repeats: int = 4
     in_s = seconds(False, True, size_bytes, repeats)
     both_s = seconds(True, True, size_bytes, repeats)
     small = 64
-    latency_s = seconds(True, False, MIB, small) / small - MIB * out_s / moved
+    small_bytes = min(MIB, size_bytes)
+    latency_s = seconds(True, False, small_bytes, small) / small - small_bytes * out_s / moved
+    for host in hosts:
+        backend.give_back(host)
     return Link(
         to_host_bytes_per_s=moved / out_s,
         to_device_bytes_per_s=moved / in_s,

@@ -40,9 +40,8 @@ def small_tensors(min_bytes: int) -> None:
     """Let tensors of `min_bytes` count where the default is a MiB."""
     from kilter.act import fitter, floor, schedule
     from kilter.act.swapper import engine, state, weights
-    from kilter.core import plan
 
-    fitter.MIB = schedule.MIB = plan.MIB = min_bytes  # type: ignore[attr-defined]
+    fitter.MIB = schedule.MIB = min_bytes  # type: ignore[attr-defined]
     for kind in (floor.Floor, engine.Swapper, state.StateMover, weights.WeightMover):
         _set_default(kind.__init__, "min_bytes", min_bytes)
     _set_default(state.StateMover.__init__, "bucket_bytes", 16 * min_bytes)

@@ -29,7 +29,7 @@ from kilter.core.errors import FileError
 from kilter.core.events import Failed, Moved, read_events
 from kilter.core.label import Label
 
-BATCH = 20
+BATCH = 25
 """Programs in one process."""
 BATCH_S = 400.0
 MIN_BYTES = 256
@@ -47,23 +47,22 @@ class Budget:
 
     bytes_per_s: float
     as_card: bool
-    memory: str
-    """A share, or bytes."""
+    share: str
     gradients: str
 
 
 def budget_of(seed: int) -> Budget:
     draw = random.Random(f"budget {seed}")
     bytes_per_s, as_card = WAYS[seed % len(WAYS)]
-    memory = draw.choice(("10%" if as_card else "70%", "30%", "50%", "2000", "6000", "20000"))
-    return Budget(bytes_per_s, as_card, memory, draw.choice(("auto", "auto", "keep")))
+    share = draw.choice(("15%" if as_card else "80%", "40%", "50%", "60%"))
+    return Budget(bytes_per_s, as_card, share, draw.choice(("auto", "auto", "keep")))
 
 
 def source_of(seed: int) -> str:
     """The program of a seed, complete and runnable by itself."""
     draw = random.Random(seed)
-    steps = 30 if budget_of(seed).as_card else 16
-    names = [draw.choice(list(pieces.LAYERS)) for _ in range(draw.randint(2, 6))]
+    steps = 30 if budget_of(seed).as_card else 18
+    names = [draw.choice(list(pieces.LAYERS)) for _ in range(draw.randint(3, 7))]
     order = [draw.randrange(len(names)) for _ in range(draw.randint(0, 3))]
     mode = draw.choice(("one", "one", "two", "in backward", "closure", "groups"))
     parts = [
@@ -252,7 +251,7 @@ def _run_program(seed: int, out: Path | None) -> str:
     if out is not None:
         budget = budget_of(seed)
         governed = kilter.govern(
-            memory_budget=budget.memory, gradients=budget.gradients, device="null", out=out
+            memory_budget=budget.share, gradients=budget.gradients, device="null", out=out
         )
     try:
         with contextlib.redirect_stdout(printed), governed:

@@ -34,6 +34,8 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/kilter bench faults
+	$(BIN)/kilter bench harm
+	$(BIN)/kilter bench harm --programs 2000
 	$(BIN)/kilter bench memory
 	$(BIN)/python benchmarks/hook_cost.py
 	$(if $(TABLES),$(BIN)/kilter bench clocks --max-slowdown 5% --seeds 20 --table $(TABLES))

@@ -83,6 +83,14 @@ def test_whatever_differs_is_told(changed: dict[str, Any], told: str) -> None:
     assert text.startswith(told)
 
 
+def test_a_plain_program_that_fails_proves_nothing() -> None:
+    case = harm.cases(["2a"])[0]
+    failed = replace(PLAIN, exit="1")
+    assert harm.differences(case, failed, failed) == (
+        "the plain program ended with 1 instead of 0",
+    )
+
+
 def test_a_program_that_runs_jobs_itself_is_held_against_what_it_expects() -> None:
     case = harm.cases(["7b"])[0]
     assert case.expect is not None

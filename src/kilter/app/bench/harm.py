@@ -114,6 +114,8 @@ class Case:
     expect: dict[str, Any] | None = None
     """For a program that itself runs jobs under kilter: the facts that it must find."""
     not_compared: tuple[str, ...] = ()
+    ends: str = "0"
+    """How the plain program ends; else the row proves nothing."""
     within_s: float = WITHIN_S
     more_mib: int = MORE_MIB
     close: tuple[int, ...] = ()
@@ -124,6 +126,7 @@ CONSTANTS = {
     "RUN": "run",
     "EXPECT": "expect",
     "NOT_COMPARED": "not_compared",
+    "ENDS": "ends",
     "WITHIN_S": "within_s",
     "MORE_MIB": "more_mib",
     "CLOSE": "close",
@@ -319,6 +322,8 @@ class Row:
 
 def differences(case: Case, plain: Outcome, governed: Outcome) -> tuple[str, ...]:
     """What differs, in words. Of a run that ended otherwise, only how."""
+    if plain.exit != case.ends:
+        return (f"the plain program ended with {plain.exit} instead of {case.ends}",)
     ended = _change("exit code", plain.exit, governed.exit)
     if ended:
         return (*ended, *(_short(line) for line in governed.stderr[-1:]))

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
+from kilter.act.journal import STATE_VARIABLE
 from kilter.app.bench import harm_snippets as pieces
 from kilter.core.errors import FileError
 from kilter.core.events import Failed, Moved, read_events
@@ -323,11 +324,12 @@ def run_batch(how: str, seeds: Sequence[int]) -> dict[int, Result]:
 def _run_worker(how: str, place: Path, seeds: Sequence[int]) -> str:
     """How it died, if it did."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("KILTER")}
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", STATE_VARIABLE: str(place)}
     log = place / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-m", __name__, how, place, *map(str, seeds)],
-            env=environ | {"OMP_NUM_THREADS": "1", "KILTER_STATE_DIR": str(place)},
+            env=environ | own,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

@@ -12,6 +12,7 @@ from seen import batch, is_inside_kilter, layers, show
 
 RUN = ("energy", "recompute")
 NOT_COMPARED = ("stderr",)
+ENDS = "-2 (SIGINT)"
 
 
 def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 KILTER = str(Path(sys.executable).with_name("kilter"))
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 # Sensors of 10 ms instead of 100 ms: blocks, and so the whole loop, are ten times as fast.
 FASTER = """
@@ -51,6 +51,13 @@ kilter.act.conductor.LEAST_BLOCK_S = 0.04
 kilter.act.conductor.SENSOR_PERIODS = 4
 kilter.act.session.PULSE_S = 0.01
 kilter.act.session.REHEARSE_S = 0.1
+"""
+
+# The job is a loop on the CPU: what it would compute on is said here.
+ON_ITS_GPU = """
+import os, kilter.observe.marks
+uuids = {uuids!r}
+kilter.observe.marks.Marks.gpu_uuid = uuids[int(os.environ.get("LOCAL_RANK", "0"))]
 """
 
 LOOP = """
@@ -85,10 +92,12 @@ class Box:
         return self.root / "run"
 
     def start(self, source: str = LOOP, *flags: str, patch: str = "", **more: str) -> None:
+        uuids = [card.uuid.removeprefix("GPU-") for card in self.fake.state().cards]
+        on_gpu = ON_ITS_GPU.format(uuids=uuids)
         (self.root / "job.py").write_text(source)
         (self.root / "lamp").touch()
         (self.root / "faster").mkdir()
-        (self.root / "faster" / "sitecustomize.py").write_text(FASTER + patch)
+        (self.root / "faster" / "sitecustomize.py").write_text(FASTER + on_gpu + patch)
         environ = self.fake.environ()
         environ["PYTHONPATH"] = f"{self.root / 'faster'}{os.pathsep}{environ['PYTHONPATH']}"
         environ |= {"KILTER_STATE_DIR": str(self.root / "state"), "OMP_NUM_THREADS": "1"}
@@ -260,6 +269,16 @@ def test_a_card_that_the_program_does_not_compute_on_is_left_alone(box: Box) -> 
     assert box.fake.setters() == []
     assert other in refusals(box)["watching the program's GPU"]
     assert "CUDA_VISIBLE_DEVICES" in err
+
+
+def test_a_program_that_computes_on_no_card_leaves_all_alone(box: Box) -> None:
+    box.start(patch="kilter.observe.marks.Marks.gpu_uuid = None\n")
+    box.wait_for(blocks(box, 4))
+    code, _, err = box.end()
+    assert code == 0, err
+    assert box.fake.setters() == []
+    assert "no GPU" in refusals(box)["watching the program's GPU"]
+    assert "the program computes on no GPU" in err
 
 
 def test_the_card_that_the_program_computes_on_is_governed(box: Box) -> None:

@@ -361,13 +361,21 @@ def test_run_killed_at_any_byte_has_a_report_or_one_clear_line(cut, tmp_path_fac
     assert "kilter:" in summary.summary(found, directory)
 
 
-def test_killed_run_says_how_to_restore(tmp_path):
+def test_killed_run_says_who_restores(tmp_path):
     runs.write(tmp_path, runs.governed())
     found = report.build(tmp_path)
     assert (found.restored, found.outcome, found.energy_method) == (None, None, None)
     assert found.kept
     assert found.iterations > 0
-    assert "run: kilter restore" in summary.summary(found, tmp_path)
+    assert "the watcher puts the GPU back" in summary.summary(found, tmp_path)
+
+
+def test_a_killed_run_that_set_nothing_needs_no_restore(tmp_path):
+    job = runs.Recorder(runs.Job(), mode="shadow")
+    job.start()
+    job.blocks(2)
+    runs.write(tmp_path, job.events)
+    assert "kilter restore" not in summary.summary(report.build(tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -665,16 +665,20 @@ class Session:
 
     def _elsewhere(self) -> str | None:
         """Which GPU the program uses was guessed before it began; by now torch knows. If it is
-        another one, ours may be somebody else's: nothing is set on it."""
+        another one, or none, ours may be somebody else's: nothing is set on it."""
         assert self._info is not None
+        watched = self._info.uuid
+        if self._info.backend != "nvml":
+            return None
         uuid = self.marks.gpu_uuid
-        if self._info.backend != "nvml" or uuid is None:
+        used = gpus_in_use() if uuid is None else [uuid]
+        if any(uuid.lower() in watched.lower() for uuid in used):
             return None
-        if uuid.lower() in self._info.uuid.lower():
-            return None
+        if not used:
+            return f"the program computes on no GPU, and {watched} may be somebody else's"
         return (
-            f"the program computes on GPU-{uuid}, and {self._info.uuid} is watched: let it see "
-            "its own GPU alone, with CUDA_VISIBLE_DEVICES"
+            f"the program computes on {', '.join(f'GPU-{uuid}' for uuid in used)}, and {watched} "
+            "is watched: let it see its own GPU alone, with CUDA_VISIBLE_DEVICES"
         )
 
     def _find_board(self) -> Board | None:
@@ -891,6 +895,16 @@ class Session:
 
 class _Hurried(Exception):
     """The program, or its user, waits no longer for what comes after the script."""
+
+
+def gpus_in_use() -> list[str]:
+    """UUIDs of the GPUs that torch has a context on in this process; none is made here."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return []
+    gpus = range(torch.cuda.device_count())
+    used = [gpu for gpu in gpus if torch._C._cuda_hasPrimaryContext(gpu)]
+    return [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in used]
 
 
 def open_device(spec: str, ranks: Ranks) -> Device:

@@ -174,9 +174,11 @@ def idle(report: Report) -> str | None:
 
 def next_step(report: Report) -> str | None:
     """What to do where nothing was saved, or only on paper; None where there is nothing to do."""
-    set_for_good = report.mode == "govern" and any(d.persistent for d in report.devices)
-    if set_for_good and report.restored is not True:
+    persistent = any(device.persistent for device in report.devices)
+    if persistent and report.restored is False:
         return "run: kilter restore"
+    if persistent and report.restored is None and report.mode == "govern":
+        return "the watcher puts the GPU back; to be sure: kilter restore"
     if report.unseen is not None or report.goal.max_slowdown is None or report.errors:
         return None
     if report.outcome not in (None, "finished") and report.slowdown is None:

@@ -373,8 +373,8 @@ def test_killed_run_says_who_restores(tmp_path):
 def test_a_killed_run_that_set_nothing_needs_no_restore(tmp_path):
     job = runs.Recorder(runs.Job(), mode="shadow")
     job.start()
-    job.blocks(2)
-    runs.write(tmp_path, job.events)
+    job.block("hold", Setting(), arm="baseline")
+    runs.write(tmp_path, job)
     assert "kilter restore" not in summary.summary(report.build(tmp_path), tmp_path)
 
 

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ from types import FrameType
 
 import pytest
 
-from kilter.act.fence import Fence, describe
+from kilter.act.destructors import Destructors
+from kilter.act.fence import PACKAGE, Fence, describe
 from kilter.core.errors import DeviceLost
 
 
@@ -251,3 +253,72 @@ def test_after_an_interruption_only_what_stepping_aside_needs_goes_on(alarm: Ala
     fence.close()
     border("border after")
     assert calls == ["border"]
+
+
+# --- destructors -----------------------------------------------------------------------------
+
+DESTRUCTOR = """
+import signal
+
+class Datum:
+    def __del__(self):
+        signal.raise_signal(signal.SIGALRM)
+
+class Other:
+    def __del__(self):
+        self.gone = True
+
+class Broken:
+    def __del__(self):
+        raise ValueError("mine")
+"""
+
+
+def ours() -> dict[str, type]:
+    """Classes whose code is in our package."""
+    made: dict[str, type] = {}
+    exec(compile(DESTRUCTOR, os.path.join(PACKAGE, "datum.py"), "exec"), made)
+    return made
+
+
+@pytest.fixture
+def dropped(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    found: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: found.append(what.exc_type))
+    return found
+
+
+@pytest.mark.parametrize("kind", [TimeIsUp, TimeoutError, KeyboardInterrupt])
+def test_what_a_handler_raises_in_a_destructor_of_ours_arrives(
+    kind: type[BaseException], alarm: Alarm, dropped: list[object]
+) -> None:
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise kind("now", 7)
+
+    classes, fence, arrived = ours(), Fence(Ears()), 0
+    destructors = Destructors(fence)
+    destructors.start()
+    alarm(ring)
+    for _ in range(50):
+        data = [classes["Datum"](), classes["Other"](), classes["Other"]()]
+        try:
+            data.clear()
+            for _ in range(3):
+                pass
+        except kind as error:
+            arrived += error.args == ("now", 7)
+    destructors.stop()
+    assert arrived == 50
+    assert dropped == []
+    assert fence.down
+
+
+def test_what_a_destructor_raises_itself_goes_where_it_went(dropped: list[object]) -> None:
+    before = sys.unraisablehook
+    destructors = Destructors(Fence(Ears()))
+    destructors.start()
+    datum = ours()["Broken"]()
+    del datum
+    destructors.stop()
+    assert dropped == [ValueError]
+    assert sys.unraisablehook is before

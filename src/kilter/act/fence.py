@@ -54,6 +54,8 @@ class Fence:
         until `aside` has been called."""
         self.broken_into: str | None = None
         """Which exception of the program has interrupted us, and where."""
+        self.late: int | None = None
+        """The id of an exception of the program that is being raised for the second time."""
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., None]:
         """`function` behind the fence. Its result is dropped."""
@@ -85,7 +87,7 @@ class Fence:
         try:
             return [function(*args, **kwargs)]
         except BaseException as error:
-            theirs = the_programs(error)
+            theirs = self.the_programs(error)
             if theirs is None:
                 self.down = True
                 first, self._told = not self._told, True
@@ -98,6 +100,17 @@ class Fence:
             raise theirs
         finally:
             del theirs  # with its traceback it would keep the program's frames alive
+
+    def the_programs(self, error: BaseException) -> BaseException | None:
+        """The exception of the program that is behind `error`, or None if all of it is ours.
+
+        Ours may have been raised from the program's: a `TimeoutError` is an `OSError`, which our
+        code expects of the system.
+        """
+        for each in behind(error):
+            if not isinstance(each, Exception) or id(each) == self.late or _asynchronous(each):
+                return each
+        return None
 
     def interrupted(self, error: BaseException, where: str) -> None:
         """The program's exception has come in the middle of a function of ours."""
@@ -115,16 +128,6 @@ class Fence:
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
-
-
-def the_programs(error: BaseException) -> BaseException | None:
-    """The exception of the program that is behind `error`, or None if all of it is ours.
-
-    Ours may have been raised from the program's: a `TimeoutError` is an `OSError`, which our code
-    expects of the system.
-    """
-    theirs = (e for e in behind(error) if not isinstance(e, Exception) or _asynchronous(e))
-    return next(theirs, None)
 
 
 def behind(error: BaseException) -> Iterator[BaseException]:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import kilter
 from kilter.act.board import Board, BoardGone, LocalBoard, StoreBoard
+from kilter.act.destructors import Destructors
 from kilter.act.fence import Fence
 from kilter.act.fitter import Fitter
 from kilter.act.hands import RealHands
@@ -164,6 +165,7 @@ class Session:
         self._ranks = ranks
         self._voice: Voice = voice if voice is not None and ranks.rank == 0 else Silent()
         self._fence = Fence(self._step_aside)
+        self._destructors = Destructors(self._fence)
         self._begin_s = time.monotonic()
         self._recorder: Recorder | None = None
         self._device: Device | None = None
@@ -222,6 +224,7 @@ class Session:
             raise self._wrong
         if opened:
             self._fence(self._start)()
+        self._destructors.start()
         Session._running = self
         return self
 
@@ -236,6 +239,7 @@ class Session:
         Session._running = None
         self._outcome = how_it_ended(error)
         try:
+            self._destructors.stop()
             if self._fitter is not None:
                 self._fence.run(self._fitter.stop)
             self._fence.run(self._quiet)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 KILTER = (sys.executable, "-m", "kilter")
-CLOCKS = ["--device", "sim:v100", "--max-slowdown", "2%"]
+CLOCKS = ["--device", "sim:v100", "--max-slowdown", "2%", "--rehearse", "60s"]
 MEMORY = ["--device", "null", "--memory-budget", "60%"]
 DEMOS = {
     "convnet": (CLOCKS, ["train_convnet.py", "--steps", "120"]),

@@ -23,8 +23,9 @@ from kilter.core.units import show_time
 HELP = "What a session costs an unmodified training script: alternating runs with and without."
 EPILOG = """\
 Every run is a process of its own with the same stopwatch (one time per optimizer step). Steady
-state is all steps after the first block may begin; the observation window is the steps around the
-one at which it opens, compared with the same run's steady state. Nothing is set (--dry-run).
+state is all steps after the first block may begin; the observation window, which --dry-run opens
+and a governed run without --trace does not, is the steps around the one at which it opens, compared
+with the same run's steady state. Nothing is set (--dry-run).
 
 examples:
   kilter bench overhead examples/train_gpt.py --steps 150
@@ -41,7 +42,7 @@ class Run:
     iteration_s: float
     """Mean over the steady state."""
     window_s: float
-    """Mean over the `FIRST_BLOCK` steps from the one before the window opens."""
+    """Mean over the `FIRST_BLOCK` steps from the one before the profiler is prepared."""
     slowest_s: float
     """Longest step of those."""
     kilter_iteration_s: float | None
@@ -145,7 +146,7 @@ def _measure(arm: str, command: list[str], device: str, place: Path) -> Run:
             "needed: give it more"
         )
     steps = [b - a for a, b in itertools.pairwise(times)]
-    observed = steps[WINDOW_AFTER - 1 : WINDOW_AFTER - 1 + FIRST_BLOCK]
+    observed = steps[WINDOW_AFTER - 2 : WINDOW_AFTER - 2 + FIRST_BLOCK]
     found = report.build(place / "run") if arm == "kilter" else None
     return Run(
         arm=arm,

@@ -6,6 +6,8 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kilter.app import memory_plots
 from kilter.app.memory_report import (
@@ -93,7 +95,8 @@ def test_a_budget_that_was_met() -> None:
     said = text(memory)
     assert "iteration 225 ms [measured]" in said
     assert "200 ms -> 210 ms (+5.0 %), bound 204 ms [simulated]" in said
-    assert "40 data swapped, 200 made again, 300 kept" in said
+    assert "each pass: 40 data offloaded, 200 recomputed, 300 kept" in said
+    assert "all passes: 300.0 GiB out and 300.0 GiB in, 18000 data recomputed" in said
     assert "96.0 % of it hidden [simulated]" in said
     assert "2.0 GiB of pinned host memory" in said
     assert "1 deviations, 2 late, 50 on demand" in said
@@ -115,12 +118,110 @@ def test_what_the_plan_does_not_account_for_is_said() -> None:
     assert "beyond the plan" not in text(unknown)
 
 
-@pytest.mark.parametrize("state", ["", "gradients and optimizer state stay", "5 GiB are away"])
-def test_a_job_fits_only_if_nothing_had_to_move(state: str) -> None:
+NOTHING: dict[str, object] = {
+    "plain_peak_bytes": 20 * GIB,
+    "peak_bytes": 20 * GIB,
+    "spilled": 0,
+    "remade": 0,
+    "out_bytes": 0,
+    "in_bytes": 0,
+}
+
+
+def planned(**different: object) -> Fitted:
     fields = {name: getattr(FITTED, name) for name in FITTED.__struct_fields__}
-    memory = changed({"state": state}, (Fitted(**{**fields, "swapped": 0, "remade": 0}),))
-    assert ("the job fits" in headline(memory)) is ("away" not in state)
-    assert ("the rest: 5 GiB are away" in text(memory)) is ("away" in state)
+    return Fitted(**{**fields, **different})
+
+
+def test_a_job_that_fits() -> None:
+    still = planned(swapped=0, remade=0, peak_before_bytes=20 * GIB)
+    memory = changed(NOTHING, (still,))
+    assert headline(memory) == (
+        "memory: the job fits: peak 20.0 GiB within 30.0 GiB, nothing was moved [measured]"
+    )
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        {"out_bytes": MIB},
+        {"in_bytes": MIB},
+        {"remade": 1},
+        {"consumed": 1},
+        {"plain_peak_bytes": 31 * GIB},
+    ],
+)
+def test_a_job_in_which_anything_moved_in_any_pass_does_not_just_fit(
+    moved: dict[str, object],
+) -> None:
+    still = planned(swapped=0, remade=0, peak_before_bytes=20 * GIB)
+    memory = changed({**NOTHING, **moved}, (still,))
+    assert "the job fits" not in headline(memory)
+    assert ("nothing was moved" in text(memory)) is ("plain_peak_bytes" in moved)
+
+
+def test_a_smaller_kind_of_pass_that_moves_something_is_not_overlooked() -> None:
+    still = planned(swapped=0, remade=0, peak_before_bytes=20 * GIB)
+    small = planned(swapped=3, remade=0, peak_before_bytes=10 * GIB)
+    memory = changed({**NOTHING, "out_bytes": MIB, "in_force": (0, 1)}, (still, small))
+    said = text(memory)
+    assert "the job fits" not in said
+    assert "passes of 20.0 GiB: 0 data offloaded" in said
+    assert "passes of 10.0 GiB: 3 data offloaded" in said
+
+
+def test_no_budget_and_yet_data_moved() -> None:
+    memory = changed({"budget_bytes": None, "budget": "not known"}, ())
+    assert "nothing was moved" not in headline(memory)
+    assert "300.0 GiB out and 300.0 GiB in" in headline(memory)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {
+            "budget_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
+            "plain_peak_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
+            "peak_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
+            "least_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
+            "applied": st.booleans(),
+            "remade": st.sampled_from((0, 0, 5)),
+            "out_bytes": st.sampled_from((0, 0, 3 * GIB)),
+            "in_bytes": st.sampled_from((0, 0, 3 * GIB)),
+            "consumed": st.sampled_from((0, 0, 2)),
+            "spilled": st.sampled_from((0, 4)),
+            "in_force": st.sampled_from(((), (0,), (1,), (0, 1))),
+        }
+    ),
+    st.lists(
+        st.builds(
+            planned,
+            swapped=st.sampled_from((0, 4)),
+            remade=st.sampled_from((0, 4)),
+            feasible=st.booleans(),
+            peak_before_bytes=st.integers(1, 60).map(lambda n: n * GIB),
+        ),
+        max_size=2,
+    ).map(tuple),
+)
+def test_each_sentence_agrees_with_the_record(
+    moved: dict[str, object], plans: tuple[Fitted, ...]
+) -> None:
+    memory = changed(moved, plans)
+    said = text(memory)
+    anything = any(moved[name] for name in ("remade", "out_bytes", "in_bytes", "consumed"))
+    if "nothing was moved" in said:
+        assert not anything
+    if "the job fits" in said:
+        assert not anything
+        assert memory.peak_before_bytes is not None
+        assert memory.budget_bytes is None or memory.peak_before_bytes <= memory.budget_bytes
+        assert not any(plan.swapped or plan.remade for plan in memory.in_force)
+    if " -> " in headline(memory):
+        over = memory.within is False
+        assert ("OVER the budget" in headline(memory)) is over
+    if "cannot be met" in said:
+        assert memory.feasible is False
 
 
 def test_a_peak_above_the_budget_is_not_hidden() -> None:
@@ -129,14 +230,14 @@ def test_a_peak_above_the_budget_is_not_hidden() -> None:
     assert "OVER the budget of 30.0 GiB" in headline(memory)
 
 
+def test_a_higher_peak_before_the_plans_is_told() -> None:
+    assert "highest peak: 31.0 GiB in passes before" in text(changed({"most_bytes": 31 * GIB}))
+    assert "highest peak" not in text(changed({"most_bytes": 29 * GIB}))
+
+
 def test_the_plan_of_the_largest_pass_rules_and_its_last_version() -> None:
-    small = Fitted(
-        **{name: getattr(FITTED, name) for name in FITTED.__struct_fields__}
-        | {"peak_before_bytes": GIB, "swapped": 1}
-    )
-    again = Fitted(
-        **{name: getattr(FITTED, name) for name in FITTED.__struct_fields__} | {"swapped": 44}
-    )
+    small = planned(peak_before_bytes=GIB, swapped=1)
+    again = planned(swapped=44)
     assert changed({}, (FITTED, again, small)).swapped == 44
 
 
@@ -145,7 +246,7 @@ def test_what_cannot_be_met_is_said_with_the_least_that_can() -> None:
     assert memory.feasible is False
     assert headline(memory) == (
         "memory: 30.0 GiB cannot be met, 33.0 GiB is the least that is possible; "
-        "data left on demand [measured]"
+        "data were offloaded on demand [measured]"
     )
 
 
@@ -263,7 +364,7 @@ def test_the_page_is_well_formed_and_harmless() -> None:
     closed.feed(page)
     assert closed.open == []
     assert "script" not in closed.seen
-    assert "made again" in page
+    assert "recomputed" in page
     assert "everything kept, peak 25.0 MiB" in page
     assert "budget 17.0 MiB" in page
     assert memory_plots.section(None, found) == ""

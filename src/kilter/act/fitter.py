@@ -52,6 +52,8 @@ UNTRIED = 6
 """Borders after which a share does not wait any longer for what can be made again."""
 PLAIN = 4
 """Iterations without us, to know what they take; only where the budget is a share of that."""
+LARGER = 1.01
+"""A plain peak that is larger than the largest so far by this factor makes another budget."""
 SETTLED = 3
 """Iterations under a plan after which the job counts as settled; the peak is measured in them."""
 GIVE_UP = 60
@@ -119,12 +121,16 @@ class Fitter:
         self._words = "not known: no data were met"
         self._told_s = 0.0
         self._plans: tuple[MemoryPlan, ...] = ()
+        self._told_plans: list[MemoryPlan] = []
+        """All that were ever in force, in this order."""
         self._refused: set[str] = set()
         self._seen = False
         """The job ran with everything kept, and its peak is known."""
         self._plain_left: int | None = None
         """Iterations without us that are still to come; None: not begun."""
         self._plain_peak_bytes = 0
+        self._share_of_bytes: int | None = None
+        """The plain peak that the budget is a share of."""
         self._untried = 0
         self._was_planned = False
         self._peak_bytes: int | None = None
@@ -325,23 +331,41 @@ class Fitter:
         changing = report.watched_every > 1
         if not changing and not any(record.passes >= SEEN_PASSES for record in records):
             return
-        share = self._budget.share
-        assert share is not None
         spilled = report.spilled > 0
         if not spilled and not (self._plain_over(swapper) and self._tried(swapper)):
             return  # the budget stays the card's until all that is to be watched was watched
-        peak_bytes = max(self._plain_peak_bytes, *(record.peak_bytes for record in records))
-        self._words = f"{self._budget} of the plain peak, {show_bytes(peak_bytes)}"
+        if spilled:
+            words = f"the card's {show_bytes(self._card_bytes)}"
+            self._take_share(swapper, self._card_bytes, words)
+            self._words += ", since the job does not fit without a plan"
+            return
+        self._share_of_bytes = self._plain_bytes(swapper)
+        words = f"the plain peak, {show_bytes(self._share_of_bytes)}"
+        self._take_share(swapper, self._share_of_bytes, words)
         if changing:
             self._words += f", the largest of {report.passes} passes of changing shapes"
-        if spilled:
-            peak_bytes = self._card_bytes
-            self._words = f"{self._budget} of the card's {show_bytes(peak_bytes)}"
-            self._words += ", since the job does not fit without a plan"
-        self._budget_bytes = int(share * peak_bytes)
+
+    def _raise_share(self, swapper: Swapper) -> None:
+        """Another kind of pass turned out to be larger than all that were seen when the share was
+        taken."""
+        peak_bytes = self._plain_bytes(swapper)
+        if self._share_of_bytes is None or peak_bytes <= LARGER * self._share_of_bytes:
+            return
+        self._share_of_bytes = peak_bytes
+        words = f"the largest plain peak, {show_bytes(peak_bytes)}"
+        self._take_share(swapper, peak_bytes, words)
+
+    def _take_share(self, swapper: Swapper, of_bytes: int, words: str) -> None:
+        assert self._budget.share is not None
+        self._budget_bytes = int(self._budget.share * of_bytes)
+        self._words = f"{self._budget} of {words}"
         if not self._dry_run:
-            swapper.budget_bytes = self._budget_bytes
-            swapper.may_plan = True
+            swapper.limit(self._budget_bytes)
+
+    def _plain_bytes(self, swapper: Swapper) -> int:
+        """The largest peak with everything kept, of all kinds of passes."""
+        peaks = [record.peak_bytes for record in swapper.records()]
+        return max([self._plain_peak_bytes, *peaks])
 
     def _plain_over(self, swapper: Swapper) -> bool:
         """Let some iterations run without us: their time and peak are what a plan is held against.
@@ -395,8 +419,11 @@ class Fitter:
             self._tell(swapper)
 
     def _look(self, swapper: Swapper) -> None:
-        if self._budget_bytes is None and self._budget.share is not None and not self._over:
-            self._set_share(swapper)
+        if self._budget.share is not None and not self._over:
+            if self._budget_bytes is None:
+                self._set_share(swapper)
+            else:
+                self._raise_share(swapper)
         report = swapper.report()
         if not self._seen and not report.spilled:
             self._seen = report.watched_every > 1 or any(
@@ -439,6 +466,7 @@ class Fitter:
         problem, every = self._problem(record, plan.budget_bytes)
         kept = len(problem.intervals) - plan.swapped - plan.remade
         self._record(fitted(plan, t_s=self._clock(), kept=kept))
+        self._told_plans.append(plan)
         if plan.peak_before_bytes < max((p.peak_before_bytes for p in self._plans), default=0):
             return  # a smaller pass than the one in the files
         self._schedules.append(
@@ -459,13 +487,13 @@ class Fitter:
     # What came of it
 
     def _measured_peak_bytes(self, swapper: Swapper) -> int | None:
-        """Under the plan in force: by the allocator where there is one."""
-        report = swapper.report()
-        if not swapper.planned or self._dry_run or self._backend is None:
-            return report.peaks_bytes[-1] if report.peaks_bytes else None
-        if self._kind == "cuda":
-            return int(self._torch.cuda.max_memory_allocated(self._backend.device))
-        return report.held_peak_bytes
+        """Of passes of all kinds, as they run now. Since the newest of them was measured, the
+        allocator alone knows."""
+        peak_bytes = swapper.report().highest_bytes
+        if self._kind == "cuda" and swapper.planned and self._backend is not None:
+            allocated_bytes = int(self._torch.cuda.max_memory_allocated(self._backend.device))
+            peak_bytes = max(peak_bytes, allocated_bytes)
+        return peak_bytes or None
 
     def _tell(
         self, swapper: Swapper, least_bytes: int | None = None, bound_s: float | None = None
@@ -473,10 +501,9 @@ class Fitter:
         self._told_s = self._clock()
         report = swapper.report()
         plain, planned = (list(self._times[kind]) for kind in ("plain", "planned"))
-        peaks = [self._plain_peak_bytes, *(record.peak_bytes for record in swapper.records())]
-        measured = report.peaks_bytes[-1] if report.peaks_bytes else None
         state = None if self._floor is None else self._floor.report
         weights = None if self._floor is None else self._floor.weights
+        movers = [moved for moved in (report, state, weights) if moved is not None]
         if weights is not None:
             self._tell_refused((*report.refused, *weights.refused))
         if state is not None:
@@ -488,9 +515,10 @@ class Fitter:
                 budget_bytes=self._budget_bytes,
                 budget=self._words,
                 applied=not self._dry_run,
-                plain_peak_bytes=max(peaks, default=0) or None,
+                plain_peak_bytes=self._plain_bytes(swapper) or None,
                 plain_peak_seen=self._seen,
-                peak_bytes=self._peak_bytes or measured,
+                peak_bytes=self._peak_bytes or self._measured_peak_bytes(swapper),
+                most_bytes=report.most_bytes,
                 least_bytes=least_bytes,
                 plain_iteration_s=statistics.median(plain) if plain else None,
                 iteration_s=statistics.median(planned) if planned else None,
@@ -500,10 +528,15 @@ class Fitter:
                 late=report.late,
                 spilled=report.spilled,
                 remade=report.remade,
-                out_bytes=report.out_bytes,
-                in_bytes=report.in_bytes,
-                host_bytes=report.host_bytes
-                + sum(moved.host_bytes for moved in (state, weights) if moved is not None),
+                out_bytes=sum(moved.out_bytes for moved in movers),
+                in_bytes=sum(moved.in_bytes for moved in movers),
+                host_bytes=sum(moved.host_bytes for moved in movers),
+                consumed=0 if state is None else state.visits,
+                in_force=tuple(
+                    self._told_plans.index(plan)
+                    for plan in report.plans
+                    if plan in self._told_plans
+                ),
                 state="" if state is None else words(state, weights),
                 bound_s=bound_s,
                 waited_s=report.waited_s,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kilter.act.floor import STAY
 from kilter.core import codec
 from kilter.core.events import Fitted, Moved
 from kilter.core.label import Label
@@ -21,6 +20,8 @@ from kilter.core.units import show_bytes, show_fraction, show_time
 from kilter.plan.swap.problem import Link, Problem, problem_of
 from kilter.plan.swap.simulate import Move, Schedule, Span, simulate
 
+MOST_KINDS = 4
+"""Kinds of passes that get a line of their own."""
 BEYOND = 0.1
 """Of an iteration: what takes longer than planned by more than that is said."""
 
@@ -55,6 +56,9 @@ class MemoryReport:
     peak_before_seen: bool
     """False: something was away all the time, and is counted in."""
     peak_bytes: int | None
+    """The largest of all kinds of passes, as they run now."""
+    most_bytes: int
+    """The largest since the budget is in force; 0: not known."""
     least_bytes: int | None
     iteration_before_s: float | None
     """With everything kept and without us; None where the budget did not allow it."""
@@ -81,12 +85,19 @@ class MemoryReport:
     """For which the device stood still for copies in a pass under the plan; None: not timed."""
     hastened: int
     """Loads that start earlier than planned, since the device had waited for them."""
+    recomputed: int
+    """Data, over all passes."""
     out_bytes: int
     in_bytes: int
+    """Activations, optimizer state and weights, over all passes."""
+    consumed: int
+    """Buckets of gradients that were used up in backward, over all passes."""
     state: str
     """What became of gradients and optimizer state; empty if they were left alone."""
     plans: tuple[Fitted, ...]
     """In the order in which they came into force."""
+    in_force: tuple[Fitted, ...]
+    """Those that rule now, one for each kind of pass, the largest first."""
     ranks: tuple[RankMemory, ...]
 
     @property
@@ -105,10 +116,26 @@ class MemoryReport:
         return self.pass_s / self.pass_before_s - 1.0
 
     @property
+    def moved(self) -> str:
+        """What really moved, over all passes; empty if nothing did."""
+        parts = []
+        if self.out_bytes or self.in_bytes:
+            parts.append(f"{show_bytes(self.out_bytes)} out and {show_bytes(self.in_bytes)} in")
+        if self.recomputed:
+            parts.append(f"{self.recomputed} data recomputed")
+        if self.consumed:
+            parts.append(f"{self.consumed} buckets of gradients used up in backward")
+        return ", ".join(parts)
+
+    @property
     def moves_nothing(self) -> bool:
-        """The job fits as it is."""
-        feature_maps = self.swapped or self.remade
-        return self.feasible is True and not feature_maps and self.state in ("", STAY)
+        """The job fits as it is: no plan moves anything, and nothing ever moved."""
+        if self.feasible is not True or self.peak_before_bytes is None or self.moved:
+            return False
+        plans = self.in_force or self.plans[-1:]
+        if any(plan.swapped or plan.remade for plan in plans):
+            return False
+        return self.budget_bytes is None or self.peak_before_bytes <= self.budget_bytes
 
 
 def memory_report(
@@ -119,9 +146,9 @@ def memory_report(
         return None
     _, plans, moved = ranks[0]
     last = moved[-1]
-    largest = max((plan.peak_before_bytes for plan in plans), default=None)
-    plan = next((p for p in reversed(plans) if p.peak_before_bytes == largest), None)
-    feasible = plan.feasible if plan is not None else None
+    in_force = _in_force(plans, last)
+    plan = in_force[0] if in_force else None
+    feasible = all(p.feasible for p in in_force) if in_force else None
     if plan is None and None not in (last.least_bytes, last.budget_bytes):
         feasible = False if last.least_bytes > last.budget_bytes else None  # type: ignore[operator]
     within = None
@@ -139,6 +166,7 @@ def memory_report(
         peak_before_bytes=last.plain_peak_bytes,
         peak_before_seen=last.plain_peak_seen,
         peak_bytes=last.peak_bytes,
+        most_bytes=last.most_bytes,
         least_bytes=last.least_bytes,
         iteration_before_s=last.plain_iteration_s,
         iteration_s=last.iteration_s,
@@ -161,10 +189,13 @@ def memory_report(
         spilled=last.spilled,
         waited_s=last.waited_s,
         hastened=last.hastened,
+        recomputed=last.remade,
         out_bytes=last.out_bytes,
         in_bytes=last.in_bytes,
+        consumed=last.consumed,
         state=last.state,
         plans=tuple(plans),
+        in_force=in_force,
         ranks=tuple(
             RankMemory(
                 rank=rank,
@@ -178,6 +209,15 @@ def memory_report(
     )
 
 
+def _in_force(plans: Sequence[Fitted], last: Moved) -> tuple[Fitted, ...]:
+    """The plan of each kind of pass, the largest first. A record without them: of the largest."""
+    largest = max((plan.peak_before_bytes for plan in plans), default=0)
+    found = [plans[number] for number in last.in_force if number < len(plans)]
+    if not found:
+        found = [plan for plan in plans if plan.peak_before_bytes == largest][-1:]
+    return tuple(sorted(found, key=lambda plan: -plan.peak_before_bytes))
+
+
 # In words
 
 
@@ -186,18 +226,20 @@ def headline(memory: MemoryReport) -> str:
     label = f"[{memory.label.value}]"
     before, budget = show_bytes(memory.peak_before_bytes), show_bytes(memory.budget_bytes)
     if memory.budget_bytes is None:
-        return f"memory: no budget ({memory.budget}); peak {before}, nothing was moved {label}"
+        moved = memory.moved or "nothing was moved"
+        return f"memory: no budget ({memory.budget}); peak {before}, {moved} {label}"
     if memory.moves_nothing:
         return f"memory: the job fits: peak {before} within {budget}, nothing was moved {label}"
     if memory.feasible is False:
         least = show_bytes(memory.least_bytes)
-        did = "; data left on demand" if memory.spilled else ""
+        did = "; data were offloaded on demand" if memory.spilled else ""
         return f"memory: {budget} cannot be met, {least} is the least that is possible{did} {label}"
     if memory.feasible is None:
         return f"memory: no plan yet: peak {before}, budget {budget} {label}"
     if not memory.applied:
         planned = show_bytes(memory.plans[-1].peak_bytes)
-        return f"memory: peak {before} would be {planned}; nothing was moved [simulated]"
+        moved = memory.moved or "nothing was moved"
+        return f"memory: peak {before} would be {planned}; {moved} [simulated]"
     after = show_bytes(memory.peak_bytes)
     over = "" if memory.within is not False else f", OVER the budget of {budget}"
     return f"memory: peak {before} -> {after}{over}{_slower(memory)} {label}"
@@ -220,19 +262,16 @@ def details(memory: MemoryReport) -> list[tuple[str, str]]:
     if not memory.peak_before_seen and memory.peak_before_bytes is not None:
         text = f"{show_bytes(memory.peak_before_bytes)} counted: parts were away on demand"
         lines.append(("peak before", f"{text} from the first iteration on"))
+    if memory.applied and memory.most_bytes > (memory.peak_bytes or memory.most_bytes):
+        text = f"{show_bytes(memory.most_bytes)} in passes before the present plans were in force"
+        lines.append(("highest peak", text))
     if memory.moves_nothing or memory.budget_bytes is None:
         return lines + _ranks(memory)
     lines.append(("time", _time(memory)))
     lines += _beyond(memory)
-    if memory.pass_out_bytes is not None:
-        moved = f"{show_bytes(memory.pass_out_bytes)} out and {show_bytes(memory.pass_in_bytes)}"
-        lines.append(
-            (
-                "each pass",
-                f"{memory.swapped} data swapped, {memory.remade} made again, {memory.kept} kept; "
-                f"{moved} in, {show_fraction(memory.hidden)} of it hidden [simulated]",
-            )
-        )
+    lines += [(_name(memory, plan), _each_pass(plan)) for plan in memory.in_force[:MOST_KINDS]]
+    if memory.applied:
+        lines.append(("all passes", memory.moved or "nothing was moved"))
     if memory.state:
         lines.append(("the rest", memory.state))
     if memory.host_bytes:
@@ -248,6 +287,21 @@ def details(memory: MemoryReport) -> list[tuple[str, str]]:
             waits += f"; {memory.hastened} loads start earlier than planned, since they were late"
         lines.append(("waits for copies", waits))
     return lines + _ranks(memory)
+
+
+def _name(memory: MemoryReport, plan: Fitted) -> str:
+    """What a line about one kind of pass is called."""
+    if len(memory.in_force) == 1:
+        return "each pass"
+    return f"passes of {show_bytes(plan.peak_before_bytes)}"
+
+
+def _each_pass(plan: Fitted) -> str:
+    moved = f"{show_bytes(plan.out_bytes)} out and {show_bytes(plan.in_bytes)} in"
+    return (
+        f"{plan.swapped} data offloaded, {plan.remade} recomputed, {plan.kept} kept; {moved}, "
+        f"{show_fraction(plan.hidden)} of it hidden [simulated]"
+    )
 
 
 def _time(memory: MemoryReport) -> str:

@@ -152,7 +152,7 @@ class Moved(Event, frozen=True, kw_only=True):
     plain_peak_seen: bool
     """The program really reached it; False: something was away, and is counted in."""
     peak_bytes: int | None
-    """Measured under the plan."""
+    """The largest measured one of passes of all kinds, each as it runs now."""
     least_bytes: int | None
     """The smallest peak that any plan reaches."""
     plain_iteration_s: float | None
@@ -168,7 +168,14 @@ class Moved(Event, frozen=True, kw_only=True):
     remade: int
     out_bytes: int
     in_bytes: int
+    """Of all that moved: activations, optimizer state, weights."""
     host_bytes: int
+    most_bytes: int = 0
+    """The largest measured peak since the budget is in force, before there were plans as well."""
+    consumed: int = 0
+    """Buckets of gradients that were used up in backward."""
+    in_force: tuple[int, ...] = ()
+    """Which of this rank's plans (`Fitted`) rule now: one for each kind of pass that has one."""
     state: str = ""
     """What became of gradients and optimizer state, where they had to move as well."""
     bound_s: float | None = None

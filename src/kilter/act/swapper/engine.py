@@ -99,6 +99,10 @@ class SwapReport:
     plans: tuple[MemoryPlan, ...]
     settled: bool
     """There is a plan, and every plan was measured and holds."""
+    highest_bytes: int
+    """The largest measured peak of passes of all kinds, each as it runs now; 0: not measured."""
+    most_bytes: int
+    """The same of all passes since this budget is in force, those before there were plans too."""
     peaks_bytes: tuple[int, ...]
     """Measured peak of the first passes under each plan, in order of planning."""
     refused: tuple[str, ...]
@@ -147,7 +151,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._reader = Reader(self._store)
         self._demand = Demand(backend, self._store)
         self.budget_bytes = budget_bytes
-        """May be changed until a plan is made for it."""
+        """What the next plans are made for."""
         self.may_plan = True
         """Switched off, passes are watched and tried and data leave on demand, and that is all."""
         self._kinds = Kinds(backend, self._store, link=link, planner=planner, min_bytes=min_bytes)
@@ -291,9 +295,16 @@ class Swapper(AbstractContextManager["Swapper"]):
             held_peak_bytes=self._last_held_peak_bytes,
             plans=plans,
             settled=bool(plans) and all(kind.settled for kind in self._kinds),
+            highest_bytes=self._kinds.highest_bytes,
+            most_bytes=self._kinds.most_bytes,
             peaks_bytes=tuple(self._kinds.peaks_bytes),
             refused=(*self._kinds.refused, *self._demand.refused),
         )
+
+    def limit(self, budget_bytes: int) -> None:
+        """From here on this is the budget, and passes are planned for it."""
+        self.budget_bytes, self.may_plan = budget_bytes, True
+        self._kinds.outdate()
 
     def records(self) -> tuple[PassRecord, ...]:
         """What was observed, one record for each kind of pass."""
@@ -661,6 +672,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             peak_bytes = self._backend.peak_bytes()
             if peak_bytes is not None:
                 self._demand.learn(peak_bytes, self.budget_bytes)
+                self._kinds.counted(None, peak_bytes)
 
     def _end_pass(self) -> None:
         if not self._open:
@@ -671,7 +683,9 @@ class Swapper(AbstractContextManager["Swapper"]):
         planned, waits = self._plan, self._store.waits
         self._store.waits = None
         if self._measured:
-            self._last_held_peak_bytes = self._store.held_peak_bytes
+            held_bytes = self._last_held_peak_bytes = self._store.held_peak_bytes
+            if self._backend.used_bytes() is None:  # only the engine's own count is to be had
+                self._kinds.counted(planned, held_bytes)
         if planned is not None:
             if self._event < len(planned.events):
                 self._counts["deviations"] += 1
@@ -695,3 +709,4 @@ class Swapper(AbstractContextManager["Swapper"]):
             return
         self._kinds.watched(record, weighed=self._stepped)
         self._demand.learn(watch.peak_bytes, self.budget_bytes)
+        self._kinds.counted(None, watch.peak_bytes)

@@ -98,6 +98,10 @@ class Kinds:
         self._outgrown: list[torch.Tensor] = []
         """Arenas of before that data of an older graph may still lie in."""
         self.peaks_bytes: list[int] = []
+        self.unplanned_peak_bytes = 0
+        """The largest peak of passes without a plan since the newest plan was made."""
+        self.most_bytes = 0
+        """The largest peak of all passes since the budget is in force."""
         self.waited_s: float | None = None
         """For copies, in a pass under the plan that was timed last."""
         self.hastened = 0
@@ -192,12 +196,19 @@ class Kinds:
         kind.record.operation_s = [min(pair) for pair in times]
         kind.tried = True
 
+    @property
+    def highest_bytes(self) -> int:
+        """The largest peak of a pass of any kind, as they run now."""
+        peaks = [kind.plan.peak_bytes for kind in self if kind.plan is not None]
+        return max([self.unplanned_peak_bytes, *peaks])
+
     def measured(self, planned: Ready, peak_bytes: int | None, budget_bytes: int) -> None:
         """A pass under a plan has ended with this peak. If that is above the budget, plan for less:
         fragments and workspace are seen by no event."""
         planned.tuned += 1
         if peak_bytes is None:
             return
+        self.counted(planned, peak_bytes)
         self.peaks_bytes.append(peak_bytes)
         for kind in self:
             over_bytes = peak_bytes - budget_bytes
@@ -206,6 +217,21 @@ class Kinds:
                 # More each time, since another plan errs by another amount.
                 kind.less_bytes += kind.excesses * over_bytes
                 kind.outdated = True
+
+    def counted(self, planned: Ready | None, peak_bytes: int) -> None:
+        """Any pass has ended with this peak; nothing follows from it but what is told."""
+        self.most_bytes = max(self.most_bytes, peak_bytes)
+        if planned is None:
+            self.unplanned_peak_bytes = max(self.unplanned_peak_bytes, peak_bytes)
+        else:
+            planned.peak_bytes = max(planned.peak_bytes, peak_bytes)
+
+    def outdate(self) -> None:
+        """The budget is another: every plan is made anew, and earlier peaks do not count."""
+        self.unplanned_peak_bytes = self.most_bytes = 0
+        for kind in self:
+            kind.outdated = kind.plan is not None
+            kind.hopeless = False
 
     def listens(self, planned: Ready) -> bool:
         """Waiting for copies is to be timed in the pass that begins."""
@@ -276,6 +302,7 @@ class Kinds:
             except (PlanError, HostMemoryError) as error:
                 self._refuse(str(error))
                 continue
+            self.unplanned_peak_bytes = 0
             return
         kind.hopeless = kind.plan is None
 

@@ -61,6 +61,8 @@ class Ready:
     """The same as memory; in the shape of the datum once it is known."""
     tuned: int = 0
     """Passes whose peak was measured."""
+    peak_bytes: int = 0
+    """The largest of them."""
     waits: list[Waits] = field(default_factory=list)
     """Of passes in which waiting for copies was timed."""
     quiet: int = 0

@@ -68,6 +68,7 @@ def fit(
     steps: int = 26,
     outcome: str = "finished",
     at_end: Callable[[Any], None] = lambda fitter: None,
+    gradients: str = "auto",
 ) -> list[AnyEvent]:
     """A training under a fitter, with nothing of a session."""
     events: list[AnyEvent] = []
@@ -85,6 +86,7 @@ def fit(
         record=events.append,
         say=said.append,
         clock=lambda: 0.0,
+        gradients=gradients,
     )
     fitter.start()
     torch.manual_seed(0)
@@ -160,7 +162,7 @@ def test_below_the_floor_gradients_and_state_are_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     Card(total=80 * GIB, free=79 * GIB).install(monkeypatch)
-    moved = last(fit(MemoryBudget(size_bytes=MIB), 30))
+    moved = last(fit(MemoryBudget(size_bytes=MIB), 30, gradients="consume"))
     assert moved.state.startswith("gradients are used up as they arrive")
     assert moved.least_bytes is not None
     assert moved.least_bytes > MIB

@@ -149,12 +149,10 @@ def whole(held: tuple[Any, ...]) -> torch.Tensor:
 
 
 def sole(tensor: torch.Tensor) -> bool:
-    """A tensor, or what it is a view of, has its storage to itself, and the storage is the
-    framework's own. Otherwise others may write to the storage, and no version counter of ours tells
-    (recurrent cells do so; arenas; arrays of NumPy and other libraries)."""
-    base, storage = tensor._base, tensor.untyped_storage()
-    whole_bytes = (tensor if base is None else base).nbytes
-    return bool(whole_bytes == storage.nbytes() and storage.resizable())
+    """A tensor, or what it is a view of, has its storage to itself. Otherwise others may write to
+    the storage, and no version counter of ours tells (recurrent cells do so; arenas)."""
+    base = tensor._base
+    return bool((tensor if base is None else base).nbytes == tensor.untyped_storage().nbytes())
 
 
 def covers(tensor: torch.Tensor, size_bytes: int) -> bool:
@@ -426,14 +424,9 @@ class Store:
 
     def fetch(self, saved: Saved) -> None:
         """Bring it back now."""
-        if saved.state == AWAY and saved.host is None:
-            recipe = saved.recipe
-            assert recipe is not None
+        recipe = saved.recipe if saved.state == AWAY and saved.host is None else None
+        if recipe is not None:
             alias = self._with_room(lambda: self.made(recipe))
-            saved.recipe = None  # lets go of what it reads
-            self.remade += 1
-            self.hold(saved.size_bytes)
-            self.away_bytes -= saved.size_bytes
         else:
             self.load(saved)
             if self.waits is None:
@@ -442,11 +435,16 @@ class Store:
                 self.waits.wait(saved.arrival, saved.number)
             assert saved.alias is not None
             alias = saved.alias
-        # From here on `version` counts writes to the copy.
-        saved.alias, saved.version, saved.state = alias, alias._version, HERE
+        version, key = alias._version, alias.untyped_storage()._cdata
+        # From here on `version` counts writes to the copy, and nothing can fail.
+        saved.alias, saved.version, saved.key, saved.state = alias, version, key, HERE
+        saved.recipe = None  # lets go of what it reads
+        self._here[key] = saved.itself
         self.absent -= 1
-        saved.key = alias.untyped_storage()._cdata
-        self._here[saved.key] = saved.itself
+        if recipe is not None:
+            self.remade += 1
+            self.away_bytes -= saved.size_bytes
+            self.hold(saved.size_bytes)
 
     def _with_room(self, take: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Where memory is out, cycles of garbage that the collector was kept from may hold some."""

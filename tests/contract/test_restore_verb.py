@@ -28,6 +28,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
     box = Box(tmp_path)
     yield box
     box.close()
+    kill_watcher(box.state_directory)  # a test may have frozen it
 
 
 @pytest.fixture

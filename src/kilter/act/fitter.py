@@ -382,9 +382,11 @@ class Fitter:
             return False
         if self._plain_left == 0:
             return True
+        if not self._here():
+            return False  # an iteration of another thread, which has no hooks to put back
         self._phases[self._border] = "plain"
         self._plain_left -= 1
-        if self._plain_left > 0 or not self._here():
+        if self._plain_left > 0:
             return False
         swapper.step_in()
         if cuda is not None:

@@ -7,6 +7,8 @@ losses, parameters, optimizer state, and what it logs on the way.
 from __future__ import annotations
 
 import copy
+import os
+import pickle
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -28,6 +30,8 @@ from kilter.plan.swap.problem import H200_PCIE5
 
 WIDTH = 32
 STEPS = 14
+EXAMPLES = int(os.environ.get("KILTER_TEST_PROGRAMS", "60"))
+"""Programs; the same ones each time."""
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +89,45 @@ HABITS = (
     "clips", "accumulates", "schedules", "logs gradients", "evaluates", "saves", "loads",
     "averages", "decays by hand", "zeroes first", "keeps zeros", "closure", "two backwards",
     "thaws", "new group", "changes a weight", "autocast", "steps seldom", "copies the model",
-    "fails", "changes options",
+    "fails", "changes options", "skips bad losses", "swaps its rate",
 )  # fmt: skip
+MOMENTS = ("before forward", "before backward", "before the step", "after the step")
+READS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "{**state}": lambda s: {**s},
+    "dict()": dict,
+    "copy()": lambda s: s.copy(),
+    "|": lambda s: s | {},
+    "pop": lambda s: [s.setdefault(key, s.pop(key)) for key in list(s)],
+    "items": lambda s: list(dict.items(s)),
+    "match": lambda s: list(s.values()) if isinstance(s, dict) else None,
+    "pickle": lambda s: pickle.loads(pickle.dumps(s)),
+    "deepcopy": copy.deepcopy,
+    "get": lambda s: [s.get(key) for key in s],
+    "numpy": lambda s: [torch.as_tensor(v).numpy().sum().item() for v in s.values()],
+    "dlpack": lambda s: [torch.from_dlpack(v).sum() for v in s.values() if torch.is_tensor(v)],
+}
+
+
+def first(state: dict[str, Any]) -> Tensor:
+    """The first tensor of any size."""
+    return next((v for v in state.values() if torch.is_tensor(v) and v.dim()), torch.zeros(2))
+
+
+WRITES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "in place": lambda s: first(s).mul_(0.5),
+    ".data": lambda s: first(s).data.mul_(0.5),
+    "numpy": lambda s: first(s).numpy().__imul__(0.5),
+    "dlpack": lambda s: torch.from_dlpack(first(s)).mul_(0.5),
+    "exchanged": lambda s: s.update({k: v * 0.5 for k, v in s.items() if v is first(s)}),
+    "cleared": lambda s: s.clear(),
+}
+HOLDS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "itself": first,
+    "view": lambda s: first(s).view(-1)[1:],
+    "numpy": lambda s: torch.from_numpy(first(s).numpy()),
+    "dlpack": lambda s: torch.from_dlpack(first(s)),
+    "detached": lambda s: first(s).detach(),
+}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
     "momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
@@ -114,8 +155,16 @@ class Program:
     room: float
     away: float
     lag: int
+    look: tuple[str, str, str] = ("", "", "")
+    """What the program does to optimizer state now and then, how, and at which moment."""
 
 
+looks = st.one_of(
+    st.just(("", "", "")),
+    st.tuples(st.just("reads"), st.sampled_from(sorted(READS)), st.sampled_from(MOMENTS)),
+    st.tuples(st.just("writes"), st.sampled_from(sorted(WRITES)), st.sampled_from(MOMENTS)),
+    st.tuples(st.just("holds"), st.sampled_from(sorted(HOLDS)), st.sampled_from(MOMENTS)),
+)
 programs = st.builds(
     Program,
     traits=st.lists(st.sampled_from(TRAITS), max_size=2, unique=True).map(tuple),
@@ -127,10 +176,15 @@ programs = st.builds(
         (("state",), ("weights",), ("state", "weights"), ("state", "swapper"),
          ("state", "weights", "swapper"))
     ),
-    gradients=st.sampled_from(("consume", "consume", "auto", "keep")),
+    gradients=st.sampled_from(("consume", "auto", "keep")),
     room=st.sampled_from((0.0, 0.3, 0.7, 2.0)),
     away=st.sampled_from((0.3, 1.0)),
     lag=st.sampled_from((0, 2, 8)),
+    look=looks,
+).filter(
+    # With gradients consumed, state and parameters are new before the step is called. Nothing
+    # tells of a read then; `--gradients consume` is for programs that do not.
+    lambda p: not (p.gradients == "consume" and p.look[2] == "before the step")
 )  # fmt: skip
 
 
@@ -156,6 +210,7 @@ class Training:
         self.average = copy.deepcopy(self.net) if "averages" in program.habits else None
         self.saved: Any = None
         self.seen: list[Any] = []
+        self.held: list[Tensor] = []
         self.refused = False
 
     def does(self, habit: str) -> bool:
@@ -183,7 +238,9 @@ class Training:
         if self.does("zeroes first"):
             self.zero()
         self.before_forward()
+        self.look(MOMENTS[0])
         loss = self.loss()
+        self.look(MOMENTS[1])
         self.seen.append(loss.detach().clone())
         if self.does("two backwards"):
             loss.backward(retain_graph=True)
@@ -191,13 +248,35 @@ class Training:
         if self.does("accumulates"):
             self.loss(0.5).backward()
         self.before_step()
+        self.look(MOMENTS[2])
         if self.does("steps seldom") and self.step % 2:
+            return
+        if self.does("skips bad losses") and self.step % 4 == 3:
+            self.zero()
             return
         for optimizer in self.optimizers:
             optimizer.step(*([lambda: loss] if self.does("closure") else []))
         self.after_step()
+        self.look(MOMENTS[3])
         if not self.does("zeroes first"):
             self.zero()
+
+    def look(self, moment: str) -> None:
+        what, how, when = self.program.look
+        if moment != when or self.step < self.program.since or self.step % 3 == 0:
+            return
+        states = [state for o in self.optimizers for state in o.state.values() if state]
+        for state in states[self.step % 2 :: 2]:
+            if what == "reads":
+                self.seen.append(copy.deepcopy(READS[how](state)))
+            elif what == "writes":
+                with torch.no_grad():
+                    WRITES[how](state)
+            elif self.step < 8:
+                self.held.append(HOLDS[how](state))
+        self.seen += [value.clone() for value in self.held]
+        if self.step == 10:
+            self.held.clear()
 
     def loss(self, scale: float = 1.0) -> Tensor:
         tokens = torch.randint(0, 40, (4, 6))
@@ -241,6 +320,9 @@ class Training:
                 net.layers[4].weight.mul_(0.99)
         if self.does("changes options"):
             self.optimizers[0].param_groups[0]["lr"] *= 0.9
+        if self.does("swaps its rate"):
+            for optimizer in self.optimizers:
+                optimizer.param_groups[0]["lr"] = 1e-2 / (1 + self.step % 3)
 
     def after_step(self) -> None:
         net, optimizers = self.net, self.optimizers
@@ -265,7 +347,12 @@ class Training:
 
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a.detach(), b.detach())
+        a, b = a.detach(), b.detach()
+        return a.dtype == b.dtype and (torch.equal(a, b) or repr(a.tolist()) == repr(b.tolist()))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
     return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
 
 
@@ -328,6 +415,7 @@ def differences(program: Program) -> tuple[list[int], list[Any]]:
     plain.end()
     if moved.refused:  # a habit that nobody could have known of; until then all is as it was
         assert program.since
+        assert program.gradients == "consume"
     else:
         moved.end()
         assert len(plain.seen) == len(moved.seen)
@@ -342,7 +430,7 @@ def found(**changed: Any) -> Program:
 
 
 @settings(
-    max_examples=40,
+    max_examples=EXAMPLES,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

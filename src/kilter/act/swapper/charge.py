@@ -44,6 +44,8 @@ class Charge:
         self.steps = 0
         self.open = False
         """A round of visits is under way."""
+        self.had_state: set[int] = set()
+        """Parameters that had state before this round."""
         self.visited: set[int] = set()
         self.updated: set[int] = set()
         """Buckets of this round."""
@@ -118,13 +120,20 @@ class Charge:
             self.optimizer._optimizer_step_pre_hooks.move_to_end(before.id)
             self.optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
 
+    def note_state(self) -> None:
+        """A round of visits begins."""
+        self.had_state = {id(p) for p in self.optimizer.state}
+
     def order_state(self) -> None:
-        """Have the state in the order in which the optimizer makes it at once."""
+        """Have the state that was made in a round of visits in the order in which the optimizer
+        makes it at once."""
         states = self.optimizer.state
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if p in states:
-                    states[p] = states.pop(p)
+        if len(states) > len(self.had_state):
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    if p in states and id(p) not in self.had_state:
+                        states[p] = states.pop(p)
+            self.note_state()
 
     # Reasons
 

@@ -49,6 +49,7 @@ class Rounds:
 
     def begin(self, charge: Charge) -> None:
         charge.open = True
+        charge.note_state()
         if charge.plan is not None:
             self._prefetch_planned(charge, charge.plan.begin)
 

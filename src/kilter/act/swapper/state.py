@@ -460,8 +460,8 @@ class StateMover(AbstractContextManager["StateMover"]):
             if not charge.streams:
                 self._rounds.bring_home(charge)
             charge.plan = None
+        charge.order_state()
         if charge.steps == 1:
-            charge.order_state()
             self._rounds.adopt(charge)
         if charge.streams and (armed or charge.plan is None):
             self._rounds.plan(charge)

@@ -204,11 +204,11 @@ def test_memory_that_is_out_when_data_are_recomputed_is_asked_for_again(
     def short(*args: Any, **kwargs: Any) -> Tensor:
         if not torch.is_grad_enabled():  # in a recipe
             calls["recomputed"] += 1
-            if calls["recomputed"] % 2 and calls["recomputed"] > 15:
+            if calls["recomputed"] % 2 and calls["recomputed"] > 8:
                 raise torch.OutOfMemoryError
         return gelu(*args, **kwargs)
 
     monkeypatch.setattr(F, "gelu", short)
     assert same(train(governed(told, 1e5), steps=12), plain)
-    assert calls["recomputed"] > 16
+    assert calls["recomputed"] > 9
     assert not told

@@ -247,7 +247,7 @@ class Store:
     def begin(self) -> Pass:
         """A new pass. Who saves something in it holds it."""
         within = Pass()
-        self.within = weakref.ref(within, lambda _: self._over())
+        self.within = weakref.ref(within, lambda _: self._guard(self._over))
         owed = {leaf: [r for r in found if r() is not None] for leaf, found in self._owed.items()}
         self._owed = {leaf: found for leaf, found in owed.items() if found}
         self._touched.clear()
@@ -493,7 +493,7 @@ class Store:
             if event is not None and not self._guard(self._backend.wait, event):
                 self._stranded.append(saved.alias)
         if saved.pooled is not None:
-            self.pool.put(saved.pooled)
+            self._guard(self.pool.put, saved.pooled)
         if self.closing and self.alive == 0:
             self._guard(self._backend.close)
 

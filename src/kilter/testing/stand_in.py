@@ -78,7 +78,7 @@ def card() -> None:
     fitter: Any = Fitter
     fitter._large, fitter._card = large_on_card, lambda fitter, device: (None, "")
     fake: Any = types.ModuleType("kilter.act.swapper.cuda")
-    fake.Cuda = types.SimpleNamespace(open=lambda index: CpuStandIn())
+    fake.Cuda = types.SimpleNamespace(open=lambda index, host=None: CpuStandIn(host=host))
     fake.measure_link = lambda backend, size_bytes: problem.H200_PCIE5
     sys.modules[fake.__name__] = fake
     torch.cuda.max_memory_allocated = lambda device=None: 0

@@ -165,6 +165,8 @@ class Charge:
         for group in self.optimizer.param_groups:
             if group.get("differentiable"):
                 return "the optimizer is differentiable"
+            if group.get("capturable"):
+                return "its step may be captured in a CUDA graph, which keeps addresses"
             if len({(p.dtype, p.device) for p in group["params"]}) > 1:
                 return "a group has parameters of several types or devices"
             for p in group["params"]:

@@ -1,4 +1,4 @@
-"""An error of ours, at a call from each place of the engine: the training goes on, and its numbers are plain's.
+"""An error of ours, at a call from each place of the engine: the numbers stay those of plain runs.
 
 The invariant behind it: what cannot be restored is not given up, and whatever the engine does in
 steps ends with those that cannot fail. So after an error anywhere, the same call does it all.

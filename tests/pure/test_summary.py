@@ -34,6 +34,7 @@ INTERVAL = rf"\((?:no interval|95 %: ({NUMBER}) to ({NUMBER}) %)\)"
 LABEL = r"\[(measured|replayed|simulated)\]"
 NEXT = (
     "run: kilter restore",
+    "the watcher puts the GPU back; to be sure: kilter restore",
     "mend the script, then run it again",
     "give the rehearsal more time: --rehearse 60s",
     "kilter doctor says how to allow it",
@@ -172,7 +173,9 @@ def is_error(m: re.Match[str], found: Json) -> bool:
 
 def next_step(m: re.Match[str], found: Json) -> bool:
     if m[1] == "run: kilter restore":
-        return found["restored"] is not True and found["mode"] == "govern"
+        return found["restored"] is False
+    if m[1].startswith("the watcher"):
+        return found["restored"] is None and found["mode"] == "govern"
     return m[1] in NEXT
 
 

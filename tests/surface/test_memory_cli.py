@@ -139,7 +139,8 @@ def test_a_budget_that_cannot_be_met_is_said_with_the_least_that_can() -> None:
     assert done.returncode == 0
     assert done.stdout == python("train.py", "14").stdout
     assert "3.0 MiB cannot be met, " in done.stderr
-    assert "is the least that is possible; data left on demand" in done.stderr
+    assert "is the least that is possible" in done.stderr
+    assert "on demand" in done.stderr
     assert "refused" not in done.stderr  # said once
 
 
@@ -284,7 +285,7 @@ def test_a_share_where_shapes_keep_changing_is_of_the_largest_pass() -> None:
     found = moved()
     assert found.budget_bytes is not None
     assert found.plain_peak_bytes is not None
-    assert "of changing shapes" in found.budget
+    assert "of the largest plain peak" in found.budget
     assert 0.4 * found.plain_peak_bytes < found.budget_bytes < 0.55 * found.plain_peak_bytes
     assert found.spilled > 0
     plain = python("train.py", "40")

@@ -509,8 +509,7 @@ def test_recipes_are_those_of_this_pass(name: str) -> None:
     plain = run(ODD[name])
     trail, report, _ = governed(ODD[name], share=0.6, link=SLOW)
     assert trail.same(plain)
-    assert report.remade > STEPS
-    assert report.planned >= 3
+    assert report.remade >= report.planned >= 3
 
 
 @pytest.mark.parametrize("name", ["other branch", "early stop"])

@@ -397,7 +397,7 @@ def fail(gradient: Tensor) -> None:
 
 def look_at(loss: Tensor) -> None:
     """As tools do that draw graphs."""
-    nodes = [loss.grad_fn]
+    nodes = [loss.grad_fn] if loss.grad_fn is not None else []
     for node in nodes:
         nodes += [following for following, _ in node.next_functions if following is not None][:2]
         for name in dir(node):

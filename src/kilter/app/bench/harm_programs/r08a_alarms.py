@@ -40,6 +40,8 @@ def main() -> None:
                 optimizer.zero_grad()
         except TooLong:
             arrived += 1
+            # The exception can leave `torch.no_grad` at its entry, also without kilter.
+            torch.set_grad_enabled(True)
     show(raised=raised, arrived=arrived)
     print(f"{arrived} of {raised} arrived")
 

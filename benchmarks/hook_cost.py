@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 
-from kilter.observe.marks import Marks
+from kilter.observe.iteration_clock import IterationClock
 
 STEPS = 50
 """In one block."""
@@ -41,7 +41,7 @@ def measure(iterations: int, device: str, seed: int) -> dict[str, object]:
     parameter = torch.nn.Parameter(torch.zeros(1, device=device))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.SGD([parameter], lr=0.0)
-    marks = Marks(lambda index, t_s: None)
+    marks = IterationClock(lambda index, t_s: None)
     marks.start()
     marks.stop()
     blocks: dict[bool, list[float]] = {True: [], False: []}

@@ -32,12 +32,12 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from kilter.act.swapper import Swapper
-from kilter.act.swapper.cuda import Cuda, measure_link
 from kilter.core.units import GIB
-from kilter.observe.data import PassRecord
-from kilter.plan.swap.feedback import slower
-from kilter.plan.swap.problem import Link
+from kilter.memory.engine import Swapper
+from kilter.memory.engine.cuda import Cuda, measure_link
+from kilter.memory.engine.pass_record import PassRecord
+from kilter.memory.plan.feedback import slower
+from kilter.memory.plan.problem import Link
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or matrix products may vary
 VOCABULARY = 50304
@@ -186,7 +186,7 @@ class Row:
     predicted_s: float | None = None
     compute_s: float | None = None
     swapped: int = 0
-    remade: int = 0
+    recomputed: int = 0
     out_bytes: int = 0
     host_bytes: int = 0
     device_s: tuple[float, ...] = ()
@@ -303,7 +303,7 @@ def ours(
         predicted_s=value.iteration_s,
         compute_s=value.compute_s,
         swapped=value.swapped,
-        remade=value.remade,
+        recomputed=value.recomputed,
         out_bytes=value.out_bytes,
         events=len(record.events),
     )
@@ -346,7 +346,7 @@ def measure(name: str, link: Link, options: argparse.Namespace, tell: Tell) -> N
         print(
             f"{name} {row.mode} {row.iteration_s * 1e3:.1f} ms {row.peak_bytes / GIB:.2f} GiB",
             f"({share:.3f}) {in_ms(row.device_s)} waiting {in_ms((row.waiting_s,))}",
-            f"{extra} {row.swapped}+{row.remade}",
+            f"{extra} {row.swapped}+{row.recomputed}",
             f"late {row.late} waited {in_ms((row.waited_s or 0.0,))} {row.refused[:1]}",
             flush=True,
         )
@@ -442,7 +442,7 @@ def identity(name: str, link: Link, steps: int = 8) -> dict[str, object]:
         "plain_differs_from_itself": len(control) - sum(control),
         "planned_passes": report.planned,
         "swapped": sum(p.swapped for p in report.plans),
-        "remade": sum(p.remade for p in report.plans),
+        "recomputed": sum(p.recomputed for p in report.plans),
         "late": report.late,
         "refused": report.refused[:4],
     }

@@ -110,7 +110,7 @@ def language(case: str, small: bool) -> Any:
 
 
 def checkpointed(model: Any, checkpoint: bool) -> None:
-    """As the libraries do it: every layer made again in backward."""
+    """As the libraries do it: every layer recomputed in backward."""
     if not checkpoint:
         return
     if hasattr(model, "set_grad_checkpointing"):  # timm

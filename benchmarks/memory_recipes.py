@@ -1,8 +1,8 @@
-"""What share of the bytes that other people's models save for backward can be made again.
+"""What share of the bytes that other people's models save for backward can be recomputed.
 
     python benchmarks/memory_recipes.py [--cases llama,gpt2,t5,bert] [--most 6]
 
-One pass is tried as `kilter run --memory-budget` tries it: every datum with a recipe is made again
+One pass is tried as `kilter run --memory-budget` tries it: every datum with a recipe is recomputed
 beside the real one and compared bit for bit. Printed are the share, and the largest kinds of data
 without a recipe. Needs transformers; without a GPU the models are tiny.
 """
@@ -15,9 +15,9 @@ from collections import Counter
 import torch
 from memory_models import language, tokens
 
-from kilter.act.swapper import CpuStandIn, Swapper
-from kilter.observe.data import SavedDatum
-from kilter.plan.swap.problem import H200_PCIE5
+from kilter.memory.engine import CpuStandIn, Swapper
+from kilter.memory.engine.pass_record import SavedDatum
+from kilter.memory.plan.problem import H200_PCIE5
 
 CASES = ("llama", "gpt2", "t5", "bert")
 ROWS = 8
@@ -35,7 +35,7 @@ def tried(case: str) -> list[SavedDatum]:
     if small:
         backend, min_bytes = CpuStandIn(spoil=True), 4096
     else:
-        from kilter.act.swapper.cuda import Cuda
+        from kilter.memory.engine.cuda import Cuda
 
         backend, min_bytes = Cuda.open(), 2**20
     unlimited = 2**60
@@ -58,11 +58,11 @@ def main() -> None:
     for case in args.cases.split(","):
         data = tried(case)
         total_bytes = sum(datum.size_bytes for datum in data)
-        again_bytes = sum(d.size_bytes for d in data if d.remake_s is not None)
-        differ = sum(d.recipe is not None and d.remake_s is None for d in data)
+        again_bytes = sum(d.size_bytes for d in data if d.recompute_s is not None)
+        differ = sum(d.recipe is not None and d.recompute_s is None for d in data)
         print(
             f"{case}: {again_bytes / total_bytes:.0%} of {total_bytes / 2**20:.0f} MiB can be "
-            f"made again; {differ} data have a recipe that is not equal or was refused",
+            f"recomputed; {differ} data have a recipe that is not equal or was refused",
             flush=True,
         )
         left: Counter[str] = Counter()

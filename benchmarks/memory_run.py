@@ -24,7 +24,7 @@ from typing import Any
 
 CASES = ("auto", "start", "75%", "40%", "identity", "plain", "start plain")
 START = "--layers 48 --width 1600 --batch 2 --length 1024 --cap 0.157"
-"""1.64 B parameters take 24.4 GiB before any feature map: too much for 22 GiB."""
+"""1.64 B parameters take 24.4 GiB before any activation: too much for 22 GiB."""
 
 TOLD = ("memory", "time", "budget", "the rest", "passes", "refused", "an error", "stepped")
 

@@ -3,7 +3,7 @@
     python benchmarks/memory_zoo.py [--only llama,vit] [--steps 12] [--out zoo.jsonl]
 
 Each architecture is built small, with random weights, and trained plain and with half of the peak
-of its saved data as the budget: feature maps alone, and with gradients consumed, optimizer state
+of its saved data as the budget: activations alone, and with gradients consumed, optimizer state
 streaming and weights moving as well; in fp32 and under bfloat16 autocast. An evaluation comes in
 between. Compared are all losses and all parameters. Needs transformers.
 """
@@ -25,13 +25,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
-from kilter.act.swapper import CpuStandIn, Swapper, SwapReport
-from kilter.act.swapper.state import StateMover
-from kilter.act.swapper.weights import WeightMover
-from kilter.plan.swap.problem import Link
+from kilter.memory.engine import CpuStandIn, Swapper, SwapReport
+from kilter.memory.engine.state import StateMover
+from kilter.memory.engine.weights import WeightMover
+from kilter.memory.plan.problem import Link
 
 LINK = Link(to_host_bytes_per_s=2e7, to_device_bytes_per_s=2e7, both_bytes_per_s=3e7)
-"""Slow, so that much is made again."""
+"""Slow, so that much is recomputed."""
 SHARE = 0.5
 TOKENS = 120
 
@@ -177,7 +177,7 @@ def rows(kind: str, family: str, what: str, steps: int) -> Iterator[dict[str, An
         stack.enter_context(watch)
         run(stack, built(kind, family).train())
         budget_bytes = int(SHARE * max(record.peak_bytes for record in watch.records()))
-        for mode in ("feature maps", "everything"):
+        for mode in ("activations", "everything"):
             model = built(kind, family).train()
             swapper = Swapper(
                 CpuStandIn(lag=8, spoil=True), budget_bytes=budget_bytes, link=LINK, min_bytes=2048
@@ -196,7 +196,7 @@ def rows(kind: str, family: str, what: str, steps: int) -> Iterator[dict[str, An
             (now,) = report
             yield {
                 "kind": kind, "autocast": autocast, "mode": mode, "tensors": len(plain),
-                "different": different, "planned": now.planned, "remade": now.remade,
+                "different": different, "planned": now.planned, "recomputed": now.recomputed,
                 "out_bytes": now.out_bytes, "late": now.late, "deviations": now.deviations,
                 "refused": now.refused[-1:] if not now.planned else (),
             }  # fmt: skip

@@ -67,7 +67,7 @@ def measure(model_name: str) -> dict:
         pause = Pause(session)
         ratios = []
         paused: list[float] = []
-        hook_s, borders = session.marks.cost_s, session.marks.index
+        hook_s, iteration_ends = session.marks.cost_s, session.marks.index
         for _ in range(PAIRS[model_name]):
             times = {}
             for on in random.sample((True, False), 2):
@@ -75,7 +75,7 @@ def measure(model_name: str) -> dict:
                 times[on] = iterate(STRETCH)
             ratios.append(statistics.fmean(times[True]) / statistics.fmean(times[False]))
             paused += times[False]
-        hook_s = (session.marks.cost_s - hook_s) / (session.marks.index - borders)
+        hook_s = (session.marks.cost_s - hook_s) / (session.marks.index - iteration_ends)
         pause.on = False
         costs, state = dict(session._window.costs_s), session._window.state
     plain = statistics.median(before)

@@ -5,7 +5,7 @@
 GPT 1.64B (bf16 autocast, fp32 fused AdamW), all rows from one process; times are medians of CUDA
 events around whole iterations, peaks are allocated memory. `rows` compares plain and per-block
 checkpointing with gradients consumed in backward, with optimizer state streamed, with weights away
-over the end of forward, and with what a session decides for a budget (*joint*: feature maps and all
+over the end of forward, and with what a session decides for a budget (*joint*: activations and all
 of these together, settled by itself). `identity` compares losses, parameters and optimizer state
 with plain's, bit for bit, on a shallower model with deterministic kernels. `cap` finds the largest
 batch that trains under a cap, by default of 40 GiB. `--tiny` runs all parts on a CPU, to test this
@@ -33,15 +33,15 @@ import torch.nn.functional as F  # noqa: N812
 from memory_h200 import VOCABULARY, Gpt, Pinned
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kilter.act.fence import Fence
-from kilter.act.floor import Floor
-from kilter.act.room import room
-from kilter.act.swapper import CpuStandIn, Swapper
-from kilter.act.swapper.cuda import Cuda, measure_link
-from kilter.act.swapper.state import StateMover
-from kilter.act.swapper.weights import WeightMover
 from kilter.core.units import GIB
-from kilter.plan.swap.problem import Link
+from kilter.memory.engine import CpuStandIn, Swapper
+from kilter.memory.engine.cuda import Cuda, measure_link
+from kilter.memory.engine.state import StateMover
+from kilter.memory.engine.weights import WeightMover
+from kilter.memory.plan.problem import Link
+from kilter.memory.state_and_weights import StateAndWeightPolicy
+from kilter.memory.usable_bytes import room
+from kilter.session.fence import Fence
 
 FIRST = time.perf_counter()
 IDENTITY_STEPS = 40
@@ -173,7 +173,7 @@ class Governed(contextlib.ExitStack):
         self.swapper: Swapper | None = None
         self.mover: StateMover | None = None
         self.weights: WeightMover | None = None
-        self.floor: Floor | None = None
+        self.floor: StateAndWeightPolicy | None = None
         self.settled_at: int | None = None
         self.decided_s = 0.0
         """The longest that a decision took."""
@@ -194,7 +194,7 @@ class Governed(contextlib.ExitStack):
             self.enter_context(self.swapper)
         if mode.joint:
             assert self.swapper is not None
-            self.floor = Floor(
+            self.floor = StateAndWeightPolicy(
                 self.swapper, machine.backend, machine.link, Fence(fail), mode.gradients, min_bytes
             )
             self.callback(self.floor.close)
@@ -221,14 +221,14 @@ class Governed(contextlib.ExitStack):
             self.enter_context(self.weights)
         return self
 
-    def border(self) -> None:
+    def iteration_ended(self) -> None:
         """An iteration has ended."""
         self.steps += 1
         if self.floor is None or self.swapper is None:
             return
         report = self.swapper.report()
         begin = time.perf_counter()
-        self.floor.border(report, self.budget_bytes or 0, begin)
+        self.floor.iteration_ended(report, self.budget_bytes or 0, begin)
         self.decided_s = max(self.decided_s, time.perf_counter() - begin)
         if self.settled_at is None and self.floor.settled and self.swapper.planned:
             self.settled_at = self.steps
@@ -249,7 +249,7 @@ def warm(job: Job, engines: Governed, passes: int = 4, most: int = 80) -> None:
     while not engines.ready(passes) and engines.steps < most:
         begin = time.perf_counter()
         job.step()
-        engines.border()
+        engines.iteration_ended()
         engines.each_s.append(round(time.perf_counter() - begin, 3))
         print(f"{engines.steps}: {engines.each_s[-1]} s", end=" ", flush=True, file=sys.stderr)
 
@@ -323,10 +323,10 @@ def told(engines: Governed) -> dict[str, Any]:
             "host_bytes": values.host_bytes,
             "compute_s": [p.compute_s for p in values.plans][-1:],
             "predicted_s": [p.iteration_s for p in values.plans][-1:],
-            "remake_s": [p.remake_s for p in values.plans][-1:],
+            "recompute_s": [p.recompute_s for p in values.plans][-1:],
             "out_bytes": [p.out_bytes for p in values.plans][-1:],
             "swapped": [p.swapped for p in values.plans][-1:],
-            "remade": [p.remade for p in values.plans][-1:],
+            "recomputed": [p.recomputed for p in values.plans][-1:],
             "refused": [text[:120] for text in dict.fromkeys(values.refused)][:3],
         }
     return found
@@ -405,7 +405,7 @@ def identity(machine: Machine, names: list[str]) -> Iterator[dict[str, Any]]:
         with sdpa_kernel(attention), Governed(machine, mode, budget).govern(fresh=True) as engines:
             for _ in range(IDENTITY_STEPS):
                 losses.append(job.step())
-                engines.border()
+                engines.iteration_ended()
             row = {"identity": mode.name, "budget_bytes": budget, **told(engines)}
         row |= {"held_bytes": held_bytes, "took_s": time.perf_counter() - begin}
         values = losses

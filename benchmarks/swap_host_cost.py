@@ -2,7 +2,7 @@
 
 A GPT of tiny tensors on the CPU, so that an iteration is little but the host's work of issuing it.
 Side by side: without the engine, watched, and under plans that keep everything,
-swap, or make again. The backend copies nothing (its numbers are wrong, its time is the engine's
+swap, or recompute. The backend copies nothing (its numbers are wrong, its time is the engine's
 own). Printed are the extra microseconds of an iteration, and for each saved tensor: of the fastest,
 and as a mean, in which Python's collector shows.
 """
@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from kilter.act.swapper import Backend, CpuStandIn, Swapper
-from kilter.plan.swap.problem import Link
+from kilter.memory.engine import Backend, CpuStandIn, Swapper
+from kilter.memory.plan.problem import Link
 
 FAST = Link(to_host_bytes_per_s=1e14, to_device_bytes_per_s=1e14, both_bytes_per_s=2e14)
 SLOW = Link(to_host_bytes_per_s=1e6, to_device_bytes_per_s=1e6, both_bytes_per_s=2e6)
@@ -75,7 +75,7 @@ def main() -> None:
     def backend() -> Backend:
         if device == "cpu":
             return Idle()
-        from kilter.act.swapper.cuda import Cuda
+        from kilter.memory.engine.cuda import Cuda
 
         return Cuda.open()
 
@@ -137,7 +137,7 @@ def main() -> None:
                 "extra_us": least_us - plain_us,
                 "per_saved_us": (least_us - plain_us) / packs,
                 "swapped": sum(plan.swapped for plan in plans),
-                "remade": sum(plan.remade for plan in plans),
+                "recomputed": sum(plan.recomputed for plan in plans),
             }
         )
     print(json.dumps({"label": "measured", "saved": packs, "rows": rows}, indent=1))

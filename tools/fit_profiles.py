@@ -1,4 +1,4 @@
-"""Fits the simulated devices (`src/kilter/sim/profiles/*.toml`) to tables of measurements.
+"""Fits the simulated devices (`src/kilter/device/sim/profiles/*.toml`) to tables of measurements.
 
     python tools/fit_profiles.py [--data DIR] [--only NAME ...] [--write]
 
@@ -33,16 +33,16 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 from scipy.sparse import lil_matrix
 
+from kilter.device.sim.profile import PROFILE_SCHEMA, parse_profile
+from kilter.device.sim.replay import RecordedRow, RecordedWorkload, load_tables
 from kilter.model.power import Power, capped_clock
 from kilter.model.roofline import Roofline
-from kilter.sim.profile import SCHEMA, parse_profile
-from kilter.sim.replay import Row, Workload, load_tables
 
 Array = NDArray[np.float64]
 
 T = TypeVar("T", "Errors", "Choices")
 
-PROFILES = Path(__file__).parents[1] / "src/kilter/sim/profiles"
+PROFILES = Path(__file__).parents[1] / "src/kilter/device/sim/profiles"
 HIDDEN = 4
 
 
@@ -131,7 +131,7 @@ class Rows:
     energy_j: Array
 
 
-def rows_of(card: Card, chosen: Sequence[Sequence[Row]]) -> Rows:
+def rows_of(card: Card, chosen: Sequence[Sequence[RecordedRow]]) -> Rows:
     flat = [(i, row) for i, rows in enumerate(chosen) for row in rows]
     settings = [row.setting for _, row in flat]
     return Rows(
@@ -231,7 +231,7 @@ SIGMA = 0.02
 """Relative error that a row is trusted to."""
 
 
-def anchors(workload: Workload) -> list[Row]:
+def anchors(workload: RecordedWorkload) -> list[RecordedRow]:
     """The few rows from which a left-out workload is recognised: the default, and for each knob
     that varies its lowest and its middle value, the other knobs as high as the table has them."""
     chosen = [workload.default]
@@ -245,7 +245,7 @@ def anchors(workload: Workload) -> list[Row]:
     return list({id(row): row for row in chosen}.values())
 
 
-def knobs(row: Row) -> tuple[float | None, float | None, float | None]:
+def knobs(row: RecordedRow) -> tuple[float | None, float | None, float | None]:
     s = row.setting
     return s.sm_clock_hz, s.memory_clock_hz, s.power_limit_w
 
@@ -298,7 +298,7 @@ class Choices:
 
 
 def choose(
-    card: Card, theta: dict[str, float], hidden: Array, workloads: Sequence[Workload]
+    card: Card, theta: dict[str, float], hidden: Array, workloads: Sequence[RecordedWorkload]
 ) -> Choices:
     found = []
     for own, w in zip(hidden, workloads, strict=True):
@@ -320,7 +320,7 @@ def choose(
 
 
 def recognise(
-    card: Card, theta: dict[str, float], workloads: Sequence[Workload]
+    card: Card, theta: dict[str, float], workloads: Sequence[RecordedWorkload]
 ) -> tuple[Errors, Choices]:
     """Of workloads of which the card saw the anchors only: errors on their remaining rows."""
     known = [anchors(w) for w in workloads]
@@ -332,7 +332,9 @@ def recognise(
     )
 
 
-def cross_validate(card: Card, workloads: Sequence[Workload], folds: int) -> tuple[Errors, Choices]:
+def cross_validate(
+    card: Card, workloads: Sequence[RecordedWorkload], folds: int
+) -> tuple[Errors, Choices]:
     wrong, chosen = [], []
     for fold in range(min(folds, len(workloads))):
         out = [w for i, w in enumerate(workloads) if i % folds == fold]
@@ -401,7 +403,7 @@ HELD_OUT = (
 def shell(card: Card, **own: Any) -> dict[str, Any]:
     """A profile as it is written, without the fitted models."""
     return {
-        "schema": SCHEMA,
+        "schema": PROFILE_SCHEMA,
         "name": card.name,
         "title": own["title"],
         "memory_bytes": own["memory_mib"] * 2**20,
@@ -430,7 +432,7 @@ def shell(card: Card, **own: Any) -> dict[str, Any]:
 
 def fitted(
     card: Card,
-    workloads: Sequence[Workload],
+    workloads: Sequence[RecordedWorkload],
     *,
     folds: int,
     table: str,
@@ -467,7 +469,9 @@ def fitted(
     return profile, theta
 
 
-def restricted(workloads: Sequence[Workload], keep: Callable[[Row], bool]) -> list[Workload]:
+def restricted(
+    workloads: Sequence[RecordedWorkload], keep: Callable[[RecordedRow], bool]
+) -> list[RecordedWorkload]:
     return [replace(w, rows=tuple(r for r in w.rows if keep(r))) for w in workloads]
 
 
@@ -520,7 +524,7 @@ def v100(tables: Path) -> dict[str, Any]:
     return profile
 
 
-def at_clock(row: Row, sm_hz: float) -> Row:
+def at_clock(row: RecordedRow, sm_hz: float) -> RecordedRow:
     return replace(row, setting=row.setting.with_(sm_clock_hz=sm_hz))
 
 

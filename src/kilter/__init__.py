@@ -14,19 +14,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kilter.act.divided import divided
-    from kilter.act.size import size
     from kilter.app.govern import govern
+    from kilter.memory.divided import divided
+    from kilter.memory.size import size
     from kilter.parallel.calls import parallel
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "divided", "govern", "parallel", "size"]
 
 _HOMES = {
-    "divided": "kilter.act.divided",
+    "divided": "kilter.memory.divided",
     "govern": "kilter.app.govern",
     "parallel": "kilter.parallel.calls",
-    "size": "kilter.act.size",
+    "size": "kilter.memory.size",
 }
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from kilter.core.errors import DeviceError, ReadOnly
 from kilter.core.setting import Setting
-from kilter.device.base import Device
 from kilter.device.find import find
 from kilter.device.nvidia import NvidiaDevice
+from kilter.device.protocol import Device
 from kilter.testing.device import DeviceConformance
 
 pytestmark = pytest.mark.gpu

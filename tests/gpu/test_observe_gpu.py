@@ -15,9 +15,9 @@ from torch import nn  # noqa: E402
 from kilter.core.errors import DeviceError  # noqa: E402
 from kilter.core.trace import Kind  # noqa: E402
 from kilter.device.find import find  # noqa: E402
-from kilter.observe.marks import Marks  # noqa: E402
+from kilter.observe.iteration_clock import IterationClock  # noqa: E402
+from kilter.observe.profiler_window import Window  # noqa: E402
 from kilter.observe.sampler import Sampler  # noqa: E402
-from kilter.observe.window import Window  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +48,7 @@ def job(width=2048, batch=4096):
 
 def observed(step, iterations, observe=True):
     """Losses, iterations and the window of a run."""
-    marks = Marks(lambda index, t_s: window.border(index))
+    marks = IterationClock(lambda index, t_s: window.iteration_ended(index))
     window = Window(marks)
     if observe:
         window.start()
@@ -109,7 +109,7 @@ def test_losses_are_bitwise_the_same_with_and_without():
 
 def test_a_cuda_graph_can_be_captured_while_marks_are_on():
     step = job(width=256, batch=64)
-    marks = Marks(lambda index, t_s: None)
+    marks = IterationClock(lambda index, t_s: None)
     marks.start()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -13,13 +13,13 @@ from torch import nn
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kilter.act.fence import Fence
-from kilter.act.floor import Floor
-from kilter.act.swapper import Swapper
-from kilter.act.swapper.cuda import Cuda
-from kilter.act.swapper.state import StateMover, StateReport
 from kilter.core.units import MIB
-from kilter.plan.swap.problem import Link
+from kilter.memory.engine import Swapper
+from kilter.memory.engine.cuda import Cuda
+from kilter.memory.engine.state import StateMover, StateReport
+from kilter.memory.plan.problem import Link
+from kilter.memory.state_and_weights import StateAndWeightPolicy
+from kilter.session.fence import Fence
 
 pytestmark = pytest.mark.gpu
 
@@ -80,7 +80,9 @@ def test_same_numbers_in_less_memory(gradients: str, room_mib: int | None) -> No
 def test_state_streams_beside_feature_maps() -> None:
     """144 MiB of weights and state and what an operation needs beside them do not fit 224 MiB."""
 
-    def train(budget_bytes: int | None) -> tuple[list[torch.Tensor], Floor | None, Swapper | None]:
+    def train(
+        budget_bytes: int | None,
+    ) -> tuple[list[torch.Tensor], StateAndWeightPolicy | None, Swapper | None]:
         torch.manual_seed(0)
         with torch.device("cuda"):
             net = nn.Sequential(
@@ -91,7 +93,7 @@ def test_state_streams_beside_feature_maps() -> None:
         with ExitStack() as stack:
             if budget_bytes is not None:
                 swapper = Swapper(Cuda.open(), budget_bytes=budget_bytes, link=PCIE)
-                floor = Floor(swapper, Cuda.open, PCIE, Fence(fail), "consume")
+                floor = StateAndWeightPolicy(swapper, Cuda.open, PCIE, Fence(fail), "consume")
                 stack.enter_context(swapper)
                 stack.callback(floor.close)
             for _ in range(40):
@@ -99,7 +101,7 @@ def test_state_streams_beside_feature_maps() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 if floor is not None and swapper is not None and budget_bytes is not None:
-                    floor.border(swapper.report(), budget_bytes, time.perf_counter())
+                    floor.iteration_ended(swapper.report(), budget_bytes, time.perf_counter())
         return [p.detach().cpu() for p in net.parameters()], floor, swapper
 
     budget_bytes = 224 * MIB

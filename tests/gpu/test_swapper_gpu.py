@@ -9,10 +9,10 @@ from torch import nn
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kilter.act.swapper import Swapper, SwapReport
-from kilter.act.swapper.cuda import Cuda, measure_link
-from kilter.act.swapper.fused import can_normalise, normalised
-from kilter.plan.swap.problem import Link
+from kilter.memory.engine import Swapper, SwapReport
+from kilter.memory.engine.cuda import Cuda, measure_link
+from kilter.memory.engine.fused import can_normalise, normalised
+from kilter.memory.plan.problem import Link
 
 pytestmark = pytest.mark.gpu
 

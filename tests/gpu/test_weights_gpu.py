@@ -12,11 +12,11 @@ from torch import nn
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kilter.act.swapper.cuda import Cuda
-from kilter.act.swapper.state import StateMover
-from kilter.act.swapper.weights import WeightMover, WeightReport
 from kilter.core.units import MIB
-from kilter.plan.swap.problem import Link
+from kilter.memory.engine.cuda import Cuda
+from kilter.memory.engine.state import StateMover
+from kilter.memory.engine.weights import WeightMover, WeightReport
+from kilter.memory.plan.problem import Link
 
 pytestmark = pytest.mark.gpu
 

@@ -290,7 +290,7 @@ def test_kilters_own_observers_do_not_stop_a_replay():
     def ours(*_):
         pass
 
-    ours.__module__ = "kilter.observe.window"
+    ours.__module__ = "kilter.observe.profiler_window"
     x = torch.ones(2)
     handle = torch.nn.modules.module.register_module_forward_hook(ours)
     try:

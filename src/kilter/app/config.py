@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kilter.act.journal import STATE_VARIABLE
-from kilter.act.session import REHEARSE_S, Options
 from kilter.core.errors import UsageError
 from kilter.core.plan import GRADIENTS, Goal, MemoryBudget, Objective
 from kilter.core.units import MIB, parse_bytes, parse_fraction, parse_seconds
 from kilter.device.find import CHOICES
+from kilter.lease.journal import STATE_VARIABLE
+from kilter.session.lifecycle import REHEARSE_S, Options
 
 DEFAULT_MAX_SLOWDOWN = 0.02
 """The contract of a run that was given no goal."""
@@ -76,13 +76,13 @@ def _device(text: str) -> str:
     if kind == "replay":
         if not Path(name).exists():
             raise UsageError(f"{text!r}: no such recording (a run's directory, or a CSV file)")
-        from kilter.sim.replay import load_recording
+        from kilter.device.sim.replay import load_recording
 
         load_recording(name)  # a broken one is said before the script begins
         return f"replay:{Path(name).absolute()}"  # the script may change its directory
     # Late: the simulator brings numpy, which must not be imported before the script has had its
     # chance to say how many threads it may start.
-    from kilter.sim.cards import names
+    from kilter.device.sim.cards import names
 
     choices = (*CHOICES, *(f"sim:{name}" for name in names()))
     if text not in choices:

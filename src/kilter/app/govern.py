@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kilter.act.session import Options, Session
 from kilter.app.config import DEFAULT_MAX_SLOWDOWN
 from kilter.app.config import gradients as parse_gradients
 from kilter.app.config import host_memory as parse_host_memory
 from kilter.app.config import objective as parse_objective
-from kilter.app.voice import Stderr
+from kilter.app.listener import StderrListener
 from kilter.core.plan import Goal, MemoryBudget, Objective
 from kilter.core.ranks import ranks
+from kilter.session.lifecycle import Options, Session
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def govern(
         gradients=parse_gradients(gradients),
         trace=trace,
     )
-    session = Session(options, ranks(os.environ), Stderr())
+    session = Session(options, ranks(os.environ), StderrListener())
     if os.environ.get("KILTER") == "0":
         yield session
         return

@@ -1,4 +1,4 @@
-"""`kilter plan memory TRACE`: what leaves the device, what comes back when, what is made again.
+"""`kilter plan memory TRACE`: what leaves the device, what comes back when, what is recomputed.
 
 All planners work on the same problem and the event simulator judges each; every predicted number is
 labelled simulated. `--chrome FILE` writes the schedule as a Chrome trace with the memory level
@@ -16,21 +16,17 @@ from typing import Any
 
 import msgspec
 
-from kilter.app.cli.options import fraction, simulated, size
-from kilter.app.config import DEFAULT_MAX_SLOWDOWN
+from kilter.app.cli.options import size
 from kilter.core import codec
 from kilter.core.errors import PlanError, UsageError
 from kilter.core.plan import MemoryBudget
-from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace
 from kilter.core.units import MIB, show_bytes, show_fraction, show_time
-from kilter.plan.combine import Choice, Combined, combine
-from kilter.plan.swap.choose import PLANNERS, MemoryPlan, plan
-from kilter.plan.swap.problem import H200_PCIE5, Link, Problem, problem_of
-from kilter.plan.swap.simulate import Schedule, simulate
-from kilter.sim.points import points_of
+from kilter.memory.plan.choose import PLANNERS, MemoryPlan, plan
+from kilter.memory.plan.problem import H200_PCIE5, Link, Problem, problem_of
+from kilter.memory.plan.simulate import Schedule, simulate
 
-HELP = "what to swap, to make again and to keep, so that an iteration fits a memory budget"
+HELP = "what to swap, to recompute and to keep, so that an iteration fits a memory budget"
 EPILOG = """\
 The link's rates default to those measured on one H200 with PCIe 5 x16; give your machine's own.
 
@@ -38,7 +34,6 @@ examples:
   kilter plan memory runs/ID/trace.json --memory-budget 24GiB
   kilter plan memory trace.json --memory-budget 60% --planner exact --json
   kilter plan memory trace.json --memory-budget 60% --chrome schedule.json
-  kilter plan memory trace.json --memory-budget 60% --device sim:h200 --max-slowdown 2%
 """
 
 
@@ -51,15 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_link_arguments(parser)
     parser.add_argument(
         "--min-bytes", type=size, default=MIB, metavar="N", help="smaller data stay (1MiB)"
-    )
-    parser.add_argument(
-        "--device", type=simulated, metavar="sim:NAME", help="plan its clocks with the memory"
-    )
-    parser.add_argument(
-        "--max-slowdown",
-        type=fraction,
-        metavar="S",
-        help="of the clocks, on top of what the memory costs (with --device; 2%%)",
     )
     parser.add_argument("--chrome", type=Path, metavar="FILE", help="write a Chrome trace here")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -98,14 +84,7 @@ def run(args: argparse.Namespace) -> int:
     whole = problem_of(trace, link=link, budget_bytes=1, min_bytes=args.min_bytes)
     budget_bytes = budget_of(args.memory_budget, whole.peak_bytes)
     problem = problem_of(trace, link=link, budget_bytes=budget_bytes, min_bytes=args.min_bytes)
-    if args.max_slowdown is not None and args.device is None:
-        raise UsageError("--max-slowdown is for clocks: say of which card with --device sim:NAME")
     found = answer(problem, args.planner)
-    if args.device is not None:
-        bound = DEFAULT_MAX_SLOWDOWN if args.max_slowdown is None else args.max_slowdown
-        points = points_of(args.device, trace)
-        combined = combine(problem, points, max_slowdown=bound, planner=args.planner)
-        found["clocks"] = clocks(combined, bound)
     if args.chrome is not None:
         chosen = plan(problem, args.planner)
         codec.write_atomically(args.chrome, msgspec.json.encode(chrome(problem, chosen)))
@@ -138,7 +117,7 @@ def answer(problem: Problem, planner: str) -> dict[str, Any]:
     }
     chosen = plans[planner]
     moves = {move.interval: move for move in chosen.schedule.moves}
-    remade = frozenset(chosen.schedule.remade)
+    recomputed = frozenset(chosen.schedule.recomputed)
     swap, recompute, keep = [], [], []
     for index, interval in enumerate(problem.intervals):
         entry = {
@@ -149,7 +128,7 @@ def answer(problem: Problem, planner: str) -> dict[str, Any]:
         }
         if index in moves:
             swap.append(entry | {"release": moves[index].release, "load": moves[index].load})
-        elif index in remade:
+        elif index in recomputed:
             recompute.append(entry | {"recompute_s": interval.recompute_s})
         else:
             keep.append(entry)
@@ -169,32 +148,6 @@ def answer(problem: Problem, planner: str) -> dict[str, Any]:
     }
 
 
-def clocks(combined: Combined, max_slowdown: float) -> dict[str, Any]:
-    """Clock and memory planned apart and together, each against the default clock under the same
-    budget."""
-
-    def told(choice: Choice) -> dict[str, Any]:
-        default = combined.default
-        return {
-            "setting": asdict(choice.point.setting),
-            "iteration_s": choice.iteration_s,
-            "energy_j": choice.energy_j,
-            "slowdown": choice.iteration_s / default.iteration_s - 1,
-            "saving": 1 - choice.energy_j / default.energy_j,
-            "stall_s": choice.plan.stall_s,
-            "swapped": choice.plan.swapped,
-            "remade": choice.plan.remade,
-        }
-
-    return {
-        "label": combined.label.value,
-        "max_slowdown": max_slowdown,
-        "default": told(combined.default),
-        "apart": told(combined.apart),
-        "together": told(combined.together),
-    }
-
-
 def _numbers(value: MemoryPlan) -> dict[str, Any]:
     return {
         "feasible": value.feasible,
@@ -204,17 +157,17 @@ def _numbers(value: MemoryPlan) -> dict[str, Any]:
         "planner": value.planner,
         "solve_s": value.solve_s,
         "stall_s": value.stall_s,
-        "remake_s": value.remake_s,
+        "recompute_s": value.recompute_s,
         "out_bytes": value.out_bytes,
         "in_bytes": value.in_bytes,
         "swapped": value.swapped,
-        "remade": value.remade,
+        "recomputed": value.recomputed,
     }
 
 
 def chrome(problem: Problem, chosen: MemoryPlan) -> dict[str, Any]:
-    """The schedule as a Chrome trace: one row for compute, remaking and stalls, one a direction,
-    and the memory level with and without the plan. Times are simulated."""
+    """The schedule as a Chrome trace: one row for compute, recomputation and stalls, one for each
+    direction, and the memory level with and without the plan. Times are simulated."""
     if not chosen.feasible:
         raise PlanError("there is no feasible schedule to draw")
     return chrome_of_schedule(problem, chosen.schedule)
@@ -223,15 +176,15 @@ def chrome(problem: Problem, chosen: MemoryPlan) -> dict[str, Any]:
 def chrome_of_schedule(problem: Problem, schedule: Schedule) -> dict[str, Any]:
     """The same of a schedule that is known to be feasible."""
     outcome = simulate(problem, schedule)
-    rows = {"compute": 1, "remake": 1, "stall": 1, "out": 2, "in": 3}
+    rows = {"compute": 1, "recompute": 1, "stall": 1, "out": 2, "in": 3}
     names = {1: "compute", 2: "to host", 3: "to device"}
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
         for tid, name in names.items()
     ]
     away = {move.interval: (move.release, move.load) for move in schedule.moves}
-    due = problem.deadlines(frozenset(schedule.remade))
-    away |= {i: (problem.intervals[i].after + 1, due[i]) for i in schedule.remade}
+    due = problem.deadlines(frozenset(schedule.recomputed))
+    away |= {i: (problem.intervals[i].after + 1, due[i]) for i in schedule.recomputed}
     level = problem.profile(away)
     for span in outcome.spans:
         operation = span.lane in ("compute", "stall")
@@ -267,7 +220,7 @@ def _tell(found: dict[str, Any], problem: Problem) -> None:
     )
     print(
         f"actions {len(found['actions']['swap'])} swapped, "
-        f"{len(found['actions']['recompute'])} made again, {len(found['actions']['keep'])} kept; "
+        f"{len(found['actions']['recompute'])} recomputed, {len(found['actions']['keep'])} kept; "
         f"{show_bytes(found['out_bytes'])} out, {show_fraction(found['hidden'])} hidden, "
         f"{show_bytes(found['host_bytes'])} of host memory"
     )
@@ -280,12 +233,3 @@ def _tell(found: dict[str, Any], problem: Problem) -> None:
             f"{name:<9} {show_time(other['iteration_s']):>9}  planned in "
             f"{show_time(other['solve_s'])}{'' if other['feasible'] else '  does not fit'}"
         )
-    if "clocks" in found:
-        for name in ("apart", "together"):
-            told = found["clocks"][name]
-            print(
-                f"clocks  planned {name}: {Setting(**told['setting'])}, "
-                f"{show_fraction(-told['saving'], signed=True)} energy, "
-                f"{show_fraction(told['slowdown'], signed=True)} time, {told['swapped']} swapped, "
-                f"{told['remade']} made again [{found['clocks']['label']}]"
-            )

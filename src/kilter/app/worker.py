@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import msgspec
 
-from kilter.act.session import Options
-from kilter.app.voice import Stderr
+from kilter.app.listener import StderrListener
 from kilter.connect.launch import run_governed
 from kilter.connect.script import Program, find_program
 from kilter.core.errors import KilterError, UsageError
+from kilter.session.lifecycle import Options
 
 _VARIABLE = "KILTER_RUN"
 
@@ -52,4 +52,4 @@ if __name__ == "__main__":
         if sys.stderr is not None:  # else `print` would take stdout
             print(f"kilter run: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    run_governed(program, options, Stderr())
+    run_governed(program, options, StderrListener())

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from kilter.act.fence import unheard
-from kilter.act.session import Options, Session, Voice
 from kilter.connect.script import Program, own_traceback, run_program
 from kilter.core.errors import UsageError
 from kilter.core.ranks import ranks
+from kilter.session.fence import unheard
+from kilter.session.lifecycle import Options, RunListener, Session
 
 
-def run_governed(program: Program, options: Options, voice: Voice) -> None:
+def run_governed(program: Program, options: Options, voice: RunListener) -> None:
     """Run a program in this process, inside a session.
 
     The session ends as soon as the main code does, before the interpreter waits for threads that

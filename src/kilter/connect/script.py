@@ -33,8 +33,8 @@ from importlib.machinery import (
 )
 from types import CodeType, TracebackType
 
-from kilter.act.fence import behind, without_ours
 from kilter.core.errors import UsageError
+from kilter.session.fence import behind, without_ours
 
 _STDIN = "-"
 

@@ -125,14 +125,14 @@ class Fitted(Event, frozen=True, kw_only=True):
     iteration_s: float
     """Forward and backward under the plan."""
     stall_s: float
-    remake_s: float
+    recompute_s: float
     out_bytes: int
     in_bytes: int
     hidden: float
     """Share of the transfers' time that compute hides."""
     host_bytes: int
     swapped: int
-    remade: int
+    recomputed: int = msgspec.field(name="remade")
     kept: int
 
 
@@ -165,7 +165,7 @@ class Moved(Event, frozen=True, kw_only=True):
     deviations: int
     late: int
     spilled: int
-    remade: int
+    recomputed: int = msgspec.field(name="remade")
     out_bytes: int
     in_bytes: int
     """Of all that moved: activations, optimizer state, weights."""

@@ -125,7 +125,7 @@ class SetClocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveData:
-    """What leaves the device in a pass, when it comes back, and what is made again.
+    """What leaves the device in a pass, when it comes back, and what is recomputed.
 
     Numbers are those of the trace's memory: intervals and operations.
     """
@@ -137,8 +137,8 @@ class MoveData:
     """Bytes per second to the host, to the device, both at once; latency in seconds."""
     moves: tuple[tuple[int, int, int], ...]
     """Interval, operation from which on its memory is free, operation at which its load starts."""
-    remade: tuple[int, ...]
-    """Intervals made again before their use."""
+    recomputed: tuple[int, ...]
+    """Intervals recomputed before their use."""
 
 
 Action = SetClocks

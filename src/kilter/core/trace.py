@@ -68,7 +68,7 @@ class Datum:
     """Index of the operation; for data that exists before the iteration, -1."""
     last_use: int
     producer: int | None = None
-    remake_s: float | None = None
+    recompute_s: float | None = None
     """Measured time to make it again from `sources`, bit for bit; None: not known to be so."""
     sources: tuple[int, ...] = ()
     """Indices of the data that this needs on the device."""
@@ -102,7 +102,7 @@ class IterationTrace:
                 if (getattr(op, name) or 0.0) < 0.0:
                     return f"operation {i}: {name} is {getattr(op, name):g}"
         for i, datum in enumerate(self.data):
-            if datum.size_bytes < 0 or (datum.remake_s or 0.0) < 0.0:
+            if datum.size_bytes < 0 or (datum.recompute_s or 0.0) < 0.0:
                 return f"datum {i}: a size or a time below zero"
             if not -1 <= datum.first_use <= datum.last_use < len(self.operations):
                 return f"datum {i}: in use from operation {datum.first_use} to {datum.last_use}"

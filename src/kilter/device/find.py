@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kilter.core.errors import DeviceError, NoDevice, UsageError
-from kilter.device.base import Device
 from kilter.device.null import NullDevice
 from kilter.device.nvidia import Gpu, NvidiaDevice, survey
+from kilter.device.protocol import Device
 
 CHOICES = ("auto", "nvml", "null")
 

@@ -32,7 +32,7 @@ from kilter.observe.traffic import bytes_moved
 
 MODULE = "kilter::module::"
 """Annotation of a module's forward; the qualified name follows."""
-BORDER = "kilter::border"
+ITERATION_END = "kilter::border"
 """Annotation without length between two iterations."""
 
 Flops = Callable[[str, Sequence[Any], Sequence[Any]], float | None]
@@ -51,7 +51,7 @@ _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
-class Event(msgspec.Struct, frozen=True):
+class TraceEvent(msgspec.Struct, frozen=True):
     """One entry of `traceEvents`; times in microseconds."""
 
     ph: str = ""
@@ -72,7 +72,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct, frozen=True):
-    events: list[Event] = msgspec.field(name="traceEvents")
+    events: list[TraceEvent] = msgspec.field(name="traceEvents")
     devices: list[dict[str, Any]] = msgspec.field(name="deviceProperties", default_factory=list)
 
 
@@ -101,7 +101,7 @@ def read_kineto(
     return reader.trace(iterations, iteration_s, device)
 
 
-def _load(path: str | os.PathLike[str]) -> tuple[list[Event], list[str]]:
+def _load(path: str | os.PathLike[str]) -> tuple[list[TraceEvent], list[str]]:
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
@@ -183,7 +183,7 @@ class _Trace:
 
     def __init__(
         self,
-        events: Sequence[Event],
+        events: Sequence[TraceEvent],
         devices: list[str],
         where: str,
         flops: Flops | None,
@@ -236,7 +236,7 @@ class _Trace:
 
     # The host's events, in order of their begin.
 
-    def _begin(self, event: Event) -> None:
+    def _begin(self, event: TraceEvent) -> None:
         thread = self._threads[event.tid]
         self._close(event.tid, thread, event.ts)
         parent = thread.stack[-1] if thread.stack else None
@@ -245,7 +245,7 @@ class _Trace:
             if correlation is not None:
                 self._launched[correlation] = (event.ts, parent)
             return
-        if event.name == BORDER:
+        if event.name == ITERATION_END:
             return
         self._flow(event.tid, thread, event.ts)
         opened = self._open(event, parent, thread)
@@ -255,7 +255,7 @@ class _Trace:
                 _Piece(event.ts, event.ts, opened.owner or _OTHER, 0, event.ts)
             )
 
-    def _open(self, event: Event, parent: _Open | None, thread: _Thread) -> _Open:
+    def _open(self, event: TraceEvent, parent: _Open | None, thread: _Thread) -> _Open:
         backward = event.name.startswith(_BACKWARD) or (parent is not None and parent.backward)
         owner = self._owner(event, parent, thread, backward)
         annotation = event.cat == "user_annotation" or event.name.startswith("kilter::")
@@ -279,7 +279,7 @@ class _Trace:
         return _Open(event.end, owner, busy, backward, operation, sized)
 
     def _owner(
-        self, event: Event, parent: _Open | None, thread: _Thread, backward: bool
+        self, event: TraceEvent, parent: _Open | None, thread: _Thread, backward: bool
     ) -> _Owner | None:
         name, outer = event.name, parent.owner if parent else None
         if name.startswith(MODULE):
@@ -299,7 +299,7 @@ class _Trace:
         graded = event.arg("Sequence number") is not None
         return _Owner(name, Kind.FORWARD if graded else Kind.OTHER)
 
-    def _backward(self, event: Event, thread: _Thread) -> _Owner:
+    def _backward(self, event: TraceEvent, thread: _Thread) -> _Owner:
         name = self._forward.get(event.arg("Sequence number"))
         if name is not None:
             thread.last_backward = _Owner(name, Kind.BACKWARD)
@@ -342,7 +342,7 @@ class _Trace:
         device = max(busy, key=lambda d: busy[d])
         return [self._kernel(e) for e in self._device_events if e.arg("device") == device]
 
-    def _kernel(self, event: Event) -> _Piece:
+    def _kernel(self, event: TraceEvent) -> _Piece:
         # The GPU runs behind the host: what nobody has launched here was launched before the trace.
         before = -inf if self._launched else event.ts
         launched, parent = self._launched.get(event.arg("correlation"), (before, None))
@@ -366,19 +366,19 @@ class _Trace:
 
     def _number(self, pieces: list[_Piece], iterations: int | None) -> list[Interval]:
         """Say of each piece to which iteration it belongs (-1: none); the iterations' spans."""
-        borders = [] if iterations else self._borders()
-        if len(borders) < 2:
-            borders = _equal_parts(pieces, iterations)
+        iteration_ends = [] if iterations else self._iteration_ends()
+        if len(iteration_ends) < 2:
+            iteration_ends = _equal_parts(pieces, iterations)
             for piece in pieces:
-                piece.iteration = bisect_right(borders, piece.begin) - 1
-            return list(pairwise([*borders, max(p.end for p in pieces)]))
+                piece.iteration = bisect_right(iteration_ends, piece.begin) - 1
+            return list(pairwise([*iteration_ends, max(p.end for p in pieces)]))
         for piece in pieces:
-            number = bisect_right(borders, piece.launched) - 1
-            piece.iteration = number if number < len(borders) - 1 else -1
+            number = bisect_right(iteration_ends, piece.launched) - 1
+            piece.iteration = number if number < len(iteration_ends) - 1 else -1
         if not self._device_events:
-            return list(pairwise(borders))
+            return list(pairwise(iteration_ends))
         spans: list[Interval] = []
-        for i in range(len(borders) - 1):
+        for i in range(len(iteration_ends) - 1):
             own = [p for p in pieces if p.iteration == i]
             if not own:
                 raise FileError(f"{self._where}: an iteration without kernels")
@@ -386,9 +386,9 @@ class _Trace:
             spans.append((begin, max(begin, *(p.end for p in own))))
         return spans
 
-    def _borders(self) -> list[float]:
+    def _iteration_ends(self) -> list[float]:
         """Host times between iterations, from the best witness in the trace."""
-        ours = [e.ts for e in self._host if e.name == BORDER]
+        ours = [e.ts for e in self._host if e.name == ITERATION_END]
         if len(ours) >= 2:
             return ours
         steps = [e for e in self._host if e.name.startswith("ProfilerStep#")]

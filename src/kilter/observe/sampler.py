@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from kilter.core.errors import DeviceError, DeviceHung, DeviceLost
 from kilter.core.setting import Sample, Setting, Throttle
-from kilter.device.base import Device
+from kilter.device.protocol import Device
 
 DEFAULT_PERIOD_S = 0.1
 LONG_S = 10.0

@@ -20,12 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kilter.act.journal import STATE_VARIABLE, Place
-from kilter.act.lease import Lease
 from kilter.core.errors import KilterError
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ, MILLI
 from kilter.device.nvidia import NvidiaDevice
+from kilter.lease.journal import STATE_VARIABLE, JournalPlace
+from kilter.lease.lease import Lease
 from kilter.testing.fake_card import Card, Rule
 from kilter.testing.fake_nvml import FakeNvml
 
@@ -49,11 +49,11 @@ class Box:
             root / "cards.json", Card(load=1.0, limit_mw=round(FOUND_LIMIT_W / MILLI))
         )
         self.uuid = self.fake.state().cards[0].uuid
-        self.place = Place(self.state_directory, self.uuid)
+        self.place = JournalPlace(self.state_directory, self.uuid)
         self.names: dict[int, str] = {}
         """Who is who in the cards' log, by pid; the watcher's is not known."""
         self.notes: list[str] = []
-        self.jobs: list[Job] = []
+        self.jobs: list[BoxJob] = []
 
     def environ(self, **more: str) -> dict[str, str]:
         """Of a process in the box: fake cards, and nothing that is meant for real ones."""
@@ -88,13 +88,13 @@ class Box:
                     limit_w = min(limit_w or FOUND_LIMIT_W, call.arguments[0] * MILLI)
         return Setting(sm_clock_hz=sm_hz, power_limit_w=limit_w)
 
-    def start(self, name: str = "job", **environ: str) -> Job:
-        job = Job(self, environ)
+    def start(self, name: str = "job", **environ: str) -> BoxJob:
+        job = BoxJob(self, environ)
         self.jobs.append(job)
         self.names[job.pid] = name
         return job
 
-    def low(self, name: str = "job", **environ: str) -> Job:
+    def low(self, name: str = "job", **environ: str) -> BoxJob:
         """A job that has lowered both knobs."""
         job = self.start(name, **environ)
         for answer in (job.ask("enter"), job.ask("set", **LOW)):
@@ -149,7 +149,7 @@ def find_watcher(directory: Path) -> int | None:
             words = (process / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"kilter.act.watcher" in words and os.fsencode(directory) in words:
+        if b"kilter.lease.watcher" in words and os.fsencode(directory) in words:
             return int(process.name)
     return None
 
@@ -166,7 +166,7 @@ def kill_watcher(directory: Path) -> None:
         os.close(death)
 
 
-class Job:
+class BoxJob:
     """A process that holds a lease and does what it is told, line by line."""
 
     def __init__(self, box: Box, environ: dict[str, str]) -> None:
@@ -219,7 +219,7 @@ class Job:
 
 
 def serve(uuid: str) -> None:
-    """The job's side of `Job`: obeys the lines of its stdin, ends when they end."""
+    """The job's side of `BoxJob`: obeys the lines of its stdin, ends when they end."""
     device = NvidiaDevice(uuid)
     lease = Lease(device)
     with ExitStack() as stack:

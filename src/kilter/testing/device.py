@@ -24,7 +24,7 @@ import pytest
 from kilter.core.errors import NotPermitted, NotSupported
 from kilter.core.label import Label
 from kilter.core.setting import DeviceInfo, Sample, Setting, Supported
-from kilter.device.base import Device
+from kilter.device.protocol import Device
 
 
 class DeviceConformance:

@@ -127,7 +127,7 @@ class Rule(msgspec.Struct, kw_only=True):
     seen: int = 0
 
 
-class State(msgspec.Struct, kw_only=True):
+class FakeState(msgspec.Struct, kw_only=True):
     """Everything that outlives a process."""
 
     cards: list[Card]

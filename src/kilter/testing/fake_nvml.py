@@ -39,11 +39,11 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
-from kilter.testing.fake_card import Call, Card, Rule, State
+from kilter.testing.fake_card import Call, Card, FakeState, Rule
 
 T = TypeVar("T")
 
-STATE_VARIABLE = "KILTER_TEST_NVML"
+FAKE_STATE_VARIABLE = "KILTER_TEST_NVML"
 """Names the file with the cards, for processes that import the shim."""
 
 _ERRORS = {
@@ -153,7 +153,7 @@ class FakeNvml:
         for index, card in enumerate(chosen):
             card.uuid = card.uuid or f"GPU-{index:08x}-fa4e-4000-8000-{index:012x}"
             card.pci_bus_id = card.pci_bus_id or f"00000000:{0x10 + index:02X}:00.0"
-        state = State(
+        state = FakeState(
             cards=chosen,
             driver=driver,
             permitted=permitted,
@@ -165,13 +165,13 @@ class FakeNvml:
         fake._write(state)
         return fake
 
-    def state(self) -> State:
+    def state(self) -> FakeState:
         """The cards as they are now (a copy)."""
         with self._locked():
             return self._read()
 
     @contextmanager
-    def edit(self) -> Iterator[State]:
+    def edit(self) -> Iterator[FakeState]:
         """Change cards and rules under the lock: the job, the administrator, another tool."""
         with self._locked():
             state = self._read()
@@ -204,7 +204,7 @@ class FakeNvml:
         result = dict(os.environ if base is None else base)
         paths = [str(shim_path()), result.get("PYTHONPATH", "")]
         result["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        result[STATE_VARIABLE] = str(self.path.resolve())
+        result[FAKE_STATE_VARIABLE] = str(self.path.resolve())
         return result
 
     def missing_privilege(self, process: Path | None = None) -> str | None:
@@ -228,18 +228,18 @@ class FakeNvml:
         finally:
             os.close(handle)
 
-    def _read(self) -> State:
-        return msgspec.json.decode(self.path.read_bytes(), type=State)
+    def _read(self) -> FakeState:
+        return msgspec.json.decode(self.path.read_bytes(), type=FakeState)
 
-    def _write(self, state: State) -> None:
+    def _write(self, state: FakeState) -> None:
         part = self.path.with_name(f"{self.path.name}.{os.getpid()}.{threading.get_ident()}")
         part.write_bytes(msgspec.json.encode(state))
         part.replace(self.path)
 
-    def _now_s(self, state: State) -> float:
+    def _now_s(self, state: FakeState) -> float:
         return time.monotonic() if state.virtual_s is None else state.virtual_s
 
-    def _settle(self, state: State) -> None:
+    def _settle(self, state: FakeState) -> None:
         """Add up the energy until now, before anything that changes the power."""
         now_s = self._now_s(state)
         for card in state.cards:
@@ -254,7 +254,7 @@ class FakeNvml:
         name: str,
         handle: _Handle | None,
         arguments: tuple[Any, ...],
-        act: Callable[[State], T],
+        act: Callable[[FakeState], T],
         *,
         needs_init: bool = True,
     ) -> T:
@@ -292,7 +292,7 @@ class FakeNvml:
             if rule.sigkill == "after":
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def _match(self, name: str, handle: _Handle | None) -> tuple[Rule, State]:
+    def _match(self, name: str, handle: _Handle | None) -> tuple[Rule, FakeState]:
         """The first rule that acts on this call (or one that does nothing), and the state to
         answer from. Every matching rule counts the call."""
         with self._locked():
@@ -319,7 +319,7 @@ class FakeNvml:
     # Library --------------------------------------------------------------------------------
 
     def nvmlInit(self) -> None:
-        def act(state: State) -> None:
+        def act(state: FakeState) -> None:
             if state.init_error is not None:
                 raise NVMLError(state.init_error)
             self._initialised += 1
@@ -327,7 +327,7 @@ class FakeNvml:
         self._call("nvmlInit", None, (), act, needs_init=False)
 
     def nvmlShutdown(self) -> None:
-        def act(_: State) -> None:
+        def act(_: FakeState) -> None:
             self._initialised -= 1
 
         self._call("nvmlShutdown", None, (), act)
@@ -347,7 +347,7 @@ class FakeNvml:
         return self._call("nvmlDeviceGetCount", None, (), lambda state: len(state.cards))
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> _Handle:
-        def act(state: State) -> _Handle:
+        def act(state: FakeState) -> _Handle:
             if not 0 <= index < len(state.cards):
                 raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
             return _Handle(index)
@@ -355,7 +355,7 @@ class FakeNvml:
         return self._call("nvmlDeviceGetHandleByIndex", None, (index,), act)
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> _Handle:
-        def act(state: State) -> _Handle:
+        def act(state: FakeState) -> _Handle:
             for index, card in enumerate(state.cards):
                 if card.uuid == uuid:
                     return _Handle(index)
@@ -366,7 +366,7 @@ class FakeNvml:
         return self._call("nvmlDeviceGetHandleByUUID", None, (uuid,), act)
 
     def nvmlDeviceGetHandleByPciBusId(self, pciBusId: str) -> _Handle:
-        def act(state: State) -> _Handle:
+        def act(state: FakeState) -> _Handle:
             for index, card in enumerate(state.cards):
                 if card.pci_bus_id == pciBusId:
                     return _Handle(index)
@@ -455,7 +455,7 @@ class FakeNvml:
         return self._on_card("nvmlDeviceGetFieldValues", handle, read, fields)
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: _Handle) -> int:
-        def act(state: State) -> int:
+        def act(state: FakeState) -> int:
             card = state.cards[handle.card]
             if not card.has_energy_counter:
                 raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])

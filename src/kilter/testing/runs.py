@@ -47,7 +47,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Recorder:
+class RunWriter:
     """The events of one rank, from a job and a script of blocks."""
 
     job: Job = Job()
@@ -218,9 +218,9 @@ def governed(
     confirm_pairs: int = 14,
     hold_pairs: int = 6,
     rehearse_hold: bool = False,
-) -> Recorder:
+) -> RunWriter:
     """A run that probes four clocks from the top down, confirms one, and holds it to the end."""
-    run = Recorder(
+    run = RunWriter(
         job or Job(), seed=seed, rank=rank, world_size=world_size, label=label, uuid=uuid
     )
     chosen = Setting(sm_clock_hz=chosen_mhz * MHZ)
@@ -252,7 +252,7 @@ def lines(events: Iterable[AnyEvent]) -> Iterator[bytes]:
         yield msgspec.json.encode(event) + b"\n"
 
 
-def write(directory: Path, *recorders: Recorder) -> Path:
+def write(directory: Path, *recorders: RunWriter) -> Path:
     """Event files of all ranks. Returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     for run in recorders:

@@ -27,7 +27,7 @@ FAST_BYTES_PER_S = 1e12
 
 def slow_link(bytes_per_s: float) -> None:
     """Let the engine plan for a link of this speed in both directions."""
-    from kilter.plan.swap import problem
+    from kilter.memory.plan import problem
 
     problem.H200_PCIE5 = problem.Link(
         to_host_bytes_per_s=bytes_per_s,
@@ -38,11 +38,13 @@ def slow_link(bytes_per_s: float) -> None:
 
 def small_tensors(min_bytes: int) -> None:
     """Let tensors of `min_bytes` count where the default is a MiB."""
-    from kilter.act import fitter, floor, schedule
-    from kilter.act.swapper import engine, state, weights
+    from kilter.memory import controller as fitter
+    from kilter.memory import schedule
+    from kilter.memory import state_and_weights as floor
+    from kilter.memory.engine import engine, state, weights
 
     fitter.MIB = schedule.MIB = min_bytes  # type: ignore[attr-defined]
-    for kind in (floor.Floor, engine.Swapper, state.StateMover, weights.WeightMover):
+    for kind in (floor.StateAndWeightPolicy, engine.Swapper, state.StateMover, weights.WeightMover):
         _set_default(kind.__init__, "min_bytes", min_bytes)
     _set_default(state.StateMover.__init__, "bucket_bytes", 16 * min_bytes)
 
@@ -63,11 +65,11 @@ def card() -> None:
     """Treat the memory of the CPU as a GPU's: the whole engine runs, on the stand-in."""
     import torch
 
-    from kilter.act.fitter import Fitter
-    from kilter.act.swapper.backend import CpuStandIn
-    from kilter.plan.swap import problem
+    from kilter.memory.controller import MemoryController
+    from kilter.memory.engine.backend import CpuStandIn
+    from kilter.memory.plan import problem
 
-    large = Fitter._large
+    large = MemoryController._large
 
     def large_on_card(fitter: Any, tensor: Any) -> bool:
         fitter._kind = "cpu"
@@ -75,9 +77,9 @@ def card() -> None:
         fitter._kind = "cuda"
         return found
 
-    fitter: Any = Fitter
+    fitter: Any = MemoryController
     fitter._large, fitter._card = large_on_card, lambda fitter, device: (None, "")
-    fake: Any = types.ModuleType("kilter.act.swapper.cuda")
+    fake: Any = types.ModuleType("kilter.memory.engine.cuda")
     fake.Cuda = types.SimpleNamespace(open=lambda index, host=None: CpuStandIn(host=host))
     fake.measure_link = lambda backend, size_bytes: problem.H200_PCIE5
     sys.modules[fake.__name__] = fake

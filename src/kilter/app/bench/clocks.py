@@ -18,13 +18,13 @@ import msgspec
 import numpy as np
 
 from kilter.app.cli.options import fraction
+from kilter.clocks.plan.governor import BlockOutcome, Governor, Order
+from kilter.clocks.plan.job import SEARCHED_KNOBS, Space
 from kilter.core.errors import UsageError
 from kilter.core.plan import Goal, Objective
 from kilter.core.setting import Setting
-from kilter.plan.governor import Governor, Order, Outcome
-from kilter.plan.job_clocks import KNOBS, Space
-from kilter.sim.noise import Noise, NoiseSource
-from kilter.sim.replay import Row, Workload, load_tables
+from kilter.device.sim.noise import Noise, NoiseSource
+from kilter.device.sim.replay import RecordedRow, RecordedWorkload, load_tables
 
 HELP = "replay clock policies over tables of measurements (CSV); every figure is replayed"
 EPILOG = """\
@@ -51,7 +51,7 @@ class Replay:
     """One run of a workload: plays blocks, and keeps the books of what they cost."""
 
     def __init__(
-        self, workload: Workload, *, noise: float, seed: int, budget_s: float, placebo: bool
+        self, workload: RecordedWorkload, *, noise: float, seed: int, budget_s: float, placebo: bool
     ) -> None:
         self.workload = workload
         self.iterations = 0
@@ -65,7 +65,7 @@ class Replay:
         )
         self._noise = NoiseSource(kind, np.random.default_rng(seed))
 
-    def block(self, setting: Setting, iterations: int = BLOCK) -> Outcome:
+    def block(self, setting: Setting, iterations: int = BLOCK) -> BlockOutcome:
         """Median time and mean energy of some iterations at a setting of the table."""
         row = self.workload.default if self._placebo else self._rows[setting]
         draws = [self._noise.draw() for _ in range(iterations)]
@@ -76,17 +76,17 @@ class Replay:
             self.probe_energy_j += sum(energies)
         if self._elapsed_s > self._budget_s:
             raise OutOfTime
-        return Outcome(
+        return BlockOutcome(
             iteration_s=row.time_s * statistics.median(time for time, _ in draws),
             energy_j=statistics.fmean(energies),
         )
 
 
-Policy = Callable[[Replay, Goal, int, Sequence[Workload]], Setting]
+Policy = Callable[[Replay, Goal, int, Sequence[RecordedWorkload]], Setting]
 """(the run, the goal, the seed, the other workloads of the same card) -> the chosen setting."""
 
 
-def space(workload: Workload) -> Space:
+def space(workload: RecordedWorkload) -> Space:
     """The settings of a table; an unlocked knob counts as the highest value in the table."""
     found = workload.default.setting
 
@@ -94,12 +94,12 @@ def space(workload: Workload) -> Space:
         values = [v for row in workload.rows if (v := getattr(row.setting, knob)) is not None]
         return max(values, default=None)
 
-    reference = Setting(**{knob: getattr(found, knob) or top(knob) for knob in KNOBS})
+    reference = Setting(**{knob: getattr(found, knob) or top(knob) for knob in SEARCHED_KNOBS})
     others = tuple(row.setting for row in workload.rows if row is not workload.default)
     return Space(found=found, reference=reference, candidates=others)
 
 
-def kilter(run: Replay, goal: Goal, seed: int, _others: Sequence[Workload]) -> Setting:
+def kilter(run: Replay, goal: Goal, seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
     """Ours: search under the contract; what stands when time runs out is what counts."""
     budget = run._budget_s / (BLOCK * run.workload.default.time_s)
     blocks = int(budget) if math.isfinite(budget) else None
@@ -113,12 +113,12 @@ def kilter(run: Replay, goal: Goal, seed: int, _others: Sequence[Workload]) -> S
         return governor.choice.setting
 
 
-def default(run: Replay, _goal: Goal, _seed: int, _others: Sequence[Workload]) -> Setting:
+def default(run: Replay, _goal: Goal, _seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
     """Do nothing."""
     return run.workload.default.setting
 
 
-def static(run: Replay, goal: Goal, _seed: int, others: Sequence[Workload]) -> Setting:
+def static(run: Replay, goal: Goal, _seed: int, others: Sequence[RecordedWorkload]) -> Setting:
     """The one setting that saves most on the other workloads of the card while keeping the bound
     on their average: what a careful operator would lock for everybody."""
     scores: dict[Setting, float] = {}
@@ -129,14 +129,14 @@ def static(run: Replay, goal: Goal, _seed: int, others: Sequence[Workload]) -> S
     return max(scores, key=scores.__getitem__, default=run.workload.default.setting)
 
 
-def oracle(run: Replay, goal: Goal, _seed: int, _others: Sequence[Workload]) -> Setting:
+def oracle(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
     """The best row that keeps the bound, chosen and scored on the same true values."""
     workload, n = run.workload, goal.objective.time_exponent
     legal = [r for r in workload.rows if slowdown(r, workload.default) <= _bound(goal)]
     return min(legal, key=lambda r: r.energy_j * r.time_s**n).setting
 
 
-def zeus(run: Replay, goal: Goal, _seed: int, _others: Sequence[Workload]) -> Setting:
+def zeus(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
     """Zeus' power-limit optimizer with its max-slowdown selector: limits from the highest to the
     lowest in order, 10 warm-up and 40 measured steps each, one sample per limit, then the least
     energy among those within the factor. Tables without limits: the core clock takes its place."""
@@ -146,10 +146,10 @@ def zeus(run: Replay, goal: Goal, _seed: int, _others: Sequence[Workload]) -> Se
     ladder = [
         r.setting
         for r in run.workload.rows
-        if all(getattr(r.setting, k) == getattr(default, k) for k in KNOBS if k != knob)
+        if all(getattr(r.setting, k) == getattr(default, k) for k in SEARCHED_KNOBS if k != knob)
     ]
     ladder.sort(key=lambda s: -(getattr(s, knob) or math.inf))
-    measured: dict[Setting, Outcome] = {}
+    measured: dict[Setting, BlockOutcome] = {}
     try:
         for setting in ladder:
             run.block(setting, 10)
@@ -161,9 +161,9 @@ def zeus(run: Replay, goal: Goal, _seed: int, _others: Sequence[Workload]) -> Se
     return min(legal, key=lambda s: measured[s].energy_j or math.inf)
 
 
-def _mean(outcomes: Iterable[Outcome]) -> Outcome:
+def _mean(outcomes: Iterable[BlockOutcome]) -> BlockOutcome:
     listed = list(outcomes)
-    return Outcome(
+    return BlockOutcome(
         iteration_s=statistics.fmean(o.iteration_s for o in listed),
         energy_j=statistics.fmean(o.energy_j or 0.0 for o in listed),
     )
@@ -182,11 +182,11 @@ def _bound(goal: Goal) -> float:
     return goal.max_slowdown or 0.0
 
 
-def saving(row: Row, default: Row) -> float:
+def saving(row: RecordedRow, default: RecordedRow) -> float:
     return 1.0 - row.energy_j / default.energy_j
 
 
-def slowdown(row: Row, default: Row) -> float:
+def slowdown(row: RecordedRow, default: RecordedRow) -> float:
     return row.time_s / default.time_s - 1.0
 
 
@@ -209,7 +209,7 @@ class Result:
 
 
 def play(
-    tables: Mapping[str, Sequence[Workload]],
+    tables: Mapping[str, Sequence[RecordedWorkload]],
     policies: Sequence[str],
     goal: Goal,
     *,

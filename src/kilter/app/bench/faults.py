@@ -17,18 +17,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kilter.act.journal import Journal
 from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
 from kilter.device.nvidia import CALL_TIMEOUT_S
+from kilter.lease.journal import Journal
 from kilter.testing.box import (
     FOUND,
     FOUND_LIMIT_W,
     LOW,
     TIMEOUT_S,
     Box,
-    Job,
+    BoxJob,
     find_watcher,
     kill_watcher,
 )
@@ -395,7 +395,7 @@ def _fill_disk(box: Box) -> None:
 
 
 @contextmanager
-def _child(job: Job, *, in_c: bool) -> Iterator[None]:
+def _child(job: BoxJob, *, in_c: bool) -> Iterator[None]:
     """A child of the job that outlives it, killed as it is."""
     pid = job.ask("fork", in_c=in_c)
     job.kill()
@@ -432,7 +432,7 @@ def _write_stale(box: Box, *, boot: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class FaultRow:
     """One line of the table."""
 
     scenario: str
@@ -451,14 +451,14 @@ class Row:
         return self.after == self.expected and not self.journal_left
 
 
-def try_out(scenario: Scenario, root: Path) -> Row:
+def try_out(scenario: Scenario, root: Path) -> FaultRow:
     """Run one scenario in an empty directory."""
     box = Box(root)
     try:
         found = box.setting()
         expected = scenario(box) or found
         box.until_free()
-        return Row(
+        return FaultRow(
             scenario=scenario.__doc__ or scenario.__name__,
             found=found,
             lowered=box.lowered(),
@@ -491,7 +491,7 @@ def run(args: argparse.Namespace) -> int:
     return int(not all(row.ok for row in rows))
 
 
-def as_text(rows: list[Row]) -> str:
+def as_text(rows: list[FaultRow]) -> str:
     """The table of the README (Markdown)."""
     lines = [
         "| accident | found | set | afterwards | last set by | |",

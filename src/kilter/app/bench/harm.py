@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kilter.act.journal import STATE_VARIABLE
 from kilter.core.errors import FileError, UsageError
 from kilter.core.events import AnyEvent, Failed, Moved, read_events
 from kilter.core.label import Label
 from kilter.core.units import KIB, MIB, show_bytes
+from kilter.lease.journal import STATE_VARIABLE
 from kilter.testing.fake_card import Card
 from kilter.testing.fake_nvml import FakeNvml
 
@@ -298,7 +298,7 @@ def _work(out: Path) -> str:
             moved = event if isinstance(event, Moved) else moved
     if moved is None:
         return ""
-    parts = [f"{moved.planned} of {moved.passes} passes planned", f"{moved.remade} recomputed"]
+    parts = [f"{moved.planned} of {moved.passes} passes planned", f"{moved.recomputed} recomputed"]
     if moved.state:
         parts.append(moved.state)
     return ", ".join(parts)

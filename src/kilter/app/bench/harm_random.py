@@ -24,11 +24,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from kilter.act.journal import STATE_VARIABLE
 from kilter.app.bench import harm_snippets as pieces
 from kilter.core.errors import FileError
 from kilter.core.events import Failed, Moved, read_events
 from kilter.core.label import Label
+from kilter.lease.journal import STATE_VARIABLE
 
 BATCH = 25
 """Programs in one process."""
@@ -275,7 +275,7 @@ def _told(out: Path) -> tuple[list[str], int, int]:
                 if isinstance(event, Failed):
                     errors.append(f"{event.where}: {event.error}")
                 if isinstance(event, Moved):
-                    planned, recomputed = event.planned, event.remade
+                    planned, recomputed = event.planned, event.recomputed
     except FileError as error:
         errors.append(f"its record: {error}")
     return errors, planned, recomputed

@@ -16,16 +16,16 @@ import numpy as np
 
 from kilter.core.errors import PlanError
 from kilter.core.units import show_time
-from kilter.plan.swap.choose import PLANNERS, SWAP_ONLY, plan
-from kilter.plan.swap.exact import relax
-from kilter.plan.swap.problem import Interval, Link, Problem
+from kilter.memory.plan.choose import PLANNERS, SWAP_ONLY, plan
+from kilter.memory.plan.exact import relax
+from kilter.memory.plan.problem import Interval, Link, Problem
 
 HELP = "memory planners on synthetic chains of layers; every figure but solve_s is simulated"
 EPILOG = """\
 A chain has OPS/2 operations forward and the same backward at twice the time; each keeps one tensor
 from forward to backward. `ratio` is the time to move all of them over the forward time, `budget`
 the share of them that may stay. Times are over compute alone; `of_bound` is the planner's own bound
-(swap only, or with making again at the producer's forward time) over its time.
+(swap only, or with recomputing at the producer's forward time) over its time.
 
 examples:
   kilter bench memory
@@ -146,7 +146,7 @@ def _rows(
             "of_bound": None if bound_s is None else bound_s / found.iteration_s,
             "solve_s": found.solve_s,
             "swapped_bytes": found.out_bytes,
-            "remade": found.remade,
+            "recomputed": found.recomputed,
             "hidden": found.hidden,
         }
         rows.append(row)

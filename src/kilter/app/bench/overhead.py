@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from kilter.act.session import FIRST_BLOCK, WINDOW_AFTER
-from kilter.app import report
 from kilter.app.cli.options import fraction
+from kilter.app.report import build as report
 from kilter.connect.script import find_program
 from kilter.core.errors import KilterError, UsageError
 from kilter.core.units import show_time
+from kilter.session.lifecycle import FIRST_BLOCK, WINDOW_AFTER
 
 HELP = "What a session costs an unmodified training script: alternating runs with and without."
 EPILOG = """\

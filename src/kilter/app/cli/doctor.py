@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 
 import kilter
-from kilter.act.journal import journals, state_directory
 from kilter.core.errors import (
     DeviceError,
     DeviceHung,
@@ -30,9 +29,10 @@ from kilter.core.errors import (
 from kilter.core.label import Label
 from kilter.core.setting import DeviceInfo, Sample, Supported, Throttle
 from kilter.core.units import MHZ, show_time
-from kilter.device.base import Device
 from kilter.device.find import CHOICES, visible
 from kilter.device.nvidia import Gpu, NvidiaDevice, Survey, survey
+from kilter.device.protocol import Device
+from kilter.lease.journal import journals, state_directory
 
 HELP = "What is there, what is allowed, and what to do about the rest. Sets nothing."
 
@@ -50,7 +50,7 @@ examples:
 WATCH_S = 1.0
 """How long the energy counter is compared with the power readings."""
 SAMPLE_EVERY_S = 0.02
-DISAGREEMENT = 0.25
+POWER_DISAGREEMENT = 0.25
 """Of counter and integral of power. The counter moves every 0.1 s, so a second alone gives 10 %."""
 LOADED = 0.9
 """SM utilisation from which a low clock needs a reason."""
@@ -271,7 +271,7 @@ def _energy_method(
         f"energy counter {counted_j:.1f} J, power integral {integral_j:.1f} J over one second; "
         f"sensors change every {period}"
     )
-    if known and abs(counted_j - integral_j) > DISAGREEMENT * integral_j:
+    if known and abs(counted_j - integral_j) > POWER_DISAGREEMENT * integral_j:
         advice = "the counter is stuck or counts the whole module: trust the integral of power"
         return "power integral", _check(name, Status.WARNING, text, advice)
     return "counter", _check(name, Status.FINE, text)

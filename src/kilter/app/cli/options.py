@@ -6,8 +6,8 @@ import argparse
 
 from kilter.core.errors import KilterError
 from kilter.core.units import parse_bytes, parse_fraction
-from kilter.sim.cards import names
-from kilter.sim.profile import Profile, load_profile
+from kilter.device.sim.cards import names
+from kilter.device.sim.profile import Profile, load_profile
 
 
 def fraction(text: str) -> float:

@@ -9,18 +9,18 @@ from typing import Any
 
 import msgspec
 
-from kilter.act.rehearsal import compare
 from kilter.app.cli.options import fraction, simulated
-from kilter.app.memory_report import timeline_of
+from kilter.app.report.memory import timeline_of
+from kilter.clocks.plan.guard import Contract
+from kilter.clocks.rehearsal import compare
 from kilter.core import codec
 from kilter.core.errors import PlanError, UsageError
 from kilter.core.plan import Plan
 from kilter.core.trace import IterationTrace
 from kilter.core.units import show_bytes, show_fraction, show_time
+from kilter.device.sim.gpu import SimGpu
+from kilter.memory.plan.simulate import simulate
 from kilter.model.stats import Estimate, paired_ratio
-from kilter.plan.guard import Contract
-from kilter.plan.swap.simulate import simulate
-from kilter.sim.gpu import SimGpu
 
 HELP = "Try a plan on a simulated device: interleaved blocks against the default."
 
@@ -125,7 +125,7 @@ def _memory(plan: Plan, trace: IterationTrace) -> dict[str, object] | None:
         "compute_s": found.problem.compute_s,
         "iteration_s": outcome.iteration_s,
         "stall_s": outcome.stall_s,
-        "remake_s": outcome.remake_s,
+        "recompute_s": outcome.recompute_s,
         "out_bytes": outcome.out_bytes,
         "in_bytes": outcome.in_bytes,
         "faults": outcome.faults,
@@ -139,7 +139,7 @@ def _tell_memory(memory: dict[str, Any]) -> None:
     print(
         f"pass     {show_time(memory['compute_s'])} -> {show_time(memory['iteration_s'])} "
         f"({slower}); waits {show_time(memory['stall_s'])}, "
-        f"made again {show_time(memory['remake_s'])}; {show_bytes(memory['out_bytes'])} out, "
+        f"recomputed {show_time(memory['recompute_s'])}; {show_bytes(memory['out_bytes'])} out, "
         f"{show_bytes(memory['in_bytes'])} in [simulated]"
     )
     for fault in memory["faults"]:

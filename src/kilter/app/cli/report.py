@@ -6,7 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from kilter.app import html, memory_report, report, summary
+from kilter.app.report import build as report
+from kilter.app.report import html, summary
+from kilter.app.report import memory as memory_report
 from kilter.core.codec import write_atomically
 
 HELP = "What a run found, what it saved and what it cost, what was set, restored and refused."

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from kilter.act.journal import Outcome, journals, restore_all, state_directory
 from kilter.core.label import Label
 from kilter.device.find import visible
 from kilter.device.nvidia import survey
+from kilter.lease.journal import RestoreOutcome, journals, restore_all, state_directory
 
 HELP = """\
 Put back whatever a dead run left: the clocks and the power limit that it had found.
@@ -69,7 +69,7 @@ def _visible(left: set[str], environ: Mapping[str, str]) -> set[str]:
     return {gpu.uuid for gpu in visible(survey().gpus, environ)} if left else set()
 
 
-def _as_json(directory: Path, outcomes: list[Outcome], others: list[str]) -> bytes:
+def _as_json(directory: Path, outcomes: list[RestoreOutcome], others: list[str]) -> bytes:
     return msgspec.json.encode(
         {
             "schema": "kilter.restore/1",
@@ -81,7 +81,7 @@ def _as_json(directory: Path, outcomes: list[Outcome], others: list[str]) -> byt
     )
 
 
-def _as_text(outcomes: list[Outcome], others: list[str]) -> str:
+def _as_text(outcomes: list[RestoreOutcome], others: list[str]) -> str:
     lines = [f"{outcome.uuid}: {outcome.state}: {outcome.reason}" for outcome in outcomes]
     lines += [f"{uuid}: not visible to this process; to include it: --all" for uuid in others]
     return "\n".join(lines) or "nothing to restore"

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from kilter.act.run_directory import check_out, make_out
 from kilter.app.config import OPTIONS, resolve
-from kilter.app.voice import Stderr
+from kilter.app.listener import StderrListener
 from kilter.app.worker import worker_command, worker_environment
 from kilter.connect.launch import (
     add_torchrun_options,
@@ -22,6 +21,7 @@ from kilter.connect.launch import (
 from kilter.connect.script import find_program
 from kilter.core.errors import UsageError
 from kilter.core.ranks import ranks
+from kilter.session.run_directory import check_out, make_out
 
 HELP = """\
 Run a Python script, unmodified, and make it cheaper: less energy under a proven slowdown contract
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
         program = find_program(command)
         if options.out is not None:
             make_out(options.out)
-        return functools.partial(run_governed, program, options, Stderr())
+        return functools.partial(run_governed, program, options, StderrListener())
     if arguments.no_python:
         raise UsageError("--no-python starts a program that is not Python: there is no way in")
     if command[0] == "-":

@@ -15,7 +15,11 @@ from typing import Any
 
 import msgspec
 
-from kilter.act.size import (
+from kilter.app.plan_memory import add_link_arguments, link_of
+from kilter.core.errors import UsageError
+from kilter.core.plan import MemoryBudget
+from kilter.device.sim.cards import names
+from kilter.memory.size import (
     AUTOCAST,
     OPTIMIZERS,
     Fit,
@@ -25,10 +29,6 @@ from kilter.act.size import (
     size,
     told,
 )
-from kilter.app.plan_memory import add_link_arguments, link_of
-from kilter.core.errors import UsageError
-from kilter.core.plan import MemoryBudget
-from kilter.sim.cards import names
 
 HELP = "What memory a training iteration takes, found from shapes: no GPU, nothing allocated."
 

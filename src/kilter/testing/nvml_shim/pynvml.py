@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 import kilter.device.nvidia
-from kilter.testing.fake_nvml import STATE_VARIABLE, FakeNvml
+from kilter.testing.fake_nvml import FAKE_STATE_VARIABLE, FakeNvml
 
-_fake = FakeNvml(os.environ[STATE_VARIABLE])
+_fake = FakeNvml(os.environ[FAKE_STATE_VARIABLE])
 kilter.device.nvidia.missing_privilege = _fake.missing_privilege
 
 

@@ -1,1 +1,0 @@
-"""Effects: the lease, the session, and what they apply."""

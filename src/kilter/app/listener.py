@@ -1,0 +1,102 @@
+"""What a session says to the user: one line at the start, one summary at the end, on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kilter.app.report.words import ascii_line, start_line
+from kilter.core.codec import write_atomically
+from kilter.core.events import Started
+from kilter.lease.own_file import identity
+from kilter.session.lifecycle import Options
+
+if TYPE_CHECKING:
+    from kilter.app.report.build import Report
+
+PROGRESS_EVERY_S = 1.0
+_STDERR = 2
+
+
+class StderrListener:
+    """The voice of `kilter run` and of `kilter.govern`. stdout belongs to the script."""
+
+    def __init__(self) -> None:
+        self._descriptor = identity(_STDERR)
+        self._said_s = 0.0
+        self._progressed = False
+
+    def started(self, started: Started) -> None:
+        self._say(start_line(started))
+
+    def refused(self, what: str, reason: str) -> None:
+        """The summary tells; nothing is said in the middle of a job."""
+
+    def failed(self, error: str) -> None:
+        self._say(f"kilter: stepped aside after an error of its own, not the script's: {error}")
+
+    def noticed(self, text: str) -> None:
+        self._say(f"kilter: {ascii_line(text)}")
+
+    def rehearsing(self, seconds: float | None) -> None:
+        """A line that overwrites itself, on a terminal only."""
+        if not self._open or not sys.stderr.isatty():
+            return
+        if seconds is None:
+            if self._progressed:
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self._said_s > PROGRESS_EVERY_S:
+            self._said_s, self._progressed = time.monotonic(), True
+            text = (
+                "kilter: the script has ended; rehearsing its iteration "
+                f"({seconds:.0f} simulated seconds; Ctrl-C ends this)"
+            )
+            print(f"\r{text}", end="", file=sys.stderr, flush=True)
+
+    def ended(self, run: Path, options: Options, *, keep: bool) -> None:
+        from kilter.app.report import build as report
+        from kilter.app.report import summary
+
+        found = report.build(run)
+        if keep:
+            self._write(found, run)
+        if options.json_summary:
+            self._say(report.to_json(found).decode().rstrip())
+        else:
+            self._say(summary.summary(found, run if keep else None))
+
+    def _write(self, found: Report, run: Path) -> None:
+        from kilter.app.report import build as report
+        from kilter.app.report import html
+        from kilter.app.report import memory as memory_report
+
+        pass_ = memory_report.timeline(run)
+        write_atomically(run / "report.json", report.to_json(found))
+        write_atomically(run / "report.html", html.page(found, pass_).encode("utf-8", "replace"))
+        if pass_ is not None:
+            chrome = msgspec.json.encode(memory_report.chrome_of(pass_))
+            write_atomically(run / "memory.chrome.json", chrome)
+
+    def _say(self, text: str) -> None:
+        """A closed stderr (a daemon, a broken pipe) is no reason to fail."""
+        try:
+            if self._open:
+                print(text, file=sys.stderr, flush=True)
+        except (OSError, ValueError):
+            return
+
+    @property
+    def _open(self) -> bool:
+        """There is a stderr, and behind its descriptor is what was there when we began: not a file
+        that the program has opened since it closed its stderr."""
+        if sys.stderr is None:  # closed by `2>&-`; `print` would take stdout instead
+            return False
+        try:
+            number = sys.stderr.fileno()
+        except (AttributeError, OSError, ValueError):  # a notebook's, or one that is closed
+            return True
+        return number != _STDERR or identity(_STDERR) == self._descriptor

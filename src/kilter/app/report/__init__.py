@@ -1,0 +1,1 @@
+"""What a user reads about a run: summary, report, plots."""

@@ -1,0 +1,496 @@
+"""The report of a run, rebuilt from the files of its directory alone.
+
+`build` works for finished, killed, observed and many-rank runs alike, because it reads only what
+whole event lines say. The saving and the slowdown come from pairs of blocks that had no part in
+choosing the setting: the pairs that chose it are lucky ones (the winner's curse).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kilter.app.report.evidence import (
+    Arm,
+    Evidence,
+    Judgement,
+    Probe,
+    judge,
+    within,
+)
+from kilter.app.report.idle import Idle, idle_of
+from kilter.app.report.memory import MemoryReport, memory_report
+from kilter.app.report.operations import OperationEnergy, attribute
+from kilter.clocks.plan.governor import Phase
+from kilter.core import codec
+from kilter.core.errors import FileError
+from kilter.core.events import (
+    AnyEvent,
+    Block,
+    Decided,
+    Failed,
+    Fitted,
+    Moved,
+    Refused,
+    Sampled,
+    Started,
+    Stopped,
+    read_events,
+)
+from kilter.core.label import Label
+from kilter.core.plan import Goal, Plan
+from kilter.core.secrets import masked
+from kilter.core.setting import DeviceInfo, Setting
+from kilter.core.trace import IterationTrace
+
+SCHEMA = "kilter.report/1"
+
+MOST_POINTS = 400
+"""A time series is thinned to this many points; blocks are never thinned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The setting that ruled at the end of the record, and why."""
+
+    setting: Setting
+    state: str
+    """State of the last decision; `undecided` if the record ends before any, `restored` if an
+    error of ours undid it."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """What one device's sensors said over the run; `None` where they said nothing."""
+
+    rank: int
+    device: str
+    begin_s: float
+    """The device's clock when the record begins."""
+    device_t_s: tuple[float, ...]
+    """The device's clock: virtual time of a simulated device."""
+    power_w: tuple[float | None, ...]
+    sm_clock_hz: tuple[float | None, ...]
+    memory_clock_hz: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What `plan.json` expects: of use where nothing could be set."""
+
+    planner: str
+    actions: tuple[str, ...]
+    time_ratio: float
+    energy_ratio: float | None
+    reason: str
+    label: Label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """What kilter itself took: time in the iterations' path, and in the sampler's thread."""
+
+    hook_s: float
+    hook_per_iteration_s: float | None
+    sampler_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything a reader may ask of a run. `None` is unknown, never zero."""
+
+    schema: str
+    label: Label
+    """Where the times and energies come from."""
+    run: str
+    device: str
+    devices: tuple[DeviceInfo, ...]
+    iterations: int
+    """Of the script; of a killed run, as far as the record goes."""
+    baseline: Arm
+    governed: Arm
+    """Under the setting that ruled at the end. The default's own values if the default stands."""
+    saving: float | None
+    """Fraction of the baseline's energy per iteration. 0 if the default stands, with the reason in
+    `choice`; None if nothing was concluded."""
+    saving_ci95: tuple[float, float] | None
+    slowdown: float | None
+    slowdown_ci95: tuple[float, float] | None
+    contract: float | None
+    """The allowed slowdown."""
+    within_contract: bool | None
+    """The whole interval of the slowdown is below the bound (True) or above it (False)."""
+    kept: bool
+    """A setting other than the found one was still held when the record ended."""
+    restored: bool | None
+    """The found setting was put back and seen; None if the record ends without an end."""
+    refused: tuple[Refused, ...]
+    energy_method: str | None
+    energy_disagreement: float | None
+    """(integral of power - energy counter) / counter: the larger of all ranks."""
+    energy_j: float | None
+    """Of all devices over the whole run, with all that is not an iteration. None on a simulated
+    device, which did none of the script's work."""
+    interval_method: str
+    goal: Goal
+    found: Setting
+    after: Setting | None
+    choice: Choice
+    evidence: Evidence
+    rehearsed_iterations: int
+    rehearsed_share: float
+    """Of the evidence's iterations: run on the simulated device after the script had ended."""
+    mode: str
+    mode_reason: str
+    outcome: str | None
+    unseen: str | None
+    """Why no iteration was seen, and what to do about it; None if one was."""
+    idle: Idle | None
+    """How much of the time the GPU has nothing to do."""
+    ranks: str
+    """How several ranks were added up."""
+    command: tuple[str, ...]
+    kilter: str
+    host: str | None
+    torch: str | None
+    driver: str | None
+    wall_time: str
+    duration_s: float
+    overhead: Overhead | None
+    probes: tuple[Probe, ...]
+    decisions: tuple[Decided, ...]
+    errors: tuple[Failed, ...]
+    prediction: Prediction | None
+    memory: MemoryReport | None
+    """None if memory was left alone."""
+    blocks: tuple[Block, ...]
+    series: tuple[Series, ...]
+    operations: tuple[OperationEnergy, ...]
+    operations_method: str | None
+    no_trace: str | None
+    """Why the operations of an iteration were not recorded; None if they were, or if the record has
+    no end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """The record of one rank, sorted by kind of event."""
+
+    started: Started
+    samples: tuple[Sampled, ...]
+    blocks: tuple[Block, ...]
+    decisions: tuple[Decided, ...]
+    fitted: tuple[Fitted, ...]
+    moved: tuple[Moved, ...]
+    refused: tuple[Refused, ...]
+    failed: tuple[Failed, ...]
+    stopped: Stopped | None
+    last_s: float
+
+
+def find_run(name: str, *, below: Path = Path("runs")) -> Path:
+    """The directory of a run; `latest` is the one below `below` that was written to last."""
+    if name != "latest":
+        return Path(name)
+    runs = {file.parent for file in below.glob("*/events-rank*.jsonl")}
+    if not runs:
+        raise FileError(f"{below}: no run in here yet; make one with: kilter run SCRIPT")
+    return max(runs, key=lambda run: max(f.stat().st_mtime_ns for f in _event_files(run)))
+
+
+def build(run_dir: str | Path) -> Report:
+    """The report of a run. `FileError` if there is no record, or a malformed one."""
+    directory = Path(run_dir)
+    files = _event_files(directory)
+    if not directory.is_dir():
+        raise FileError(f"{directory}: no such run")
+    if not files:
+        raise FileError(f"{directory}: not a run (it holds no events-rank*.jsonl)")
+    ranks = [rank for file in files if (rank := _read_rank(file)) is not None]
+    if not ranks:
+        raise FileError(f"{files[0]}: empty; the run ended before its first whole record")
+    trace, plan = directory / "trace.json", directory / "plan.json"
+    return summarise(
+        ranks,
+        run=directory.resolve().name,
+        trace=codec.load(trace, IterationTrace) if trace.exists() else None,
+        plan=codec.load(plan, Plan) if plan.exists() else None,
+    )
+
+
+def to_json(report: Report) -> bytes:
+    """One JSON object on one line; what is not a finite number becomes `null`."""
+    return msgspec.json.encode(report) + b"\n"
+
+
+def _event_files(directory: Path) -> list[Path]:
+    numbered = [
+        (int(match[1]), file)
+        for file in directory.glob("events-rank*.jsonl")
+        if (match := re.fullmatch(r"events-rank(\d+)\.jsonl", file.name))
+    ]
+    return [file for _, file in sorted(numbered)]
+
+
+def _read_rank(file: Path) -> Rank | None:
+    """None for a rank that was killed before its first line was whole."""
+    if file.stat().st_size == 0:
+        return None
+    return sort_events(read_events(file))
+
+
+def sort_events(events: Iterable[AnyEvent]) -> Rank | None:
+    """Events of one rank by kind. None if there is none."""
+    record = list(events)
+    if not record or not isinstance(record[0], Started):
+        return None
+    stopped = [e for e in record if isinstance(e, Stopped)]
+    return Rank(
+        started=record[0],
+        samples=tuple(e for e in record if isinstance(e, Sampled)),
+        blocks=tuple(e for e in record if isinstance(e, Block)),
+        decisions=tuple(e for e in record if isinstance(e, Decided)),
+        fitted=tuple(e for e in record if isinstance(e, Fitted)),
+        moved=tuple(e for e in record if isinstance(e, Moved)),
+        refused=tuple(e for e in record if isinstance(e, Refused)),
+        failed=tuple(e for e in record if isinstance(e, Failed)),
+        stopped=stopped[-1] if stopped else None,
+        last_s=max(e.t_s for e in record),
+    )
+
+
+def summarise(
+    ranks: Sequence[Rank], *, run: str, trace: IterationTrace | None, plan: Plan | None
+) -> Report:
+    """The report from what was read. Pure."""
+    lead = ranks[0].started
+    stops = [rank.stopped for rank in ranks if rank.stopped is not None]
+    complete = len(stops) == len(ranks)
+    choice = _choice(ranks[0], complete=complete)
+    stands = choice.setting == lead.found and choice.state not in ("undecided", "predicted")
+    judged = judge(ranks[0].blocks, found=lead.found, chosen=choice.setting, stands=stands)
+    memory = memory_report(
+        lead.goal.memory_budget,
+        [(rank.started.rank, rank.fitted, rank.moved) for rank in ranks],
+    )
+    no_trace = ranks[0].stopped.no_trace if ranks[0].stopped is not None else None
+    operations, operations_method = attribute(
+        trace if no_trace is None else None, judged.baseline.energy_j, lead.device
+    )
+    iterations, rehearsed_iterations = _iterations(ranks[0], stops, complete=complete)
+    return Report(
+        schema=SCHEMA,
+        label=_label(lead, memory, governed=choice.setting != lead.found, judged=judged),
+        run=run,
+        device=_names(ranks),
+        devices=tuple(rank.started.device for rank in _one_per_device(ranks)),
+        iterations=iterations,
+        baseline=judged.baseline,
+        governed=judged.governed,
+        saving=judged.saving,
+        saving_ci95=judged.saving_ci95,
+        slowdown=judged.slowdown,
+        slowdown_ci95=judged.slowdown_ci95,
+        contract=lead.goal.max_slowdown,
+        within_contract=within(lead.goal, judged.slowdown_ci95),
+        kept=_kept(lead, choice),
+        restored=_restored(stops, complete=complete),
+        refused=_once(refusal for rank in ranks for refusal in rank.refused),
+        energy_method=" and ".join(sorted({stop.energy_method for stop in stops})) or None,
+        energy_disagreement=max(
+            (s.energy_disagreement for s in stops if s.energy_disagreement is not None),
+            key=abs,
+            default=None,
+        ),
+        energy_j=_run_energy_j(ranks),
+        interval_method=_INTERVAL_METHOD,
+        goal=lead.goal,
+        found=lead.found,
+        after=stops[0].after if complete else None,
+        choice=choice,
+        evidence=judged.evidence,
+        rehearsed_iterations=rehearsed_iterations,
+        rehearsed_share=judged.rehearsed_share,
+        mode=lead.mode,
+        mode_reason=lead.mode_reason,
+        outcome=stops[0].outcome if complete else None,
+        unseen=next((stop.unseen for stop in stops if stop.unseen), None),
+        idle=idle_of(trace, lead.device, ranks[0].samples, ranks[0].blocks),
+        ranks=_ranks_text(ranks),
+        command=masked(lead.command),
+        kilter=lead.kilter,
+        host=lead.host,
+        torch=lead.torch,
+        driver=lead.device.driver,
+        wall_time=lead.wall_time,
+        duration_s=max(rank.last_s for rank in ranks),
+        overhead=_overhead(stops, iterations) if complete else None,
+        probes=judged.probes,
+        decisions=ranks[0].decisions,
+        errors=tuple(failure for rank in ranks for failure in rank.failed),
+        prediction=_prediction(plan),
+        memory=memory,
+        blocks=ranks[0].blocks,
+        series=tuple(_series(rank) for rank in _one_per_device(ranks)),
+        operations=operations,
+        operations_method=operations_method,
+        no_trace=no_trace,
+    )
+
+
+def _label(
+    lead: Started, memory: MemoryReport | None, *, governed: bool, judged: Judgement
+) -> Label:
+    """Of the times and energies: a measured run in which the judged pairs were rehearsed is a
+    simulation."""
+    if memory is not None and lead.goal.max_slowdown is None:
+        return memory.label  # there are no other numbers
+    if governed and judged.rehearsed_share > 0.0:
+        return Label.SIMULATED
+    return lead.device.label
+
+
+def _iterations(rank: Rank, stops: Sequence[Stopped], *, complete: bool) -> tuple[int, int]:
+    """Of the script, and rehearsed ones; of a killed run, as far as the record goes."""
+    iterations = max((stop.iterations for stop in stops), default=0)
+    rehearsed = max((stop.rehearsed_iterations for stop in stops), default=0)
+    if not complete:
+        iterations = max(iterations, sum(b.iterations for b in rank.blocks if not b.rehearsed))
+        rehearsed = sum(b.iterations for b in rank.blocks if b.rehearsed)
+    return iterations, rehearsed
+
+
+def _kept(lead: Started, choice: Choice) -> bool:
+    return choice.setting != lead.found and lead.mode == "govern" and choice.state != "predicted"
+
+
+def _run_energy_j(ranks: Sequence[Rank]) -> float | None:
+    """Of all devices over the whole run; unknown if that of one of them is."""
+    energies = [
+        None if rank.stopped is None else rank.stopped.energy_j for rank in _one_per_device(ranks)
+    ]
+    known = [energy for energy in energies if energy is not None]
+    return math.fsum(known) if len(known) == len(energies) else None
+
+
+_INTERVAL_METHOD = (
+    "mean log ratio of paired, interleaved blocks of the phases confirm and hold, with Student's t "
+    "interval; blocks that helped to choose the setting are left out. The number of pairs was set "
+    "by a sequential test, which the interval does not know about"
+)
+
+
+# One job out of several ranks: rank 0 writes the blocks of them all.
+
+
+def _one_per_device(ranks: Sequence[Rank]) -> list[Rank]:
+    """The first rank on each device, so that no device is counted twice."""
+    return list({rank.started.device.uuid: rank for rank in reversed(ranks)}.values())[::-1]
+
+
+def _names(ranks: Sequence[Rank]) -> str:
+    counts = Counter(rank.started.device.name for rank in _one_per_device(ranks))
+    return ", ".join(name if n == 1 else f"{n} x {name}" for name, n in counts.items())
+
+
+def _ranks_text(ranks: Sequence[Rank]) -> str:
+    world, devices = ranks[0].started.world_size, len(_one_per_device(ranks))
+    if world == 1:
+        return "one process on one device"
+    if ranks[0].started.device.backend == "sim":
+        return f"rank 0 of {world}, rehearsed on one device; the others are not counted"
+    text = f"time of the slowest of {world} ranks, energy summed over {world} ranks"
+    if len(ranks) < world:
+        text += f"; {world - len(ranks)} of them left no record of their own"
+    if devices < len(ranks):
+        text += f"; {len(ranks)} ranks share {devices} devices, which count once for each rank"
+    return text
+
+
+# What was decided, and how it ended.
+
+
+_SEARCHING = {phase.value for phase in (Phase.WARM, Phase.PROBE, Phase.CONFIRM)}
+
+
+def _choice(rank: Rank, *, complete: bool) -> Choice:
+    """What the last decision says, unless it was still searching or an error of ours undid it."""
+    found = rank.started.found
+    last = rank.decisions[-1] if rank.decisions else None
+    if rank.failed:
+        return Choice(setting=found, state="restored", reason="kilter stepped aside after an error")
+    if last is not None and last.state not in _SEARCHING:
+        return Choice(setting=last.setting, state=last.state, reason=last.reason)
+    if rank.started.mode == "observe":
+        return Choice(setting=found, state="undecided", reason=rank.started.mode_reason)
+    ended = "the run ended" if complete else "the record ends"
+    doing = f"in the phase {last.state}" if last is not None else "before the first decision"
+    reason = f"{ended} {doing}, before the evidence was in"
+    return Choice(setting=found, state="undecided", reason=reason)
+
+
+def _restored(stops: Sequence[Stopped], *, complete: bool) -> bool | None:
+    if any(not stop.restored for stop in stops):
+        return False
+    return True if complete else None
+
+
+def _once(refusals: Iterable[Refused]) -> tuple[Refused, ...]:
+    """The first of each: ranks, and attempts, are refused alike."""
+    first: dict[tuple[str, str], Refused] = {}
+    for refusal in refusals:
+        first.setdefault((refusal.what, refusal.reason), refusal)
+    return tuple(first.values())
+
+
+def _overhead(stops: Sequence[Stopped], iterations: int) -> Overhead:
+    slowest = max(stops, key=lambda stop: stop.hook_cost_s)
+    return Overhead(
+        hook_s=slowest.hook_cost_s,
+        hook_per_iteration_s=slowest.hook_cost_s / iterations if iterations else None,
+        sampler_s=max(stop.sampler_cost_s for stop in stops),
+    )
+
+
+def _prediction(plan: Plan | None) -> Prediction | None:
+    if plan is None or plan.effect.peak_bytes is not None:  # None, or one of memory alone
+        return None
+    return Prediction(
+        planner=plan.planner,
+        actions=tuple(str(action.setting) for action in plan.actions),
+        time_ratio=plan.effect.time_ratio,
+        energy_ratio=plan.effect.energy_ratio,
+        reason=plan.reason,
+        label=plan.label,
+    )
+
+
+# What the sensors said.
+
+
+def _series(rank: Rank) -> Series:
+    samples = rank.samples
+    size = max(1, math.ceil(len(samples) / MOST_POINTS))
+    chunks = [samples[i : i + size] for i in range(0, len(samples), size)]
+    begins = [s.device_t_s for s in samples[:1]] + [b.device_begin_s for b in rank.blocks[:1]]
+    return Series(
+        rank=rank.started.rank,
+        device=rank.started.device.name,
+        begin_s=min(begins, default=0.0),
+        device_t_s=tuple(math.fsum(s.device_t_s for s in chunk) / len(chunk) for chunk in chunks),
+        power_w=tuple(_mean(s.power_w for s in chunk) for chunk in chunks),
+        sm_clock_hz=tuple(_mean(s.sm_clock_hz for s in chunk) for chunk in chunks),
+        memory_clock_hz=tuple(_mean(s.memory_clock_hz for s in chunk) for chunk in chunks),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None

@@ -1,0 +1,81 @@
+"""How much of the time the GPU has nothing to do: where it is much, no clock is the problem."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kilter.core.events import Block, Sampled
+from kilter.core.label import Label
+from kilter.core.setting import DeviceInfo
+from kilter.core.trace import IterationTrace, Kind
+from kilter.device.sim.profile import load_profile, profile_of
+from kilter.device.sim.work import cost_of, work_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """A share of the time, and where it was seen."""
+
+    share: float
+    waits_for_data: float | None
+    """Part of that share in which the program waits for its data loader; None: not known."""
+    source: str
+    """`trace`, `model` (of a simulated device) or `utilisation`."""
+    label: Label
+
+
+def idle_of(
+    trace: IterationTrace | None,
+    device: DeviceInfo,
+    samples: Sequence[Sampled],
+    blocks: Sequence[Block],
+) -> Idle | None:
+    """From the trace where there is one, else from the device's utilisation while it was observed;
+    None if neither tells."""
+    if trace is not None and trace.operations:
+        if device.backend == "sim" and (name := profile_of(device.name)) is not None:
+            return _modelled(trace, name)
+        if trace.timeline == "gpu" and trace.iteration_s > 0.0:
+            share = min(1.0, max(0.0, 1.0 - trace.busy_s / trace.iteration_s))
+            return _idle(trace, share, trace.iteration_s, "trace", trace.label)
+    if device.backend == "null" or not blocks:
+        return None
+    begin_s, end_s = blocks[0].device_begin_s, blocks[-1].device_end_s
+    used = [
+        sample.sm_utilisation
+        for sample in samples
+        if sample.sm_utilisation is not None and begin_s <= sample.device_t_s <= end_s
+    ]
+    if not used:
+        return None
+    share = 1.0 - statistics.fmean(used)
+    return Idle(share=share, waits_for_data=None, source="utilisation", label=device.label)
+
+
+def _modelled(trace: IterationTrace, name: str) -> Idle | None:
+    """On the simulated device at its default clocks."""
+    profile = load_profile(name)
+    clocks = {
+        "sm_hz": profile.knobs.sm_highest_hz,
+        "memory_hz": profile.knobs.memory_clocks_hz[-1],
+    }
+    try:
+        work = work_of(trace, profile.roofline, **clocks)
+    except ValueError:  # an iteration without any work
+        return None
+    cost = cost_of(work, profile.roofline, profile.power, **clocks)
+    moved_s = sum(
+        op.duration_s for op in trace.operations if op.kind in (Kind.COPY, Kind.COLLECTIVE)
+    )
+    share = min(1.0, max(0.0, 1.0 - (cost.busy_s + moved_s) / cost.time_s))
+    return _idle(trace, share, cost.time_s, "model", Label.SIMULATED)
+
+
+def _idle(
+    trace: IterationTrace, share: float, iteration_s: float, source: str, label: Label
+) -> Idle:
+    waits_s = sum(op.duration_s for op in trace.operations if op.kind is Kind.DATA_WAIT)
+    part = min(1.0, waits_s / (share * iteration_s)) if share > 0.0 else 0.0
+    return Idle(share=share, waits_for_data=part, source=source, label=label)

@@ -1,0 +1,306 @@
+"""The memory part of the page: what came of the budget, and one pass with its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from kilter.app.report import svg
+from kilter.app.report.memory import MemoryReport, Timeline, details, headline
+from kilter.app.report.plots import NARROW, figure
+from kilter.app.report.svg import Frame, escape
+from kilter.core.label import Label
+from kilter.core.units import GIB, KIB, MIB, show_bytes, show_fraction, show_pace, show_time
+
+LANES = (
+    ("compute", "compute"),
+    ("recompute", "recompute"),
+    ("stall", "waits"),
+    ("out", "offload"),
+    ("in", "prefetch"),
+)
+"""Lane of the simulator, and its name in the picture, from top to bottom."""
+LANE, LANE_STEP = 13.0, 21.0
+"""Height of a bar, and of a lane, in pixels."""
+COLUMN = 1.5
+"""Levels are drawn as the highest in a column of so many pixels."""
+APART = 0.7
+"""Bars of one lane that are closer than so many pixels are drawn as one."""
+
+
+def section(memory: MemoryReport | None, found: Timeline | None) -> str:
+    """Tiles, the picture of a pass, and the rest in words. Empty without a memory budget."""
+    if memory is None:
+        return ""
+    drawn = "" if found is None else _picture(memory, found)
+    entries = "".join(
+        f"<dt>{escape(name.capitalize())}</dt><dd>{escape(text)}</dd>"
+        for name, text in details(memory)
+    )
+    return (
+        f"<section class='tiles' aria-label='Memory'>{_tiles(memory)}</section>{drawn}"
+        f"{_kinds(memory)}"
+        f"<section><h2>Memory in numbers</h2><dl>{entries}</dl></section>"
+    )
+
+
+def claim(memory: MemoryReport) -> str:
+    """The headline of a page that is about memory alone."""
+    if memory.applied and memory.feasible and not memory.moves_nothing and memory.peak_bytes:
+        before, after = show_bytes(memory.peak_before_bytes), show_bytes(memory.peak_bytes)
+        change = memory.pass_slowdown if memory.slowdown is None else memory.slowdown
+        time = "" if change is None else f", {show_pace(change)}"
+        over = ""
+        if memory.within is False:
+            over = f", over the budget of {show_bytes(memory.budget_bytes)}"
+        return f"{after} of memory instead of {before}{over}{time}"
+    text = headline(memory).removeprefix("memory: ").rpartition(" [")[0]
+    return text[:1].upper() + text[1:]
+
+
+def _tiles(memory: MemoryReport) -> str:
+    own, simulated = tag(memory.label), tag(Label.SIMULATED)
+    before = show_bytes(memory.peak_before_bytes)
+    peak = memory.peak_bytes
+    spread, value = f"{before} with everything kept", show_bytes(peak)
+    if peak is None:
+        value, spread = before, "with everything kept"
+    budget = f"Budget {show_bytes(memory.budget_bytes)}: {memory.budget}."
+    tiles = [_tile("Peak memory", value, own, spread, budget)]
+    known, change = memory.slowdown is not None, memory.slowdown
+    if not known:
+        change = memory.pass_slowdown
+    times = (
+        f"{show_time(memory.iteration_before_s)} with everything kept, "
+        f"{show_time(memory.iteration_s)} under the plan."
+        if known
+        else f"Forward and backward {show_time(memory.pass_before_s)} with everything kept, "
+        f"{show_time(memory.pass_s)} under the plan."
+    )
+    bound = "" if memory.bound_s is None else f"bound {show_time(memory.bound_s)} a pass"
+    tiles.append(
+        _tile(
+            "Time per iteration" if known else "Time of a pass",
+            _change(change),
+            own if known else simulated,
+            bound,
+            times,
+        )
+    )
+    tiles.append(
+        _tile(
+            "Offloaded in a pass",
+            show_bytes(memory.pass_out_bytes),
+            simulated,
+            f"{show_bytes(memory.pass_in_bytes)} copied back; "
+            f"{show_fraction(memory.hidden)} of the copies hidden behind compute",
+            f"{memory.swapped or 0} tensors offloaded, {memory.recomputed or 0} recomputed, "
+            f"{memory.kept or 0} kept; {show_bytes(memory.host_bytes)} of host memory.",
+        )
+    )
+    return "".join(tiles)
+
+
+def _kinds(memory: MemoryReport) -> str:
+    """Passes of other shapes have plans of their own: the last one for each plain peak."""
+    plans = {plan.peak_before_bytes: plan for plan in memory.plans}
+    if len(plans) < 2:
+        return ""
+    rows = "".join(
+        f"<tr><td class='n'>{show_bytes(before)}</td><td class='n'>{show_bytes(plan.peak_bytes)}"
+        f"</td><td>{'yes' if plan.feasible else 'no'}</td><td class='n'>{plan.swapped}</td>"
+        f"<td class='n'>{plan.recomputed}</td><td class='n'>"
+        f"{_change(plan.iteration_s / plan.compute_s - 1) if plan.compute_s else ''}</td></tr>"
+        for before, plan in sorted(plans.items(), reverse=True)
+    )
+    heads = ("Peak as it is", "Under its plan", "Fits", "Offloaded", "Recomputed", "Time")
+    return (
+        f"<section><h2>Kinds of passes</h2><p>{len(plans)} kinds of iterations differ in their "
+        f"peak; each has its own plan. {tag(Label.SIMULATED)}</p><div class='scroll' tabindex='0'>"
+        "<table><caption>Plans by kind of pass</caption><thead><tr>"
+        + "".join(f"<th scope='col' class='{'' if h == 'Fits' else 'n'}'>{h}</th>" for h in heads)
+        + f"</tr></thead><tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _change(fraction: float | None) -> str:
+    return show_fraction(fraction, signed=True).replace("-", "\u2212")
+
+
+def _tile(name: str, value: str, tagged: str, spread: str, text: str) -> str:
+    return (
+        f"<div class='tile'><h2>{escape(name)}</h2><p class='value'>{escape(value)} {tagged}</p>"
+        f"<p class='spread'>{escape(spread)}</p><p>{escape(text)}</p></div>"
+    )
+
+
+def tag(label: Label) -> str:
+    """Where the numbers beside it come from."""
+    return f"<span class='tag {label.value}'>{label.value}</span>"
+
+
+def _picture(memory: MemoryReport, found: Timeline) -> str:
+    def draw(width: float) -> tuple[float, str]:
+        return _draw(found, width)
+
+    before, after = max(found.before_bytes), max(found.after_bytes)
+    swapped, recomputed = len(found.schedule.moves), len(found.schedule.recomputed)
+    return figure(
+        tag(Label.SIMULATED),
+        "memory",
+        "Device memory over one pass, and the schedule",
+        "Forward (light), then backward (dark); beneath them what is recomputed, where compute "
+        "waits, and the copies to the host (offload) and back (prefetch).",
+        "Operation times, sizes and levels are those observed in the first iterations; the "
+        "schedule is the one in force, run by the event simulator. Grey is drawn at the times of "
+        "the plan. memory.chrome.json beside this page has every move, for Perfetto.",
+        draw,
+        f"Peak {show_bytes(before)} with everything kept, {show_bytes(after)} under the plan, "
+        f"budget {show_bytes(found.problem.budget_bytes)}; {swapped} tensors offloaded, "
+        f"{recomputed} recomputed in {show_time(found.end_s)}.",
+    )
+
+
+def _draw(found: Timeline, width: float) -> tuple[float, str]:
+    wide = width > NARROW
+    legend, top = _legend(found, width)
+    lanes = [(lane, name) for lane, name in LANES if any(s.lane == lane for s in found.spans)]
+    level_bottom = top + (250.0 if wide else 210.0)
+    time, factor = ("s", 1.0) if found.end_s >= 1.0 else ("ms", 1e3)
+    unit, size = _unit(max(found.before_bytes))
+    highest = max(*found.before_bytes, found.problem.budget_bytes) / size
+    left, right = 82.0, width - 14
+    x_range = (0.0, factor * found.end_s)
+    upper = Frame(
+        left=left,
+        top=top,
+        right=right,
+        bottom=level_bottom,
+        x_range=x_range,
+        y_range=(0.0, 1.06 * highest),
+    )
+    bottom = level_bottom + 16 + LANE_STEP * len(lanes)
+    lower = Frame(
+        left=left, top=level_bottom, right=right, bottom=bottom, x_range=x_range, y_range=(0.0, 1.0)
+    )
+    budget = upper.y(found.problem.budget_bytes / size)
+    parts = [
+        legend,
+        upper.axes(
+            x_title="",
+            y_title=f"device memory, {unit}",
+            x_text=_plain,
+            y_text=_plain,
+            x_labels=False,
+        ),
+        _levels(upper, found, found.after_bytes, factor, size, "planned", closed=True),
+        _levels(upper, found, found.before_bytes, factor, size, "kept"),
+        svg.line(left, budget, right, budget, "bound"),
+    ]
+    for number, (lane, name) in enumerate(lanes):
+        y = level_bottom + 14 + LANE_STEP * number
+        parts.append(svg.text(left - 8, y + LANE - 2.5, name, "tick", anchor="end"))
+        parts += _bars(lower, found, lane, y, factor)
+    parts.append(svg.line(left, bottom, right, bottom, "axis"))
+    values = svg.ticks(*x_range, max(2, int((right - left) / 90)))
+    for value in values:
+        x = lower.x(value)
+        parts.append(svg.line(x, bottom, x, bottom + 4, "axis"))
+        shown = _plain(value, svg.decimals(values))
+        parts.append(svg.text(x, bottom + 19, shown, "tick", anchor="middle"))
+    parts.append(svg.text(right, bottom + 38, f"time in the pass, {time}", "title", anchor="end"))
+    return bottom + 46, "".join(parts)
+
+
+def _legend(found: Timeline, width: float) -> tuple[str, float]:
+    """The three lines of the upper plot, in as many rows as they need; where the plot begins."""
+    entries = (
+        ("kept", f"everything kept, peak {show_bytes(max(found.before_bytes))}"),
+        ("planned", f"under the plan, {show_bytes(max(found.after_bytes))}"),
+        ("bound", f"the plan's budget {show_bytes(found.problem.budget_bytes)}"),
+    )
+    x, y, parts = 0.0, 12.0, []
+    for style, words in entries:
+        long = 30 + len(words) * 12 * svg.TEXT_WIDTH + 18
+        if x > 0.0 and x + long > width:
+            x, y = 0.0, y + 19
+        if style == "planned":
+            parts.append(svg.rectangle(x, y - 9, 22, 10, style))
+        else:
+            parts.append(svg.line(x, y - 4, x + 22, y - 4, style))
+        parts.append(svg.text(x + 29, y, words, "tick"))
+        x += long
+    return "".join(parts), y + 40
+
+
+def _levels(
+    frame: Frame,
+    found: Timeline,
+    levels: Sequence[int],
+    factor: float,
+    size: float,
+    style: str,
+    *,
+    closed: bool = False,
+) -> str:
+    """Steps; within a column of pixels the highest one."""
+    starts = [frame.x(factor * start_s) for start_s in found.starts_s]
+    points: list[tuple[float, float] | None] = []
+    for _, group in groupby(
+        zip(starts, levels, strict=True), key=lambda item: int(item[0] / COLUMN)
+    ):
+        column = list(group)
+        x, y = column[0][0], frame.y(max(level for _, level in column) / size)
+        if points and points[-1] is not None:
+            points.append((x, points[-1][1]))
+        points.append((x, y))
+    last = points[-1]
+    assert last is not None
+    points.append((frame.x(factor * found.end_s), last[1]))
+    if closed:
+        points += [(frame.x(factor * found.end_s), frame.bottom), (starts[0], frame.bottom)]
+    return svg.path(points, style)
+
+
+@dataclass(slots=True)
+class _Bar:
+    begin: float
+    end: float
+    notes: list[str]
+    style: str
+
+
+def _bars(frame: Frame, found: Timeline, lane: str, y: float, factor: float) -> Iterable[str]:
+    bars: list[_Bar] = []
+    for span in sorted((s for s in found.spans if s.lane == lane), key=lambda s: s.start_s):
+        begin, end = frame.x(factor * span.start_s), frame.x(factor * span.end_s)
+        style = lane
+        if lane == "compute":
+            style = "backward" if span.index >= found.backward_from else "forward"
+        note = style
+        if lane in ("out", "in", "recompute"):
+            interval = found.problem.intervals[span.index]
+            note = f"{interval.name}, {show_bytes(interval.size_bytes)}"
+        if bars and begin - bars[-1].end < APART and bars[-1].style == style:
+            bars[-1].end = max(bars[-1].end, end)
+            bars[-1].notes.append(note)
+        else:
+            bars.append(_Bar(begin, end, [note], style))
+    for bar in bars:
+        note = bar.notes[0] if len(set(bar.notes)) == 1 else f"{len(bar.notes)} tensors"
+        yield (
+            f'<rect x="{bar.begin:.1f}" y="{y:.1f}" width="{max(bar.end - bar.begin, 0.8):.1f}" '
+            f'height="{LANE:g}" class="lane {bar.style}"><title>{escape(note)}</title></rect>'
+        )
+
+
+def _unit(size_bytes: int) -> tuple[str, float]:
+    for unit, size in (("GiB", GIB), ("MiB", MIB)):
+        if size_bytes >= size:
+            return unit, float(size)
+    return "KiB", float(KIB)
+
+
+def _plain(value: float, decimals: int) -> str:
+    return f"{value:.{decimals}f}"

@@ -1,0 +1,335 @@
+"""What a run says in words: one line at the start, a few at the end, more on request.
+
+Plain ASCII without colour: it goes to logs as often as to terminals, and what a script or a device
+is called must not reach a terminal as control characters.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from kilter.app.report import memory as memory_report
+from kilter.app.report.build import Report
+from kilter.app.report.evidence import Arm, Probe
+from kilter.app.report.idle import Idle
+from kilter.app.report.operations import OperationEnergy
+from kilter.app.report.words import STAND_IN, allowed, ascii_line, wish
+from kilter.core.label import Label
+from kilter.core.units import (
+    KWH_J,
+    show_count,
+    show_duration,
+    show_energy,
+    show_fraction,
+    show_time,
+)
+from kilter.observe.sampler import DISAGREEMENT
+
+NOTHING_SET = "nothing was set"
+IDLE_TOLD = 0.3
+"""From this share of idle time on, feeding the GPU is worth more than any clock."""
+
+
+def summary(report: Report, run_dir: str | Path | None) -> str:
+    """The few lines at the end of a run; `run_dir` is None where no record of it is kept."""
+    lines = [headline(report), ending(report)]
+    if report.blocks:
+        lines.insert(1, f"evidence: {evidence(report)}")
+    if report.memory is not None:
+        told = [f"{name}: {text}" for name, text in memory_report.details(report.memory)]
+        told.insert(0, memory_report.headline(report.memory))
+        lines = told if report.goal.max_slowdown is None else told + lines
+    elif report.unseen is not None:
+        lines = [headline(report)]
+    if (starved := idle(report)) is not None:
+        lines.insert(0, starved)
+    if (doubts := doubt(report)) is not None:
+        lines.append(f"warning: {doubts}")
+    lines += [f"refused: {refusal.what}: {refusal.reason}" for refusal in report.refused]
+    lines += [f"an error of ours, {e.where}: {e.error}" for e in report.errors[:_MOST_ERRORS]]
+    if (step := next_step(report)) is not None:
+        lines.append(f"next: {step}")
+    if run_dir is not None:
+        page = Path(run_dir) / "report.html"
+        lines.append(f"report: {page if page.exists() else f'kilter report {run_dir}'}")
+    return "\n".join(f"kilter: {ascii_line(line)}".rstrip() for line in lines)
+
+
+_MOST_ERRORS = 3
+
+
+def full(report: Report) -> str:
+    """The text of `kilter report`."""
+    label = report.label.value
+    stand_in = report.memory is not None and report.memory.backend == "stand-in"
+    alone = stand_in and report.goal.max_slowdown is None
+    lines = [
+        f"run      {report.run}: {' '.join(report.command)}",
+        f"took     {whole_run(report)}",
+        f"on       {machine(report)}",
+        f"device   {STAND_IN if alone else plain_name(report.device)} [{label}]; {report.ranks}",
+        f"goal     {wish(report.goal)}",
+    ]
+    if (starved := idle(report)) is not None:
+        lines.append(f"first    {starved}")
+    if report.memory is not None:
+        lines.append(memory_report.headline(report.memory).replace("memory:", "memory  "))
+        lines += [f"  {name:<12}{text}" for name, text in memory_report.details(report.memory)]
+    if report.memory is None or report.goal.max_slowdown is not None:
+        lines += _clock_lines(report)
+    if (doubts := doubt(report)) is not None:
+        lines.append(f"warning  {doubts}")
+    if report.mode != "govern":
+        lines.append(f"mode     {report.mode}: {report.mode_reason}")
+    lines += [f"refused  {refusal.what}: {refusal.reason}" for refusal in report.refused]
+    lines += [f"error    {failure.where}: {failure.error}" for failure in report.errors]
+    if (step := next_step(report)) is not None:
+        lines.append(f"next     {step}")
+    if report.probes:
+        lines += ["", f"settings tried, relative to the default [{label}]:"]
+        lines += [f"  {_probe(probe)}" for probe in report.probes]
+    if report.operations:
+        lines += ["", f"energy of one iteration, {report.operations_method}:"]
+        lines += [_operation(op) for op in report.operations[:_MOST_OPERATIONS]]
+    return "\n".join(ascii_line(line).rstrip() for line in lines)
+
+
+def _clock_lines(report: Report) -> list[str]:
+    base, ours = report.baseline, report.governed
+    lines = [f"result   {headline(report)}"]
+    if base.iteration_s is not None:
+        lines.append(f"default  {_arm(base)}")
+    if ours.iteration_s is not None and report.choice.setting != report.found:
+        lines.append(f"governed {_arm(ours)}")
+    if report.blocks:
+        lines.append(f"evidence {evidence(report)}")
+    lines.append(f"end      {ending(report)}")
+    if report.energy_method is None:
+        lines.append("energy   measured by unknown means: the record has no end")
+    elif report.energy_method == "none":
+        lines.append("energy   not measured")
+    else:
+        lines.append(f"energy   by {report.energy_method}")
+    return lines
+
+
+def _arm(arm: Arm) -> str:
+    """`84.0 ms, 21.2 J per iteration`; without the energy where it is not known."""
+    energy = "" if arm.energy_j is None else f", {show_energy(arm.energy_j)}"
+    return f"{show_time(arm.iteration_s)}{energy} per iteration"
+
+
+def _operation(op: OperationEnergy) -> str:
+    return (
+        f"  {show_fraction(op.share):>7}  {show_energy(op.energy_j):>8}  {counted(op)} ({kind(op)})"
+    )
+
+
+def whole_run(report: Report) -> str:
+    """`400 iterations in 12.3 s, 3.42 kJ (0.0010 kWh) with everything around them`."""
+    text = (
+        f"{show_count(report.iterations, 'timed iteration')} in {show_duration(report.duration_s)}"
+    )
+    if report.energy_j is not None:
+        text += f", {show_energy(report.energy_j)} ({report.energy_j / KWH_J:.2g} kWh)"
+        text += " on the device, with everything around the iterations"
+    return text
+
+
+def machine(report: Report) -> str:
+    """Host and versions, as far as the record knows them."""
+    known = (("", report.host), ("torch ", report.torch), ("driver ", report.driver))
+    facts = [f"{name}{value}" for name, value in known if value is not None]
+    return ", ".join([*facts, f"kilter {report.kilter}", report.wall_time])
+
+
+def plain_name(device: str) -> str:
+    """Without the word that the label beside it says again."""
+    return device.removesuffix(" (simulated)")
+
+
+_MOST_OPERATIONS = 10
+
+
+def counted(operation: OperationEnergy) -> str:
+    """The name of an operation, with how many of them there are."""
+    return operation.name if operation.names == 1 else f"{operation.name} x {operation.names}"
+
+
+def kind(operation: OperationEnergy) -> str:
+    """What an operation does, in words."""
+    return "device idle" if operation.kind == "gap" else operation.kind.replace("_", " ")
+
+
+def idle(report: Report) -> str | None:
+    """That the GPU has little to do, where it has: the first thing to mend."""
+    found = report.idle
+    if found is None or found.share < IDLE_TOLD:
+        return None
+    idles = "would idle" if found.label is Label.SIMULATED else "idles"
+    share = f"{found.share * 100:.0f} % of the time"
+    return f"the GPU {idles} {share}: feed it [{found.label.value}]"
+
+
+def next_step(report: Report) -> str | None:
+    """What to do where nothing was saved, or only on paper; None where there is nothing to do."""
+    persistent = any(device.persistent for device in report.devices)
+    if persistent and report.restored is False:
+        return "run: kilter restore"
+    if persistent and report.restored is None and report.mode == "govern":
+        return "the watcher puts the GPU back; to be sure: kilter restore"
+    if report.unseen is not None or report.goal.max_slowdown is None or report.errors:
+        return None
+    if report.outcome not in (None, "finished") and report.slowdown is None:
+        return "mend the script, then run it again"
+    if idle(report) is not None and report.idle is not None:
+        return _how_to_feed(report.idle)
+    simulated = any(device.backend == "sim" for device in report.devices)
+    refused = {refusal.what for refusal in report.refused}
+    if "a complete rehearsal" in refused and simulated:
+        return "give the rehearsal more time: --rehearse 60s"
+    if report.mode == "shadow" and not simulated and "setting clocks" in refused:
+        return "kilter doctor says how to allow it"
+    if simulated and report.saving:
+        return "run it so on a real GPU: nothing is saved on a simulated one"
+    return None
+
+
+def _how_to_feed(found: Idle) -> str:
+    if found.waits_for_data is not None and found.waits_for_data > 0.5:
+        return "feed the GPU: the program waits for its data (more loader workers, prefetching)"
+    return "feed the GPU: larger batches, torch.compile or CUDA graphs, data loaded ahead"
+
+
+def doubt(report: Report) -> str | None:
+    """A warning if the two ways to measure energy do not agree."""
+    apart = report.energy_disagreement
+    if apart is None or abs(apart) <= DISAGREEMENT:
+        return None
+    return (
+        f"the integral of power is {apart:+.1%} off the energy counter: "
+        "one of them is wrong by as much; savings, which are ratios, suffer less"
+    )
+
+
+def headline(report: Report) -> str:
+    """What came of it, in one sentence with intervals, contract and label."""
+    label = f"[{report.label.value}]"
+    if report.unseen is not None:
+        return report.unseen
+    if report.goal.max_slowdown is None and report.goal.memory_budget is not None:
+        return f"{_no_memory_record(report)} {label}"
+    if report.saving is None and report.slowdown is None:
+        return _without_result(report)
+    if report.choice.setting == report.found:
+        reason = report.choice.reason.removeprefix("the default stands: ")
+        return f"the default stands: {reason} {label}"
+    slowdown = f"slowdown {show_fraction(report.slowdown)}{interval(report.slowdown_ci95)}"
+    if report.saving is None:
+        return f"energy unknown, {slowdown}, {verdict(report)} {label}"
+    saving = f"{show_fraction(report.saving)} energy{interval(report.saving_ci95)}"
+    verb = "saved" if happened(report) else "would save"
+    return f"{verb} {saving}, {slowdown}, {verdict(report)} {label}"
+
+
+def happened(report: Report) -> bool:
+    """The saving was had: on a real device, under a setting that was held. What was rehearsed on a
+    simulated device would be saved."""
+    return report.kept and report.label is Label.MEASURED
+
+
+def _no_memory_record(report: Report) -> str:
+    if report.outcome is None:
+        return "what became of the memory budget is not on record: the record has no end"
+    return "memory was left alone"
+
+
+def _without_result(report: Report) -> str:
+    label = f"[{report.label.value}]"
+    if report.prediction is not None and report.choice.state == "predicted":
+        expected = report.prediction
+        energy = show_fraction(less_one(expected.energy_ratio), signed=True)
+        time = show_fraction(expected.time_ratio - 1.0, signed=True)
+        setting = "; ".join(expected.actions) or "the default"
+        return (
+            f"nothing was set; plan: {setting}, {energy} energy, {time} time "
+            f"[predicted, {expected.label.value}]"
+        )
+    if report.mode == "observe" and report.choice.state == "undecided":
+        return f"only watched: {_watched(report)} {label}"
+    return f"no result: {report.choice.reason} {label}"
+
+
+def _watched(report: Report) -> str:
+    count = show_count(report.iterations, "iteration")
+    if report.baseline.iteration_s is None:
+        return count
+    return f"{count} of {show_time(report.baseline.iteration_s)}"
+
+
+def verdict(report: Report) -> str:
+    """The contract, and where the interval of the slowdown lies."""
+    if report.contract is None:
+        return "no contract"
+    terms = f"the contract of {allowed(report.contract)}"
+    if report.slowdown_ci95 is None:
+        return terms
+    if report.within_contract is None:
+        return f"the interval reaches beyond {terms}"
+    return f"all of it {'within' if report.within_contract else 'beyond'} {terms}"
+
+
+def interval(ends: tuple[float, float] | None) -> str:
+    """` (95 %: 11.9 to 13.0 %)`, or that there is none."""
+    if ends is None or not all(map(math.isfinite, ends)):
+        return " (no interval)"
+    return f" (95 %: {show_fraction(ends[0]).removesuffix(' %')} to {show_fraction(ends[1])})"
+
+
+def evidence(report: Report) -> str:
+    """How much the numbers rest on."""
+    e = report.evidence
+    if not e.pairs:
+        text = f"no pairs, {show_count(len(report.blocks), 'block')}"
+    else:
+        text = f"{show_count(e.pairs, 'pair')} of blocks, {e.iterations} iterations"
+    if report.rehearsed_share > 0.0:
+        text += f" ({report.rehearsed_share * 100:.0f} % rehearsed after the script had ended)"
+    if e.left_out:
+        reasons = ", ".join(f"{count} {why}" for why, count in e.left_out.items())
+        text += f"; blocks left out: {reasons}"
+    return text
+
+
+def ending(report: Report) -> str:
+    """What was held, and whether the found setting is back."""
+    if report.mode != "govern" and report.restored:
+        return NOTHING_SET
+    asked = {block.setting for block in report.blocks}
+    if report.mode == "govern":  # a block under it may never have come to its end
+        asked |= {d.setting for d in report.decisions if d.state != "predicted"}
+    if asked <= {report.found} and report.restored:
+        return NOTHING_SET
+    held = f"held {report.choice.setting}" if report.kept else "held the default"
+    if any(device.backend == "sim" for device in report.devices):
+        held = f"on the simulated device: {held}"
+    if report.restored:
+        return f"{held}; {report.found} restored"
+    end = "no end on record" if report.restored is None else f"{report.found} NOT restored"
+    return f"{held}; {end}"
+
+
+def _probe(probe: Probe) -> str:
+    time = show_fraction(probe.time_ratio - 1.0, signed=True)
+    energy = show_fraction(less_one(probe.energy_ratio), signed=True)
+    mark = "*" if probe.chosen else " "
+    return (
+        f"{mark} {probe.setting!s:<32} {probe.phase:<8} time {time:>8}  energy {energy:>8}  "
+        f"{probe.pairs} pairs"
+    )
+
+
+def less_one(ratio: float | None) -> float | None:
+    """A ratio to the default as a change."""
+    return None if ratio is None else ratio - 1.0

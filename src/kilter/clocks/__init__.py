@@ -1,0 +1,1 @@
+"""Clocks: settings that save energy under a slow-down contract."""

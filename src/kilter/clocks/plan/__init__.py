@@ -1,0 +1,1 @@
+"""Pure planning of clocks: which setting to try, how it is judged, what is decided."""

@@ -1,0 +1,327 @@
+"""The governor: in what order to try settings on the running job, and what to conclude.
+
+Pure coroutines: they yield an `Order` (run a block of iterations under this setting) and are sent
+the `BlockOutcome`. Real sessions, rehearsals and benchmarks drive the very same code; there are no
+clocks, devices and threads here.
+
+    search: probe ... probe, confirm ... -> hold: candidate, with a baseline pair now and then
+       ^                                      |
+       +----- drift, or the contract broken --+
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+import statistics
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+
+from kilter.clocks.plan.guard import Contract, Verdict
+from kilter.clocks.plan.job import PRICE_OF_TIME, Forecast, Probed, Space, forecasts
+from kilter.core.label import Label
+from kilter.core.plan import Effect, Goal, Plan, SetClocks
+from kilter.core.setting import Setting
+
+PROBE_PAIRS = 3
+"""Pairs of one probe."""
+CONFIRM_PAIRS = 60
+"""A test still undecided after this many pairs times out: the setting is not taken."""
+RESERVE_BLOCKS = 24
+"""Blocks kept back for confirming when the length of the job is known."""
+LEAST_IMPROVEMENT = 0.002
+"""Expected improvement (fraction of the objective) below which a search is over."""
+MOST_TESTS = 6
+"""Settings confirmed in one search: each further test has less error probability to spend."""
+HEADROOM = 0.25
+"""A setting is worth confirming if its expected time stays below the bound by this many standard
+deviations of a pair: closer to the bound tests mostly time out."""
+NOISE_SD = 0.01
+"""Spread of one pair's log ratio that is assumed until pairs show their own."""
+REFERENCE_EVERY = 50
+"""While holding, one block in this many is a baseline block: 2 % of the saving is spent on
+knowing that it is still one."""
+DRIFT = 0.10
+DRIFT_BLOCKS = 5
+"""The job has changed when this many blocks in a row differ from the level at the start of the
+hold by more than this fraction, in time or in energy."""
+SEARCH_AGAIN_AFTER = 200
+"""Blocks to hold after a search before drift may start the next one."""
+
+
+class Phase(enum.Enum):
+    WARM = "warm"
+    PROBE = "probe"
+    CONFIRM = "confirm"
+    HOLD = "hold"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Run one block of iterations under this setting and report back."""
+
+    phase: Phase
+    setting: Setting
+    baseline: bool
+    """The arm: the setting as found, or a candidate."""
+    pair: int | None
+    """Blocks of one pair are compared with each other; None outside a comparison."""
+    reason: str
+    roles: Mapping[str, Setting] = field(default_factory=dict)
+    """By role group, where groups differ; the setting of a group that is not named is the found
+    one. Empty: all ranks get `setting`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOutcome:
+    """What a block gave. `energy_j` is per iteration; None where the device cannot tell."""
+
+    iteration_s: float
+    energy_j: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The setting that stands, why, and what it is expected to do (log ratios to the baseline)."""
+
+    setting: Setting
+    log_time: float = 0.0
+    log_energy: float = 0.0
+    reason: str
+    roles: Mapping[str, Setting] = field(default_factory=dict)
+    """By role group, where groups differ, as in `Order`."""
+
+    @property
+    def time_ratio(self) -> float:
+        return math.exp(self.log_time)
+
+    @property
+    def energy_ratio(self) -> float:
+        return math.exp(self.log_energy)
+
+
+@dataclass(slots=True)
+class _Evidence:
+    """The pairs of one candidate: log ratios of time and energy."""
+
+    times: list[float] = field(default_factory=list)
+    energies: list[float] = field(default_factory=list)
+
+    def add(self, time: float, energy: float) -> None:
+        self.times.append(time)
+        self.energies.append(energy)
+
+
+class Governor:
+    """Searches, holds, watches for drift, searches again. `choice` is at any moment what stands.
+
+    `blocks` is the length of the job where it is known: then a part of it is kept for confirming.
+    """
+
+    def __init__(
+        self, space: Space, goal: Goal, *, seed: int = 0, blocks: int | None = None
+    ) -> None:
+        self._space = space
+        self._goal = goal
+        self._contract = Contract(
+            max_slowdown=goal.max_slowdown or 0.0, error_probability=goal.error_probability
+        )
+        self._random = random.Random(seed)
+        self._blocks = blocks
+        self._used = 0
+        self._pairs = 0
+        self._tests = 0
+        self._tests_before = 0
+        self._probed: dict[int, _Evidence] = {}
+        self._decided: set[int] = set()
+        self.choice = Choice(setting=space.found, reason="the default stands: nothing tried yet")
+
+    def run(self) -> Generator[Order, BlockOutcome, None]:
+        """Search and hold for as long as there are iterations."""
+        while True:
+            yield from self.search()
+            drift = yield from self.hold()
+            self._probed.clear()
+            self._decided.clear()
+            self._tests_before = self._tests
+            self.choice = Choice(setting=self._space.found, reason=f"the default stands: {drift}")
+
+    def search(self) -> Generator[Order, BlockOutcome, Choice]:
+        """Probe and confirm until nothing promises an improvement."""
+        while ranking := self._ranking():
+            if ranking[0].probed:
+                yield from self._confirm(ranking[0])
+            else:
+                yield from self._probe(ranking[0])
+        if self.choice.setting == self._space.found:
+            tried = len(self._probed)
+            reason = (
+                f"the default stands: none of {tried} settings tried saves enough within the bound"
+                if tried
+                else "the default stands: no setting promises a saving within the bound"
+            )
+            self.choice = Choice(setting=self._space.found, reason=reason)
+        return self.choice
+
+    def _ranking(self) -> list[Forecast]:
+        """What is worth trying, the most promising first."""
+        spread = self._spread()
+        ranking = forecasts(
+            self._space,
+            {
+                index: Probed(
+                    log_time=statistics.fmean(e.times),
+                    log_energy=statistics.fmean(e.energies),
+                    sd=spread / math.sqrt(len(e.times)),
+                )
+                for index, e in self._probed.items()
+            },
+            bound=self._contract.bound - HEADROOM * spread,
+            objective=self._goal.objective,
+            best=self._objective(self.choice),
+            rejected=frozenset(self._decided),
+        )
+        if self._blocks is not None and self._used + RESERVE_BLOCKS > self._blocks:
+            ranking = [f for f in ranking if f.probed]
+        if self._tests - self._tests_before >= MOST_TESTS:
+            return []
+        return [f for f in ranking if f.improvement >= LEAST_IMPROVEMENT]
+
+    def _probe(self, forecast: Forecast) -> Generator[Order, BlockOutcome, None]:
+        setting = self._space.candidates[forecast.index]
+        evidence = self._probed.setdefault(forecast.index, _Evidence())
+        for _ in range(PROBE_PAIRS):
+            pair = yield from self._pair(setting, Phase.PROBE, f"predicted {_effect(forecast)}")
+            evidence.add(*pair)
+
+    def _confirm(self, forecast: Forecast) -> Generator[Order, BlockOutcome, None]:
+        """Sequential tests of time and energy on fresh pairs: those that helped to select a
+        setting must not help to confirm it."""
+        self._tests += 1
+        share = self._contract.share(self._tests)
+        setting = self._space.candidates[forecast.index]
+        fresh = _Evidence()
+        time, saving = Verdict.UNDECIDED, Verdict.UNDECIDED
+        while len(fresh.times) < CONFIRM_PAIRS:
+            pair = yield from self._pair(setting, Phase.CONFIRM, f"probed {_effect(forecast)}")
+            fresh.add(*pair)
+            self._probed[forecast.index].add(*pair)
+            if time is Verdict.UNDECIDED:
+                time = self._contract.judge(fresh.times, error_probability=share)
+            saving = self._contract.saves(fresh.energies, error_probability=share)
+            if Verdict.DEGRADED in (time, saving) or time is saving is Verdict.SAFE:
+                break
+        self._decided.add(forecast.index)
+        if not time is saving is Verdict.SAFE:
+            return
+        candidate = Choice(
+            setting=setting,
+            log_time=statistics.fmean(fresh.times),
+            log_energy=statistics.fmean(fresh.energies),
+            reason=f"safe after {len(fresh.times)} pairs, and it saves",
+        )
+        worth = candidate.log_energy + PRICE_OF_TIME * max(candidate.log_time, 0.0) < 0.0
+        if worth and self._objective(candidate) < self._objective(self.choice):
+            self.choice = candidate
+
+    def hold(self) -> Generator[Order, BlockOutcome, str]:
+        """Hold the choice; returns why the search has to be done again."""
+        choice, baseline = self.choice, self.choice.setting == self._space.found
+        references = _Evidence()
+        level: list[BlockOutcome] = []
+        recent: list[BlockOutcome] = []
+        held = 0
+        while True:
+            held += 1
+            if not baseline and held % REFERENCE_EVERY == 0:
+                references.add(*(yield from self._pair(choice.setting, Phase.HOLD, choice.reason)))
+                if self._contract.broken(references.times):
+                    slower = math.expm1(statistics.fmean(references.times))
+                    return f"the held setting became {slower * 100:.1f} % slower than the baseline"
+                continue
+            outcome = yield Order(
+                phase=Phase.HOLD,
+                setting=choice.setting,
+                baseline=baseline,
+                pair=None,
+                reason=choice.reason,
+            )
+            if len(level) < DRIFT_BLOCKS:
+                level.append(outcome)
+                continue
+            recent = [*recent, outcome][-DRIFT_BLOCKS:]
+            if held > SEARCH_AGAIN_AFTER and (drift := _drift(level, recent)):
+                return drift
+
+    def _pair(
+        self, setting: Setting, phase: Phase, reason: str
+    ) -> Generator[Order, BlockOutcome, tuple[float, float]]:
+        """Two blocks in random order; the log ratios of time and energy."""
+        self._pairs += 1
+        self._used += 2
+        arms = [True, False]
+        self._random.shuffle(arms)
+        outcomes: dict[bool, BlockOutcome] = {}
+        for baseline in arms:
+            outcomes[baseline] = yield Order(
+                phase=phase,
+                setting=self._space.found if baseline else setting,
+                baseline=baseline,
+                pair=self._pairs,
+                reason=reason,
+            )
+        time = math.log(outcomes[False].iteration_s / outcomes[True].iteration_s)
+        ours, theirs = outcomes[False].energy_j, outcomes[True].energy_j
+        return time, math.log(ours / theirs) if ours and theirs else time
+
+    def _spread(self) -> float:
+        """Spread of one pair, pooled over candidates, shrunk to `NOISE_SD` while there are few."""
+        squares, freedom = 4 * NOISE_SD**2, 4
+        for e in self._probed.values():
+            mean = statistics.fmean(e.times)
+            squares += sum((t - mean) ** 2 for t in e.times)
+            freedom += len(e.times) - 1
+        return math.sqrt(squares / freedom)
+
+    def _objective(self, choice: Choice) -> float:
+        return choice.log_energy + self._goal.objective.time_exponent * choice.log_time
+
+
+def _drift(level: list[BlockOutcome], recent: list[BlockOutcome]) -> str | None:
+    """What has changed for good between the start of a hold and now, or None."""
+    if len(recent) < DRIFT_BLOCKS:
+        return None
+    for name, value in (("iteration time", _time), ("energy per iteration", _energy)):
+        before = statistics.median(map(value, level))
+        changes = [value(o) / before - 1 for o in recent] if before else []
+        if changes and (min(changes) > DRIFT or max(changes) < -DRIFT):
+            return f"the job changed: {name} {statistics.median(changes) * 100:+.0f} %"
+    return None
+
+
+def _time(outcome: BlockOutcome) -> float:
+    return outcome.iteration_s
+
+
+def _energy(outcome: BlockOutcome) -> float:
+    return outcome.energy_j or 0.0
+
+
+def _effect(forecast: Forecast) -> str:
+    energy, time = math.expm1(forecast.log_energy), math.expm1(forecast.log_time)
+    return f"{energy * 100:+.1f} % energy at {time * 100:+.1f} % time"
+
+
+def plan_of(choice: Choice, found: Setting, label: Label) -> Plan:
+    """The choice as a plan; the default standing is an empty one."""
+    effect = Effect(time_ratio=choice.time_ratio, energy_ratio=choice.energy_ratio)
+    settings = choice.roles or {"": choice.setting}
+    actions = tuple(
+        SetClocks(setting=setting, effect=effect, reason=choice.reason, role=role)
+        for role, setting in settings.items()
+        if setting != found
+    )
+    return Plan(
+        planner="job_clocks", actions=actions, effect=effect, reason=choice.reason, label=label
+    )

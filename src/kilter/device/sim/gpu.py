@@ -1,0 +1,499 @@
+"""A simulated GPU in virtual time: `SimGpu` is a `Device` that also runs work.
+
+Nothing here waits: `run` and `idle` move the device's own clock forward, thousands of times faster
+than the job would. What is asked for, what is in force, and what the sensors say are three
+different things, as on a real card: a setting acts after a delay, a power or temperature limit
+holds the clock below it, and the sensors show a mean of the past, ten times a second, off by the
+board's own gain. Every number is labelled *simulated*.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import math
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from kilter.core.errors import DeviceLost, NotPermitted, NotSupported
+from kilter.core.label import Label
+from kilter.core.setting import DeviceInfo, Sample, Setting, Supported, Throttle
+from kilter.core.trace import IterationTrace
+from kilter.core.units import show_clock, show_power
+from kilter.device.sim.noise import Noise, NoiseSource
+from kilter.device.sim.profile import Profile
+from kilter.device.sim.work import Cost, Work, cost_of, work_of
+from kilter.model.power import Thermal, capped_clock
+from kilter.model.roofline import Quantity
+
+STEADY = Noise(white=0.003, drift=0.002, outlier_probability=0.005, power=0.005)
+"""The noise of a job that has its GPU to itself: about twice what was measured on an H200 (0.15 to
+0.17 % between iterations of three training loops, neighbours correlated by 0.3 to 0.5)."""
+
+
+class Trouble(enum.Enum):
+    """What can go wrong, as a script for tests."""
+
+    SET_REFUSED = "set_refused"
+    """`set` raises `NotPermitted`; with a `setting`, only for exactly that one (so a refused
+    restore is a refused return to the setting that was found)."""
+    SET_IGNORED = "set_ignored"
+    """`set` succeeds and nothing happens."""
+    SET_CLIPPED = "set_clipped"
+    """No SM clock below `value` hertz is obeyed."""
+    LOST = "lost"
+    """Every call raises `DeviceLost`."""
+    COUNTER_STUCK = "counter_stuck"
+    """The energy counter stays where it was when it was last read."""
+    COUNTER_OF_MODULE = "counter_of_module"
+    """The energy counter also counts another chip, which draws `value` watts (Grace Hopper)."""
+    SENSORS_LATE = "sensors_late"
+    """Sensors show what was true `value` seconds ago."""
+    OTHER_TOOL = "other_tool"
+    """Somebody else sets the knobs of `setting` that are not `None`, once, at `begin_s`. As on a
+    real card, `settings()` then shows a power limit, but nobody can ask about a locked clock."""
+    HOT_ROOM = "hot_room"
+    """The cooling air has `value` degrees Celsius."""
+    NEIGHBOUR = "neighbour"
+    """Another job on the card: iterations take `1 + value` times as long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One trouble over a stretch of virtual time."""
+
+    trouble: Trouble
+    begin_s: float = 0.0
+    end_s: float = math.inf
+    value: float = 0.0
+    setting: Setting | None = None
+
+    def __post_init__(self) -> None:
+        if self.trouble is Trouble.OTHER_TOOL and self.setting is None:
+            raise ValueError("OTHER_TOOL needs the setting that the other tool makes")
+
+
+class _Point(NamedTuple):
+    """A moment of the past with what had added up by then. Since the point before it, everything
+    was constant: clocks and reasons are those of the stretch that ends here."""
+
+    t_s: float
+    energy_j: float
+    busy_s: float
+    memory_s: float
+    sm_hz: float
+    memory_hz: float
+    temperature_c: float
+    throttle: tuple[Throttle, ...]
+
+
+class _State(NamedTuple):
+    """What the card does with some work under the request in force."""
+
+    cost: Cost
+    waiting_w: float
+    sm_hz: float
+    memory_hz: float
+    throttle: tuple[Throttle, ...]
+
+
+class _Request(NamedTuple):
+    """A setting on its way. `partial`: of another tool, which leaves `None` knobs as they are."""
+
+    acts_at_s: float
+    setting: Setting
+    partial: bool
+
+
+class SimGpu:
+    """One simulated GPU. Same seed, same calls, same results.
+
+    `noise` and `faults` are scripts; `seed` also draws the board's sensor gain and the switching
+    delays. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        seed: int = 0,
+        noise: Noise = STEADY,
+        faults: Sequence[Fault] = (),
+        index: int = 0,
+    ) -> None:
+        self.profile = profile
+        self._seed = seed
+        self._index = index
+        self._faults = tuple(faults)
+        self._edges = sorted(
+            {t for fault in faults for t in (fault.begin_s, fault.end_s) if math.isfinite(t)}
+        )
+        sensors, self._delays, jitter = np.random.default_rng([seed, index]).spawn(3)
+        gain = profile.sensor.gain_error
+        self._gain = 1.0 + sensors.uniform(-gain, gain)
+        self._phase_s = sensors.uniform(0.0, profile.sensor.period_s)
+        self._noise = NoiseSource(noise, jitter)
+        self._supported = profile.knobs.supported()
+        self._asked = Setting()
+        self._force = Setting()
+        self._pending = [
+            _Request(fault.begin_s, fault.setting, partial=True)
+            for fault in sorted(faults, key=lambda fault: fault.begin_s)
+            if fault.trouble is Trouble.OTHER_TOOL and fault.setting is not None
+        ]
+        self._states: dict[tuple[Work, Setting, float, float, float], _State] = {}
+        asleep_c = profile.thermal.after(0.0, profile.power.idle_w, math.inf)
+        self._now = _Point(
+            t_s=0.0,
+            energy_j=0.0,
+            busy_s=0.0,
+            memory_s=0.0,
+            sm_hz=profile.knobs.sm_idle_hz,
+            memory_hz=profile.knobs.memory_clocks_hz[-1],
+            temperature_c=asleep_c,
+            throttle=(Throttle.IDLE,),
+        )
+        self._past: deque[_Point] = deque([self._now])
+        late = (f.value for f in faults if f.trouble is Trouble.SENSORS_LATE)
+        sensor = profile.sensor
+        self._remember_s = 2 * sensor.period_s + sensor.window_s + max(late, default=0.0)
+        self._counter_j: float | None = None
+        self._idle_s = math.inf
+        self._hot = False
+
+    # The truth, which no sensor shows.
+
+    @property
+    def now_s(self) -> float:
+        """Virtual time since the device was made."""
+        return self._now.t_s
+
+    @property
+    def energy_j(self) -> float:
+        """True energy since then."""
+        return self._now.energy_j
+
+    @property
+    def in_force(self) -> Setting:
+        """The request that acts now."""
+        return self._force
+
+    # Work.
+
+    def work(self, trace: IterationTrace) -> Work:
+        """A trace as this device would run it; make it once, run it often."""
+        knobs = self.profile.knobs
+        return work_of(
+            trace,
+            self.profile.roofline,
+            sm_hz=knobs.sm_highest_hz,
+            memory_hz=knobs.memory_clocks_hz[-1],
+        )
+
+    def run(self, work: Work) -> float:
+        """Run one iteration: the clock and the meters move on. Returns its time in seconds.
+
+        A setting that begins to act on the way changes the speed from there on.
+        """
+        time_factor, power_factor = self._noise.draw()
+        self._idle_s = 0.0
+        left, taken_s = 1.0, 0.0
+        while left > 1e-12:
+            self._reach()
+            state = self._state(work)
+            cost = state.cost
+            crowd = 1.0 + self._strength(Trouble.NEIGHBOUR)
+            whole_s = cost.time_s * time_factor * crowd
+            extra_j = (time_factor - 1.0) * cost.time_s * state.waiting_w
+            whole_j = (cost.energy_j * power_factor + extra_j) * crowd
+            step_s = min(left * whole_s, self._quiet_s())
+            share = step_s / whole_s
+            self._move(step_s, share * whole_j, share * cost.busy_s, share * cost.memory_s, state)
+            left -= share
+            taken_s += step_s
+        return taken_s
+
+    def idle(self, seconds: float) -> None:
+        """Let virtual time pass without work: awake at first, later asleep."""
+        left = seconds
+        while left > 0:
+            self._reach()
+            state = self._waiting()
+            until_sleep = self.profile.sleep_after_s - self._idle_s
+            step_s = min(left, self._quiet_s(), until_sleep if until_sleep > 0 else math.inf)
+            self._move(step_s, step_s * state.waiting_w, 0.0, 0.0, state)
+            self._idle_s += step_s
+            left -= step_s
+
+    # The Device protocol.
+
+    def info(self) -> DeviceInfo:
+        self._reach()
+        profile = self.profile
+        return DeviceInfo(
+            name=profile.title,
+            uuid=f"SIM-{profile.name}-{self._seed}-{self._index}",
+            backend="sim",
+            label=Label.SIMULATED,
+            can_set=True,
+            persistent=False,
+            has_energy_counter=profile.sensor.energy_counter,
+            sensor_period_s=profile.sensor.period_s,
+            switch_latency_s=profile.switch.p95_s,
+            memory_bytes=profile.memory_bytes,
+            index=self._index,
+        )
+
+    def supported(self) -> Supported:
+        self._reach()
+        return self._supported
+
+    def settings(self) -> Setting:
+        self._reach()
+        return self._asked
+
+    def set(self, setting: Setting) -> None:
+        self._reach()
+        for fault in self._active(Trouble.SET_REFUSED):
+            if fault.setting is None or fault.setting == setting:
+                raise NotPermitted(f"{self.profile.title}: {setting} was refused (scripted)")
+        self._require("SM clock", show_clock, setting.sm_clock_hz, self._supported.sm_clocks_hz)
+        self._require(
+            "memory clock", show_clock, setting.memory_clock_hz, self._supported.memory_clocks_hz
+        )
+        self._require(
+            "power limit", show_power, setting.power_limit_w, self._supported.power_limits_w
+        )
+        self._asked = setting
+        if not self._active(Trouble.SET_IGNORED):
+            mine = (request.acts_at_s for request in self._pending if not request.partial)
+            acts_at_s = max(self._now.t_s + self._delay_s(setting), max(mine, default=0.0))
+            bisect.insort(
+                self._pending,
+                _Request(acts_at_s, setting, partial=False),
+                key=lambda request: request.acts_at_s,
+            )
+
+    def reset(self) -> None:
+        self.set(Setting())
+
+    def sample(self, *, energy: bool = False) -> Sample:
+        self._reach()
+        sensor = self.profile.sensor
+        tick_s = self._tick(self._now.t_s - self._strength(Trouble.SENSORS_LATE))
+        end, begin = self._at(tick_s), self._at(tick_s - sensor.window_s)
+        before = self._at(tick_s - sensor.period_s)
+        window_s, period_s = end.t_s - begin.t_s, end.t_s - before.t_s
+        idle_w = self.profile.power.idle_w
+        power_w = (end.energy_j - begin.energy_j) / window_s if window_s > 0 else idle_w
+        counter_j = None
+        if energy and sensor.energy_counter:
+            if not self._active(Trouble.COUNTER_STUCK) or self._counter_j is None:
+                others = self._active(Trouble.COUNTER_OF_MODULE)
+                others_j = sum(f.value * max(0.0, end.t_s - f.begin_s) for f in others)
+                self._counter_j = self._gain * end.energy_j + others_j
+            counter_j = self._counter_j
+        return Sample(
+            t_s=self._now.t_s,
+            power_w=self._gain * power_w,
+            energy_j=counter_j,
+            sm_clock_hz=self._on_grid(end.sm_hz),
+            memory_clock_hz=end.memory_hz,
+            sm_utilisation=_share(end.busy_s - before.busy_s, period_s),
+            memory_utilisation=_share(end.memory_s - before.memory_s, period_s),
+            temperature_c=end.temperature_c,
+            throttle=end.throttle,
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    # Inside.
+
+    def _active(self, trouble: Trouble) -> list[Fault]:
+        now = self._now.t_s
+        return [f for f in self._faults if f.trouble is trouble and f.begin_s <= now < f.end_s]
+
+    def _strength(self, trouble: Trouble) -> float:
+        return max((fault.value for fault in self._active(trouble)), default=0.0)
+
+    def _reach(self) -> None:
+        """First of everything that touches the device: is it there, and what acts by now?"""
+        if self._active(Trouble.LOST):
+            raise DeviceLost(f"{self.profile.title} fell off the bus (scripted)")
+        while self._pending and self._pending[0].acts_at_s <= self._now.t_s:
+            request = self._pending.pop(0)
+            if request.partial:
+                self._force = _overlay(self._force, request.setting)
+                limit_w = request.setting.power_limit_w
+                self._asked = self._asked.with_(power_limit_w=limit_w)
+            else:
+                self._force = request.setting
+
+    def _quiet_s(self) -> float:
+        """Time until something may change by itself."""
+        now = self._now.t_s
+        edge = bisect.bisect_right(self._edges, now)
+        next_edge = self._edges[edge] if edge < len(self._edges) else math.inf
+        next_act = self._pending[0].acts_at_s if self._pending else math.inf
+        return min(next_edge - now, next_act - now, self.profile.thermal.time_constant_s / 10)
+
+    def _thermal(self) -> Thermal:
+        hot_room_c = self._strength(Trouble.HOT_ROOM)
+        thermal = self.profile.thermal
+        return replace(thermal, ambient_c=hot_room_c) if hot_room_c else thermal
+
+    def _state(self, work: Work) -> _State:
+        """The work under the request in force, at the present temperature; solved once each."""
+        warm_c = _TEMPERATURE_STEP_C * round(self._now.temperature_c / _TEMPERATURE_STEP_C)
+        sustainable_w = self._thermal().sustainable_w if self._hot else math.inf
+        least_hz = self._strength(Trouble.SET_CLIPPED)
+        key = (work, self._force, warm_c, sustainable_w, least_hz)
+        state = self._states.get(key)
+        if state is None:
+            if len(self._states) > _MOST_STATES:
+                self._states.clear()
+            state = self._states[key] = self._solve(*key)
+        return state
+
+    def _solve(
+        self, work: Work, force: Setting, warm_c: float, sustainable_w: float, least_hz: float
+    ) -> _State:
+        profile = self.profile
+        knobs, roofline, power = profile.knobs, profile.roofline, profile.power
+        memory_hz = force.memory_clock_hz or knobs.memory_clocks_hz[-1]
+        asked_hz = max(force.sm_clock_hz or knobs.sm_highest_hz, least_hz)
+        limit_w = (force.power_limit_w or knobs.limit_highest_w) * knobs.limit_kept
+
+        def cost(sm_hz: float) -> Cost:
+            return cost_of(
+                work, roofline, power, sm_hz=sm_hz, memory_hz=memory_hz, temperature_c=warm_c
+            )
+
+        def power_w(sm_hz: Quantity) -> Quantity:
+            return cost(float(sm_hz)).power_w
+
+        sm_hz = float(
+            capped_clock(power_w, knobs.sm_lowest_hz, asked_hz, min(limit_w, sustainable_w))
+        )
+        throttle = []
+        if sm_hz < asked_hz:
+            throttle.append(Throttle.POWER_CAP if limit_w <= sustainable_w else Throttle.THERMAL)
+        if asked_hz < knobs.sm_highest_hz:
+            throttle.append(Throttle.CLOCK_SETTING)
+        return _State(
+            cost=cost(sm_hz),
+            waiting_w=float(power.waiting_w(sm_hz, memory_hz, warm_c)),
+            sm_hz=sm_hz,
+            memory_hz=memory_hz,
+            throttle=tuple(throttle),
+        )
+
+    def _waiting(self) -> _State:
+        """No work: awake at the requested clocks, or asleep."""
+        knobs, power = self.profile.knobs, self.profile.power
+        asleep = self._idle_s >= self.profile.sleep_after_s
+        asked_hz = self._force.sm_clock_hz or knobs.sm_highest_hz
+        memory_hz = self._force.memory_clock_hz or knobs.memory_clocks_hz[-1]
+        awake_w = float(power.waiting_w(asked_hz, memory_hz, self._now.temperature_c))
+        return _State(
+            cost=Cost(time_s=0.0, energy_j=0.0, busy_s=0.0, memory_s=0.0),
+            waiting_w=power.idle_w if asleep else awake_w,
+            sm_hz=knobs.sm_idle_hz if asleep else asked_hz,
+            memory_hz=memory_hz,
+            throttle=(Throttle.IDLE,) if asleep else (),
+        )
+
+    def _move(
+        self, step_s: float, energy_j: float, busy_s: float, memory_s: float, state: _State
+    ) -> None:
+        now, thermal = self._now, self._thermal()
+        celsius = thermal.after(now.temperature_c, energy_j / step_s, step_s)
+        if celsius >= thermal.limit_c:
+            self._hot = True
+        elif celsius < thermal.limit_c - _HYSTERESIS_K:
+            self._hot = False
+        self._now = _Point(
+            t_s=now.t_s + step_s,
+            energy_j=now.energy_j + energy_j,
+            busy_s=now.busy_s + busy_s,
+            memory_s=now.memory_s + memory_s,
+            sm_hz=state.sm_hz,
+            memory_hz=state.memory_hz,
+            temperature_c=celsius,
+            throttle=state.throttle,
+        )
+        self._past.append(self._now)
+        while self._past[1].t_s < self._now.t_s - self._remember_s:
+            self._past.popleft()
+
+    def _tick(self, t_s: float) -> float:
+        """The last moment up to `t_s` at which the sensors changed."""
+        period = self.profile.sensor.period_s
+        return period * math.floor((t_s - self._phase_s) / period) + self._phase_s
+
+    def _at(self, t_s: float) -> _Point:
+        """The card at a moment of the remembered past."""
+        after = self._past[-1]
+        for point in reversed(self._past):
+            if point.t_s <= t_s:
+                if point is after:
+                    return point
+                part = (t_s - point.t_s) / (after.t_s - point.t_s)
+                return after._replace(
+                    t_s=t_s,
+                    energy_j=point.energy_j + part * (after.energy_j - point.energy_j),
+                    busy_s=point.busy_s + part * (after.busy_s - point.busy_s),
+                    memory_s=point.memory_s + part * (after.memory_s - point.memory_s),
+                )
+            after = point
+        return after
+
+    def _on_grid(self, sm_hz: float) -> float:
+        """Clocks are read back as the step below."""
+        knobs = self.profile.knobs
+        steps = math.floor((sm_hz - knobs.sm_lowest_hz) / knobs.sm_step_hz + 1e-6)
+        return min(sm_hz, knobs.sm_lowest_hz + knobs.sm_step_hz * steps)
+
+    def _delay_s(self, setting: Setting) -> float:
+        """A draw of the switching delay. The median belongs to the target, the rest is chance."""
+        switch = self.profile.switch
+        target = np.random.default_rng(zlib.crc32(repr(setting).encode())).standard_normal()
+        chance = self._delays.standard_normal()
+        return switch.median_s * math.exp(switch.target_spread * target + switch.spread * chance)
+
+    def _require(
+        self,
+        knob: str,
+        show: Callable[[float], str],
+        value: float | None,
+        allowed: tuple[float, ...],
+    ) -> None:
+        if value is not None and value not in allowed:
+            raise NotSupported(
+                f"{self.profile.title}: {knob} {show(value)} is none of the {len(allowed)} it takes"
+            )
+
+
+_TEMPERATURE_STEP_C = 2.0
+"""Leakage is followed in steps of this, so that states can be kept."""
+_MOST_STATES = 10_000
+_HYSTERESIS_K = 3.0
+"""A device that was too hot speeds up again when it is this much below the limit."""
+
+
+def _overlay(below: Setting, above: Setting) -> Setting:
+    return below.with_(
+        sm_clock_hz=above.sm_clock_hz,
+        memory_clock_hz=above.memory_clock_hz,
+        power_limit_w=above.power_limit_w,
+    )
+
+
+def _share(part: float, whole: float) -> float:
+    return min(1.0, part / whole) if whole > 0 else 0.0

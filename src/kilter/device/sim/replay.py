@@ -1,0 +1,315 @@
+"""Replays of measurements: clock tables (CSV), and the telemetry of a recorded run.
+
+A clock table says how long a workload took, and what it drew, at each setting that somebody
+measured. Nothing is interpolated: a setting outside the table is refused. Every number that comes
+out of here is labelled *replayed*.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kilter.core.errors import FileError, NotPermitted
+from kilter.core.events import Sampled, read_events
+from kilter.core.label import Label
+from kilter.core.setting import DeviceInfo, Sample, Setting, Supported
+from kilter.core.units import MHZ, MIB
+
+COLUMNS = (
+    "source",
+    "gpu",
+    "workload",
+    "core_mhz",
+    "mem_mhz",
+    "power_limit_w",
+    "time_s",
+    "power_w",
+    "energy_j",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRow:
+    """One measured setting of a workload."""
+
+    setting: Setting
+    time_s: float
+    """Of one run, epoch, iteration or launch: the table's own unit of work."""
+    power_w: float
+    """Mean power of the card."""
+    energy_j: float
+    """Energy of the same piece of work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedWorkload:
+    """Everything a table says about one workload on one card."""
+
+    source: str
+    gpu: str
+    name: str
+    rows: tuple[RecordedRow, ...]
+    default: RecordedRow
+    """The row of the unlocked card (all knobs blank), else the highest core clock, then memory
+    clock, then power limit; a knob left blank beside set ones counts as the highest."""
+
+    def at(self, setting: Setting) -> RecordedRow | None:
+        """The row of exactly this setting."""
+        return next((row for row in self.rows if row.setting == setting), None)
+
+
+def load_tables(path: str | os.PathLike[str]) -> tuple[RecordedWorkload, ...]:
+    """The workloads of a clock-table CSV, in the order of their first row.
+
+    Columns as in `COLUMNS` (others are ignored); blank knobs mean "not set". A blank power or
+    energy is computed from the other one. Any row that cannot be trusted is a `FileError` that
+    names the file and the line: nothing is skipped silently.
+    """
+    groups: dict[tuple[str, str], list[tuple[str, RecordedRow]]] = defaultdict(list)
+    lines: dict[tuple[str, str, str, Setting], int] = {}
+    for line, source, gpu, name, row in _rows(path):
+        seen = lines.setdefault((source, gpu, name, row.setting), line)
+        if seen != line:
+            raise FileError(
+                f"{path}:{line}: {gpu} {name!r} at {row.setting} is already on line {seen}"
+            )
+        groups[gpu, name].append((source, row))
+    if not groups:
+        raise FileError(f"{path}: holds no measurements, only a header")
+    return tuple(
+        RecordedWorkload(source=source, gpu=gpu, name=name, rows=rows, default=_default(rows))
+        for (gpu, name), found in groups.items()
+        for source, rows in _by_source(found)
+    )
+
+
+def _by_source(found: list[tuple[str, RecordedRow]]) -> list[tuple[str, tuple[RecordedRow, ...]]]:
+    """One group of rows; one per source where sources have measured the same setting twice."""
+    sources = tuple(dict.fromkeys(source for source, _ in found))
+    if len({row.setting for _, row in found}) == len(found):
+        return [("; ".join(sources), tuple(row for _, row in found))]
+    return [(wanted, tuple(row for source, row in found if source == wanted)) for wanted in sources]
+
+
+def _default(rows: tuple[RecordedRow, ...]) -> RecordedRow:
+    def height(row: RecordedRow) -> tuple[float, float, float]:
+        s = row.setting
+        knobs = (s.sm_clock_hz, s.memory_clock_hz, s.power_limit_w)
+        core, memory, limit = (math.inf if knob is None else knob for knob in knobs)
+        return core, memory, limit
+
+    return max(rows, key=height)
+
+
+def _rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, str, str, str, RecordedRow]]:
+    """(line, source, gpu, workload, row) of every line."""
+    for line, field in _lines(path, COLUMNS):
+        where = f"{path}:{line}"
+        if not field["gpu"] or not field["workload"]:
+            raise FileError(f"{where}: gpu or workload is blank")
+        yield line, field["source"], field["gpu"], field["workload"], _row(field, where)
+
+
+def _lines(
+    path: str | os.PathLike[str], columns: tuple[str, ...]
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """(line number, text by column name) of every line that is not blank."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: not a UTF-8 text file ({error.reason})") from error
+    reader = csv.reader(text.splitlines(keepends=True), strict=True)
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        if not header:
+            raise FileError(f"{path}: empty")
+        missing = [name for name in columns if name not in header]
+        if missing:
+            raise FileError(f"{path}:1: missing columns: {', '.join(missing)}")
+        if len(set(header)) != len(header):
+            raise FileError(f"{path}:1: a column occurs twice")
+        for cells in reader:
+            if not any(cell.strip() for cell in cells):
+                continue
+            if len(cells) != len(header):
+                raise FileError(
+                    f"{path}:{reader.line_num}: {len(cells)} fields, the header has {len(header)}"
+                )
+            yield (
+                reader.line_num,
+                dict(zip(header, (cell.strip() for cell in cells), strict=True)),
+            )
+    except csv.Error as error:
+        raise FileError(f"{path}:{reader.line_num}: not a CSV line ({error})") from error
+
+
+def _row(field: dict[str, str], where: str) -> RecordedRow:
+    core = _positive(field, "core_mhz", where)
+    memory = _positive(field, "mem_mhz", where)
+    setting = Setting(
+        sm_clock_hz=None if core is None else core * MHZ,
+        memory_clock_hz=None if memory is None else memory * MHZ,
+        power_limit_w=_positive(field, "power_limit_w", where),
+    )
+    time_s = _positive(field, "time_s", where)
+    power_w = _positive(field, "power_w", where)
+    energy_j = _positive(field, "energy_j", where)
+    if time_s is None:
+        raise FileError(f"{where}: time_s is blank")
+    if energy_j is None:
+        if power_w is None:
+            raise FileError(f"{where}: power_w and energy_j are both blank")
+        energy_j = power_w * time_s
+    return RecordedRow(
+        setting=setting,
+        time_s=time_s,
+        power_w=energy_j / time_s if power_w is None else power_w,
+        energy_j=energy_j,
+    )
+
+
+def _positive(field: dict[str, str], name: str, where: str) -> float | None:
+    value = _number(field[name], name, where)
+    if value is not None and value <= 0:
+        raise FileError(f"{where}: {name}={field[name]} must be positive")
+    return value
+
+
+def _number(text: str, name: str, where: str) -> float | None:
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise FileError(f"{where}: {name}={text!r} is not a number") from error
+    if not math.isfinite(value):
+        raise FileError(f"{where}: {name}={text} is not finite")
+    return value
+
+
+TELEMETRY = ("t_s", "power_instant_w", "energy_mj", "gpu_util", "mem_util", "sm_mhz")
+"""Columns that a recording must have; `mem_used_mib` is read where it is there."""
+
+
+def load_telemetry(path: str | os.PathLike[str]) -> tuple[Sample, ...]:
+    """The samples of a telemetry recording (CSV), times from its own clock, ascending."""
+    samples: list[Sample] = []
+    for line, field in _lines(path, TELEMETRY):
+        where = f"{path}:{line}"
+        number = {name: _number(field[name], name, where) for name in TELEMETRY}
+        t_s = number["t_s"]
+        if t_s is None:
+            raise FileError(f"{where}: t_s is blank")
+        if samples and t_s <= samples[-1].t_s:
+            raise FileError(f"{where}: t_s={t_s} does not follow the line before")
+        used_mib = _number(field.get("mem_used_mib", ""), "mem_used_mib", where)
+        samples.append(
+            Sample(
+                t_s=t_s,
+                power_w=number["power_instant_w"],
+                energy_j=_times(number["energy_mj"], 1e-3),
+                sm_clock_hz=_times(number["sm_mhz"], MHZ),
+                sm_utilisation=_times(number["gpu_util"], 0.01),
+                memory_utilisation=_times(number["mem_util"], 0.01),
+                memory_used_bytes=_times(used_mib, MIB),
+            )
+        )
+    if not samples:
+        raise FileError(f"{path}: holds no samples, only a header")
+    return tuple(samples)
+
+
+def load_recording(path: str | os.PathLike[str]) -> tuple[Sample, ...]:
+    """The samples of a run of ours (its directory), or of a telemetry recording (a CSV file)."""
+    directory = Path(path)
+    if not directory.is_dir():
+        return load_telemetry(path)
+    events = directory / "events-rank0.jsonl"
+    samples: list[Sample] = []
+    for event in read_events(events):
+        if isinstance(event, Sampled) and (not samples or event.device_t_s > samples[-1].t_s):
+            samples.append(
+                Sample(
+                    t_s=event.device_t_s,
+                    power_w=event.power_w,
+                    sm_clock_hz=event.sm_clock_hz,
+                    memory_clock_hz=event.memory_clock_hz,
+                    sm_utilisation=event.sm_utilisation,
+                    temperature_c=event.temperature_c,
+                )
+            )
+    if not samples:
+        raise FileError(f"{events}: holds no reading of a device's sensors")
+    return tuple(samples)
+
+
+def _times(value: float | None, unit: float) -> float | None:
+    return None if value is None else value * unit
+
+
+class RecordedDevice:
+    """A recorded run as a device that can only be read.
+
+    `clock` is the clock that the recording is played on, from `begin_s` on; the answer is the last
+    sample up to now, and stays at the last one when the recording is over.
+    """
+
+    def __init__(
+        self,
+        samples: tuple[Sample, ...],
+        clock: Callable[[], float],
+        name: str,
+        *,
+        begin_s: float = 0.0,
+    ) -> None:
+        self._samples = samples
+        self._times = [sample.t_s - samples[0].t_s for sample in samples]
+        self._clock = clock
+        self._name = name
+        self._begin_s = begin_s
+
+    @property
+    def length_s(self) -> float:
+        """Of the recording."""
+        return self._times[-1]
+
+    def info(self) -> DeviceInfo:
+        return DeviceInfo(
+            name=f"recording {self._name}",
+            uuid=f"REPLAY-{self._name}",
+            backend="replay",
+            label=Label.REPLAYED,
+            can_set=False,
+            refusal="a recording can be read, not set",
+            persistent=False,
+            has_energy_counter=self._samples[0].energy_j is not None,
+        )
+
+    def sample(self, *, energy: bool = False) -> Sample:
+        place = max(0, bisect.bisect_right(self._times, self._clock() - self._begin_s) - 1)
+        sample = replace(self._samples[place], t_s=self._begin_s + self._times[place])
+        return sample if energy else replace(sample, energy_j=None)
+
+    def supported(self) -> Supported:
+        return Supported()
+
+    def settings(self) -> Setting:
+        return Setting()
+
+    def set(self, setting: Setting) -> None:
+        raise NotPermitted(f"recording {self._name}: cannot be set to {setting}")
+
+    def reset(self) -> None:
+        """Nothing was ever set."""
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,179 @@
+"""The watcher: a small process that outlives the job just long enough to put its GPU back.
+
+    python -P -m kilter.lease.watcher DIRECTORY UUID NONCE CONNECTION LOCK
+
+Started by `kilter.lease.lease` and by nobody else. It knows that the job is dead from two sources:
+its end of the connection is closed (a process forked in C may keep that open), or the kernel says
+so (pidfd). It ignores the signals that mean the job; only SIGKILL ends it, and then the journal is
+still there. It holds the job's own lock, so nobody else gets the GPU before it has been put back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from contextlib import closing, suppress
+from datetime import datetime
+from pathlib import Path
+
+from kilter.core.errors import KilterError
+from kilter.lease.journal import (
+    Journal,
+    JournalPlace,
+    RestoreOutcome,
+    open_journalled,
+    put_back,
+    recover,
+    start_ticks,
+)
+from kilter.lease.own_file import OwnFile
+
+MESSAGE = struct.Struct("=Qd")
+"""Job to watcher: number, deadline (monotonic seconds; infinite: none). Watcher to job: first its
+pid, when it is able to restore; then the number of each deadline that has passed, once the found
+setting is back."""
+TRIES_S = (0.0, 0.5, 2.0, 5.0)
+"""Waits before each attempt to put a dead job's GPU back."""
+AGAIN_S = 5.0
+"""Wait before the next attempt after a deadline, while the job lives."""
+
+
+def main(arguments: list[str]) -> None:
+    """Run until the job is dead or done."""
+    directory, uuid, nonce, connection, lock = arguments
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if os.fork():
+        return  # the job waits for this process; the other one is nobody's child
+    place = JournalPlace(Path(directory), uuid)
+    try:
+        journal = _ours(place, nonce)
+        if journal is None:
+            return
+        with closing(open_journalled(journal)) as device:
+            device.settings()  # a watcher that cannot reach the GPU is none
+    except KilterError as error:
+        _say(f"cannot watch: {error}")
+        return
+    own_lock = OwnFile(int(lock))
+    with socket.socket(fileno=int(connection)) as job:
+        _tell(job, os.getpid())
+        _watch(place, journal, job, own_lock)
+    _finish(place, nonce, own_lock)
+
+
+def _watch(place: JournalPlace, journal: Journal, job: socket.socket, lock: OwnFile) -> None:
+    """Until the job is dead, or has closed the connection."""
+    poll = select.poll()
+    poll.register(job, select.POLLIN)
+    death = _death_of(journal)
+    if death is not None:
+        poll.register(death, select.POLLIN)
+    job.setblocking(False)
+    number, deadline_s = 0, math.inf
+    while True:
+        left_s = deadline_s - time.monotonic()
+        # In parts: poll takes at most 24 days in milliseconds, and rounds down.
+        events = dict(poll.poll(min(max(left_s, 0.0), 3600.0) * 1e3 + 1.0))
+        if death is not None and death in events:
+            return
+        if job.fileno() in events:
+            raw = _receive(job)
+            if not raw:
+                return
+            number, deadline_s = list(MESSAGE.iter_unpack(raw))[-1]
+        elif time.monotonic() >= deadline_s:
+            again_s = _keep_deadline(place, journal.nonce)
+            if again_s == math.inf:
+                _tell(job, number)
+                with suppress(OSError):  # it is only for `kilter restore` to read
+                    place.note_kept(lock, deadline_s)
+            deadline_s = again_s
+
+
+def _death_of(journal: Journal) -> int | None:
+    """A file that becomes readable when the job dies; `None` where the kernel has no such thing."""
+    try:
+        death = os.pidfd_open(journal.pid)
+    except OSError:
+        return None
+    if start_ticks(journal.pid) != journal.start_ticks:  # dead, and the number is another's
+        os.close(death)
+        return None
+    return death
+
+
+def _receive(job: socket.socket) -> bytes:
+    try:
+        return job.recv(4096 * MESSAGE.size)
+    except ConnectionResetError:
+        return b""
+
+
+def _keep_deadline(place: JournalPlace, nonce: str) -> float:
+    """The job has not renewed in time. Put back what was found, but leave the journal: the job
+    still holds the GPU. Returns when to try again."""
+    try:
+        journal = _ours(place, nonce)
+        if journal is not None:
+            # A new object each time: what an old one believes to be set may no longer be so.
+            with closing(open_journalled(journal)) as device:
+                _say(f"deadline passed: {_line(put_back(device, journal))}")
+    except KilterError as error:
+        _say(f"deadline passed, and not put back: {error}")
+        return time.monotonic() + AGAIN_S
+    return math.inf
+
+
+def _tell(job: socket.socket, number: int) -> None:
+    with suppress(OSError):  # the job is just ending, which the next look at it shows
+        job.send(MESSAGE.pack(number, 0.0), socket.MSG_NOSIGNAL)
+
+
+def _finish(place: JournalPlace, nonce: str, lock: OwnFile) -> None:
+    """The job is dead, or has given up: put back what it has left, if it has left anything."""
+    for wait_s in TRIES_S:
+        time.sleep(wait_s)
+        assert lock.number is not None
+        try:
+            fcntl.flock(lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # the job had let go in good order, and somebody else has the GPU now
+        try:
+            journal = _ours(place, nonce)
+            if journal is None:
+                return
+            with closing(open_journalled(journal)) as device:
+                _say(_line(recover(place, journal, device)))
+            place.unlock(lock)
+            return
+        except KilterError as error:
+            _say(f"not put back: {error}")
+    _say("given up; when the GPU answers again: kilter restore")
+
+
+def _ours(place: JournalPlace, nonce: str) -> Journal | None:
+    """The journal, unless it is gone or belongs to another watcher by now."""
+    journal = place.read()
+    return journal if journal is not None and journal.nonce == nonce else None
+
+
+def _line(outcome: RestoreOutcome) -> str:
+    return f"{outcome.uuid}: job {outcome.pid}: {outcome.state}: {outcome.reason}"
+
+
+def _say(text: str) -> None:
+    """To `watcher.log`: the job's stderr may be a pipe whose reader waits for its end."""
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    print(f"{now} watcher {os.getpid()}: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Device memory: budgets that a job is made to fit."""

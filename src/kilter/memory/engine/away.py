@@ -1,0 +1,262 @@
+"""A parameter whose bytes are away, and who might meet it.
+
+While its bytes are on the host a parameter has another class, `Away`. It is the same object and
+still an `nn.Parameter`, but whatever Python code does with it goes through `__torch_function__`,
+which brings the bytes back first: operations, lists of tensors, `.data`, copies, checkpoints,
+printing. What reads tensors in C++ without asking is stopped at the door: hooks on saved tensors,
+`torch.func`, CUDA graphs.
+
+A parameter that is here is an ordinary one. Writes to it move its version on, but for those through
+`.data`, which is why that goes through a property, and those that know its address.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from kilter.core.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+OUR_MODULES = "kilter."
+
+
+class WeightsMoved(RuntimeError):
+    """The program did what weights that come and go do not allow, and was not seen to before."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}, but kilter moves weights between device and host in this run, to save their "
+            "memory. Give it a larger memory budget, so that weights stay"
+        )
+
+
+def away_class(home: Callable[[Any], None]) -> type[torch.nn.Parameter]:
+    """The class of parameters that `home` brings back."""
+    import torch
+
+    plain = torch.nn.Parameter
+    tensor: Any = torch.Tensor
+    untouched = {
+        *(getattr(tensor, name).__get__ for name in _METADATA),
+        tensor.grad.__set__,
+        tensor.grad.__delete__,
+        tensor.register_hook,
+        tensor.register_post_accumulate_grad_hook,
+    }
+
+    def visit(values: Iterable[Any]) -> None:
+        for value in values:
+            if type(value) is Away:
+                home(value)
+            elif isinstance(value, (list, tuple)):
+                visit(value)
+            elif isinstance(value, dict):
+                visit(value.values())
+
+    class Away(torch.nn.Parameter):  # type: ignore[misc]
+        """Only ever the class of an existing parameter; called, it makes an ordinary one."""
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            return plain(*args, **kwargs)
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func in untouched:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+            visit(args)
+            if kwargs:
+                visit(kwargs.values())
+            return func(*args, **(kwargs or {}))
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            home(self)
+            return copy.deepcopy(self, memo)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            home(self)
+            return self.__reduce_ex__(protocol)
+
+    return Away
+
+
+_METADATA = (
+    "grad",
+    "requires_grad",
+    "is_leaf",
+    "grad_fn",
+    "_version",
+    "dtype",
+    "device",
+    "is_cuda",
+)
+
+
+class Doors(AbstractContextManager["Doors"]):
+    """The places at which somebody might reach a parameter's bytes past `Away`.
+
+    `home(parameter)` brings one back if it is away, `all_home(reason)` brings all back and lets
+    none leave any more, `wrote(parameter)` is told of each access to `.data`.
+    """
+
+    def __init__(
+        self,
+        *,
+        home: Callable[[Any], None],
+        all_home: Callable[[str], None],
+        wrote: Callable[[Any], None],
+        moved: Callable[[], bool],
+        foreign: Callable[[Any], bool],
+    ) -> None:
+        self._home = home
+        self._all_home = all_home
+        self._wrote = wrote
+        self._moved = moved
+        """Some weight has not the address that it began with."""
+        self._foreign = foreign
+        """Modules do not compute on this stream."""
+        self._undo: list[Callable[[], None]] = []
+        self._graphs: set[int] = set()
+        """Captured since all weights are home for good."""
+
+    def __enter__(self) -> Doors:
+        """`UsageError` if somebody stands there already."""
+        import torch
+
+        if "data" in vars(torch.nn.Parameter):
+            raise UsageError("weights are moved already; one memory engine at a time")
+        self._watch_data(torch)
+        self._guard_hooks(torch)
+        self._guard_functions(torch)
+        self._guard_graphs(torch)
+        self._guard_streams(torch)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        """Until the end; left alone then if somebody has come after us."""
+        before = vars(owner).get(name)
+
+        def undo() -> None:
+            if vars(owner).get(name) is value:
+                if before is None:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, before)
+
+        setattr(owner, name, value)
+        self._undo.append(undo)
+
+    def _watch_data(self, torch: Any) -> None:
+        plain: Any = torch.nn.Parameter.data
+        wrote = self._wrote
+
+        def read(parameter: Any) -> Any:
+            data = plain.__get__(parameter)
+            wrote(parameter)
+            return data
+
+        def write(parameter: Any, value: Any) -> None:
+            self._home(parameter)
+            plain.__set__(parameter, value)
+            wrote(parameter)
+
+        self._replace(torch.nn.Parameter, "data", property(read, write))
+        new = torch.nn.Parameter.__new__
+
+        def made(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+            self._home(data)  # it compares classes
+            return new(cls, data, requires_grad)
+
+        self._replace(torch.nn.Parameter, "__new__", staticmethod(made))
+
+    def _guard_hooks(self, torch: Any) -> None:
+        """What somebody's hook hands to backward may be a parameter itself."""
+        autograd = torch._C._autograd
+        push = autograd._push_saved_tensors_default_hooks
+
+        def pushed(pack: Any, unpack: Any) -> None:
+            push(pack, unpack if guarded(unpack) else self._guarded(unpack))
+
+        self._replace(autograd, "_push_saved_tensors_default_hooks", pushed)
+
+    def _guarded(self, unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def guarded_unpack(packed: Any) -> Any:
+            tensor = unpack(packed)
+            self._home(tensor)
+            return tensor
+
+        return guarded_unpack
+
+    def _guard_functions(self, torch: Any) -> None:
+        """`torch.func.grad` and its kin wrap their arguments in C++."""
+        graph = torch.autograd.graph
+        disable = graph.disable_saved_tensors_hooks
+
+        @contextmanager
+        def disabled(error_message: str) -> Iterator[None]:
+            self._all_home("the program uses torch.func")
+            with disable(error_message):
+                yield
+
+        self._replace(graph, "disable_saved_tensors_hooks", disabled)
+
+    def _guard_graphs(self, torch: Any) -> None:
+        """A captured graph knows addresses."""
+        kind = torch.cuda.CUDAGraph
+        begin, replay = kind.capture_begin, kind.replay
+
+        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            self._all_home("the program captures CUDA graphs")
+            self._graphs.add(id(graph))
+            return begin(graph, *args, **kwargs)
+
+        def replayed(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            self._all_home("the program replays CUDA graphs")
+            if self._moved() and id(graph) not in self._graphs:
+                raise WeightsMoved("a CUDA graph is replayed that was captured before")
+            return replay(graph, *args, **kwargs)
+
+        self._replace(kind, "capture_begin", capture_begin)
+        self._replace(kind, "replay", replayed)
+
+    def _guard_streams(self, torch: Any) -> None:
+        """Memory that a weight leaves is taken by what comes next on the modules' stream: another
+        one may be reading the weight still."""
+        cuda = torch.cuda
+        change = cuda.set_stream
+        enter: Any = getattr(cuda.Stream, "__enter__", None)
+
+        def leave_stream(stream: Any) -> None:
+            if self._foreign(stream):
+                self._all_home("the program computes on several streams")
+
+        def set_stream(stream: Any) -> None:
+            if not sys._getframe(1).f_globals.get("__name__", "").startswith(OUR_MODULES):
+                leave_stream(stream)
+            change(stream)
+
+        def entered(stream: Any) -> Any:
+            leave_stream(stream)
+            return enter(stream)
+
+        self._replace(cuda, "set_stream", set_stream)
+        if enter is not None:
+            self._replace(cuda.Stream, "__enter__", entered)
+
+
+def guarded(unpack: Any) -> bool:
+    """This hook hands no parameter to backward whose bytes are away."""
+    return str(getattr(unpack, "__module__", "")).startswith(OUR_MODULES)

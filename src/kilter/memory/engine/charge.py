@@ -1,0 +1,219 @@
+"""One optimizer, and whether its gradients may be used up inside backward.
+
+It is decided by what the optimizer is and by what the watched iterations show, for a program whose
+user says that later ones do nothing else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from kilter.memory.engine.backend import Event
+from kilter.memory.engine.gradients import Followed, GradientPlace
+from kilter.memory.engine.stream import StateBucket, local_of
+from kilter.memory.plan.state import StatePlan
+
+if TYPE_CHECKING:
+    import torch
+
+ELEMENTWISE = frozenset(
+    {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"}
+)
+"""Optimizers of `torch.optim` that treat each parameter on its own: bucket by bucket they compute
+what they compute at once, bit for bit."""
+
+
+class PassPhase(Enum):
+    """WATCHING ends in one of the others, CONSUMING may still end in KEEPING."""
+
+    WATCHING = "watching"
+    CONSUMING = "consuming"
+    KEEPING = "keeping"
+
+
+class Charge:
+    """One optimizer and how far we are with it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.phase = PassPhase.WATCHING
+        self.streams = False
+        self.steps = 0
+        self.open = False
+        """A round of visits is under way."""
+        self.had_state: set[int] = set()
+        """Parameters that had state before this round."""
+        self.visited: set[int] = set()
+        self.updated: set[int] = set()
+        """Buckets of this round."""
+        self.told = False
+        """What others know: gradients are consumed."""
+        self.followed: list[Followed] = []
+        """In the order in which gradients arrive."""
+        self.group_of = {
+            id(p): index
+            for index, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+        }
+        self.buckets: list[StateBucket] = []
+        self.bucket_of: dict[int, int] = {}
+        self.plan: StatePlan | None = None
+        self.room_bytes: int | None = None
+        """What the plan was made for."""
+        self.anew = False
+        """After the next step a plan is made, whatever the room."""
+        self.refused: list[str] = []
+        self.settings: Any = None
+        """The groups' options when the first gradient arrived."""
+        self.marks: list[tuple[int, Event]] = []
+        self.arrives_s: dict[int, float] = {}
+        self.at: dict[int, int] = {}
+        """By parameter, the operation of the pass in which its gradient arrives."""
+        self.due_s: tuple[float, ...] = ()
+        """When the buckets are visited, where somebody knows better than `arrives_s`."""
+        self.seen: dict[int, tuple[int, int]] = {}
+        """Storage and version of gradients as they arrived."""
+        self.stash: list[tuple[Any, torch.Tensor]] = []
+        """Gradients hidden from the program's own step, which has nothing left to do with them."""
+        self.handles: list[Any] = []
+        """Of hooks on the optimizer; the first two before and after its step."""
+
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer()
+
+    @property
+    def fit(self) -> bool:
+        """It can be run bucket by bucket."""
+        return bool(self.buckets)
+
+    @property
+    def took(self) -> bool:
+        """Gradients of this iteration were used up, and the program has not called step yet."""
+        return any(f.place is GradientPlace.TAKEN for f in self.followed)
+
+    @property
+    def altered(self) -> bool:
+        """The groups have other parameters than when the optimizer was met."""
+        groups = self.optimizer.param_groups
+        return [id(p) for group in groups for p in group["params"]] != list(self.group_of)
+
+    def options(self) -> list[Any]:
+        """Everything that the step reads from the groups, comparable."""
+        return [
+            sorted(
+                (key, (id(value), value._version) if hasattr(value, "_version") else value)
+                for key, value in group.items()
+                if key != "params"
+            )
+            for group in self.optimizer.param_groups
+        ]
+
+    def stand_innermost(self) -> None:
+        """Run after the program's hooks before the step, which may change gradients, and before
+        those after it."""
+        if self.handles:
+            before, after = self.handles[:2]
+            self.optimizer._optimizer_step_pre_hooks.move_to_end(before.id)
+            self.optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+
+    def note_state(self) -> None:
+        """A round of visits begins."""
+        self.had_state = {id(p) for p in self.optimizer.state}
+
+    def order_state(self) -> None:
+        """Have the state that was made in a round of visits in the order in which the optimizer
+        makes it at once."""
+        states = self.optimizer.state
+        if len(states) > len(self.had_state):
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    if p in states and id(p) not in self.had_state:
+                        states[p] = states.pop(p)
+            self.note_state()
+
+    # Reasons
+
+    def say(self, reason: str) -> None:
+        if reason not in self.refused:
+            self.refused.append(reason)
+
+    def keep_state(self, reason: str) -> None:
+        self.streams = False
+        self.say(f"optimizer state stays: {reason}")
+
+    def watching(self) -> bool:
+        return self.phase is PassPhase.WATCHING
+
+    def object_to(self, reason: str) -> None:
+        if self.phase is not PassPhase.KEEPING:
+            self.phase = PassPhase.KEEPING
+            self.say(f"gradients are kept: {reason}")
+
+    def unfit(self, device: torch.device, followed: Mapping[int, Followed]) -> str | None:
+        """Why this optimizer cannot be run bucket by bucket."""
+        import torch
+
+        kind = type(self.optimizer)
+        if kind.__name__ not in ELEMENTWISE or not kind.__module__.startswith("torch.optim."):
+            return f"{kind.__name__} is not known to treat each parameter on its own"
+        if not hasattr(kind.step, "__wrapped__"):
+            return f"{kind.__name__}.step was replaced"
+        for group in self.optimizer.param_groups:
+            if group.get("differentiable"):
+                return "the optimizer is differentiable"
+            if group.get("capturable"):
+                return "its step may be captured in a CUDA graph, which keeps addresses"
+            if len({(p.dtype, p.device) for p in group["params"]}) > 1:
+                return "a group has parameters of several types or devices"
+            for p in group["params"]:
+                plain = type(p) is torch.nn.Parameter or local_of(p) is not p
+                if not plain or p.is_sparse or p.is_complex():
+                    return f"a parameter is a {type(p).__name__}, {p.dtype}, {p.layout}"
+                if p.device != device:
+                    return f"parameters are on {p.device}"
+                if id(p) in followed:
+                    followed[id(p)].owner.object_to("a parameter belongs to two optimizers")
+                    return "a parameter belongs to two optimizers"
+        return None
+
+    def watch(self, parameter: Any, gradient: torch.Tensor) -> None:
+        """A gradient has arrived in a watched iteration."""
+        import torch
+
+        if gradient.requires_grad or gradient.layout is not torch.strided:
+            self.object_to("a gradient is sparse or has a graph of its own")
+            return  # there may be no storage to tell it by
+        # One of somebody might change what we have used already.
+        hooks = parameter._post_accumulate_grad_hooks.values()
+        if not all(str(getattr(h, "__module__", "")).startswith("kilter.") for h in hooks):
+            self.object_to("a parameter has hooks of the program on its gradient")
+        self.seen[id(parameter)] = _state_of(gradient)
+
+    def judge(self, gradient_of: Callable[[Any], torch.Tensor | None], device_type: str) -> None:
+        """What a watched iteration says when its step begins."""
+        import torch
+
+        if self.settings is not None and self.settings != self.options():
+            self.object_to("the optimizer's options change between backward and step")
+        if getattr(self.optimizer, "grad_scale", None) is not None:
+            self.object_to("gradients are unscaled by the step")
+        if torch.is_autocast_enabled(device_type):
+            self.object_to("the step runs under autocast")
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.object_to("other processes may have a share in the gradients")
+        for f in self.followed:
+            gradient = gradient_of(f.parameter)
+            before = self.seen.get(id(f.parameter))
+            if gradient is None or before is None or gradient.is_sparse:
+                continue
+            if before != _state_of(gradient):
+                self.object_to("gradients are changed between backward and step")
+
+
+def _state_of(gradient: torch.Tensor) -> tuple[int, int]:
+    """Whether a gradient is still the one it was."""
+    return gradient.untyped_storage()._cdata, gradient._version

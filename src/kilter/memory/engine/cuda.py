@@ -1,0 +1,281 @@
+"""The CUDA backend: one copy stream in each direction, pinned host memory of exact size.
+
+The computing stream waits for events, the CPU never does. Buffers are allocated and freed on the
+computing stream and copies wait for it, so no `record_stream` is needed: that would hold memory
+back until the copy stream has passed, and raise the peak.
+
+A copy is four calls of the driver. The framework's own way (ask for the stream, switch to another
+one, copy element-wise, switch back) takes the host several times as long, which matters where a
+copy falls due between two kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from typing import Any
+
+import torch
+
+from kilter.core.errors import DeviceError, NoDevice
+from kilter.core.units import MIB, show_bytes
+from kilter.memory.engine.backend import Event
+from kilter.memory.host_memory import HostLimit, HostMemoryError, available_bytes
+from kilter.memory.plan.problem import Link
+
+CLOCK_HZ = 2e9
+"""Of the counter that the framework's sleep counts by, near enough."""
+HOST_SHARE = 0.8
+"""Share of what the host can give that may be pinned; the job's own data loaders need the rest."""
+
+MAPPED = 2
+"""`cudaHostRegisterMapped`: the device may read and write the memory itself."""
+
+
+class _Driver:
+    """The few calls of the CUDA driver that copies need; handles and addresses are integers."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        handle, address, size = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
+        self.copy = library.cuMemcpyAsync  # pinned memory has the same address on both sides
+        self.copy.argtypes = (address, address, size, handle)
+        self.record = library.cuEventRecord
+        self.record.argtypes = (handle, handle)
+        self.hold = library.cuStreamWaitEvent
+        self.hold.argtypes = (handle, handle, ctypes.c_uint)
+        self.address = library.cuMemHostGetDevicePointer_v2
+        self.address.argtypes = (ctypes.POINTER(address), ctypes.c_void_p, ctypes.c_uint)
+
+
+_driver = functools.cache(_Driver)
+
+
+class _Lane:
+    """One copy stream. Its copies end in the order of their numbers, so whoever waits for one has
+    waited for all before it, and a few events do for all copies: the event of copy `n` is used
+    again by copy `n + RING`, and waiting for that one instead is late, never wrong."""
+
+    RING = 256
+
+    def __init__(self, device: torch.device) -> None:
+        self._driver = _driver()
+        self._owner = torch.cuda.Stream(device)
+        self._events = [torch.cuda.Event() for _ in range(self.RING + 1)]
+        for event in self._events:
+            event.record(self._owner)  # before that it is nothing
+        self._stream = self._owner.cuda_stream
+        self._ready, *self._done = (event.cuda_event for event in self._events)
+        self._issued = 0
+        self._waited: dict[int, int] = {}
+        """By stream: the last copy that it waited for."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, compute: int) -> Event:
+        """Of as many bytes, dense on both sides."""
+        driver, stream = self._driver, self._stream
+        number = self._issued = self._issued + 1
+        failed = (
+            driver.record(self._ready, compute)
+            or driver.hold(stream, self._ready, 0)
+            or driver.copy(target.data_ptr(), source.data_ptr(), target.nbytes, stream)
+            or driver.record(self._done[number % self.RING], stream)
+        )
+        if failed:
+            raise DeviceError(f"a copy between host and device failed (CUDA: {failed})")
+        return self, number
+
+    def wait(self, number: int, compute: int) -> None:
+        if self._waited.get(compute, 0) < number:
+            failed = self._driver.hold(compute, self._done[number % self.RING], 0)
+            if failed:
+                raise DeviceError(f"waiting for a copy failed (CUDA: {failed})")
+            self._waited[compute] = number
+
+
+class _Mapped:
+    """Registered host memory that tensors of the device lie in; unregistered after the last."""
+
+    def __init__(self, host: torch.Tensor, device: torch.device, limit: HostLimit) -> None:
+        address = ctypes.c_uint64()
+        failed = _driver().address(ctypes.byref(address), host.data_ptr(), 0)
+        if failed:
+            raise HostMemoryError(f"the device does not reach host memory (CUDA: {failed})")
+        self.address = address.value
+        """By which the device knows it."""
+        weakref.finalize(self, _unregister, host, device, limit).atexit = False
+
+
+def _unregister(host: torch.Tensor, device: torch.device, limit: HostLimit) -> None:
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+    limit.give_back(host.nbytes)
+
+
+class _Part:
+    """Some bytes of mapped memory, as the framework takes them in."""
+
+    def __init__(self, memory: _Mapped, begin: int, size_bytes: int) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "data": (memory.address + begin, False),
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+class Cuda:
+    """Memory and copy engines of one NVIDIA GPU, through the framework's own allocator."""
+
+    spoils = False
+    shows_waits = True
+
+    def __init__(
+        self, device: torch.device, out: _Lane, back: _Lane, host: HostLimit | None = None
+    ) -> None:
+        self.device = device
+        self.host = HostLimit() if host is None else host
+        self._index = device.index
+        self._out = out
+        self._in = back
+        self._registered: dict[int, torch.Tensor] = {}
+        """By address."""
+        self._mapped: weakref.WeakValueDictionary[int, _Mapped] = weakref.WeakValueDictionary()
+        """By address: what has become part of the device's memory."""
+
+    @classmethod
+    def open(cls, index: int | None = None, host: HostLimit | None = None) -> Cuda:
+        """The current device, or the given one, with the limit that all backends of this process
+        share. `NoDevice` if the framework sees none."""
+        if not torch.cuda.is_available():
+            raise NoDevice("PyTorch sees no CUDA device")
+        device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        return cls(device, _Lane(device), _Lane(device), host)
+
+    def alloc(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+    def alloc_like(self, host: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self.device)
+
+    def reserve(self, size_bytes: int) -> torch.Tensor:
+        """Registered with the driver rather than allocated by it: `pin_memory` rounds up to the
+        next power of two."""
+        left_bytes, whose = available_bytes()
+        if size_bytes > HOST_SHARE * left_bytes:
+            raise HostMemoryError(
+                f"{show_bytes(size_bytes)} of host memory needed, and {show_bytes(left_bytes)} "
+                f"{whose} (at most {HOST_SHARE:.0%} of it is taken)"
+            )
+        self.host.take(size_bytes)
+        host = torch.empty(size_bytes, dtype=torch.uint8)
+        with torch.cuda.device(self.device):  # the framework asks whose the memory is
+            result = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size_bytes, MAPPED)
+        if int(result) != 0:
+            self.host.give_back(size_bytes)
+            raise HostMemoryError(f"{show_bytes(size_bytes)} cannot be pinned (CUDA: {result})")
+        self._registered[host.data_ptr()] = host
+        return host
+
+    def give_back(self, host: torch.Tensor) -> None:
+        if self._registered.pop(host.data_ptr(), None) is not None:
+            _unregister(host, self.device, self.host)
+
+    def on_device(self, host: torch.Tensor, begin: int, size_bytes: int) -> torch.Tensor:
+        address = host.data_ptr()
+        memory = self._mapped.get(address)
+        if memory is None:
+            with torch.cuda.device(self.device):
+                memory = self._mapped[address] = _Mapped(host, self.device, self.host)
+            del self._registered[address]
+        found = torch.as_tensor(_Part(memory, begin, size_bytes), device=self.device)
+        if found.data_ptr() != memory.address + begin:
+            raise HostMemoryError(f"{self.device} does not reach pinned host memory")
+        return found
+
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
+        return self._copy(self._out, host, device)
+
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Event:
+        return self._copy(self._in, device, host)
+
+    def _copy(self, lane: _Lane, target: torch.Tensor, source: torch.Tensor) -> Event:
+        if torch._C._cuda_getDevice() == self._index:
+            return lane.copy(target, source, torch._C._cuda_getCurrentRawStream(self._index))
+        with torch.cuda.device(self.device):
+            return lane.copy(target, source, torch._C._cuda_getCurrentRawStream(self._index))
+
+    def wait(self, event: Event) -> None:
+        lane, number = event
+        lane.wait(number, torch._C._cuda_getCurrentRawStream(self._index))
+
+    def evicted(self, storage: torch.UntypedStorage) -> None:
+        pass
+
+    def mark(self) -> Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_s(self, begin: Event, end: Event) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+    def keep_busy(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * CLOCK_HZ))
+
+    def used_bytes(self) -> int | None:
+        return int(torch.cuda.memory_allocated(self.device))
+
+    def peak_bytes(self) -> int | None:
+        peak_bytes = int(torch.cuda.max_memory_allocated(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak_bytes
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        for host in self._registered.values():
+            _unregister(host, self.device, self.host)
+        self._registered.clear()
+
+
+def measure_link(backend: Cuda, *, size_bytes: int = 256 * MIB, repeats: int = 4) -> Link:
+    """The link's table on this machine: each direction alone, both at once, and a small copy. The
+    host memory for that is given back; less is used where the limit leaves less."""
+    left_bytes = backend.host.left_bytes
+    if left_bytes is not None:
+        size_bytes = min(size_bytes, left_bytes // 2)
+    hosts = [backend.reserve(size_bytes) for _ in range(2)]
+    devices = [backend.alloc(size_bytes) for _ in range(2)]
+
+    def seconds(out: bool, back: bool, size: int, count: int) -> float:
+        torch.cuda.synchronize(backend.device)
+        begin = backend.mark()
+        ends = []
+        for _ in range(count):
+            if out:
+                ends.append(backend.copy_out(hosts[0][:size], devices[0][:size]))
+            if back:
+                ends.append(backend.copy_in(devices[1][:size], hosts[1][:size]))
+        for end in ends:
+            backend.wait(end)
+        return backend.elapsed_s(begin, backend.mark())
+
+    for out, back in ((True, False), (False, True), (True, True)):
+        seconds(out, back, size_bytes, 1)
+    moved = size_bytes * repeats
+    out_s = seconds(True, False, size_bytes, repeats)
+    in_s = seconds(False, True, size_bytes, repeats)
+    both_s = seconds(True, True, size_bytes, repeats)
+    small = 64
+    small_bytes = min(MIB, size_bytes)
+    latency_s = seconds(True, False, small_bytes, small) / small - small_bytes * out_s / moved
+    for host in hosts:
+        backend.give_back(host)
+    return Link(
+        to_host_bytes_per_s=moved / out_s,
+        to_device_bytes_per_s=moved / in_s,
+        both_bytes_per_s=2 * moved / both_s,
+        latency_s=max(0.0, latency_s),
+    )

@@ -1,0 +1,77 @@
+"""Without a plan: data leave as soon as the budget is reached, the patent's demand swapping."""
+
+from __future__ import annotations
+
+import weakref
+
+from kilter.memory.engine.backend import Backend, HostMemoryError
+from kilter.memory.engine.store import Saved, Store
+
+UNSEEN_SHARE = 0.6
+"""Of the budget, what may be in use in the first pass before data leave: nobody knows yet what
+comes on top that cannot leave (the logits of a language model are often the largest)."""
+
+
+class Demand:
+    """Lets data go, and notes how far passes go above the level at which they do."""
+
+    def __init__(self, backend: Backend, store: Store) -> None:
+        self._backend = backend
+        self._store = store
+        self._surge_bytes: int | None = None
+        """How far a pass went above that level, once one was seen."""
+        self._chosen: list[weakref.ref[Saved]] = []
+        """Data that go as soon as the program lets go of them."""
+        self.spilled = 0
+        self.refused: list[str] = []
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._chosen.clear()
+
+    def learn(self, peak_bytes: int, budget_bytes: int) -> None:
+        """A pass was watched to its end."""
+        over_bytes = peak_bytes - self.leave_above_bytes(budget_bytes)
+        self._surge_bytes = max(self._surge_bytes or 0, over_bytes)
+
+    def saved(self, saved: Saved, budget_bytes: int) -> None:
+        """If the budget is reached, this datum goes to the host at a later event."""
+        used_bytes = self._backend.used_bytes()
+        if used_bytes is None:
+            store = self._store
+            over = store.held_bytes + store.beside_bytes > budget_bytes
+        else:
+            over = used_bytes > self.leave_above_bytes(budget_bytes)
+        if over:
+            self._chosen.append(weakref.ref(saved))
+
+    def refuse(self, reason: str) -> None:
+        if reason not in self.refused:
+            self.refused.append(reason)
+
+    def event(self) -> None:
+        """Move what nobody else uses any more; the rest stays until a later event."""
+        if not self._chosen:
+            return
+        still = []
+        for reference in self._chosen:
+            saved = reference()
+            if saved is None or not self._store.pending(saved):
+                continue
+            try:
+                left = self._store.leave_unplanned(saved)
+            except HostMemoryError as error:
+                self.refuse(str(error))
+                continue
+            self.spilled += left
+            if not left:
+                still.append(reference)
+        self._chosen = still
+
+    def leave_above_bytes(self, budget_bytes: int, peak_bytes: int | None = None) -> int:
+        """In use above which data leave; in the next pass, if the first one's peak was this."""
+        first_bytes = int(UNSEEN_SHARE * budget_bytes)
+        surge_bytes = self._surge_bytes
+        if surge_bytes is None and peak_bytes is not None:
+            surge_bytes = peak_bytes - first_bytes
+        return first_bytes if surge_bytes is None else budget_bytes - surge_bytes

@@ -1,0 +1,112 @@
+"""Host memory for data that leave without a plan: blocks that are used again.
+
+A job whose shapes change asks for ever new sizes. Sizes are rounded up to classes, a block serves
+whatever it is large enough for and not more than twice as large as, and blocks that nothing uses
+are given back before the pool grows beyond twice the most that was in use at one time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kilter.memory.host_memory import HostMemoryError
+
+if TYPE_CHECKING:
+    import torch
+
+    from kilter.memory.engine.backend import Backend
+
+CLASSES = 8
+"""Size classes for each doubling of the size: a new block is at most an eighth too large."""
+LARGER = 2
+"""A block serves data of at least this part of its size. At the limit any larger block does."""
+SPARE = 2
+"""The pool takes at most so many times the most that was in use at one time."""
+
+
+def class_bytes(size_bytes: int) -> int:
+    """The size class: the size rounded up by less than one part in `CLASSES`."""
+    step = max(1, 1 << (size_bytes.bit_length() - 1) >> (CLASSES.bit_length() - 1))
+    return -(-size_bytes // step) * step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Host memory that a datum may use."""
+
+    memory: torch.Tensor
+    size_bytes: int
+
+
+class HostPool:
+    """Blocks in use and free ones, all reserved from one backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._free: list[Block] = []
+        """The one that has been free for the longest time first."""
+        self.taken_bytes = 0
+        """By all blocks."""
+        self._used_bytes = 0
+        self._most_used_bytes = 0
+
+    def take(self, size_bytes: int) -> Block:
+        """The smallest block that fits, new if need be. `HostMemoryError` if there is none."""
+        block = self._smallest(size_bytes, LARGER * size_bytes) or self._new(size_bytes)
+        self._used_bytes += block.size_bytes
+        self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
+        return block
+
+    def put(self, block: Block) -> None:
+        """The datum needs it no more; copies may still be under way."""
+        self._used_bytes -= block.size_bytes
+        self._free.append(block)
+
+    def empty(self) -> None:
+        """Give back what no datum uses."""
+        while self._free:
+            self._give_back_oldest()
+        self._most_used_bytes = self._used_bytes
+
+    def forget(self) -> None:
+        """The backend was closed, and all of its host memory went with that."""
+        self._free.clear()
+        self.taken_bytes = self._used_bytes = self._most_used_bytes = 0
+
+    def _smallest(self, least_bytes: int, most_bytes: int | None = None) -> Block | None:
+        fitting = [
+            block
+            for block in self._free
+            if block.size_bytes >= least_bytes
+            and (most_bytes is None or block.size_bytes <= most_bytes)
+        ]
+        if not fitting:
+            return None
+        block = min(fitting, key=lambda block: block.size_bytes)
+        self._free.remove(block)
+        return block
+
+    def _new(self, size_bytes: int) -> Block:
+        new_bytes = class_bytes(size_bytes)
+        used_bytes = max(self._most_used_bytes, self._used_bytes + new_bytes)
+        while self._free and self.taken_bytes + new_bytes > SPARE * used_bytes:
+            self._give_back_oldest()
+        while True:
+            try:
+                memory = self._backend.reserve(new_bytes)
+            except HostMemoryError:
+                block = self._smallest(size_bytes)
+                if block is not None:
+                    return block
+                if not self._free:
+                    raise
+                self._give_back_oldest()
+                continue
+            self.taken_bytes += new_bytes
+            return Block(memory, new_bytes)
+
+    def _give_back_oldest(self) -> None:
+        block = self._free.pop(0)
+        self._backend.give_back(block.memory)
+        self.taken_bytes -= block.size_bytes

@@ -1,0 +1,384 @@
+"""The kinds of passes that a job has: what was seen of each, and its plan.
+
+A kind is watched, then tried, then planned; a plan whose measured peak is above the budget is made
+anew for less. Kinds are told apart by their events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from kilter.core.errors import PlanError
+from kilter.memory.engine.backend import Backend, HostMemoryError
+from kilter.memory.engine.pass_record import ALIGN, PassRecord
+from kilter.memory.engine.ready import Ready, ready
+from kilter.memory.engine.store import Store
+from kilter.memory.engine.waits import Waits
+from kilter.memory.engine.watch import Attention
+from kilter.memory.plan.choose import SWAP_ONLY, arena, described, plan
+from kilter.memory.plan.feedback import NOTICED, Waiting, earlier, expected, slower, slowness
+from kilter.memory.plan.problem import Link
+from kilter.memory.plan.simulate import simulate
+
+if TYPE_CHECKING:
+    import torch
+
+SETTLED_STEPS = 2
+"""Optimizer steps before a pass counts as settled: the first creates gradients and state."""
+SETTLED_PASSES = 6
+"""The same for jobs without a `torch.optim` optimizer."""
+MAX_TRIALS = 3
+"""A kind of pass that does not come again within so many is left without a plan."""
+TUNED = 3
+"""Passes under a new plan whose peak is measured, and for how long they wait for copies."""
+LISTEN_EVERY = 200
+"""After so many passes without it, waiting is timed again."""
+MAX_SHIFTS = 2
+"""In a row: what is late still, the link is too slow for."""
+MAX_ANSWERS = 8
+"""Of one kind to what its passes waited for."""
+ALLOCATION_ROUNDING_BYTES = 512
+"""One part in so many of the budget is left to the allocator, which rounds sizes up."""
+MAX_EXCESSES = 4
+"""Of one kind: each time that a plan's peak is measured above the budget there is a new one."""
+MAX_KINDS = 32
+"""To know; the oldest is forgotten, one without a plan first."""
+
+
+@dataclass(slots=True)
+class PassKind:
+    """What is known of one kind of pass."""
+
+    record: PassRecord
+    tried: bool = False
+    """Its recipes were tried against the real data."""
+    trials: int = 0
+    plan: Ready | None = None
+    outdated: bool = False
+    """Its plan measured otherwise than predicted, and there is to be another."""
+    excesses: int = 0
+    """Plans that measured above the budget."""
+    weighed: bool = False
+    """Its levels were looked at after an optimizer step, which makes the optimizer's state."""
+    hopeless: bool = False
+    less_bytes: int = 0
+    """Taken off the budget because passes under a plan measured more than predicted."""
+    slow: tuple[float, float] = (1.0, 1.0)
+    """How many times as long as by the link's table transfers take, out and back."""
+    shifts: int = 0
+    """In a row: plans whose late loads start earlier than in the one before."""
+    answers: int = 0
+    """Plans made for what passes under the one before had waited for."""
+
+    @property
+    def settled(self) -> bool:
+        """Its plan, if it has one, was measured and holds."""
+        plan = self.plan
+        return plan is None or (plan.tuned >= TUNED and not self.outdated and not plan.waits)
+
+
+class Kinds:
+    """All kinds met so far, and the host memory that their plans share."""
+
+    def __init__(
+        self, backend: Backend, store: Store, *, link: Link, planner: str, min_bytes: int
+    ) -> None:
+        self._backend = backend
+        self._store = store
+        self._link = link
+        self._planner = planner
+        self.taken = 0.0
+        """Share of the way to the device that others take."""
+        self._min_bytes = min_bytes
+        self._by_events: dict[tuple[int, ...], PassKind] = {}
+        self._arena: torch.Tensor | None = None
+        self._outgrown: list[torch.Tensor] = []
+        """Arenas of before that data of an older graph may still lie in."""
+        self.peaks_bytes: list[int] = []
+        self.unplanned_peak_bytes = 0
+        """The largest peak of passes without a plan since the newest plan was made."""
+        self.most_bytes = 0
+        """The largest peak of all passes since the budget is in force."""
+        self.waited_s: float | None = None
+        """For copies, in a pass under the plan that was timed last."""
+        self.hastened = 0
+        """Loads that start earlier than planned, since they were late."""
+        self.refused: list[str] = []
+        self.attention = Attention()
+
+    def __iter__(self) -> Iterator[PassKind]:
+        return iter(self._by_events.values())
+
+    @property
+    def arena_bytes(self) -> int:
+        return 0 if self._arena is None else self._arena.numel()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that plans have taken."""
+        return self.arena_bytes + sum(int(arena.numel()) for arena in self._outgrown)
+
+    def forget(self, *, arena: bool = False) -> None:
+        """Everything, the host memory too if it is gone."""
+        self._by_events.clear()
+        self.attention = Attention()
+        if arena:
+            self._arena = None
+            self._outgrown.clear()
+
+    def relevel(self, record: PassRecord, level_bytes: list[int]) -> None:
+        """Passes of this kind take so much from now on, and are planned anew; all others are
+        forgotten."""
+        kept = {e: kind for e, kind in self._by_events.items() if kind.record is record}
+        self._by_events = {
+            e: PassKind(record, tried=True, slow=kind.slow)
+            for e, kind in kept.items()
+            if kind.tried
+        }
+        for kind in self:
+            kind.record.level_bytes = level_bytes
+            kind.weighed = True
+
+    # See
+
+    def alike(self, first: int) -> list[PassKind]:
+        """Those that begin with this event."""
+        return [kind for kind in self if kind.record.events[0] == first]
+
+    def candidate(self, steps: int, first: int) -> PassKind | None:
+        """One that was watched long enough, has no plan yet, and begins with this event."""
+        for kind in self.alike(first):
+            if kind.trials >= MAX_TRIALS and not kind.tried:
+                kind.hopeless = True
+            if kind.plan or kind.hopeless:
+                continue
+            passes = kind.record.passes
+            settled = passes >= 2 and steps >= SETTLED_STEPS and kind.weighed
+            if settled or passes >= SETTLED_PASSES:
+                return kind
+        return None
+
+    def branch(self, before: Ready, event: int, code: int) -> Ready | None:
+        """A plan whose pass is that of `before` up to `event`, and then goes on like this."""
+        for kind in self:
+            other = kind.plan
+            if (
+                other is not None
+                and other.events[:event] == before.events[:event]
+                and event < len(other.events)
+                and other.steps[event].expected == code
+            ):
+                return other
+        return None
+
+    def watched(self, record: PassRecord, *, weighed: bool) -> None:
+        """A pass was watched to its end; `weighed` if the optimizer's state was there."""
+        kind = self._by_events.get(record.events)
+        self.attention.met(useful=kind is not None and kind.plan is None)
+        if kind is not None:
+            kind.record.merge(record)
+            kind.weighed |= weighed
+        else:
+            if len(self._by_events) == MAX_KINDS:
+                plans = {events: kind.plan for events, kind in self._by_events.items()}
+                del self._by_events[min(plans, key=lambda events: plans[events] is not None)]
+            self._by_events[record.events] = PassKind(record, weighed=weighed)
+
+    def tried(self, record: PassRecord) -> None:
+        """A pass was watched while its data were recomputed beside the real ones. It may be of
+        another kind than the one for which that was done, or of none that is known."""
+        kind = self._by_events.get(record.events)
+        if kind is None:
+            return
+        kind.record.learn(record)
+        times = zip(kind.record.operation_s, record.operation_s, strict=True)
+        kind.record.operation_s = [min(pair) for pair in times]
+        kind.tried = True
+
+    @property
+    def highest_bytes(self) -> int:
+        """The largest peak of a pass of any kind, as they run now."""
+        peaks = [kind.plan.peak_bytes for kind in self if kind.plan is not None]
+        return max([self.unplanned_peak_bytes, *peaks])
+
+    def measured(self, planned: Ready, peak_bytes: int | None, budget_bytes: int) -> None:
+        """A pass under a plan has ended with this peak. If that is above the budget, plan for less:
+        fragments and workspace are seen by no event."""
+        planned.tuned += 1
+        if peak_bytes is None:
+            return
+        self.counted(planned, peak_bytes)
+        self.peaks_bytes.append(peak_bytes)
+        for kind in self:
+            over_bytes = peak_bytes - budget_bytes
+            if over_bytes > 0 and kind.plan is planned and kind.excesses < MAX_EXCESSES:
+                kind.excesses += 1
+                # More each time, since another plan errs by another amount.
+                kind.less_bytes += kind.excesses * over_bytes
+                kind.outdated = True
+
+    def counted(self, planned: Ready | None, peak_bytes: int) -> None:
+        """Any pass has ended with this peak; nothing follows from it but what is told."""
+        self.most_bytes = max(self.most_bytes, peak_bytes)
+        if planned is None:
+            self.unplanned_peak_bytes = max(self.unplanned_peak_bytes, peak_bytes)
+        else:
+            planned.peak_bytes = max(planned.peak_bytes, peak_bytes)
+
+    def outdate(self) -> None:
+        """The budget is another: every plan is made anew, and earlier peaks do not count."""
+        self.unplanned_peak_bytes = self.most_bytes = 0
+        for kind in self:
+            kind.outdated = kind.plan is not None
+            kind.hopeless = False
+
+    def listens(self, planned: Ready) -> bool:
+        """Waiting for copies is to be timed in the pass that begins."""
+        if planned.quiet:
+            planned.quiet -= 1
+            return False
+        return self._backend.shows_waits and bool(planned.places)
+
+    def waited(self, planned: Ready, waits: Waits) -> None:
+        """A pass under a plan has ended in which waiting was timed. After some of them: loads that
+        were late start earlier; if that is no cure, the link is slower than its table says."""
+        planned.waits.append(waits)
+        if len(planned.waits) < TUNED:
+            return
+        found = _usual(planned)
+        planned.waits.clear()
+        planned.quiet = LISTEN_EVERY
+        self.waited_s = found.total_s
+        kind = next((kind for kind in self if kind.plan is planned), None)
+        if kind is None or kind.outdated or kind.answers == MAX_ANSWERS:
+            return
+        problem, value = planned.problem, planned.value
+        predicted = expected(problem, value.schedule)
+        limit_s = NOTICED * value.iteration_s
+        if found.total_s - predicted.total_s <= limit_s:
+            return
+        kind.answers += 1
+        late = found.beyond(predicted)
+        if late.out_s <= limit_s and kind.shifts < MAX_SHIFTS and self._hasten(kind, late):
+            kind.shifts += 1
+            return
+        kind.shifts = 0
+        out, back = slowness(problem, value.schedule, late)
+        kind.slow = (kind.slow[0] * out, kind.slow[1] * back)
+        kind.outdated = True
+        self._refuse(
+            f"copies out and in take {kind.slow[0]:.2f} and {kind.slow[1]:.2f} times as long as by "
+            "the link's table, or more: there is a plan for that"
+        )
+
+    def _hasten(self, kind: PassKind, late: Waiting) -> bool:
+        """The same plan with late loads earlier; `False` if there is no memory for it."""
+        assert kind.plan is not None
+        before = kind.plan
+        problem, value = before.problem, before.value
+        schedule = earlier(problem, value.schedule, late.in_s)
+        hastened = len({*schedule.moves} - {*value.schedule.moves})
+        outcome = simulate(problem, schedule)
+        slower_s = outcome.iteration_s - value.iteration_s
+        if not hastened or outcome.faults or slower_s > late.total_s:
+            return False
+        self.hastened += hastened
+        value = described(problem, schedule, outcome, planner=value.planner)
+        kind.plan = self._settled_in(
+            ready(kind.record, problem, before.numbers, value, before.places)
+        )
+        return True
+
+    # Plan
+
+    def plan(self, kind: PassKind, budget_bytes: int) -> None:
+        """Give it a plan. If that takes more host memory than there is, one within what there is;
+        if that is none or does not suffice, one that only recomputes."""
+        kind.outdated = False
+        for room in (None, self._room_bytes, lambda: 0):
+            try:
+                kind.plan = self._ready(kind, budget_bytes, None if room is None else room())
+            except (PlanError, HostMemoryError) as error:
+                self._refuse(str(error))
+                continue
+            self.unplanned_peak_bytes = 0
+            return
+        kind.hopeless = kind.plan is None
+
+    def _refuse(self, reason: str) -> None:
+        if reason not in self.refused:
+            self.refused.append(reason)
+
+    def _ready(self, kind: PassKind, budget_bytes: int, room_bytes: int | None) -> Ready:
+        out, back = kind.slow
+        link = slower(self._link.less(self.taken), out=out, back=back)
+        problem, numbers = kind.record.problem(
+            link=link,
+            budget_bytes=budget_bytes - budget_bytes // ALLOCATION_ROUNDING_BYTES - kind.less_bytes,
+            min_bytes=self._min_bytes,
+            host_room_bytes=room_bytes,
+            recompute=self._planner not in SWAP_ONLY or room_bytes == 0,
+        )
+        value = plan(problem, self._planner, alone=not self.taken)
+        offsets, total = arena(problem, value.schedule, align=ALIGN)
+        places = {
+            numbers[index]: (offset, problem.intervals[index].size_bytes)
+            for index, offset in offsets.items()
+        }
+        self._make_room(total)
+        return self._settled_in(ready(kind.record, problem, numbers, value, places))
+
+    def _settled_in(self, made: Ready) -> Ready:
+        if self._arena is not None:
+            made.settle_in(self._arena)
+        return made
+
+    def _room_bytes(self) -> int:
+        """How large the arena may be."""
+        left_bytes = self._backend.host.left_bytes or 0
+        if self._store.alive == 0:
+            return self.arena_bytes + left_bytes
+        return max(self.arena_bytes, left_bytes)
+
+    def _make_room(self, total_bytes: int) -> None:
+        """An arena of this size. What left without a plan needs its host memory no more."""
+        self._store.pool.empty()
+        if self._store.alive == 0:
+            while self._outgrown:
+                self._backend.give_back(self._outgrown.pop())
+        if total_bytes <= self.arena_bytes:
+            return
+        before, self._arena = self._arena, None
+        try:
+            if before is None:
+                self._arena = self._backend.reserve(total_bytes)
+            elif self._store.alive:  # data of an older graph may lie in the one of before
+                self._arena = self._backend.reserve(total_bytes)
+                self._outgrown.append(before)
+            else:  # both at once may be more than the host has
+                self._backend.give_back(before)
+                self._arena = self._backend.reserve(total_bytes)
+        except HostMemoryError:
+            if before is not None:
+                alive = self._store.alive
+                self._arena = before if alive else self._backend.reserve(before.numel())
+            raise
+        finally:
+            for kind in self:
+                if kind.plan is not None and self._arena is not None:
+                    kind.plan.settle_in(self._arena)
+
+
+def _usual(planned: Ready) -> Waiting:
+    """Of the passes that were timed: for each copy the median. One of them may wait for somebody
+    else as well, and in the first one, right after planning, the device may wait for the host, and
+    so not for copies."""
+    found = [waits.read() for waits in planned.waits]
+    usual = {number: median(one.get(number, 0.0) for one in found) for number in found[0]}
+    out_s = usual.pop(None, 0.0)
+    indices = {number: index for index, number in enumerate(planned.numbers)}
+    in_s = {indices[number]: s for number, s in usual.items() if number in indices}
+    return Waiting(out_s=out_s, in_s=in_s)

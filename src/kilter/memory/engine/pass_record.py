@@ -1,0 +1,302 @@
+"""The required data of one pass: what autograd keeps from forward to backward, and what for.
+
+A *pass* is one forward with its backward. Its clock is the sequence of saved-tensor events: a large
+tensor is packed (saved by an operation) or unpacked (needed again). Operation `k` is everything
+from event `k` to the next one, so an observer that stands in the two hooks sees every operation,
+and nothing has to be installed around the framework's own operations.
+
+Values and arithmetic only: who stands in the hooks is `kilter.memory.engine`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kilter.core.label import Label
+from kilter.core.trace import Datum, IterationTrace, Kind, Operation
+from kilter.memory.plan.problem import Interval, Link, Problem
+
+ALIGN = 512
+"""Data on the host begin at multiples of so many bytes."""
+FOREIGN = 0
+"""Event: something saved in another pass is used."""
+
+
+def use_code(number: int) -> int:
+    """Event: datum `number` is used. That it is saved, its size in bytes says instead."""
+    return -1 - 2 * number
+
+
+def again_code(number: int) -> int:
+    """Event: datum `number` is saved once more."""
+    return -2 - 2 * number
+
+
+@dataclass(slots=True)
+class SavedDatum:
+    """One storage that autograd keeps, however many views of it were saved."""
+
+    name: str
+    size_bytes: int
+    packed_at: int
+    """Event of the first save."""
+    free_at: int | None = None
+    """First event at which nothing but autograd held it; None: somebody does all the time."""
+    needed_at: int | None = None
+    """Event of the first use in backward; None if backward never asks for it."""
+    recipe: str | None = None
+    """How it could be recomputed (`gelu`, `cast`, ...)."""
+    sources: tuple[int, ...] = ()
+    """Numbers of the data that the recipe reads."""
+    closed: tuple[int, ...] = ()
+    """Of them, those that only autograd may hold when this one is evicted to be recomputed."""
+    in_backward: bool = False
+    """To be recomputed it may be evicted in backward only."""
+    version: int = 0
+    """How often it had been written to when it was saved."""
+    recompute_s: float | None = None
+    """Measured time of the recipe, once its result was found bitwise equal."""
+
+
+@dataclass(slots=True)
+class PassRecord:
+    """What is known of passes with the same events. Operation times are the shortest seen, levels
+    the highest seen (gradients and optimizer state appear after the first pass)."""
+
+    events: tuple[int, ...]
+    """What happened: the size of a storage saved for the first time, `again_code`, `use_code`, or
+    `FOREIGN`. Passes are told apart by it."""
+    names: tuple[str, ...]
+    """Name of each operation: the framework's node at its event."""
+    backward_from: int
+    """First event of backward."""
+    data: tuple[SavedDatum, ...]
+    operation_s: list[float]
+    level_bytes: list[int]
+    """Peak during each operation with everything kept."""
+    passes: int = 1
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.level_bytes)
+
+    @property
+    def _peak_at(self) -> int:
+        return max(range(len(self.level_bytes)), key=self.level_bytes.__getitem__)
+
+    def numbers(self) -> list[int]:
+        """The datum of each event, -1 for `FOREIGN`."""
+        found, count = [], 0
+        for code in self.events:
+            if code > 0:
+                found.append(count)
+                count += 1
+            else:
+                found.append(-1 if code == FOREIGN else (-code - 1) // 2)
+        return found
+
+    def merge(self, other: PassRecord) -> None:
+        """Take over what another pass with the same events has seen."""
+        assert self.events == other.events
+        self.passes += other.passes
+        times = zip(self.operation_s, other.operation_s, strict=True)
+        self.operation_s = [min(pair) for pair in times]
+        levels = zip(self.level_bytes, other.level_bytes, strict=True)
+        self.level_bytes = [max(pair) for pair in levels]
+        for mine, theirs in zip(self.data, other.data, strict=True):
+            for moment in ("free_at", "needed_at"):
+                seen = (getattr(mine, moment), getattr(theirs, moment))
+                known = [event for event in seen if event is not None]
+                latest = moment == "free_at"
+                both = len(known) == 2 or not latest
+                setattr(mine, moment, (max if latest else min)(known) if known and both else None)
+
+    def learn(self, tried: PassRecord) -> None:
+        """Take over what a trial has found out about making data again."""
+        assert self.events == tried.events
+        for mine, theirs in zip(self.data, tried.data, strict=True):
+            mine.recipe, mine.sources = theirs.recipe, theirs.sources
+            mine.recompute_s, mine.version = theirs.recompute_s, theirs.version
+            mine.closed, mine.in_backward = theirs.closed, theirs.in_backward
+
+    def absence(
+        self, datum: SavedDatum, *, swap: bool = True, recompute: bool = True
+    ) -> tuple[int, int, float | None] | None:
+        """The last event before the datum may be evicted, the event that needs it, and the time to
+        recompute it; None if somebody holds it too long. To be recomputed it has to wait for its
+        sources as well; where that takes until the pass has its peak, it had better be swapped."""
+        if datum.free_at is None or datum.needed_at is None:
+            return None
+        before = datum.needed_at
+        after = latest = max(datum.free_at - 1, datum.packed_at)
+        if datum.recompute_s is None or not recompute:
+            return after, before, None
+        if datum.in_backward:
+            latest = max(latest, self.backward_from - 1)
+        for source in datum.closed:
+            free_at = self.data[source].free_at
+            latest = max(latest, before if free_at is None else free_at - 1)
+        if before - latest < 2 or (swap and after < self._peak_at - 1 <= latest):
+            return after, before, None
+        return latest, before, datum.recompute_s
+
+    def problem(
+        self,
+        *,
+        link: Link,
+        budget_bytes: int,
+        min_bytes: int,
+        host_room_bytes: int | None = None,
+        recompute: bool = True,
+    ) -> tuple[Problem, tuple[int, ...]]:
+        """What the planners need, and for each interval the number of its datum.
+
+        Where the host has only so much room, the data for which that is worth most may be
+        offloaded, and the others are recomputed or stay. With `recompute` false nothing is
+        recomputed.
+        """
+        to_host = None if host_room_bytes is None else self._worth_offloading(host_room_bytes)
+        numbers: dict[int, int] = {}
+        intervals: list[Interval] = []
+        for number, datum in enumerate(self.data):
+            offloads = to_host is None or number in to_host
+            absence = self.absence(datum, swap=offloads, recompute=recompute)
+            if absence is None or datum.size_bytes < min_bytes:
+                continue
+            after, before, recompute_s = absence
+            if before - after < 2 or not (offloads or recompute_s is not None):
+                continue
+            numbers[number] = len(intervals)
+            intervals.append(
+                Interval(
+                    name=datum.name,
+                    size_bytes=datum.size_bytes,
+                    after=after,
+                    before=before,
+                    recompute_s=recompute_s,
+                    needs=tuple(numbers[s] for s in datum.sources if s in numbers),
+                    to_host=offloads,
+                )
+            )
+        problem = Problem(
+            operation_s=tuple(self.operation_s),
+            resident_bytes=tuple(self.level_bytes),
+            intervals=tuple(intervals),
+            link=link,
+            budget_bytes=budget_bytes,
+        )
+        return problem, tuple(numbers)
+
+    def _worth_offloading(self, room_bytes: int) -> frozenset[int]:
+        """The data that cannot be recomputed, those with the longest gap first, then the dearest to
+        recompute: as many as there is room for."""
+
+        def worth(number: int) -> tuple[float, int]:
+            datum = self.data[number]
+            price = (
+                float("inf") if datum.recompute_s is None else datum.recompute_s / datum.size_bytes
+            )
+            return price, (datum.needed_at or 0) - datum.packed_at
+
+        chosen = set()
+        for number in sorted(range(len(self.data)), key=worth, reverse=True):
+            size_bytes = -(-self.data[number].size_bytes // ALIGN) * ALIGN
+            if size_bytes <= room_bytes:
+                room_bytes -= size_bytes
+                chosen.add(number)
+        return frozenset(chosen)
+
+    def trace(self, *, device: str, source: str = "") -> IterationTrace:
+        """The pass as an iteration trace, for `kilter plan memory`: what `problem_of` makes of it
+        is what `problem` makes of the record. Operations carry their level of memory; weights,
+        gradients and workspace are in it and are not listed."""
+        count = len(self.operation_s)
+        reads: list[list[int]] = [[] for _ in range(count)]
+        writes: list[list[int]] = [[] for _ in range(count)]
+        data = []
+        for number, datum in enumerate(self.data):
+            first, last = datum.packed_at, count - 1
+            held_until, recompute_s = last, None  # by others than autograd: no chance to be away
+            absence = self.absence(datum)
+            if absence is not None:
+                after, last, recompute_s = absence
+                held_until = min(max(first, after), last)
+            writes[first].append(number)
+            for event in {*range(first + 1, held_until + 1), last}:
+                reads[event].append(number)
+            data.append(
+                Datum(
+                    name=datum.name,
+                    kind="feature_map",
+                    size_bytes=datum.size_bytes,
+                    first_use=first,
+                    last_use=last,
+                    recompute_s=recompute_s,
+                    sources=datum.sources,
+                )
+            )
+        operations, start_s = [], 0.0
+        for k, duration_s in enumerate(self.operation_s):
+            operations.append(
+                Operation(
+                    name=self.names[k],
+                    kind=Kind.BACKWARD if k >= self.backward_from else Kind.FORWARD,
+                    start_s=start_s,
+                    duration_s=duration_s,
+                    reads=tuple(reads[k]),
+                    writes=tuple(writes[k]),
+                    level_bytes=self.level_bytes[k],
+                )
+            )
+            start_s += duration_s
+        return IterationTrace(
+            iteration_s=start_s,
+            operations=tuple(operations),
+            data=tuple(data),
+            timeline="gpu" if device != "cpu" else "host",
+            device=device,
+            label=Label.MEASURED,
+            iterations=self.passes,
+            source=source,
+        )
+
+
+@dataclass(slots=True)
+class PassRecorder:
+    """Builds the record of one pass from its events."""
+
+    events: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    data: list[SavedDatum] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list)
+    backward_from: int | None = None
+
+    @property
+    def event(self) -> int:
+        """Index of the present event."""
+        return len(self.events) - 1
+
+    def note(self, code: int, name: str, *, backward: bool) -> int:
+        """A hook event; its index."""
+        self.events.append(code)
+        self.names.append(name)
+        if backward and self.backward_from is None:
+            self.backward_from = self.event
+        return self.event
+
+    def level(self, peak_bytes: int, away_bytes: int) -> None:
+        """The operation that now ends had this peak, while this much saved data was away."""
+        self.levels.append(peak_bytes + away_bytes)
+
+    def record(self, operation_s: list[float]) -> PassRecord:
+        """The finished pass. The last operation has no end of its own: it takes no time."""
+        count = len(self.events)
+        last = self.levels[-1] if self.levels else 0
+        return PassRecord(
+            events=tuple(self.events),
+            names=tuple(self.names),
+            backward_from=count if self.backward_from is None else self.backward_from,
+            data=tuple(self.data),
+            operation_s=(operation_s + [0.0] * count)[:count],
+            level_bytes=(self.levels + [last] * count)[:count],
+        )

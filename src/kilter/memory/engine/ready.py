@@ -1,0 +1,131 @@
+"""A plan made ready to run: for each event what is expected, and what is due.
+
+So that an ordinary event under a plan costs the host one look at a list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from kilter.memory.engine.pass_record import FOREIGN, PassRecord, use_code
+from kilter.memory.engine.waits import Waits
+from kilter.memory.plan.choose import MemoryPlan
+from kilter.memory.plan.problem import Problem
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Due(NamedTuple):
+    """What an event starts: numbers of data, in the order that the plan counts on."""
+
+    leave: tuple[int, ...]
+    release: tuple[int, ...]
+    load: tuple[int, ...]
+
+
+class ReadyStep(NamedTuple):
+    """One event of the pass."""
+
+    expected: int | None
+    """The storage's size where something is saved, its `use_code` where it is used."""
+    number: int = -1
+    due: Due | None = None
+    followed: bool = False
+    """The datum leaves, or another one is recomputed from it. Else it is left to autograd."""
+    read: bool = False
+    """Another one is recomputed from it."""
+    recomputed: bool = False
+    """It is recomputed itself."""
+    version: int = 0
+    """How often a datum that is saved had been written to before, when recipes were tried."""
+
+
+@dataclass(slots=True)
+class Ready:
+    """One kind of pass under its plan."""
+
+    value: MemoryPlan
+    problem: Problem
+    numbers: tuple[int, ...]
+    """The datum behind each interval that was planned."""
+    events: tuple[int, ...]
+    steps: list[ReadyStep]
+    """One for each event, and one after the end that nothing meets."""
+    places: dict[int, tuple[int, int]]
+    """Where in the arena the data go, by number: offset and size."""
+    beside_bytes: list[int]
+    """What is held at each event by data that are not followed."""
+    hosts: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The same as memory; in the shape of the datum once it is known."""
+    tuned: int = 0
+    """Passes whose peak was measured."""
+    peak_bytes: int = 0
+    """The largest of them."""
+    waits: list[Waits] = field(default_factory=list)
+    """Of passes in which waiting for copies was timed."""
+    quiet: int = 0
+    """Passes to come in which it is not."""
+
+    def settle_in(self, arena: torch.Tensor) -> None:
+        """From here on data go to this arena."""
+        self.hosts = {
+            number: arena[offset : offset + size_bytes]
+            for number, (offset, size_bytes) in self.places.items()
+        }
+
+
+def ready(
+    record: PassRecord,
+    problem: Problem,
+    numbers: tuple[int, ...],
+    value: MemoryPlan,
+    places: dict[int, tuple[int, int]],
+) -> Ready:
+    """`numbers` are the data behind the problem's intervals."""
+    count = len(record.events)
+    leave: list[list[int]] = [[] for _ in range(count + 1)]
+    release: list[list[int]] = [[] for _ in range(count + 1)]
+    load: list[list[int]] = [[] for _ in range(count + 1)]
+    deadlines = problem.deadlines(frozenset(value.schedule.recomputed))
+    for move in value.schedule.moves:
+        number = numbers[move.interval]
+        leave[problem.intervals[move.interval].after + 1].append(number)
+        release[move.release].append(number)
+    for move in sorted(value.schedule.moves, key=lambda m: (deadlines[m.interval], m.interval)):
+        load[move.load].append(numbers[move.interval])
+    for index in value.schedule.recomputed:
+        release[problem.intervals[index].after + 1].append(numbers[index])
+    recomputed = frozenset(numbers[index] for index in value.schedule.recomputed)
+    moved = frozenset(numbers[move.interval] for move in value.schedule.moves)
+    read = frozenset(source for number in recomputed for source in record.data[number].sources)
+    followed = recomputed | moved | read
+
+    steps: list[ReadyStep] = []
+    for event, (code, number) in enumerate(zip(record.events, record.numbers(), strict=True)):
+        # The last to leave first: who has waited for that copy has waited for those before it.
+        due = Due(tuple(leave[event]), tuple(reversed(release[event])), tuple(load[event]))
+        used = code in (FOREIGN, use_code(number))
+        expected = code if used else record.data[number].size_bytes
+        roles = (number in followed, number in read, number in recomputed)
+        version = 0 if used else record.data[number].version
+        steps.append(ReadyStep(expected, number, due if any(due) else None, *roles, version))
+    change = [0] * (count + 1)
+    for number, datum in enumerate(record.data):
+        if number not in followed:
+            change[datum.packed_at] += datum.size_bytes
+            change[count if datum.needed_at is None else datum.needed_at + 1] -= datum.size_bytes
+    beside, running = [], 0
+    for difference in change[:count]:
+        running += difference
+        beside.append(running)
+    return Ready(
+        value=value,
+        problem=problem,
+        numbers=numbers,
+        events=record.events,
+        steps=[*steps, ReadyStep(None)],
+        places=places,
+        beside_bytes=beside,
+    )

@@ -1,0 +1,299 @@
+"""How a saved tensor can be recomputed: a recipe read off the autograd graph that made it.
+
+The node that produced a tensor names the operation, and its own saved inputs are the very tensors
+that the operation read, so a recipe is right by construction: there is no matching of shapes or
+positions. It is taken anew in every pass, and holds what it reads. The operations that are known
+are in `operations.py`.
+
+A tensor whose bytes are given up exists as its recipe only, so what the recipe reads must still be
+there, unchanged, when backward asks for it. A source is one of
+
+- a datum of the engine whose storage nobody else can reach (looked at when the bytes are to go);
+- a copy of the engine's own: of everything small that the program could write to;
+- a large parameter that autograd saved for the same operation, or its cast: if the program writes
+  to that, backward fails in the plain run as well;
+- a large parameter that autograd did not save. Such a recipe is used inside backward only.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from kilter.memory.engine.backend import owned
+from kilter.memory.engine.operations import OPERATIONS, Held, Source
+
+DEPTH = 5
+"""Longest chain of operations that are not saved in between."""
+EPS = "kilter.eps"
+"""Key in a node's metadata: the epsilon of a norm without weights, which nothing else tells."""
+COPIED_SHARE = 1 / 8
+"""Of the bytes that a recipe spares, what it may copy of its sources."""
+
+
+class Datum(Protocol):
+    """What a recipe needs to know of a datum of the engine."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def cast(self) -> bool:
+        """Autograd's cast of a parameter, which autocast holds as well."""
+
+    @property
+    def closed(self) -> bool:
+        """Nobody but the engine can reach the bytes any more."""
+
+    @property
+    def unchanged(self) -> bool:
+        """Nobody has written to it since it was saved."""
+
+
+class Memory(Protocol):
+    """Who knows what operations saved and produced."""
+
+    def kept_by(self, node: Any, name: str) -> tuple[Source, Datum | None] | None:
+        """What a node saved under an attribute's name, and its datum (None: a `Held`); None if the
+        node saved nothing there. May raise `Foreign`."""
+
+    def produced_by(self, node: Any) -> tuple[Source, Datum] | None:
+        """A node's output, if some operation saved it."""
+
+    def epsilon(self, node: Any, weight: Source | None) -> float | None:
+        """Of a layer norm with this weight: its node does not keep it."""
+
+    def alone(self, tensor: torch.Tensor) -> bool:
+        """Nobody else holds this tensor's storage."""
+
+    def was_touched(self, tensor: torch.Tensor) -> bool:
+        """It may have been written to in this pass without a trace."""
+
+
+class Foreign(Exception):
+    """A recipe cannot be read off this part of the graph: other hooks than ours keep it, it reads
+    memory that is not the framework's, or a source was written to already."""
+
+
+class Unlike(RuntimeError):
+    """What a recipe makes is another tensor than the one that was saved."""
+
+
+class Recipe:
+    """Recomputes a tensor. Taken in every pass, for hundreds of tensors, so it is kept small."""
+
+    __slots__ = (
+        "_make", "closed", "dtype", "in_backward", "node", "parameters", "size", "sources", "stride"
+    )  # fmt: skip
+
+    def __init__(
+        self, tensor: torch.Tensor, node: str, make: Callable[[], torch.Tensor], reader: Reader
+    ) -> None:
+        self._make = make
+        self.node = node
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.sources = tuple(reader.sources)
+        """Data that it reads."""
+        self.closed = tuple(reader.closed)
+        """Of them, those that nobody else may be able to reach when the bytes go."""
+        self.parameters = tuple(reader.parameters)
+        """Large ones, that it reads where they are."""
+        self.in_backward = reader.in_backward
+        """Only there the bytes may go."""
+
+    @property
+    def kind(self) -> str:
+        """What the operation is called, for people."""
+        return OPERATIONS[self.node].kind
+
+    def ready(self) -> bool:
+        """Carried out from now on, it makes what was saved."""
+        return (
+            all(datum.closed for datum in self.closed)
+            and all(datum.unchanged for datum in self.sources)
+            and not any(held.changed for held in self.parameters)
+            and not (self.in_backward and torch._C._current_graph_task_id() == -1)
+        )
+
+    def make(self) -> torch.Tensor:
+        """The tensor, in its own layout. May raise `Unlike`."""
+        made = self._make()
+        if made.requires_grad:  # nothing was to be done to a parameter
+            made = made.detach()
+        if made.dtype is not self.dtype or made.size() != self.size:
+            raise Unlike(f"made {made.dtype} {tuple(made.size())}, expected {tuple(self.size)}")
+        if (
+            made.stride() == self.stride
+            and made.storage_offset() == 0
+            and made.untyped_storage().nbytes() == made.nbytes
+        ):
+            return made
+        out = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=made.device)
+        return out.copy_(made)
+
+
+class Reader:
+    """Reads recipes off the graph, one after the other."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.epsilon = memory.epsilon
+        self._depth = 0
+        self._leaves: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """By identity, parameters that operations read without saving them, and their version at
+        the beginning of the pass."""
+        self._held: list[tuple[Held, bool]] = []
+        """What the present recipe reads beside data, and whether autograd saved it."""
+        self.sources: list[Datum] = []
+        self.closed: list[Datum] = []
+        self.parameters: list[Held] = []
+        self.in_backward = False
+
+    def begin(self) -> None:
+        """A pass begins."""
+        found = ((reference(), reference) for reference, _ in self._leaves.values())
+        self._leaves = {id(p): (r, p._version) for p, r in found if p is not None}
+
+    def read(self, tensor: torch.Tensor) -> Recipe | None:
+        """The recipe of the whole storage behind `tensor`, or None if there is none. The small
+        tensors that it reads are copied."""
+        base = tensor._base if tensor._is_view() else tensor
+        if base is None or base.storage_offset() != 0:
+            return None
+        node, storage = base.grad_fn, base.untyped_storage()
+        if node is None or storage.nbytes() != base.nbytes:
+            return None
+        if base is not tensor and storage._cdata != tensor.untyped_storage()._cdata:
+            return None
+        name: str = node.name()
+        operation = OPERATIONS.get(name)
+        if operation is None:
+            return None
+        self._depth = 1
+        self.in_backward = False
+        try:
+            make = operation.build(self, node, base.dtype, base.size())
+            if make is None or not self._own(base.nbytes):
+                return None
+            return Recipe(base, name, make, self)
+        except Foreign:
+            return None
+        finally:  # what is read is held by the recipe alone
+            for found in (self._held, self.sources, self.closed, self.parameters):
+                found.clear()
+
+    def _own(self, size_bytes: int) -> bool:
+        """Copy what is small; `False` if something else could be written to."""
+        left_bytes = COPIED_SHARE * size_bytes
+        small: list[Held] = []
+        for held, saved in sorted(self._held, key=lambda one: _size_of(one[0])):
+            if held.changed or (held.take is None and self._memory.was_touched(held.tensor)):
+                return False
+            if held.take is None and _private(held) and self._memory.alone(held.tensor):
+                continue
+            left_bytes -= _size_of(held)
+            if left_bytes >= 0:
+                small.append(held)
+            elif _parameter_of(held.tensor) is None:
+                return False
+            else:
+                self.parameters.append(held)
+                self.in_backward |= not saved
+        for held in small:
+            if held.tensor.untyped_storage().nbytes() == 0:
+                return False  # sharding has taken the bytes away
+            held.own()
+        return True
+
+    # For builders
+
+    def saved(self, node: Any, name: str) -> Source | None:
+        """A tensor that a node saved."""
+        found = self._memory.kept_by(node, name)
+        if found is None:
+            return None
+        source, datum = found
+        if datum is None:
+            _refuse_foreign(source.tensor)
+            self._held.append((source, True))
+        else:
+            self.sources.append(datum)
+            if not datum.cast:
+                self.closed.append(datum)
+        return source
+
+    def value(self, edge: tuple[Any, int]) -> Source | None:
+        """What a node produced: a parameter, something saved, or recomputed from its inputs."""
+        node, output = edge
+        if node is None or output != 0 or self._depth > DEPTH:
+            return None
+        if node.name() == "torch::autograd::AccumulateGrad":
+            _refuse_foreign(node.variable)
+            return self._leaf(node.variable)
+        found = self._memory.produced_by(node)
+        if found is None:
+            return self._made(node)
+        self.sources.append(found[1])
+        self.closed.append(found[1])
+        return found[0]
+
+    def _leaf(self, parameter: torch.Tensor) -> Source:
+        """Its version when the operation read it is not known, so the pass must not have changed
+        it at all."""
+        version = parameter._version
+        known = self._leaves.setdefault(id(parameter), (weakref.ref(parameter), version))
+        if known[0]() is parameter and known[1] != version:
+            raise Foreign("the program has written to a parameter in this pass")
+        held = Held(parameter, version)
+        self._held.append((held, False))
+        return held
+
+    def _made(self, node: Any) -> Source | None:
+        operation = OPERATIONS.get(node.name())
+        if operation is None:
+            return None
+        output = node._input_metadata[0]  # what comes into it in backward is what it gave
+        self._depth += 1
+        made = operation.build(self, node, output.dtype, tuple(output.shape))
+        self._depth -= 1
+        return made
+
+
+HOLDERS = 3
+"""Of a tensor that only autograd holds, when `_private` looks: our hook's tuple, the source, and
+the call that counts."""
+
+
+def _private(held: Held) -> bool:
+    """No name of the program's is bound to this tensor object (the statistics of a norm, say)."""
+    return sys.getrefcount(held.tensor) <= HOLDERS
+
+
+def _size_of(held: Held) -> float:
+    """Bytes; a parameter that may be on the host is not to be asked."""
+    plain = type(held.tensor) in (torch.Tensor, torch.nn.Parameter)
+    return held.tensor.nbytes if plain and held.take is None else math.inf
+
+
+def _refuse_foreign(tensor: torch.Tensor) -> None:
+    """`Foreign` for memory that others may have written to by the time a recipe reads it. (A
+    parameter that is away has a class of its own, and its memory is the framework's.)"""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if plain and not owned(tensor.untyped_storage()):
+        raise Foreign("reads memory that is not the framework's")
+
+
+def _parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What an optimizer may update, perhaps without moving a version. Autograd saves a view of it;
+    a parameter that is on the host has a class of its own, and is not to be asked for anything."""
+    root = tensor
+    if type(root) is torch.Tensor and root._base is not None:
+        root = root._base
+    if type(root) is not torch.Tensor or (root.is_leaf and root.requires_grad):
+        return root
+    return None

@@ -1,0 +1,247 @@
+"""Rounds of visits to an optimizer's buckets: state is prefetched, used and offloaded again.
+
+A round begins with the first gradient and ends with the program's step. What moves when is planned
+(`memory/plan/state.py`); a bucket whose state is not there yet fetches it then and there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kilter.core.units import show_bytes
+from kilter.memory.engine.backend import Backend, HostMemoryError
+from kilter.memory.engine.charge import Charge, PassPhase
+from kilter.memory.engine.gradients import Gradients
+from kilter.memory.engine.stream import StateBucket, Stream, Where
+from kilter.memory.engine.update import update
+from kilter.memory.plan.problem import Link
+from kilter.memory.plan.state import Bucket, plan_state
+
+if TYPE_CHECKING:
+    import torch
+
+HELD = "optimizer state stays where the program has the address of its bytes"
+
+
+class Rounds:
+    """What is done with the buckets of all optimizers. `before_update` is told which parameters are
+    about to change, `changed` that state takes another amount of memory from now on."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        stream: Stream,
+        link: Link,
+        gradients: Gradients,
+        before_update: Callable[[Iterable[torch.Tensor]], None] | None,
+        changed: Callable[[], None],
+    ) -> None:
+        self._backend = backend
+        self._stream = stream
+        self.link = link
+        """What is left of it for state."""
+        self._access = gradients
+        self._before_update = before_update
+        self._changed = changed
+        self.late = 0
+        """Visits that found their state offloaded and fetched it then and there."""
+
+    def begin(self, charge: Charge) -> None:
+        charge.open = True
+        charge.note_state()
+        if charge.plan is not None:
+            self._prefetch_planned(charge, charge.plan.begin)
+
+    def visit(self, charge: Charge, number: int, *, keep: bool) -> None:
+        """Update the parameters of a bucket that have a gradient."""
+        bucket = charge.buckets[number]
+        get, put = self._access.get, self._access.put
+        found = [(p, get(p)) for p in bucket.members]
+        ready = [p for p, gradient in found if gradient is not None]
+        gradients = [gradient for _, gradient in found if gradient is not None]
+        if ready:
+            self._bring(charge, bucket)
+            if self._before_update is not None:
+                self._before_update(ready)
+            self._update(charge, ready, gradients)
+            for parameter, gradient in zip(ready, gradients, strict=True):
+                put(parameter, None)
+                if keep:
+                    charge.stash.append((parameter, gradient))
+                else:
+                    self._access.followed[id(parameter)].taken()
+            if charge.streams and charge.plan is None:
+                if bucket.host is None:
+                    self._stream.adopt(bucket, charge.optimizer.state)
+                self.shed(charge)
+            self._stream.note(bucket)
+            if bucket.streamed:
+                self._offload(charge, bucket)
+            charge.updated.add(number)
+        self.pass_by(charge, number)
+
+    def _update(
+        self, charge: Charge, parameters: Sequence[Any], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Outside of autocast, where the program's own step would run."""
+        import torch
+
+        device_type = self._backend.device.type
+        self._access.quiet = True
+        try:
+            if charge.phase is PassPhase.CONSUMING and torch.is_autocast_enabled(device_type):
+                with torch.autocast(device_type, enabled=False):
+                    update(charge.optimizer, charge.group_of, parameters, gradients)
+            else:
+                update(charge.optimizer, charge.group_of, parameters, gradients)
+        finally:
+            self._access.quiet = False
+
+    def written(self, charge: Charge) -> bool:
+        """Somebody wrote to state after it was updated in this round."""
+        return any(self._stream.written(charge.buckets[number]) for number in charge.updated)
+
+    def pass_by(self, charge: Charge, number: int) -> None:
+        """What the plan issues after a visit."""
+        plan = charge.plan
+        if plan is None or number in charge.visited:
+            return
+        charge.visited.add(number)
+        for i in plan.release[number]:
+            if charge.buckets[i].where is Where.OFFLOADING:
+                self._evict(charge, charge.buckets[i])
+        self._prefetch_planned(charge, plan.load[number])
+
+    def _prefetch_planned(self, charge: Charge, numbers: Iterable[int]) -> None:
+        assert charge.room_bytes is not None
+        assert charge.plan is not None
+        room_bytes = max(charge.room_bytes, charge.plan.peak_bytes)
+        for i in numbers:
+            bucket = charge.buckets[i]
+            fits = self._stream.held_bytes + bucket.size_bytes <= room_bytes
+            if bucket.where is Where.OFFLOADED and fits and i not in charge.visited:
+                self._stream.prefetch(bucket)
+
+    def end(self, charge: Charge) -> None:
+        """All updates are done: what streams is evicted, whether it was used or not."""
+        charge.open = False
+        charge.visited.clear()
+        charge.updated.clear()
+        for bucket in charge.buckets:
+            bucket.missing = bucket.awaited
+            if not self._stream.known(bucket, charge.optimizer.state):
+                self._know(charge, bucket)
+            if bucket.streamed:
+                self._offload(charge, bucket)
+                self._evict(charge, bucket)
+
+    def _know(self, charge: Charge, bucket: StateBucket) -> None:
+        """The optimizer has made more state, or the program has exchanged some."""
+        self._settle(charge, bucket)
+        self._stream.adopt(bucket, charge.optimizer.state)
+        charge.anew |= charge.streams  # its bytes are others than planned
+
+    # To and fro
+
+    def adopt(self, charge: Charge) -> None:
+        """Know the state of all buckets."""
+        for bucket in charge.buckets:
+            if bucket.host is None:
+                self._stream.adopt(bucket, charge.optimizer.state)
+
+    def cuts(self, charge: Charge) -> list[Bucket]:
+        """Its buckets as planners see them. With gradients kept all are visited at once."""
+        due_s: Sequence[float] = charge.due_s or [
+            max(charge.arrives_s.get(id(p), 0.0) for p in bucket.members)
+            for bucket in charge.buckets
+        ]
+        if charge.phase is PassPhase.KEEPING:
+            due_s = [0.0] * len(charge.buckets)
+        cuts, first = [], 0
+        for bucket, bucket_due_s in zip(charge.buckets, due_s, strict=True):
+            cuts.append(
+                Bucket(
+                    first=first,
+                    count=len(bucket.members),
+                    gradient_bytes=bucket.gradient_bytes,
+                    state_bytes=bucket.size_bytes,
+                    due_s=bucket_due_s,
+                )
+            )
+            first += len(bucket.members)
+        return cuts
+
+    def plan(self, charge: Charge) -> None:
+        assert charge.room_bytes is not None
+        mine_bytes = sum(b.size_bytes for b in charge.buckets if b.where is not Where.OFFLOADED)
+        room_bytes = max(0, charge.room_bytes - (self._stream.held_bytes - mine_bytes))
+        least_bytes = max(b.size_bytes for b in charge.buckets)
+        if room_bytes < least_bytes:
+            charge.say(
+                f"optimizer state streams through no less than {show_bytes(least_bytes)}; "
+                f"{show_bytes(room_bytes)} of room were left for it"
+            )
+            room_bytes = least_bytes
+        plan = plan_state(self.cuts(charge), room_bytes=room_bytes, link=self.link)
+        charge.plan = plan
+        for number, bucket in enumerate(charge.buckets):
+            bucket.streamed = number in plan.streamed
+            if bucket.streamed:
+                self._offload(charge, bucket)
+                self._evict(charge, bucket)
+        for bucket in charge.buckets:
+            if not bucket.streamed:
+                self._settle(charge, bucket)
+        self._changed()
+
+    def shed(self, charge: Charge) -> None:
+        """State is being made and nothing is planned yet: the oldest is evicted while there is more
+        than room for."""
+        assert charge.room_bytes is not None
+        for bucket in charge.buckets:
+            if self._stream.held_bytes <= charge.room_bytes:
+                return
+            self._offload(charge, bucket)
+            self._evict(charge, bucket)
+
+    def _offload(self, charge: Charge, bucket: StateBucket) -> None:
+        """Start the copy of a resident bucket; without host memory it stays for good."""
+        if bucket.where is not Where.RESIDENT or not bucket.parts:
+            return
+        try:
+            if not self._stream.offload(bucket):
+                charge.say(HELD)
+        except HostMemoryError as error:
+            bucket.streamed = False
+            charge.say(f"optimizer state stays: {error}")
+
+    def _evict(self, charge: Charge, bucket: StateBucket) -> None:
+        moving = bucket.where in (Where.OFFLOADING, Where.PREFETCHING)
+        if moving and not self._stream.evict(bucket):
+            charge.say(HELD)
+
+    def _bring(self, charge: Charge, bucket: StateBucket) -> None:
+        """Have the state on the device from here on, even if nothing was prepared for that."""
+        if bucket.where is Where.OFFLOADED:
+            self.late += charge.open
+            for other in charge.buckets:
+                if other.where is Where.OFFLOADING:
+                    self._evict(charge, other)
+        self._stream.bring(bucket)
+
+    def _settle(self, charge: Charge, bucket: StateBucket) -> None:
+        import torch
+
+        try:
+            self._stream.settle(bucket)
+        except torch.OutOfMemoryError:
+            charge.say("optimizer state did not fit the device and is on the host")
+
+    def bring_home(self, charge: Charge) -> None:
+        """All state on the device for good, or in host memory if it does not fit there."""
+        charge.plan = None
+        for bucket in charge.buckets:
+            self._settle(charge, bucket)
+            bucket.streamed = False
+            self._stream.adopt(bucket, charge.optimizer.state)

@@ -1,0 +1,378 @@
+"""A training iteration on shapes alone: what memory it takes, before anything is allocated.
+
+The model runs forward, backward and step on fake tensors, which have sizes and no bytes. A
+dispatch mode counts what is alive after every operation and puts the operations one after the
+other on a timeline of a roofline; the engine's own watch stands in autograd's hooks as it does in
+a real pass, tries the same recipes, and makes the same record for the same planners. A model of
+billions of parameters takes seconds and no GPU. Everything here is simulated.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kilter.core.errors import UsageError
+from kilter.core.units import MIB
+from kilter.memory.engine.backend import Event
+from kilter.memory.engine.engine import note_epsilon
+from kilter.memory.engine.pass_record import PassRecord, again_code, use_code
+from kilter.memory.engine.store import Pass, Store, View, kept, whole
+from kilter.memory.engine.watch import Watch
+from kilter.memory.plan.state import Update, in_buckets
+from kilter.model.roofline import Roofline
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocked:
+    """How fast the imagined card is: its roofline, at these clocks."""
+
+    roofline: Roofline
+    sm_hz: float
+    memory_hz: float
+
+    def seconds(self, flops: float, bytes_moved: float) -> float:
+        return float(self.roofline.busy_s(flops, bytes_moved, self.sm_hz, self.memory_hz))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """What an iteration takes, in bytes of the framework's allocations. Simulated."""
+
+    weights_bytes: int
+    """Parameters and buffers."""
+    gradients_bytes: int
+    state_bytes: int
+    inputs_bytes: int
+    saved_bytes: int
+    """What autograd keeps from forward to backward besides parameters, each storage once."""
+    peak_bytes: int
+    """Of the whole iteration, the optimizer's step with it."""
+    step_bytes: int
+    """The peak in the optimizer's step."""
+    record: PassRecord
+    """Forward and backward with everything kept."""
+    used_up: PassRecord
+    """The same with gradients used up as they arrive."""
+    bucket_state_bytes: int
+    """State that is on the device at one time at least, if it streams."""
+
+
+class _Memory:
+    """The backend that the watch asks: levels and moments come from the dispatch mode."""
+
+    def __init__(self, clocked: Clocked) -> None:
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        # Not a GPU, even where there is one: a kernel of ours, or of an extension, that is launched
+        # without the framework's knowledge would be given addresses of nothing.
+        self.device = torch.device("cpu")
+        self._fakes = FakeTensor
+        self._clocked = clocked
+        self.live_bytes = 0
+        self.now_s = 0.0
+        self._peak_bytes = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._twins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One of the same shape, on the device that is counted."""
+        import torch
+
+        made = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device
+        )
+        self.hold(made)
+        return made
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same for a tensor on the meta device that the job has and did not show: labels in
+        a loss, tables of a model. Always the same one."""
+        if tensor.device.type != "meta" or isinstance(tensor, self._fakes):
+            return tensor
+        found = self._twins.get(id(tensor))
+        if found is None:
+            found = self._twins[id(tensor)] = tensor, self.fake(tensor)
+        return found[1]
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage from now until nobody has it any more."""
+        storage = tensor.untyped_storage()
+        key, size_bytes = storage._cdata, storage.nbytes()
+        if key in self._known or tensor.device.type != self.device.type:
+            return
+
+        def gone(_: Any) -> None:
+            del self._known[key]
+            self.live_bytes -= size_bytes
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.live_bytes += size_bytes
+        self._peak_bytes = max(self._peak_bytes, self.live_bytes)
+
+    def spend(self, flops: float, bytes_moved: float) -> None:
+        self.now_s += self._clocked.seconds(flops, bytes_moved)
+
+    def mark(self) -> Event:
+        return self.now_s
+
+    def elapsed_s(self, begin: Event, end: Event) -> float:
+        return float(end - begin)
+
+    def keep_busy(self, seconds: float) -> None:
+        """Nothing runs."""
+
+    def used_bytes(self) -> int | None:
+        return self.live_bytes
+
+    def peak_bytes(self) -> int | None:
+        peak_bytes, self._peak_bytes = self._peak_bytes, self.live_bytes
+        return peak_bytes
+
+
+def shapes_of(
+    model: torch.nn.Module,
+    inputs: Sequence[Any],
+    named: Mapping[str, Any],
+    *,
+    loss: Callable[[Any], torch.Tensor],
+    optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer],
+    autocast: torch.dtype | None,
+    clocked: Clocked,
+    min_bytes: int = MIB,
+) -> Shapes:
+    """One iteration of `model(*inputs, **named)`, `loss` of its output, backward and `optimizer`.
+
+    The model's own tensors are read for their shapes only, so it may lie on the meta device. Its
+    `forward` runs four times on fake tensors of a CPU, whose kernels decide what is kept.
+    `UsageError` if it asks for a value that only real data have.
+    """
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+        UnsupportedOperatorException,
+    )
+
+    try:
+        # Of a small model no tensor has so many bytes: then all of them are recorded.
+        for least_bytes in (min_bytes, 0):
+            memory = _Memory(clocked)
+            with FakeTensorMode(allow_non_fake_inputs=True), _counting(memory):
+                job = _Job(model, inputs, named, memory, loss, optimizer, autocast, least_bytes)
+                shapes = job.run()
+            if shapes is not None:
+                return shapes
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UsageError(
+            f"the model asks for a value that only real data have ({error.func}): its memory "
+            "cannot be known from shapes"
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise UsageError(f"{error.func} says nothing of the shapes it makes") from error
+    raise UsageError("the model keeps nothing for its backward: there is nothing to plan")
+
+
+def _counting(memory: _Memory) -> Any:
+    """A dispatch mode that tells `memory` of every operation below autograd."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves, tree_map_only
+    from torch.utils.flop_counter import flop_registry
+
+    aten = torch.ops.aten
+
+    class Counting(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            args, named = tree_map_only(torch.Tensor, memory.twin, (args, kwargs or {}))
+            if func is aten.equal.default:
+                return True  # recipes make the same bytes; that is tried where there are bytes
+            made = func(*args, **named)
+            outputs = [t for t in tree_leaves(made) if isinstance(t, torch.Tensor)]
+            for tensor in outputs:
+                memory.hold(tensor)
+            if not func.is_view:
+                read = [t for t in tree_leaves((args, named)) if isinstance(t, torch.Tensor)]
+                formula = flop_registry.get(func._overloadpacket)
+                flops = 0.0 if formula is None else formula(*args, **named, out_val=made)
+                memory.spend(float(flops), float(sum(t.nbytes for t in (*read, *outputs))))
+            return made
+
+    return Counting()
+
+
+class _Job:
+    """The iterations, on fake tensors."""
+
+    def __init__(
+        self,
+        model: Any,
+        inputs: Sequence[Any],
+        named: Mapping[str, Any],
+        memory: _Memory,
+        loss: Callable[[Any], torch.Tensor],
+        optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer],
+        autocast: torch.dtype | None,
+        min_bytes: int,
+    ) -> None:
+        import torch
+
+        self._torch = torch
+        self._memory = memory
+        self._model, self._loss, self._autocast = model, loss, autocast
+        self._min_bytes = min_bytes
+        self.parameters = {
+            name: memory.fake(p).requires_grad_(p.requires_grad)
+            for name, p in model.named_parameters()
+        }
+        self._buffers = {name: memory.fake(b) for name, b in model.named_buffers()}
+        self.weights_bytes = memory.live_bytes
+        tree_map = torch.utils._pytree.tree_map_only
+        self._inputs, self._named = tree_map(
+            torch.Tensor, memory.fake, (tuple(inputs), dict(named))
+        )
+        self.inputs_bytes = memory.live_bytes - self.weights_bytes
+        self._trained = [p for p in self.parameters.values() if p.requires_grad]
+        if not self._trained:
+            raise UsageError("the model has no parameter that is trained: there is no backward")
+        self._optimizer = optimizer(self._trained)
+        self._store = Store(memory)  # type: ignore[arg-type]
+        self._store.unpack_hook = self._unpack
+        self._owned = {t.untyped_storage()._cdata for t in self.parameters.values()}
+        self._watch: Watch | None = None
+        self._within: Pass | None = None
+
+    def run(self) -> Shapes | None:
+        """None if nothing was kept for backward that is large enough to be recorded."""
+        memory = self._memory
+        self._iteration()  # makes gradients and state
+        record = self._iteration()
+        if not record.data:
+            return None
+        step_bytes = memory.peak_bytes() or 0
+        state_bytes = sum(
+            value.nbytes
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, self._torch.Tensor) and value.device.type == memory.device.type
+        )
+        gradients_bytes = sum(p.nbytes for p in self._trained)
+        updates = [
+            Update(gradient_bytes=p.nbytes, state_bytes=state_bytes * p.nbytes // gradients_bytes)
+            for p in reversed(self._trained)
+        ]
+        buckets = in_buckets(updates)
+        order = list(reversed(self._trained))
+        used_up = self._iteration(buckets=[order[b.first : b.first + b.count] for b in buckets])
+        # Last: what is recomputed beside the real data takes memory, some of it for good (the fake
+        # mode remembers whose storage was looked at).
+        tried = self._iteration(trial=True)
+        for one in (record, used_up):
+            one.learn(tried)
+        return Shapes(
+            weights_bytes=self.weights_bytes,
+            gradients_bytes=gradients_bytes,
+            state_bytes=state_bytes,
+            inputs_bytes=self.inputs_bytes,
+            saved_bytes=sum(datum.size_bytes for datum in record.data),
+            peak_bytes=max(record.peak_bytes, step_bytes),
+            step_bytes=step_bytes,
+            record=record,
+            used_up=used_up,
+            bucket_state_bytes=max(bucket.state_bytes for bucket in buckets),
+        )
+
+    def _iteration(
+        self, *, trial: bool = False, buckets: Sequence[Sequence[Any]] = ()
+    ) -> PassRecord:
+        torch = self._torch
+        memory = self._memory
+        handles = [
+            p.register_post_accumulate_grad_hook(hook)
+            for bucket in buckets
+            for hook in [_used_up(bucket)]
+            for p in bucket
+        ]
+        norms = [
+            module.register_forward_hook(note_epsilon)
+            for module in self._model.modules()
+            if type(module) is torch.nn.LayerNorm
+        ]
+        self._within = self._store.begin()
+        self._watch = watch = Watch(memory, self._store, trial=trial)  # type: ignore[arg-type]
+        memory.peak_bytes()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._store.unpack_hook):
+                with torch.autocast(
+                    memory.device.type, self._autocast, enabled=self._autocast is not None
+                ):
+                    output = torch.func.functional_call(
+                        self._model, {**self.parameters, **self._buffers}, self._inputs, self._named
+                    )
+                    loss = self._loss(output)
+                del output
+            loss.backward()
+        finally:
+            for handle in (*handles, *norms):
+                handle.remove()
+        record = watch.record()
+        self._watch = self._within = None
+        del loss
+        if not buckets:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return record
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        if (
+            tensor.nbytes < self._min_bytes
+            or storage._cdata in self._owned
+            or tensor.device.type != self._memory.device.type
+        ):
+            return kept(tensor)
+        store, watch = self._store, self._watch
+        assert watch is not None
+        assert self._within is not None
+        saved = store.find(tensor, self._within)
+        size_bytes = storage.nbytes()
+        watch.enter(size_bytes if saved is None else again_code(saved.number), used=False)
+        if saved is None:
+            saved = store.save(tensor, size_bytes, self._within, watch.saved)
+            watch.save(saved, tensor)
+        watch.leave()
+        return store.view(saved, tensor)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if type(packed) is not View:
+            return whole(packed)
+        watch = self._watch
+        if watch is None:
+            return self._store.look(packed)
+        watch.enter(use_code(packed.saved.number), used=True)
+        tensor = self._store.look(packed)
+        watch.use(packed.saved)
+        watch.leave()
+        return tensor
+
+
+def _used_up(bucket: Sequence[Any]) -> Callable[[Any], None]:
+    """Gives the gradients of a bucket up when all are there."""
+    missing = len(bucket)
+
+    def arrived(parameter: Any) -> None:
+        nonlocal missing
+        missing -= 1
+        if missing == 0:
+            for member in bucket:
+                member.grad = None
+
+    return arrived

@@ -1,0 +1,334 @@
+"""The bytes of weights: on the device, or in host memory that the device reads across the link.
+
+A weight is offloaded if the host has a copy of its value and nobody reaches its bytes but through
+the parameter: no other tensor on its storage, no holder in C++ (a graph that saved it without our
+hooks, a scripted module), no other process. The copy counts as long as version, storage and `.data`
+say that nobody wrote; otherwise the weight is copied again as it is offloaded. Somebody may write
+who knows its address. So a sum over its bits then is held against that of the copy.
+
+Offloaded, a weight has its bytes in host memory: who reads it without asking, in C++, finds the
+right values, only more slowly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from kilter.memory.engine.aliases import Holders, holders, shared_with_processes
+from kilter.memory.engine.away import WeightsMoved, away_class, guarded
+from kilter.memory.engine.backend import Backend, Event, HostMemoryError, owned
+from kilter.memory.engine.stream import Where, shaped
+
+if TYPE_CHECKING:
+    import torch
+
+
+class MovedWeights:
+    """One weight that may leave, and where its bytes are."""
+
+    def __init__(self, parameter: torch.nn.Parameter, forget: Callable[[int], None]) -> None:
+        key = id(parameter)
+        self.parameter = weakref.ref(parameter, lambda _: forget(key))
+        self.storage = parameter.untyped_storage()._cdata
+        self.size_bytes = parameter.untyped_storage().nbytes()
+        self.where = Where.RESIDENT
+        self.host: torch.Tensor | None = None
+        self.on_host: torch.Tensor | None = None
+        """The host memory as a tensor of the device, in the parameter's shape."""
+        self.incoming: torch.Tensor | None = None
+        """Device memory that it is copied to."""
+        self.version = -1
+        """Of the copy on the host; -1: there is none."""
+        self.lent = False
+        """Somebody has had `.data` since, or holds its bytes."""
+        self.departure: Event = None
+        self.arrival: Event = None
+        self.sum: Any = None
+        """Over the bits of the copy."""
+        self.published = False
+        """Copied since it was updated in backward."""
+        self.marker = key
+        """The parameter by whose gradient its need is known."""
+        self.updated_at: int | None = None
+        self.needed_at: int | None = None
+        """Earlier than by its gradient, since it was asked for."""
+        self.asked_in = -2
+        """Pass in which forward asked for it after it had left."""
+        self.stays: str | None = None
+
+
+class Shelf:
+    """Moves weights and counts. `late` is told of one that is asked for while it is away."""
+
+    def __init__(
+        self, backend: Backend, late: Callable[[MovedWeights], None], say: Callable[[str], None]
+    ) -> None:
+        import torch
+
+        self._torch = torch
+        self._backend = backend
+        self._late = late
+        self._say = say
+        self._plain = torch.nn.Parameter
+        self._away = away_class(self.home)
+        self.stream: Any = None
+        """The program's modules issue their work on it."""
+        self.weights: dict[int, MovedWeights] = {}
+        """By parameter."""
+        self.absent = 0
+        """Parameters that are `Away`."""
+        self.gone_bytes = self.most_gone_bytes = 0
+        self.stayed = 0
+        """Times that one could not leave because somebody else held it."""
+        self.out_bytes = self.in_bytes = self.host_bytes = 0
+        self.moved = False
+        """Some weight has no longer the address that it began with."""
+        self._left: list[tuple[Any, Any]] = []
+        """Sums over weights that left in this pass, and over their copies."""
+        self._flag: Any = None
+        self._flag_host: torch.Tensor | None = None
+        self._counted = hasattr(torch.Tensor, "_use_count")
+        if not self._counted:
+            say("weights stay: this PyTorch does not count who holds a tensor")
+            return
+        fresh = torch.nn.Parameter(torch.empty(1, device=backend.device))
+        self._alone = holders(fresh)
+        edge = torch.autograd.graph.get_gradient_edge(fresh)
+        self._alone_in_graph = holders(fresh)
+        del edge
+
+    def add(self, parameter: torch.nn.Parameter) -> MovedWeights:
+        weight = self.weights[id(parameter)] = MovedWeights(parameter, self._forget)
+        return weight
+
+    def _forget(self, key: int) -> None:
+        """It is no more."""
+        weight = self.weights.pop(key, None)
+        if weight is None:
+            return
+        self.absent -= weight.where is not Where.RESIDENT
+        if weight.where is Where.PREFETCHING:  # others get its memory now: not before the copy
+            self._backend.wait(weight.arrival)
+        if weight.where is Where.OFFLOADED:
+            self.gone_bytes -= weight.size_bytes
+        weight.incoming = None
+        weight.where, weight.stays = Where.RESIDENT, "it is no more"
+
+    def home(self, parameter: Any) -> None:
+        """Have it here for what is issued from now on."""
+        if type(parameter) is not self._away:
+            return
+        weight = self.weights.get(id(parameter))
+        if weight is None:
+            raise WeightsMoved("the bytes of a parameter were exchanged while they were away")
+        if weight.where is Where.OFFLOADED:
+            self._late(weight)
+        if self.elsewhere():  # nobody knows who has waited for whom
+            with self._torch.cuda.stream(self.stream):
+                self._bring(weight, parameter)
+            self.stream.synchronize()
+        else:
+            self._bring(weight, parameter)
+
+    def _bring(self, weight: MovedWeights, parameter: Any) -> None:
+        self.load(weight)
+        assert weight.host is not None
+        assert weight.incoming is not None
+        assert weight.on_host is not None
+        with self._undisturbed():
+            self._backend.wait(weight.arrival)
+            if parameter._version != weight.version:  # written from C++ since the copy was started
+                weight.arrival = self._backend.copy_in(weight.incoming, weight.host)
+                self._backend.wait(weight.arrival)
+            if holders(parameter).exceed(self._alone_of(parameter), others=1):
+                weight.stays = "weights stay on the host where somebody has their address there"
+                self._say(weight.stays)
+            else:
+                self._have(parameter, shaped(weight.incoming, 0, weight.on_host))
+            weight.storage = parameter.untyped_storage()._cdata
+        weight.incoming = None
+        weight.where = Where.RESIDENT
+        parameter.__class__ = self._plain
+        self.absent -= 1
+
+    def _have(self, parameter: Any, bytes_of: torch.Tensor) -> None:
+        """It has the bytes of another tensor from now on. Its version stays, as its value does."""
+        data: Any = self._torch.Tensor.data
+        data.__set__(parameter, bytes_of)
+
+    def foreign(self, stream: Any) -> bool:
+        """Modules have run, and on another stream than this."""
+        return self.stream is not None and stream is not None and stream != self.stream
+
+    def settle(self) -> None:
+        """What was brought back may be read by any stream."""
+        if self.moved and self.stream is not None:
+            self.stream.synchronize()
+
+    def elsewhere(self) -> bool:
+        """The program issues work on another stream than that of its modules."""
+        if self._backend.device.type != "cuda" or self.stream is None:
+            return False
+        here = self._torch.cuda.current_stream(self._backend.device)
+        return bool(here != self.stream)
+
+    def _undisturbed(self) -> Any:
+        """What the program has put around its operations does not meet ours."""
+        core = self._torch._C
+        quiet = core.DisableTorchFunction()
+        modes = (
+            core._len_torch_dispatch_stack() or core._functorch.maybe_current_level() is not None
+        )
+        if not modes and not self._torch.is_inference_mode_enabled():
+            return quiet
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        stack = ExitStack()
+        stack.enter_context(quiet)
+        stack.enter_context(self._torch.inference_mode(False))
+        stack.enter_context(core._DisableFuncTorch())
+        stack.enter_context(_disable_current_modes())
+        return stack
+
+    def wrote(self, parameter: Any) -> None:
+        """Somebody has `.data` of it."""
+        weight = self.weights.get(id(parameter))
+        if weight is not None:
+            weight.lent = True
+
+    def _unreachable(self, parameter: Any) -> bool:
+        """Nobody reaches its bytes but through the parameter."""
+        if not self._counted:
+            return False
+        if holders(parameter).exceed(self._alone_of(parameter)):
+            return False
+        if not owned(parameter.untyped_storage()):
+            return False
+        top = self._torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and not guarded(top[1]):
+            return False
+        return not shared_with_processes(parameter.untyped_storage())
+
+    def _alone_of(self, parameter: Any) -> Holders:
+        return self._alone_in_graph if parameter.requires_grad else self._alone
+
+    def _flat(self, parameter: Any, weight: MovedWeights) -> torch.Tensor:
+        torch = self._torch
+        flat = torch.empty(0, dtype=torch.uint8, device=self._backend.device)
+        return flat.set_(parameter.untyped_storage(), 0, (weight.size_bytes,), (1,))
+
+    def _sum(self, flat: torch.Tensor) -> torch.Tensor:
+        torch = self._torch
+        words = flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
+        return words.sum(dtype=torch.int64)
+
+    def copy_out(self, weight: MovedWeights) -> None:
+        """Its value now is what the host is to have."""
+        parameter = weight.parameter()
+        if parameter is None or weight.stays or weight.where is not Where.RESIDENT:
+            return
+        if weight.departure is not None:
+            self._backend.wait(weight.departure)
+        weight.lent = not self._unreachable(parameter)  # they may write when they like
+        storage = parameter.untyped_storage()
+        weight.storage = storage._cdata
+        sizes = {storage.nbytes(), parameter.nbytes, weight.size_bytes}
+        if len(sizes) > 1 or parameter.device != self._backend.device:
+            weight.stays = "weights stay whose size or device was changed"
+            self._say(weight.stays)
+            return
+        try:
+            if weight.host is None:
+                self._reserve(weight, parameter)
+        except HostMemoryError as error:
+            weight.stays = f"weights stay: {error}"
+            self._say(weight.stays)
+            return
+        assert weight.host is not None
+        with self._undisturbed():
+            flat = self._flat(parameter, weight)
+            weight.sum = self._sum(flat)
+            weight.departure = self._backend.copy_out(weight.host, flat)
+        weight.version = parameter._version
+        self.out_bytes += weight.size_bytes
+
+    def _reserve(self, weight: MovedWeights, parameter: Any) -> None:
+        host = self._backend.reserve(weight.size_bytes)
+        with self._undisturbed():
+            try:
+                memory = self._backend.on_device(host, 0, weight.size_bytes)
+            except HostMemoryError:
+                self._backend.give_back(host)
+                raise
+            weight.on_host = shaped(memory, 0, parameter)
+        weight.host = host
+        self.host_bytes += weight.size_bytes
+
+    def leave(self, weight: MovedWeights) -> None:
+        """Give its bytes up, if the host has them and nobody else can reach them."""
+        parameter = weight.parameter()
+        if parameter is None or weight.stays or type(parameter) is not self._plain:
+            return
+        if weight.departure is not None:
+            self._backend.wait(weight.departure)
+        if not self._unreachable(parameter):
+            self.stayed += 1
+            return
+        storage = parameter.untyped_storage()
+        same = storage._cdata == weight.storage and parameter._version == weight.version
+        if not same or weight.lent:
+            self.copy_out(weight)
+            if weight.stays:
+                return
+        with self._undisturbed():
+            self._left.append((self._sum(self._flat(parameter, weight)), weight.sum))
+            self._backend.wait(weight.departure)
+            assert weight.on_host is not None
+            self._have(parameter, weight.on_host)
+            self._backend.evicted(storage)
+        weight.where = Where.OFFLOADED
+        parameter.__class__ = self._away
+        self.absent += 1
+        self.moved = True
+        self.gone_bytes += weight.size_bytes
+        self.most_gone_bytes = max(self.most_gone_bytes, self.gone_bytes)
+
+    def load(self, weight: MovedWeights) -> None:
+        """Start its way to the device, if it is away."""
+        if weight.where is not Where.OFFLOADED:
+            return
+        assert weight.host is not None
+        with self._undisturbed():
+            weight.incoming = self._backend.alloc(weight.size_bytes)
+            weight.arrival = self._backend.copy_in(weight.incoming, weight.host)
+        weight.where = Where.PREFETCHING
+        self.gone_bytes -= weight.size_bytes
+        self.in_bytes += weight.size_bytes
+
+    def bring_all(self) -> None:
+        for weight in list(self.weights.values()):
+            self.load(weight)
+            self.home(weight.parameter())
+
+    def compare(self) -> None:
+        """Hold what has left since the last time against its copies."""
+        if not self._left:
+            return
+        torch = self._torch
+        with self._undisturbed(), torch.cuda.stream(self.stream if self.elsewhere() else None):
+            now, then = (torch.stack(sums) for sums in zip(*self._left, strict=True))
+            wrong = (now != then).any().view(torch.uint8).view(1)
+            if self._flag is None:
+                self._flag = torch.zeros_like(wrong)
+                self._flag_host = self._backend.reserve(1)
+                self._flag_host.fill_(0)
+            self._flag |= wrong
+            self._backend.copy_out(self._flag_host, self._flag)
+        self._left.clear()
+
+    def falsified(self) -> bool:
+        """A weight has left that was not what its copy is; known a little later."""
+        return self._flag_host is not None and bool(self._flag_host[0])

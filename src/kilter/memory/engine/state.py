@@ -1,0 +1,529 @@
+"""Below the floor of weights, gradients and optimizer state: the optimizer's work in buckets.
+
+*Optimizer state streams.* Between its visits a bucket's state lies in host memory, where it can be
+read and written like before (`stream.py`). Inside `optimizer.step()` the buckets are prefetched,
+updated and offloaded one after the other. That is right for any program.
+
+*Gradients are consumed as they arrive*, where the user says so. When the last gradient of a bucket
+has been accumulated, the optimizer's own step is run on its parameters, inside backward, and the
+gradients are freed; the bucket's state is prefetched beside the computation.
+`optimizer.step()` of the program then finds nothing left to do for them. What a later iteration
+does between backward and step cannot be known before: a new learning rate, a skipped step. So this
+is done only for a user who asked for it, a loop that was watched and did nothing of the kind, and
+an optimizer that treats each parameter on its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kilter.core.errors import UsageError
+from kilter.core.plan import GRADIENTS
+from kilter.core.units import MIB
+from kilter.memory.engine.backend import Backend
+from kilter.memory.engine.charge import Charge, PassPhase
+from kilter.memory.engine.engine import leave_uncompiled
+from kilter.memory.engine.gradients import Followed, GradientConsumed, GradientPlace, Gradients
+from kilter.memory.engine.rounds import Rounds
+from kilter.memory.engine.stream import StateBucket, Stream, Where, size_of
+from kilter.memory.plan.problem import Link
+from kilter.memory.plan.state import Bucket, StatePlan, Update, in_buckets
+
+if TYPE_CHECKING:
+    import torch
+
+    from kilter.session.fence import Fence
+
+WATCHED_STEPS = 3
+"""Optimizer steps that a loop is watched for."""
+KEPT = {
+    "auto": "a later iteration may change them or skip its step; for a program that never does, "
+    "--gradients consume uses them up as they arrive",
+    "consume": None,
+    "keep": "as asked for",
+}
+"""Why gradients are kept, by what was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateReport:
+    """What happened so far, and how it stands now."""
+
+    consuming: bool
+    """Gradients of at least one optimizer are used up in backward."""
+    watching: bool
+    """It is not decided yet whether those of another one may be."""
+    visits: int
+    """Buckets updated in backward."""
+    late: int
+    """Visits that found their state away and fetched it then and there."""
+    out_bytes: int
+    in_bytes: int
+    host_bytes: int
+    gradient_bytes: int
+    """The most that gradients take now; without consuming, all of them."""
+    state_bytes: int
+    """State on the device between visits."""
+    away_bytes: int
+    """State on the host between visits."""
+    plans: tuple[StatePlan, ...]
+    refused: tuple[str, ...]
+    """Why gradients are kept or state stays."""
+
+
+class Visits(NamedTuple):
+    """Buckets of state in the order of their visits."""
+
+    buckets: tuple[Bucket, ...]
+    at: tuple[int, ...]
+    """Operations of the pass in which their last gradients arrive."""
+    plan: StatePlan | None
+    """By which they stream now."""
+
+
+class StateMover(AbstractContextManager["StateMover"]):
+    """Keeps gradients and optimizer state off the device while nothing needs them.
+
+    With `room_bytes`, at most so much optimizer state is on the device at any time, from the first
+    step on; without, all of it stays. With `gradients="consume"` they are used up as they arrive,
+    unless the watched iterations give a reason not to; otherwise they are kept.
+
+    `before_update` is told which parameters are about to change, `changed` that the memory which
+    gradients and state take is another from now on. `event` tells which operation of the pass is
+    being issued, where that is known.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        link: Link,
+        gradients: str = "auto",
+        room_bytes: int | None = None,
+        bucket_bytes: int | None = None,
+        min_bytes: int = MIB // 16,
+        before_update: Callable[[Iterable[torch.Tensor]], None] | None = None,
+        changed: Callable[[], None] | None = None,
+        event: Callable[[], int | None] | None = None,
+        fence: Fence | None = None,
+    ) -> None:
+        if gradients not in GRADIENTS:
+            raise UsageError(f"gradients {gradients!r} is not one of {', '.join(GRADIENTS)}")
+        self._backend = backend
+        self._stream = Stream(backend, min_bytes)
+        self._kept = KEPT[gradients]
+        """Why no gradients are consumed; None: they may be."""
+        self.room_bytes = room_bytes
+        """May be changed; what follows from it is done after the next step."""
+        self._bucket_bytes = bucket_bytes
+        self._changed = changed or (lambda: None)
+        self._event = event or (lambda: None)
+        self._fence = fence
+        self._charges: weakref.WeakKeyDictionary[Any, Charge] = weakref.WeakKeyDictionary()
+        self._access = Gradients()
+        self._early: dict[int, weakref.ref[Any]] = {}
+        """Parameters whose gradient arrived before their optimizer was met, in this order."""
+        self._hooked: dict[int, weakref.ref[Any]] = {}
+        self._hooks: list[Any] = []
+        """On gradients."""
+        self._handles: list[Any] = []
+        self._search: Any = None
+        self._guard: Any = None
+        """On modules, between the first gradient and the step."""
+        self._visits = 0
+        self._rounds = Rounds(
+            backend, self._stream, link, self._access, before_update, self._changed
+        )
+
+    # Begin and end
+
+    def __enter__(self) -> StateMover:
+        import torch
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        self._torch = torch
+        self._before_modules = register_module_forward_pre_hook
+        self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+        self._access.__enter__()
+        if self._kept is not None:
+            self._access.ignore()
+        else:
+            # Until the first step nobody knows the optimizers: modules show the parameters.
+            self._search = register_module_forward_pre_hook(self._fenced(self._before_module))
+        self._handles = [register_optimizer_step_pre_hook(self._fenced(self._meet))]
+        leave_uncompiled()
+        self._arrived_hook = self._fenced(self._arrived)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Bring the state home and forget about gradients."""
+        for charge in self._charges.values():
+            if charge.took:
+                charge.say("parameters were updated in backward, and no step followed")
+            self._unstash(charge)
+            self._rounds.bring_home(charge)
+            for handle in charge.handles:
+                handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._stop_search()
+        self._let_gradients_be()
+        self._backend.close()
+
+    def _stop_search(self) -> None:
+        if self._search is not None:
+            self._search.remove()
+            self._search = None
+
+    def _unguard(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
+
+    def _rest(self) -> None:
+        """Do not watch gradients any longer than somebody's may be consumed."""
+        if all(charge.phase is PassPhase.KEEPING for charge in self._charges.values()):
+            self._let_gradients_be()
+
+    def _let_gradients_be(self) -> None:
+        self._kept = self._kept or "those of all optimizers before had to be"
+        self._unguard()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._access.ignore()
+
+    def report(self) -> StateReport:
+        charges = list(self._charges.values())
+        buckets = [b for charge in charges for b in charge.buckets]
+        away_bytes = sum(b.size_bytes for b in buckets if b.where is Where.OFFLOADED)
+        return StateReport(
+            consuming=any(c.phase is PassPhase.CONSUMING for c in charges),
+            watching=any(c.phase is PassPhase.WATCHING for c in charges) or not charges,
+            visits=self._visits,
+            late=self._rounds.late,
+            out_bytes=self._stream.out_bytes,
+            in_bytes=self._stream.in_bytes,
+            host_bytes=self._stream.host_bytes,
+            gradient_bytes=sum(self._gradient_bytes(c) for c in charges),
+            state_bytes=sum(b.size_bytes for b in buckets) - away_bytes,
+            away_bytes=away_bytes,
+            plans=tuple(c.plan for c in charges if c.plan is not None),
+            refused=tuple(dict.fromkeys(text for c in charges for text in c.refused)),
+        )
+
+    def _gradient_bytes(self, charge: Charge) -> int:
+        sizes = [b.gradient_bytes for b in charge.buckets]
+        if charge.phase is PassPhase.CONSUMING:
+            return max(sizes, default=0)
+        return sum(sizes)
+
+    def _fenced(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Behind the fence an error of ours ends our work: state comes home, gradients stay."""
+        fence = self._fence
+        if fence is None:
+            return hook
+
+        def refusal(*args: Any) -> GradientConsumed | None:
+            try:
+                hook(*args)
+            except GradientConsumed as error:  # the program's to know
+                return error
+            return None
+
+        def fenced(*args: Any) -> None:
+            found = [] if fence.down else fence.ask(refusal, *args)
+            if not found:
+                self._give_up()
+            elif found[0] is not None:
+                raise found[0]
+
+        return fenced
+
+    def _give_up(self) -> None:
+        for charge in self._charges.values():
+            if charge.streams or charge.phase is not PassPhase.KEEPING:
+                charge.phase, charge.streams = PassPhase.KEEPING, False
+                self._rounds.bring_home(charge)
+
+    # Who is there
+
+    def _before_module(self, module: Any, inputs: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            self._hook(parameter)
+
+    def _hook(self, parameter: Any) -> None:
+        hooked = self._hooked.get(id(parameter))
+        if not (parameter.requires_grad and parameter.is_leaf) or self._kept is not None:
+            return
+        if hooked is not None and hooked() is parameter:
+            return
+        self._hooked[id(parameter)] = weakref.ref(parameter)
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived_hook))
+
+    def _meet(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """The step of an optimizer is about to begin, perhaps its first."""
+        charge = self._charges.get(optimizer)
+        if charge is not None and not charge.altered:
+            charge.stand_innermost()
+            return
+        self._stop_search()
+        if charge is not None:
+            if charge.took:
+                raise GradientConsumed("the optimizer's parameters changed before the step")
+            self._rounds.bring_home(charge)
+            for handle in charge.handles:
+                handle.remove()
+            self._forget(charge)
+        charge = self._charges[optimizer] = self._charged(optimizer)
+        charge.stand_innermost()
+        self._rest()
+        weakref.finalize(optimizer, self._forget, charge).atexit = False
+
+    def take_over(self, optimizer: Any) -> None:
+        """Between a step and the next forward: one that has made its state already. What there is
+        no room for leaves now."""
+        self._meet(optimizer, (), {})
+        charge = self._charges[optimizer]
+        for f in charge.followed:
+            f.steps()
+        if charge.streams:
+            self._rounds.adopt(charge)
+            self._rounds.plan(charge)
+
+    def _charged(self, optimizer: Any) -> Charge:
+        charge = Charge(optimizer)
+        known = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        early = [key for key, p in self._early.items() if key in known and p() is known[key]]
+        for key in early:
+            del self._early[key]
+        order = [known[key] for key in early]
+        order += [p for key, p in reversed(known.items()) if key not in early]
+        reason = charge.unfit(self._backend.device, self._access.followed)
+        if reason is not None:
+            charge.object_to(reason)
+            charge.keep_state(reason)
+            return charge
+        for parameter in order:
+            self._hook(parameter)
+            place = (
+                GradientPlace.NONE if self._access.get(parameter) is None else GradientPlace.THERE
+            )
+            charge.followed.append(Followed(parameter, charge, place))
+        self._access.followed.update((id(f.parameter), f) for f in charge.followed)
+        updates = [Update(gradient_bytes=size_of(p), state_bytes=0) for p in order]
+        for number, cut in enumerate(in_buckets(updates, self._bucket_bytes)):
+            members = order[cut.first : cut.first + cut.count]
+            charge.buckets.append(StateBucket(members))
+            charge.bucket_of.update((id(p), number) for p in members)
+        charge.room_bytes = self.room_bytes
+        charge.streams = self.room_bytes is not None
+        if self._kept is not None:
+            charge.object_to(self._kept)
+        elif any(bucket.sharded for bucket in charge.buckets):
+            charge.object_to("parameters are sharded over processes")
+        charge.handles = [
+            optimizer.register_step_pre_hook(self._fenced(self._before_step)),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_load_state_dict_post_hook(self._fenced(self._after_load)),
+        ]
+        return charge
+
+    def _forget(self, charge: Charge) -> None:
+        """Its optimizer is gone, or has other parameters now."""
+        for f in charge.followed:
+            if self._access.followed.get(id(f.parameter)) is f:
+                del self._access.followed[id(f.parameter)]
+        for bucket in charge.buckets:
+            self._stream.disown(bucket)
+        charge.followed, charge.buckets = [], []
+
+    # Backward
+
+    def _arrived(self, parameter: Any) -> None:
+        """A gradient was accumulated."""
+        found = self._access.followed.get(id(parameter))
+        if found is None:
+            self._early[id(parameter)] = weakref.ref(parameter)
+            return
+        self._access.quiet = False  # a step that raised left it so
+        found.arrives()
+        charge: Charge = found.owner  # type: ignore[assignment]
+        if charge.phase is PassPhase.KEEPING:
+            return
+        if self._guard is None:
+            self._guard = self._before_modules(self._module_runs)
+        gradient = self._access.get(parameter)
+        assert gradient is not None
+        if self._keeps_graph() and not charge.took:
+            charge.object_to("backward keeps its graph, for another one through the same weights")
+            charge.anew = True
+            return
+        if charge.settings is None:
+            charge.settings = charge.options()
+        if id(parameter) not in charge.at:
+            event = self._event()
+            if event is not None:
+                charge.at[id(parameter)] = event
+        if charge.phase is PassPhase.WATCHING:
+            charge.marks.append((id(parameter), self._backend.mark()))
+            charge.watch(parameter, gradient)
+            return
+        number = charge.bucket_of[id(parameter)]
+        bucket = charge.buckets[number]
+        bucket.missing -= 1
+        if gradient.requires_grad or gradient.layout is not self._torch.strided:
+            bucket.missing = len(bucket.members) + 1  # left to the step
+        if not charge.open:
+            if charge.altered:
+                charge.object_to("the optimizer's parameters changed")
+                return
+            self._rounds.begin(charge)
+        if bucket.missing == 0:
+            self._visits += 1
+            self._rounds.visit(charge, number, keep=False)
+
+    def _module_runs(self, module: Any, inputs: Any) -> None:
+        """Between the first gradient and the step only checkpointing runs modules, and only such
+        whose gradients have not arrived."""
+        for parameter in module._parameters.values():
+            found = self._access.followed.get(id(parameter))
+            if found is not None:
+                found.runs()
+
+    # The step
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        charge = self._charges[optimizer]
+        self._unguard()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            self._before_closure(charge)
+            return
+        if charge.phase is PassPhase.WATCHING:
+            charge.judge(self._access.get, self._backend.device.type)
+        elif charge.took and charge.settings != charge.options():
+            raise GradientConsumed("the optimizer's options changed between backward and step")
+        elif charge.took and getattr(optimizer, "grad_scale", None) is not None:
+            raise GradientConsumed("gradients are to be unscaled")
+        elif charge.took and self._rounds.written(charge):
+            raise GradientConsumed("optimizer state was changed between backward and step")
+        for f in charge.followed:
+            f.steps()
+        if charge.streams:
+            if not charge.open:
+                self._rounds.begin(charge)
+            for number, bucket in enumerate(charge.buckets):
+                if bucket.streamed or charge.plan is None:
+                    self._rounds.visit(charge, number, keep=True)
+                else:  # left to the program's own step
+                    self._rounds.pass_by(charge, number)
+        self._rounds.end(charge)
+        self._access.quiet = True
+
+    def _before_closure(self, charge: Charge) -> None:
+        if charge.took:
+            raise GradientConsumed("optimizer.step was given a closure")
+        charge.object_to("optimizer.step is given a closure")
+        if charge.streams:
+            charge.keep_state("optimizer.step is given a closure")
+            self._rounds.bring_home(charge)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        charge = self._charges[optimizer]
+        self._access.quiet = False
+        self._unstash(charge)
+        if self._fence is None:
+            self._settle(charge)
+        elif not self._fence.down:
+            self._fence.run(self._settle, charge)
+
+    def _settle(self, charge: Charge) -> None:
+        """Between a step and the next backward: decide how it goes on."""
+        charge.steps += 1
+        if charge.marks:
+            zero = charge.marks[0][1]
+            charge.arrives_s = {
+                key: max(0.0, self._backend.elapsed_s(zero, mark)) for key, mark in charge.marks
+            }
+        armed = charge.phase is PassPhase.WATCHING and charge.steps >= WATCHED_STEPS
+        if armed:
+            charge.phase = PassPhase.CONSUMING
+            for bucket in charge.buckets:
+                bucket.missing = bucket.awaited = sum(id(p) in charge.seen for p in bucket.members)
+        if charge.fit and (charge.anew or self.room_bytes != charge.room_bytes):
+            charge.anew, charge.room_bytes = False, self.room_bytes
+            charge.streams = self.room_bytes is not None
+            if not charge.streams:
+                self._rounds.bring_home(charge)
+            charge.plan = None
+        charge.order_state()
+        if charge.steps == 1:
+            self._rounds.adopt(charge)
+        if charge.streams and (armed or charge.plan is None):
+            self._rounds.plan(charge)
+        consuming = charge.phase is PassPhase.CONSUMING
+        if consuming != charge.told:
+            self._changed()
+        charge.told = consuming
+        self._rest()
+        charge.settings = None
+        charge.marks.clear()
+        charge.seen.clear()
+
+    def visits(self) -> Visits | None:
+        """What streams, or could, beside the computation: the state of the only optimizer, if its
+        gradients are consumed and it is known where in the pass they arrive."""
+        charges = [charge for charge in self._charges.values() if charge.followed]
+        if len(charges) != 1 or charges[0].phase is not PassPhase.CONSUMING:
+            return None
+        (charge,) = charges
+        at = []
+        for bucket in charge.buckets:
+            found = [charge.at[id(p)] for p in bucket.members if id(p) in charge.at]
+            if not found:
+                return None
+            at.append(max(found))
+        if at != sorted(at):
+            return None
+        return Visits(tuple(self._rounds.cuts(charge)), tuple(at), charge.plan)
+
+    def make_room(
+        self, room_bytes: int, *, due_s: Sequence[float] | None = None, link: Link | None = None
+    ) -> None:
+        """From the next step on so much state stays. Where they are known, `due_s` says when the
+        buckets of the only optimizer are visited, from the first gradient on, and `link` what is
+        left of the link for them."""
+        self.room_bytes = room_bytes
+        if link is not None:
+            self._rounds.link = link
+        for charge in self._charges.values():
+            charge.due_s = charge.due_s if due_s is None else tuple(due_s)
+            charge.anew = True
+
+    def _unstash(self, charge: Charge) -> None:
+        for parameter, gradient in charge.stash:
+            self._access.put(parameter, gradient)
+        charge.stash.clear()
+
+    # Checkpoints
+
+    def _before_state_dict(self, optimizer: Any) -> None:
+        if self._charges[optimizer].took:
+            raise GradientConsumed("state_dict was asked for between backward and step")
+
+    def _after_load(self, optimizer: Any) -> None:
+        """The state is another now, and more of it than there is room for."""
+        charge = self._charges[optimizer]
+        charge.plan = None
+        for bucket in charge.buckets:
+            bucket.streamed = False
+            self._stream.adopt(bucket, optimizer.state)
+            if charge.streams:
+                self._rounds.shed(charge)

@@ -1,0 +1,559 @@
+"""Where each saved storage is, and how it goes and comes back.
+
+A datum is *here*, *away*, or *coming*. Two rules keep its bytes right:
+
+- Bytes are copied or given up only while nobody else can reach the storage. So nobody can write to
+  them any more, by whatever way, and a tensor that the program still holds is never a second one.
+- Bytes are given up only for a source that cannot fail: a finished copy on the host, or a recipe
+  whose sources nobody can write to (`recompute.py`).
+
+Whatever is done in steps ends with those that cannot fail, so that after an error in between the
+same call does it all.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from kilter.memory.engine.backend import Backend, Event
+from kilter.memory.engine.host import Block, HostPool
+from kilter.memory.engine.operations import Held, Modified, Source
+from kilter.memory.engine.recompute import EPS, Foreign, Recipe
+from kilter.memory.engine.waits import Waits
+
+HERE, COMING, AWAY = range(3)
+OUTPUT = "kilter.output"
+"""Key in a node's metadata: its output, if an operation saved it."""
+
+
+class Pass:
+    """One pass, alive as long as anything that was saved in it."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Saved:
+    """One storage that autograd saved, and where its bytes are."""
+
+    __slots__ = (
+        "__weakref__", "alias", "arrival", "cast", "departure", "handed_out", "host", "itself",
+        "key", "number", "plain", "pooled", "recipe", "size_bytes", "state", "store", "touched",
+        "version", "within",
+    )  # fmt: skip
+
+    store: Store
+    """Set once the store has counted it."""
+
+    def __init__(self, within: Pass, number: int, tensor: torch.Tensor, size_bytes: int) -> None:
+        self.itself = weakref.ref(self)
+        self.within = within
+        self.number = number
+        self.size_bytes = size_bytes
+        self.alias: torch.Tensor | None = tensor.detach()
+        self.plain = False
+        """`alias` is the whole storage, in a layout that copies keep. Else it may be a part, and
+        what comes back is flat bytes."""
+        self.version = tensor._version
+        self.touched = False
+        """The program has asked for its `.data`. So it may have been written to without a trace,
+        and only a copy of its bytes is right."""
+        self.cast = False
+        """Autograd's cast of a parameter, which autocast holds as well."""
+        self.handed_out = False
+        """Backward has asked for it. Who has it since is not known, so it stays."""
+        self.key = tensor.untyped_storage()._cdata
+        self.state = HERE
+        self.host: torch.Tensor | None = None
+        self.pooled: Block | None = None
+        """Host memory to give back."""
+        self.departure: Event = None
+        self.arrival: Event = None
+        self.recipe: Recipe | None = None
+
+    def __del__(self) -> None:
+        store = getattr(self, "store", None)
+        if store is not None:
+            store.gone(self)
+
+    @property
+    def unchanged(self) -> bool:
+        """Nobody has written to it since it was saved."""
+        if self.touched:
+            return False
+        return self.alias is None or bool(self.alias._version == self.version)
+
+    @property
+    def closed(self) -> bool:
+        """Nobody but the engine can reach the bytes any more."""
+        if self.alias is None or self.state != HERE:
+            return True
+        copied = self.departure is not None and not self.handed_out
+        return copied or self.store.alone(self.alias)
+
+
+class Itself(weakref.ref["torch.Tensor"]):
+    """The program's own tensor object, as long as it lives, and its attributes after that."""
+
+    __slots__ = ("attributes",)
+    attributes: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Itself:
+        itself = cls(tensor)
+        itself.attributes = (type(tensor) is torch.Tensor and tensor.__dict__) or None
+        return itself
+
+
+class View(NamedTuple):
+    """What autograd is given instead of a large tensor: a storage and how it is looked at."""
+
+    saved: Saved
+    itself: Itself
+    dtype: torch.dtype
+    size: torch.Size | None
+    """None: just as `saved.alias` does."""
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+
+    def __call__(self) -> torch.Tensor:
+        """The tensor, fetched if it is away, for a recipe."""
+        return self.saved.store.look(self)
+
+
+LEAF: Any = type("Leaf", (), {})()
+"""Stands for `Itself` where the tensor itself is held."""
+
+
+def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int, Itself]:
+    """What autograd is given for everything else.
+
+    A leaf, or a view of a parameter, may be held itself; a result must not be (its node would hold
+    itself alive).
+    """
+    if tensor.is_leaf or type(tensor._base) is torch.nn.Parameter:
+        return tensor, tensor._version, LEAF
+    return tensor.detach(), tensor._version, Itself.of(tensor)
+
+
+def whole(held: tuple[Any, ...]) -> torch.Tensor:
+    """The tensor behind `kept`, or `Modified`."""
+    tensor: torch.Tensor = held[0]
+    if tensor._version != held[1]:
+        raise Modified
+    return tensor
+
+
+def sole(tensor: torch.Tensor) -> bool:
+    """A tensor, or what it is a view of, has its storage to itself. Otherwise others may write to
+    the storage, and no version counter of ours tells (recurrent cells do so; arenas)."""
+    base = tensor._base
+    return bool((tensor if base is None else base).nbytes == tensor.untyped_storage().nbytes())
+
+
+def covers(tensor: torch.Tensor, size_bytes: int) -> bool:
+    """The tensor is its storage, each element once, in a layout that copies keep."""
+    if tensor.nbytes != size_bytes or tensor.storage_offset() != 0:
+        return False
+    if tensor.is_contiguous():
+        return True
+    return bool(tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _seen(
+    storage_of: torch.Tensor,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+) -> torch.Tensor:
+    """The storage of a tensor, looked at in another way."""
+    tensor = torch.empty(0, dtype=dtype, device=storage_of.device)
+    return tensor.set_(storage_of.untyped_storage(), offset, size, stride)
+
+
+def _users(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _lone() -> torch.Tensor:
+    return torch.empty(1).detach()
+
+
+def flat(saved: Saved) -> torch.Tensor:
+    """The bytes of a datum that is here."""
+    assert saved.alias is not None
+    return _seen(saved.alias, torch.uint8, (saved.size_bytes,), (1,), 0)
+
+
+def called(function: Callable[..., Any], *args: Any) -> bool:
+    function(*args)
+    return True
+
+
+class Store:
+    """All data that the engine follows, on the device and away from it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        over: Callable[[], None] = lambda: None,
+        guard: Callable[..., bool] = called,
+    ) -> None:
+        """`over` is called when nothing that was saved in a pass is left. `guard` calls a function
+        where an error could not go anywhere, and says whether the function came to its end."""
+        self._backend = backend
+        self._over = over
+        self._guard = guard
+        self._stranded: list[torch.Tensor | None] = []
+        """Memory of which nobody knows whether a copy still uses it."""
+        self.unpack_hook: Any = None
+        """Ours: it tells what we packed from what others did."""
+        self.within = weakref.ref(Pass())
+        """The present pass, while anything is left of it."""
+        self._one = _users(_lone())
+        self._here: dict[int, weakref.ref[Saved]] = {}
+        """By storage, those on the device: each holds its storage, so no key is ever reused."""
+        self._owed: dict[int, list[weakref.ref[Saved]]] = {}
+        """By identity of a parameter or a datum, those away that are to be recomputed from it."""
+        self._touched: dict[int, Any] = {}
+        """By storage, what the program has asked for the `.data` of in this pass."""
+        self.alive = 0
+        """Data that somebody may still ask for."""
+        self.absent = 0
+        """Of them, those away or coming."""
+        self.closing = False
+        self.away_bytes = 0
+        self.held_bytes = 0
+        self.beside_bytes = 0
+        """Held as well, by tensors that nobody follows."""
+        self.held_peak_bytes = 0
+        self.segment_peak_bytes = 0
+        self.waits: Waits | None = None
+        """Who times waiting for copies, in a pass in which that is done."""
+        self.norms: dict[int, weakref.ref[Any]] = {}
+        """Layer norms of the program, by their weight."""
+        self.pool = HostPool(backend)
+        """Host memory for what leaves without a plan."""
+        self.out_bytes = 0
+        self.in_bytes = 0
+        self.recomputed = 0
+
+    def begin(self) -> Pass:
+        """A new pass. Who saves something in it holds it."""
+        within = Pass()
+        self.within = weakref.ref(within, lambda _: self._guard(self._over))
+        owed = {leaf: [r for r in found if r() is not None] for leaf, found in self._owed.items()}
+        self._owed = {leaf: found for leaf, found in owed.items() if found}
+        self._touched.clear()
+        self.beside_bytes = 0
+        self.held_peak_bytes = self.segment_peak_bytes = self.held_bytes
+        return within
+
+    # Save and look
+
+    def find(self, tensor: torch.Tensor, within: Pass) -> Saved | None:
+        """The datum of this pass that is this tensor's storage, unchanged since it was saved."""
+        reference = self._here.get(tensor.untyped_storage()._cdata)
+        saved = None if reference is None else reference()
+        if saved is None or saved.within is not within or saved.version != tensor._version:
+            return None
+        return saved
+
+    def save(self, tensor: torch.Tensor, size_bytes: int, within: Pass, number: int) -> Saved:
+        base = tensor._base
+        plain = base is not None and covers(base, size_bytes)
+        if plain:
+            tensor = base
+        saved = Saved(within, number, tensor, size_bytes)
+        # A view of something in another layout does not count: recomputed, it has that layout.
+        saved.plain = plain or (base is None and covers(tensor, size_bytes))
+        saved.touched = saved.key in self._touched
+        self._here[saved.key] = saved.itself
+        self.hold(size_bytes)
+        self.alive += 1
+        saved.store = self
+        return saved
+
+    def view(self, saved: Saved, tensor: torch.Tensor) -> View:
+        """How autograd's tensor is found in the datum again."""
+        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        alias = saved.alias
+        assert alias is not None
+        itself = Itself.of(tensor)
+        alike = dtype is alias.dtype and size == alias.size() and stride == alias.stride()
+        if saved.plain and alike:
+            return View(saved, itself, dtype, None)
+        return View(saved, itself, dtype, size, stride, tensor.storage_offset())
+
+    def hand_out(self, view: View) -> torch.Tensor:
+        """What autograd is given in backward. `Modified` if somebody wrote to it."""
+        tensor = self.look(view)
+        view.saved.handed_out = True
+        return tensor
+
+    def look(self, view: View) -> torch.Tensor:
+        """The tensor behind a view, fetched if it is away. `Modified` if somebody wrote to it."""
+        saved, _, dtype, size, stride, offset = view
+        if saved.state != HERE:
+            self.fetch(saved)
+        alias = saved.alias
+        assert alias is not None
+        if alias._version != saved.version:
+            raise Modified
+        if size is None:
+            return alias
+        if dtype is alias.dtype:
+            return alias.as_strided(size, stride, offset)
+        return _seen(alias, dtype, size, stride, offset)
+
+    # Go and come back
+
+    def leave(self, saved: Saved, host: torch.Tensor) -> torch.Tensor | None:
+        """Start the copy to the host; the datum stays until it is released. Returns the host memory
+        in the datum's shape (which a caller may give next time), or None if nothing is to go, or
+        not yet (`pending`): what the program holds it may write to, and no memory would be freed.
+        """
+        alias = saved.alias
+        if alias is None or saved.departure is not None:
+            return None
+        if not self._may_go(saved, alias) or not self.alone(alias):
+            return None
+        if not saved.plain:
+            alias = flat(saved)
+        if host.dtype is not alias.dtype or host.size() != alias.size():
+            host = host.view(alias.dtype)
+        if host.stride() != alias.stride():
+            host = host.as_strided(alias.size(), alias.stride())
+        departure = self._backend.copy_out(host, alias)
+        saved.host, saved.departure = host, departure
+        self.out_bytes += saved.size_bytes
+        return host
+
+    def _may_go(self, saved: Saved, alias: torch.Tensor) -> bool:
+        return (
+            saved.state == HERE and not saved.handed_out and bool(alias._version == saved.version)
+        )
+
+    def pending(self, saved: Saved) -> bool:
+        """Here, and to go as soon as the program lets go."""
+        return saved.state == HERE and not saved.handed_out
+
+    def leave_unplanned(self, saved: Saved) -> bool:
+        """To host memory that is found now, if it may go. `HostMemoryError` if there is none."""
+        alias = saved.alias
+        if alias is None or not self._may_go(saved, alias) or not self.alone(alias):
+            return False
+        if saved.pooled is None:
+            saved.pooled = self.pool.take(saved.size_bytes)
+        self.leave(saved, saved.pooled.memory[: saved.size_bytes])
+        self.release(saved)
+        return True
+
+    def reopen(self) -> None:
+        """After the block that was left before. If nothing of it is alive, the backend was closed,
+        and all host memory of then is gone."""
+        if self.alive == 0:
+            self.pool.forget()
+        self.closing = False
+
+    def release(self, saved: Saved) -> None:
+        """Give the device memory up, if the bytes are on the host or can be recomputed."""
+        alias = saved.alias
+        if alias is None or not self._may_go(saved, alias):
+            return
+        recipe = saved.recipe
+        if saved.departure is not None:
+            if self.waits is None:
+                self._backend.wait(saved.departure)
+            else:
+                self.waits.wait(saved.departure)
+        elif recipe is None or saved.touched or not self.alone(alias) or not recipe.ready():
+            return
+        else:
+            read = [*recipe.sources, *(_root(held.tensor) for held in recipe.parameters)]
+            for source in read:
+                self._owed.setdefault(id(source), []).append(saved.itself)
+        saved.alias, saved.state = None, AWAY
+        self._here.pop(saved.key, None)
+        self.absent += 1
+        self.hold(-saved.size_bytes)
+        self.away_bytes += saved.size_bytes
+        if self._backend.spoils and self.alone(alias):
+            self._backend.evicted(alias.untyped_storage())
+
+    def pay(self, source: object) -> None:
+        """This parameter or datum is about to change: have what is recomputed from it."""
+        for reference in self._owed.pop(id(source), ()):
+            saved = reference()
+            if saved is not None and saved.state == AWAY and saved.host is None:
+                self.fetch(saved)
+
+    def touched(self, tensor: torch.Tensor) -> None:
+        """The program asks for the `.data` of this tensor."""
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self.pay(_root(tensor))
+        storage = tensor.untyped_storage()
+        self._touched[storage._cdata] = StorageWeakRef(storage)
+        reference = self._here.get(storage._cdata)
+        saved = None if reference is None else reference()
+        if saved is not None:
+            saved.touched = True
+
+    def was_touched(self, tensor: torch.Tensor) -> bool:
+        """The program has asked for the `.data` of this tensor since the pass began."""
+        return bool(self._touched) and tensor.untyped_storage()._cdata in self._touched
+
+    def load(self, saved: Saved) -> None:
+        """Start the copy back to the device."""
+        host = saved.host
+        if saved.state != AWAY or host is None:
+            return
+        alias = self._with_room(lambda: self._backend.alloc_like(host))
+        arrival = self._backend.copy_in(alias, host)
+        saved.alias, saved.arrival, saved.state = alias, arrival, COMING
+        self.in_bytes += saved.size_bytes
+        self.hold(saved.size_bytes)
+        self.away_bytes -= saved.size_bytes
+
+    def fetch(self, saved: Saved) -> None:
+        """Bring it back now."""
+        recipe = saved.recipe if saved.state == AWAY and saved.host is None else None
+        if recipe is not None:
+            alias = self._with_room(lambda: self.made(recipe))
+        else:
+            self.load(saved)
+            if self.waits is None:
+                self._backend.wait(saved.arrival)
+            else:
+                self.waits.wait(saved.arrival, saved.number)
+            assert saved.alias is not None
+            alias = saved.alias
+        version, key = alias._version, alias.untyped_storage()._cdata
+        # From here on `version` counts writes to the copy, and nothing can fail.
+        saved.alias, saved.version, saved.key, saved.state = alias, version, key, HERE
+        saved.recipe = None  # lets go of what it reads
+        self._here[key] = saved.itself
+        self.absent -= 1
+        if recipe is not None:
+            self.recomputed += 1
+            self.away_bytes -= saved.size_bytes
+            self.hold(saved.size_bytes)
+
+    def _with_room(self, take: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Where memory is out, cycles of garbage that the collector was kept from may hold some."""
+        try:
+            return take()
+        except torch.OutOfMemoryError:
+            pass
+        gc.collect()
+        if self._backend.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return take()
+
+    def made(self, found: Recipe) -> torch.Tensor:
+        """What the recipe makes, recorded by nobody."""
+        device_type = self._backend.device.type
+        if not torch.is_grad_enabled() and not torch.is_autocast_enabled(device_type):
+            return found.make()  # as in every ordinary backward
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            return found.make()
+
+    def alone(self, tensor: torch.Tensor) -> bool:
+        """Nobody else holds this tensor's storage. Compared with the count for one tensor alone,
+        since the framework's own wrapper counts too."""
+        return _users(tensor) == self._one
+
+    def hold(self, change_bytes: int) -> None:
+        self.held_bytes += change_bytes
+        held_bytes = self.held_bytes + self.beside_bytes
+        if held_bytes > self.segment_peak_bytes:
+            self.segment_peak_bytes = held_bytes
+            if held_bytes > self.held_peak_bytes:
+                self.held_peak_bytes = held_bytes
+
+    def gone(self, saved: Saved) -> None:
+        """Nobody will ask for this datum again. A copy in flight still uses its memory: what is
+        issued from now on must come after the copy, or the memory stays."""
+        self.alive -= 1
+        self.absent -= saved.state != HERE
+        if saved.state == AWAY:
+            self.away_bytes -= saved.size_bytes
+        else:
+            if self._here.get(saved.key) is saved.itself:
+                del self._here[saved.key]
+            self.held_bytes -= saved.size_bytes
+            event = saved.arrival if saved.state == COMING else saved.departure
+            if event is not None and not self._guard(self._backend.wait, event):
+                self._stranded.append(saved.alias)
+        if saved.pooled is not None:
+            self._guard(self.pool.put, saved.pooled)
+        if self.closing and self.alive == 0:
+            self._guard(self._backend.close)
+
+    # What recipes ask
+
+    def mark(self, view: View, tensor: torch.Tensor) -> None:
+        """Leave a note at the node that produced the tensor: this is what became of its output."""
+        node = tensor.grad_fn
+        if node is not None and tensor.output_nr == 0:
+            node.metadata[OUTPUT] = (view[0].itself, view[1:])
+        base = tensor._base if tensor._is_view() else tensor
+        view.saved.cast = base is not None and _is_cast_of_parameter(base.grad_fn)
+
+    def produced_by(self, node: Any) -> tuple[Source, Saved] | None:
+        """A node's output, if an operation saved it and nobody wrote to it since."""
+        found = node.metadata.get(OUTPUT)
+        saved = None if found is None else found[0]()
+        if saved is None or saved.within is not self.within():
+            return None
+        return (View(saved, *found[1]), saved) if saved.unchanged else None
+
+    def epsilon(self, node: Any, weight: Source | None) -> float | None:
+        """Of a layer norm: its node does not keep it. The module that has this weight tells."""
+        leaf = weight.tensor if type(weight) is Held else None
+        reference = self.norms.get(id(leaf))
+        module = None if reference is None else reference()
+        if module is not None and module.weight is leaf:
+            return float(module.eps)
+        eps: float | None = node.metadata.get(EPS)
+        return eps
+
+    def kept_by(self, node: Any, name: str) -> tuple[Source, Saved | None] | None:
+        """What a node saved under a name, as we packed it; nothing is unpacked, since the hooks of
+        others may do anything (checkpointing runs the forward again)."""
+        raw = getattr(node, name)
+        try:
+            packed = raw.data
+        except AttributeError:
+            raise Foreign("this PyTorch does not show what its nodes saved") from None
+        if packed is None:
+            return None
+        if type(packed) is View and packed.saved.store is self:
+            return packed, packed.saved
+        hook = raw.unpack_hook
+        if hook is None:
+            return Held(packed.detach(), packed._version), None
+        if hook is not self.unpack_hook:
+            raise Foreign(f"{node.name()} keeps {name} with a hook that is not ours")
+        plain = type(packed) is tuple
+        return Held(packed[0], packed[1], None if plain else packed), None
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    """The parameter, where autograd saved a view of it."""
+    base = tensor._base if type(tensor) is torch.Tensor else None
+    return tensor if base is None else base
+
+
+def _is_cast_of_parameter(node: Any) -> bool:
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    before = node.next_functions[0][0]
+    return before is not None and bool(before.name() == "torch::autograd::AccumulateGrad")

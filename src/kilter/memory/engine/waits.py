@@ -1,0 +1,35 @@
+"""How long the computing stream stands still for copies, in the few passes in which that is timed.
+
+Timing costs events around each wait, so other passes do without (`Store.waits` is None).
+"""
+
+from __future__ import annotations
+
+from kilter.memory.engine.backend import Backend, Event
+
+NOISE_S = 2e-5
+"""Two marks may be so far apart without a wait in between: where the host is late, its own pace is
+timed."""
+
+
+class Waits:
+    """Those of one pass."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._marks: list[tuple[int | None, Event, Event]] = []
+
+    def wait(self, event: Event, number: int | None = None) -> None:
+        """For the load of this datum; without one, for a copy to the host."""
+        begin = self._backend.mark()
+        self._backend.wait(event)
+        self._marks.append((number, begin, self._backend.mark()))
+
+    def read(self) -> dict[int | None, float]:
+        """Seconds for each datum that was loaded, and for all copies to the host together. Blocks
+        until the device has come that far."""
+        found: dict[int | None, float] = {}
+        for number, begin, end in self._marks:
+            seconds = self._backend.elapsed_s(begin, end)
+            found[number] = found.get(number, 0.0) + (seconds if seconds > NOISE_S else 0.0)
+        return found

@@ -1,0 +1,219 @@
+"""Watching a pass: how long each operation takes, who holds what, and what can be recomputed.
+
+Slow and thorough; a pass under a plan is not watched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from kilter.memory.engine.backend import Backend, Event
+from kilter.memory.engine.operations import Modified
+from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedDatum
+from kilter.memory.engine.recompute import Reader, Unlike
+from kilter.memory.engine.store import Saved, Store, flat
+
+if TYPE_CHECKING:
+    import torch
+
+
+PAUSE_S = 1e-3
+"""For which the device stands still at each event of a pass that is watched. Such a pass is issued
+slowly; without the pauses the device would wait elsewhere, and that would count as time of
+operations."""
+TRIAL_PAUSE_S = 4e-4
+"""The same in a trial, and before each recomputing."""
+WATCH_REPEATS = 3
+"""Of making a datum again in a trial; the shortest counts."""
+IN_VAIN = 16
+"""Passes that are watched in vain before watching gets rare: they are unlike every one before, or
+there is a plan for them. One that is like an earlier one without a plan makes up for one of them.
+"""
+SELDOM, RARELY = 8, 64
+"""Then of the passes without a plan each so manieth is watched; from the `IN_VAIN`th on that was in
+vain as well, each so manieth."""
+
+
+class Attention:
+    """Which of the passes without a plan are watched. Watching costs the device's time, and where
+    shapes never come again it is of no use."""
+
+    def __init__(self) -> None:
+        self._left = IN_VAIN
+        self._skipped = 0
+        self._in_vain = 0
+
+    @property
+    def every(self) -> int:
+        """Each so manieth pass without a plan is watched."""
+        if self._left:
+            return 1
+        return SELDOM if self._in_vain < IN_VAIN else RARELY
+
+    def asks(self) -> bool:
+        """A pass without a plan begins: whether it is to be watched."""
+        self._skipped += 1
+        if self._skipped < self.every:
+            return False
+        self._skipped = 0
+        return True
+
+    def met(self, *, useful: bool) -> None:
+        """A pass was watched to its end; `useful` if it is like an earlier one without a plan."""
+        if useful:
+            self._left = min(IN_VAIN, self._left + 1)
+            self._in_vain = 0
+        elif self._left:
+            self._left -= 1
+        else:
+            self._in_vain += 1
+
+
+def described(tensor: torch.Tensor) -> str:
+    """What made a tensor, its shape and its type, for people."""
+    base = tensor._base if tensor._is_view() else tensor
+    maker = "input" if base is None or base.grad_fn is None else base.grad_fn.name()
+    return f"{maker} {tuple(tensor.size())} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+class Watch:
+    """One pass. In a `trial` every datum with a recipe is recomputed beside the real one."""
+
+    def __init__(self, backend: Backend, store: Store, *, trial: bool = False) -> None:
+        self._backend = backend
+        self._store = store
+        self._reader = Reader(store)
+        self._recorder = PassRecorder()
+        self.trial = trial
+        self.refused: list[str] = []
+        self.peak_bytes = 0
+        """The most in use so far, where that is measured."""
+        self._marks: list[tuple[Event, Event]] = []
+        self._begin: Event = None
+        self._held_by_others: dict[int, tuple[weakref.ref[Saved], Any]] = {}
+        self._read: dict[int, torch.UntypedStorage] = {}
+        """By identity, storages of large parameters that recipes read."""
+        self._emptied: set[int] = set()
+        """Those of them that somebody empties and fills again, as sharding does with weights."""
+
+    @property
+    def saved(self) -> int:
+        """Data so far."""
+        return len(self._recorder.data)
+
+    @property
+    def event(self) -> int:
+        """Index of the present one."""
+        return self._recorder.event
+
+    def enter(self, code: int, *, used: bool) -> None:
+        """An event begins: the operation before it has ended."""
+        import torch
+
+        self._begin = self._backend.mark()
+        self._backend.keep_busy(TRIAL_PAUSE_S if self.trial else PAUSE_S)
+        node = torch._C._current_autograd_node() if used else None
+        name = "forward" if node is None else str(node.name())
+        event = self._recorder.note(code, name, backward=used)
+        if event:
+            peak_bytes = self._backend.peak_bytes()
+            self.peak_bytes = max(self.peak_bytes, peak_bytes or 0)
+            self._recorder.level(
+                self._store.segment_peak_bytes if peak_bytes is None else peak_bytes,
+                self._store.away_bytes,
+            )
+        self._poll(event)
+        for key, storage in self._read.items():
+            if storage.nbytes() == 0:
+                self._emptied.add(key)
+
+    def leave(self) -> None:
+        """The event ends: the next operation begins."""
+        self._marks.append((self._begin, self._backend.mark()))
+        self._store.segment_peak_bytes = self._store.held_bytes
+
+    def save(self, saved: Saved, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        datum = SavedDatum(
+            name=f"{saved.number}: {described(tensor)}",
+            size_bytes=saved.size_bytes,
+            packed_at=self._recorder.event,
+            version=saved.version,
+        )
+        self._recorder.data.append(datum)
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._held_by_others[saved.number] = (weakref.ref(saved), storage)
+        if self.trial:
+            self._store.mark(self._store.view(saved, tensor), tensor)
+            saved.recipe = self._reader.read(tensor)
+            recipe = saved.recipe
+            if recipe is not None:
+                datum.recipe = recipe.kind
+                for held in recipe.parameters:
+                    storage = held.tensor.untyped_storage()
+                    self._read[storage._cdata] = storage
+                datum.sources = tuple(sorted({source.number for source in recipe.sources}))
+                datum.closed = tuple(sorted({source.number for source in recipe.closed}))
+                datum.in_backward = recipe.in_backward
+
+    def use(self, saved: Saved) -> None:
+        datum = self._recorder.data[saved.number]
+        if datum.needed_at is None:
+            datum.needed_at = self._recorder.event
+        if self.trial and saved.recipe is not None:
+            self._try(saved, datum)
+
+    def record(self) -> PassRecord:
+        """The pass that has ended."""
+        ends = [begin for begin, _ in self._marks[1:]]
+        starts = [end for _, end in self._marks[:-1]]
+        return self._recorder.record(
+            [
+                max(0.0, self._backend.elapsed_s(start, end))
+                for start, end in zip(starts, ends, strict=True)
+            ]
+        )
+
+    def _poll(self, event: int) -> None:
+        """Which saved storages nobody but autograd holds any more."""
+        freed = []
+        for number, (reference, storage) in self._held_by_others.items():
+            saved = reference()
+            free = saved is None or storage.expired() or saved.closed
+            if free:
+                self._recorder.data[number].free_at = event
+                freed.append(number)
+        for number in freed:
+            del self._held_by_others[number]
+
+    def _try(self, saved: Saved, datum: SavedDatum) -> None:
+        """Make a datum again beside the real one: how long it takes, and whether it is the same."""
+        import torch
+
+        found = saved.recipe
+        saved.recipe = None
+        if datum.recompute_s is not None or found is None:
+            return
+        read = (held.tensor.untyped_storage()._cdata for held in found.parameters)
+        if not self._emptied.isdisjoint(read):
+            self.refused.append(f"{datum.name}: is made from weights that come and go (sharding)")
+            return
+        marks = []
+        try:
+            made = self._store.made(found)  # from here on what it reads is here, the kernels loaded
+            for _ in range(WATCH_REPEATS):
+                self._backend.keep_busy(TRIAL_PAUSE_S)
+                begin = self._backend.mark()
+                made = self._store.made(found)
+                marks.append((begin, self._backend.mark()))
+        except (Unlike, Modified, torch.OutOfMemoryError) as error:
+            self.refused.append(f"{datum.name}: {error}")
+            return
+        again = torch.empty(0, dtype=torch.uint8, device=made.device)
+        again.set_(made.untyped_storage(), 0, (saved.size_bytes,), (1,))
+        if torch.equal(flat(saved), again):
+            datum.recompute_s = min(self._backend.elapsed_s(*pair) for pair in marks)
+        else:
+            self.refused.append(f"{datum.name}: recomputed, it differs")

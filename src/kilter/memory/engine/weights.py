@@ -1,0 +1,567 @@
+"""Weights leave the device after their use in forward and come back for backward.
+
+The host has a copy of a weight's value since its last update, so leaving is free. A weight that is
+away is an `Away` (see there): whoever asks for it gets it back first. The schedule hangs on two
+kinds of *ticks*: a module has run, a gradient has arrived. It is planned from passes that were
+watched (`memory/plan/weights.py`) and decides only when: a weight that is needed comes back,
+planned or not, and one that anybody might reach otherwise does not leave.
+
+`shelf.py` moves the bytes and says who may not leave.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kilter.core.units import MIB
+from kilter.memory.engine.away import Doors, WeightsMoved
+from kilter.memory.engine.backend import Backend, Event
+from kilter.memory.engine.operations import Modified
+from kilter.memory.engine.shelf import MovedWeights, Shelf
+from kilter.memory.engine.store import kept, whole
+from kilter.memory.plan.problem import Link
+from kilter.memory.plan.weights import Weight, WeightPlan, plan_weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from kilter.session.fence import Fence
+
+WATCHED_PASSES = 2
+"""Passes of one kind that are watched before weights leave."""
+TIMED_PASSES = 4
+"""Passes under a plan whose times are taken as well, before it is made anew with them."""
+FALSIFIED = "weights were written to past the framework, by their address"
+ALL = 2**62
+"""Bytes: whatever can leave."""
+
+Tick = tuple[str, int, int]
+"""What happened, to whom, and for the how-many-th time in the pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightReport:
+    """What happened so far, and how it stands now."""
+
+    moving: bool
+    weights: int
+    """That leave under the present plan."""
+    away_bytes: int
+    """By the present plan, at the end of forward."""
+    most_away_bytes: int
+    """Away at one time, ever."""
+    late: int
+    """Times that a weight was asked for while it was away and not on its way."""
+    stayed: int
+    """Times that one could not leave because somebody else held it."""
+    out_bytes: int
+    in_bytes: int
+    host_bytes: int
+    plan: WeightPlan | None
+    refused: tuple[str, ...]
+
+
+class SavedView:
+    """A view of a weight that autograd saved, without holding its bytes. Called, it takes the view
+    again; to recipes it is a source that reads the parameter."""
+
+    __slots__ = ("_home", "_parameter", "_size", "_start", "_stride", "_version")
+
+    def __init__(self, view: torch.Tensor, home: Callable[[Any], None]) -> None:
+        self._parameter = view._base
+        self._size, self._stride, self._start = view.size(), view.stride(), view.storage_offset()
+        self._version = view._version
+        self._home = home
+
+    def __call__(self) -> torch.Tensor:
+        parameter: Any = self._parameter
+        if parameter._version != self._version:
+            raise Modified
+        self._home(parameter)
+        view: torch.Tensor = parameter.detach().as_strided(self._size, self._stride, self._start)
+        return view
+
+    def __getitem__(self, index: int) -> Any:
+        return (self._parameter, self._version)[index]
+
+
+class WeightMover(AbstractContextManager["WeightMover"]):
+    """Keeps weights on the host over the end of forward, where training's memory peaks.
+
+    At least `away_bytes` are away then, if there is so much; weights below `min_bytes` stay.
+    Without `own_hooks` somebody else puts `around` about his hooks on saved tensors.
+    `changed` is told that the memory which weights take is another from now on.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        link: Link,
+        away_bytes: int = ALL,
+        min_bytes: int = MIB,
+        own_hooks: bool = True,
+        changed: Callable[[], None] | None = None,
+        fence: Fence | None = None,
+    ) -> None:
+        self._backend = backend
+        self._link = link
+        self._away_bytes = away_bytes
+        self._min_bytes = min_bytes
+        self._own_hooks = own_hooks
+        self._changed = changed or (lambda: None)
+        self._fence = fence
+        self._known: dict[int, weakref.ref[Any]] = {}
+        """Parameters that were looked at."""
+        self._used_by: dict[int, list[MovedWeights]] = {}
+        """By module."""
+        self._handles: list[Any] = []
+        self._follows = False
+        """There is a hook behind optimizer steps."""
+        self._hooks: Any = None
+        self._stopped = False
+        self._told = False
+        self._reading = False
+        """Hooks of ours read weights, not the program."""
+        self._late = 0
+        # The present pass
+        self._passes = 0
+        self._ticks: list[Tick] = []
+        self._marks: list[Event] = []
+        self._turn: int | None = None
+        """Its first tick of backward."""
+        self._runs: dict[int, int] = {}
+        self._timing = True
+        self._steps = 0
+        self._iteration_ended = True
+        """An optimizer has stepped, and no module has run since."""
+        self._updated: list[MovedWeights] = []
+        """In backward, and not copied yet."""
+        # What was watched
+        self._kind: tuple[tuple[Tick, ...], int] | None = None
+        self._seen = 0
+        self._gaps_s: list[float] = []
+        """Between ticks, the shortest each; the last up to the next pass."""
+        self._anew = False
+        self._timed = 0
+        self._plan: WeightPlan | None = None
+        self._release: dict[Tick, list[MovedWeights]] = {}
+        self._load: dict[Tick, list[MovedWeights]] = {}
+        self._refused: list[str] = []
+
+    # Begin and end
+
+    def __enter__(self) -> WeightMover:
+        import torch
+        from torch.nn.modules.module import (
+            register_module_forward_hook,
+            register_module_forward_pre_hook,
+        )
+        from torch.optim.optimizer import (
+            _global_optimizer_pre_hooks,
+            register_optimizer_step_pre_hook,
+        )
+
+        self._torch = torch
+        self._plain = torch.nn.Parameter
+        self._fast = (
+            torch.nn.TransformerEncoder,
+            torch.nn.TransformerEncoderLayer,
+            torch.nn.MultiheadAttention,
+        )
+        shelf = self._shelf = Shelf(self._backend, late=self._was_late, say=self._say)
+        self._doors = Doors(
+            home=shelf.home,
+            all_home=self.stop,
+            wrote=shelf.wrote,
+            moved=lambda: shelf.moved,
+            foreign=shelf.foreign,
+        )
+        self._doors.__enter__()
+        self._arrived_hook = torch.compiler.disable(self._fenced(self._arrived))
+        self._handles = [
+            register_module_forward_pre_hook(self._before_module),
+            register_module_forward_hook(self._fenced(self._after_module)),
+            register_optimizer_step_pre_hook(self._before_step),
+        ]
+        _global_optimizer_pre_hooks.move_to_end(self._handles[2].id, last=False)
+        if self._own_hooks:
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(*self.around(kept, whole))
+            self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Bring everything home."""
+        self._changed = lambda: None
+        self.stop()
+        if self._hooks is not None:
+            self._hooks.__exit__(*exception)
+        for handle in self._handles:
+            handle.remove()
+        self._doors.__exit__()
+        self._backend.close()
+        if not exception or exception[0] is None:
+            self._check()
+
+    def stop(self, reason: str | None = None) -> None:
+        """All weights are here from now on, for good."""
+        if reason is not None:
+            self._say(f"weights stay: {reason}")
+        if self._stopped:
+            return
+        self._stopped = True
+        self._shelf.bring_all()
+        self._shelf.compare()
+        self._shelf.settle()
+        self._release, self._load, self._plan = {}, {}, None
+        self._updated.clear()
+        if self._shelf.moved:
+            self._changed()
+
+    def _check(self) -> None:
+        """Tell of a weight that was not what its copy is."""
+        if self._shelf.falsified() and not self._told:
+            self._told = True
+            self.stop()
+            raise WeightsMoved(FALSIFIED)
+
+    def make_room(self, away_bytes: int) -> None:
+        """From the next pass on so much is away at the end of forward."""
+        self._away_bytes = away_bytes
+        self._anew = True
+
+    def report(self) -> WeightReport:
+        plan, shelf = self._plan, self._shelf
+        return WeightReport(
+            moving=plan is not None,
+            weights=0 if plan is None else len(plan.moved),
+            away_bytes=0 if plan is None else plan.away_bytes,
+            most_away_bytes=shelf.most_gone_bytes,
+            late=self._late,
+            stayed=shelf.stayed,
+            out_bytes=shelf.out_bytes,
+            in_bytes=shelf.in_bytes,
+            host_bytes=shelf.host_bytes,
+            plan=plan,
+            refused=tuple(self._refused),
+        )
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._refused:
+            self._refused.append(reason)
+
+    def _fenced(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Behind the fence an error of ours ends our work: weights come home and stay."""
+        fence = self._fence
+        if fence is None:
+            return hook
+
+        def fenced(*args: Any) -> None:
+            refusals: list[WeightsMoved] = []
+
+            def run() -> None:
+                try:
+                    hook(*args)
+                except WeightsMoved as refusal:  # the program's to know
+                    refusals.append(refusal)
+
+            if not fence.down:
+                fence.run(run)
+            if refusals:
+                raise refusals[0]
+            if fence.down:
+                self.stop()
+
+        return fenced
+
+    # Who asks
+
+    def _was_late(self, weight: MovedWeights) -> None:
+        """Somebody asks for a weight that is not on its way: next time it is."""
+        if self._stopped or self._reading:
+            return
+        self._late += 1
+        if self._turn is not None:
+            before = len(self._ticks) if weight.needed_at is None else weight.needed_at
+            weight.needed_at = min(len(self._ticks), before)
+            self._anew = True
+        elif weight.asked_in == self._passes - 1:
+            weight.stays = "weights stay that the program reads after their module has run"
+            self._say(weight.stays)
+            self._anew = True
+        else:
+            weight.asked_in = self._passes
+
+    def around(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Any:
+        """Hooks on saved tensors that let views of weights go and hand out none that is away."""
+        shelf, plain = self._shelf, self._plain
+
+        def pack_weight(tensor: torch.Tensor) -> Any:
+            base = tensor._base
+            if type(base) is plain and shelf.weights.get(id(base)) and _strided(tensor, base):
+                return SavedView(tensor, shelf.home)
+            self._reading = True  # a recipe, perhaps, which looks at what it will need
+            try:
+                return pack(tensor)
+            finally:
+                self._reading = False
+
+        def unpack_weight(packed: Any) -> torch.Tensor:
+            if type(packed) is SavedView:
+                return packed()
+            tensor: torch.Tensor = unpack(packed)
+            shelf.home(tensor)
+            return tensor
+
+        return pack_weight, unpack_weight
+
+    # Ticks
+
+    def _before_module(self, module: Any, inputs: Any) -> None:
+        """Modules have their weights as they know them: some look at the class."""
+        if not self._shelf.absent:
+            return
+        for parameter in module._parameters.values():
+            self._shelf.home(parameter)
+        if isinstance(module, self._fast):
+            for parameter in module.parameters():
+                self._shelf.home(parameter)
+
+    def _after_module(self, module: Any, inputs: Any, output: Any) -> None:
+        torch = self._torch
+        if self._stopped or not module._parameters or not torch.is_grad_enabled():
+            return
+        if torch._C._current_autograd_node() is not None:
+            return  # recomputed in backward
+        mine = [w for p in module._parameters.values() if (w := self._met(p, module)) is not None]
+        if not mine:
+            return
+        if self._iteration_ended or self._turn is not None or not self._passes:
+            self._begin_pass()
+            if self._stopped:
+                return
+        run = self._runs[id(module)] = self._runs.get(id(module), 0) + 1
+        tick = ("forward", id(module), run)
+        self._used_by[id(module)] = mine
+        self._tick(tick)
+        for weight in self._release.get(tick, ()):
+            self._shelf.leave(weight)
+
+    def _arrived(self, parameter: Any) -> None:
+        """A gradient was accumulated."""
+        if self._stopped or not self._passes:
+            return
+        if self._turn is None:
+            self._turn = len(self._ticks)
+        run = self._runs[id(parameter)] = self._runs.get(id(parameter), 0) + 1
+        tick = ("backward", id(parameter), run)
+        self._tick(tick)
+        self._shelf.compare()
+        self._publish()
+        for weight in self._load.get(tick, ()):
+            self._shelf.load(weight)
+
+    def _tick(self, tick: Tick) -> None:
+        self._ticks.append(tick)
+        if self._timing:
+            self._marks.append(self._backend.mark())
+        if self._backend.device.type != "cuda":
+            return
+        if self._shelf.stream is None:
+            self._shelf.stream = self._torch.cuda.current_stream(self._backend.device)
+        elif self._shelf.elsewhere():
+            self.stop("the program computes on several streams")
+
+    # Passes
+
+    def _begin_pass(self) -> None:
+        """The first module of a forward has run."""
+        self._check()
+        reason = self._unfit()
+        if reason is not None:
+            self.stop(reason)
+            return
+        if self._timing and self._turn is not None and self._steps:
+            self._file(self._backend.mark())
+        self._shelf.bring_all()  # what no backward has asked for
+        self._shelf.compare()
+        self._passes += 1
+        self._iteration_ended = False
+        self._turn = None
+        self._ticks, self._marks = [], []
+        self._timing = self._plan is None or self._timed < TIMED_PASSES
+        self._runs.clear()
+
+    def _unfit(self) -> str | None:
+        """Why weights have to stay in this job."""
+        torch = self._torch
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            return "other processes may read them"
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if dynamo is not None and dynamo.counters["frames"]["total"]:
+            return "the program compiles"
+        return None
+
+    def _file(self, now: Event) -> None:
+        """A pass has ended: how long its parts took."""
+        assert self._turn is not None
+        kind = tuple(self._ticks), self._turn
+        if self._plan is not None and kind != self._kind:
+            return
+        if kind != self._kind:
+            self._kind, self._seen, self._gaps_s = kind, 0, []
+        if self._seen == 0:
+            self._seen = 1  # the first makes whatever is made once
+            return
+        ends = [*self._marks[1:], now]
+        gaps_s = [self._backend.elapsed_s(a, b) for a, b in zip(self._marks, ends, strict=True)]
+        self._gaps_s = [min(pair) for pair in zip(gaps_s, self._gaps_s or gaps_s, strict=True)]
+        self._seen += 1
+        if self._plan is not None:
+            self._timed += 1
+        if self._plan is None or self._timed == TIMED_PASSES:
+            self._anew = True
+
+    def _make_plan(self) -> None:
+        """Between two passes."""
+        assert self._kind is not None
+        self._anew = False
+        ticks, turn = self._kind
+        at_s = [0.0]
+        for gap_s in self._gaps_s:
+            at_s.append(at_s[-1] + gap_s)
+        period_s = at_s.pop()
+        arrivals = {key: i for i, (_, key, _) in enumerate(ticks) if i >= turn}
+        used_at = {
+            w: i for i, (_, key, _) in enumerate(ticks[:turn]) for w in self._used_by.get(key, ())
+        }
+        mine, weights = [], []
+        for weight in self._shelf.weights.values():
+            if weight.stays or weight not in used_at:
+                continue
+            needed_at = arrivals.get(weight.marker, len(ticks) - 1)
+            if weight.needed_at is not None:
+                needed_at = max(turn, min(needed_at, weight.needed_at))
+            mine.append(weight)
+            weights.append(
+                Weight(
+                    size_bytes=weight.size_bytes,
+                    used_at=used_at[weight],
+                    needed_at=needed_at,
+                    updated_at=weight.updated_at,
+                )
+            )
+        plan = plan_weights(
+            weights,
+            at_s=at_s,
+            turn=turn,
+            period_s=period_s,
+            away_bytes=self._away_bytes,
+            link=self._link,
+        )
+        self._plan = plan
+        self._release = {ticks[t]: [mine[i] for i in ns] for t, ns in plan.release.items()}
+        self._load = {ticks[t]: [mine[i] for i in ns] for t, ns in plan.load.items()}
+        for weights_here in self._release.values():
+            for weight in weights_here:
+                if weight.version < 0:
+                    self._shelf.copy_out(weight)
+        self._changed()
+
+    # Who may leave
+
+    def _met(self, parameter: Any, module: Any) -> MovedWeights | None:
+        """The weight, if it may ever leave; its module is looked at when it runs first."""
+        if parameter is None:
+            return None
+        key = id(parameter)
+        found = self._known.get(key)
+        if found is None or found() is not parameter:
+            self._known[key] = weakref.ref(parameter)
+            self._look(parameter, module)
+        return self._shelf.weights.get(key)
+
+    def _look(self, parameter: Any, module: Any) -> None:
+        torch = self._torch
+        trained = [
+            p
+            for p in module._parameters.values()
+            if p is not None and p.requires_grad and p.is_leaf
+        ]
+        marker = max(trained, key=lambda p: p.numel(), default=None)
+        if marker is parameter:
+            handle = marker.register_post_accumulate_grad_hook(self._arrived_hook)
+            self._handles.append(handle)
+        if (
+            type(parameter) is not self._plain
+            or not parameter.is_leaf
+            or parameter.device != self._backend.device
+            or parameter.layout is not torch.strided
+            or parameter.is_conj()
+            or parameter.is_neg()
+            or parameter.nbytes < self._min_bytes
+            or parameter.untyped_storage().nbytes() != parameter.nbytes
+        ):
+            return
+        weight = self._shelf.add(parameter)
+        if marker is not None:
+            weight.marker = id(marker)
+
+    # Updates
+
+    def before_update(self, parameters: Iterable[torch.Tensor]) -> None:
+        """These are updated now, inside backward or a step. They have to be here, and of their own
+        class, which optimizers look at."""
+        for parameter in parameters:
+            self._shelf.home(parameter)
+            weight = self._shelf.weights.get(id(parameter))
+            if weight is not None:
+                weight.lent = True
+                self._updated.append(weight)
+
+    def _publish(self) -> None:
+        """Copy what was updated since the last gradient arrived."""
+        for weight in self._updated:
+            weight.updated_at = len(self._ticks) - 1
+            if weight.version >= 0:
+                self._shelf.copy_out(weight)
+                weight.published = True
+        self._updated.clear()
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._follows:  # we may have begun within such a hook, where none can be set
+            from torch.optim.optimizer import register_optimizer_step_post_hook
+
+            self._follows = True
+            self._handles.append(register_optimizer_step_post_hook(self._fenced(self._after_step)))
+        if self._shelf.absent:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._shelf.home(parameter)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Whatever the optimizer wrote, also where it does not say so."""
+        self._steps += 1
+        self._iteration_ended = True
+        self._updated.clear()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                weight = self._shelf.weights.get(id(parameter))
+                if weight is None or weight.version < 0:
+                    continue
+                if not weight.published or parameter._version != weight.version or weight.lent:
+                    self._shelf.copy_out(weight)
+                weight.published = False
+        if self._anew and not self._stopped and self._seen >= WATCHED_PASSES:
+            self._make_plan()
+
+
+def _strided(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """Size and strides say all about the view."""
+    return view.dtype == base.dtype and not view.is_conj() and not view.is_neg()

@@ -1,0 +1,157 @@
+"""The default planner: keep, recompute, or swap, each where it costs least.
+
+Making again costs a known time per byte, the same wherever it happens; swapping is free while it
+hides behind compute and expensive beyond. So intervals are recomputed in the order of their price
+(seconds per byte, short gaps first: they cannot be swapped anyway), and what is still missing is
+swapped by `spanning`. How far to go along the prices is one number; it is searched, and the
+simulator decides.
+
+The host has to issue what is recomputed, and may have little time for that. So each thing made
+again counts with a little time besides: of plans that take the device as long, the one with fewer
+and larger things is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kilter.core.errors import PlanError
+from kilter.memory.plan.problem import Problem
+from kilter.memory.plan.simulate import Schedule, SimulatedPass, simulate
+from kilter.memory.plan.spanning import TOO_FEW, swap_rest
+
+REACHES = (0.01, 0.04)
+"""Shares of the iteration by which something may be recomputed before its own use."""
+EACH_S = 1e-5
+"""Counted for each thing recomputed. A thing takes about 0.1 ms of the host's time, but plans that
+count so much are slower even where the host is late (measured, docs/measurements/memory.md)."""
+ROUGHLY = 32
+"""Steps in which `roughly` goes along the prices."""
+MANY = 1024
+"""More intervals than this are searched in one order and reach, to within one part in `FINE_STEPS`:
+one recomputation more or less does not matter there, and planning takes seconds."""
+FINE_STEPS = 256
+
+
+def mix(problem: Problem, reaches: Sequence[float] = REACHES) -> Schedule:
+    """Swap, recompute and keep. `PlanError` if not even everything away fits the budget."""
+    if problem.peak_bytes <= problem.budget_bytes:
+        return Schedule()
+    if problem.floor_bytes > problem.budget_bytes:
+        raise PlanError(
+            f"the budget of {problem.budget_bytes} bytes is below {problem.floor_bytes}, which "
+            "operations need even when everything else is away"
+        )
+    prices = by_price(problem)
+    many = len(problem.intervals) > MANY
+    found: list[tuple[Schedule, SimulatedPass]] = []
+    for reach in reaches[:1] if many else reaches:
+        order = within_reach(problem, prices, reach)
+        found.append(_search(problem, order, len(order) // FINE_STEPS if many else 1))
+    return min(found, key=_cost_s)[0]
+
+
+def roughly(problem: Problem) -> tuple[Schedule, SimulatedPass]:
+    """The same with a tenth of the work, to compare one problem with another: one order, and the
+    number of things to recompute to within one part in `ROUGHLY`. As above, `PlanError`."""
+    if problem.peak_bytes <= problem.budget_bytes:
+        return Schedule(), simulate(problem, Schedule())
+    if problem.floor_bytes > problem.budget_bytes:
+        raise PlanError(f"the budget of {problem.budget_bytes} bytes is out of reach")
+    order = within_reach(problem, by_price(problem), REACHES[0])
+    return _search(problem, order, len(order) // ROUGHLY)
+
+
+def _search(problem: Problem, order: list[int], finest: int) -> tuple[Schedule, SimulatedPass]:
+    """The best number of intervals to recompute, taken from the front of `order`; to within
+    `finest`."""
+    tried: dict[int, tuple[Schedule, SimulatedPass] | None] = {}
+
+    def time_at(count: int) -> float:
+        if count not in tried:
+            tried[count] = swap_rest(problem, _needed(problem, order[:count]))
+        found = tried[count]
+        return float("inf") if found is None else _cost_s(found)
+
+    low, high = 0, len(order)
+    step = max(1, len(order) // 8)
+    while True:
+        counts = [*range(low, high, step), high]
+        best = min(counts, key=lambda count: (time_at(count), count))
+        if step <= max(1, finest):
+            break
+        low, high = max(0, best - step), min(len(order), best + step)
+        step = max(1, finest, step // 4)
+    found = tried[best] or swap_rest(problem, frozenset())
+    if found is None:
+        raise PlanError(TOO_FEW)
+    return found
+
+
+def _cost_s(made: tuple[Schedule, SimulatedPass]) -> float:
+    schedule, outcome = made
+    return outcome.iteration_s + EACH_S * len(schedule.recomputed)
+
+
+def by_price(problem: Problem) -> list[int]:
+    """Intervals that can be recomputed, cheapest per byte first, then the shortest gap."""
+
+    def price(index: int) -> tuple[float, int, int]:
+        interval = problem.intervals[index]
+        assert interval.recompute_s is not None
+        return ((interval.recompute_s + EACH_S) / interval.size_bytes, interval.gap, index)
+
+    possible = [i for i, j in enumerate(problem.intervals) if j.recompute_s is not None]
+    return sorted(possible, key=price)
+
+
+def within_reach(problem: Problem, order: list[int], reach: float) -> list[int]:
+    """`order` without those whose making would bring others back too early.
+
+    What is made from something that is itself recomputed forces that one to be there first, and so
+    on back: a chain through the whole model would hold everything at once. An interval joins only
+    if nothing recomputed comes earlier than its own use by more than `reach` of the iteration.
+    """
+    intervals = problem.intervals
+    limit = max(1, int(reach * len(problem.operation_s)))
+    due = [interval.before for interval in intervals]
+    chosen: set[int] = set()
+
+    def moved(index: int, at: int, changes: dict[int, int]) -> bool:
+        for other in intervals[index].needs:
+            if intervals[other].after < at < changes.get(other, due[other]):
+                if other in chosen and intervals[other].before - at > limit:
+                    return False
+                changes[other] = at
+                if other in chosen and not moved(other, at, changes):
+                    return False
+        return True
+
+    accepted = []
+    for index in order:
+        changes: dict[int, int] = {}
+        at = due[index]
+        if intervals[index].before - at <= limit and moved(index, at, changes):
+            for other, earlier in changes.items():
+                due[other] = earlier
+            chosen.add(index)
+            accepted.append(index)
+    return accepted
+
+
+def _needed(problem: Problem, chosen: list[int]) -> frozenset[int]:
+    """`chosen` without those that may stay even if nothing else is swapped, dearest first."""
+    recomputed = frozenset(chosen)
+    due = problem.deadlines(recomputed)
+    away = {i: (problem.intervals[i].after + 1, due[i]) for i in recomputed}
+    slack = problem.budget_bytes - problem.profile(away)
+    if int(slack.min()) <= 0:
+        return recomputed
+    kept: set[int] = set()
+    for index in reversed(chosen):
+        interval = problem.intervals[index]
+        window = slack[interval.after + 1 : due[index]]
+        if window.size and int(window.min()) >= interval.size_bytes:
+            window -= interval.size_bytes
+            kept.add(index)
+    return recomputed - kept

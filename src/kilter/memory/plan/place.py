@@ -1,0 +1,119 @@
+"""When to leave and when to come back: turns a choice of intervals into a schedule.
+
+Memory is decided in program order and never exceeds the budget. An interval's memory is freed as
+late as the budget allows, so that its transfer has time to finish; it is loaded as early as the
+budget allows, in the order of the deadlines, so that the load is done in time. What is never
+forced out before its next use was not worth moving: both transfers are cancelled.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from kilter.memory.plan.problem import Problem
+from kilter.memory.plan.simulate import Move, Schedule, SimulatedPass, simulate
+
+
+def place(
+    problem: Problem, swapped: Iterable[int], recomputed: frozenset[int] = frozenset()
+) -> Schedule | None:
+    """A schedule that swaps (a part of) `swapped` and recomputes `recomputed`; None if they free
+    too little for the budget."""
+    moves = _moves(problem, sorted(swapped), recomputed, arrival={})
+    return None if moves is None else Schedule(moves=moves, recomputed=tuple(sorted(recomputed)))
+
+
+def judged(
+    problem: Problem,
+    swapped: Iterable[int],
+    recomputed: frozenset[int] = frozenset(),
+    rounds: int = 2,
+) -> tuple[Schedule, SimulatedPass] | None:
+    """`place`, then again with what the simulator says about when transfers complete: memory whose
+    transfer is complete is free at once, so that loads may start earlier. The best is returned."""
+    chosen = sorted(swapped)
+    arrival: dict[int, int] = {}
+    best: tuple[Schedule, SimulatedPass] | None = None
+    for _ in range(rounds):
+        moves = _moves(problem, chosen, recomputed, arrival)
+        if moves is None:
+            return best
+        schedule = Schedule(moves=moves, recomputed=tuple(sorted(recomputed)))
+        outcome = simulate(problem, schedule)
+        if best is None or outcome.iteration_s < best[1].iteration_s:
+            best = schedule, outcome
+        if outcome.stall_s <= 1e-9 * outcome.iteration_s:
+            break
+        starts = [span.start_s for span in outcome.spans if span.lane == "compute"]
+        found = {
+            span.index: bisect_left(starts, span.end_s)
+            for span in outcome.spans
+            if span.lane == "out"
+        }
+        if found == arrival:
+            break
+        arrival = found
+    return best
+
+
+def _moves(
+    problem: Problem, swapped: list[int], recomputed: frozenset[int], arrival: dict[int, int]
+) -> tuple[Move, ...] | None:
+    intervals = problem.intervals
+    due = problem.deadlines(recomputed)
+    away = {i: (intervals[i].after + 1, due[i]) for i in swapped}
+    away |= {i: (intervals[i].after + 1, due[i]) for i in recomputed}
+    least = problem.profile(away)
+    if int(least.max()) > problem.budget_bytes:
+        return None
+    release = releases(problem, swapped, due, least.tolist(), arrival)
+    for index in swapped:
+        away[index] = (release.get(index, due[index]), due[index])
+    slack = problem.budget_bytes - problem.profile(away)
+    moves = []
+    for index in sorted(release, key=lambda i: (due[i], -intervals[i].after)):
+        size = intervals[index].size_bytes
+        short = np.flatnonzero(slack[release[index] : due[index]] < size)
+        load = release[index] + (int(short[-1]) + 1 if short.size else 0)
+        slack[load : due[index]] -= size
+        if load > release[index]:
+            moves.append(Move(index, release[index], load))
+    return tuple(sorted(moves))
+
+
+def releases(
+    problem: Problem,
+    swapped: list[int],
+    due: list[int],
+    least: list[int],
+    arrival: dict[int, int] | None = None,
+) -> dict[int, int]:
+    """The operation before which each interval's memory is freed, first out first freed, none
+    before the budget needs it. `least` is the level with all of them away; `arrival` names the
+    operation by which a transfer is known to be complete."""
+    leaving: dict[int, list[int]] = {}
+    for index in swapped:
+        leaving.setdefault(problem.intervals[index].after + 1, []).append(index)
+    arrival = arrival or {}
+    pending: deque[int] = deque()
+    held_bytes = 0
+    release: dict[int, int] = {}
+    for operation, level in enumerate(least):
+        for index in leaving.get(operation, ()):
+            pending.append(index)
+            held_bytes += problem.intervals[index].size_bytes
+        while pending:
+            index = pending[0]
+            used_again = due[index] <= operation
+            complete = arrival.get(index, operation + 1) <= operation
+            if not (used_again or complete or level + held_bytes > problem.budget_bytes):
+                break
+            pending.popleft()
+            held_bytes -= problem.intervals[index].size_bytes
+            if not used_again:
+                release[index] = operation
+    return release

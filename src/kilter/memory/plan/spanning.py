@@ -1,0 +1,112 @@
+"""The default heuristic for swapping: one load may span several preceding operations.
+
+Which intervals leave: all that may, except that the shortest gaps stay while they fit (Belady's
+rule; a short gap is also what a transfer out and back cannot cross). When they leave and return:
+`place`. How much memory to leave free for transfers in flight is tried, and the simulator decides.
+
+Compared with the patent's heuristic (`literal`): loads span operations, residency is checked
+against the completion of transfers, and waiting is part of the predicted time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+
+from kilter.core.errors import PlanError
+from kilter.memory.plan.place import judged
+from kilter.memory.plan.problem import Problem
+from kilter.memory.plan.simulate import Schedule, SimulatedPass
+
+TOO_FEW = "the budget is not reached with as much as may be offloaded"
+"""Everything away fits, so some choice does, unless not everything may be offloaded."""
+SMALL = 256
+"""Up to this many intervals, a second order and memory left free for transfers are tried."""
+
+
+def spanning(problem: Problem) -> Schedule:
+    """Swap only. `PlanError` if not even everything away fits the budget."""
+    if problem.peak_bytes <= problem.budget_bytes:
+        return Schedule()
+    if problem.floor_bytes > problem.budget_bytes:
+        raise PlanError(
+            f"the budget of {problem.budget_bytes} bytes is below {problem.floor_bytes}, which "
+            "operations need even when everything else is away"
+        )
+    best = swap_rest(problem, frozenset())
+    if best is None:
+        raise PlanError(TOO_FEW)
+    return best[0]
+
+
+def swap_rest(
+    problem: Problem, recomputed: frozenset[int]
+) -> tuple[Schedule, SimulatedPass] | None:
+    """The best schedule that makes `recomputed` again and swaps what it must of the rest."""
+    if not problem.intervals:
+        return None
+    largest = max(interval.size_bytes for interval in problem.intervals)
+    # A large problem consists of many like intervals: Belady's order is enough, and one transfer
+    # more or less in flight is nothing beside the budget.
+    small = len(problem.intervals) <= SMALL
+    choices = (
+        list(product((0, largest), (short_gaps, large_transfers))) if small else [(0, short_gaps)]
+    )
+    best: tuple[Schedule, SimulatedPass] | None = None
+    tried = set()
+    for headroom, order in choices:
+        chosen = leaving(problem, recomputed, headroom_bytes=headroom, order=order)
+        if chosen is None or chosen in tried:
+            continue
+        tried.add(chosen)
+        found = judged(problem, chosen, recomputed)
+        if found and (best is None or found[1].iteration_s < best[1].iteration_s):
+            best = found
+        if best and best[1].stall_s <= 1e-3 * best[1].iteration_s:
+            break
+    return best
+
+
+Order = Callable[[Problem, list[int], int], tuple[float, ...]]
+"""Sort key: who stays first. Arguments: the problem, deadlines, an interval."""
+
+
+def short_gaps(problem: Problem, due: list[int], index: int) -> tuple[float, ...]:
+    return (due[index] - problem.intervals[index].after, -index)
+
+
+def large_transfers(problem: Problem, due: list[int], index: int) -> tuple[float, ...]:
+    interval = problem.intervals[index]
+    return (-interval.size_bytes * (1 if interval.clean else 2), due[index] - interval.after)
+
+
+def leaving(
+    problem: Problem,
+    recomputed: frozenset[int],
+    *,
+    headroom_bytes: int = 0,
+    order: Order = short_gaps,
+) -> tuple[int, ...] | None:
+    """The intervals to swap besides `recomputed`: those that must leave to bring the peak down to
+    the budget less the headroom (where that is out of reach, as low as it gets)."""
+    intervals = problem.intervals
+    due = problem.deadlines(recomputed)
+    rest = [
+        index
+        for index, interval in enumerate(intervals)
+        if interval.to_host and index not in recomputed and due[index] > interval.after + 1
+    ]
+    away = {i: (intervals[i].after + 1, due[i]) for i in (*rest, *recomputed)}
+    level = problem.profile(away)
+    if int(level.max()) > problem.budget_bytes:
+        return None
+    room = np.maximum(problem.budget_bytes - headroom_bytes, level) - level
+    kept = set()
+    for index in sorted(rest, key=lambda i: order(problem, due, i)):
+        window = room[intervals[index].after + 1 : due[index]]
+        if int(window.min()) >= intervals[index].size_bytes:
+            window -= intervals[index].size_bytes
+            kept.add(index)
+    return tuple(i for i in rest if i not in kept)

@@ -1,0 +1,86 @@
+"""A memory plan as it goes into the record and the files of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kilter.core.events import Fitted
+from kilter.core.label import Label
+from kilter.core.plan import Effect, MoveData, Plan
+from kilter.core.trace import IterationTrace
+from kilter.core.units import MIB
+from kilter.memory.engine.pass_record import PassRecord
+from kilter.memory.plan.choose import MemoryPlan
+from kilter.memory.plan.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPass:
+    """A pass as it was observed, and the plan for it."""
+
+    trace: IterationTrace
+    plan: Plan
+
+
+def fitted(plan: MemoryPlan, *, t_s: float, kept: int) -> Fitted:
+    """The event: this plan is in force from here on."""
+    return Fitted(
+        t_s=t_s,
+        planner=plan.planner,
+        budget_bytes=plan.budget_bytes,
+        feasible=plan.feasible,
+        peak_before_bytes=plan.peak_before_bytes,
+        peak_bytes=plan.peak_bytes,
+        compute_s=plan.compute_s,
+        iteration_s=plan.iteration_s,
+        stall_s=plan.stall_s,
+        recompute_s=plan.recompute_s,
+        out_bytes=plan.out_bytes,
+        in_bytes=plan.in_bytes,
+        hidden=plan.hidden,
+        host_bytes=plan.host_bytes,
+        swapped=plan.swapped,
+        recomputed=plan.recomputed,
+        kept=kept,
+    )
+
+
+def schedule_of(
+    record: PassRecord,
+    plan: MemoryPlan,
+    *,
+    problem: Problem,
+    intervals: Sequence[int],
+    device: str,
+    reason: str,
+) -> PlannedPass:
+    """What is written down: `problem` is what a reader makes of the trace, and `intervals` says
+    which of its intervals each one of the plan is."""
+    moves = [(intervals[move.interval], move.release, move.load) for move in plan.schedule.moves]
+    link = problem.link
+    return PlannedPass(
+        trace=record.trace(device=device),
+        plan=Plan(
+            planner=plan.planner,
+            actions=(),
+            effect=Effect(
+                time_ratio=plan.iteration_s / plan.compute_s if plan.compute_s else 1.0,
+                peak_bytes=plan.peak_bytes,
+            ),
+            reason=reason,
+            label=Label.SIMULATED,
+            memory=MoveData(
+                budget_bytes=plan.budget_bytes,
+                min_bytes=MIB,
+                link=(
+                    link.to_host_bytes_per_s,
+                    link.to_device_bytes_per_s,
+                    link.both_bytes_per_s,
+                    link.latency_s,
+                ),
+                moves=tuple(sorted(moves)),
+                recomputed=tuple(sorted(intervals[index] for index in plan.schedule.recomputed)),
+            ),
+        ),
+    )

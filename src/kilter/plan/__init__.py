@@ -1,1 +1,0 @@
-"""Pure planners and the judgement of the guard: from values to values."""

@@ -1,5 +1,0 @@
-"""Memory schedules: what leaves the device, when it comes back, and what is made again.
-
-`problem` says what must fit, `simulate` judges any schedule, `exact`, `spanning`, `literal` and
-`mix` make one, `choose` runs a planner by name and adds the predicted effect.
-"""

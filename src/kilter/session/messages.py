@@ -1,0 +1,110 @@
+"""Messages between ranks over the key-value store of `torch.distributed`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kilter.core.messages import MessagesGone
+
+ANSWER_S = 0.5
+"""How long an answer of the store is waited for: normally a fraction of a millisecond."""
+
+
+class StoreMessages:
+    """Messages of several ranks in the key-value store at which their process group met.
+
+    Calls are made by a thread of its own, over a second connection to the same server. The host of
+    the store may stop to answer, for as long as it likes, and the client holds a lock while it
+    talks: neither our other threads nor the job's own calls wait for that. `find` is None as long
+    as there is no store.
+    """
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        """`connect` returns the store; it is called in that thread, and may raise
+        `RuntimeError`."""
+        self._connect = connect
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._unanswered: dict[str, _Call] = {}
+        """Looks, by name."""
+        self._gone: str | None = None
+        threading.Thread(target=self._talk, name="kilter-messages", daemon=True).start()
+
+    @classmethod
+    def find(cls) -> StoreMessages | None:
+        """The store of this process's group, once there is one."""
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        store = dist.distributed_c10d._get_default_store()
+        # `store` lives as long as these messages do: it may be the one that serves, and be dropped
+        # with its process group while other ranks still look.
+        return cls(lambda: dist.PrefixStore("kilter", _second_connection(store)))
+
+    def post(self, name: str, message: bytes) -> None:
+        self._ask(lambda store: store.set(name, message))
+
+    def look(self, name: str) -> bytes | None:
+        call = self._unanswered.pop(name, None)
+        call = self._ask(lambda store: _note(store, name), call)
+        if not call.done.is_set():
+            self._unanswered[name] = call
+        answer: bytes | None = call.answer
+        return answer
+
+    def drop(self, name: str) -> None:
+        self._ask(lambda store: store.delete_key(name))
+
+    def close(self) -> None:
+        """Let the thread end once it has its answers; not waited for."""
+        self._calls.put(None)
+
+    def _ask(self, act: Callable[[Any], Any], call: _Call | None = None) -> _Call:
+        """Wait a moment for the answer to this call, or to an earlier one. Later is fine."""
+        if call is None:
+            call = _Call(act)
+            self._calls.put(call)
+        if self._gone is None:
+            call.done.wait(ANSWER_S)
+        if self._gone is not None:
+            raise MessagesGone(f"the key-value store of the job is gone ({self._gone})")
+        return call
+
+    def _talk(self) -> None:
+        call: _Call | None = None
+        try:
+            store = self._connect()
+            while (call := self._calls.get()) is not None:
+                call.answer = call.act(store)
+                call.done.set()
+        except RuntimeError as error:  # torch's DistError, and what its other stores raise
+            self._gone = str(error).partition("\n")[0]
+            if call is not None:
+                call.done.set()
+
+
+class _Call:
+    """One call on its way through the thread."""
+
+    def __init__(self, act: Callable[[Any], Any]) -> None:
+        self.act = act
+        self.answer: Any = None
+        self.done = threading.Event()
+
+
+def _note(store: Any, name: str) -> bytes | None:
+    return bytes(store.get(name)) if store.check([name]) else None
+
+
+def _second_connection(store: Any) -> Any:
+    """The same TCP store over a connection of our own; any other kind of store as it is."""
+    import torch.distributed as dist
+
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return store
+    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)

@@ -1,0 +1,329 @@
+"""`kilter run --memory-budget` as its user sees it: real processes, real files, real ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kilter.app.cli.main import main
+from kilter.core import codec
+from kilter.core.events import Moved, Refused, read_events
+from kilter.core.trace import IterationTrace
+
+SCRIPT = """
+import os, sys, time, torch
+from torch import nn
+torch.manual_seed(0)
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+model = nn.Sequential(*(Block() for _ in range(4)))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(int(sys.argv[1])):
+    loss = model(torch.randn(4096, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(loss.item().hex(), sum(p.double().sum().item() for p in model.parameters()).hex(), flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("KILTER", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+def python(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def run(
+    budget: str, *arguments: str, script: str = SCRIPT, options: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    Path("train.py").write_text(script)
+    options = ("--memory-budget", budget, "--out", "run", "--device", "null", *options)
+    return python("-m", "kilter", "run", *options, "train.py", *arguments)
+
+
+def moved() -> Moved:
+    return [e for e in read_events("run/events-rank0.jsonl") if isinstance(e, Moved)][-1]
+
+
+def test_a_share_of_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    done = run("50%", "24")
+    assert done.returncode == 0
+    assert done.stdout == python("train.py", "24").stdout
+    first, *summary = done.stderr.splitlines()
+    assert "fitting a stand-in on the CPU [simulated], memory 50 %" in first
+    assert summary[0].startswith("kilter: memory: peak ")
+    assert " -> " in summary[0]
+    assert any("50 % of the plain peak" in line for line in summary)
+    assert any("under a plan; 0 deviations, 0 late" in line for line in summary)
+    assert not any("contract" in line for line in summary)  # no clocks were asked for
+
+    # what the run wrote can be planned and rehearsed anew
+    assert main(["plan", "memory", "run/trace.json", "--memory-budget", "50%", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["feasible"]
+    assert planned["peak_before_bytes"] == moved().plain_peak_bytes
+    assert main(["rehearse", "run/plan.json", "--trace", "run/trace.json", "--json"]) == 0
+    rehearsed = json.loads(capsys.readouterr().out)["memory"]
+    assert rehearsed["faults"] == []
+    assert rehearsed["peak_bytes"] <= rehearsed["budget_bytes"]
+    assert rehearsed["peak_before_bytes"] == planned["peak_before_bytes"]
+
+    # and looked at
+    assert main(["report", "run", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    memory = report["memory"]
+    assert memory["label"] == "simulated"
+    assert memory["within"] is True
+    assert memory["peak_bytes"] <= memory["budget_bytes"] < memory["peak_before_bytes"]
+    assert memory["iteration_before_s"] > 0
+    assert report["saving"] is None
+    assert main(["report", "run"]) == 0
+    text = capsys.readouterr().out
+    assert "goal     memory 50 %" in text
+    page = Path("run/report.html").read_text()
+    assert "Device memory over one pass" in page
+    assert "everything kept, peak" in page
+    chrome = json.loads(Path("run/memory.chrome.json").read_bytes())
+    assert {"compute", "to host", "to device"} <= {
+        event["args"]["name"] for event in chrome["traceEvents"] if event["ph"] == "M"
+    }
+
+
+def test_memory_beside_clocks_on_a_simulated_card(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--max-slowdown", "2%", "--device", "sim:h200")
+    done = run("50%", "40", options=options)
+    assert done.returncode == 0
+    assert "memory: peak" in done.stderr
+    assert "[simulated]" in done.stderr
+    trace = codec.load("run/trace.json", IterationTrace)
+    assert trace.memory is not None
+    assert trace.memory.data
+    assert main(["plan", "memory", "run/trace.json", "--memory-budget", "50%"]) == 0
+    assert "swapped" in capsys.readouterr().out
+
+
+def test_auto_does_nothing_while_the_job_fits() -> None:
+    done = run("auto", "20", options=("--device", "sim:h200"))
+    assert "memory: the job fits: peak " in done.stderr
+    assert "nothing was moved" in done.stderr
+    assert moved().out_bytes == 0
+
+
+def test_auto_needs_a_card() -> None:
+    done = run("auto", "5")
+    assert done.returncode == 0
+    assert "there is no card to fit: give a size or a share" in done.stderr
+
+
+def test_a_budget_that_cannot_be_met_is_said_with_the_least_that_can() -> None:
+    done = run("3MiB", "14")
+    assert done.returncode == 0
+    assert done.stdout == python("train.py", "14").stdout
+    assert "3.0 MiB cannot be met, " in done.stderr
+    assert "is the least that is possible" in done.stderr
+    assert "on demand" in done.stderr
+    assert "refused" not in done.stderr  # said once
+
+
+def test_a_dry_run_moves_nothing_and_says_what_it_would() -> None:
+    done = run("50%", "16", options=("--dry-run",))
+    assert "would be" in done.stderr
+    assert "nothing was moved" in done.stderr
+    assert moved().out_bytes == 0
+    trace = codec.load("run/trace.json", IterationTrace)
+    assert (trace.memory or trace).data
+
+
+def test_json_on_stderr() -> None:
+    done = run("50%", "14", options=("--json",))
+    _, document = done.stderr.splitlines()
+    assert json.loads(document)["memory"]["planned"] > 0
+
+
+# Bad input and bad luck
+
+
+def test_a_script_without_torch() -> None:
+    done = run("50%", script="print('hello')")
+    assert (done.returncode, done.stdout) == (0, "hello\n")
+    assert "no iteration seen: the script did not import torch" in done.stderr
+    assert "the script did not import torch" in done.stderr
+    assert "clocks" not in done.stderr
+
+
+def test_a_script_that_saves_nothing_large() -> None:
+    small = SCRIPT.replace("4096", "16")
+    done = run("50%", "5", script=small)
+    assert "no tensor of 1.0 MiB or more was saved for backward" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [("raise ValueError('no')", 1, "ValueError: no"), ("sys.exit(7)", 7, "")],
+)
+def test_a_script_that_ends_early_keeps_its_exit_code(end: str, code: int, said: str) -> None:
+    lines = SCRIPT.replace("    loss.backward()", f"    if step == 14: {end}\n    loss.backward()")
+    done = run("50%", "20", script=lines)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "kilter: memory: peak" in done.stderr
+
+
+def test_a_killed_run_has_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text(SCRIPT)
+    options = ("--memory-budget", "12MiB", "--out", "run", "--device", "null")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kilter", "run", *options, "train.py", "100000"],
+        stderr=subprocess.DEVNULL,
+    )
+    events = Path("run/events-rank0.jsonl")
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
+        if events.exists() and b'"moved"' in events.read_bytes() and Path("run/plan.json").exists():
+            break
+        time.sleep(0.2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert main(["report", "run"]) == 0
+    assert "memory   " in capsys.readouterr().out
+    assert main(["report", "run", "--html", "page.html"]) == 0
+    assert "Device memory over one pass" in Path("page.html").read_text()
+
+
+def test_a_disk_that_is_full_is_not_the_scripts_business(tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "trace.json").mkdir()  # nothing can be put in its place
+    Path("train.py").write_text(SCRIPT)
+    options = ("--memory-budget", "50%", "--out", str(directory), "--device", "null")
+    done = python("-m", "kilter", "run", *options, "train.py", "20")
+    assert done.returncode == 0
+    assert done.stdout == python("train.py", "20").stdout
+    assert "kilter: stepped aside" in done.stderr
+
+
+def test_an_error_of_ours_in_the_middle_of_a_pass_changes_no_number() -> None:
+    """The engine breaks while data are away: they come back, and the training goes on."""
+    broken = """
+import kilter.memory.engine.engine as engine
+calls = 0
+def use(self, packed, original=engine.Swapper._use):
+    global calls
+    calls += 1
+    if calls == 150:
+        raise KeyError("a bug of ours")
+    return original(self, packed)
+engine.Swapper._use = use
+"""
+    done = run("12MiB", "24", script=broken + SCRIPT)
+    assert done.returncode == 0
+    assert done.stdout == python("train.py", "24").stdout
+    assert "KeyError" in done.stderr
+
+
+def test_too_little_host_memory_is_refused_before_it_is_taken() -> None:
+    done = run("50%", "16", options=("--host-memory", "1MiB"))
+    assert done.returncode == 0
+    assert done.stdout == python("train.py", "16").stdout
+    assert "at most 1.0 MiB of host memory" in done.stderr.splitlines()[0]
+    refused = [e for e in read_events("run/events-rank0.jsonl") if isinstance(e, Refused)]
+    assert any("the limit of 1.0 MiB of host memory" in refusal.reason for refusal in refused)
+    assert moved().host_bytes <= 2**20
+
+
+CHANGING = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64))
+    def forward(self, x):
+        return x * self.weight
+model = nn.Sequential(*(nn.Sequential(Scale(), nn.SiLU()) for _ in range(4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(int(sys.argv[1])):
+    loss = model(torch.randn(4096 + 16 * step, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(step, loss.item().hex(), file=sys.stderr if sys.argv[2:] else sys.stdout)
+"""
+
+
+def test_a_share_where_shapes_keep_changing_is_of_the_largest_pass() -> None:
+    done = run("50%", "40", "aloud", script=CHANGING)
+    assert done.returncode == 0
+    lines = done.stderr.splitlines()
+    (told,) = (
+        n for n, line in enumerate(lines) if line.startswith("kilter: passes keep differing")
+    )
+    steps = [n for n, line in enumerate(lines) if line.split()[0].isdecimal()]
+    assert steps[15] < told < steps[20]  # when it happens, and not at the end
+    found = moved()
+    assert found.budget_bytes is not None
+    assert found.plain_peak_bytes is not None
+    assert "of the largest plain peak" in found.budget
+    assert 0.4 * found.plain_peak_bytes < found.budget_bytes < 0.55 * found.plain_peak_bytes
+    assert found.spilled > 0
+    plain = python("train.py", "40")
+    assert plain.stdout.splitlines() == [lines[n] for n in steps]
+
+
+FOREIGN = """
+import sys, numpy as np, torch
+data = np.memmap("data.bin", dtype=np.float32, mode="r+", shape=(4, 4096, 64))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(12):
+    loss = model(torch.from_numpy(data[step % 4])).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item().hex())
+"""
+
+
+@pytest.mark.parametrize("spoil", ["0", "1"])
+def test_a_memory_mapped_data_set_is_not_touched(
+    spoil: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILTER_SPOIL_EVICTED", spoil)
+    data = bytes(range(64, 128)) * (4 * 4096 * 4)
+    Path("data.bin").write_bytes(data)
+    done = run("1MiB", script=FOREIGN)
+    assert done.returncode == 0
+    assert Path("data.bin").read_bytes() == data
+    assert done.stdout == python("train.py").stdout
+    assert moved().spilled > 0
+
+
+def test_the_environment_can_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILTER_MEMORY_BUDGET", "50%")
+    Path("train.py").write_text(SCRIPT)
+    done = python("-m", "kilter", "run", "--device", "null", "--out", "run", "train.py", "12")
+    assert "memory 50 %" in done.stderr.splitlines()[0]
+    assert os.environ["KILTER_MEMORY_BUDGET"] == "50%"

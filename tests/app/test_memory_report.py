@@ -1,0 +1,383 @@
+"""The memory part of a report: from events and files to words, numbers and a page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kilter.app.report import memory_plots
+from kilter.app.report.memory import (
+    MemoryReport,
+    chrome_of,
+    details,
+    headline,
+    memory_report,
+    timeline_of,
+)
+from kilter.core.events import Fitted, Moved
+from kilter.core.label import Label
+from kilter.core.plan import Effect, MemoryBudget, MoveData, Plan
+from kilter.core.trace import Datum, IterationTrace, Kind, Operation
+from kilter.core.units import GIB, MIB
+
+FITTED = Fitted(
+    t_s=2.0,
+    planner="mix",
+    budget_bytes=30 * GIB,
+    feasible=True,
+    peak_before_bytes=45 * GIB,
+    peak_bytes=29 * GIB,
+    compute_s=0.2,
+    iteration_s=0.21,
+    stall_s=0.004,
+    recompute_s=0.006,
+    out_bytes=3 * GIB,
+    in_bytes=3 * GIB,
+    hidden=0.96,
+    host_bytes=2 * GIB,
+    swapped=40,
+    recomputed=200,
+    kept=300,
+)
+MOVED = Moved(
+    t_s=9.0,
+    backend="cuda",
+    budget_bytes=30 * GIB,
+    budget="as asked",
+    applied=True,
+    plain_peak_bytes=45 * GIB,
+    plain_peak_seen=False,
+    peak_bytes=29 * GIB,
+    least_bytes=25 * GIB,
+    plain_iteration_s=None,
+    iteration_s=0.225,
+    passes=100,
+    planned=90,
+    deviations=1,
+    late=2,
+    spilled=50,
+    recomputed=18000,
+    out_bytes=300 * GIB,
+    in_bytes=300 * GIB,
+    host_bytes=2 * GIB,
+    bound_s=0.204,
+)
+GOAL = MemoryBudget(size_bytes=30 * GIB)
+
+
+def changed(moved: dict[str, object], plans: tuple[Fitted, ...] = (FITTED,)) -> MemoryReport:
+    fields = {name: getattr(MOVED, name) for name in MOVED.__struct_fields__}
+    found = memory_report(GOAL, [(0, plans, [Moved(**{**fields, **moved})])])
+    assert found is not None
+    return found
+
+
+def text(memory: MemoryReport) -> str:
+    return "\n".join([headline(memory), *(f"{name}: {line}" for name, line in details(memory))])
+
+
+def test_nothing_asked_or_nothing_met_is_no_report() -> None:
+    assert memory_report(None, [(0, [FITTED], [MOVED])]) is None
+    assert memory_report(GOAL, [(0, [], [])]) is None
+
+
+def test_a_budget_that_was_met() -> None:
+    memory = changed({})
+    assert memory.label is Label.MEASURED
+    assert memory.within is True
+    assert headline(memory) == "memory: peak 45.0 GiB -> 29.0 GiB [measured]"
+    assert memory.slowdown is None  # it never ran without us
+    assert memory.pass_slowdown == pytest.approx(0.05)
+    said = text(memory)
+    assert "iteration 225 ms [measured]" in said
+    assert "200 ms -> 210 ms (+5.0 %), bound 204 ms [simulated]" in said
+    assert "each pass: 40 data offloaded, 200 recomputed, 300 kept" in said
+    assert "all passes: 300.0 GiB out and 300.0 GiB in, 18000 tensors recomputed" in said
+    assert "96.0 % of it hidden [simulated]" in said
+    assert "2.0 GiB of pinned host memory" in said
+    assert "1 deviations, 2 late, 50 on demand" in said
+    assert "parts were away on demand from the first iteration on" in said
+
+
+def test_a_plain_time_makes_a_slowdown_that_was_measured() -> None:
+    memory = changed({"plain_iteration_s": 0.2, "plain_peak_seen": True})
+    assert memory.slowdown == pytest.approx(0.125)
+    assert headline(memory) == "memory: peak 45.0 GiB -> 29.0 GiB, iteration +12.5 % [measured]"
+    assert "from the first iteration on" not in text(memory)
+
+
+def test_what_the_plan_does_not_account_for_is_said() -> None:
+    late = changed({"plain_iteration_s": 0.2, "iteration_s": 0.26})
+    assert "beyond the plan: 50 ms an iteration are not in the plan" in text(late)
+    assert "beyond the plan" not in text(changed({"plain_iteration_s": 0.2, "iteration_s": 0.225}))
+    unknown = changed({"plain_iteration_s": None, "iteration_s": 0.9})
+    assert "beyond the plan" not in text(unknown)
+
+
+NOTHING: dict[str, object] = {
+    "plain_peak_bytes": 20 * GIB,
+    "peak_bytes": 20 * GIB,
+    "spilled": 0,
+    "recomputed": 0,
+    "out_bytes": 0,
+    "in_bytes": 0,
+}
+
+
+def planned(**different: object) -> Fitted:
+    fields = {name: getattr(FITTED, name) for name in FITTED.__struct_fields__}
+    return Fitted(**{**fields, **different})
+
+
+def test_a_job_that_fits() -> None:
+    still = planned(swapped=0, recomputed=0, peak_before_bytes=20 * GIB)
+    memory = changed(NOTHING, (still,))
+    assert headline(memory) == (
+        "memory: the job fits: peak 20.0 GiB within 30.0 GiB, nothing was moved [measured]"
+    )
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        {"out_bytes": MIB},
+        {"in_bytes": MIB},
+        {"recomputed": 1},
+        {"consumed": 1},
+        {"plain_peak_bytes": 31 * GIB},
+    ],
+)
+def test_a_job_in_which_anything_moved_in_any_pass_does_not_just_fit(
+    moved: dict[str, object],
+) -> None:
+    still = planned(swapped=0, recomputed=0, peak_before_bytes=20 * GIB)
+    memory = changed({**NOTHING, **moved}, (still,))
+    assert "the job fits" not in headline(memory)
+    assert ("nothing was moved" in text(memory)) is ("plain_peak_bytes" in moved)
+
+
+def test_a_smaller_kind_of_pass_that_moves_something_is_not_overlooked() -> None:
+    still = planned(swapped=0, recomputed=0, peak_before_bytes=20 * GIB)
+    small = planned(swapped=3, recomputed=0, peak_before_bytes=10 * GIB)
+    memory = changed({**NOTHING, "out_bytes": MIB, "in_force": (0, 1)}, (still, small))
+    said = text(memory)
+    assert "the job fits" not in said
+    assert "passes of 20.0 GiB: 0 data offloaded" in said
+    assert "passes of 10.0 GiB: 3 data offloaded" in said
+
+
+def test_no_budget_and_yet_data_moved() -> None:
+    memory = changed({"budget_bytes": None, "budget": "not known"}, ())
+    assert "nothing was moved" not in headline(memory)
+    assert "300.0 GiB out and 300.0 GiB in" in headline(memory)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {
+            "budget_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
+            "plain_peak_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
+            "peak_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
+            "least_bytes": st.none() | st.integers(1, 60).map(lambda n: n * GIB),
+            "applied": st.booleans(),
+            "recomputed": st.sampled_from((0, 0, 5)),
+            "out_bytes": st.sampled_from((0, 0, 3 * GIB)),
+            "in_bytes": st.sampled_from((0, 0, 3 * GIB)),
+            "consumed": st.sampled_from((0, 0, 2)),
+            "spilled": st.sampled_from((0, 4)),
+            "in_force": st.sampled_from(((), (0,), (1,), (0, 1))),
+        }
+    ),
+    st.lists(
+        st.builds(
+            planned,
+            swapped=st.sampled_from((0, 4)),
+            recomputed=st.sampled_from((0, 4)),
+            feasible=st.booleans(),
+            peak_before_bytes=st.integers(1, 60).map(lambda n: n * GIB),
+        ),
+        max_size=2,
+    ).map(tuple),
+)
+def test_each_sentence_agrees_with_the_record(
+    moved: dict[str, object], plans: tuple[Fitted, ...]
+) -> None:
+    memory = changed(moved, plans)
+    said = text(memory)
+    anything = any(moved[name] for name in ("recomputed", "out_bytes", "in_bytes", "consumed"))
+    if "nothing was moved" in said:
+        assert not anything
+    if "the job fits" in said:
+        assert not anything
+        assert memory.peak_before_bytes is not None
+        assert memory.budget_bytes is None or memory.peak_before_bytes <= memory.budget_bytes
+        assert not any(plan.swapped or plan.recomputed for plan in memory.in_force)
+    if " -> " in headline(memory):
+        over = memory.within is False
+        assert ("OVER the budget" in headline(memory)) is over
+    if "cannot be met" in said:
+        assert memory.feasible is False
+
+
+def test_a_peak_above_the_budget_is_not_hidden() -> None:
+    memory = changed({"peak_bytes": 31 * GIB})
+    assert memory.within is False
+    assert "OVER the budget of 30.0 GiB" in headline(memory)
+
+
+def test_a_higher_peak_before_the_plans_is_told() -> None:
+    assert "highest peak: 31.0 GiB in passes before" in text(changed({"most_bytes": 31 * GIB}))
+    assert "highest peak" not in text(changed({"most_bytes": 29 * GIB}))
+
+
+def test_the_plan_of_the_largest_pass_rules_and_its_last_version() -> None:
+    small = planned(peak_before_bytes=GIB, swapped=1)
+    again = planned(swapped=44)
+    assert changed({}, (FITTED, again, small)).swapped == 44
+
+
+def test_what_cannot_be_met_is_said_with_the_least_that_can() -> None:
+    memory = changed({"peak_bytes": None, "least_bytes": 33 * GIB, "iteration_s": None}, ())
+    assert memory.feasible is False
+    assert headline(memory) == (
+        "memory: 30.0 GiB cannot be met, 33.0 GiB is the least that is possible; "
+        "data were offloaded on demand [measured]"
+    )
+
+
+def test_a_run_killed_before_a_plan() -> None:
+    memory = changed({"peak_bytes": None, "least_bytes": None, "iteration_s": None}, ())
+    assert headline(memory) == ("memory: no plan yet: peak 45.0 GiB, budget 30.0 GiB [measured]")
+
+
+def test_each_ranks_peak() -> None:
+    memory = memory_report(GOAL, [(0, [FITTED], [MOVED]), (1, [FITTED], [MOVED]), (2, [], [])])
+    assert memory is not None
+    assert [rank.rank for rank in memory.ranks] == [0, 1]
+    assert "peak of each: 0: 45.0 GiB -> 29.0 GiB, 1: 45.0 GiB -> 29.0 GiB" in text(memory)
+
+
+# The picture
+
+HOSTILE = '"><script>alert(1)</script>'
+
+
+def run_files() -> tuple[IterationTrace, Plan]:
+    """Three data saved in forward; the first swapped, the second recomputed."""
+    count, size = 10, 8 * MIB
+    reads: dict[int, tuple[int, ...]] = {9: (0,), 8: (1,), 7: (2,)}
+    levels = [MIB, 9 * MIB, 17 * MIB, 25 * MIB, 25 * MIB, 25 * MIB, 25 * MIB, 25 * MIB, 17 * MIB]
+    operations = tuple(
+        Operation(
+            name=HOSTILE,
+            kind=Kind.BACKWARD if k > 5 else Kind.FORWARD,
+            start_s=k * 1e-3,
+            duration_s=1e-3,
+            reads=reads.get(k, ()),
+            writes=(k,) if k < 3 else (),
+            level_bytes=[*levels, 9 * MIB][k],
+        )
+        for k in range(count)
+    )
+    data = tuple(
+        Datum(
+            name=HOSTILE,
+            kind="feature_map",
+            size_bytes=size,
+            first_use=k,
+            last_use=9 - k,
+            recompute_s=1e-4,
+            sources=(),
+        )
+        for k in range(3)
+    )
+    trace = IterationTrace(
+        iteration_s=1e-2,
+        operations=operations,
+        data=data,
+        timeline="gpu",
+        device="a card",
+        label=Label.MEASURED,
+    )
+    moved = MoveData(
+        budget_bytes=17 * MIB,
+        min_bytes=MIB,
+        link=(50e9, 50e9, 100e9, 0.0),
+        moves=((0, 2, 8),),
+        recomputed=(1,),
+    )
+    plan = Plan(
+        planner="mix",
+        actions=(),
+        effect=Effect(time_ratio=1.0, peak_bytes=17 * MIB),
+        reason="",
+        label=Label.SIMULATED,
+        memory=moved,
+    )
+    return trace, plan
+
+
+def test_the_timeline_has_both_levels_and_every_move() -> None:
+    trace, plan = run_files()
+    found = timeline_of(trace, plan)
+    assert found is not None
+    assert len(found.starts_s) == len(found.before_bytes) == len(found.after_bytes) == 10
+    assert max(found.before_bytes) == 25 * MIB
+    assert max(found.after_bytes) <= 17 * MIB
+    assert found.backward_from == 6
+    assert {span.lane for span in found.spans} >= {"compute", "out", "in", "recompute"}
+    inside = timeline_of(replace(trace, data=(), memory=trace), plan)
+    assert inside is not None
+    assert inside.after_bytes == found.after_bytes
+    rows = {event["tid"] for event in chrome_of(found)["traceEvents"] if event["ph"] == "X"}
+    assert rows == {1, 2, 3}
+
+
+def test_no_plan_of_memory_is_no_picture() -> None:
+    trace, plan = run_files()
+    assert timeline_of(trace, replace(plan, memory=None)) is None
+
+
+def test_the_page_is_well_formed_and_harmless() -> None:
+    found = timeline_of(*run_files())
+    page = memory_plots.section(changed({"budget": HOSTILE}), found)
+
+    class Closed(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.open: list[str] = []
+            self.seen: set[str] = set()
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            self.open.append(tag)
+            self.seen.add(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            assert self.open.pop() == tag
+
+    closed = Closed()
+    closed.feed(page)
+    assert closed.open == []
+    assert "script" not in closed.seen
+    assert "recomputed" in page
+    assert "everything kept, peak 25.0 MiB" in page
+    assert "budget 17.0 MiB" in page
+    assert memory_plots.section(None, found) == ""
+
+
+def test_the_claim_names_both_peaks_and_the_cost() -> None:
+    assert memory_plots.claim(changed({})) == "29.0 GiB of memory instead of 45.0 GiB, 5.0 % slower"
+    unmet = changed({"peak_bytes": None, "least_bytes": 33 * GIB}, ())
+    assert memory_plots.claim(unmet).startswith("30.0 GiB cannot be met")
+
+
+def test_waiting_for_copies_is_told_where_it_was_timed() -> None:
+    assert "waits for copies" not in text(changed({}))
+    assert "waits for copies: 1.5 ms a pass [measured]" in text(changed({"waited_s": 0.0015}))
+    told = text(changed({"waited_s": 0.0, "hastened": 12}))
+    assert "12 loads start earlier than planned" in told

@@ -1,0 +1,149 @@
+"""What the host can still give, from the files of the kernel; the limit; and the pool's blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kilter.memory.engine.host import CLASSES, LARGER, SPARE, Block, HostPool, class_bytes
+from kilter.memory.host_memory import (
+    HostLimit,
+    HostMemoryError,
+    available_bytes,
+    default_limit_bytes,
+)
+
+MEMINFO = "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 800 kB\n"
+
+
+def tree(root: Path, **files: str) -> Path:
+    for name, content in {"proc/meminfo": MEMINFO, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+def group(path: str, limit: str, used: int, cache: int) -> dict[str, str]:
+    return {
+        f"{path}/memory.max": limit + "\n",
+        f"{path}/memory.current": f"{used}\n",
+        f"{path}/memory.stat": f"anon 5\ninactive_file {cache}\nactive_file 7\n",
+    }
+
+
+def test_what_is_available_counts_and_not_what_is_free(tmp_path: Path) -> None:
+    assert available_bytes(tree(tmp_path)) == (800 * 1024, "free on the host")
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("500000", 500000 - 200000 + 50000), ("max", 800 * 1024)]
+)
+def test_a_container_may_allow_less(tmp_path: Path, limit: str, expected: int) -> None:
+    files = {"proc/self/cgroup": "0::/\n", **group("sys/fs/cgroup", limit, 200000, 50000)}
+    assert available_bytes(tree(tmp_path, **files))[0] == expected
+
+
+def test_a_limit_above_the_own_group_counts(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/job/step\n",
+        **group("sys/fs/cgroup/job", "300000", 100000, 0),
+        **group("sys/fs/cgroup/job/step", "max", 90000, 0),
+    }
+    found, whose = available_bytes(tree(tmp_path, **files))
+    assert (found, whose) == (200000, "left of the container's limit")
+
+
+def test_the_first_version_of_cgroups(tmp_path: Path) -> None:
+    folder = "sys/fs/cgroup/memory/docker/x"
+    files = {
+        "proc/self/cgroup": "12:cpu,cpuacct:/docker/x\n9:memory:/docker/x\n0::/\n",
+        f"{folder}/memory.limit_in_bytes": "400000",
+        f"{folder}/memory.usage_in_bytes": "390000",
+        f"{folder}/memory.stat": "total_inactive_file 1000",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "1",
+        "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 0",
+    }
+    assert available_bytes(tree(tmp_path, **files))[0] == 11000
+
+
+def test_this_machine_has_some() -> None:
+    assert available_bytes()[0] > 0
+
+
+def test_the_default_is_this_process_share_of_half(tmp_path: Path) -> None:
+    root = tree(tmp_path)
+    assert default_limit_bytes({}, root) == 400 * 1024
+    assert default_limit_bytes({"LOCAL_WORLD_SIZE": "8"}, root) == 50 * 1024
+    assert default_limit_bytes({"SLURM_NTASKS_PER_NODE": "4"}, root) == 100 * 1024
+    assert default_limit_bytes({"LOCAL_WORLD_SIZE": "nonsense"}, root) == 400 * 1024
+
+
+class Host:
+    """A backend's host memory: what it has given out, and what was given back."""
+
+    def __init__(self, limit: HostLimit) -> None:
+        self.host = limit
+        self.out: dict[int, int] = {}
+        self.number = 0
+
+    def reserve(self, size_bytes: int) -> int:
+        self.host.take(size_bytes)
+        self.number += 1
+        self.out[self.number] = size_bytes
+        return self.number
+
+    def give_back(self, memory: int) -> None:
+        self.host.give_back(self.out.pop(memory))
+
+
+SIZES = st.one_of(st.integers(1, 200), st.integers(1, 10**6), st.sampled_from([64, 65, 4096]))
+
+
+@given(
+    limit_bytes=st.one_of(st.none(), st.integers(0, 4 * 10**6)),
+    requests=st.lists(st.one_of(SIZES, st.integers(-40, -1)), max_size=120),
+)
+def test_the_pool_against_a_model(limit_bytes: int | None, requests: list[int]) -> None:
+    """A positive number takes a block of that size, a negative one puts one of those in use back.
+    The model knows which blocks are in use, for how many bytes each."""
+    host = Host(HostLimit(limit_bytes))
+    pool = HostPool(host)  # type: ignore[arg-type]
+    used: list[tuple[Block, int]] = []
+    most_used_bytes = 0
+    for request in requests:
+        if request < 0:
+            if used:
+                pool.put(used.pop(request % len(used))[0])
+            continue
+        try:
+            block = pool.take(request)
+        except HostMemoryError:
+            # Only where no block that is free would do, and a new one is beyond the limit.
+            assert limit_bytes is not None
+            in_use = sum(block.size_bytes for block, _ in used)
+            assert in_use + class_bytes(request) > limit_bytes
+            continue
+        assert block.memory in host.out
+        assert all(block.memory != other.memory for other, _ in used)
+        assert request <= block.size_bytes == host.out[block.memory]
+        used.append((block, request))
+        most_used_bytes = max(most_used_bytes, sum(block.size_bytes for block, _ in used))
+        if limit_bytes is None:
+            assert block.size_bytes <= LARGER * request
+            assert pool.taken_bytes <= SPARE * most_used_bytes
+        assert pool.taken_bytes == sum(host.out.values()) == host.host.taken_bytes
+        assert limit_bytes is None or pool.taken_bytes <= limit_bytes
+    pool.empty()
+    assert sorted(host.out) == sorted(block.memory for block, _ in used)
+
+
+@given(st.integers(1, 2**45))
+def test_a_size_class_is_little_larger(size_bytes: int) -> None:
+    rounded = class_bytes(size_bytes)
+    assert size_bytes <= rounded < size_bytes * (1 + 1 / CLASSES) + 1
+    assert class_bytes(rounded) == rounded

@@ -1,0 +1,256 @@
+"""Gradients and optimizer state make room: below what activations can give, and from the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from kilter.core.units import MIB
+from kilter.memory.engine import CpuStandIn, Swapper
+from kilter.memory.plan.joint import beside
+from kilter.memory.plan.problem import H200_PCIE5
+from kilter.memory.state_and_weights import StateAndWeightPolicy, words
+from kilter.session.fence import Fence
+
+WIDTH = 256
+LAYERS = 6
+STATE_BYTES = 2 * 4 * WIDTH * WIDTH * LAYERS
+"""Of the weights; what is smaller stays."""
+
+
+class Weighed(CpuStandIn):
+    """Tells what saved data and optimizer state take, as a device's allocator would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.swapper: Any = None
+        self.floor: Any = None
+        self.most_bytes = 0
+
+    def govern(self, swapper: Swapper, floor: StateAndWeightPolicy) -> None:
+        """Look at what is held whenever that may have changed."""
+        self.swapper, self.floor = swapper, floor
+        store = swapper._store
+        hold = store.hold
+
+        def counted(change_bytes: int) -> None:
+            hold(change_bytes)
+            self.used_bytes()
+
+        store.hold = counted  # type: ignore[method-assign]
+
+    def used_bytes(self) -> int:
+        mover = self.floor and self.floor._mover
+        state_bytes = mover._stream.held_bytes if mover else STATE_BYTES
+        store = self.swapper._store
+        used_bytes = int(state_bytes + store.held_bytes + store.beside_bytes)
+        self.most_bytes = max(self.most_bytes, used_bytes)
+        return used_bytes
+
+    def peak_bytes(self) -> int:
+        self.used_bytes()
+        peak_bytes, self.most_bytes = self.most_bytes, 0
+        return peak_bytes
+
+
+def fail(where: str, error: str) -> None:
+    raise AssertionError(f"{where}: {error}")
+
+
+def train(
+    steps: int,
+    budget_bytes: int | None = None,
+    gradients: str = "auto",
+    crowded: bool = False,
+    begun_bytes: int = 0,
+    streaming_s: float = 1.0,
+) -> tuple[list[bytes], StateAndWeightPolicy | None, Swapper | None]:
+    """A training under a swapper and a floor, or plain."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+
+    def step() -> None:
+        loss = model(torch.randn(256, WIDTH)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().numpy().tobytes())
+
+    fence = Fence(fail)
+    made = swapper = None
+    if budget_bytes is None:
+        for _ in range(steps):
+            step()
+    else:
+        backend = Weighed()
+        swapper = Swapper(backend, budget_bytes=budget_bytes, link=H200_PCIE5, min_bytes=1024)
+        made = StateAndWeightPolicy(
+            swapper, CpuStandIn, H200_PCIE5, fence, gradients=gradients, min_bytes=1024
+        )
+        backend.govern(swapper, made)
+        with swapper:
+            now_s = 0.0
+
+            def iteration_ended(*_: object) -> None:
+                nonlocal now_s
+                away = made.report is not None and made.report.away_bytes > 0
+                now_s += streaming_s if away else 1.0
+                made.iteration_ended(swapper.report(), budget_bytes, now_s)
+
+            handle = register_optimizer_step_post_hook(iteration_ended)  # where a session tells it
+            made.begin(STATE_BYTES // 2 if crowded else begun_bytes, budget_bytes)
+            for _ in range(steps):
+                step()
+            handle.remove()
+            made.close()
+    assert not fence.down
+    return losses + [p.detach().numpy().tobytes() for p in model.parameters()], made, swapper
+
+
+def test_gradients_stay_where_feature_maps_alone_meet_the_budget() -> None:
+    values, made, swapper = train(20, STATE_BYTES + 2 * MIB)
+    assert values == train(20)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.settled
+    assert made.report is None
+    assert swapper.report().planned > 5
+
+
+def test_asked_for_gradients_go_where_feature_maps_cost() -> None:
+    values, made, swapper = train(40, STATE_BYTES + 2 * MIB, "consume")
+    assert values == train(40)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.settled
+    report = made.report
+    assert report is not None
+    assert report.consuming
+    assert words(report).startswith("gradients are used up as they arrive")
+    assert swapper.report().planned > 5
+
+
+def test_so_much_state_streams_as_is_missing() -> None:
+    values, made, swapper = train(60, STATE_BYTES - MIB, "consume")
+    assert values == train(60)[0]
+    assert made is not None
+    assert swapper is not None
+    report = made.report
+    assert report is not None
+    assert report.consuming
+    assert made.joint is not None
+    assert report.away_bytes >= MIB
+    assert "of optimizer state wait on the host" in words(report)
+    assert made.settled
+    assert swapper.report().planned > 5
+    assert swapper.report().late == 0
+
+
+@pytest.mark.parametrize("gradients", ["auto", "keep"])
+def test_with_gradients_kept_state_streams_in_the_step(gradients: str) -> None:
+    values, made, swapper = train(60, STATE_BYTES - MIB, gradients)
+    assert values == train(60)[0]
+    assert made is not None
+    assert swapper is not None
+    report = made.report
+    assert report is not None
+    assert not report.consuming
+    assert any("--gradients consume" in text for text in report.refused) == (gradients == "auto")
+    assert made.joint is None
+    assert report.away_bytes >= MIB
+    assert swapper.report().planned > 5
+
+
+def test_a_budget_that_does_not_bind_changes_nothing() -> None:
+    values, made, _ = train(20, 10 * STATE_BYTES)
+    assert values == train(20)[0]
+    assert made is not None
+    assert made.settled
+    assert made.report is None
+
+
+@pytest.mark.parametrize("gradients", ["auto", "keep"])
+def test_a_crowded_job_makes_its_state_bucket_by_bucket(gradients: str) -> None:
+    """Weights, gradients and state do not fit: known from the weights, before the first step."""
+    budget_bytes = int(1.6 * STATE_BYTES)
+    values, made, _ = train(4, budget_bytes, gradients, crowded=True)
+    assert values == train(4)[0]
+    assert made is not None
+    report = made.report
+    assert report is not None
+    assert report.away_bytes > 0
+    assert report.state_bytes <= (budget_bytes - STATE_BYTES) // 2
+
+
+def test_a_guessed_room_is_set_right() -> None:
+    """Once it is known what the pass takes, state that has room comes back."""
+    budget_bytes = int(1.6 * STATE_BYTES)
+    values, made, swapper = train(60, budget_bytes, "keep", crowded=True)
+    assert values == train(60)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.settled
+    assert made.report is not None
+    assert made.report.state_bytes > (budget_bytes - STATE_BYTES) // 2
+    assert max(swapper.report().peaks_bytes[-2:]) <= budget_bytes
+
+
+def test_state_leaves_as_soon_as_it_was_made_if_the_second_forward_has_no_room_for_it() -> None:
+    """Known from the first pass, in which data had to leave and there was no state."""
+    budget_bytes = STATE_BYTES + 2 * MIB
+    values, made, swapper = train(60, budget_bytes, begun_bytes=budget_bytes // 5)
+    assert values == train(60)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.settled
+    assert made.report is not None
+    assert made.report.out_bytes > 0
+    assert swapper.report().planned > 30
+    assert max(swapper.report().peaks_bytes[-2:]) <= budget_bytes
+
+
+@pytest.mark.parametrize("gradients", ["auto", "consume"])
+def test_a_crowded_job_settles_within_its_budget(gradients: str) -> None:
+    budget_bytes = int(0.9 * STATE_BYTES)
+    values, made, swapper = train(60, budget_bytes, gradients, crowded=True)
+    assert values == train(60)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.settled
+    assert made.report is not None
+    assert made.report.consuming == (gradients == "consume")
+    report = swapper.report()
+    assert report.planned > 30
+    assert report.late == report.deviations == 0
+    assert max(report.peaks_bytes[-2:]) <= budget_bytes
+
+
+@pytest.mark.parametrize("streaming_s", [0.9, 1.2])
+def test_streaming_that_makes_iterations_slower_is_taken_back(
+    streaming_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "kilter.memory.plan.joint.joint",
+        lambda problem, buckets, at: beside(problem, buckets, at, STATE_BYTES // 2),
+    )
+    values, made, swapper = train(70, STATE_BYTES + 2 * MIB, "consume", streaming_s=streaming_s)
+    assert values == train(70)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.settled
+    assert made.report is not None
+    assert made.report.consuming
+    assert (made.report.away_bytes > 0) == (streaming_s < 1)
+    assert (made.taken_back is None) == (streaming_s < 1)
+    report = swapper.report()
+    assert report.deviations == report.late == 0
+    assert report.peaks_bytes[-1] <= STATE_BYTES + 2 * MIB
+    assert report.planned > 40

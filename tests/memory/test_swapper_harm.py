@@ -1,0 +1,372 @@
+"""A training that the engine touches computes, sees and keeps what it would without.
+
+Each program does something that the engine cannot foresee: it writes to tensors behind autograd's
+back, looks at saved tensors, switches the collector, counts operations. The link is so slow that
+data are recomputed where they can be.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from kilter.memory.engine import CpuStandIn, Swapper, SwapReport
+from kilter.memory.plan.problem import Link
+from kilter.session.fence import Fence
+
+SLOW = Link(to_host_bytes_per_s=1e5, to_device_bytes_per_s=1e5, both_bytes_per_s=2e5)
+WIDTH, ROWS, STEPS = 64, 256, 10
+FROM = 7
+"""Step from which the program does what it did not do while it was watched."""
+shows_saved = pytest.mark.skipif(
+    not hasattr(torch._C._autograd.SavedTensor, "data"),
+    reason="this PyTorch does not show what its nodes saved",
+)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: Tensor, held: list[Tensor] | None = None) -> Tensor:
+        for layer in self.layers:
+            x = self.norm(x)
+            if held is not None:
+                held.append(x)
+            x = F.gelu(layer(x))
+        return x
+
+
+Step = Callable[[Net, Tensor, int], Tensor]
+"""Forward and backward; the loss."""
+
+
+class Outcome:
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+        self.told: list[tuple[str, str]] = []
+        self.report: SwapReport | None = None
+
+    def same(self, other: Outcome) -> bool:
+        pairs = zip(self.values, other.values, strict=True)
+        return all(torch.equal(a, b) for a, b in pairs)
+
+
+def train(step: Step, share: float | None) -> Outcome:
+    torch.manual_seed(0)
+    found, net = Outcome(), Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+    swapper: Any = nullcontext()
+    if share is not None:
+        swapper = Swapper(
+            CpuStandIn(),
+            budget_bytes=int(share * (ROWS * WIDTH * 4) * 17),  # of what `Net` saves
+            link=SLOW,
+            min_bytes=1024,
+            fence=Fence(lambda where, error: found.told.append((where, error))),
+        )
+    with swapper:
+        for number in range(STEPS):
+            torch.manual_seed(number)
+            found.values.append(step(net, torch.randn(ROWS, WIDTH), number).detach().clone())
+            found.values += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+    found.values += [p.detach().clone() for p in net.parameters()]
+    if share is not None:
+        found.report = swapper.report()
+    return found
+
+
+def backward(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss
+
+
+def bias_in_place(net: Net, x: Tensor, number: int) -> Tensor:
+    loss = net(x).square().mean()
+    if number >= FROM:
+        with torch.no_grad():
+            net.layers[2].bias.clamp_(-0.01, 0.01)
+    return backward(loss)
+
+
+def bias_through_data(net: Net, x: Tensor, number: int) -> Tensor:
+    loss = net(x).square().mean()
+    if number >= FROM:
+        net.layers[2].bias.data.clamp_(-0.01, 0.01)
+        net.norm.weight.data.mul_(1.5)
+    return backward(loss)
+
+
+def bias_after_its_use(net: Net, x: Tensor, number: int) -> Tensor:
+    for i, layer in enumerate(net.layers):
+        x = layer(net.norm(x))
+        if number >= FROM and i == 2:  # what the layer has made is not saved yet
+            with torch.no_grad():
+                layer.bias.add_(0.5)
+        if number >= FROM and i == 3:
+            layer.bias.data.add_(0.5)
+        x = F.gelu(x)
+    return backward(x.square().mean())
+
+
+def weight_under_autocast(net: Net, x: Tensor, number: int) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = net(x)
+    loss = y.float().square().mean()
+    if number >= FROM:
+        with torch.no_grad():
+            for layer in net.layers:
+                layer.weight.clamp_(-0.1, 0.1)
+    return backward(loss)
+
+
+def weight_through_data(net: Net, x: Tensor, number: int) -> Tensor:
+    loss = net(x).square().mean()
+    if number >= FROM:
+        for layer in net.layers:
+            layer.weight.data.clamp_(-0.1, 0.1)
+    return backward(loss)
+
+
+def held_activation_through_data(net: Net, x: Tensor, number: int) -> Tensor:
+    held: list[Tensor] = []
+    loss = net(x, held).square().mean()
+    if number >= FROM:
+        held[3].data.mul_(1.5)
+    return backward(loss)
+
+
+def dropped_activation_through_data(net: Net, x: Tensor, number: int) -> Tensor:
+    held: list[Tensor] = []
+    loss = net(x, held).square().mean()
+    if number >= FROM:
+        held[3].data.mul_(1.5)
+    held.clear()
+    return backward(loss)
+
+
+def activation_before_it_is_saved(net: Net, x: Tensor, number: int) -> Tensor:
+    for layer in net.layers:
+        x = layer(net.norm(x))
+        if number >= FROM:
+            with torch.no_grad():
+                x[0] = 0.0
+        x = F.gelu(x)
+        if number >= FROM:
+            x.data.mul_(0.5)
+    return backward(x.square().mean())
+
+
+def update_in_backward(net: Net, x: Tensor, number: int) -> Tensor:
+    def update(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=1e-3)
+
+    handles = [p.register_post_accumulate_grad_hook(update) for p in net.parameters()]
+    try:
+        return backward(net(x).square().mean())
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+BEHIND_THE_BACK = (
+    bias_in_place,
+    bias_through_data,
+    bias_after_its_use,
+    weight_under_autocast,
+    weight_through_data,
+    held_activation_through_data,
+    dropped_activation_through_data,
+    activation_before_it_is_saved,
+    update_in_backward,
+)
+
+
+@pytest.mark.parametrize("step", BEHIND_THE_BACK, ids=lambda step: step.__name__)
+def test_writes_that_nobody_announces_change_nothing(step: Step) -> None:
+    plain = train(step, None)
+    recomputed = 0
+    for share in (0.3, 0.5, 0.7):
+        ours = train(step, share)
+        assert ours.same(plain)
+        assert not ours.told
+        assert ours.report is not None
+        recomputed += ours.report.recomputed
+    assert recomputed or not hasattr(torch._C._autograd.SavedTensor, "data")
+
+
+# What the program sees
+
+
+class Looks(torch.autograd.Function):
+    """Sees the objects that it saved: an input, a parameter, a constant, and its output."""
+
+    seen: list[tuple[bool, ...]]
+    programs: list[Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, constant: Tensor) -> Tensor:
+        y = x * weight * constant
+        ctx.save_for_backward(x, weight, None, constant, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, nothing, constant, y = ctx.saved_tensors
+        same = (x is Looks.programs[0], weight is Looks.programs[1], constant is Looks.programs[2])
+        named = (x.name_of_x, weight.main_grad, constant.name_of_c, nothing)
+        Looks.seen.append((*same, *named, y.requires_grad, hasattr(y, "name_of_x")))
+        return grads[0] * weight * constant, (grads[0] * x * constant).sum(0), None
+
+
+@shows_saved
+@pytest.mark.parametrize("rows", [ROWS, 2])
+def test_a_custom_function_gets_its_own_objects_back(rows: int) -> None:
+    def step(net: Net, x: Tensor, number: int) -> Tensor:
+        h = net(x[:rows])
+        h.name_of_x = "x"  # type: ignore[attr-defined]
+        weight, constant = net.norm.weight, torch.ones(rows, WIDTH)
+        weight.main_grad = number  # type: ignore[attr-defined]
+        constant.name_of_c = "c"  # type: ignore[attr-defined]
+        Looks.programs = [h, weight, constant]
+        y = Looks.apply(h, weight, constant)
+        if number % 2:  # only autograd holds them
+            Looks.programs = [x, x, x]
+            del h, constant
+        return backward(y.square().mean())
+
+    seen = []
+    for share in (None, 1e9, 0.4):
+        Looks.seen = []
+        train(step, share)
+        seen.append(Looks.seen)
+    assert len(seen[0]) == STEPS
+    # Where only autograd holds an object, a new one with its attributes will do.
+    assert [row[3:] for row in seen[1]] == [row[3:] for row in seen[0]]
+    assert seen[1] == seen[2]
+    assert seen[1][::2] == seen[0][::2]
+    assert all(row[0] and row[1] and row[2] for row in seen[1][::2])
+
+
+def test_the_programs_classes_are_the_frameworks_again_afterwards() -> None:
+    with Swapper(CpuStandIn(), budget_bytes=1, link=SLOW):
+        assert "data" in vars(torch.Tensor)
+    assert "data" not in vars(torch.Tensor)
+    assert "saved_tensors" not in vars(torch.autograd.function.BackwardCFunction)
+
+
+def test_the_programs_counters_do_not_count_our_operations() -> None:
+    counts: list[int] = []
+
+    def step(net: Net, x: Tensor, number: int) -> Tensor:
+        with FlopCounterMode(display=False) as counter:
+            loss = backward(net(x).square().mean())
+        counts.append(counter.get_total_flops())
+        return loss
+
+    plain = train(step, None)
+    ours = train(step, 0.3)
+    assert ours.same(plain)
+    assert ours.report is not None
+    assert ours.report.planned > 0
+    assert counts[:STEPS] == counts[STEPS:]
+
+
+@pytest.mark.parametrize("switch", [gc.disable, gc.enable])
+def test_what_the_program_does_to_the_collector_stands(switch: Callable[[], None]) -> None:
+    seen: list[bool] = []
+
+    def step(net: Net, x: Tensor, number: int) -> Tensor:
+        seen.append(gc.isenabled())
+        y = net(x)
+        if number == FROM:
+            switch()
+        seen.append(gc.isenabled())
+        return backward(y.square().mean())
+
+    try:
+        train(step, None)
+        gc.enable()
+        train(step, 0.5)
+        assert gc.isenabled() is (switch is gc.enable)
+    finally:
+        gc.enable()
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
+def test_thresholds_that_the_program_sets_in_forward_stand() -> None:
+    before = gc.get_threshold()
+
+    def step(net: Net, x: Tensor, number: int) -> Tensor:
+        y = net(x)
+        if number == FROM:
+            gc.set_threshold(123, 7, 7)
+        return backward(y.square().mean())
+
+    try:
+        train(step, 0.5)
+        assert gc.get_threshold()[0] == 123
+    finally:
+        gc.set_threshold(*before)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_strided_nested_tensor_is_left_alone_and_the_rest_is_not() -> None:
+    def step(net: Net, x: Tensor, number: int) -> Tensor:
+        parts = torch.nested.nested_tensor([x[:100], x[100:]], requires_grad=True)
+        y = torch.nested.to_padded_tensor(net.layers[0](parts).relu(), 0.0)
+        return backward(net(x).square().mean() + y.square().mean())
+
+    plain = train(step, None)
+    ours = train(step, 0.5)
+    assert ours.same(plain)
+    assert not ours.told
+    assert ours.report is not None
+    assert ours.report.planned > 0
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by the framework itself
+def test_forward_mode_derivatives_are_left_alone_and_said() -> None:
+    def step(net: Net, x: Tensor, number: int) -> Tensor:
+        with forward_ad.dual_level():
+            y = net(forward_ad.make_dual(x, torch.ones_like(x)))
+            tangent = forward_ad.unpack_dual(y).tangent
+            return backward(y.square().mean() + tangent.square().mean())
+
+    plain = train(step, None)
+    ours = train(step, 0.5)
+    assert ours.same(plain)
+    assert not ours.told
+    assert ours.report is not None
+    assert any("forward-mode" in reason for reason in ours.report.refused)
+
+
+def test_a_batched_backward_gives_the_same_numbers() -> None:
+    def step(net: Net, x: Tensor, number: int) -> Tensor:
+        y = net(x)
+        vectors = torch.randn(3, *y.shape)
+        found = torch.autograd.grad(y, list(net.parameters()), vectors, is_grads_batched=True)
+        for parameter, gradients in zip(net.parameters(), found, strict=True):
+            parameter.grad = gradients.sum(0)
+        return y
+
+    plain = train(step, None)
+    ours = train(step, 0.5)
+    assert ours.same(plain)
+    assert not ours.told
+    assert ours.report is not None
+    assert ours.report.planned > 0

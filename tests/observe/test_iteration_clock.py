@@ -1,0 +1,370 @@
+"""Borders of iterations in unchanged programs, each run in a process of its own."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+MODEL = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+x = torch.randn(4, 8)
+"""
+TRAIN = MODEL + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+STEP = "optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()\n"
+
+
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def fresh(program):
+    """What was seen of a program in a process of its own; it must be silent on stderr."""
+    command = [sys.executable, str(HERE / "observed.py")]
+    done = subprocess.run(
+        command, input=program, capture_output=True, text=True, timeout=300, env=ENVIRON
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_step_ends_an_iteration_and_torch_is_imported_by_the_program_alone():
+    seen = fresh(TRAIN + f"for _ in range(10): {STEP}")
+    assert not seen["torch_before"]
+    assert seen["source"] == "optimizer"
+    assert (seen["borders"], seen["iterations"]) == (10, 9)
+    assert seen["timelines"] == ["host"]
+
+
+def test_a_program_without_torch_stays_without_torch():
+    seen = fresh("import json\nassert sum(range(10)) == 45\n")
+    assert not seen["torch_after"]
+    assert seen["borders"] == 0
+
+
+def test_gradient_accumulation_is_one_iteration_per_step(observe):
+    program = """
+for i in range(40):
+    model(x).sum().backward()
+    if i % 4 == 3:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    assert observe(TRAIN + program)["borders"] == 10
+
+
+def test_steps_skipped_by_the_gradient_scaler_are_not_slow_iterations(observe):
+    program = """
+now_s = 0.0
+MARKS._clock = lambda: now_s
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+for i in range(16):
+    optimizer.zero_grad()
+    loss = model(x).sum() * (float("inf") if i == 9 else 1.0)
+    scaler.scale(loss).backward()
+    now_s += 0.05
+    scaler.step(optimizer)
+    scaler.update()
+"""
+    seen = observe(TRAIN + program)
+    assert seen["borders"] == 15
+    assert seen["skipped"] == [9]
+
+
+def test_a_gan_is_one_iteration_per_step_of_the_generator(observe):
+    program = """
+critic = nn.Linear(1, 1)
+g = optimizer
+c = torch.optim.Adam(critic.parameters())
+for i in range(10):
+    for _ in range(5):
+        c.zero_grad(); critic(model(x)).sum().backward(); c.step()
+    g.zero_grad(); critic(model(x)).sum().backward(); g.step()
+"""
+    seen = observe(TRAIN + program)
+    # The critic led until the generator's first step.
+    assert seen["borders"] == 5 + 10
+    assert seen["iterations"] == 4 + 9
+
+
+def test_a_closure_is_called_often_but_is_one_iteration(observe):
+    program = """
+import warnings
+warnings.simplefilter("ignore")  # torch 2.8's own
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+def closure():
+    optimizer.zero_grad()
+    loss = (model(x) ** 2).sum()
+    loss.backward()
+    return loss
+for _ in range(6):
+    optimizer.step(closure)
+"""
+    assert observe(TRAIN + program)["borders"] == 6
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_training_is_marked_without_a_warning_or_a_recompilation(observe, backend):
+    program = f"""
+import logging, warnings
+warnings.simplefilter("default")
+logging.getLogger("torch").setLevel(logging.ERROR)
+compiled = torch.compile(model, backend={backend!r})
+for _ in range(10):
+    optimizer.zero_grad(); compiled(x).sum().backward(); optimizer.step()
+from torch._dynamo.utils import counters
+assert counters["stats"]["unique_graphs"] == 1, counters
+assert not counters["graph_break"], counters
+"""
+    seen = observe(TRAIN + program)
+    assert seen["borders"] == 10
+    assert seen["window"] == "done"
+    assert not [o for o in seen["operations"] if o["name"] in ("0", "1", "2")]
+
+
+def test_inference_is_marked_by_its_outermost_module():
+    program = """
+import time
+class Wrapper(nn.Module):
+    def __init__(self): super().__init__(); self.inner = model
+    def forward(self, x): return self.inner(self.inner[0](x)[:, :8])
+wrapped = Wrapper()
+from kilter.observe import iteration_clock as marks
+until = time.monotonic() + marks.INFERENCE_AFTER_S + 0.5
+with torch.no_grad():
+    while time.monotonic() < until: wrapped(x); time.sleep(0.01)
+    before = MARKS.index
+    assert before >= 0
+    for _ in range(10): wrapped(x)
+    assert MARKS.index == before + 10
+from torch.nn.modules import module
+assert not module._global_forward_hooks
+assert not module._global_forward_pre_hooks
+import copy, io, pickle
+copies = [copy.deepcopy(wrapped.inner), pickle.loads(pickle.dumps(model))]
+"""
+    seen = fresh(MODEL + program)
+    assert seen["source"] == "module"
+    assert seen["window"] == "done"
+
+
+def test_a_saved_model_carries_nothing_of_ours(tmp_path):
+    program = f"""
+import time, torch.nn.functional
+from kilter.observe import iteration_clock as marks
+until = time.monotonic() + marks.INFERENCE_AFTER_S + 0.3
+with torch.no_grad():
+    while time.monotonic() < until: model(x); time.sleep(0.01)
+assert MARKS.source == "module"
+torch.save(model, {str(tmp_path / "model.pt")!r})
+"""
+    fresh(MODEL + program)
+    load = (
+        "import sys, torch; sys.modules['kilter'] = None; "
+        f"m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); "
+        "print(m(torch.zeros(4, 8)).shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
+    assert done.stdout == "torch.Size([4, 1])\n", done.stderr
+
+
+def test_explicit_marks_win(observe):
+    program = """
+for i in range(12):
+    optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
+    if i % 3 == 2: MARKS.mark()
+"""
+    seen = observe(TRAIN + program)
+    assert seen["source"] == "explicit"
+    assert seen["borders"] == 3 + 4
+
+
+def test_data_loader_workers_and_forked_children_are_left_alone(observe):
+    program = """
+import os, warnings
+warnings.simplefilter("ignore")
+from torch.utils.data import DataLoader, TensorDataset
+loader = DataLoader(TensorDataset(torch.randn(24, 8)), batch_size=4, num_workers=2)
+for (x,) in loader:
+    optimizer.zero_grad(); model(x).sum().backward(); optimizer.step()
+pid = os.fork()
+if pid == 0:
+    optimizer.step()
+    from torch.optim import optimizer as o
+    os._exit(0 if MARKS.index == 5 and not o._global_optimizer_post_hooks else 1)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+    assert observe(TRAIN + program)["borders"] == 6
+
+
+USES_A_PROFILER = """
+import os
+os.environ["KINETO_LOG_LEVEL"] = "99"
+from torch.profiler import ProfilerActivity, profile, schedule
+"""
+
+
+@pytest.mark.parametrize("first", range(8))
+def test_a_profiler_of_the_program_goes_first(observe, first):
+    """It begins at every stage of our window, and sees what it would see without us."""
+    program = f"""
+for i in range(20):
+    if i == {first}:
+        p = profile(activities=[ProfilerActivity.CPU])
+        p.start()
+    {STEP.strip()}
+    if i == {first + 2}:
+        p.stop()
+assert [e.count for e in p.key_averages() if e.key == "Optimizer.step#SGD.step"] == [3]
+import torch.autograd.profiler as profiler
+assert profiler.profile._prepare_trace.__module__ == "torch.autograd.profiler"
+"""
+    seen = observe(TRAIN + USES_A_PROFILER + program)
+    assert seen["borders"] == 20
+    if seen["window"] == "failed":
+        assert "torch.profiler itself" in seen["window_why_not"]
+    else:
+        assert (seen["window"], first > 4) == ("done", True)
+
+
+def test_a_profiler_of_the_program_logs_what_it_would_log_without_us():
+    program = f"""
+import torch
+from torch import nn
+model, x = nn.Linear(2, 1), torch.randn(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(10): {STEP}
+for _ in range(2):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]): {STEP}
+"""
+    logged = []
+    for command in ([sys.executable, str(HERE / "observed.py")], [sys.executable, "-"]):
+        done = subprocess.run(
+            command, input=program, capture_output=True, text=True, timeout=300, env=ENVIRON
+        )
+        assert done.returncode == 0
+        logged.append([re.sub(r"\d+", "N", line) for line in done.stderr.splitlines()])
+        if len(logged) == 1:
+            assert json.loads(done.stdout.splitlines()[-1])["window"] == "done"
+    assert logged[0] == logged[1]
+
+
+def test_two_threads_that_mark_at_once_are_counted(observe):
+    program = """
+import sys, threading
+sys.setswitchinterval(1e-6)
+def mark():
+    for _ in range(2000): MARKS.mark()
+threads = [threading.Thread(target=mark) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+    seen = observe("import torch" + program)
+    assert (seen["borders"], seen["threads"], seen["source"]) == (8000, 4, "explicit")
+
+
+def test_a_scheduled_profiler_of_the_program_keeps_its_warm_up(observe):
+    program = f"""
+with profile(activities=[ProfilerActivity.CPU],
+             schedule=schedule(wait=0, warmup=2, active=2, repeat=1)) as p:
+    for _ in range(8):
+        {STEP.strip()}
+        p.step()
+assert [e.count for e in p.key_averages() if e.key == "Optimizer.step#SGD.step"] == [2]
+"""
+    assert observe(TRAIN + USES_A_PROFILER + program)["window"] == "failed"
+
+
+def test_a_child_forked_inside_the_window_is_not_recorded(observe):
+    program = f"""
+import os
+os.environ["KINETO_LOG_LEVEL"] = "99"  # the child ends the profiler, which is no business of ours
+forked = False
+for i in range(20):
+    {STEP.strip()}
+    if WINDOW.state == "open" and not forked:
+        forked = True
+        pid = os.fork()
+        if pid == 0:
+            {STEP.strip()}
+            from torch.autograd import _disable_profiler
+            names = [e.name() for e in _disable_profiler().events()]
+            os._exit(names.count("Optimizer.step#SGD.step"))
+        assert os.waitpid(pid, 0)[1] == 0
+assert forked
+"""
+    assert observe(TRAIN + program)["window"] == "done"
+
+
+def test_stopping_inside_a_step_does_not_disturb_the_step(observe):
+    program = f"""
+MARKS._on_border = lambda index, t_s: MARKS.stop() if index == 3 else None
+for _ in range(8): {STEP}
+assert MARKS.index == 3
+"""
+    assert observe(TRAIN + program)["borders"] == 4
+
+
+def test_importing_torch_leaves_no_trace_of_the_waiting():
+    program = """
+import sys
+import torch
+from importlib.machinery import SourceFileLoader
+assert type(torch.__loader__) is SourceFileLoader
+assert type(torch.__spec__.loader) is SourceFileLoader
+assert "torch" not in [getattr(f, "_name", None) for f in sys.meta_path]
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
+assert not [f for f in sys.meta_path if type(f).__module__.startswith("kilter")]
+from torch._dynamo.eval_frame import OptimizedModule
+assert OptimizedModule.__init__.__module__ == "torch._dynamo.eval_frame"
+"""
+    fresh(program)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["compiled at once", "compiled late"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["compiled", "inside another"])
+def test_compiled_inference_is_marked_without_a_recompilation(wrapped, late):
+    """The outermost compiled module, if one is inside another; also after a long loading."""
+    program = f"""
+import time, warnings
+from kilter.observe import iteration_clock as marks
+warnings.simplefilter("ignore")  # the compiler's own
+if {late}: time.sleep(1.5 * marks.INFERENCE_AFTER_S)
+compiled = torch.compile(model, backend="eager")
+if {wrapped}:
+    inner, compiled = compiled, torch.compile(torch.nn.Sequential(compiled), backend="eager")
+with torch.no_grad():
+    compiled(x)
+    from torch._dynamo.utils import counters
+    graphs = counters["stats"]["unique_graphs"]
+    until = time.monotonic() + 60 * marks.INFERENCE_AFTER_S
+    while MARKS.source is None and time.monotonic() < until: compiled(x)
+    before = MARKS.index
+    for _ in range(5): compiled(x)
+assert MARKS.index == before + 5, (before, MARKS.index)
+assert counters["stats"]["unique_graphs"] == graphs, counters
+"""
+    assert fresh(MODEL + program)["source"] == "module"
+
+
+def test_a_program_that_prepares_for_long_and_then_compiles_is_not_in_the_way():
+    program = """
+import time, warnings, logging
+from kilter.observe import iteration_clock as marks
+time.sleep(marks.INFERENCE_AFTER_S + 0.5)
+model(x)
+logging.getLogger("torch").setLevel(logging.ERROR)
+compiled = torch.compile(model, backend="eager")
+for _ in range(3): compiled(x)
+from torch._dynamo.utils import counters
+assert counters["stats"]["unique_graphs"] == 1, counters
+"""
+    seen = fresh(MODEL + program)
+    assert seen["borders"] == 0

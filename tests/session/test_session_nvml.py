@@ -1,0 +1,471 @@
+"""`kilter run --device nvml`, as a real process on cards that are a file: from the first set to the
+last restore, however the process ends and whatever the driver does meanwhile.
+
+The job is a torch loop on the CPU, unchanged. It goes on until the test has seen what it waits for,
+and ends when the test takes its lamp away; nothing here waits for a fixed time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kilter.app.report import build as report
+from kilter.core.events import (
+    AnyEvent,
+    Block,
+    Decided,
+    Failed,
+    Fitted,
+    Moved,
+    Refused,
+    Started,
+    Stopped,
+    read_events,
+)
+from kilter.testing.fake_card import Card, Rule
+from kilter.testing.fake_nvml import FakeNvml
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the lease needs /proc, pidfd and flock as Linux has them"
+)
+
+KILTER = str(Path(sys.executable).with_name("kilter"))
+PATIENCE_S = 120.0
+
+# Sensors of 10 ms instead of 100 ms: blocks, and so the whole loop, are ten times as fast.
+FASTER = """
+import kilter.clocks.conductor, kilter.session.lifecycle, kilter.device.nvidia
+kilter.device.nvidia.SENSOR_PERIOD_S = {9: 0.01}
+kilter.clocks.conductor.LEAST_BLOCK_S = 0.04
+kilter.clocks.conductor.SENSOR_PERIODS = 4
+kilter.session.lifecycle.PULSE_S = 0.01
+kilter.session.lifecycle.REHEARSE_S = 0.1
+"""
+
+# The job is a loop on the CPU: what it would compute on is said here.
+ON_ITS_GPU = """
+import os, kilter.observe.iteration_clock as clock
+uuids = {uuids!r}
+clock.IterationClock.gpu_uuid = uuids[int(os.environ.get("LOCAL_RANK", "0"))]
+"""
+
+LOOP = """
+import os, sys, time
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+steps = 0
+print("begun", flush=True)
+while os.path.exists("lamp"):
+    time.sleep(0.002)
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    steps += 1
+print("steps", steps, flush=True)
+"""
+
+
+@dataclass
+class Box:
+    """A directory with cards, a job, and what has become of it."""
+
+    root: Path
+    fake: FakeNvml
+    process: subprocess.Popen[str] | None = None
+    environ: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    def start(self, source: str = LOOP, *flags: str, patch: str = "", **more: str) -> None:
+        uuids = [card.uuid.removeprefix("GPU-") for card in self.fake.state().cards]
+        on_gpu = ON_ITS_GPU.format(uuids=uuids)
+        (self.root / "job.py").write_text(source)
+        (self.root / "lamp").touch()
+        (self.root / "faster").mkdir()
+        (self.root / "faster" / "sitecustomize.py").write_text(FASTER + on_gpu + patch)
+        environ = self.fake.environ()
+        environ["PYTHONPATH"] = f"{self.root / 'faster'}{os.pathsep}{environ['PYTHONPATH']}"
+        environ |= {"KILTER_STATE_DIR": str(self.root / "state"), "OMP_NUM_THREADS": "1"}
+        environ.pop("KILTER_READ_ONLY", None)
+        command = [KILTER, "run", "--device", "nvml", "--max-slowdown", "50%"]
+        self.process = subprocess.Popen(
+            [*command, "--out", str(self.run), *flags, "job.py"],
+            cwd=self.root,
+            env=environ | more,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for(self, what: Callable[[], object]) -> None:
+        assert self.process is not None
+        end = time.monotonic() + PATIENCE_S
+        while not what():
+            assert time.monotonic() < end, self.end()
+            assert self.process.poll() is None, self.end()
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, str, str]:
+        """Take the lamp away; exit code, standard output, standard error."""
+        assert self.process is not None
+        (self.root / "lamp").unlink(missing_ok=True)
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out, err
+
+    def events(self, rank: int = 0) -> list[AnyEvent]:
+        file = self.run / f"events-rank{rank}.jsonl"
+        return list(read_events(file)) if file.exists() and file.stat().st_size else []
+
+    def of(self, kind: type[Any], rank: int = 0) -> list[Any]:
+        return [event for event in self.events(rank) if isinstance(event, kind)]
+
+    def locked(self, card: int = 0) -> bool:
+        """Whether the card is set to anything else than it was."""
+        now = self.fake.state().cards[card]
+        limited = now.limit_mw not in (None, now.default_limit_mw)
+        return now.sm_lock_mhz is not None or now.memory_lock_mhz is not None or limited
+
+    def wait_for_restore(self) -> None:
+        """By the watcher, after the death of the job."""
+        end = time.monotonic() + PATIENCE_S
+        while self.locked():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    with make_box(tmp_path, card()) as made:
+        yield made
+
+
+def card(**more: Any) -> Card:
+    """One knob is enough here: the SM clock."""
+    one = {"memory_clocks_mhz": (3201,), "power_limits_mw": (695_000, 700_000)}
+    return Card(load=0.9, **(one | more))
+
+
+@contextmanager
+def make_box(root: Path, *cards: Card) -> Iterator[Box]:
+    made = Box(root, FakeNvml.create(root / "cards.json", *cards, virtual_time=False))
+    try:
+        yield made
+    finally:
+        if made.process is not None and made.process.poll() is None:
+            made.process.kill()
+            made.process.communicate()
+
+
+def holding(box: Box) -> bool:
+    return any(d.state == "hold" for d in box.of(Decided))
+
+
+def blocks(box: Box, count: int) -> Callable[[], bool]:
+    return lambda: len(box.of(Block)) >= count
+
+
+def refusals(box: Box, rank: int = 0) -> dict[str, str]:
+    return {refused.what: refused.reason for refused in box.of(Refused, rank)}
+
+
+def test_what_was_held_is_told_and_the_card_is_left_as_found(box: Box) -> None:
+    box.start()
+    box.wait_for(lambda: holding(box))
+    code, out, err = box.end()
+    assert code == 0, err
+    assert out.startswith("begun\nsteps ")
+    assert not box.locked()
+    assert box.fake.setters()
+    stopped = box.of(Stopped)[-1]
+    assert stopped.restored
+    assert stopped.outcome == "finished"
+    assert box.of(Failed) == box.of(Refused) == []
+    said = report.build(box.run)
+    if said.choice.setting != said.found:
+        assert f"held {said.choice.setting}" in err
+    assert "restored" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
+def test_the_watcher_restores_after_a_death(box: Box, number: signal.Signals) -> None:
+    box.start()
+    box.wait_for(box.locked)
+    assert box.process is not None
+    box.process.send_signal(number)
+    code, _, err = box.end()
+    assert code == -number
+    assert "Traceback" not in err
+    box.wait_for_restore()
+    assert box.of(Started)
+    assert report.build(box.run).restored is None
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "outcome"),
+    [("sys.exit(3)", 3, "exit 3"), ("raise ValueError('mine')", 1, "raised ValueError")],
+)
+def test_the_job_ends_in_its_own_way(box: Box, how: str, code: int, outcome: str) -> None:
+    box.start(LOOP + how)
+    box.wait_for(box.locked)
+    returned, out, err = box.end()
+    assert returned == code
+    assert "steps" in out
+    assert ("ValueError: mine" in err) == (code == 1)
+    assert not box.locked()
+    assert box.of(Stopped)[-1].outcome == outcome
+    assert box.of(Failed) == []
+
+
+@pytest.mark.parametrize(
+    ("cards", "flags", "environ", "told"),
+    [
+        ({"permitted": False}, (), {}, "not permitted"),
+        ({"mig": True}, (), {}, "MIG"),
+        ({}, (), {"KILTER_READ_ONLY": "1"}, "KILTER_READ_ONLY"),
+        ({}, ("--dry-run",), {}, "--dry-run"),
+    ],
+    ids=["no permission", "MIG", "read only", "dry run"],
+)
+def test_where_nothing_may_be_set_nothing_is_and_the_reason_is_told(
+    box: Box, cards: dict[str, bool], flags: tuple[str, ...], environ: dict[str, str], told: str
+) -> None:
+    with box.fake.edit() as state:
+        state.permitted = cards.get("permitted", True)
+        state.cards[0].mig = cards.get("mig", False)
+    box.start(LOOP, *flags, **environ)
+    box.wait_for(blocks(box, 4))
+    code, _, err = box.end()
+    assert code == 0
+    assert box.fake.setters() == []
+    started = box.of(Started)[0]
+    assert told in (started.mode_reason or "")
+    assert told in err
+    assert started.mode == "shadow"
+    # What the user asked for with --dry-run is no refusal.
+    assert ("setting clocks" in refusals(box)) == ("--dry-run" not in flags)
+    assert {block.arm for block in box.of(Block)} == {"baseline"}
+    assert box.of(Failed) == []
+
+
+def test_a_card_that_the_program_does_not_compute_on_is_left_alone(box: Box) -> None:
+    """The script chose another GPU than the first: that one may be somebody else's."""
+    other = "0123abcd-1111-2222-3333-444455556666"
+    box.start(
+        patch=f"import kilter.observe.iteration_clock as m\nm.IterationClock.gpu_uuid = {other!r}\n"
+    )
+    box.wait_for(blocks(box, 4))
+    code, _, err = box.end()
+    assert code == 0, err
+    assert box.fake.setters() == []
+    assert other in refusals(box)["watching the program's GPU"]
+    assert "CUDA_VISIBLE_DEVICES" in err
+
+
+def test_a_program_that_computes_on_no_card_leaves_all_alone(box: Box) -> None:
+    box.start(patch="kilter.observe.iteration_clock.IterationClock.gpu_uuid = None\n")
+    box.wait_for(blocks(box, 4))
+    code, _, err = box.end()
+    assert code == 0, err
+    assert box.fake.setters() == []
+    assert "no GPU" in refusals(box)["watching the program's GPU"]
+    assert "the program computes on no GPU" in err
+
+
+def test_the_card_that_the_program_computes_on_is_governed(box: Box) -> None:
+    uuid = box.fake.state().cards[0].uuid.removeprefix("GPU-").upper()
+    box.start(
+        patch=f"import kilter.observe.iteration_clock as m\nm.IterationClock.gpu_uuid = {uuid!r}\n"
+    )
+    box.wait_for(box.locked)
+    assert box.end()[0] == 0
+    assert refusals(box) == {}
+
+
+def test_a_limit_that_can_be_read_and_not_set_is_no_reason_to_refuse(box: Box) -> None:
+    with box.fake.edit() as state:
+        state.cards[0].power_limits_mw = (700_000, 700_000)
+    box.start()
+    box.wait_for(box.locked)
+    code, _, err = box.end()
+    assert code == 0, err
+    assert box.of(Refused) == []
+    assert not box.locked()
+
+
+IMPATIENT = """
+kilter.device.nvidia.NvidiaDevice.__init__.__kwdefaults__["timeout_s"] = 2.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        (Rule(call="nvmlDeviceSet*", skip=3, times=1, error=4), ""),
+        (Rule(call="nvmlDevice*", error=15), ""),
+        (Rule(call="nvmlDevice*", hang_s=6.0), "did not return"),
+    ],
+    ids=["refused", "lost", "hangs"],
+)
+def test_trouble_in_the_middle_ends_the_setting_and_not_the_job(
+    box: Box, rule: Rule, told: str
+) -> None:
+    box.start(patch=IMPATIENT if rule.hang_s else "")
+    box.wait_for(box.locked)
+    with box.fake.edit() as state:
+        state.rules.append(rule)
+    box.wait_for(lambda: "setting clocks" in refusals(box))
+    seen = len(box.of(Block))
+    box.wait_for(blocks(box, seen + 3))  # it goes on looking
+    set_by_then = len(box.fake.setters())
+    with box.fake.edit() as state:
+        state.rules.clear()
+    code, out, err = box.end()
+    assert (code, "steps" in out) == (0, True), err
+    assert told in refusals(box)["setting clocks"]
+    assert {block.arm for block in box.of(Block)[seen + 1 :]} == {"baseline"}
+    assert len(box.of(Stopped)) == 1
+    assert box.of(Failed) == []
+    assert len(box.fake.setters()) >= set_by_then
+    assert "the default stands: " in err
+    box.wait_for_restore()
+
+
+FULL = """
+import errno, os
+write = os.write
+def write_little(file, data):
+    size = os.fstat(file).st_size
+    if os.readlink(f"/proc/self/fd/{file}").endswith(".jsonl") and size + len(data) > 6000:
+        if size == 6000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        data = data[:6000 - size]
+    return write(file, data)
+os.write = write_little
+"""
+
+
+def test_a_disk_that_fills_up_ends_the_governing_and_not_the_job(box: Box) -> None:
+    box.start(patch=FULL)
+    file = box.run / "events-rank0.jsonl"
+    box.wait_for(lambda: file.exists() and file.stat().st_size == 6000)
+    code, out, err = box.end()
+    assert (code, "steps" in out) == (0, True), err
+    assert "Traceback" not in err
+    assert err.count("the disk is full") == 1
+    assert not box.locked()
+    assert box.events()
+
+
+@pytest.mark.parametrize("name", ["trace.json", "plan.json", "report.html"])
+def test_a_disk_without_room_for_a_file_at_the_end_still_restores(box: Box, name: str) -> None:
+    full = f"""
+import errno, os
+replace = os.replace
+def full(source, target):
+    if str(target).endswith({name!r}):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return replace(source, target)
+os.replace = full
+"""
+    box.start(LOOP, "--trace", patch=full)
+    box.wait_for(lambda: holding(box))
+    code, out, err = box.end()
+    assert (code, "steps" in out) == (0, True), err
+    assert "Traceback" not in err
+    assert f"{name}: cannot be written (No space left on device)" in err
+    assert not box.locked()
+    assert not list(box.run.glob(".*")), "a half-written file was left"
+    assert box.of(Stopped)[-1].restored
+
+
+TWO = (
+    LOOP.replace("torch.manual_seed(0)", "torch.distributed.init_process_group('gloo')")
+    .replace(
+        "    steps += 1",
+        """    steps += 1
+    on = torch.tensor(float(os.path.exists("lamp")))
+    torch.distributed.all_reduce(on, torch.distributed.ReduceOp.MIN)
+    if not on:
+        break""",
+    )
+    .replace('while os.path.exists("lamp")', "while True")
+)
+
+
+def test_two_ranks_set_both_cards_alike_and_write_one_report(tmp_path: Path) -> None:
+    with make_box(tmp_path, card(), card()) as box:
+        box.start(TWO, "--standalone", "--nproc-per-node", "2")
+        box.wait_for(lambda: len(box.of(Block)) >= 12)
+        code, _, err = box.end()
+        assert code == 0, err
+        assert not box.locked(0)
+        assert not box.locked(1)
+        asked = [
+            [
+                call.arguments
+                for call in box.fake.calls("nvmlDeviceSetGpuLockedClocks")
+                if call.card == number
+            ]
+            for number in (0, 1)
+        ]
+        assert asked[0]
+        both = min(map(len, asked))  # at the end one may already have been asked for the next
+        assert asked[0][:both] == asked[1][:both]
+        assert max(map(len, asked)) - both <= 1
+        assert box.of(Block, 1) == []
+        assert [box.of(Stopped, rank)[-1].restored for rank in (0, 1)] == [True, True]
+        assert box.of(Failed) == box.of(Failed, 1) == []
+        assert err.count("report: ") == 1
+        assert report.build(box.run).restored
+        assert "before the evidence was in" in err or holding(box)
+
+
+# --- memory beside clocks ------------------------------------------------------------------------
+
+# The job's data lie in the CPU's memory, so that is what is governed.
+ON_CPU = """
+import kilter.memory.controller
+def large(self, tensor):
+    self._kind = "cpu"
+    return tensor.numel() * tensor.element_size() >= 2**20 and not tensor.is_leaf
+kilter.memory.controller.MemoryController._large = large
+"""
+
+LARGE_LOOP = LOOP.replace(
+    "torch.nn.Linear(8, 8)",
+    "torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())"
+    " for _ in range(4)))",
+).replace("torch.ones(4, 8)", "torch.ones(4096, 64)")
+
+
+def test_clocks_are_judged_once_the_memory_plan_is_in_force(box: Box) -> None:
+    box.start(LARGE_LOOP, "--memory-budget", "5MiB", patch=ON_CPU)
+    box.wait_for(lambda: len(box.of(Block)) > 3 and box.locked())
+    code, _, said = box.end()
+    assert code == 0
+    (plan, *_) = box.of(Fitted)
+    first = min(block.t_s - block.iterations * block.iteration_s for block in box.of(Block))
+    assert plan.t_s < first
+    moved = box.of(Moved)[-1]
+    assert moved.planned > 3
+    assert moved.peak_bytes <= moved.budget_bytes
+    assert not box.of(Failed)
+    assert not box.locked()
+    assert "fitting and governing" in said
+    assert "memory: peak" in said
+    assert "restored" in said

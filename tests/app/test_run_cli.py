@@ -20,7 +20,7 @@ from kilter.app.worker import received, worker_command, worker_environment
 from kilter.core.errors import UsageError
 from kilter.core.plan import Goal, MemoryBudget, Objective
 from kilter.core.ranks import Ranks
-from kilter.session.lifecycle import Options
+from kilter.session.options import Options
 from kilter.session.run_directory import run_directory
 
 

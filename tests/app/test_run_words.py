@@ -18,7 +18,8 @@ from kilter.app.report import summary
 from kilter.core.events import AnyEvent, Refused, Started, Stopped, read_events
 from kilter.core.plan import Goal
 from kilter.core.ranks import Ranks
-from kilter.session.lifecycle import Options, Session
+from kilter.session.lifecycle import Session
+from kilter.session.options import Options
 
 KILTER = (sys.executable, "-m", "kilter", "run")
 

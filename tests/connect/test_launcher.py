@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from kilter.session import fence
+
 KILTER = str(Path(sys.executable).with_name("kilter"))
 
 
@@ -448,7 +450,7 @@ def test_a_failing_rank_ends_torchrun_as_ever(tmp_path: Path) -> None:
     assert end.code == 1
     assert "script.py FAILED" in end.stderr
     assert "exitcode  : 3" in end.stderr
-    assert "/kilter/" not in end.stderr
+    assert fence.PACKAGE not in end.stderr
 
 
 def test_under_somebody_elses_torchrun(tmp_path: Path) -> None:

@@ -8,20 +8,20 @@ import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+from kilter.controller import Run
 from kilter.core.events import AnyEvent, Fitted, Moved, Refused
 from kilter.core.label import Label
-from kilter.core.plan import MemoryBudget
+from kilter.core.plan import Goal, MemoryBudget
 from kilter.core.setting import DeviceInfo
 from kilter.core.units import GIB, MIB
 from kilter.memory.controller import ALLOCATOR, MemoryController
 from kilter.memory.engine import CpuStandIn
-from kilter.memory.host_memory import HostLimit
 from kilter.memory.plan.problem import H200_PCIE5
 from kilter.session.fence import Fence
 
@@ -63,6 +63,38 @@ class Card:
         return original(fitter, torch.device("cuda", 0))
 
 
+class Log:
+    """Keeps the events."""
+
+    def __init__(self, events: list[AnyEvent]) -> None:
+        self._events = events
+
+    def __call__(self, event: AnyEvent) -> None:
+        self._events.append(event)
+
+    def refuse(self, subject: str, reason: str) -> None:
+        self._events.append(Refused(t_s=0.0, what=subject, reason=reason))
+
+    def notice(self, text: str) -> None: ...
+
+    def now_s(self) -> float:
+        return 0.0
+
+
+def run_of(fence: Fence, events: list[AnyEvent]) -> Run:
+    """What the controller uses of a run, with nothing of a session."""
+    given = types.SimpleNamespace(
+        goal=Goal(),
+        dry_run=False,
+        info=INFO,
+        fence=fence,
+        log=Log(events),
+        trace=types.SimpleNamespace(disturbs=lambda iteration: False),
+        files=types.SimpleNamespace(save_memory=lambda trace, plan: None),
+    )
+    return cast(Run, given)
+
+
 def fit(
     budget: MemoryBudget,
     steps: int = 26,
@@ -72,23 +104,13 @@ def fit(
 ) -> list[AnyEvent]:
     """A training under a fitter, with nothing of a session."""
     events: list[AnyEvent] = []
-    said: list[str] = []
 
     def fail(where: str, error: str) -> None:
         raise AssertionError(f"{where}: {error}")
 
     fence = Fence(fail)
-    fitter = MemoryController(
-        budget,
-        INFO,
-        host=HostLimit(),
-        fence=fence,
-        record=events.append,
-        say=said.append,
-        clock=lambda: 0.0,
-        gradients=gradients,
-    )
-    fitter.start()
+    fitter = MemoryController(run_of(fence, events), budget, gradients=gradients)
+    fitter.begin()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(10)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -97,9 +119,9 @@ def fit(
         optimizer.step()
         optimizer.zero_grad()
         fence(fitter.iteration_ended)(step)
-    fitter.stop()
+    fitter.script_ended()
     at_end(fitter)
-    fitter.conclude(outcome)
+    fitter.end((), outcome)
     assert not fence.down
     return events
 

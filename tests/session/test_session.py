@@ -23,17 +23,27 @@ import kilter
 from kilter.app.cli.main import main
 from kilter.clocks import actuator as actuator
 from kilter.clocks import conductor
+from kilter.clocks.controller import ClocksController
 from kilter.core.errors import DeviceLost, UsageError
 from kilter.core.events import AnyEvent, Block, Failed, Refused, Started, Stopped, read_events
 from kilter.core.label import Label
+from kilter.core.messages import MessagesGone
 from kilter.core.plan import Goal
 from kilter.core.ranks import Ranks
 from kilter.core.setting import DeviceInfo, Sample, Setting, Supported
+from kilter.lease.lease import Lease
+from kilter.lease.run_lease import RunLease
 from kilter.observe.profiler_window import Window
-from kilter.session import lifecycle as session
-from kilter.session import run_directory
-from kilter.session.lifecycle import Options, Session, SilentListener
-from kilter.session.messages import MessagesGone, StoreMessages
+from kilter.observe.sampler import Sampler
+from kilter.observe.trace_source import TraceSource
+from kilter.session import lifecycle, live, options, run_directory
+from kilter.session.lifecycle import Session
+from kilter.session.listener import SilentListener
+from kilter.session.live import LiveRun
+from kilter.session.log import RunLog
+from kilter.session.messages import StoreMessages
+from kilter.session.options import Options
+from kilter.session.recorder import Recorder
 from kilter.session.run_directory import check_out
 
 JOB_VARIABLES = ("KILTER", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
@@ -44,8 +54,8 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in JOB_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(session, "REHEARSE_S", 0.1)
-    monkeypatch.setattr(session, "PULSE_S", 0.01)
+    monkeypatch.setattr(options, "REHEARSE_S", 0.1)
+    monkeypatch.setattr(live, "TICK_S", 0.01)
 
 
 def train(steps: int, mark: Callable[[], None] = lambda: None) -> list[bytes]:
@@ -103,7 +113,7 @@ def test_an_explicit_mark_wins() -> None:
     with kilter.govern(device="null", out="run") as job:
         train(10)
         train(30, job.mark)
-    assert job.marks.source == "explicit"
+    assert job.iterations.source == "explicit"
     # ten by the optimizer, one more before the first mark
     assert of(Stopped, job.run)[0].iterations == 10 + 30
 
@@ -449,8 +459,8 @@ class Injected(RuntimeError):
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     made = Card()
-    monkeypatch.setattr(session, "open_device", lambda spec, ranks: made)
-    monkeypatch.setattr(session, "PULSE_S", 0.002)
+    monkeypatch.setattr(lifecycle, "open_device", lambda spec, ranks: made)
+    monkeypatch.setattr(live, "TICK_S", 0.002)
     monkeypatch.setattr(actuator, "LOW_SETTING_HOLD_S", 0.05)
     monkeypatch.setattr(conductor, "LEAST_BLOCK_S", 0.004)
     monkeypatch.setattr(conductor, "SENSOR_PERIODS", 2)
@@ -491,10 +501,15 @@ PARTS = [
     (kind, name)
     for kind in (
         Session,
+        LiveRun,
+        RunLog,
+        RunLease,
+        TraceSource,
+        ClocksController,
         actuator.DeviceActuator,
-        session.Recorder,
+        Recorder,
         conductor.Conductor,
-        session.Sampler,
+        Sampler,
     )
     for name, value in vars(kind).items()
     if inspect.isfunction(value)
@@ -561,7 +576,7 @@ def test_a_run_that_may_not_set_after_all_records_what_its_prediction_needs(
     def refuse(lease: object) -> None:
         raise DeviceLost("somebody else holds it")
 
-    monkeypatch.setattr(session.Lease, "__enter__", refuse)
+    monkeypatch.setattr(Lease, "__enter__", refuse)
     with govern(Ears()) as job:
         work(job, lambda: bool(prepared))
         train(5, job.mark)
@@ -591,7 +606,7 @@ def test_an_error_while_the_device_is_opened_is_told(
     def refuse(spec: str, ranks: Ranks) -> Card:
         raise DeviceLost("it fell off the bus")
 
-    monkeypatch.setattr(session, "open_device", refuse)
+    monkeypatch.setattr(lifecycle, "open_device", refuse)
     ears = Ears()
     with govern(ears) as job:
         job.mark()

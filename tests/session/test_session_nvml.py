@@ -45,12 +45,12 @@ PATIENCE_S = 120.0
 
 # Sensors of 10 ms instead of 100 ms: blocks, and so the whole loop, are ten times as fast.
 FASTER = """
-import kilter.clocks.conductor, kilter.session.lifecycle, kilter.device.nvidia
+import kilter.clocks.conductor, kilter.session.live, kilter.session.options, kilter.device.nvidia
 kilter.device.nvidia.SENSOR_PERIOD_S = {9: 0.01}
 kilter.clocks.conductor.LEAST_BLOCK_S = 0.04
 kilter.clocks.conductor.SENSOR_PERIODS = 4
-kilter.session.lifecycle.PULSE_S = 0.01
-kilter.session.lifecycle.REHEARSE_S = 0.1
+kilter.session.live.TICK_S = 0.01
+kilter.session.options.REHEARSE_S = 0.1
 """
 
 # The job is a loop on the CPU: what it would compute on is said here.

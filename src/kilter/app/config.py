@@ -18,7 +18,7 @@ from kilter.core.plan import GRADIENTS, Goal, MemoryBudget, Objective
 from kilter.core.units import MIB, parse_bytes, parse_fraction, parse_seconds
 from kilter.device.find import CHOICES
 from kilter.lease.journal import STATE_VARIABLE
-from kilter.session.lifecycle import REHEARSE_S, Options
+from kilter.session.options import REHEARSE_S, Options
 
 DEFAULT_MAX_SLOWDOWN = 0.02
 """The contract of a run that was given no goal."""

@@ -15,7 +15,8 @@ from kilter.app.config import objective as parse_objective
 from kilter.app.listener import StderrListener
 from kilter.core.plan import Goal, MemoryBudget, Objective
 from kilter.core.ranks import ranks
-from kilter.session.lifecycle import Options, Session
+from kilter.session.lifecycle import Session
+from kilter.session.options import Options
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from kilter.app.report.words import ascii_line, start_line
 from kilter.core.codec import write_atomically
 from kilter.core.events import Started
 from kilter.lease.own_file import identity
-from kilter.session.lifecycle import Options
+from kilter.session.options import Options
 
 if TYPE_CHECKING:
     from kilter.app.report.build import Report
@@ -23,7 +23,7 @@ _STDERR = 2
 
 
 class StderrListener:
-    """The voice of `kilter run` and of `kilter.govern`. stdout belongs to the script."""
+    """What `kilter run` and `kilter.govern` say. stdout belongs to the script."""
 
     def __init__(self) -> None:
         self._descriptor = identity(_STDERR)
@@ -32,9 +32,6 @@ class StderrListener:
 
     def started(self, started: Started) -> None:
         self._say(start_line(started))
-
-    def refused(self, what: str, reason: str) -> None:
-        """The summary tells; nothing is said in the middle of a job."""
 
     def failed(self, error: str) -> None:
         self._say(f"kilter: stepped aside after an error of its own, not the script's: {error}")

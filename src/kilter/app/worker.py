@@ -17,7 +17,7 @@ from kilter.app.listener import StderrListener
 from kilter.connect.launch import run_governed
 from kilter.connect.script import Program, find_program
 from kilter.core.errors import KilterError, UsageError
-from kilter.session.lifecycle import Options
+from kilter.session.options import Options
 
 _VARIABLE = "KILTER_RUN"
 

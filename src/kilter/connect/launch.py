@@ -13,17 +13,19 @@ from kilter.connect.script import Program, own_traceback, run_program
 from kilter.core.errors import UsageError
 from kilter.core.ranks import ranks
 from kilter.session.fence import unheard
-from kilter.session.lifecycle import Options, RunListener, Session
+from kilter.session.lifecycle import Session
+from kilter.session.listener import RunListener
+from kilter.session.options import Options
 
 
-def run_governed(program: Program, options: Options, voice: RunListener) -> None:
+def run_governed(program: Program, options: Options, listener: RunListener) -> None:
     """Run a program in this process, inside a session.
 
     The session ends as soon as the main code does, before the interpreter waits for threads that
     are still alive and before `atexit` handlers run: nothing of ours is at work after that.
     """
     with own_traceback():
-        session = Session(options, ranks(os.environ), voice)
+        session = Session(options, ranks(os.environ), listener)
         session.__enter__()
         try:
             run_program(program)

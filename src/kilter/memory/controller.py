@@ -17,15 +17,15 @@ import sys
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kilter.controller import Run
 from kilter.core.errors import KilterError, PlanError
-from kilter.core.events import AnyEvent, Moved, Refused
+from kilter.core.events import Moved
 from kilter.core.plan import MemoryBudget
-from kilter.core.setting import DeviceInfo
 from kilter.core.units import MIB, show_bytes
 from kilter.memory.host_memory import HostLimit
 from kilter.memory.state_and_weights import StateAndWeightPolicy, words
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from kilter.memory.plan.choose import MemoryPlan
     from kilter.memory.plan.problem import Link, Problem
     from kilter.memory.schedule import PlannedPass
-    from kilter.session.fence import Fence
 
 UNLIMITED = 2**60
 """More bytes than any device has."""
@@ -80,32 +79,15 @@ BOUND_ROUNDING = 1e-6
 
 
 class MemoryController:
-    """Makes the program fit `budget`. All but `time` and `schedule` belong to its own threads."""
+    """Makes the program fit `budget`. All but `tick` and `end` belong to the program's threads."""
 
-    def __init__(
-        self,
-        budget: MemoryBudget,
-        info: DeviceInfo,
-        *,
-        host: HostLimit,
-        fence: Fence,
-        record: Callable[[AnyEvent], None],
-        say: Callable[[str], None],
-        clock: Callable[[], float],
-        gradients: str = "auto",
-        dry_run: bool = False,
-    ) -> None:
+    def __init__(self, run: Run, budget: MemoryBudget, *, gradients: str = "auto") -> None:
+        self._run = run
         self._budget = budget
-        self._host = host
-        self._say = say
+        self._host = HostLimit(run.goal.host_memory_bytes)
         self._gradients = gradients
-        self._info = info
-        self._fence = fence
-        self._record = record
-        self._clock = clock
-        self._dry_run = dry_run
         self._torch: Any = None
-        self._waiting = after_import("torch", fence(self._arrived))
+        self._waiting = after_import("torch", run.fence(self._arrived))
         self._waits: dict[int, Any] = {}
         """By thread, the waiting hook in it."""
         self._over = False
@@ -143,7 +125,7 @@ class MemoryController:
 
     # Begin and end
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Begin as soon as the program has imported torch."""
         if "torch" not in sys.modules and not any(name in os.environ for name in ALLOCATOR):
             os.environ[ALLOCATOR[0]] = GROWING
@@ -152,7 +134,7 @@ class MemoryController:
         os.register_at_fork(after_in_child=lambda: _call(forked()))
         self._waiting.install()
 
-    def stop(self) -> None:
+    def script_ended(self) -> None:
         """The program is over: take the hooks out. Data that are away still find their way back."""
         self._over = True
         self._waiting.cancel()
@@ -176,15 +158,20 @@ class MemoryController:
         if waiting is not None:
             waiting.__exit__()
 
-    def conclude(self, outcome: str) -> None:
+    def end(self, finished: Sequence[Iteration], outcome: str) -> None:
         """Tell what came of it, once all times are known, and how the program has ended."""
+        self._time(finished)
+        self._conclude(outcome)
+        self._save_schedule()
+
+    def _conclude(self, outcome: str) -> None:
         swapper = self._swapper
         if swapper is None:
             self._refuse(self._why_nothing())
             return
         if "OutOfMemoryError" in outcome:
             self._refuse(self._why_out_of_memory(swapper))
-        if self._dry_run:
+        if self._run.dry_run:
             self._plan_only(swapper)
         else:
             self._look(swapper)
@@ -215,7 +202,7 @@ class MemoryController:
         def pack(tensor: Any) -> Any:
             waiting = self._swapper is None and threading.get_ident() in self._waits
             if waiting and not self._over and self._large(tensor):
-                self._fence(self._meet)(tensor)
+                self._run.fence(self._meet)(tensor)
             return kept(tensor)
 
         # Dynamo would compile our own frames; unlike the public torch.compiler.disable, this one
@@ -260,7 +247,7 @@ class MemoryController:
             return False
         if self._kind is None:
             # Asking whether there is CUDA begins to use it: only where the answer matters.
-            seen = self._info.backend == "nvml" or tensor.is_cuda
+            seen = self._run.info.backend == "nvml" or tensor.is_cuda
             built = self._torch.version.cuda is not None
             self._kind = "cuda" if seen or (built and self._torch.cuda.is_available()) else "cpu"
         if tensor.device.type != self._kind:
@@ -284,19 +271,19 @@ class MemoryController:
         limit_bytes = self._card_bytes if self._budget_bytes is None else self._budget_bytes
         swapper = Swapper(
             self._backend,
-            budget_bytes=UNLIMITED if self._dry_run else limit_bytes,
+            budget_bytes=UNLIMITED if self._run.dry_run else limit_bytes,
             link=self._link,
-            fence=self._fence,
+            fence=self._run.fence,
         )
-        swapper.may_plan = self._budget_bytes is not None or self._dry_run
+        swapper.may_plan = self._budget_bytes is not None or self._run.dry_run
         here = threading.get_ident()
         self._waits.pop(here).__exit__()  # on top: autograd has just called it
         swapper.__enter__()
         self._owner = here
         self._swapper = swapper
-        if self._kind == "cuda" and not self._dry_run:  # a stand-in counts activations alone
+        if self._kind == "cuda" and not self._run.dry_run:  # a stand-in counts activations alone
             self._floor = StateAndWeightPolicy(
-                swapper, again, self._link, self._fence, self._gradients
+                swapper, again, self._link, self._run.fence, self._gradients
             )
             self._floor.begin(self._backend.used_bytes() or 0, limit_bytes)
 
@@ -323,8 +310,8 @@ class MemoryController:
         """What the card has for this process, and how that was found."""
         if device.type == "cuda":
             return usable_device_bytes(self._torch.cuda, device)
-        size_bytes = self._info.memory_bytes
-        return size_bytes, f"{show_bytes(size_bytes)} of {self._info.name}"
+        size_bytes = self._run.info.memory_bytes
+        return size_bytes, f"{show_bytes(size_bytes)} of {self._run.info.name}"
 
     def _set_share(self, swapper: Swapper) -> None:
         """A share of the plain peak, once that was observed."""
@@ -361,7 +348,7 @@ class MemoryController:
         assert self._budget.share is not None
         self._budget_bytes = int(self._budget.share * of_bytes)
         self._words = f"{self._budget} of {words}"
-        if not self._dry_run:
+        if not self._run.dry_run:
             swapper.limit(self._budget_bytes)
 
     def _plain_bytes(self, swapper: Swapper) -> int:
@@ -419,7 +406,7 @@ class MemoryController:
                 self._wait_here()
             return
         self._look(swapper)
-        if self._clock() - self._told_s > TELL_EVERY_S:
+        if self._run.log.now_s() - self._told_s > TELL_EVERY_S:
             self._tell(swapper)
 
     def _look(self, swapper: Swapper) -> None:
@@ -434,10 +421,10 @@ class MemoryController:
                 record.passes >= SEEN_PASSES for record in swapper.records()
             )
         planned = swapper.planned
-        if planned and self._was_planned and not self._dry_run:
+        if planned and self._was_planned and not self._run.dry_run:
             self._phases[self._iteration_ended] = "planned"
         self._was_planned = planned
-        if report.plans != self._plans and not self._dry_run:
+        if report.plans != self._plans and not self._run.dry_run:
             old, self._plans = self._plans, report.plans
             for record, plan, numbers in swapper.plans():
                 if plan not in old:
@@ -445,9 +432,9 @@ class MemoryController:
         self._tell_refused(report.refused)
         if report.watched_every > 1 and CHANGING not in self._refused:
             self._tell_refused((CHANGING,))
-            self._say(CHANGING)
+            self._run.log.notice(CHANGING)
         if self._floor is not None and self._budget_bytes is not None and not self._over:
-            self._floor.iteration_ended(report, self._budget_bytes, self._clock())
+            self._floor.iteration_ended(report, self._budget_bytes, self._run.log.now_s())
             if self._floor.taken_back is not None:
                 self._tell_refused((self._floor.taken_back,))
 
@@ -462,14 +449,14 @@ class MemoryController:
             self._refuse(reason if count == 1 else f"{reason} ({count} data)")
 
     def _refuse(self, reason: str) -> None:
-        self._record(Refused(t_s=self._clock(), what="a part of the memory plan", reason=reason))
+        self._run.log.refuse("a part of the memory plan", reason)
 
     def _fitted(self, record: PassRecord, plan: MemoryPlan, numbers: tuple[int, ...]) -> None:
         from kilter.memory.schedule import fitted, schedule_of
 
         problem, every = self._problem(record, plan.budget_bytes)
         kept = len(problem.intervals) - plan.swapped - plan.recomputed
-        self._record(fitted(plan, t_s=self._clock(), kept=kept))
+        self._run.log(fitted(plan, t_s=self._run.log.now_s(), kept=kept))
         self._told_plans.append(plan)
         if plan.peak_before_bytes < max((p.peak_before_bytes for p in self._plans), default=0):
             return  # a smaller pass than the one in the files
@@ -479,7 +466,7 @@ class MemoryController:
                 plan,
                 problem=problem,
                 intervals=[every.index(number) for number in numbers],
-                device="cpu" if self._kind == "cpu" else self._info.name,
+                device="cpu" if self._kind == "cpu" else self._run.info.name,
                 reason=f"a memory budget of {show_bytes(self._budget_bytes)}: {self._words}",
             )
         )
@@ -502,7 +489,7 @@ class MemoryController:
     def _tell(
         self, swapper: Swapper, least_bytes: int | None = None, bound_s: float | None = None
     ) -> None:
-        self._told_s = self._clock()
+        self._told_s = self._run.log.now_s()
         report = swapper.report()
         plain, planned = (list(self._times[kind]) for kind in ("plain", "planned"))
         state = None if self._floor is None else self._floor.report
@@ -512,13 +499,13 @@ class MemoryController:
             self._tell_refused((*report.refused, *weights.refused))
         if state is not None:
             self._tell_refused((*report.refused, *state.refused))
-        self._record(
+        self._run.log(
             Moved(
                 t_s=self._told_s,
                 backend="cuda" if self._kind == "cuda" else "stand-in",
                 budget_bytes=self._budget_bytes,
                 budget=self._words,
-                applied=not self._dry_run,
+                applied=not self._run.dry_run,
                 plain_peak_bytes=self._plain_bytes(swapper) or None,
                 plain_peak_seen=self._seen,
                 peak_bytes=self._peak_bytes or self._measured_peak_bytes(swapper),
@@ -602,20 +589,26 @@ class MemoryController:
 
     # In the session's own thread
 
-    def time(self, iteration: Iteration, *, counts: bool = True) -> None:
-        """An iteration's duration has become known, and whether it is like the others."""
-        phase = self._phases.pop(iteration.index, None)
-        if phase is not None and counts and not iteration.skipped:
-            self._times[phase].append(iteration.duration_s)
+    def tick(self, finished: Sequence[Iteration], *, settled: bool) -> None:
+        """Durations of iterations have become known; a plan may have come into force."""
+        self._time(finished)
+        self._save_schedule()
 
-    def schedule(self) -> PlannedPass | None:
-        """The newest schedule, handed out once."""
-        return self._schedules.popleft() if self._schedules else None
+    def _time(self, finished: Sequence[Iteration]) -> None:
+        for iteration in finished:
+            phase = self._phases.pop(iteration.index, None)
+            if phase is not None and not self._run.trace.disturbs(iteration):
+                self._times[phase].append(iteration.duration_s)
+
+    def _save_schedule(self) -> None:
+        if self._schedules:
+            planned = self._schedules.popleft()
+            self._run.files.save_memory(planned.trace, planned.plan)
 
     @property
     def settled(self) -> bool:
         """The clocks may be judged from here on: the job runs as it is going to run."""
-        if self._swapper is None or self._dry_run or self._iteration_ended >= GIVE_UP:
+        if self._swapper is None or self._run.dry_run or self._iteration_ended >= GIVE_UP:
             return True
         decided = self._floor is None or self._floor.settled
         return decided and len(self._times["planned"]) >= SETTLED

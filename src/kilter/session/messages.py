@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kilter.core.messages import MessagesGone
+from kilter.core.messages import LocalMessages, MessagesGone, RankMessages
 
 ANSWER_S = 0.5
 """How long an answer of the store is waited for: normally a fraction of a millisecond."""
@@ -108,3 +108,23 @@ def _second_connection(store: Any) -> Any:
     if not isinstance(store, dist.TCPStore):
         return store
     return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+
+
+class RunMessages:
+    """The messages between the ranks of a run, once they can reach each other."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._found: RankMessages | None = None
+
+    def find(self) -> RankMessages | None:
+        """Of a process that is alone: its own; of several: in the store of their process group,
+        once there is one."""
+        if self._found is None:
+            alone = self._world_size == 1
+            self._found = LocalMessages() if alone else StoreMessages.find()
+        return self._found
+
+    def close(self) -> None:
+        if self._found is not None:
+            self._found.close()

@@ -15,10 +15,11 @@ import msgspec
 
 from kilter.app.cli.options import fraction
 from kilter.app.report import build as report
+from kilter.clocks.controller import FIRST_BLOCK
 from kilter.connect.script import find_program
 from kilter.core.errors import KilterError, UsageError
 from kilter.core.units import show_time
-from kilter.session.lifecycle import FIRST_BLOCK, WINDOW_AFTER
+from kilter.observe.trace_source import OPENS_AT
 
 HELP = "What a session costs an unmodified training script: alternating runs with and without."
 EPILOG = """\
@@ -139,14 +140,14 @@ def _measure(arm: str, command: list[str], device: str, place: Path) -> Run:
     if done.returncode:
         raise KilterError(f"{command[0]} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     times = [float(line) for line in file.read_text().split()]
-    steady_from = WINDOW_AFTER + FIRST_BLOCK
+    steady_from = OPENS_AT + FIRST_BLOCK
     if len(times) < steady_from + 20:
         raise UsageError(
             f"{command[0]} made {len(times)} optimizer steps; at least {steady_from + 20} are "
             "needed: give it more"
         )
     steps = [b - a for a, b in itertools.pairwise(times)]
-    observed = steps[WINDOW_AFTER - 2 : WINDOW_AFTER - 2 + FIRST_BLOCK]
+    observed = steps[OPENS_AT - 2 : OPENS_AT - 2 + FIRST_BLOCK]
     found = report.build(place / "run") if arm == "kilter" else None
     return Run(
         arm=arm,

@@ -1,0 +1,99 @@
+"""The trace of one iteration, for whoever needs it: opens the profiler window only on demand."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from kilter.core.trace import IterationTrace
+from kilter.observe.iteration_clock import Iteration, IterationClock
+from kilter.observe.profiler_window import Window
+from kilter.observe.run_files import RunFiles
+
+OPENS_AT = 10
+"""Iteration end at which the window opens: by then caches and tuners have settled."""
+SLOW_ITERATIONS = 3
+"""From the iteration end at which the window opens to the last one that is slow because of it."""
+ABANDON_S = 30.0
+"""After an error of ours: how long the program may take to reach the point where a profiler that is
+on can be switched off."""
+LOOK_S = 0.01
+
+
+class TraceSource:
+    """Nothing is recorded until somebody calls `want`. `trace` is None until it has been read."""
+
+    def __init__(
+        self,
+        iterations: IterationClock,
+        files: RunFiles,
+        *,
+        patient: bool,
+        run_fenced: Callable[..., bool],
+    ) -> None:
+        self._iterations = iterations
+        self._files = files
+        self._patient = patient
+        self._run_fenced = run_fenced
+        self._window: Window | None = None
+        self._failed: str | None = None
+        """How the script has ended, where that was early."""
+        self.trace: IterationTrace | None = None
+
+    def want(self) -> None:
+        """From here on a trace is recorded as soon as that is possible. Twice is once."""
+        if self._window is None:
+            self._window = Window(
+                self._iterations, after=OPENS_AT, patient=self._patient, run=self._run_fenced
+            )
+            self._window.start()
+
+    def iteration_ended(self, index: int) -> None:
+        """In the program's thread."""
+        if self._window is not None:
+            self._window.iteration_ended(index)
+
+    def look(self) -> None:
+        """Take the trace if it is there."""
+        if self.trace is None and self._window is not None and self._failed is None:
+            trace = self._window.trace()
+            if trace is not None:
+                self.trace = self._files.save_operations(trace)
+
+    def disturbs(self, iteration: Iteration) -> bool:
+        """Whether the profiler was switched on, off or open in this iteration."""
+        opened_at = self._window.opened_at if self._window is not None else 0
+        return opened_at > 0 and opened_at <= iteration.index <= opened_at + SLOW_ITERATIONS
+
+    def script_ended(self, outcome: str) -> None:
+        """Whoever reads the traceback of a script that failed does not wait for a trace."""
+        if outcome != "finished":
+            self._failed = f"the script ended early ({outcome})"
+        if self._window is not None and self._failed is not None:
+            self._window.abandon(self._failed)
+        elif self._window is not None:
+            self._window.close()
+
+    def abandon(self, over: threading.Event) -> None:
+        """After an error of ours. A profiler can only be switched off in the thread that it was
+        switched on in; left on, it would fill the memory. In a thread of ours: wait until the
+        program gets there, or until the script is `over`."""
+        window = self._window
+        if window is None:
+            return
+        if threading.current_thread().name.startswith("kilter"):
+            by_s = time.monotonic() + ABANDON_S
+            while window.busy and time.monotonic() < by_s and not over.is_set():
+                time.sleep(LOOK_S)
+        window.abandon("kilter stepped aside after an error")
+
+    def why_not(self, too_few: Callable[[int], str]) -> str:
+        """Why there is no trace; `too_few(n)` says that a script ended before n iterations."""
+        if self._window is None:
+            return "nothing needed one; --trace records one"
+        if self._failed is not None:
+            return self._failed
+        if self._iterations.index + 1 <= OPENS_AT + SLOW_ITERATIONS:
+            return too_few(OPENS_AT + SLOW_ITERATIONS + 1)
+        return self._window.why_not or "the observation gave no trace"

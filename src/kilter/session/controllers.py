@@ -1,0 +1,51 @@
+"""Which capabilities a run has, and the device that they share. A new capability is a line here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kilter.clocks.controller import ClocksController, mode_of
+from kilter.controller import Controller, Run
+from kilter.core.errors import UsageError
+from kilter.core.ranks import Ranks
+from kilter.device.find import find
+from kilter.device.protocol import Device
+from kilter.device.sim.cards import names
+from kilter.memory.controller import MemoryController
+from kilter.session.options import Options
+
+__all__ = ["controllers_of", "mode_of", "open_device"]
+
+
+def controllers_of(run: Run, options: Options) -> Sequence[Controller]:
+    """The controllers of a run, in the order in which they settle: clocks are judged on a job whose
+    memory plan is in force."""
+    controllers: list[Controller] = []
+    if run.goal.memory_budget is not None:
+        controllers.append(
+            MemoryController(run, run.goal.memory_budget, gradients=options.gradients)
+        )
+    controllers.append(ClocksController(run, rehearse_s=options.rehearsal_s))
+    return controllers
+
+
+def open_device(spec: str, ranks: Ranks) -> Device:
+    """`sim:NAME`, `replay:PATH`, or what `kilter.device.find` knows. Raises `UsageError`,
+    `FileError` and device errors."""
+    kind, _, name = spec.partition(":")
+    if kind == "replay":
+        from kilter.device.sim.replay import RecordedDevice, load_recording
+
+        now_s = time.monotonic
+        return RecordedDevice(load_recording(name), now_s, Path(name).name, begin_s=now_s())
+    if kind != "sim":
+        return find(spec, local_rank=ranks.local_rank, environ=os.environ)
+    if name not in names():
+        raise UsageError(f"--device {spec}: choose sim:{', sim:'.join(names())}")
+    from kilter.device.sim.gpu import SimGpu
+    from kilter.device.sim.profile import load_profile
+
+    return SimGpu(load_profile(name), seed=ranks.local_rank, index=ranks.local_rank)

@@ -1,0 +1,67 @@
+"""What a run records and says: one door to the event file and to the listener."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from kilter.controller import Hurried
+from kilter.core.events import AnyEvent, Refused
+from kilter.session.listener import RunListener
+from kilter.session.recorder import Recorder
+
+
+@dataclass(slots=True)
+class Ending:
+    """How far the end of a run has come; shared by the thread that ends it and the program's."""
+
+    hurry: threading.Event = field(default_factory=threading.Event)
+    """The program, or its user, waits no longer for what comes after the script."""
+    rehearses: bool = False
+    """A rehearsal is under way, so that a Ctrl-C is meant for it."""
+    by_s: float = float("inf")
+    """`time.monotonic()` by which we wait for nobody any more."""
+
+
+class RunLog:
+    """The events of one run, and what its user is told meanwhile. From any thread."""
+
+    def __init__(
+        self, recorder: Recorder, listener: RunListener, ending: Ending, *, began_s: float
+    ) -> None:
+        self.recorder = recorder
+        self.rehearsed_iterations = 0
+        """Iterations that were simulated after the script."""
+        self._listener = listener
+        self._ending = ending
+        self._began_s = began_s
+
+    def __call__(self, event: AnyEvent) -> None:
+        self.recorder(event)
+
+    def now_s(self) -> float:
+        """Seconds since the run began: the time of every event."""
+        return time.monotonic() - self._began_s
+
+    def refuse(self, subject: str, reason: str) -> None:
+        """Something that the user asked for is not done; the summary says so."""
+        self.recorder(Refused(t_s=self.now_s(), what=subject, reason=reason))
+
+    def notice(self, text: str) -> None:
+        """The user can mend this at once, or has to expect it from here on."""
+        self._listener.noticed(text)
+
+    def rehearsal_begins(self) -> None:
+        """From here on Ctrl-C ends the rehearsal, and nothing else."""
+        self._ending.rehearses = True
+
+    def rehearsing(self, seconds: float) -> None:
+        """Simulated seconds so far. Raises `Hurried` where nobody waits for the rest."""
+        if self._ending.hurry.is_set():
+            raise Hurried
+        self._listener.rehearsing(seconds)
+
+    def rehearsal_ended(self) -> None:
+        self._ending.rehearses = False
+        self._listener.rehearsing(None)

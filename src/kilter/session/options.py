@@ -1,0 +1,33 @@
+"""What the user asked of one run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kilter.core.plan import Goal
+
+REHEARSE_S = 5.0
+"""Real seconds that a rehearsal may take after the script, unless the user asks for more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of `kilter run` and arguments of `kilter.govern`, parsed and checked."""
+
+    goal: Goal
+    device: str = "auto"
+    dry_run: bool = False
+    out: Path | None = None
+    command: tuple[str, ...] = ()
+    json_summary: bool = False
+    gradients: str = "auto"
+    """One of `GRADIENTS`."""
+    trace: bool = False
+    """Record the operations of an iteration also where nothing but the report needs them."""
+    rehearse_s: float | None = None
+    """Real seconds for a rehearsal after the script; None: `REHEARSE_S`."""
+
+    @property
+    def rehearsal_s(self) -> float:
+        return REHEARSE_S if self.rehearse_s is None else self.rehearse_s

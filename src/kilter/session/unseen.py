@@ -1,0 +1,90 @@
+"""Why no iteration of a script is seen in its own process, and what to do about it."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+
+from kilter.observe.iteration_clock import IterationClock
+
+UNSEEN_S = 2.0
+"""A script that has waited so long for other processes, without an iteration of its own, is told
+that these are not observed."""
+CHILDREN_S = 1.0
+"""CPU time from which other processes may have held the iterations that were not seen here."""
+_WAITS = {
+    "/multiprocessing/process.py": "multiprocessing",
+    "/torch/multiprocessing/spawn.py": "torch.multiprocessing.spawn",
+}
+"""File in which a thread stands that waits for a process -> how the process was started. Not
+`subprocess`: scripts wait for compilers and downloads before their first iteration."""
+
+
+class Unseen:
+    """Looks where the iterations of a run are as long as there is none in this process."""
+
+    def __init__(self, iterations: IterationClock) -> None:
+        self._iterations = iterations
+        self._children_s = children_cpu_s()
+        self._waits_since_s: float | None = None
+        self._waited_for: str | None = None
+        """How the processes were started that the script waits for."""
+
+    def look(self, now_s: float) -> str | None:
+        """What the user has to know now, once: the script leaves its iterations to processes that
+        it has started."""
+        if self._iterations.index >= 0 or self._waited_for is not None:
+            return None
+        main = threading.main_thread().ident
+        how = waits_for(main) if main is not None else None
+        if how is None:
+            self._waits_since_s = None
+        elif self._waits_since_s is None:
+            self._waits_since_s = now_s
+        elif now_s - self._waits_since_s > UNSEEN_S:
+            self._waited_for = how
+            return self.why()
+        return None
+
+    def why(self) -> str | None:
+        """Why there was no iteration in this process, and what to do; None if there was one."""
+        if self._iterations.index >= 0:
+            return None
+        if self._waited_for is not None:
+            return (
+                "no iteration seen: the script waits for processes that it started with "
+                f"{self._waited_for}, and kilter observes the process of the script alone; let "
+                "kilter start them (kilter run --nproc-per-node N SCRIPT, as torchrun does), or "
+                "call kilter.govern() in the function that trains"
+            )
+        if (children_s := children_cpu_s() - self._children_s) > CHILDREN_S:
+            return (
+                "no iteration seen in the script's own process; processes that it started "
+                f"computed for {children_s:.0f} s: put kilter run before the command that trains"
+            )
+        if "torch" not in sys.modules:
+            return "no iteration seen: the script did not import torch"
+        if self._iterations.why_not is not None:
+            return f"no iteration seen: {self._iterations.why_not}"
+        return (
+            "no iteration seen: no optimizer of torch.optim stepped; to say where an iteration "
+            "ends: with kilter.govern() as job, and job.mark() after each one"
+        )
+
+
+def waits_for(thread: int) -> str | None:
+    """How the process was started that a thread waits for; None if it waits for none."""
+    frame, found = sys._current_frames().get(thread), None
+    while frame is not None:
+        for ending, how in _WAITS.items():
+            if frame.f_code.co_filename.endswith(ending):
+                found = how
+        frame = frame.f_back
+    return found
+
+
+def children_cpu_s() -> float:
+    """CPU time of all processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -95,7 +95,7 @@ def test_a_budget_that_was_met() -> None:
     said = text(memory)
     assert "iteration 225 ms [measured]" in said
     assert "200 ms -> 210 ms (+5.0 %), bound 204 ms [simulated]" in said
-    assert "each pass: 40 data offloaded, 200 recomputed, 300 kept" in said
+    assert "each pass: 40 tensors offloaded, 200 recomputed, 300 kept" in said
     assert "all passes: 300.0 GiB out and 300.0 GiB in, 18000 tensors recomputed" in said
     assert "96.0 % of it hidden [simulated]" in said
     assert "2.0 GiB of pinned host memory" in said
@@ -166,8 +166,8 @@ def test_a_smaller_kind_of_pass_that_moves_something_is_not_overlooked() -> None
     memory = changed({**NOTHING, "out_bytes": MIB, "in_force": (0, 1)}, (still, small))
     said = text(memory)
     assert "the job fits" not in said
-    assert "passes of 20.0 GiB: 0 data offloaded" in said
-    assert "passes of 10.0 GiB: 3 data offloaded" in said
+    assert "passes of 20.0 GiB: 0 tensors offloaded" in said
+    assert "passes of 10.0 GiB: 3 tensors offloaded" in said
 
 
 def test_no_budget_and_yet_data_moved() -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from kilter.app.report import build as report
 from kilter.app.report import html, summary
+from kilter.app.report.glossary import WORDS
 from kilter.core.events import Started, Stopped
 from kilter.core.label import Label
 from kilter.core.setting import Setting
@@ -212,6 +213,7 @@ GRAMMAR: tuple[tuple[str, Callable[[re.Match[str], Json], bool]], ...] = (
     (r"an error of ours, ([^:]*): (.*)", is_error),
     (r"warning: the integral of power is (\S+) off the energy counter: .*", is_doubt),
     (r"next: (.*)", next_step),
+    (r"words: the end of the page explains (.*)", lambda m, found: {*m[1].split(", ")} <= {*WORDS}),
     (r"report: (.*)", lambda m, found: found["run"] in m[1]),
 )
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import resources
 
-from kilter.app.report import memory_plots, svg
+from kilter.app.report import glossary, memory_plots, svg
 from kilter.app.report.build import Report
 from kilter.app.report.evidence import Probe, allowed_slowdown
 from kilter.app.report.memory import Timeline
@@ -60,6 +60,7 @@ def page(report: Report, memory: Timeline | None = None) -> str:
         _effects(report),
         _method(report),
     ]
+    sections.append(_words("\n".join(sections)))
     title = f"kilter: {report.run}"
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -75,6 +76,15 @@ def page(report: Report, memory: Timeline | None = None) -> str:
 
 def _style() -> str:
     return resources.files("kilter.app.report").joinpath("report.css").read_text(encoding="utf-8")
+
+
+def _words(page: str) -> str:
+    """What the words of this page mean."""
+    meanings = "".join(
+        f"<dt>{escape(word)}</dt><dd>{escape(meaning)}</dd>"
+        for word, meaning in glossary.used(page).items()
+    )
+    return f"<section id='words'><h2>Words</h2><dl>{meanings}</dl></section>"
 
 
 # The top: what a reader in a hurry takes away.

@@ -300,8 +300,8 @@ def _name(memory: MemoryReport, plan: Fitted) -> str:
 def _each_pass(plan: Fitted) -> str:
     moved = f"{show_bytes(plan.out_bytes)} out and {show_bytes(plan.in_bytes)} in"
     return (
-        f"{plan.swapped} data offloaded, {plan.recomputed} recomputed, {plan.kept} kept; {moved}, "
-        f"{show_fraction(plan.hidden)} of it hidden [simulated]"
+        f"{plan.swapped} tensors offloaded, {plan.recomputed} recomputed, {plan.kept} kept; "
+        f"{moved}, {show_fraction(plan.hidden)} of it hidden [simulated]"
     )
 
 

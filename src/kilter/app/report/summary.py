@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from kilter.app.report import glossary
 from kilter.app.report import memory as memory_report
 from kilter.app.report.build import Report
 from kilter.app.report.evidence import Arm, Probe
@@ -52,6 +53,9 @@ def summary(report: Report, run_dir: str | Path | None) -> str:
         lines.append(f"next: {step}")
     if run_dir is not None:
         page = Path(run_dir) / "report.html"
+        words = ", ".join(glossary.used(" ".join(lines)))
+        if page.exists() and words:
+            lines.append(f"words: the end of the page explains {words}")
         lines.append(f"report: {page if page.exists() else f'kilter report {run_dir}'}")
     return "\n".join(f"kilter: {ascii_line(line)}".rstrip() for line in lines)
 

@@ -1,7 +1,7 @@
 """Joins the swapper to a session: finds the job's device, makes its budget, tells what came of it.
 
     import torch -> a waiting hook -> the first large tensor saved for backward -> backend, link,
-    budget -> `Swapper` -> plan -> the same at every border: is there something to tell?
+    budget -> `Swapper` -> plan -> the same at every iteration end: is there something to tell?
 
 Nothing is opened before the program itself has used the device: it may still choose another one,
 or fork. Hooks on saved tensors belong to a thread, so the waiting one is set where torch is
@@ -48,7 +48,7 @@ UNLIMITED = 2**60
 SEEN_PASSES = 2
 """Passes of one kind after which its peak is known: the first creates gradients and state."""
 UNTRIED = 6
-"""Borders after which a share does not wait any longer for what can be recomputed."""
+"""Iteration ends after which a share does not wait any longer for what can be recomputed."""
 PLAIN = 4
 """Iterations without us, to know what they take; only where the budget is a share of that."""
 LARGER = 1.01
@@ -56,7 +56,7 @@ LARGER = 1.01
 SETTLED = 3
 """Iterations under a plan after which the job counts as settled; the peak is measured in them."""
 GIVE_UP = 60
-"""Border after which clocks no longer wait for a memory plan."""
+"""Iteration end after which clocks no longer wait for a memory plan."""
 TELL_EVERY_S = 5.0
 """The report of a killed run may be so old."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -75,7 +75,7 @@ CHANGING = (
 OF_A_DATUM = re.compile(r"^\d+: [^:]*: ")
 """How a reason begins that is about one datum: its number and what made it."""
 BOUND_ROUNDING = 1e-6
-"""By so much of it a bound may be above the time that it bounds."""
+"""A bound may exceed the time that it bounds by this fraction: both are rounded."""
 
 
 class MemoryController:
@@ -118,7 +118,7 @@ class MemoryController:
         self._peak_bytes: int | None = None
         self._iteration_ended = -1
         self._phases: dict[int, str] = {}
-        """By border, what the iteration that it ends was: `plain` or `planned`."""
+        """By iteration end, what the iteration that it ends was: `plain` or `planned`."""
         self._times: dict[str, deque[float]] = {"plain": deque(maxlen=64)}
         self._times["planned"] = deque(maxlen=512)
         self._schedules: deque[PlannedPass] = deque(maxlen=1)

@@ -11,10 +11,11 @@ if they are not faster, all state comes back.
 Where all of that is not enough, weights leave between their use in forward and their need in
 backward: so much as is missing.
 
-A job whose weights, gradients and state do not fit together would die in its first step. It is told
-by its weights: then state is made bucket by bucket and leaves as it is made. One whose state does
-not fit beside the largest operations would die in its second forward. It is told by its first pass:
-then state leaves as soon as it was made.
+A job whose weights, gradients and state do not fit together would run out of memory in its first
+step. The size of its weights shows that: its state is then created bucket by bucket, and each
+bucket is offloaded at once. A job whose state does not fit beside the largest operations would run
+out of memory in its second forward. Its first pass shows that: its state is offloaded as soon as
+it exists.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ COSTS = 0.01
 KNOWN_PASSES = 2
 """Passes of one kind after which its levels are known: the first makes gradients and state."""
 PAUSE = 3
-"""Borders after which what was decided is in force."""
+"""Iteration ends after which what was decided is in force."""
 MOST_ROOMS = 2
 """Times that another room is given because the budget was missed, or first guessed."""
 POLICY_PATIENCE = 24
-"""Borders after which gradients that are watched still count as kept, and iterations that could not
-be timed are judged by those that could."""
+"""Iteration ends after which gradients that are watched still count as kept, and iterations that
+could not be timed are judged by those that could."""
 JUDGED_ITERATIONS = 6
 """Iterations by whose median a plan with streaming state is held against the one before."""
 LEFT_TO_WEIGHTS = 0.5
@@ -72,7 +73,8 @@ of weights and data on their way out need the rest."""
 
 
 class StateAndWeightPolicy:
-    """Decides for one job. Made where the swapper was, `border` is called after each iteration."""
+    """Decides for one job. Created with the swapper; `iteration_ended` is called after each
+    iteration."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class StateAndWeightPolicy:
         self._before_s: float | None = None
         """An iteration without streaming state, while those with it are to be judged."""
         self._last_s: float | None = None
-        """The last border, if the iteration before it ran under a plan that holds."""
+        """The last iteration end, if the iteration before it ran under a plan that holds."""
         self._times_s: list[float] = []
         """Of such iterations in a row."""
         self.joint: Joint | None = None
@@ -122,7 +124,7 @@ class StateAndWeightPolicy:
         self.settled = False
         """Nothing is left to decide."""
         self.report: StateReport | None = None
-        """How it stood at the last border: optimizers may be gone at the end."""
+        """How it stood at the last iteration end: optimizers may be gone at the end."""
         self.weights: WeightReport | None = None
 
     @property
@@ -138,8 +140,8 @@ class StateAndWeightPolicy:
         if 4 * used_bytes > CROWDED * budget_bytes:
             self._open(room_bytes=max(0, budget_bytes - 2 * used_bytes) // 2)
         else:
-            # In front of the step: borders are told within a hook behind it, where none of that
-            # kind can be taken away.
+            # A hook before the step: the end of an iteration is noticed in a hook after the step,
+            # and a hook of that kind cannot be removed from inside one.
             self._first_step = register_optimizer_step_pre_hook(
                 lambda optimizer, *_: self._stepped.add(optimizer)
             )

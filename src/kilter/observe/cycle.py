@@ -9,10 +9,10 @@ _MAX_KNOWN = 4096
 
 
 class Cycle:
-    """Finds the border of iterations among the steps of one or more optimizers.
+    """Finds the end of iterations among the steps of one or more optimizers.
 
-    The iteration is the whole cycle, so its border is the step of the *leader*: the optimizer
-    that steps least often, and among equals the one that joined last (it ends the first
+    The iteration is the whole cycle, so it ends with the step of the *leader*: the optimizer that
+    steps least often, and among equals the one that joined last (it ends the first
     iteration). A GAN's critic that steps five times for one step of the generator thus gives one
     iteration per step of the generator. An optimizer that joins, or stepped once where the leader
     stepped twice or more, takes over; a leader that stays away for four times its usual rest is
@@ -34,7 +34,7 @@ class Cycle:
         """So many steps of another without one of the leader end its lead."""
 
     def step(self, key: int) -> bool:
-        """`key` stepped. Is this the border of an iteration?"""
+        """`key` stepped. Is this the end of an iteration?"""
         if key == self.leader:
             if self._since:
                 self._patience = max(8, 4 * max(self._since.values()))

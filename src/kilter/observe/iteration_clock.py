@@ -1,9 +1,9 @@
-"""Marks the border of every iteration of an unchanged program, and times it. Cheap and permanent.
+"""Marks the end of every iteration of an unchanged program, and times it. Cheap and permanent.
 
 An iteration ends where an optimizer has stepped (`torch`'s global post-step hook), or where the
 program says so (`mark`), or, in a program that only infers, where its outermost module returns.
-On a GPU the times are the GPU's own: an event is recorded on the current stream at each border
-and read a few iterations later, when it has passed, so that nobody ever waits for the GPU.
+On a GPU the times are the GPU's own: an event is recorded on the current stream at each iteration
+end and read a few iterations later, when it has passed, so that nobody ever waits for the GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kilter.observe.cycle import Cycle
 from kilter.observe.imports import after_import
 
 Fence = Callable[[Callable[..., None]], Callable[..., None]]
-Border = Callable[[int, float], None]
+AtIterationEnd = Callable[[int, float], None]
 
 INFERENCE_AFTER_S = 2.0
 """A program that has not stepped any optimizer for so long after `import torch` may only infer."""
@@ -36,11 +36,11 @@ _WATCHED_CALLS = 64
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One finished iteration: from border `index - 1` to border `index`."""
+    """One finished iteration: from iteration end `index - 1` to iteration end `index`."""
 
     index: int
     end_s: float
-    """When the host passed the border, on the clock of `IterationClock`."""
+    """When the host passed the iteration end, on the clock of `IterationClock`."""
     duration_s: float
     timeline: str
     """Whose clock `duration_s` is from: `gpu` or `host`."""
@@ -56,11 +56,11 @@ class _Pending:
     event: Any
     """A recorded CUDA event, or None."""
     epoch: int
-    """Intervals between borders of different epochs are not iterations."""
+    """Intervals between iteration ends of different epochs are not iterations."""
 
 
 class IterationClock:
-    """Calls `on_border(index, t_s)` at every border, in the program's own thread.
+    """Calls `on_iteration_end(index, t_s)` at every iteration end, in the program's own thread.
 
     Several threads of the program may end iterations. `finished()` hands out the times of
     iterations as they become known. `fence` wraps every
@@ -70,30 +70,30 @@ class IterationClock:
 
     def __init__(
         self,
-        on_iteration_end: Border,
+        on_iteration_end: AtIterationEnd,
         *,
         fence: Fence = lambda function: function,
         clock: Callable[[], float] = time.monotonic,
         gpu_events: bool = True,
     ) -> None:
-        self._on_border = on_iteration_end
+        self._on_iteration_end = on_iteration_end
         self.fence = fence
         self._clock = clock
         self._gpu_events = gpu_events
         self.index = -1
-        """The last border; -1 before the first."""
+        """The last iteration end; -1 before the first."""
         self.source: str | None = None
-        """What the borders come from: `optimizer`, `module` or `explicit`."""
+        """What the iteration ends come from: `optimizer`, `module` or `explicit`."""
         self.why_not: str | None = None
-        """Why there are no borders, where that is known."""
+        """Why there are no iteration ends, where that is known."""
         self.cost_s = 0.0
-        """Time spent in our hooks, with what `on_border` took."""
+        """Time spent in our hooks, with what `on_iteration_end` took."""
         self.calls = 0
         self._cycle = Cycle()
         self._epoch = 0
         self._scaled = False
         self._device: Any = None
-        """The CUDA device of the last border."""
+        """The CUDA device of the last iteration end."""
         self._shapes: list[str] = []
         """Of the parameters that are stepped here, with their types."""
         self._known: dict[int, Any] = {}
@@ -256,7 +256,7 @@ class IterationClock:
     def _tell(self, ended: _Pending | None, begin: float) -> None:
         """Not under the lock: what is done at the end of an iteration may take a while."""
         if ended is not None:
-            self._on_border(ended.index, ended.t_s)
+            self._on_iteration_end(ended.index, ended.t_s)
         with self._lock:
             self.calls += 1
             self.cost_s += time.perf_counter() - begin
@@ -270,11 +270,11 @@ class IterationClock:
         return event
 
     def _harvest(self) -> None:
-        """Turn pairs of passed borders into times.
+        """Turn pairs of passed iteration ends into times.
 
         Only here, in the program's own thread and never in another one: asking after an event
-        breaks a CUDA graph that the program captures at that moment. One pair at a border keeps
-        up; the second catches up.
+        breaks a CUDA graph that the program captures at that moment. One pair at each iteration
+        end keeps up; the second catches up.
         """
         for _ in range(2):
             if len(self._pending) < 2:

@@ -87,7 +87,7 @@ def read_kineto(
 ) -> IterationTrace:
     """The mean iteration of a trace file, plain or gzip.
 
-    Borders between iterations are our annotations; in traces of others `ProfilerStep#n`, ends of
+    Iterations are told apart by our annotations; in traces of others by `ProfilerStep#n`, ends of
     optimizer steps, or the period of the kernels' names, unless `iterations` says how many equal
     pieces the trace holds. `iteration_s` is the time of an iteration without the profiler where
     that is known: kernels keep their times, gaps shrink or grow to fit (on the host's timeline

@@ -80,7 +80,7 @@ class Window:
         run: Callable[[Callable[[], None]], object] = lambda function: function(),
     ) -> None:
         if after < 1 or (iterations is not None and iterations < 1):
-            raise ValueError("a window begins after the first border and holds an iteration")
+            raise ValueError("a window begins after the first iteration end and holds an iteration")
         self._marks = marks
         self._fence = marks.fence
         self._after = after
@@ -91,7 +91,7 @@ class Window:
         """Why it ends, or has ended, without a trace."""
         self.costs_s: dict[str, float] = {}
         self.opened_at = 0
-        """The border at which it opened."""
+        """The iteration end at which it opened."""
         self._profile: Any = None
         self._guard: _Guard | None = None
         self._file: Path | None = None
@@ -104,14 +104,14 @@ class Window:
 
     def start(self) -> None:
         """Watch for the program's own profiler from the import of torch on. Without it, that
-        begins at the first border; one that is already prepared by then is not noticed."""
+        begins at the first iteration end; one that is already prepared by then is not noticed."""
         if self._guard is None:
             self._guard = _Guard(self._fence(self._make_way))
             self._guard.start()
             os.register_at_fork(after_in_child=self._forked)
 
     def iteration_ended(self, index: int) -> None:
-        """Border `index` of the program's iterations, called in whatever thread it came about."""
+        """Iteration `index` of the program has ended, in the thread that calls this."""
         if self.state in _OVER:
             return
         if in_backward():
@@ -496,7 +496,7 @@ def _something_compiled() -> bool:
 
 
 class _Annotations:
-    """Names in the trace: modules and borders. In place only while a window is open.
+    """Names in the trace: modules and iteration ends. In place only while a window is open.
 
     Optimizers and data loaders are annotated by torch itself, modules by torch's global hooks;
     those are not installed once anything is compiled, because the compiler would trace them.

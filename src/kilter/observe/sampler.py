@@ -158,7 +158,7 @@ class Sampler:
             self._thread.join(timeout_s)
 
     def read_counter(self) -> None:
-        """Ask for a reading of the energy counter soon, e.g. at the border of a block."""
+        """Ask for a reading of the energy counter soon, e.g. at the end of a block."""
         self._wanted = True
 
     def poll(self) -> Sample | None:

@@ -25,7 +25,6 @@ from kilter.app.report.summary import (
     ending,
     evidence,
     happened,
-    headline,
     idle,
     interval,
     kind,
@@ -33,6 +32,7 @@ from kilter.app.report.summary import (
     machine,
     next_step,
     plain_name,
+    result,
     verdict,
     whole_run,
 )
@@ -116,9 +116,8 @@ def _findings(report: Report) -> list[str]:
         predicted = f" <span class='tag {label}'>predicted, {label}</span>"
     found = [f"{escape(_claim(report))}{predicted}"]
     if (starved := idle(report)) is not None:
-        text, _, label = starved.rpartition(" [")
-        label = label.removesuffix("]")
-        found.insert(0, f"{escape(_capital(text))} <span class='tag {label}'>{label}</span>")
+        tagged = f"<span class='tag {starved.label}'>{starved.label}</span>"
+        found.insert(0, f"{escape(_capital(starved.text))} {tagged}")
     return found
 
 
@@ -126,9 +125,7 @@ def _claim(report: Report) -> str:
     if report.goal.max_slowdown is None and report.memory is not None:
         return memory_plots.claim(report.memory)
     if report.choice.setting == report.found or report.slowdown is None:
-        text = headline(report)
-        text = text.rpartition(" [")[0] or text
-        return _capital(text).replace(" -", " \u2212")
+        return _capital(result(report).text).replace(" -", " \u2212")
     time = show_pace(report.slowdown)
     if report.saving is None:
         return f"{_capital(time)}; energy unknown"

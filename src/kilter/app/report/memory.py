@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from kilter.app.report.words import Finding
 from kilter.core import codec
 from kilter.core.events import Fitted, Moved
 from kilter.core.label import Label
@@ -224,26 +225,31 @@ def _in_force(plans: Sequence[Fitted], last: Moved) -> tuple[Fitted, ...]:
 
 def headline(memory: MemoryReport) -> str:
     """What came of it, in one sentence."""
-    label = f"[{memory.label.value}]"
+    return f"memory: {result(memory)}"
+
+
+def result(memory: MemoryReport) -> Finding:
+    """What came of it."""
+    label = memory.label.value
     before, budget = show_bytes(memory.peak_before_bytes), show_bytes(memory.budget_bytes)
     if memory.budget_bytes is None:
         moved = memory.moved or "nothing was moved"
-        return f"memory: no budget ({memory.budget}); peak {before}, {moved} {label}"
+        return Finding(f"no budget ({memory.budget}); peak {before}, {moved}", label)
     if memory.moves_nothing:
-        return f"memory: the job fits: peak {before} within {budget}, nothing was moved {label}"
+        return Finding(f"the job fits: peak {before} within {budget}, nothing was moved", label)
     if memory.feasible is False:
         least = show_bytes(memory.least_bytes)
         did = "; data were offloaded on demand" if memory.spilled else ""
-        return f"memory: {budget} cannot be met, {least} is the least that is possible{did} {label}"
+        return Finding(f"{budget} cannot be met, {least} is the least that is possible{did}", label)
     if memory.feasible is None:
-        return f"memory: no plan yet: peak {before}, budget {budget} {label}"
+        return Finding(f"no plan yet: peak {before}, budget {budget}", label)
     if not memory.applied:
         planned = show_bytes(memory.plans[-1].peak_bytes)
         moved = memory.moved or "nothing was moved"
-        return f"memory: peak {before} would be {planned}; {moved} [simulated]"
+        return Finding(f"peak {before} would be {planned}; {moved}", Label.SIMULATED.value)
     after = show_bytes(memory.peak_bytes)
     over = "" if memory.within is not False else f", OVER the budget of {budget}"
-    return f"memory: peak {before} -> {after}{over}{_slower(memory)} {label}"
+    return Finding(f"peak {before} -> {after}{over}{_slower(memory)}", label)
 
 
 def _slower(memory: MemoryReport) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kilter.app.report import svg
-from kilter.app.report.memory import MemoryReport, Timeline, details, headline
+from kilter.app.report.memory import MemoryReport, Timeline, details, result
 from kilter.app.report.plots import NARROW, figure
 from kilter.app.report.svg import Frame, escape
 from kilter.core.label import Label
@@ -55,7 +55,7 @@ def claim(memory: MemoryReport) -> str:
         if memory.within is False:
             over = f", over the budget of {show_bytes(memory.budget_bytes)}"
         return f"{after} of memory instead of {before}{over}{time}"
-    text = headline(memory).removeprefix("memory: ").rpartition(" [")[0]
+    text = result(memory).text
     return text[:1].upper() + text[1:]
 
 

@@ -15,7 +15,7 @@ from kilter.app.report.build import Report
 from kilter.app.report.evidence import Arm, Probe
 from kilter.app.report.idle import Idle
 from kilter.app.report.operations import OperationEnergy
-from kilter.app.report.words import STAND_IN, allowed, ascii_line, wish
+from kilter.app.report.words import STAND_IN, Finding, allowed, ascii_line, wish
 from kilter.core.label import Label
 from kilter.core.units import (
     KWH_J,
@@ -44,7 +44,7 @@ def summary(report: Report, run_dir: str | Path | None) -> str:
     elif report.unseen is not None:
         lines = [headline(report)]
     if (starved := idle(report)) is not None:
-        lines.insert(0, starved)
+        lines.insert(0, str(starved))
     if (doubts := doubt(report)) is not None:
         lines.append(f"warning: {doubts}")
     lines += [f"refused: {refusal.what}: {refusal.reason}" for refusal in report.refused]
@@ -166,14 +166,14 @@ def kind(operation: OperationEnergy) -> str:
     return "device idle" if operation.kind == "gap" else operation.kind.replace("_", " ")
 
 
-def idle(report: Report) -> str | None:
+def idle(report: Report) -> Finding | None:
     """That the GPU has little to do, where it has: the first thing to mend."""
     found = report.idle
     if found is None or found.share < IDLE_TOLD:
         return None
     idles = "would idle" if found.label is Label.SIMULATED else "idles"
     share = f"{found.share * 100:.0f} % of the time"
-    return f"the GPU {idles} {share}: feed it [{found.label.value}]"
+    return Finding(f"the GPU {idles} {share}: feed it", found.label.value)
 
 
 def next_step(report: Report) -> str | None:
@@ -219,22 +219,27 @@ def doubt(report: Report) -> str | None:
 
 def headline(report: Report) -> str:
     """What came of it, in one sentence with intervals, contract and label."""
-    label = f"[{report.label.value}]"
+    return str(result(report))
+
+
+def result(report: Report) -> Finding:
+    """What came of it."""
+    label = report.label.value
     if report.unseen is not None:
-        return report.unseen
+        return Finding(report.unseen)
     if report.goal.max_slowdown is None and report.goal.memory_budget is not None:
-        return f"{_no_memory_record(report)} {label}"
+        return Finding(_no_memory_record(report), label)
     if report.saving is None and report.slowdown is None:
         return _without_result(report)
     if report.choice.setting == report.found:
         reason = report.choice.reason.removeprefix("the default stands: ")
-        return f"the default stands: {reason} {label}"
+        return Finding(f"the default stands: {reason}", label)
     slowdown = f"slowdown {show_fraction(report.slowdown)}{interval(report.slowdown_ci95)}"
     if report.saving is None:
-        return f"energy unknown, {slowdown}, {verdict(report)} {label}"
+        return Finding(f"energy unknown, {slowdown}, {verdict(report)}", label)
     saving = f"{show_fraction(report.saving)} energy{interval(report.saving_ci95)}"
     verb = "saved" if happened(report) else "would save"
-    return f"{verb} {saving}, {slowdown}, {verdict(report)} {label}"
+    return Finding(f"{verb} {saving}, {slowdown}, {verdict(report)}", label)
 
 
 def happened(report: Report) -> bool:
@@ -249,20 +254,18 @@ def _no_memory_record(report: Report) -> str:
     return "memory was left alone"
 
 
-def _without_result(report: Report) -> str:
-    label = f"[{report.label.value}]"
+def _without_result(report: Report) -> Finding:
+    label = report.label.value
     if report.prediction is not None and report.choice.state == "predicted":
         expected = report.prediction
         energy = show_fraction(less_one(expected.energy_ratio), signed=True)
         time = show_fraction(expected.time_ratio - 1.0, signed=True)
         setting = "; ".join(expected.actions) or "the default"
-        return (
-            f"nothing was set; plan: {setting}, {energy} energy, {time} time "
-            f"[predicted, {expected.label.value}]"
-        )
+        text = f"nothing was set; plan: {setting}, {energy} energy, {time} time"
+        return Finding(text, f"predicted, {expected.label.value}")
     if report.mode == "observe" and report.choice.state == "undecided":
-        return f"only watched: {_watched(report)} {label}"
-    return f"no result: {report.choice.reason} {label}"
+        return Finding(f"only watched: {_watched(report)}", label)
+    return Finding(f"no result: {report.choice.reason}", label)
 
 
 def _watched(report: Report) -> str:

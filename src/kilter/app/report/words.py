@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kilter.core.events import Started
 from kilter.core.plan import FREE_MARGIN, Goal
 from kilter.core.units import show_bytes, show_fraction
 
 STAND_IN = "a stand-in on the CPU"
 """For the memory of a GPU, where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence of a report, and how it is known: a label, `predicted, simulated`, or ``."""
+
+    text: str
+    label: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} [{self.label}]" if self.label else self.text
 
 
 def start_line(started: Started) -> str:

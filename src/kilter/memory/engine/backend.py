@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 Event = Any
-"""IterationClock a copy's end, or a moment; opaque."""
+"""Marks the end of a copy, or a moment; only its backend knows what it is."""
 
 
 SPOIL = "KILTER_SPOIL_EVICTED"

@@ -7,6 +7,7 @@ kind (seconds, nanoseconds); all functions are linear after one sort.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
 Interval = tuple[float, float]
@@ -62,3 +63,21 @@ def difference(a: Sequence[Interval], b: Sequence[Interval]) -> Times:
 def length(times: Iterable[Interval]) -> float:
     """How long a set is in total; of plain intervals, the sum of their lengths."""
     return sum(end - begin for begin, end in times)
+
+
+def clip(times: Sequence[Interval], begin: float, end: float) -> Times:
+    """The part of a set that lies in `[begin, end)`."""
+    first = bisect_right(times, begin, key=lambda interval: interval[1])
+    last = bisect_left(times, end, key=lambda interval: interval[0])
+    return [(max(a, begin), min(b, end)) for a, b in times[first:last]]
+
+
+def join(times: Sequence[Interval], gap: float) -> Times:
+    """The set with its gaps of at most `gap` filled."""
+    joined: Times = []
+    for begin, end in times:
+        if joined and begin - joined[-1][1] <= gap:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return joined

@@ -1,0 +1,69 @@
+"""What the GPU of one rank did, as a profiler saw it: `RankTrace`. Read by `observe/rank_traces`.
+
+Times are seconds on the rank's own clock, from the trace's first event on the GPU. Sets of times
+are in the form of `model/intervals`: disjoint, ascending.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+Times = list[tuple[float, float]]
+
+
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel, or one copy between GPUs, that communicates."""
+
+    op: str
+    """`all_reduce`, `all_gather`, ..., `send_recv` for point-to-point, `copy`, or `other`."""
+    begin_s: float
+    end_s: float
+    stream: int | str
+    group: str | None = None
+    """Name of the process group; None where the trace does not say."""
+    ranks: tuple[int, ...] = ()
+    """Members of the group; empty where the trace does not say."""
+    peers: tuple[int, int] | None = None
+    """Both ends of a point-to-point transfer, ascending, where known."""
+    sequence: int | None = None
+    """Number of the collective in its group, equal on all ranks."""
+    bytes: int | None = None
+    """The larger of the message that goes in and the one that comes out."""
+    dtype: str | None = None
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.begin_s
+
+
+class Iteration(msgspec.Struct, frozen=True, kw_only=True):
+    """One iteration's window on the GPU's timeline; windows follow each other without gaps."""
+
+    number: int
+    """The profiler's step, or a count from 0 where the trace has no steps."""
+    begin_s: float
+    end_s: float
+
+
+class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """The timeline of the one GPU of a rank."""
+
+    source: str
+    rank: int
+    world_size: int | None
+    """None where the trace does not say."""
+    device: str
+    """The GPU's name; empty where the trace does not say."""
+    origin_s: float
+    """The rank's clock at time 0."""
+    compute: Times
+    """Union of the kernels that do not communicate."""
+    copies: Times
+    """Union of copies and memory sets of this GPU alone."""
+    collectives: tuple[Collective, ...]
+    """In order of begin."""
+    iterations: tuple[Iteration, ...]
+    found_by: str
+    """How the iterations were found, in words."""
+    warnings: tuple[str, ...] = ()
+    """What the trace holds and the analysis does not use, in words."""

@@ -1,0 +1,471 @@
+"""Kineto and Chrome traces of the ranks of a job to `RankTrace`s. Pure: no torch, no clock.
+
+A kernel communicates if the table says so (`communication_kernels.toml`). Its message, group and
+sequence number come from the kernel's own arguments, or from the c10d operation that launched the
+kernel; traces without CPU activities have neither, and then the kernel's name tells the operation.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kilter.core.errors import FileError
+from kilter.core.rank_trace import Collective, Iteration, RankTrace, Times
+from kilter.model.intervals import union
+from kilter.observe.repetition import starts
+from kilter.observe.trace_events import Args, TraceEvent, TraceFile
+
+_US = 1e-6
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_LAUNCH = {"cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime"}
+_STEP = re.compile(r"ProfilerStep\s?#?\*?(\d+)")
+_BORDER = "kilter::border"
+_COMPUTE, _COMMUNICATION, _COPY = 0, 1, 2
+_SIZES = {"double": 8, "float64": 8, "long": 8, "int64": 8, "float": 4, "float32": 4, "int": 4}
+_SIZES |= {"int32": 4, "half": 2, "float16": 2, "bfloat16": 2, "short": 2, "bool": 1, "byte": 1}
+_SIZES |= {"char": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    library: str
+    pattern: str
+    op: str = ""
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kernel: list[_Entry]
+
+
+class KernelTable:
+    """Which kernels communicate. `extension`: a TOML file whose entries come before the shipped
+    ones; `FileError` if it cannot be used."""
+
+    def __init__(self, extension: Path | None = None) -> None:
+        shipped = resources.files("kilter.observe").joinpath("communication_kernels.toml")
+        entries = _entries(shipped.read_text("utf-8"), "communication_kernels.toml")
+        if extension is not None:
+            try:
+                text = extension.read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise FileError(f"{extension}: cannot be read ({error})") from error
+            entries = _entries(text, str(extension)) + entries
+        self._entries = entries
+
+    def op(self, kernel: str) -> str | None:
+        """The operation of a kernel that communicates; None for one that does not."""
+        for entry, pattern in self._entries:
+            if (match := pattern.search(kernel)) is not None:
+                named = next((text for text in match.groupdict().values() if text), "")
+                return operation(entry.op or named or kernel)
+        return None
+
+
+def _entries(text: str, where: str) -> list[tuple[_Entry, re.Pattern[str]]]:
+    try:
+        table = msgspec.convert(tomllib.loads(text), _Table)
+        return [(e, re.compile(e.pattern, re.IGNORECASE)) for e in table.kernel]
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError, re.error) as error:
+        raise FileError(f"{where}: not a usable table of kernels ({error})") from error
+
+
+_OPERATIONS = (
+    ("reducescatter", "reduce_scatter"),
+    ("allreduce", "all_reduce"),
+    ("allgather", "all_gather"),
+    ("alltoall", "all_to_all"),
+    ("sendrecv", "send_recv"),
+    ("broadcast", "broadcast"),
+    ("barrier", "barrier"),
+    ("signal", "barrier"),
+    ("scatter", "scatter"),
+    ("gather", "gather"),
+    ("send", "send_recv"),
+    ("recv", "send_recv"),
+    ("reduce", "reduce"),
+    ("copy", "copy"),
+)
+
+
+def operation(name: str) -> str:
+    """`_allgather_base`, `AllGather` or a kernel's whole name -> `all_gather`; else `other`."""
+    plain = re.sub(r"[^a-z]", "", name.lower())
+    return next((op for word, op in _OPERATIONS if word in plain), "other")
+
+
+def read_ranks(
+    paths: Iterable[Path], *, table: KernelTable, iterations: int | None = None
+) -> Iterator[RankTrace | FileError]:
+    """Each file as a rank, or why it cannot be one. Files that do not tell their rank are numbered
+    by their names (`rank3`), else by their place in the list."""
+    for place, path in enumerate(paths):
+        try:
+            yield read_rank(path, table=table, iterations=iterations, otherwise=place)
+        except FileError as error:
+            yield error
+
+
+def read_rank(
+    path: Path, *, table: KernelTable, iterations: int | None = None, otherwise: int = 0
+) -> RankTrace:
+    """The trace of one rank. `iterations`: how many equal ones the file holds, where it has no
+    marks; `otherwise`: the rank's number if neither the file nor its name tells it."""
+    file = TraceFile(path)
+    timeline = _Timeline(str(path), table)
+    for event in file:
+        timeline.add(event)
+    named = re.findall(r"rank[-_ ]?(\d+)", path.name, re.IGNORECASE)
+    info = file.head.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    rank = _integer(info.get("rank"))
+    if rank is None:
+        rank = int(named[-1]) if named else otherwise
+    devices = file.head.get("deviceProperties")
+    names = [str(d.get("name", "")) for d in devices or () if isinstance(d, dict)]
+    return timeline.finish(
+        rank=rank,
+        world_size=_integer(info.get("world_size")),
+        device=names[0] if names else "",
+        groups=_Groups(info.get("pg_config")),
+        count=iterations,
+    )
+
+
+class _Groups:
+    """Process groups by name, from the trace's `distributedInfo`."""
+
+    def __init__(self, config: object) -> None:
+        self._known: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for entry in config if isinstance(config, list) else ():
+            if isinstance(entry, dict) and entry.get("pg_name") is not None:
+                name = str(entry["pg_name"])
+                label = str(entry.get("pg_desc") or "undefined")
+                members = _integers(entry.get("ranks"))
+                self._known[name] = (name if label == "undefined" else label, members or ())
+
+    def of(self, args: Args | None) -> tuple[str | None, tuple[int, ...]]:
+        """Name and members of the group that the arguments name, or of the only group."""
+        name = None if args is None or args.group is None else str(args.group)
+        if name is None or args is None:
+            return next(iter(self._known.values())) if len(self._known) == 1 else (None, ())
+        label, members = self._known.get(name, (name, ()))
+        described = args.group_description
+        if described and described != "undefined":
+            label = str(described)
+        # The profiler shortens long lists of ranks: `[0, 1, ..., 63]`.
+        return label, _integers(args.group_ranks) or members
+
+
+def _integer(value: object) -> int | None:
+    try:
+        return int(value)  # type: ignore[call-overload, no-any-return]
+    except (TypeError, ValueError):
+        return None
+
+
+def _integers(value: object) -> tuple[int, ...] | None:
+    """`[0, 1]` as a list or as text; None for anything else, and for a list with an ellipsis."""
+    if isinstance(value, str):
+        if "..." in value:
+            return None
+        value = re.findall(r"\d+", value)
+    numbers = [_integer(v) for v in value] if isinstance(value, list) else []
+    return tuple(sorted(n for n in numbers if n is not None)) or None
+
+
+class _Piece(NamedTuple):
+    """What is remembered of an event on the GPU that communicates."""
+
+    index: int
+    op: str
+    args: Args | None
+
+
+class _Timeline:
+    """Collects the events of one file in arrays, then makes sense of them."""
+
+    def __init__(self, where: str, table: KernelTable) -> None:
+        self._where = where
+        self._table = table
+        self._begin_us, self._length_us = array("d"), array("d")
+        self._kind, self._name = array("b"), array("l")
+        self._device, self._stream = array("l"), array("l")
+        self._correlation, self._external = array("q"), array("q")
+        self._names: dict[str, tuple[int, int, str]] = {}
+        """Name of a kernel -> its number, kind and operation."""
+        self._labels: dict[Any, int] = {}
+        """Streams and devices by number: writers use numbers and texts."""
+        self._pieces: list[_Piece] = []
+        self._launch_us, self._launched = array("d"), array("q")
+        self._host_steps: dict[int, tuple[float, float]] = {}
+        self._gpu_steps: dict[int, tuple[float, float]] = {}
+        self._borders_us: list[float] = []
+        self._c10d: dict[int, tuple[str, Args | None]] = {}
+        """External id -> name and arguments of an operation of c10d."""
+
+    def add(self, event: TraceEvent) -> None:
+        cat, name, begin, length = event.cat, event.name, event.ts, event.dur
+        if event.ph != "X" or not isinstance(name, str) or begin is None or length is None:
+            return
+        if cat in _DEVICE:
+            self._add_device(name, cat, begin, max(length, 0.0), event.args)
+        elif cat in _LAUNCH:
+            correlation = _integer(event.args.correlation) if event.args else None
+            if correlation is not None:
+                self._launched.append(correlation)
+                self._launch_us.append(begin)
+        elif name.startswith("ProfilerStep"):
+            if (match := _STEP.match(name)) is not None:
+                steps = self._gpu_steps if cat == "gpu_user_annotation" else self._host_steps
+                steps[int(match[1])] = (begin, begin + length)
+        elif name == _BORDER:
+            self._borders_us.append(begin)
+        elif event.args is not None and (name == "record_param_comms" or "c10d" in name):
+            external = _integer(event.args.external_id)
+            if external is not None:
+                self._c10d[external] = (name, event.args)
+
+    def _add_device(
+        self, name: str, cat: str, begin: float, length: float, args: Args | None
+    ) -> None:
+        known = self._names.get(name)
+        if known is None:
+            op = self._table.op(name)
+            kind = _COMMUNICATION if op else _COMPUTE if cat == "kernel" else _COPY
+            known = self._names[name] = (len(self._names), kind, op or "")
+        number, kind, op = known
+        if kind == _COMMUNICATION:
+            self._pieces.append(_Piece(len(self._begin_us), op, args))
+        self._begin_us.append(begin)
+        self._length_us.append(length)
+        self._kind.append(kind)
+        self._name.append(number)
+        self._device.append(self._label(args.device if args else None))
+        self._stream.append(self._label(args.stream if args else None))
+        self._correlation.append(_or_missing(args.correlation if args else None))
+        self._external.append(_or_missing(args.external_id if args else None))
+
+    def _label(self, value: object) -> int:
+        text = str(value)
+        return self._labels.setdefault(text, len(self._labels))
+
+    # After the last event.
+
+    def finish(
+        self, *, rank: int, world_size: int | None, device: str, groups: _Groups, count: int | None
+    ) -> RankTrace:
+        if not self._begin_us:
+            raise FileError(
+                f"{self._where}: holds no GPU kernels: profile with ProfilerActivity.CUDA"
+            )
+        begin, length = np.array(self._begin_us), np.array(self._length_us)
+        kind, devices = np.array(self._kind), np.array(self._device)
+        warnings: list[str] = []
+        main = self._main_device(devices, length, warnings)
+        own = devices == main
+        origin = float(begin[own].min())
+        begin_s, end_s = (begin - origin) * _US, (begin + length - origin) * _US
+        warnings += self._unknown(kind, own)
+        windows, found_by = self._iterations(origin, begin_s, end_s, kind, own, count, warnings)
+        return RankTrace(
+            source=self._where,
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            origin_s=origin * _US,
+            compute=_union(begin_s, end_s, own & (kind == _COMPUTE)),
+            copies=_union(begin_s, end_s, own & (kind == _COPY)),
+            collectives=self._collectives(begin_s, end_s, own, groups),
+            iterations=windows,
+            found_by=found_by,
+            warnings=tuple(warnings),
+        )
+
+    def _main_device(
+        self, devices: NDArray[Any], length: NDArray[Any], warnings: list[str]
+    ) -> int:
+        """The GPU that works most; the others of the file are left out by name."""
+        busy = np.bincount(devices, weights=length)
+        main = int(busy.argmax())
+        names = {number: text for text, number in self._labels.items()}
+        others = [names[i] for i in np.flatnonzero(busy > 0.05 * busy[main]) if i != main]
+        if others:
+            warnings.append(
+                f"GPU {names[main]} is analysed; the trace also holds work of GPU "
+                f"{', '.join(others)}, which is left out"
+            )
+        return main
+
+    def _unknown(self, kind: NDArray[Any], own: NDArray[Any]) -> Iterator[str]:
+        """Kernels that a c10d operation launched and the table does not know."""
+        if not self._c10d:
+            return
+        under = np.isin(np.array(self._external), list(self._c10d))
+        strange = own & under & (kind == _COMPUTE)
+        numbers = Counter(np.array(self._name)[strange].tolist())
+        names = {number: text for text, (number, _, _) in self._names.items()}
+        for number, count in numbers.most_common(5):
+            yield (
+                f"{count} kernels {_short(names[number])!r} were launched by a c10d operation, are "
+                "not in the table of communication kernels, and count as compute; --kernels FILE "
+                "adds an entry"
+            )
+
+    def _collectives(
+        self,
+        begin_s: NDArray[Any],
+        end_s: NDArray[Any],
+        own: NDArray[Any],
+        groups: _Groups,
+    ) -> tuple[Collective, ...]:
+        names = {number: text for text, number in self._labels.items()}
+        found = []
+        for index, op, own_args in self._pieces:
+            if not own[index]:
+                continue
+            args = own_args
+            if args is None or args.collective is None:
+                _, args = self._c10d.get(self._external[index], ("", own_args))
+            group, ranks = groups.of(args)
+            bytes_, dtype = _message(args)
+            found.append(
+                Collective(
+                    op=operation(str(args.collective)) if args and args.collective else op,
+                    begin_s=float(begin_s[index]),
+                    end_s=float(end_s[index]),
+                    stream=names[self._stream[index]],
+                    group=group,
+                    ranks=ranks,
+                    peers=_peers(args),
+                    sequence=None if args is None else _integer(args.sequence),
+                    bytes=bytes_,
+                    dtype=dtype,
+                )
+            )
+        return tuple(sorted(found, key=lambda c: (c.begin_s, c.end_s)))
+
+    # Iterations.
+
+    def _iterations(
+        self,
+        origin: float,
+        begin_s: NDArray[Any],
+        end_s: NDArray[Any],
+        kind: NDArray[Any],
+        own: NDArray[Any],
+        count: int | None,
+        warnings: list[str],
+    ) -> tuple[tuple[Iteration, ...], str]:
+        """Windows on the GPU's timeline, from the best witness in the trace."""
+        last = float(end_s[own].max())
+        if count is None:
+            marked = self._by_launch(origin, begin_s, end_s, own)
+            if marked:
+                return marked, "the profiler's steps"
+            marked = tuple(
+                Iteration(number=number, begin_s=(a - origin) * _US, end_s=(b - origin) * _US)
+                for number, (a, b) in sorted(self._gpu_steps.items())
+            )
+            if marked:
+                return marked, "the profiler's steps on the GPU"
+        streams = np.array(self._stream)
+        compute = own & (kind == _COMPUTE)
+        if not compute.any():
+            compute = own
+        busy = np.bincount(streams[compute], weights=(end_s - begin_s)[compute])
+        main = np.flatnonzero(compute & (streams == busy.argmax()))
+        main = main[np.argsort(begin_s[main], kind="stable")]
+        first, rest = starts(np.array(self._name)[main], count)
+        edges = [0.0, *begin_s[main[first[1:]]].tolist()]
+        edges.append(last if rest is None else float(begin_s[main[rest]]))
+        if rest is not None:
+            share = (last - edges[-1]) / (edges[1] - edges[0])
+            warnings.append(
+                f"the last {share * 100:.0f} % of an iteration is left out, since it is not whole"
+            )
+        windows = tuple(
+            Iteration(number=i, begin_s=edges[i], end_s=edges[i + 1]) for i in range(len(first))
+        )
+        if count is not None:
+            return windows, "the number given"
+        if len(windows) == 1:
+            warnings.append(
+                "has no ProfilerStep and no repetition: the whole trace counts as one iteration "
+                "(--iterations N says how many it holds)"
+            )
+            return windows, "the whole trace"
+        return windows, "the repetition of its kernels"
+
+    def _by_launch(
+        self, origin: float, begin_s: NDArray[Any], end_s: NDArray[Any], own: NDArray[Any]
+    ) -> tuple[Iteration, ...]:
+        """A step's window begins with the first work that the step launched."""
+        if self._host_steps:
+            numbers = sorted(self._host_steps)
+            edges = [self._host_steps[n][0] for n in numbers]
+            edges.append(self._host_steps[numbers[-1]][1])
+        else:
+            edges = sorted(self._borders_us)
+            numbers = list(range(len(edges) - 1))
+        if len(edges) < 2 or not len(self._launched):
+            return ()
+        launched, order = np.unique(np.array(self._launched), return_index=True)
+        at_us = np.array(self._launch_us)[order]
+        correlation = np.array(self._correlation)
+        place = np.searchsorted(launched, correlation).clip(0, len(launched) - 1)
+        known = own & (launched[place] == correlation)
+        step = np.searchsorted(np.array(edges), at_us[place], side="right") - 1
+        windows: list[Iteration] = []
+        for i in reversed(range(len(numbers))):
+            ours = known & (step == i)
+            if not ours.any():
+                continue
+            end = windows[-1].begin_s if windows else float(end_s[ours].max())
+            begin = float(begin_s[ours].min())
+            if begin < end:
+                windows.append(Iteration(number=numbers[i], begin_s=begin, end_s=end))
+        return tuple(reversed(windows))
+
+
+def _or_missing(value: object) -> int:
+    number = _integer(value)
+    return -1 if number is None else number
+
+
+def _union(begin: NDArray[Any], end: NDArray[Any], where: NDArray[Any]) -> Times:
+    return union(zip(begin[where].tolist(), end[where].tolist(), strict=True))
+
+
+def _short(kernel: str) -> str:
+    return kernel if len(kernel) <= 60 else kernel[:57] + "..."
+
+
+def _message(args: Args | None) -> tuple[int | None, str | None]:
+    """Bytes and type of a collective's message, where the trace says them."""
+    if args is None:
+        return None, None
+    dtype = None if args.dtype is None else str(args.dtype).lower().removeprefix("torch.")
+    elements = [n for v in (args.in_elements, args.out_elements) if (n := _integer(v)) is not None]
+    size = _SIZES.get(dtype or "")
+    if elements and size is not None:
+        return max(elements) * size, dtype
+    return _integer(args.bytes), dtype
+
+
+def _peers(args: Args | None) -> tuple[int, int] | None:
+    if args is None:
+        return None
+    source, target = _integer(args.source_rank), _integer(args.target_rank)
+    if source is None or target is None or min(source, target) < 0:
+        return None
+    return min(source, target), max(source, target)

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kilter.model.intervals import difference, intersection, length, union
+from kilter.model.intervals import clip, difference, intersection, join, length, union
 
 CELLS = 24
 INTERVALS = st.lists(
@@ -47,3 +47,17 @@ def test_the_results_are_sets_again(a, b):
     a, b = union(a), union(b)
     assert is_a_set(intersection(a, b))
     assert is_a_set(difference(a, b))
+
+
+@given(INTERVALS, st.integers(0, CELLS), st.integers(0, CELLS))
+def test_clip_keeps_what_lies_inside(a, begin, end):
+    clipped = clip(union(a), begin, end)
+    assert is_a_set(clipped)
+    assert cells(clipped) == cells(a) & set(range(begin, end))
+
+
+@given(INTERVALS, st.integers(0, 4))
+def test_join_fills_exactly_the_gaps_that_are_short_enough(a, gap):
+    times = union(a)
+    short = [(b, c) for (_, b), (c, _) in pairwise(times) if c - b <= gap]
+    assert join(times, gap) == union([*times, *short])

@@ -69,7 +69,8 @@ def clip(times: Sequence[Interval], begin: float, end: float) -> Times:
     """The part of a set that lies in `[begin, end)`."""
     first = bisect_right(times, begin, key=lambda interval: interval[1])
     last = bisect_left(times, end, key=lambda interval: interval[0])
-    return [(max(a, begin), min(b, end)) for a, b in times[first:last]]
+    cut = ((max(a, begin), min(b, end)) for a, b in times[first:last])
+    return [(a, b) for a, b in cut if a < b]
 
 
 def join(times: Sequence[Interval], gap: float) -> Times:

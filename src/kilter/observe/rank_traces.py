@@ -186,7 +186,7 @@ def _integers(value: object) -> tuple[int, ...] | None:
 class _Piece(NamedTuple):
     """What is remembered of an event on the GPU that communicates."""
 
-    index: int
+    place: int
     op: str
     args: Args | None
 
@@ -291,14 +291,12 @@ class _Timeline:
             warnings=tuple(warnings),
         )
 
-    def _main_device(
-        self, devices: NDArray[Any], length: NDArray[Any], warnings: list[str]
-    ) -> int:
+    def _main_device(self, devices: NDArray[Any], length: NDArray[Any], warnings: list[str]) -> int:
         """The GPU that works most; the others of the file are left out by name."""
         busy = np.bincount(devices, weights=length)
         main = int(busy.argmax())
         names = {number: text for text, number in self._labels.items()}
-        others = [names[i] for i in np.flatnonzero(busy > 0.05 * busy[main]) if i != main]
+        others = [names[int(i)] for i in np.flatnonzero(busy > 0.05 * busy[main]) if i != main]
         if others:
             warnings.append(
                 f"GPU {names[main]} is analysed; the trace also holds work of GPU "

@@ -25,6 +25,7 @@ VERBS: dict[str, str] = {
     "run": "run a script, unmodified: less energy, less GPU memory, or both",
     "report": "what a run found, did and restored",
     "size": "what memory a training iteration takes, from shapes",
+    "sections": "communication sections of Kineto traces, all ranks",
     "plan": "plan clocks or memory from an iteration trace",
     "rehearse": "try a plan on a simulated device",
     "doctor": "what is there, what is allowed, what to do about it",

@@ -1,0 +1,40 @@
+"""A self-contained page: inline style, no script, nothing fetched from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib import resources
+
+from kilter.app.svg import escape
+
+
+def document(title: str, body: str) -> str:
+    """The whole page; its security policy forbids scripts and requests."""
+    style = resources.files("kilter.app").joinpath("report.css").read_text(encoding="utf-8")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body><main>\n{body}"
+        "\n</main></body></html>\n"
+    )
+
+
+def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], caption: str) -> str:
+    """`columns` are heads and classes (`n` is a number); the cells are text."""
+    heads = "".join(f"<th scope='col' class='{style}'>{escape(h)}</th>" for h, style in columns)
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<td class='{style}'>{escape(cell)}</td>"
+            for (_, style), cell in zip(columns, row, strict=True)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f"<div class='scroll' tabindex='0'><table><caption>{escape(caption)}</caption>"
+        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
+    )

@@ -1,0 +1,192 @@
+"""The page of `kilter sections`: the answer, the ranks' timelines, the sections as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kilter.app import svg
+from kilter.app.page import document, table
+from kilter.app.svg import Frame, escape
+from kilter.clocks.plan.sections import Analysis, Lane, RankSections
+from kilter.core.rank_trace import Times
+from kilter.core.units import show_bytes, show_count, show_fraction, show_time
+from kilter.model.intervals import join
+
+MOST_LANES = 16
+"""Timelines drawn; the ranks with most exposed time come first where there are more."""
+MOST_ROWS = 40
+"""Sections in the table, by exposed time."""
+ROW, BAR = 26.0, 16.0
+"""Height of a rank's timeline with and without the space below it, in pixels."""
+PARTS = (
+    ("compute", "computes"),
+    ("overlapped", "communicates under computation"),
+    ("transferring", "exposed communication"),
+    ("waiting", "exposed, waiting for another rank"),
+    ("copies", "copies"),
+)
+_STYLE = """<style>
+.part.compute { fill: var(--axis); fill-opacity: .55 }
+.part.overlapped { fill: var(--trace) }
+.part.transferring { fill: var(--bound) }
+.part.waiting { fill: var(--bound); fill-opacity: .45 }
+.part.copies { fill: var(--ours); fill-opacity: .6 }
+</style>"""
+
+
+def page(analysis: Analysis, answer: str, reasons: Sequence[str] = ()) -> str:
+    """`answer` is one sentence, `reasons` what led to it."""
+    reasoning = "".join(f"<p class='finding'>{escape(reason)}</p>" for reason in reasons)
+    left_out = "".join(
+        f"<p class='facts'>Left out: {escape(text)}.</p>" for text in analysis.left_out
+    )
+    facts = (
+        f"{show_count(len(analysis.ranks), 'rank')}; {analysis.matched} of {analysis.collectives} "
+        "collectives were seen on more than one rank. Times are measured, per iteration."
+    )
+    body = (
+        f"{_STYLE}<header><p class='kicker'>kilter sections "
+        f"<span class='tag measured'>measured</span></p><h1>{escape(answer)}</h1>{reasoning}"
+        f"<p class='facts'>{escape(facts)}</p>{left_out}</header>"
+        f"{_timelines(analysis)}{_ranks(analysis)}{_sections(analysis)}"
+    )
+    return document("kilter sections", body)
+
+
+def _timelines(analysis: Analysis) -> str:
+    order = sorted(range(len(analysis.lanes)), key=lambda i: -analysis.ranks[i].mean.exposed_s)
+    lanes = [analysis.lanes[i] for i in sorted(order[:MOST_LANES])]
+    shown = "" if len(lanes) == len(analysis.lanes) else f" The {MOST_LANES} most exposed ranks."
+    drawn = "".join(
+        f"<div class='{name}'>{_picture(lanes, width, name)}</div>"
+        for name, width in (("wide", 860.0), ("narrow", 380.0))
+    )
+    return (
+        f"<section><h2>One iteration</h2><p>On clocks that the collectives align.{shown}</p>"
+        f"<figure>{drawn}</figure></section>"
+    )
+
+
+def _picture(lanes: Sequence[Lane], wide: float, key: str) -> str:
+    legend, top = _legend(wide)
+    end_s = max(lane.begin_s + lane.length_s for lane in lanes)
+    frame = Frame(
+        left=64.0,
+        top=top,
+        right=wide - 8.0,
+        bottom=top + ROW * len(lanes),
+        x_range=(0.0, end_s * 1e3),
+        y_range=(0.0, 1.0),
+    )
+    parts = [legend]
+    for row, lane in enumerate(lanes):
+        y = frame.top + row * ROW
+        parts.append(svg.text(0.0, y + 13.0, f"rank {lane.rank}", "tick"))
+        parts += [_bars(frame, y, lane, getattr(lane, name), name) for name, _ in PARTS]
+    parts.append(svg.line(frame.left, frame.bottom, frame.right, frame.bottom, "axis"))
+    values = svg.ticks(*frame.x_range, max(2, int((frame.right - frame.left) / 90)))
+    for value in values:
+        x = frame.x(value)
+        parts.append(svg.line(x, frame.bottom, x, frame.bottom + 4, "axis"))
+        words = f"{value:.{svg.decimals(values)}f}"
+        parts.append(svg.text(x, frame.bottom + 19, words, "tick", anchor="middle"))
+    parts.append(svg.text(frame.right, frame.bottom + 38, "ms", "title", anchor="end"))
+    return svg.picture(
+        f"timelines-{key}",
+        wide,
+        frame.bottom + 44.0,
+        "Timelines of the ranks",
+        "For each rank, when it computes, communicates and waits in one iteration.",
+        "".join(parts),
+    )
+
+
+def _bars(frame: Frame, y: float, lane: Lane, times: Times, name: str) -> str:
+    """One kind of time. Pieces that the screen cannot tell apart are drawn as one; each is drawn
+    at least half a pixel wide only if it is that wide, so that the picture adds up."""
+    pixel_s = (frame.x_range[1] / 1e3) / (frame.right - frame.left)
+    drawn = []
+    for begin, end in join(times, 0.4 * pixel_s):
+        if end - begin >= 0.2 * pixel_s:
+            x = frame.x((lane.begin_s + begin) * 1e3)
+            wide = frame.x((lane.begin_s + end) * 1e3) - x
+            drawn.append(svg.rectangle(x, y, wide, BAR, f"part {name}"))
+    return "".join(drawn)
+
+
+def _legend(wide: float) -> tuple[str, float]:
+    """The names of the colours, and the height that they take."""
+    x, y, parts = 0.0, 12.0, []
+    for name, words in PARTS:
+        if x > 0.0 and x + 26.0 + svg.width(words) > wide:
+            x, y = 0.0, y + 22.0
+        parts.append(svg.rectangle(x, y - 11.0, 14.0, 14.0, f"part {name}"))
+        parts.append(svg.text(x + 20.0, y, words, "tick"))
+        x += 44.0 + svg.width(words)
+    return "".join(parts), y + 20.0
+
+
+def _ranks(analysis: Analysis) -> str:
+    columns = (
+        ("Rank", "n"),
+        ("Iteration", "n"),
+        ("Compute", "n"),
+        ("Exposed", "n"),
+        ("of it waiting", "n"),
+        ("Overlapped", "n"),
+        ("Idle", "n"),
+        ("Iterations", "n wideonly"),
+    )
+    rows = [(*rank_row(rank), str(rank.iterations)) for rank in analysis.ranks]
+    return f"<section><h2>Ranks</h2>{table(columns, rows, 'Times per iteration')}</section>"
+
+
+def rank_row(rank: RankSections) -> tuple[str, ...]:
+    """Rank, iteration, compute, exposed, waiting, overlapped and idle time, as text."""
+    mean = rank.mean
+    return (
+        str(rank.rank),
+        show_time(mean.iteration_s),
+        show_time(mean.compute_s),
+        f"{show_time(mean.exposed_s)} ({show_fraction(rank.exposed_share)})",
+        show_time(mean.exposed_wait_s),
+        show_time(mean.overlapped_s),
+        show_time(mean.idle_s),
+    )
+
+
+def _sections(analysis: Analysis) -> str:
+    everything = [(r, s) for r in analysis.ranks for s in r.sections]
+    largest = sorted(everything, key=lambda pair: -pair[1].exposed_s)[:MOST_ROWS]
+    if not largest:
+        return ""
+    rest = len(everything) - len(largest)
+    more = f" The {MOST_ROWS} with most exposed time; {rest} more." if rest else ""
+    columns = (
+        ("Rank", "n"),
+        ("Ends with", "name"),
+        ("Starts at", "n"),
+        ("Length", "n"),
+        ("5th to 95th percentile", "n wideonly"),
+        ("Waiting", "n"),
+        ("Bytes", "n wideonly"),
+        ("In iterations", "n wideonly"),
+    )
+    rows = [
+        (
+            str(rank.rank),
+            section.key,
+            show_time(section.start_s),
+            show_time(section.length_s),
+            f"{show_time(section.length_p5_s)} to {show_time(section.length_p95_s)}",
+            show_time(section.wait_s),
+            show_bytes(section.bytes),
+            show_fraction(section.presence),
+        )
+        for rank, section in largest
+    ]
+    return (
+        "<section><h2>Sections</h2><p>Maximal runs of exposed communication, named after the "
+        f"collective that ends them.{more}</p>"
+        f"{table(columns, rows, 'Communication sections')}</section>"
+    )

@@ -1,0 +1,226 @@
+"""Sections, waiting and transfer against an independent sweep, and broken sets of traces."""
+
+import gzip
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.observe.traces import SEND_RECV, job, kernel, trace, write
+
+from kilter.clocks.plan.sections import LEAST_S, analyse, summary
+from kilter.core.errors import PlanError
+from kilter.core.rank_trace import Collective, Iteration, RankTrace
+from kilter.model.intervals import union
+from kilter.observe.rank_traces import KernelTable, read_rank
+
+DATA = Path(__file__).parents[1] / "data"
+TABLE = KernelTable()
+
+
+def read(tmp_path, *contents):
+    files = [write(tmp_path / f"{i}.json", content) for i, content in enumerate(contents)]
+    return [read_rank(f, table=TABLE, otherwise=i) for i, f in enumerate(files)]
+
+
+def sweep(path):
+    """Seconds of each state, by adding up +1 and -1 at the edges of the raw events: no interval
+    algebra, and a table of kernels of its own."""
+    raw = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    edges = []
+    for event in raw:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            what = "copy" if event["cat"] != "kernel" else "compute"
+            if event["name"].startswith("nccl"):
+                what = "comm"
+            edges.append((event["ts"], what, 1))
+            edges.append((event["ts"] + event["dur"], what, -1))
+    edges.sort(key=lambda e: e[0])
+    running, total = Counter(), Counter()
+    for (time, what, change), (after, _, _) in pairwise(edges):
+        running[what] += change
+        state = tuple(name for name in ("comm", "compute", "copy") if running[name] > 0)
+        total[state] += (after - time) * 1e-6
+    return total
+
+
+@pytest.mark.parametrize("name", ["ddp2_nvlink_resnet50", "par2_fsdp2_rank0", "par2_fsdp2_rank1"])
+def test_times_of_measured_traces_are_those_of_a_sweep(name):
+    path = DATA / f"{name}.kineto.json.gz"
+    rank = analyse([read_rank(path, table=TABLE)]).ranks[0]
+    true = sweep(path)
+    comm = sum(s for state, s in true.items() if "comm" in state)
+    compute = sum(s for state, s in true.items() if "compute" in state)
+    overlapped = sum(s for state, s in true.items() if {"comm", "compute"} <= set(state))
+    mean = rank.mean
+    assert rank.iterations == 2
+    assert mean.comm_s * 2 == pytest.approx(comm, rel=1e-6)
+    assert mean.compute_s * 2 == pytest.approx(compute, rel=1e-6)
+    assert mean.overlapped_s * 2 == pytest.approx(overlapped, rel=1e-6)
+    assert mean.exposed_s * 2 == pytest.approx(comm - overlapped, rel=1e-6)
+    assert mean.copy_s * 2 == pytest.approx(true["copy",], rel=1e-6)
+    assert mean.idle_s * 2 == pytest.approx(true[()], rel=1e-5)
+
+
+def test_waiting_of_a_measured_pair_is_what_the_durations_say():
+    """Matched by their order, from the raw events."""
+    paths = [DATA / f"par2_fsdp2_rank{r}.kineto.json.gz" for r in (0, 1)]
+    analysis = analyse([read_rank(path, table=TABLE) for path in paths])
+    raw = [json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] for path in paths]
+    kernels = [
+        sorted((e["ts"], e["dur"]) for e in events if e.get("name", "").startswith("nccl"))
+        for events in raw
+    ]
+    durations = np.array([[dur for _, dur in of_rank] for of_rank in kernels]) * 1e-6
+    transfer = durations.min(axis=0)
+    assert analysis.matched == 200
+    assert analysis.left_out == ()
+    for rank, own in zip(analysis.ranks, durations, strict=True):
+        assert rank.mean.transfer_s * 2 == pytest.approx(transfer.sum(), rel=1e-6)
+        assert rank.mean.wait_s * 2 == pytest.approx((own - transfer).sum(), rel=1e-6)
+    assert abs(analysis.ranks[1].clock_offset_s) < 1e-5
+
+
+SPANS = st.lists(
+    st.tuples(st.integers(0, 400), st.integers(1, 60)).map(lambda s: (s[0], s[0] + s[1])),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(compute=SPANS, comm=SPANS, copies=SPANS)
+def test_the_parts_add_up_to_the_iteration(compute, comm, copies):
+    scaled = [[(a * 1e-6, b * 1e-6) for a, b in spans] for spans in (compute, comm, copies)]
+    rank = RankTrace(
+        source="x",
+        rank=0,
+        world_size=1,
+        device="",
+        origin_s=0.0,
+        compute=union(scaled[0]),
+        copies=union(scaled[2]),
+        collectives=tuple(
+            Collective(op="all_reduce", begin_s=a, end_s=b, stream=1) for a, b in sorted(scaled[1])
+        ),
+        iterations=(Iteration(number=0, begin_s=0.0, end_s=460e-6),),
+        found_by="",
+    )
+    found = analyse([rank]).ranks[0]
+    mean, cells = found.mean, range(460)
+    states = [{c for a, b in spans for c in range(a, b)} for spans in (compute, comm, copies)]
+    exposed = states[1] - states[0]
+    assert mean.exposed_s == pytest.approx(len(exposed) * 1e-6)
+    assert mean.overlapped_s == pytest.approx(len(states[1] & states[0]) * 1e-6)
+    assert mean.copy_s == pytest.approx(len(states[2] - states[1] - states[0]) * 1e-6)
+    assert mean.idle_s == pytest.approx(len(set(cells) - set.union(*states)) * 1e-6)
+    parts = mean.compute_s + mean.exposed_s + mean.copy_s + mean.idle_s
+    assert parts == pytest.approx(mean.iteration_s)
+    in_sections = sum(s.exposed_s for s in found.sections) + found.short_sections.exposed_s
+    assert in_sections == pytest.approx(mean.exposed_s)
+    assert all(s.length_s >= LEAST_S * 0.999 for s in found.sections)
+
+
+@pytest.mark.parametrize("seq", [True, False])
+@pytest.mark.parametrize("clock_us", [0.0, 7200e6])
+def test_the_late_rank_waits_for_nobody(tmp_path, seq, clock_us):
+    traces = read(tmp_path, job(0, seq=seq), job(1, late_us=300.0, seq=seq, clock_us=clock_us))
+    early, late = analyse(traces).ranks
+    assert early.mean.wait_s == pytest.approx(300e-6)
+    assert late.mean.wait_s == pytest.approx(0.0, abs=1e-9)
+    assert early.mean.transfer_s == late.mean.transfer_s == pytest.approx(200e-6)
+    assert late.clock_offset_s == pytest.approx(clock_us * 1e-6, abs=1e-6)
+    (section,) = early.sections
+    assert (section.op, section.group, section.bytes) == ("all_reduce", "default_pg", 4000)
+    assert section.presence == 1.0
+    assert section.wait_s == pytest.approx(300e-6)
+    assert section.start_s == pytest.approx(400e-6)
+    assert section.length_s == pytest.approx(500e-6)
+
+
+def test_missing_ranks_and_groups_seen_once_are_named(tmp_path):
+    analysis = analyse(read(tmp_path, job(3, world_size=8)))
+    assert any("ranks 0, 1, 2, 4, 5, 6, 7 of 8" in text for text in analysis.left_out)
+    assert analysis.ranks[0].mean.wait_s is None
+    assert analysis.ranks[0].mean.exposed_s == pytest.approx(500e-6)
+
+
+def test_different_numbers_of_iterations_are_named_and_what_is_common_is_matched(tmp_path):
+    analysis = analyse(read(tmp_path, job(0, iterations=4), job(1, iterations=3, late_us=100.0)))
+    assert any("4 on rank 0, 3 on rank 1" in text for text in analysis.left_out)
+    assert analysis.matched == 6
+
+
+def test_groups_are_matched_by_their_members(tmp_path):
+    """Two tensor-parallel pairs with the same name, one of which is slow."""
+    contents = []
+    for rank in range(4):
+        group = [0, 1] if rank < 2 else [2, 3]
+        duration = 100 if rank < 2 else 500
+        late = 50 if rank % 2 else 0
+        message = {"Collective name": "allreduce", "Process Group Name": "tp"}
+        message |= {"Process Group Ranks": str(group), "Seq": 1}
+        events = [
+            kernel("gemm", 0, 100),
+            kernel(
+                "ncclDevKernel_AllReduce",
+                100 + late,
+                100 + late + duration - late,
+                stream=9,
+                **message,
+            ),
+        ]
+        contents.append(trace(events, rank=rank, world_size=4))
+    ranks = analyse(read(tmp_path, *contents)).ranks
+    assert [round(r.mean.transfer_s * 1e6) for r in ranks] == [50, 50, 450, 450]
+    assert [round(r.mean.wait_s * 1e6) for r in ranks] == [50, 0, 50, 0]
+
+
+def test_point_to_point_is_matched_by_the_pair(tmp_path):
+    contents = []
+    for rank, length in ((0, 100), (1, 400), (2, 70)):
+        peer = {0: (0, 1), 1: (1, 0), 2: (2, 1)}[rank]
+        message = {"Collective name": "send", "Process Group Name": "pp"}
+        message |= {"Process Group Ranks": "[0, 1, 2]"}
+        message |= {"Src Rank": peer[0], "Dst Rank": peer[1]}
+        events = [kernel("gemm", 0, 100), kernel(SEND_RECV, 100, 100 + length, **message)]
+        contents.append(trace(events, rank=rank, world_size=3))
+    ranks = analyse(read(tmp_path, *contents)).ranks
+    assert [r.mean.transfer_s for r in ranks][:2] == [pytest.approx(100e-6)] * 2
+    assert ranks[1].mean.wait_s == pytest.approx(300e-6)
+    assert ranks[2].mean.wait_s is None
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        ((job(0), job(0)), "both of rank 0"),
+        ((job(0), job(1, world_size=4)), "run of 2 ranks"),
+        ((job(0), job(1, jitter=(0.0, 5e4, 1e5))), "apart"),
+    ],
+)
+def test_traces_of_different_runs_are_refused(tmp_path, contents, words):
+    with pytest.raises(PlanError, match=words):
+        analyse(read(tmp_path, *contents))
+
+
+def test_other_collectives_are_another_run(tmp_path):
+    other = json.loads(json.dumps(job(1, seq=False)).replace("allreduce", "broadcast"))
+    with pytest.raises(PlanError, match="do not run the same collectives"):
+        analyse(read(tmp_path, job(0, seq=False), other))
+
+
+def test_no_collectives_is_an_answer(tmp_path):
+    analysis = analyse(read(tmp_path, trace([kernel("gemm", 0, 10), kernel("gemm", 20, 30)])))
+    assert "No communication kernels in the trace" in summary(analysis)
+    assert analysis.ranks[0].sections == ()
+    assert analysis.ranks[0].mean.compute_s == pytest.approx(20e-6)
+
+
+def test_the_summary_names_the_worst_rank(tmp_path):
+    text = summary(analyse(read(tmp_path, job(0), job(1, late_us=300.0))))
+    assert "exposed communication on rank 0" in text
+    assert "60.0 % of it waiting" in text

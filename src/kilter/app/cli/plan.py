@@ -6,17 +6,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from kilter.app import plan_memory
+from kilter.act.rehearsal import Rehearsal
+from kilter.app import plan_memory, plan_operations
 from kilter.app.cli.options import fraction, simulated
-from kilter.clocks.plan.governor import plan_of
-from kilter.clocks.rehearsal import Rehearsal
 from kilter.core import codec
 from kilter.core.errors import PlanError
 from kilter.core.label import Label
 from kilter.core.plan import Goal, Objective, Plan
 from kilter.core.trace import IterationTrace
 from kilter.core.units import show_fraction
-from kilter.device.sim.gpu import SimGpu
+from kilter.plan.governor import plan_of
+from kilter.sim.gpu import SimGpu
 
 HELP = "Plan from an iteration trace (the trace.json of a run), without running the job."
 
@@ -30,11 +30,13 @@ examples:
   kilter plan memory trace.json --memory-budget 24GiB
 """
 
-PLAN_REHEARSAL_S = 60.0
+REHEARSE_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="clocks|memory")
+    kinds = parser.add_subparsers(
+        dest="kind", required=True, metavar="clocks|sections|operations|memory"
+    )
     memory = kinds.add_parser(
         "memory",
         help=plan_memory.HELP,
@@ -43,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     plan_memory.add_arguments(memory)
     memory.set_defaults(act=plan_memory.run)
+    for name, module in (("operations", plan_operations),):
+        kind = kinds.add_parser(
+            name,
+            help=module.HELP,
+            epilog=module.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(kind)
+        kind.set_defaults(act=module.run)
     clocks = kinds.add_parser("clocks", help="one setting of the clocks for the whole job")
     clocks.add_argument("trace", metavar="TRACE", type=Path, help="trace.json of a run")
     clocks.add_argument("--device", type=simulated, required=True, metavar="sim:NAME")
@@ -81,10 +92,8 @@ def _plan_clocks(args: argparse.Namespace) -> Plan:
     rehearsal = Rehearsal(
         gpu, trace, goal, apply=gpu.set, record=lambda event: None, seed=args.seed
     )
-    if not rehearsal.finish(seconds=PLAN_REHEARSAL_S):
-        print(
-            f"kilter plan: stopped after {PLAN_REHEARSAL_S:.0f} s; the best so far", file=sys.stderr
-        )
+    if not rehearsal.finish(seconds=REHEARSE_S):
+        print(f"kilter plan: stopped after {REHEARSE_S:.0f} s; the best so far", file=sys.stderr)
     return plan_of(rehearsal.program.choice, found, Label.SIMULATED)
 
 

@@ -1,0 +1,288 @@
+"""`kilter bench operations`: clocks per unit operation against switch latency, all simulated."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kilter.app import svg
+from kilter.app.bench.workloads import WORKLOADS, iteration
+from kilter.app.cli.options import fraction, simulated
+from kilter.app.page import document, table
+from kilter.app.plan_operations import STRATEGIES, as_json, compare
+from kilter.app.svg import Frame, escape
+from kilter.clocks.operation_costs import costs_of
+from kilter.core.codec import write_atomically
+from kilter.core.label import Label
+from kilter.core.units import show_fraction, show_time
+from kilter.sim.profile import Profile, load_profile
+
+HELP = "clocks per unit operation against switch latency; every figure is simulated"
+EPILOG = """\
+ResNet-50, VGG-16 and a GPT of GPT-3-XL's size, from the shapes of their layers. A switch takes the
+given time, in which nothing else runs; every strategy pays for its switches. A strategy is useless
+from the latency on at which it saves no more than the best single setting, or breaks the bound.
+
+examples:
+  kilter bench operations
+  kilter bench operations --devices sim:a100 --max-slowdown 5% --json
+  kilter bench operations --html operations.html
+"""
+
+LATENCIES_S = (0.0, 1e-4, 1e-3, 1e-2, 1e-1)
+DEVICES = ("rtx3080ti", "v100", "a100")
+ELEMENT_BYTES = {"a100": 2, "h200": 2}
+"""Profiles that were fitted with bfloat16 FLOPs; the others with float32."""
+_NAMES = {
+    "default": "default",
+    "best_static": "best single setting",
+    "arithmetic_intensity": "by arithmetic intensity",
+    "exhaustive": "exhaustive per operation",
+    "kilter": "kilter",
+}
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One strategy on one problem."""
+
+    device: str
+    workload: str
+    training: bool
+    switch_latency_s: float
+    strategy: str
+    saving: float
+    slowdown: float
+    within_bound: bool
+    switches: int
+
+
+class Useless(msgspec.Struct, frozen=True, kw_only=True):
+    """From which tested latency on a strategy is no better than the best single setting."""
+
+    device: str
+    workload: str
+    training: bool
+    strategy: str
+    from_switch_latency_s: float | None
+    """None: it is still better at the longest latency."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--devices", nargs="+", type=simulated, metavar="sim:NAME", help="(all that were fitted)"
+    )
+    parser.add_argument("--max-slowdown", type=fraction, default=0.02, metavar="B", help="(2%%)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the plots")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    profiles = args.devices or [load_profile(name) for name in DEVICES]
+    rows = list(_rows(profiles, args.max_slowdown))
+    useless = list(_useless(rows))
+    if args.html is not None:
+        write_atomically(args.html, _page(rows, useless, args.max_slowdown).encode())
+    if args.json:
+        result: dict[str, Any] = {
+            "schema": "kilter.bench.operations/1",
+            "label": Label.SIMULATED.value,
+            "max_slowdown": args.max_slowdown,
+            "rows": msgspec.to_builtins(rows),
+            "useless": msgspec.to_builtins(useless),
+        }
+        print(msgspec.json.encode(result).decode())
+    else:
+        _tell(rows, useless)
+    return 0
+
+
+def _rows(profiles: Sequence[Profile], max_slowdown: float) -> Iterator[Row]:
+    for profile in profiles:
+        for workload, layers in WORKLOADS.items():
+            for training in (True, False):
+                if sys.stderr.isatty():
+                    print(f"\r\033[K{profile.name} {workload}", end="", file=sys.stderr)
+                bytes_ = ELEMENT_BYTES.get(profile.name, 4)
+                trace = iteration(layers(), element_bytes=bytes_, training=training)
+                costs = costs_of(profile, trace)
+                for switch_s in LATENCIES_S:
+                    found = compare(costs, switch_s=switch_s, max_slowdown=max_slowdown)
+                    shown = as_json(costs, found, switch_s=switch_s, max_slowdown=max_slowdown)
+                    for strategy in STRATEGIES:
+                        yield Row(
+                            device=profile.name,
+                            workload=workload,
+                            training=training,
+                            switch_latency_s=switch_s,
+                            strategy=strategy,
+                            **{
+                                key: shown[strategy][key]
+                                for key in ("saving", "slowdown", "within_bound", "switches")
+                            },
+                        )
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+
+
+def _useless(rows: Sequence[Row]) -> Iterator[Useless]:
+    groups: dict[tuple[str, str, bool], dict[tuple[str, float], Row]] = {}
+    for row in rows:
+        group = groups.setdefault((row.device, row.workload, row.training), {})
+        group[row.strategy, row.switch_latency_s] = row
+    for (device, workload, training), group in groups.items():
+        for strategy in ("arithmetic_intensity", "exhaustive", "kilter"):
+            useful = [
+                switch_s
+                for switch_s in LATENCIES_S
+                if group[strategy, switch_s].within_bound
+                and group[strategy, switch_s].saving
+                > group["best_static", switch_s].saving + 0.0005
+            ]
+            after = [s for s in LATENCIES_S if s > max(useful, default=-1.0)]
+            yield Useless(
+                device=device,
+                workload=workload,
+                training=training,
+                strategy=strategy,
+                from_switch_latency_s=after[0] if after else None,
+            )
+
+
+def _tell(rows: Sequence[Row], useless: Sequence[Useless]) -> None:
+    print(f"{'device':<10} {'workload':<22} {'strategy':<24}", end="")
+    print("".join(f"{_latency(s):>20}" for s in LATENCIES_S))
+    lines: dict[tuple[str, str, bool, str], list[Row]] = {}
+    for row in rows:
+        key = (row.device, row.workload, row.training, row.strategy)
+        lines.setdefault(key, []).append(row)
+    for (device, workload, training, strategy), line in lines.items():
+        if strategy == "default":
+            continue
+        name = f"{workload} {'training' if training else 'forward'}"
+        cells = "".join(f"{_cell(row):>20}" for row in line)
+        print(f"{device:<10} {name:<22} {_NAMES[strategy]:<24}{cells}")
+    print("\nSaving / slowdown against the default [simulated]; ! breaks the bound.")
+    print("Useless from this switch latency on:")
+    for entry in useless:
+        name = f"{entry.workload} {'training' if entry.training else 'forward'}"
+        print(f"  {entry.device:<10} {name:<22} {_NAMES[entry.strategy]:<24} {_from(entry)}")
+
+
+def _cell(row: Row) -> str:
+    broken = "" if row.within_bound else "!"
+    if row.slowdown > 1.0:
+        return f"{1 + row.slowdown:.0f} x time {broken}"
+    return f"{show_fraction(row.saving)} / {show_fraction(row.slowdown)}{broken}"
+
+
+def _latency(switch_s: float) -> str:
+    return show_time(switch_s) if switch_s else "0"
+
+
+def _from(entry: Useless) -> str:
+    if entry.from_switch_latency_s is None:
+        return f"useful up to {_latency(LATENCIES_S[-1])}"
+    if entry.from_switch_latency_s == 0.0:
+        return "always"
+    return _latency(entry.from_switch_latency_s)
+
+
+# The page.
+
+_STYLE = """<style>
+.line { fill: none; stroke-width: 1.8 }
+.line.kilter { stroke: var(--ours) }
+.line.best_static { stroke: var(--base) }
+.line.arithmetic_intensity { stroke: var(--trace) }
+.line.exhaustive { stroke: var(--bound) }
+.line.broken { stroke-dasharray: 3 4; opacity: .7 }
+circle.kilter { fill: var(--ours) } circle.best_static { fill: var(--base) }
+circle.arithmetic_intensity { fill: var(--trace) } circle.exhaustive { fill: var(--bound) }
+</style>"""
+_LEAST, _MOST = -0.05, 0.25
+"""Savings drawn; what is below ends at the edge."""
+
+
+def _page(rows: Sequence[Row], useless: Sequence[Useless], max_slowdown: float) -> str:
+    zero = [r for r in rows if r.switch_latency_s == 0.0 and r.strategy == "kilter"]
+    real = [r for r in rows if r.switch_latency_s == 1e-2 and r.strategy == "kilter"]
+    static = {
+        (r.device, r.workload, r.training): r.saving
+        for r in rows
+        if r.switch_latency_s == 1e-2 and r.strategy == "best_static"
+    }
+    gained = max(r.saving - static[r.device, r.workload, r.training] for r in real)
+    answer = (
+        f"Clocks per operation could save up to {show_fraction(max(r.saving for r in zero))} if "
+        f"switching were free; at 10 ms per switch they save at most {show_fraction(gained)} more "
+        "than one setting for the whole iteration."
+    )
+    plots = "".join(
+        f"<section><h2>{escape(f'{workload}, ' + ('training' if training else 'forward only'))}"
+        f"</h2><p>Saving against the default, at most {show_fraction(max_slowdown)} slower; dashed "
+        f"where the bound is broken. On sim:{escape(device)}.</p>"
+        f"<figure>{_plot(rows, device, workload, training)}</figure></section>"
+        for device, workload, training in static
+    )
+    shown = [
+        (
+            entry.device,
+            f"{entry.workload} {'training' if entry.training else 'forward'}",
+            _NAMES[entry.strategy],
+            _from(entry),
+        )
+        for entry in useless
+    ]
+    columns = (("Device", ""), ("Workload", ""), ("Strategy", ""), ("Useless from", "n"))
+    return document(
+        "kilter bench operations",
+        f"{_STYLE}<header><p class='kicker'>kilter bench operations "
+        f"<span class='tag simulated'>simulated</span></p><h1>{escape(answer)}</h1></header>"
+        f"<section><h2>Where each strategy becomes useless</h2><p>The tested switch latency from "
+        f"which on it breaks the bound or saves no more than the best single setting.</p>"
+        f"{table(columns, shown, 'Where each strategy becomes useless')}</section>{plots}",
+    )
+
+
+def _plot(rows: Sequence[Row], device: str, workload: str, training: bool) -> str:
+    frame = Frame(
+        left=64.0, top=52.0, right=840.0, bottom=252.0, x_range=(0.0, 4.0), y_range=(_LEAST, _MOST)
+    )
+    parts = []
+    for value in svg.ticks(_LEAST, _MOST, 6):
+        y = frame.y(value)
+        parts.append(svg.line(frame.left, y, frame.right, y, "grid"))
+        parts.append(svg.text(frame.left - 8, y + 4, f"{value * 100:.0f} %", "tick", anchor="end"))
+    for place, switch_s in enumerate(LATENCIES_S):
+        words = _latency(switch_s)
+        parts.append(svg.text(frame.x(place), 272.0, words, "tick", anchor="middle"))
+    parts.append(svg.text(frame.right, 292.0, "time of one switch", "title", anchor="end"))
+    x = frame.left
+    for strategy in STRATEGIES[1:]:
+        line = [
+            row
+            for row in rows
+            if (row.device, row.workload, row.training, row.strategy)
+            == (device, workload, training, strategy)
+        ]
+        points = [
+            (frame.x(i), frame.y(min(max(row.saving, _LEAST), _MOST))) for i, row in enumerate(line)
+        ]
+        for i in range(len(points) - 1):
+            broken = "" if line[i].within_bound and line[i + 1].within_bound else " broken"
+            parts.append(svg.path(points[i : i + 2], f"line {strategy}{broken}"))
+        for (cx, cy), row in zip(points, line, strict=True):
+            note = f"{_NAMES[strategy]}: {_cell(row)}, {row.switches} switches"
+            parts.append(svg.dot(cx, cy, 4.0, strategy, note))
+        parts.append(svg.dot(x + 4.0, 24.0, 4.0, strategy, _NAMES[strategy]))
+        parts.append(svg.text(x + 14.0, 28.0, _NAMES[strategy], "tick"))
+        x += 40.0 + svg.width(_NAMES[strategy])
+    key = f"{device}-{workload}-{'training' if training else 'forward'}"
+    return svg.picture(
+        key, 860.0, 300.0, f"Saving on {device}", "Saving of each strategy.", "".join(parts)
+    )

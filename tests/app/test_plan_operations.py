@@ -1,0 +1,117 @@
+"""`kilter plan operations` and `kilter bench operations`, from files to tables."""
+
+import json
+import math
+
+import pytest
+from tests.observe.traces import job, write
+
+from kilter.app.bench.workloads import WORKLOADS, iteration, resnet50, vgg16
+from kilter.app.cli.main import main
+from kilter.core import codec
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.json"
+    codec.save(path, iteration(vgg16(8), element_bytes=4, training=True))
+    return path
+
+
+def planned(trace, capsys, *options):
+    device = ["--device", "sim:rtx3080ti"]
+    assert main(["plan", "operations", str(trace), *device, *options, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_networks_have_their_published_size():
+    """Multiply-adds of one image: 4.1 and 15.5 billion (He et al. 2016, Simonyan 2015)."""
+    assert sum(layer.flops for layer in resnet50(1)) / 2 == pytest.approx(4.1e9, rel=0.03)
+    assert sum(layer.flops for layer in vgg16(1)) / 2 == pytest.approx(15.5e9, rel=0.01)
+    weights = sum(layer.weights for layer in WORKLOADS["gpt"]())
+    assert weights == pytest.approx(1.3e9, rel=0.02)
+
+
+def test_free_switches_save_more_than_one_setting(trace, capsys):
+    found = planned(trace, capsys, "--switch-latency-s", "0", "--max-slowdown", "2%")
+    assert (found["schema"], found["label"]) == ("kilter.plan.operations/1", "simulated")
+    assert found["kilter"]["saving"] > found["best_static"]["saving"] + 0.02
+    assert found["kilter"]["saving"] >= found["exhaustive"]["saving"]
+    assert found["kilter"]["slowdown"] <= 0.02
+    assert found["kilter"]["switches"] > 0
+    assert {"saving", "slowdown"} <= set(found["arithmetic_intensity"])
+
+
+def test_the_baselines_pay_for_their_switches(trace, capsys):
+    found = planned(trace, capsys, "--switch-latency-s", "0.1")
+    assert found["kilter"]["switches"] == 0
+    assert found["kilter"]["saving"] == found["best_static"]["saving"]
+    assert found["exhaustive"]["slowdown"] > 1.0
+    assert found["exhaustive"]["within_bound"] is False
+
+
+def test_infinite_latency_is_the_best_single_setting(trace, capsys):
+    found = planned(trace, capsys, "--switch-latency-s", "inf")
+    assert found["switch_latency_s"] is None
+    assert found["kilter"]["saving"] == found["best_static"]["saving"]
+    assert found["arithmetic_intensity"]["slowdown"] is None
+
+
+def test_the_sentence_names_the_switches(trace, capsys):
+    device = ["--device", "sim:rtx3080ti"]
+    assert main(["plan", "operations", str(trace), *device, "--switch-latency-s", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "With switches free" in out
+    assert "[simulated]" in out
+    assert main(["plan", "operations", str(trace), *device]) == 0
+    assert "one setting for the whole iteration is best" in capsys.readouterr().out
+
+
+def test_a_kineto_trace_is_a_trace(tmp_path, capsys):
+    path = write(tmp_path / "rank0.json", job(0))
+    found = planned(path, capsys)
+    assert found["operations"] >= 9
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"schema": "kilter.plan/1"}', "[]"])
+def test_broken_input_is_one_line_and_exit_code_1(tmp_path, capsys, text):
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    assert main(["plan", "operations", str(path), "--device", "sim:v100"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert str(path) in err
+
+
+def test_a_trace_without_work_and_wrong_usage(tmp_path, trace, capsys):
+    empty = tmp_path / "empty.json"
+    codec.save(empty, iteration([], element_bytes=4, training=False))
+    assert main(["plan", "operations", str(empty), "--device", "sim:v100"]) == 1
+    assert "nothing can be planned" in capsys.readouterr().err
+    device = ["--device", "sim:v100"]
+    assert main(["plan", "operations", str(trace), *device, "--switch-latency-s=-1"]) == 2
+
+
+def test_bench_says_where_each_strategy_becomes_useless(tmp_path, capsys):
+    page = tmp_path / "operations.html"
+    device = ["--devices", "sim:v100"]
+    assert main(["bench", "operations", *device, "--json", "--html", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["rows"]) == 3 * 2 * 5 * 5
+    static = {
+        (r["workload"], r["training"], r["switch_latency_s"]): r["saving"]
+        for r in found["rows"]
+        if r["strategy"] == "best_static"
+    }
+    for row in found["rows"]:
+        if row["strategy"] == "kilter":
+            key = (row["workload"], row["training"], row["switch_latency_s"])
+            assert row["saving"] >= static[key]
+            assert row["within_bound"]
+            assert not math.isnan(row["saving"])
+    assert {u["strategy"] for u in found["useless"]} == {
+        "arithmetic_intensity",
+        "exhaustive",
+        "kilter",
+    }
+    assert "if switching were free" in page.read_text()

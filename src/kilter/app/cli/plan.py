@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from kilter.act.rehearsal import Rehearsal
-from kilter.app import plan_memory, plan_operations
+from kilter.app import plan_memory, plan_operations, plan_sections
 from kilter.app.cli.options import fraction, simulated
 from kilter.core import codec
 from kilter.core.errors import PlanError
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     plan_memory.add_arguments(memory)
     memory.set_defaults(act=plan_memory.run)
-    for name, module in (("operations", plan_operations),):
+    for name, module in (("sections", plan_sections), ("operations", plan_operations)):
         kind = kinds.add_parser(
             name,
             help=module.HELP,

@@ -1,0 +1,283 @@
+"""Which communication sections are worth a lower clock. Pure.
+
+A low clock that is to rule a section takes two switches. The command down leaves `lead` before the
+section so that it never acts early but for one time in twenty, the command up leaves so that it has
+acted by the section's end but for one in twenty. What remains between the two effects is low:
+
+    low = length(p5) - (down(p50) - down(p5)) - (up(p95) - up(p50))
+
+A section shorter than the break-even length, down(p95) + up(p95), is refused. Neighbouring sections
+may share one stretch of a low clock: what is computed between them then runs slower, out of a time
+budget. Stretches are chosen by dynamic programming over the ordered sections with all
+non-dominated pairs of delay and saving (the constrained shortest path again; exact for the model).
+
+What is computed in a stretch saves nothing in this model, and the communication itself is taken not
+to slow down: the running job has the last word on both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from statistics import NormalDist
+
+import msgspec
+
+from kilter.clocks.plan.sections import RankSections, Section
+from kilter.core.reasons import Reason
+from kilter.core.units import show_fraction, show_time
+
+PRESENT = 0.9
+"""A section has to be in this share of the iterations to be predicted."""
+MOST_LABELS = 256
+"""Non-dominated pairs kept per section."""
+_NORMAL = NormalDist()
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a switch takes to act: log-normal."""
+
+    median_s: float
+    spread: float
+    """Standard deviation of the logarithm."""
+
+    def quantile(self, share: float) -> float:
+        return self.median_s * math.exp(self.spread * _NORMAL.inv_cdf(share))
+
+    @property
+    def late_s(self) -> float:
+        """Mean time beyond the 95th percentile, over all switches."""
+        return self._beyond(0.95) - self.quantile(0.95) * 0.05
+
+    @property
+    def early_s(self) -> float:
+        """Mean time short of the 5th percentile, over all switches."""
+        mean_s = self.median_s * math.exp(self.spread**2 / 2)
+        return self.quantile(0.05) * 0.05 - (mean_s - self._beyond(0.05))
+
+    def _beyond(self, share: float) -> float:
+        """Part of the mean that lies above a quantile."""
+        mean_s = self.median_s * math.exp(self.spread**2 / 2)
+        return mean_s * _NORMAL.cdf(self.spread - _NORMAL.inv_cdf(share))
+
+
+class Level(msgspec.Struct, frozen=True, kw_only=True):
+    """A clock that may rule a section, relative to the default."""
+
+    sm_clock_hz: float
+    saved_w: float
+    """Power in communication by default minus here."""
+    waiting_w: float
+    stretch: float
+    """Time of computation over that by default, at most: as if no kernel waited for memory."""
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device's clocks do, as far as sections are concerned."""
+
+    levels: tuple[Level, ...]
+    """The gentlest first."""
+    down: Latency
+    up: Latency
+    computing_w: float
+    waiting_w: float
+    """In communication, at the default clock."""
+
+    @property
+    def break_even_s(self) -> float:
+        return self.down.quantile(0.95) + self.up.quantile(0.95)
+
+
+class Stretch(msgspec.Struct, frozen=True, kw_only=True):
+    """A low clock from the beginning of one section to the end of one, per iteration."""
+
+    first: str
+    last: str
+    """Keys of the sections."""
+    sections: int
+    sm_clock_hz: float
+    start_s: float
+    end_s: float
+    down_at_s: float
+    """When the commands leave, from the beginning of the iteration; may be in the one before."""
+    up_at_s: float
+    saved_j: float
+    delay_s: float
+
+
+class Worth(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer for one rank."""
+
+    rank: int
+    exposed_share: float
+    longest_s: float
+    iteration_s: float
+    iteration_j: float
+    """Assumed: computing draws `Card.computing_w`, everything else `Card.waiting_w`."""
+    stretches: tuple[Stretch, ...]
+    refused: tuple[Reason, ...]
+
+    @property
+    def saving(self) -> float:
+        return sum(s.saved_j for s in self.stretches) / self.iteration_j
+
+    @property
+    def slowdown(self) -> float:
+        return sum(s.delay_s for s in self.stretches) / self.iteration_s
+
+
+def worth(rank: RankSections, card: Card, *, max_slowdown: float) -> Worth:
+    """The stretches of one rank that save most within the slowdown."""
+    mean = rank.mean
+    rare = [s for s in rank.sections if s.presence < PRESENT]
+    sections = [s for s in rank.sections if s.presence >= PRESENT]
+    chosen = choose(sections, card, budget_s=max_slowdown * mean.iteration_s)
+    return Worth(
+        rank=rank.rank,
+        exposed_share=rank.exposed_share,
+        longest_s=max((s.length_s for s in rank.sections), default=0.0),
+        iteration_s=mean.iteration_s,
+        iteration_j=mean.compute_s * card.computing_w
+        + (mean.iteration_s - mean.compute_s) * card.waiting_w,
+        stretches=chosen,
+        refused=(*_rare(rare, card), *_refused(sections, chosen, card)),
+    )
+
+
+def summary(found: Sequence[Worth], card: Card) -> str:
+    """One sentence for the whole job."""
+    saving, slowdown = job(found)
+    worst = max(found, key=lambda w: w.exposed_share)
+    if not any(w.stretches for w in found):
+        exposed = f"Nothing to gain: {show_fraction(worst.exposed_share)} exposed"
+        longest_s = max(w.longest_s for w in found)
+        if longest_s < card.break_even_s:
+            longest = f"the longest section takes {show_time(longest_s)}, " if longest_s else ""
+            return f"{exposed}, {longest}below the break-even of {show_time(card.break_even_s)}."
+        return f"{exposed}, but no section saves more than its switches and its delay cost."
+    count = sum(len(w.stretches) for w in found)
+    return (
+        f"A lower clock in {count} stretch{'es' if count > 1 else ''} of communication would save "
+        f"{show_fraction(saving)} of the energy at {show_fraction(slowdown)} slowdown."
+    )
+
+
+def job(found: Sequence[Worth]) -> tuple[float, float]:
+    """Saving and slowdown of all ranks together: energies add up, the slowest rank rules."""
+    energy_j = sum(w.iteration_j for w in found)
+    saved_j = sum(s.saved_j for w in found for s in w.stretches)
+    return saved_j / energy_j, max(w.slowdown for w in found)
+
+
+class _Label(msgspec.Struct, frozen=True):
+    """A way to treat the sections so far."""
+
+    delay_s: float
+    saved_j: float
+    last: Stretch | None
+    before: _Label | None
+
+
+def choose(sections: Sequence[Section], card: Card, *, budget_s: float) -> tuple[Stretch, ...]:
+    """Disjoint stretches over ordered sections: most energy saved within the budget of delay."""
+    ends: list[list[_Label]] = [[] for _ in range(len(sections) + 1)]
+    ends[0] = [_Label(0.0, 0.0, None, None)]
+    for a in range(len(sections)):
+        ends[a + 1] += ends[a]
+        for b, stretch in candidates(sections, a, card, budget_s=budget_s):
+            for label in ends[a]:
+                delay_s = label.delay_s + stretch.delay_s
+                if delay_s <= budget_s:
+                    saved_j = label.saved_j + stretch.saved_j
+                    ends[b + 1].append(_Label(delay_s, saved_j, stretch, label))
+        ends[a + 1] = _undominated(ends[a + 1], budget_s)
+    best: _Label | None = max(ends[-1], key=lambda label: label.saved_j)
+    chosen = []
+    while best is not None and best.last is not None:
+        chosen.append(best.last)
+        best = best.before
+    return tuple(reversed(chosen))
+
+
+def _undominated(labels: list[_Label], budget_s: float) -> list[_Label]:
+    """Those of which no other saves as much with as little delay; if there are too many, the one
+    that saves most of each part of the budget."""
+    labels.sort(key=lambda label: (label.delay_s, -label.saved_j))
+    kept: list[_Label] = []
+    for label in labels:
+        if not kept or label.saved_j > kept[-1].saved_j:
+            kept.append(label)
+    if len(kept) <= MOST_LABELS:
+        return kept
+    parts = {int(label.delay_s / budget_s * MOST_LABELS): label for label in kept}
+    return list(parts.values())
+
+
+def candidates(
+    sections: Sequence[Section], a: int, card: Card, *, budget_s: float
+) -> Iterator[tuple[int, Stretch]]:
+    """Every stretch that begins with section `a`, with the section that it ends with."""
+    gentlest = min((level.stretch for level in card.levels), default=math.inf)
+    start_s = sections[a].start_s
+    computed_s = 0.0
+    for b in range(a, len(sections)):
+        if computed_s * (gentlest - 1.0) > budget_s:
+            return
+        last = sections[b]
+        end_s = max(start_s, last.start_s) + last.length_p5_s
+        if end_s - start_s >= card.break_even_s:
+            for level in card.levels:
+                stretch = _stretch(sections[a : b + 1], level, card, start_s, end_s, computed_s)
+                if stretch.saved_j > 0.0 and stretch.delay_s <= budget_s:
+                    yield b, stretch
+        computed_s += last.gap_compute_s
+
+
+def _stretch(
+    sections: Sequence[Section],
+    level: Level,
+    card: Card,
+    start_s: float,
+    end_s: float,
+    computed_s: float,
+) -> Stretch:
+    down, up = card.down, card.up
+    lost_s = down.median_s - down.quantile(0.05) + up.quantile(0.95) - up.median_s
+    low_s = max(0.0, end_s - start_s - lost_s - computed_s)
+    slower_s = computed_s * (level.stretch - 1.0)
+    mistimed_s = (up.late_s + down.early_s) * (1.0 - 1.0 / level.stretch)
+    return Stretch(
+        first=sections[0].key,
+        last=sections[-1].key,
+        sections=len(sections),
+        sm_clock_hz=level.sm_clock_hz,
+        start_s=start_s,
+        end_s=end_s,
+        down_at_s=start_s - down.quantile(0.05),
+        up_at_s=end_s - up.quantile(0.95),
+        saved_j=level.saved_w * low_s - card.computing_w * mistimed_s - level.waiting_w * slower_s,
+        delay_s=slower_s + mistimed_s,
+    )
+
+
+def _rare(sections: Sequence[Section], card: Card) -> Iterator[Reason]:
+    for section in sections:
+        share = show_fraction(section.presence)
+        if section.length_s > 2 * card.break_even_s:
+            text = f"in {share} of the iterations only: to be slowed down once it has lasted "
+            yield Reason("reactive", section.key, text + show_time(card.break_even_s))
+        else:
+            yield Reason("rare", section.key, f"in {share} of the iterations only")
+
+
+def _refused(
+    sections: Sequence[Section], chosen: Sequence[Stretch], card: Card
+) -> Iterator[Reason]:
+    for section in sections:
+        if any(s.start_s <= section.start_s < s.end_s for s in chosen):
+            continue
+        length, even = show_time(section.length_p5_s), show_time(card.break_even_s)
+        if section.length_p5_s < card.break_even_s:
+            yield Reason("below_break_even", section.key, f"{length} < break-even {even}")
+        else:
+            yield Reason("no_saving", section.key, "saves less than its switches and delay cost")

@@ -1,0 +1,39 @@
+"""What a simulated GPU's clocks do in communication sections, for planners."""
+
+from __future__ import annotations
+
+from kilter.clocks.plan.worth import Card, Latency, Level
+from kilter.model.power import LEAKAGE_AT_C
+from kilter.sim.profile import Profile
+
+LEVELS = 6
+"""Clocks that are planned with, in equal ratios from the highest to the lowest."""
+
+
+def card_of(profile: Profile, *, switch_s: float | None = None) -> Card:
+    """The card of a profile. A switch takes the profile's latency, of which the spread between
+    targets is taken as calibrated, or always `switch_s`."""
+    knobs, power = profile.knobs, profile.power
+    memory_hz, top_hz = knobs.memory_clocks_hz[-1], knobs.sm_highest_hz
+    ratio = (knobs.sm_lowest_hz / top_hz) ** (1 / LEVELS)
+    supported = knobs.supported().sm_clocks_hz
+    wanted = [top_hz * ratio ** (i + 1) for i in range(LEVELS)]
+    clocks = sorted({min(supported, key=lambda hz: abs(hz - w)) for w in wanted}, reverse=True)
+    waiting_w = float(power.waiting_w(top_hz, memory_hz, LEAKAGE_AT_C))
+    latency = Latency(median_s=profile.switch.median_s, spread=profile.switch.spread)
+    if switch_s is not None:
+        latency = Latency(median_s=switch_s, spread=0.0)
+
+    def level(hz: float) -> Level:
+        there_w = float(power.waiting_w(hz, memory_hz, LEAKAGE_AT_C))
+        return Level(
+            sm_clock_hz=hz, saved_w=waiting_w - there_w, waiting_w=there_w, stretch=top_hz / hz
+        )
+
+    return Card(
+        levels=tuple(level(hz) for hz in clocks if hz < top_hz),
+        down=latency,
+        up=latency,
+        computing_w=knobs.limit_highest_w * knobs.limit_kept,
+        waiting_w=waiting_w,
+    )

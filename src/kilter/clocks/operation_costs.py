@@ -12,9 +12,9 @@ from kilter.clocks.plan.operations import Array, Path, Problem
 from kilter.core.errors import PlanError
 from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace, Operation
+from kilter.device.sim.profile import Profile
+from kilter.device.sim.work import CLOCKLESS, cost_of, work_of
 from kilter.model.power import LEAKAGE_AT_C, capped_clock
-from kilter.sim.profile import Profile
-from kilter.sim.work import CLOCKLESS, cost_of, work_of
 
 MOST_PAIRS = 30
 """Clock pairs that are planned with: more cost time and save no more."""

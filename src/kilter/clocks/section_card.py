@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kilter.clocks.plan.worth import Card, Latency, Level
+from kilter.device.sim.profile import Profile
 from kilter.model.power import LEAKAGE_AT_C
-from kilter.sim.profile import Profile
 
 LEVELS = 6
 """Clocks that are planned with, in equal ratios from the highest to the lowest."""

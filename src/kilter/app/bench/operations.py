@@ -10,17 +10,17 @@ from typing import Any
 
 import msgspec
 
-from kilter.app import svg
 from kilter.app.bench.workloads import WORKLOADS, iteration
 from kilter.app.cli.options import fraction, simulated
-from kilter.app.page import document, table
 from kilter.app.plan_operations import STRATEGIES, as_json, compare
-from kilter.app.svg import Frame, escape
+from kilter.app.report import svg
+from kilter.app.report.page import document, table
+from kilter.app.report.svg import Frame, escape
 from kilter.clocks.operation_costs import costs_of
 from kilter.core.codec import write_atomically
 from kilter.core.label import Label
 from kilter.core.units import show_fraction, show_time
-from kilter.sim.profile import Profile, load_profile
+from kilter.device.sim.profile import Profile, load_profile
 
 HELP = "clocks per unit operation against switch latency; every figure is simulated"
 EPILOG = """\

@@ -6,17 +6,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from kilter.act.rehearsal import Rehearsal
 from kilter.app import plan_memory, plan_operations, plan_sections
 from kilter.app.cli.options import fraction, simulated
+from kilter.clocks.plan.governor import plan_of
+from kilter.clocks.rehearsal import Rehearsal
 from kilter.core import codec
 from kilter.core.errors import PlanError
 from kilter.core.label import Label
 from kilter.core.plan import Goal, Objective, Plan
 from kilter.core.trace import IterationTrace
 from kilter.core.units import show_fraction
-from kilter.plan.governor import plan_of
-from kilter.sim.gpu import SimGpu
+from kilter.device.sim.gpu import SimGpu
 
 HELP = "Plan from an iteration trace (the trace.json of a run), without running the job."
 
@@ -30,7 +30,7 @@ examples:
   kilter plan memory trace.json --memory-budget 24GiB
 """
 
-REHEARSE_S = 60.0
+PLAN_REHEARSAL_S = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,8 +92,10 @@ def _plan_clocks(args: argparse.Namespace) -> Plan:
     rehearsal = Rehearsal(
         gpu, trace, goal, apply=gpu.set, record=lambda event: None, seed=args.seed
     )
-    if not rehearsal.finish(seconds=REHEARSE_S):
-        print(f"kilter plan: stopped after {REHEARSE_S:.0f} s; the best so far", file=sys.stderr)
+    if not rehearsal.finish(seconds=PLAN_REHEARSAL_S):
+        print(
+            f"kilter plan: stopped after {PLAN_REHEARSAL_S:.0f} s; the best so far", file=sys.stderr
+        )
     return plan_of(rehearsal.program.choice, found, Label.SIMULATED)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kilter.app import sections_page
+from kilter.app.report import sections as sections_page
 from kilter.clocks.plan.sections import Analysis, RankSections, analyse, summary
 from kilter.core.codec import write_atomically
 from kilter.core.errors import FileError, UsageError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kilter.app import svg
-from kilter.app.page import document, table
-from kilter.app.svg import Frame, escape
+from kilter.app.report import svg
+from kilter.app.report.page import document, table
+from kilter.app.report.svg import Frame, escape
 from kilter.clocks.plan.sections import Analysis, Lane, RankSections
 from kilter.core.rank_trace import Times
 from kilter.core.units import show_bytes, show_count, show_fraction, show_time

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from importlib import resources
 
-from kilter.app.svg import escape
+from kilter.app.report.svg import escape
 
 
 def document(title: str, body: str) -> str:
     """The whole page; its security policy forbids scripts and requests."""
-    style = resources.files("kilter.app").joinpath("report.css").read_text(encoding="utf-8")
+    style = resources.files("kilter.app.report").joinpath("report.css").read_text(encoding="utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

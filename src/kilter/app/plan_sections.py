@@ -8,14 +8,11 @@ from typing import Any
 
 import msgspec
 
-from kilter.app.cli.options import fraction, simulated
-from kilter.app.cli.sections import add_trace_arguments, analysed
+from kilter.app.cli.sections import add_device_arguments, add_trace_arguments, analysed, card
 from kilter.clocks.plan.sections import Analysis
 from kilter.clocks.plan.worth import Card, Worth, job, summary, worth
-from kilter.clocks.section_card import card_of
-from kilter.core.errors import UsageError
 from kilter.core.label import Label
-from kilter.core.units import show_clock, show_energy, show_fraction, show_time
+from kilter.core.units import show_clock, show_count, show_energy, show_fraction, show_time
 
 HELP = "which communication sections are worth a lower clock"
 EPILOG = """\
@@ -30,29 +27,13 @@ examples:
 """
 
 
+MOST_STRETCHES = 4
+"""Stretches of one rank that are printed."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trace_arguments(parser)
     add_device_arguments(parser, required=True)
-    parser.add_argument("--max-slowdown", type=fraction, default=0.01, metavar="B", help="(1%%)")
-
-
-def add_device_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """The device, and how fast its clocks change."""
-    parser.add_argument("--device", type=simulated, required=required, metavar="sim:NAME")
-    parser.add_argument(
-        "--switch-latency-s",
-        type=float,
-        metavar="S",
-        help="a switch of clocks always takes S (default: the device's distribution)",
-    )
-
-
-def card(args: argparse.Namespace) -> Card:
-    """The card that the options name; `UsageError` for a time below zero."""
-    switch_s = args.switch_latency_s
-    if switch_s is not None and not switch_s >= 0.0:
-        raise UsageError(f"--switch-latency-s {switch_s}: a switch takes 0 s or more")
-    return card_of(args.device, switch_s=switch_s)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,19 +69,20 @@ def _as_json(found: Sequence[Worth], device: Card, analysis: Analysis) -> dict[s
 def _tell(found: Sequence[Worth], device: Card, analysis: Analysis) -> None:
     print(f"{summary(found, device)} [simulated]")
     for answer in found:
-        for stretch in answer.stretches:
+        for stretch in answer.stretches[:MOST_STRETCHES]:
             print(
                 f"rank {answer.rank}: {show_clock(stretch.sm_clock_hz)} from "
                 f"{show_time(stretch.start_s)} to {show_time(stretch.end_s)} of the iteration "
                 f"({stretch.first} to {stretch.last}): saves {show_energy(stretch.saved_j)} of "
                 f"{show_energy(answer.iteration_j)}, delays by {show_time(stretch.delay_s)}"
             )
+        if len(answer.stretches) > MOST_STRETCHES:
+            more = len(answer.stretches) - MOST_STRETCHES
+            print(f"rank {answer.rank}: {more} more stretches (--json has all)")
         if answer.refused:
             longest = max(answer.refused, key=lambda r: r.code == "no_saving")
-            print(
-                f"rank {answer.rank}: {len(answer.refused)} sections refused, such as "
-                f"{longest.subject} ({longest.text})"
-            )
+            refused = show_count(len(answer.refused), "section")
+            print(f"rank {answer.rank}: {refused} refused: {longest.subject} ({longest.text}), ...")
     exposed = max(rank.exposed_share for rank in analysis.ranks)
     print(
         f"Exposed: {show_fraction(exposed)} at most [measured]. A section pays from "

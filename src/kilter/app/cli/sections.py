@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import Any
 
 import msgspec
 
+from kilter.app.cli.options import fraction, simulated
 from kilter.app.report import sections as sections_page
+from kilter.clocks.plan import worth
 from kilter.clocks.plan.sections import Analysis, RankSections, analyse, summary
+from kilter.clocks.plan.worth import Card
+from kilter.clocks.section_card import card_of
 from kilter.core.codec import write_atomically
 from kilter.core.errors import FileError, UsageError
 from kilter.core.label import Label
@@ -28,6 +33,7 @@ examples:
   kilter sections rank*.json.gz
   kilter sections rank0.json rank1.json --json
   kilter sections rank*.json.gz --html sections.html
+  kilter sections rank*.json.gz --device sim:h200        is there something to gain?
 """
 
 MOST_SECTIONS = 12
@@ -36,6 +42,7 @@ MOST_SECTIONS = 12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trace_arguments(parser)
+    add_device_arguments(parser, required=False)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the timelines")
 
 
@@ -54,15 +61,43 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def add_device_arguments(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """The device, and how fast its clocks change."""
+    parser.add_argument("--device", type=simulated, required=required, metavar="sim:NAME")
+    parser.add_argument(
+        "--switch-latency-s",
+        type=float,
+        metavar="S",
+        help="a switch of clocks always takes S (default: the device's distribution)",
+    )
+    parser.add_argument("--max-slowdown", type=fraction, default=0.01, metavar="B", help="(1%%)")
+
+
+def card(args: argparse.Namespace) -> Card:
+    """The card that the options name; `UsageError` for a time below zero."""
+    switch_s = args.switch_latency_s
+    if switch_s is not None and not 0.0 <= switch_s < math.inf:
+        raise UsageError(f"--switch-latency-s {switch_s}: a switch takes 0 s or more")
+    return card_of(args.device, switch_s=switch_s)
+
+
 def run(args: argparse.Namespace) -> int:
+    device = None if args.device is None else card(args)
     analysis = analysed(args)
+    answers = [summary(analysis)]
+    if device is not None:
+        found = [
+            worth.worth(rank, device, max_slowdown=args.max_slowdown) for rank in analysis.ranks
+        ]
+        answers.insert(0, f"{worth.summary(found, device)} [simulated]")
     if args.html is not None:
-        page = sections_page.page(analysis, summary(analysis))
+        page = sections_page.page(analysis, answers[0], answers[1:])
         write_atomically(args.html, page.encode())
     if args.json:
-        print(msgspec.json.encode(as_json(analysis)).decode())
+        result = as_json(analysis) | {"summary": " ".join(answers)}
+        print(msgspec.json.encode(result).decode())
     else:
-        _tell(analysis)
+        _tell(analysis, answers)
     return 0
 
 
@@ -97,7 +132,6 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
     return {
         "schema": "kilter.sections/1",
         "label": Label.MEASURED.value,
-        "summary": summary(analysis),
         "matched_collectives": analysis.matched,
         "collectives": analysis.collectives,
         "left_out": list(analysis.left_out),
@@ -111,8 +145,8 @@ def _rank_as_json(rank: RankSections) -> dict[str, Any]:
     return fields | mean | {"sections": fields.pop("sections")}
 
 
-def _tell(analysis: Analysis) -> None:
-    print(summary(analysis))
+def _tell(analysis: Analysis, answers: Sequence[str]) -> None:
+    print("\n".join(answers))
     print()
     heads = ("rank", "iteration", "compute", "exposed", "waiting", "overlapped", "idle")
     _print_columns([heads, *(sections_page.rank_row(rank) for rank in analysis.ranks)])

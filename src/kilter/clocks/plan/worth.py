@@ -29,6 +29,8 @@ from kilter.core.units import show_fraction, show_time
 
 PRESENT = 0.9
 """A section has to be in this share of the iterations to be predicted."""
+CALLS_PER_S = 10.0
+"""Clock calls per GPU. At 20 per second they were seen to delay NCCL (NVIDIA/nccl issue 1551)."""
 MOST_LABELS = 256
 """Non-dominated pairs kept per section."""
 _NORMAL = NormalDist()
@@ -82,6 +84,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     computing_w: float
     waiting_w: float
     """In communication, at the default clock."""
+    calls_per_s: float = CALLS_PER_S
 
     @property
     def break_even_s(self) -> float:
@@ -131,7 +134,9 @@ def worth(rank: RankSections, card: Card, *, max_slowdown: float) -> Worth:
     mean = rank.mean
     rare = [s for s in rank.sections if s.presence < PRESENT]
     sections = [s for s in rank.sections if s.presence >= PRESENT]
-    chosen = choose(sections, card, budget_s=max_slowdown * mean.iteration_s)
+    most = _most_stretches(card, mean.iteration_s)
+    budget_s = max_slowdown * mean.iteration_s
+    chosen = choose(sections, card, budget_s=budget_s, most=most)
     return Worth(
         rank=rank.rank,
         exposed_share=rank.exposed_share,
@@ -140,8 +145,14 @@ def worth(rank: RankSections, card: Card, *, max_slowdown: float) -> Worth:
         iteration_j=mean.compute_s * card.computing_w
         + (mean.iteration_s - mean.compute_s) * card.waiting_w,
         stretches=chosen,
-        refused=(*_rare(rare, card), *_refused(sections, chosen, card)),
+        refused=(*_rare(rare, card), *_refused(sections, chosen, card, most)),
     )
+
+
+def _most_stretches(card: Card, iteration_s: float) -> int | None:
+    """How many pairs of calls an iteration may have; None for any number."""
+    pairs = card.calls_per_s * iteration_s / 2
+    return None if math.isinf(pairs) else int(pairs)
 
 
 def summary(found: Sequence[Worth], card: Card) -> str:
@@ -154,6 +165,11 @@ def summary(found: Sequence[Worth], card: Card) -> str:
         if longest_s < card.break_even_s:
             longest = f"the longest section takes {show_time(longest_s)}, " if longest_s else ""
             return f"{exposed}, {longest}below the break-even of {show_time(card.break_even_s)}."
+        if all(_most_stretches(card, w.iteration_s) == 0 for w in found):
+            return (
+                f"{exposed}, but an iteration of {show_time(worst.iteration_s)} is too short for "
+                f"two clock calls at {card.calls_per_s:g} per second."
+            )
         return f"{exposed}, but no section saves more than its switches and its delay cost."
     count = sum(len(w.stretches) for w in found)
     return (
@@ -174,22 +190,31 @@ class _Label(msgspec.Struct, frozen=True):
 
     delay_s: float
     saved_j: float
+    count: int
     last: Stretch | None
     before: _Label | None
 
 
-def choose(sections: Sequence[Section], card: Card, *, budget_s: float) -> tuple[Stretch, ...]:
-    """Disjoint stretches over ordered sections: most energy saved within the budget of delay."""
+def choose(
+    sections: Sequence[Section], card: Card, *, budget_s: float, most: int | None = None
+) -> tuple[Stretch, ...]:
+    """Disjoint stretches over ordered sections, at most so many: most energy saved within the
+    budget of delay. The command down of a stretch leaves when the one before is over."""
     ends: list[list[_Label]] = [[] for _ in range(len(sections) + 1)]
-    ends[0] = [_Label(0.0, 0.0, None, None)]
-    for a in range(len(sections)):
+    ends[0] = [_Label(0.0, 0.0, 0, None, None)]
+    lead_s = card.down.quantile(0.05)
+    free = 0
+    for a, section in enumerate(sections):
         ends[a + 1] += ends[a]
+        while free < a and _end_s(sections[free]) <= section.start_s - lead_s:
+            free += 1
         for b, stretch in candidates(sections, a, card, budget_s=budget_s):
-            for label in ends[a]:
+            for label in ends[free]:
+                count = label.count + (most is not None)
                 delay_s = label.delay_s + stretch.delay_s
-                if delay_s <= budget_s:
+                if delay_s <= budget_s and (most is None or count <= most):
                     saved_j = label.saved_j + stretch.saved_j
-                    ends[b + 1].append(_Label(delay_s, saved_j, stretch, label))
+                    ends[b + 1].append(_Label(delay_s, saved_j, count, stretch, label))
         ends[a + 1] = _undominated(ends[a + 1], budget_s)
     best: _Label | None = max(ends[-1], key=lambda label: label.saved_j)
     chosen = []
@@ -199,17 +224,24 @@ def choose(sections: Sequence[Section], card: Card, *, budget_s: float) -> tuple
     return tuple(reversed(chosen))
 
 
+def _end_s(section: Section) -> float:
+    return section.start_s + section.length_p5_s
+
+
 def _undominated(labels: list[_Label], budget_s: float) -> list[_Label]:
-    """Those of which no other saves as much with as little delay; if there are too many, the one
-    that saves most of each part of the budget."""
-    labels.sort(key=lambda label: (label.delay_s, -label.saved_j))
+    """Those of which no other saves as much with as little delay and as few stretches; if there are
+    too many, the one that saves most of each part of the budget."""
+    labels.sort(key=lambda label: (label.delay_s, label.count, -label.saved_j))
     kept: list[_Label] = []
+    best: dict[int, float] = {}
     for label in labels:
-        if not kept or label.saved_j > kept[-1].saved_j:
+        if all(label.saved_j > saved_j for n, saved_j in best.items() if n <= label.count):
             kept.append(label)
+            best[label.count] = label.saved_j
     if len(kept) <= MOST_LABELS:
         return kept
-    parts = {int(label.delay_s / budget_s * MOST_LABELS): label for label in kept}
+    kept.sort(key=lambda label: label.saved_j)
+    parts = {(int(label.delay_s / budget_s * MOST_LABELS), label.count): label for label in kept}
     return list(parts.values())
 
 
@@ -224,7 +256,7 @@ def candidates(
         if computed_s * (gentlest - 1.0) > budget_s:
             return
         last = sections[b]
-        end_s = max(start_s, last.start_s) + last.length_p5_s
+        end_s = _end_s(last)
         if end_s - start_s >= card.break_even_s:
             for level in card.levels:
                 stretch = _stretch(sections[a : b + 1], level, card, start_s, end_s, computed_s)
@@ -271,7 +303,7 @@ def _rare(sections: Sequence[Section], card: Card) -> Iterator[Reason]:
 
 
 def _refused(
-    sections: Sequence[Section], chosen: Sequence[Stretch], card: Card
+    sections: Sequence[Section], chosen: Sequence[Stretch], card: Card, most: int | None
 ) -> Iterator[Reason]:
     for section in sections:
         if any(s.start_s <= section.start_s < s.end_s for s in chosen):
@@ -279,5 +311,8 @@ def _refused(
         length, even = show_time(section.length_p5_s), show_time(card.break_even_s)
         if section.length_p5_s < card.break_even_s:
             yield Reason("below_break_even", section.key, f"{length} < break-even {even}")
+        elif most is not None and len(chosen) >= most:
+            text = f"at most {card.calls_per_s:g} clock calls per second"
+            yield Reason("rate", section.key, text)
         else:
             yield Reason("no_saving", section.key, "saves less than its switches and delay cost")

@@ -10,14 +10,14 @@ LEVELS = 6
 """Clocks that are planned with, in equal ratios from the highest to the lowest."""
 
 
-def card_of(profile: Profile, *, switch_s: float | None = None) -> Card:
-    """The card of a profile. A switch takes the profile's latency, of which the spread between
-    targets is taken as calibrated, or always `switch_s`."""
+def card_of(profile: Profile, *, switch_s: float | None = None, levels: int = LEVELS) -> Card:
+    """The card of a profile, with so many clocks below the highest. A switch takes the profile's
+    latency, of which the spread between targets is taken as calibrated, or always `switch_s`."""
     knobs, power = profile.knobs, profile.power
     memory_hz, top_hz = knobs.memory_clocks_hz[-1], knobs.sm_highest_hz
-    ratio = (knobs.sm_lowest_hz / top_hz) ** (1 / LEVELS)
+    ratio = (knobs.sm_lowest_hz / top_hz) ** (1 / levels)
     supported = knobs.supported().sm_clocks_hz
-    wanted = [top_hz * ratio ** (i + 1) for i in range(LEVELS)]
+    wanted = [top_hz * ratio ** (i + 1) for i in range(levels)]
     clocks = sorted({min(supported, key=lambda hz: abs(hz - w)) for w in wanted}, reverse=True)
     waiting_w = float(power.waiting_w(top_hz, memory_hz, LEAKAGE_AT_C))
     latency = Latency(median_s=profile.switch.median_s, spread=profile.switch.spread)

@@ -10,6 +10,7 @@ TABLES: dict[str, str] = {
     "overhead": "what watching costs the job, measured side by side",
     "faults": "the settings found after every kind of bad luck",
     "branches": "ways to run heterogeneous branches, side by side",
+    "sections": "searches of the clocks of communication sections",
     "operations": "clocks per unit operation against switch latency",
     "memory": "plans and runs under a memory budget, side by side",
     "harm": "unusual programs, plain and under kilter: what differs",

@@ -1,0 +1,202 @@
+"""`kilter bench sections`: searches of section clocks in simulation, where the truth is known."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from kilter.app.bench.section_jobs import (
+    SCENARIOS,
+    Scenario,
+    SectionJob,
+    names,
+    step_error,
+    wilson,
+)
+from kilter.app.cli.options import fraction, simulated
+from kilter.clocks.plan.guard import Contract
+from kilter.clocks.plan.section_search import Depths, Search, search, stepwise
+from kilter.clocks.plan.worth import Card
+from kilter.clocks.section_card import card_of
+from kilter.core.errors import UsageError
+from kilter.core.label import Label
+from kilter.core.units import show_fraction
+from kilter.device.sim.profile import load_profile
+
+HELP = "search the lowest harmless clock of every section, in simulation with a known truth"
+EPILOG = "scenarios:\n" + "\n".join(
+    f"  {name:<14} {scenario.what}" for name, scenario in SCENARIOS.items()
+)
+EPILOG += """
+
+Policies: kilter; stepwise, the patent's search (US 2025/0264922, S221-S227) taken literally;
+oracle, the deepest clocks that cost no more than each section's share of the bound.
+`found_step_error` is the largest distance from the oracle in steps of the clock (12 from the
+highest to the lowest), `accepted_harmful` a true slowdown above the bound. Every figure is
+simulated.
+
+examples:
+  kilter bench sections --scenario all
+  kilter bench sections --scenario mix_64 --seeds 200 --json
+"""
+
+STEPS = 12
+"""Of the clock, from the highest to the lowest."""
+POLICIES = ("kilter", "stepwise", "oracle")
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of one policy."""
+
+    scenario: str
+    policy: str
+    seed: int
+    saving: float
+    slowdown: float
+    accepted_harmful: bool
+    found_step_error: int
+    iterations: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--scenario", choices=("all", *SCENARIOS), default="all", metavar="NAME", help="(all)"
+    )
+    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="runs each (20)")
+    parser.add_argument("--noise", type=fraction, default=0.01, metavar="S", help="(1%%)")
+    parser.add_argument("--max-slowdown", type=fraction, default=0.01, metavar="B", help="(1%%)")
+    parser.add_argument(
+        "--device", type=simulated, default=None, metavar="sim:NAME", help="(sim:h200)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.seeds < 1:
+        raise UsageError(f"--seeds {args.seeds}: at least 1")
+    profile = args.device or load_profile("h200")
+    rows = list(_rows(args, card_of(profile, levels=STEPS)))
+    if args.json:
+        result: dict[str, Any] = {
+            "schema": "kilter.bench.sections/1",
+            "label": Label.SIMULATED.value,
+            "device": profile.name,
+            "max_slowdown": args.max_slowdown,
+            "noise": args.noise,
+            "rows": msgspec.to_builtins(rows),
+            "summary": _summary(rows),
+        }
+        print(msgspec.json.encode(result).decode())
+    else:
+        _tell(rows)
+    return 0
+
+
+def _rows(args: argparse.Namespace, card: Card) -> Iterator[Row]:
+    for name in names(args.scenario):
+        for seed in range(args.seeds):
+            if sys.stderr.isatty():
+                print(f"\r\033[K{name}, seed {seed}", end="", file=sys.stderr)
+            for policy in POLICIES:
+                yield play(
+                    name,
+                    SCENARIOS[name],
+                    card,
+                    policy,
+                    seed=seed,
+                    noise=args.noise,
+                    bound=args.max_slowdown,
+                )
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+
+
+def play(
+    name: str,
+    scenario: Scenario,
+    card: Card,
+    policy: str,
+    *,
+    seed: int,
+    noise: float,
+    bound: float,
+) -> Row:
+    """One run: the policy sees blocks, the row says what its choice truly does."""
+    job = SectionJob(scenario, card, seed=seed, noise=noise)
+    truth = job.lowest_harmless(bound)
+    targets = job.targets()
+    if policy == "oracle":
+        found = truth
+    elif policy == "stepwise":
+        found = _played(stepwise(targets, lowest=job.lowest, threshold=bound), job)
+    else:
+        contract = Contract(max_slowdown=bound)
+        found = _played(search(targets, lowest=job.lowest, contract=contract, seed=seed), job)
+    slowdown = job.slowdown(found)
+    return Row(
+        scenario=name,
+        policy=policy,
+        seed=seed,
+        saving=job.saving(found),
+        slowdown=slowdown,
+        accepted_harmful=slowdown > bound * (1 + 1e-9),
+        found_step_error=step_error(found, truth),
+        iterations=job.iterations,
+    )
+
+
+def _played(orders: Search, job: SectionJob) -> Depths:
+    try:
+        trial = next(orders)
+        while True:
+            trial = orders.send(job.run(trial.depths))
+    except StopIteration as end:
+        found: Depths = end.value
+        return found
+
+
+def _summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """By scenario and policy."""
+    result: dict[str, Any] = {}
+    for row in rows:
+        result.setdefault(row.scenario, {}).setdefault(row.policy, []).append(row)
+    return {
+        scenario: {policy: _figures(group) for policy, group in policies.items()}
+        for scenario, policies in result.items()
+    }
+
+
+def _figures(rows: Sequence[Row]) -> dict[str, Any]:
+    near = sum(row.found_step_error <= 1 for row in rows)
+    harmful = sum(row.accepted_harmful for row in rows)
+    return {
+        "n": len(rows),
+        "within_one_step": near / len(rows),
+        "within_one_step_ci95": wilson(near, len(rows)),
+        "accepted_harmful": harmful / len(rows),
+        "accepted_harmful_ci95": wilson(harmful, len(rows)),
+        "mean_saving": statistics.fmean(row.saving for row in rows),
+        "mean_slowdown": statistics.fmean(row.slowdown for row in rows),
+        "worst_slowdown": max(row.slowdown for row in rows),
+        "median_iterations": statistics.median(row.iterations for row in rows),
+    }
+
+
+def _tell(rows: Sequence[Row]) -> None:
+    heads = ("scenario", "policy", "within a step", "harmful", "saving", "slowdown", "iterations")
+    print("{:<14} {:<9} {:>14} {:>8} {:>8} {:>9} {:>11}".format(*heads))
+    for scenario, policies in _summary(rows).items():
+        for policy, figures in policies.items():
+            print(
+                f"{scenario:<14} {policy:<9} {show_fraction(figures['within_one_step']):>14} "
+                f"{show_fraction(figures['accepted_harmful']):>8} "
+                f"{show_fraction(figures['mean_saving']):>8} "
+                f"{show_fraction(figures['mean_slowdown']):>9} "
+                f"{figures['median_iterations']:>11.0f}"
+            )
+    print("\nMeans over the seeds, true values of the simulated jobs [simulated].")

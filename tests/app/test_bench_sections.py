@@ -1,0 +1,35 @@
+"""`kilter bench sections`: its JSON and its table."""
+
+import json
+
+import pytest
+
+from kilter.app.cli.main import main
+
+
+def test_json_has_the_promised_keys(capsys):
+    assert main(["bench", "sections", "--scenario", "ddp_sockets_2", "--seeds", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["label"]) == ("kilter.bench.sections/1", "simulated")
+    keys = "scenario policy seed saving slowdown accepted_harmful found_step_error iterations"
+    assert set(found["rows"][0]) == set(keys.split())
+    assert {row["policy"] for row in found["rows"]} == {"kilter", "stepwise", "oracle"}
+    figures = found["summary"]["ddp_sockets_2"]["oracle"]
+    assert figures["within_one_step"] == 1.0
+    assert figures["mean_saving"] > 0.0
+
+
+def test_the_same_seed_gives_the_same_row(capsys):
+    command = ["bench", "sections", "--scenario", "straggler_16", "--seeds", "1", "--json"]
+    main(command)
+    first = capsys.readouterr().out
+    main(command)
+    assert capsys.readouterr().out == first
+
+
+def test_the_table_and_wrong_usage(capsys):
+    assert main(["bench", "sections", "--scenario", "ddp_nvlink_2", "--seeds", "1"]) == 0
+    assert "[simulated]" in capsys.readouterr().out
+    assert main(["bench", "sections", "--seeds", "0"]) == 2
+    with pytest.raises(SystemExit):
+        main(["bench", "sections", "--scenario", "no_such_job"])

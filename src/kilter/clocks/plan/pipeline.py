@@ -1,0 +1,226 @@
+"""Clocks of pipeline stages that wait for slower ones. Pure.
+
+In a 1F1B schedule (D. Narayanan et al., PipeDream-Flush, 2021) a stage with less work than the
+slowest waits in every micro-batch: its clock may fall until it would become critical. All forward
+and all backward passes of a stage's steady phase share one clock each, so that the clock changes
+a few times in an iteration; the passes before and behind that phase, which are on the critical
+path once each, keep clocks of their own.
+
+Steps of clocks are taken greedily, the one that saves most energy for the time it takes first, as
+long as the longest path through the schedule stays within the bound. Waiting costs `blocked_w`, so
+what a pass costs is its energy less what waiting would have cost meanwhile (J.-W. Chung et al.,
+Perseus, SOSP 2024, whose optimum over every single pass is the yardstick of the tests).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from kilter.core.errors import PlanError
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+class Pass(msgspec.Struct, frozen=True, kw_only=True):
+    """A pass of one micro-batch through a stage, at each clock from the highest down."""
+
+    time_s: tuple[float, ...]
+    energy_j: tuple[float, ...]
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """The work of one pipeline stage."""
+
+    forward: Pass
+    backward: Pass
+
+    def of(self, kind: str) -> Pass:
+        return self.forward if kind == FORWARD else self.backward
+
+
+class Unit(msgspec.Struct, frozen=True, kw_only=True):
+    """One pass in the schedule."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+    group: int
+    """Passes of one group share a clock."""
+
+
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """The units in an order in which every unit follows those that it needs."""
+
+    units: tuple[Unit, ...]
+    needs: tuple[tuple[int, ...], ...]
+    """By unit: those that have to be over before."""
+    firsts: tuple[int, ...]
+    """By group, its first unit."""
+
+    @property
+    def groups(self) -> int:
+        return len(self.firsts)
+
+
+class Pipelined(msgspec.Struct, frozen=True, kw_only=True):
+    """A clock for every unit."""
+
+    levels: tuple[int, ...]
+    """By unit; 0 is the highest clock."""
+    iteration_s: float
+    energy_j: float
+
+
+def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
+    """The 1F1B schedule of a pipeline."""
+    if stages < 1 or micro_batches < 1:
+        raise PlanError("a pipeline has at least one stage and one micro-batch")
+    rows = [list(_row(s, stages, micro_batches)) for s in range(stages)]
+    places: dict[tuple[int, str, int], int] = {}
+    groups: dict[tuple[object, ...], int] = {}
+    units: list[Unit] = []
+    needs: list[tuple[int, ...]] = []
+    at = [0] * stages
+    while len(units) < 2 * stages * micro_batches:
+        for s in range(stages):
+            while at[s] < len(rows[s]):
+                kind, m, steady = rows[s][at[s]]
+                needed = _needed(s, kind, m, stages)
+                if any(n not in places for n in needed):
+                    break
+                before = [places[n] for n in needed]
+                if at[s]:
+                    previous_kind, previous, _ = rows[s][at[s] - 1]
+                    before.append(places[s, previous_kind, previous])
+                name = (s, kind) if steady else (s, kind, m)
+                group = groups.setdefault(name, len(groups))
+                places[s, kind, m] = len(units)
+                units.append(Unit(stage=s, kind=kind, micro_batch=m, group=group))
+                needs.append(tuple(before))
+                at[s] += 1
+    firsts = {unit.group: place for place, unit in reversed(list(enumerate(units)))}
+    return Schedule(
+        units=tuple(units),
+        needs=tuple(needs),
+        firsts=tuple(firsts[group] for group in range(len(groups))),
+    )
+
+
+def _row(stage: int, stages: int, micro_batches: int) -> Iterator[tuple[str, int, bool]]:
+    """Kind and micro-batch of a stage's passes in order, and whether it is the steady phase."""
+    warm = min(stages - stage - 1, micro_batches)
+    for m in range(warm):
+        yield FORWARD, m, False
+    for m in range(micro_batches - warm):
+        # The first and last ones are on the way in and out of the pipeline.
+        inner = 0 < m < micro_batches - warm - 1
+        yield FORWARD, warm + m, inner
+        yield BACKWARD, m, inner
+    for m in range(micro_batches - warm, micro_batches):
+        yield BACKWARD, m, False
+
+
+def _needed(stage: int, kind: str, m: int, stages: int) -> list[tuple[int, str, int]]:
+    if kind == FORWARD:
+        return [(stage - 1, FORWARD, m)] if stage else []
+    return [(stage, FORWARD, m)] if stage == stages - 1 else [(stage + 1, BACKWARD, m)]
+
+
+def evaluate(
+    stages: Sequence[Stage], schedule: Schedule, levels: Sequence[int], blocked_w: float
+) -> Pipelined:
+    """Time of an iteration and its energy on all GPUs, at these clocks."""
+    ends: list[float] = []
+    busy_s = energy_j = 0.0
+    for unit, needs, level in zip(schedule.units, schedule.needs, levels, strict=True):
+        work = stages[unit.stage].of(unit.kind)
+        begin = max((ends[n] for n in needs), default=0.0)
+        ends.append(begin + work.time_s[level])
+        busy_s += work.time_s[level]
+        energy_j += work.energy_j[level]
+    iteration_s = max(ends)
+    energy_j += blocked_w * (len(stages) * iteration_s - busy_s)
+    return Pipelined(levels=tuple(levels), iteration_s=iteration_s, energy_j=energy_j)
+
+
+def plan(
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    *,
+    blocked_w: float,
+    max_slowdown: float = 0.0,
+    each: bool = False,
+) -> Pipelined:
+    """Clocks for all units. `each`: the passes of the steady phase may differ as well, which saves
+    a little more if clocks change fast enough to follow. `PlanError` for passes with different
+    numbers of clocks."""
+    counts = {len(p.time_s) for s in stages for p in (s.forward, s.backward)}
+    counts |= {len(p.energy_j) for s in stages for p in (s.forward, s.backward)}
+    if len(counts) != 1:
+        raise PlanError("every pass needs a time and an energy for every clock")
+    shared = _greedy(stages, schedule, [0] * schedule.groups, blocked_w, max_slowdown)
+    if not each:
+        return shared
+    alone = apart(schedule)
+    return _greedy(stages, alone, list(shared.levels), blocked_w, max_slowdown)
+
+
+def apart(schedule: Schedule) -> Schedule:
+    """The same schedule with a clock for every unit."""
+    units = tuple(
+        Unit(stage=u.stage, kind=u.kind, micro_batch=u.micro_batch, group=i)
+        for i, u in enumerate(schedule.units)
+    )
+    return Schedule(units=units, needs=schedule.needs, firsts=tuple(range(len(units))))
+
+
+def _greedy(
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    chosen: list[int],
+    blocked_w: float,
+    max_slowdown: float,
+) -> Pipelined:
+    """Lower the clocks of groups from the given ones, step by step."""
+    fastest = evaluate(stages, schedule, [0] * len(schedule.units), blocked_w)
+    best = evaluate(stages, schedule, _levels(schedule, chosen), blocked_w)
+    bound_s = fastest.iteration_s * (1.0 + max_slowdown) * (1.0 + 1e-9)
+    steps = [
+        step
+        for g, level in enumerate(chosen)
+        for step in _step(stages, schedule, g, level, blocked_w)
+    ]
+    heapq.heapify(steps)
+    while steps:
+        _, group, level = heapq.heappop(steps)
+        tried = [*chosen]
+        tried[group] = level
+        outcome = evaluate(stages, schedule, _levels(schedule, tried), blocked_w)
+        # A step that does not fit now never will: clocks only fall.
+        if outcome.iteration_s <= bound_s and outcome.energy_j < best.energy_j:
+            chosen, best = tried, outcome
+            for step in _step(stages, schedule, group, level, blocked_w):
+                heapq.heappush(steps, step)
+    return best
+
+
+def _step(
+    stages: Sequence[Stage], schedule: Schedule, group: int, level: int, blocked_w: float
+) -> Iterator[tuple[float, int, int]]:
+    """The next lower clock of a group that saves energy, as (minus energy saved per second that its
+    passes take longer, group, clock). Nothing at the end."""
+    unit = schedule.units[schedule.firsts[group]]
+    work = stages[unit.stage].of(unit.kind)
+    costs = [e - blocked_w * t for t, e in zip(work.time_s, work.energy_j, strict=True)]
+    for lower in range(level + 1, len(costs)):
+        if costs[lower] < costs[level]:
+            longer_s = max(work.time_s[lower] - work.time_s[level], 1e-15)
+            yield -(costs[level] - costs[lower]) / longer_s, group, lower
+            return
+
+
+def _levels(schedule: Schedule, chosen: Sequence[int]) -> list[int]:
+    return [chosen[unit.group] for unit in schedule.units]

@@ -62,7 +62,7 @@ def stage_table(profile: Profile, sizes: Sequence[float]) -> tuple[list[Stage], 
         return energy_j / time_s  # type: ignore[operator, no-any-return]
 
     limit_w = knobs.limit_highest_w * knobs.limit_kept
-    own_hz = float(capped_clock(power_w, knobs.sm_lowest_hz, top_hz, limit_w))  # type: ignore[arg-type]
+    own_hz = float(capped_clock(power_w, knobs.sm_lowest_hz, top_hz, limit_w))
     clocks = np.linspace(own_hz, max(knobs.sm_lowest_hz, 0.45 * own_hz), CLOCKS)
 
     def one(work: float) -> Pass:
@@ -81,7 +81,7 @@ def perseus_j(
     bound for every schedule whose passes keep one clock each."""
     import highspy
 
-    model = highspy.Highs()
+    model = highspy.Highs()  # type: ignore[no-untyped-call]
     model.setOptionValue("output_flag", False)
     ends = [model.addVariable(lb=0.0, ub=bound_s) for _ in schedule.units]
     cost = 0.0
@@ -98,5 +98,5 @@ def perseus_j(
             share * (e - blocked_w * t)
             for share, t, e in zip(shares, work.time_s, work.energy_j, strict=True)
         )
-    model.minimize(cost)
+    model.minimize(cost)  # type: ignore[arg-type]
     return float(model.getObjectiveValue()) + blocked_w * len(stages) * bound_s

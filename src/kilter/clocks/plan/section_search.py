@@ -127,15 +127,24 @@ class _Search:
 
     def _descend(self, j: int, ranks: Sequence[int], depths: Depths) -> Search:
         """Lower the clock of these ranks in section `j`: coarse steps down to the first that is not
-        safe, then halving between the last safe depth and that one."""
+        safe, then halving between the last safe depth and that one. What ends the descent is
+        tested once more, since a single wrong "no" early on would cost many steps."""
         good, bad = depths[j][ranks[0]], self._lowest + 1
-        while bad - good > 1:
-            depth = min(good + COARSE, self._lowest) if bad > self._lowest else (good + bad) // 2
+        doubted: set[int] = set()
+        while good < self._lowest and (bad - good > 1 or bad not in doubted):
+            depth = (good + bad) // 2
+            if bad > self._lowest:
+                depth = min(good + COARSE, self._lowest)
+            elif bad - good == 1:
+                depth = bad
+                doubted.add(depth)
             tried = _with(depths, j, ranks, depth)
-            if (yield from self._safe(tried, j)):
-                good, depths = depth, tried
-            else:
+            if not (yield from self._safe(tried, j)):
                 bad = depth
+                continue
+            good, depths = depth, tried
+            if depth in doubted:
+                bad = self._lowest + 1
         return depths
 
     def _confirmed(self, found: Depths) -> Search:

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -257,3 +259,30 @@ def test_the_work_of_another_gpu_is_left_out_by_name(tmp_path):
     found = read_rank(write(tmp_path / "t.json", trace(events)), table=TABLE)
     assert found.compute == [(0.0, pytest.approx(1e-4))]
     assert "GPU 3" in found.warnings[0]
+
+
+def test_a_large_trace_is_read_in_less_memory_than_its_size(tmp_path):
+    """In a process of its own, so that the peak is that of the reading alone."""
+    path = tmp_path / "large.json"
+    event = json.dumps(kernel("gemm_with_a_long_name" * 20, 0, 1, correlation=1, grid=[1, 2, 3]))
+    with open(path, "w") as file:
+        file.write('{"traceEvents": [')
+        for i in range(80_000):
+            file.write(event.replace('"ts": 0', f'"ts": {i}') + ",\n")
+        file.write(event + "]}")
+    program = (
+        "import resource, sys; from pathlib import Path\n"
+        "from kilter.observe.rank_traces import KernelTable, read_rank\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "read_rank(Path(sys.argv[1]), table=KernelTable())\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert path.stat().st_size > 40e6
+    assert int(done.stdout) * 1024 < 0.8 * path.stat().st_size

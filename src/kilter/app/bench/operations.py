@@ -188,8 +188,8 @@ def _from(entry: Useless) -> str:
     if entry.from_switch_latency_s is None:
         return f"useful up to {_latency(LATENCIES_S[-1])}"
     if entry.from_switch_latency_s == 0.0:
-        return "always"
-    return _latency(entry.from_switch_latency_s)
+        return "from 0"
+    return f"from {_latency(entry.from_switch_latency_s)}"
 
 
 # The page.
@@ -204,8 +204,8 @@ _STYLE = """<style>
 circle.kilter { fill: var(--ours) } circle.best_static { fill: var(--base) }
 circle.arithmetic_intensity { fill: var(--trace) } circle.exhaustive { fill: var(--bound) }
 </style>"""
-_LEAST, _MOST = -0.05, 0.25
-"""Savings drawn; what is below ends at the edge."""
+_RANGES = {"saving": (-0.05, 0.25), "slowdown": (0.0, 0.3)}
+"""What is drawn; values outside end at the edge."""
 
 
 def _page(rows: Sequence[Row], useless: Sequence[Useless], max_slowdown: float) -> str:
@@ -226,19 +226,26 @@ def _page(rows: Sequence[Row], useless: Sequence[Useless], max_slowdown: float) 
         f"<section><h2>{escape(f'{workload}, ' + ('training' if training else 'forward only'))}"
         f"</h2><p>Saving against the default, at most {show_fraction(max_slowdown)} slower; dashed "
         f"where the bound is broken. On sim:{escape(device)}.</p>"
-        f"<figure>{_plot(rows, device, workload, training)}</figure></section>"
+        + "".join(
+            f"<figure>{_plot(rows, device, workload, training, what)}"
+            f"<figcaption>{what.capitalize()}</figcaption></figure>"
+            for what in _RANGES
+        )
+        + "</section>"
         for device, workload, training in static
     )
-    shown = [
-        (
-            entry.device,
-            f"{entry.workload} {'training' if entry.training else 'forward'}",
-            _NAMES[entry.strategy],
-            _from(entry),
-        )
-        for entry in useless
-    ]
-    columns = (("Device", ""), ("Workload", ""), ("Strategy", ""), ("Useless from", "n"))
+    lines: dict[tuple[str, str], list[str]] = {}
+    for entry in useless:
+        name = f"{entry.workload}, {'training' if entry.training else 'forward only'}"
+        lines.setdefault((entry.device, name), []).append(_from(entry))
+    shown = [(*key, *values) for key, values in lines.items()]
+    columns = (
+        ("Device", ""),
+        ("Workload", ""),
+        ("By arithmetic intensity", "n"),
+        ("Exhaustive per operation", "n"),
+        ("kilter", "n"),
+    )
     return document(
         "kilter bench operations",
         f"{_STYLE}<header><p class='kicker'>kilter bench operations "
@@ -249,19 +256,20 @@ def _page(rows: Sequence[Row], useless: Sequence[Useless], max_slowdown: float) 
     )
 
 
-def _plot(rows: Sequence[Row], device: str, workload: str, training: bool) -> str:
+def _plot(rows: Sequence[Row], device: str, workload: str, training: bool, what: str) -> str:
+    least, most = _RANGES[what]
     frame = Frame(
-        left=64.0, top=52.0, right=840.0, bottom=252.0, x_range=(0.0, 4.0), y_range=(_LEAST, _MOST)
+        left=64.0, top=52.0, right=840.0, bottom=222.0, x_range=(0.0, 4.0), y_range=(least, most)
     )
     parts = []
-    for value in svg.ticks(_LEAST, _MOST, 6):
+    for value in svg.ticks(least, most, 6):
         y = frame.y(value)
         parts.append(svg.line(frame.left, y, frame.right, y, "grid"))
         parts.append(svg.text(frame.left - 8, y + 4, f"{value * 100:.0f} %", "tick", anchor="end"))
     for place, switch_s in enumerate(LATENCIES_S):
         words = _latency(switch_s)
-        parts.append(svg.text(frame.x(place), 272.0, words, "tick", anchor="middle"))
-    parts.append(svg.text(frame.right, 292.0, "time of one switch", "title", anchor="end"))
+        parts.append(svg.text(frame.x(place), 242.0, words, "tick", anchor="middle"))
+    parts.append(svg.text(frame.right, 262.0, "time of one switch", "title", anchor="end"))
     x = frame.left
     for strategy in STRATEGIES[1:]:
         line = [
@@ -271,7 +279,8 @@ def _plot(rows: Sequence[Row], device: str, workload: str, training: bool) -> st
             == (device, workload, training, strategy)
         ]
         points = [
-            (frame.x(i), frame.y(min(max(row.saving, _LEAST), _MOST))) for i, row in enumerate(line)
+            (frame.x(i), frame.y(min(max(getattr(row, what), least), most)))
+            for i, row in enumerate(line)
         ]
         for i in range(len(points) - 1):
             broken = "" if line[i].within_bound and line[i + 1].within_bound else " broken"
@@ -282,7 +291,7 @@ def _plot(rows: Sequence[Row], device: str, workload: str, training: bool) -> st
         parts.append(svg.dot(x + 4.0, 24.0, 4.0, strategy, _NAMES[strategy]))
         parts.append(svg.text(x + 14.0, 28.0, _NAMES[strategy], "tick"))
         x += 40.0 + svg.width(_NAMES[strategy])
-    key = f"{device}-{workload}-{'training' if training else 'forward'}"
-    return svg.picture(
-        key, 860.0, 300.0, f"Saving on {device}", "Saving of each strategy.", "".join(parts)
-    )
+    key = f"{device}-{workload}-{'training' if training else 'forward'}-{what}"
+    title = f"{what.capitalize()} on {device}"
+    description = f"{what.capitalize()} of each strategy against the time of one switch."
+    return svg.picture(key, 860.0, 270.0, title, description, "".join(parts))

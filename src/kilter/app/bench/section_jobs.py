@@ -105,6 +105,7 @@ class SectionJob:
         self._clock = np.array([1.0, *(1.0 / level.stretch for level in card.levels)])
         self._harmless = self._draw(draws)
         self._sensitivity = draws.uniform(*SENSITIVITY, (len(scenario.shares), 1))
+        self._mistimed_s = card.up.late_s + card.down.early_s
         self._saved_w = np.array([0.0, *(level.saved_w for level in card.levels)])
 
     def _draw(self, random: np.random.Generator) -> np.ndarray:
@@ -157,7 +158,7 @@ class SectionJob:
         shares = np.array(self.scenario.shares[: len(depths)])
         longer = float((shares * (self._stretches(depths) - 1.0)).sum())
         lowest = np.array(depths, dtype=int).max(axis=1)
-        mistimed_s = (self.card.up.late_s + self.card.down.early_s) * (1.0 - self._clock[lowest])
+        mistimed_s = self._mistimed_s * (1.0 - self._clock[lowest])
         return longer + float(mistimed_s.sum()) / self.scenario.iteration_s
 
     def saving(self, depths: Depths) -> float:

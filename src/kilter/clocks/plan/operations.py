@@ -168,11 +168,12 @@ def _chain(problem: Problem, prices: Array) -> Array:
     """Least priced energy of the operations in a row, without the way back: at most the ring's."""
     leave, arrive = _switching(problem, prices)
     value = np.zeros_like(arrive)
-    work = np.empty_like(value)
+    work, least = np.empty_like(value), np.empty((len(prices), 1))
     for i, cost in enumerate(_costs(problem, prices)):
         if i:
             np.add(value, leave, out=work)
-            np.add(work.min(axis=1, keepdims=True), arrive, out=work)
+            np.minimum.reduce(work, axis=1, keepdims=True, out=least)
+            np.add(least, arrive, out=work)
             np.minimum(value, work, out=value)
         value += cost
     result: Array = value.min(axis=1)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -144,7 +144,13 @@ def analyse(traces: Sequence[RankTrace]) -> Analysis:
         lanes=_lanes(views, matched.offset_s),
         matched=len(matched.transfer_s),
         collectives=sum(len(trace.collectives) for trace in traces),
-        left_out=(*_warnings(traces), *_missing(traces), *_uneven(traces), *matched.left_out),
+        left_out=(
+            *_warnings(traces),
+            *_missing(traces),
+            *_uneven(traces),
+            *matched.left_out,
+            *_alone(traces, matched),
+        ),
     )
 
 
@@ -397,6 +403,18 @@ def _missing(traces: Sequence[RankTrace]) -> list[str]:
         f"rank{'s' if len(absent) > 1 else ''} {shown} of {size}: no trace was given, so waiting "
         f"for {'them' if len(absent) > 1 else 'that rank'} counts as transfer"
     ]
+
+
+def _alone(traces: Sequence[RankTrace], matched: Matched) -> Iterator[str]:
+    """Ranks of which some collectives were seen elsewhere and others not."""
+    for t, trace in enumerate(traces):
+        total = len(trace.collectives)
+        seen = sum((t, c) in matched.transfer_s for c in range(total))
+        if 0 < seen < total:
+            yield (
+                f"rank {trace.rank}: {total - seen} of {total} collectives were seen on no other "
+                "rank; their waiting is not counted"
+            )
 
 
 def _uneven(traces: Sequence[RankTrace]) -> list[str]:

@@ -32,11 +32,11 @@ from kilter.model.stats import log_evidence_above
 
 PAIRS = 60
 """A test that is still undecided after this many pairs takes nothing."""
-CONFIRM_PAIRS = 150
+CONFIRM_PAIRS = 300
 """The same for the confirmation: all sections together come closer to the bound."""
-SPENT = 0.8
-"""Share of the slowdown budget that is divided among the sections: a sum at the bound itself could
-not be confirmed."""
+SPENT = 0.65
+"""Share of the slowdown budget that is divided among the sections: a sum close to the bound cannot
+be confirmed, and then sections give up steps that were harmless."""
 LEAST_PAIRS = 3
 """Pairs before a section's own time may reject."""
 COARSE = 3

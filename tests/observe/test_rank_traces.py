@@ -23,6 +23,7 @@ from tests.observe.traces import (
 
 from kilter.core.errors import FileError
 from kilter.observe import trace_events
+from kilter.observe.kineto import ITERATION_END
 from kilter.observe.rank_traces import KernelTable, operation, read_rank
 from kilter.observe.repetition import starts
 from kilter.observe.trace_events import TraceFile
@@ -286,3 +287,15 @@ def test_a_large_trace_is_read_in_less_memory_than_its_size(tmp_path):
     )
     assert path.stat().st_size > 40e6
     assert int(done.stdout) * 1024 < 0.8 * path.stat().st_size
+
+
+def test_iterations_end_at_kilters_own_annotations(tmp_path):
+    events = []
+    for i in range(4):
+        at = 1000.0 * i
+        mark = {"ph": "X", "cat": "user_annotation", "name": ITERATION_END, "ts": at, "dur": 0}
+        events += [mark, launch(at + 1, 10 + i)]
+        events.append(kernel("gemm", at + 100, at + 800, correlation=10 + i))
+    found = read_rank(write(tmp_path / "t.json", trace(events)), table=TABLE)
+    assert [round(w.begin_s * 1e6) for w in found.iterations] == [0, 1000, 2000]
+    assert round(found.iterations[-1].end_s * 1e6) == 2700

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from kilter.core.errors import FileError
 from kilter.core.rank_trace import Collective, Iteration, RankTrace, Times
 from kilter.model.intervals import union
+from kilter.observe.kineto import ITERATION_END
 from kilter.observe.repetition import starts
 from kilter.observe.trace_events import Args, TraceEvent, TraceFile
 
@@ -30,7 +31,6 @@ _US = 1e-6
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH = {"cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime"}
 _STEP = re.compile(r"ProfilerStep\s?#?\*?(\d+)")
-_BORDER = "kilter::border"
 _COMPUTE, _COMMUNICATION, _COPY = 0, 1, 2
 _SIZES = {"double": 8, "float64": 8, "long": 8, "int64": 8, "float": 4, "float32": 4, "int": 4}
 _SIZES |= {"int32": 4, "half": 2, "float16": 2, "bfloat16": 2, "short": 2, "bool": 1, "byte": 1}
@@ -209,7 +209,7 @@ class _Timeline:
         self._launch_us, self._launched = array("d"), array("q")
         self._host_steps: dict[int, tuple[float, float]] = {}
         self._gpu_steps: dict[int, tuple[float, float]] = {}
-        self._borders_us: list[float] = []
+        self._iteration_ends_us: list[float] = []
         self._c10d: dict[int, tuple[str, Args | None]] = {}
         """External id -> name and arguments of an operation of c10d."""
 
@@ -228,8 +228,8 @@ class _Timeline:
             if (match := _STEP.match(name)) is not None:
                 steps = self._gpu_steps if cat == "gpu_user_annotation" else self._host_steps
                 steps[int(match[1])] = (begin, begin + length)
-        elif name == _BORDER:
-            self._borders_us.append(begin)
+        elif name == ITERATION_END:
+            self._iteration_ends_us.append(begin)
         elif event.args is not None and (name == "record_param_comms" or "c10d" in name):
             external = _integer(event.args.external_id)
             if external is not None:
@@ -413,7 +413,7 @@ class _Timeline:
             edges = [self._host_steps[n][0] for n in numbers]
             edges.append(self._host_steps[numbers[-1]][1])
         else:
-            edges = sorted(self._borders_us)
+            edges = sorted(self._iteration_ends_us)
             numbers = list(range(len(edges) - 1))
         if len(edges) < 2 or not len(self._launched):
             return ()

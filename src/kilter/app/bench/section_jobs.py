@@ -209,4 +209,4 @@ def wilson(count: int, total: int) -> tuple[float, float]:
     middle = (share + z * z / (2 * total)) / (1 + z * z / total)
     half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     half /= 1 + z * z / total
-    return middle - half, middle + half
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -34,7 +34,7 @@ PAIRS = 60
 """A test that is still undecided after this many pairs takes nothing."""
 CONFIRM_PAIRS = 300
 """The same for the confirmation: all sections together come closer to the bound."""
-SPENT = 0.65
+SPENT = 0.6
 """Share of the slowdown budget that is divided among the sections: a sum close to the bound cannot
 be confirmed, and then sections give up steps that were harmless."""
 LEAST_PAIRS = 3
@@ -117,19 +117,20 @@ class _Search:
         found = self._default
         for j, target in enumerate(self._targets):
             for role in target.roles:
-                own = yield from self._descend(j, role, self._default)
+                depth = yield from self._descend(j, role, 0)
+                found = _with(found, j, role, depth)
                 waiting = [r for r in role if target.wait[r] >= WAITING]
                 if waiting and len(waiting) < len(role):
-                    own = yield from self._descend(j, waiting, own)
-                for rank in role:
-                    found = _with(found, j, [rank], own[j][rank])
+                    depth = yield from self._descend(j, waiting, depth)
+                    found = _with(found, j, waiting, depth)
         return (yield from self._confirmed(found))
 
-    def _descend(self, j: int, ranks: Sequence[int], depths: Depths) -> Search:
-        """Lower the clock of these ranks in section `j`: coarse steps down to the first that is not
-        safe, then halving between the last safe depth and that one. What ends the descent is
-        tested once more, since a single wrong "no" early on would cost many steps."""
-        good, bad = depths[j][ranks[0]], self._lowest + 1
+    def _descend(self, j: int, ranks: Sequence[int], good: int) -> Generator[Trial, Seen, int]:
+        """The lowest safe depth of these ranks in section `j` from a safe one on: coarse steps down
+        to the first that is not safe, then halving between the last safe depth and that one. What
+        ends the descent is tested once more, since a single wrong "no" early on would cost many
+        steps."""
+        bad = self._lowest + 1
         doubted: set[int] = set()
         while good < self._lowest and (bad - good > 1 or bad not in doubted):
             depth = (good + bad) // 2
@@ -138,14 +139,13 @@ class _Search:
             elif bad - good == 1:
                 depth = bad
                 doubted.add(depth)
-            tried = _with(depths, j, ranks, depth)
-            if not (yield from self._safe(tried, j)):
+            if not (yield from self._safe(_with(self._default, j, ranks, depth), j)):
                 bad = depth
                 continue
-            good, depths = depth, tried
+            good = depth
             if depth in doubted:
                 bad = self._lowest + 1
-        return depths
+        return good
 
     def _confirmed(self, found: Depths) -> Search:
         """Everything together on fresh pairs; while that fails, one section after the other gives

@@ -13,6 +13,7 @@ TABLES: dict[str, str] = {
     "sections": "searches of the clocks of communication sections",
     "operations": "clocks per unit operation against switch latency",
     "memory": "plans and runs under a memory budget, side by side",
+    "share": "policies of fair sharing on simulated machines, side by side",
     "harm": "unusual programs, plain and under kilter: what differs",
 }
 """Benchmark -> its line of help; one file each under `app/bench/`."""

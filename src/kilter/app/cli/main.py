@@ -28,6 +28,7 @@ VERBS: dict[str, str] = {
     "sections": "communication sections of Kineto traces, all ranks",
     "plan": "plan clocks or memory from an iteration trace",
     "rehearse": "try a plan on a simulated device",
+    "share": "fair shares of one machine for several training jobs",
     "doctor": "what is there, what is allowed, what to do about it",
     "restore": "put back whatever a dead run left",
     "bench": "every table of the README, re-run",

@@ -1,0 +1,82 @@
+"""`kilter bench share`: the policies of fair sharing side by side, on placements, in simulation."""
+
+from __future__ import annotations
+
+import argparse
+
+import msgspec
+
+from kilter.app.cli.share import placement, policies
+from kilter.core.label import Label
+from kilter.core.units import show_duration, show_fraction
+from kilter.sharing.placements import NAMES
+from kilter.sharing.plan.policies import POLICIES
+from kilter.sharing.simulate import simulate
+
+HELP = "Policies of fair sharing, side by side, on simulated machines."
+EPILOG = """\
+`fixed` is the placement as it begins; `even` is the baseline to beat.
+
+examples:
+  kilter bench share
+  kilter bench share --placements p1,p4,machine.json --policies even,maxmin --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--placements",
+        type=lambda text: text.split(","),
+        default=list(NAMES),
+        metavar="FILE,...",
+        help="rehearsal files, or p1 to p6 (all six)",
+    )
+    parser.add_argument(
+        "--policies",
+        type=policies,
+        default=["fixed", "even", "thesis_literal", "thesis", "maxmin"],
+        metavar="P,...",
+        help="(all)",
+    )
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="of the noise (1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = []
+    if not args.json:
+        print(f"{'placement':<10} {'policy':<15} max SD  max/min   Jain  busy     makespan  moves")
+    for name in args.placements:
+        machine = placement(name)
+        for policy in args.policies:
+            for seed in range(args.seeds):
+                seeded = msgspec.structs.replace(machine, seed=machine.seed + seed)
+                outcome = simulate(seeded, POLICIES[policy])
+                row = {
+                    "placement": name,
+                    "policy": policy,
+                    "seed": seed,
+                    "max_slowdown": max(outcome.slowdowns),
+                    "max_over_min": max(outcome.slowdowns) / min(outcome.slowdowns),
+                    "jain": outcome.jain,
+                    "utilisation": outcome.utilisation,
+                    "makespan_s": outcome.makespan_s,
+                    "samples_per_s": outcome.samples_per_s,
+                    "max_rho": max(job.rho for job in outcome.jobs),
+                    "decisions": len(outcome.decisions),
+                }
+                rows.append(row)
+                if not args.json:
+                    busy, makespan = show_fraction(outcome.utilisation), outcome.makespan_s
+                    print(
+                        f"{name:<10} {policy:<15} {row['max_slowdown']:6.2f}  "
+                        f"{row['max_over_min']:7.2f}  {outcome.jain:.3f}  {busy:<7}  "
+                        f"{show_duration(makespan):>8}  {len(outcome.decisions):5}",
+                        flush=True,
+                    )
+    if args.json:
+        head = {"schema": "kilter.bench-share/1", "label": Label.SIMULATED.value}
+        print(msgspec.json.encode({**head, "rows": rows}).decode())
+    else:
+        print(f"[{Label.SIMULATED.value}]")
+    return 0

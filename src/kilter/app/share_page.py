@@ -1,0 +1,171 @@
+"""The page of a shared machine: slow-down and data ratio of each job over time, and decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import resources
+
+from kilter.app import svg
+from kilter.app.svg import Frame, escape
+from kilter.core.label import Label
+from kilter.core.units import show_duration, show_fraction
+from kilter.sharing.plan.snapshot import shown
+from kilter.sharing.simulate import Made, Stretch
+
+_WIDTH = 860.0
+_PLOT, _STRIP, _TITLE, _GAP = 74.0, 11.0, 26.0, 34.0
+_MOST_STRETCHES = 1500
+_MOST_DECISIONS = 200
+
+
+def page(
+    title: str,
+    facts: Sequence[str],
+    stretches: Sequence[Stretch],
+    decisions: Sequence[Made],
+    label: Label,
+) -> str:
+    """One self-contained page: no script, nothing fetched."""
+    tag = f"<span class='tag {label.value}'>{label.value}</span>"
+    style = resources.files("kilter.app").joinpath("report.css").read_text(encoding="utf-8")
+    lines = "".join(f"<p class='facts'>{escape(fact)}</p>" for fact in facts)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body><main>\n"
+        f"<header><p class='kicker'>kilter share {tag}</p><h1>{escape(title)}</h1>{lines}</header>"
+        f"{_jobs(stretches, tag)}{_utilisation(stretches, tag)}{_decisions(decisions)}"
+        "\n</main></body></html>\n"
+    )
+
+
+def _jobs(stretches: Sequence[Stretch], tag: str) -> str:
+    names = list(dict.fromkeys(name for s in stretches for name in s.ratios))
+    if not names:
+        return "<section><p>No job has run.</p></section>"
+    thinned = stretches[:: -(-len(stretches) // _MOST_STRETCHES)]
+    gpus = len(next(iter(stretches[0].ratios.values()), ())) or len(stretches[0].utilisation)
+    height = len(names) * (_TITLE + _PLOT + gpus * _STRIP + _GAP)
+    ends = (stretches[0].begin_s, stretches[-1].end_s)
+    values = [value for s in stretches for value in s.slowdowns.values()]
+    top = max(2.0, *values) * 1.05 if values else 2.0
+    parts, y = [], 0.0
+    for name in names:
+        parts.append(_row(name, thinned, y, gpus, ends, top))
+        y += _TITLE + _PLOT + gpus * _STRIP + _GAP
+    described = "; ".join(
+        f"{name}: slow-down up to {max(s.slowdowns.get(name, 0.0) for s in stretches):.2f}"
+        for name in names
+    )
+    title = "Slow-downs and data ratios over time"
+    drawing = svg.picture("jobs", _WIDTH, height, title, described, "".join(parts))
+    return (
+        "<section><h2>Slow-down and data ratio of each job</h2><p>The line is the time of a step "
+        "over its time with the whole machine to itself. The strips below are the GPUs, from GPU 0 "
+        "down: the darker, the more of the job's batch is there.</p>"
+        f"<figure><div class='scroll'>{drawing}</div><figcaption>Time runs to the right. {tag}"
+        "</figcaption></figure></section>"
+    )
+
+
+def _row(
+    name: str,
+    stretches: Sequence[Stretch],
+    y: float,
+    gpus: int,
+    ends: tuple[float, float],
+    top: float,
+) -> str:
+    frame = Frame(
+        left=44,
+        top=y + _TITLE,
+        right=_WIDTH - 8,
+        bottom=y + _TITLE + _PLOT,
+        x_range=ends,
+        y_range=(0.0, top),
+    )
+    parts = [svg.text(0, y + 16, name, "label")]
+    for value in svg.ticks(0.0, top, 3):
+        parts.append(svg.line(frame.left, frame.y(value), frame.right, frame.y(value), "grid"))
+        parts.append(
+            svg.text(frame.left - 8, frame.y(value) + 4, f"{value:g}", "tick", anchor="end")
+        )
+    points: list[tuple[float, float] | None] = []
+    for stretch in stretches:
+        if name not in stretch.slowdowns:
+            points.append(None)
+            continue
+        level = frame.y(stretch.slowdowns[name])
+        points += [(frame.x(stretch.begin_s), level), (frame.x(stretch.end_s), level)]
+    parts.append(svg.path(points, "trace clock"))
+    parts += _strips(name, stretches, frame, gpus)
+    bottom = frame.bottom + gpus * _STRIP
+    for moment in svg.ticks(*ends, 8):
+        parts.append(
+            svg.text(frame.x(moment), bottom + 15, f"{moment:g} s", "tick", anchor="middle")
+        )
+    return "".join(parts)
+
+
+def _strips(name: str, stretches: Sequence[Stretch], frame: Frame, gpus: int) -> list[str]:
+    """One strip a GPU; equal neighbours in time are one rectangle."""
+    parts = []
+    for g in range(gpus):
+        runs: list[tuple[float, float, int]] = []
+        for stretch in stretches:
+            ratio = stretch.ratios[name][g] if name in stretch.ratios else 0
+            if runs and runs[-1][2] == ratio:
+                runs[-1] = (runs[-1][0], stretch.end_s, ratio)
+            else:
+                runs.append((stretch.begin_s, stretch.end_s, ratio))
+        y = frame.bottom + 1 + g * _STRIP
+        for begin, end, ratio in runs:
+            if ratio:
+                x, width = frame.x(begin), frame.x(end) - frame.x(begin)
+                parts.append(
+                    f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{_STRIP - 2:.1f}" '
+                    f'class="lane remake" fill-opacity="{ratio / 10:.1f}">'
+                    f"<title>{escape(f'GPU {g}: {ratio} tenths')}</title></rect>"
+                )
+    return parts
+
+
+def _utilisation(stretches: Sequence[Stretch], tag: str) -> str:
+    if not stretches:
+        return ""
+    whole = sum(s.end_s - s.begin_s for s in stretches) or 1.0
+    means = [
+        sum((s.end_s - s.begin_s) * s.utilisation[g] for s in stretches) / whole
+        for g in range(len(stretches[0].utilisation))
+    ]
+    rows = "".join(
+        f"<tr><td>GPU {g}</td><td class='n'>{show_fraction(mean)}</td></tr>"
+        for g, mean in enumerate(means)
+    )
+    return (
+        f"<section><h2>Utilisation</h2><p>Mean over the whole time. {tag}</p>"
+        "<table><caption>Utilisation of each GPU</caption><tr><th>GPU</th>"
+        f"<th class='n'>Busy</th></tr>{rows}</table></section>"
+    )
+
+
+def _decisions(decisions: Sequence[Made]) -> str:
+    if not decisions:
+        return "<section><h2>Decisions</h2><p>No data ratio was changed.</p></section>"
+    rows = "".join(
+        f"<tr><td class='n'>{show_duration(made.t_s)}</td>"
+        f"<td class='name'>{escape(made.decision.job)}</td>"
+        f"<td>{shown(made.decision.before)} &rarr; {shown(made.decision.after)}</td>"
+        f"<td class='reason'>{escape(made.decision.reason)}</td></tr>"
+        for made in decisions[:_MOST_DECISIONS]
+    )
+    more = len(decisions) - _MOST_DECISIONS
+    rest = f"<p>And {more} more.</p>" if more > 0 else ""
+    return (
+        "<section><h2>Decisions</h2><div class='scroll'><table><caption>Decisions with their "
+        "reasons</caption><tr><th class='n'>At</th><th>Job</th><th>Ratio in tenths</th>"
+        f"<th>Reason</th></tr>{rows}</table></div>{rest}</section>"
+    )

@@ -1,0 +1,281 @@
+"""The policy `maxmin`: the largest predicted slow-down as small as possible, then the next, and so
+on (lexicographic), under the fitted time model.
+
+Search: from the ratios in force and from the even split, one job after another gets the best of
+all its ratios with the others held, then pairs of jobs exchange tenths, until nothing is better.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from kilter.core.reasons import Reason
+from kilter.sharing.model import Array, Cost, predict
+from kilter.sharing.plan.snapshot import (
+    TENTHS,
+    Decision,
+    Job,
+    Ratios,
+    Snapshot,
+    allowed,
+    compositions,
+    even_ratios,
+    fits,
+    in_force,
+    shards,
+    shown,
+    usable,
+)
+
+
+class Caution(msgspec.Struct, frozen=True):
+    """When a better prediction is worth a move."""
+
+    gain: float = 0.05
+    """The least relative fall of the largest slow-down, or, while that does not rise, of the mean
+    slow-down."""
+    cool_down_periods: int = 2
+    """Periods for which a job that was moved is left alone."""
+
+
+_ALL_RATIOS_UP_TO = 4
+"""GPUs up to which every ratio of a job is tried (286 for 4); beyond, moves and even splits."""
+_STEPS = (1, 2, 3, 5)
+"""Tenths that each of two jobs gives the other's GPU in an exchange."""
+_ROUNDS = 20
+_DIGITS = 4
+
+Key = tuple[float, ...]
+State = tuple[Ratios, ...]
+
+
+def policy(snapshot: Snapshot, *, caution: Caution | None = None) -> tuple[Decision, ...]:
+    """New ratios where the model promises enough. Jobs without a fitted cost stay as they are."""
+    caution = caution or Caution()
+    problem = _Problem.of(snapshot, caution)
+    if problem is None:
+        return ()
+    now = problem.state
+    before = problem.slowdowns(now)
+    best = min((problem.descend(seed) for seed in problem.seeds()), key=problem.key)
+    best = problem.fewest_moves(problem.descend(best, exchanges=True))
+    after = problem.slowdowns(best)
+    falls = after.max() < before.max() * (1.0 - caution.gain)
+    level = after.max() <= before.max() and after.mean() < before.mean() * (1.0 - caution.gain)
+    urgent = not problem.possible(now)
+    if not (falls or level or urgent) or not problem.possible(best):
+        return ()
+    text = (
+        f"largest slow-down {before.max():.2f} -> {after.max():.2f}, "
+        f"mean {before.mean():.2f} -> {after.mean():.2f} predicted"
+    )
+    code = "not-possible-as-it-was" if urgent else "fairer" if falls else "more-work-done"
+    return tuple(
+        Decision(job.name, job.ratios, new, Reason(code, job.name, text))
+        for job, old, new in zip(problem.jobs, now, best, strict=True)
+        if new != old
+    )
+
+
+class _Problem:
+    """The jobs that the model describes, and what their ratios would do."""
+
+    def __init__(
+        self, snapshot: Snapshot, jobs: Sequence[Job], state: State, fixed: Sequence[bool]
+    ) -> None:
+        self.snapshot, self.jobs, self.state, self._fixed = snapshot, jobs, state, fixed
+        self._costs: list[Cost] = [job.cost for job in jobs if job.cost is not None]
+        lines = [job.slowdown_line() for job in jobs]
+        self._offset = np.array([offset for offset, _ in lines])
+        alone = np.array([job.alone_s for job in jobs], dtype=float)
+        self._slope = np.array([slope for _, slope in lines]) / alone
+        self._known: list[dict[Ratios, bool]] = [{} for _ in jobs]
+        self._options = [self._ratios_of(i) for i in range(len(jobs))]
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, caution: Caution) -> _Problem | None:
+        jobs = [
+            job
+            for job in snapshot.jobs
+            if job.cost is not None
+            and job.alone_s
+            and job.ratios is not None
+            and usable(snapshot, job)
+        ]
+        if not jobs:
+            return None
+        state = tuple(job.ratios for job in jobs if job.ratios is not None)
+        fixed = [
+            job.periods_since_move is not None
+            and job.periods_since_move < caution.cool_down_periods
+            and allowed(snapshot, job, ratios)
+            for job, ratios in zip(jobs, state, strict=True)
+        ]
+        return cls(snapshot, jobs, state, fixed)
+
+    def _ratios_of(self, i: int) -> list[Ratios]:
+        """The ratios that are tried for a job at any time."""
+        job = self.jobs[i]
+        own, count = usable(self.snapshot, job), len(self.snapshot.gpus)
+        if len(own) <= _ALL_RATIOS_UP_TO:
+            parts: Iterator[Sequence[int]] = iter(compositions(len(own)))
+        else:
+            parts = _even_over_subsets(len(own))
+        found = [_placed(part, own, count) for part in parts]
+        return [ratios for ratios in found if self._allowed(i, ratios)]
+
+    def slowdowns(self, state: State) -> Array:
+        """Predicted slow-down of each job."""
+        return self._slowdowns(self._samples(state)[None])[0]
+
+    def _samples(self, state: State) -> Array:
+        return np.array(
+            [shards(job.global_batch, r) for job, r in zip(self.jobs, state, strict=True)],
+            dtype=float,
+        )
+
+    def _slowdowns(self, samples: Array) -> Array:
+        result: Array = self._offset + self._slope * predict(self._costs, samples).step_s
+        return result
+
+    def key(self, state: State) -> Key:
+        """Smaller is better: slow-downs from the largest down; a state that breaks a rule last."""
+        if not self.possible(state):
+            return (float("inf"),)
+        return tuple(np.round(np.sort(self.slowdowns(state))[::-1], _DIGITS).tolist())
+
+    def possible(self, state: State) -> bool:
+        ratios = in_force(self.snapshot) | {
+            job.name: r for job, r in zip(self.jobs, state, strict=True)
+        }
+        in_order = all(self._allowed(i, r) for i, r in enumerate(state))
+        return in_order and fits(self.snapshot, ratios)
+
+    def seeds(self) -> Iterator[State]:
+        """In force first: on equal terms nothing moves."""
+        yield self.state
+        even = (even_ratios(self.snapshot, job) for job in self.jobs)
+        yield tuple(
+            now if fixed else new
+            for now, fixed, new in zip(self.state, self._fixed, even, strict=True)
+        )
+
+    def descend(self, state: State, *, exchanges: bool = False) -> State:
+        """Best moves of single jobs, and, if asked, of pairs, until none helps."""
+        best = self.key(state)
+        for _ in range(_ROUNDS):
+            before = best
+            for cases in self._neighbourhoods(state, exchanges):
+                found = self._best(cases)
+                if found is not None and (key := self.key(found)) < best:
+                    state, best = found, key
+                    break
+            if best == before:
+                break
+        return state
+
+    def _neighbourhoods(self, state: State, exchanges: bool) -> Iterator[list[State]]:
+        """First all ratios of the jobs one by one; then exchanges between two jobs."""
+        free = [i for i, fixed in enumerate(self._fixed) if not fixed]
+        yield [
+            (*state[:i], new, *state[i + 1 :])
+            for i in free
+            for new in (*self._options[i], *self._moves(i, state[i]))
+            if new != state[i]
+        ]
+        for i, j in itertools.combinations(free, 2) if exchanges else ():
+            yield [
+                tuple(a if k == i else b if k == j else r for k, r in enumerate(state))
+                for a, b in self._exchanges(i, j, state[i], state[j])
+            ]
+
+    def _moves(self, i: int, ratios: Ratios) -> list[Ratios]:
+        """Tenths of one job from one GPU to another, where not all ratios are tried anyway."""
+        own = usable(self.snapshot, self.jobs[i])
+        if len(own) <= _ALL_RATIOS_UP_TO:
+            return []
+        moved = (
+            _shifted(ratios, a, b, k)
+            for a, b in itertools.permutations(own, 2)
+            for k in range(1, ratios[a] + 1)
+        )
+        return [new for new in moved if self._allowed(i, new)]
+
+    def _exchanges(
+        self, i: int, j: int, mine: Ratios, theirs: Ratios
+    ) -> Iterator[tuple[Ratios, Ratios]]:
+        """Tenths of job i from a to b while job j moves some the other way."""
+        for a, b in itertools.permutations(range(len(mine)), 2):
+            for k, back in itertools.product(_STEPS, repeat=2):
+                if k > mine[a] or back > theirs[b]:
+                    continue
+                new, other = _shifted(mine, a, b, k), _shifted(theirs, b, a, back)
+                if self._allowed(i, new) and self._allowed(j, other):
+                    yield new, other
+
+    def _allowed(self, i: int, ratios: Ratios) -> bool:
+        known = self._known[i]
+        if ratios not in known:
+            known[ratios] = allowed(self.snapshot, self.jobs[i], ratios)
+        return known[ratios]
+
+    def _best(self, cases: list[State]) -> State | None:
+        """The case with the smallest key that memory admits."""
+        if not cases:
+            return None
+        samples = np.array([[self._row(i, r) for i, r in enumerate(case)] for case in cases])
+        ordered = np.round(np.sort(self._slowdowns(samples), axis=-1), _DIGITS)
+        for index in np.lexsort(ordered.T):  # the last key, the largest slow-down, rules
+            if self.possible(cases[index]):
+                return cases[index]
+        return None
+
+    def _row(self, i: int, ratios: Ratios) -> tuple[int, ...]:
+        return shards(self.jobs[i].global_batch, ratios)
+
+    def fewest_moves(self, state: State) -> State:
+        """Take back what hardly helps: moves without which no slow-down key gets worse by 1 %."""
+        for i, old in enumerate(self.state):
+            kept = (*state[:i], old, *state[i + 1 :])
+            if kept == state or not self.possible(kept):
+                continue
+            with_move, without = self.slowdowns(state), self.slowdowns(kept)
+            if (
+                without.max() <= with_move.max() * 1.01
+                and without.mean() <= with_move.mean() * 1.01
+            ):
+                state = kept
+        return state
+
+
+def _even_over_subsets(count: int) -> Iterator[Sequence[int]]:
+    for size in range(1, min(count, TENTHS) + 1):
+        each, extra = divmod(TENTHS, size)
+        for subset in itertools.combinations(range(count), size):
+            part = [0] * count
+            for position, g in enumerate(subset):
+                part[g] = each + (position < extra)
+            yield part
+
+
+def _placed(parts: Sequence[int], own: Sequence[int], count: int) -> Ratios:
+    ratios = [0] * count
+    for g, part in zip(own, parts, strict=True):
+        ratios[g] = part
+    return tuple(ratios)
+
+
+def _shifted(ratios: Ratios, source: int, destination: int, tenths: int) -> Ratios:
+    new = list(ratios)
+    new[source] -= tenths
+    new[destination] += tenths
+    return tuple(new)
+
+
+def describe(decision: Decision) -> str:
+    """`resnet50: [10,0] -> [5,5]: REASON`."""
+    return f"{decision.job}: {shown(decision.before)} -> {shown(decision.after)}: {decision.reason}"

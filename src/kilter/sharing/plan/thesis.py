@@ -1,0 +1,182 @@
+"""Algorithms 1 and 2 of "Improving the Efficiency of DNN Model Inference and Training through
+Distribution Mechanisms" (Kim In Mo, master's thesis, Hansung University).
+
+The printed text has gaps and faults. The readings chosen here: a job's own load does not count
+against a GPU; tenths are rounded by largest remainder, so that they sum to ten; the target of a
+move is the mid-point of the slow-downs, `(max + min) / 2`; at least one tenth moves. `literal`
+takes the text as printed instead: half-up rounding, `(max - min) / 2`, no lower bound, own load
+included. Then a ratio may not sum to ten, and the batch is split in proportion to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import msgspec
+
+from kilter.core.reasons import Reason
+from kilter.sharing.plan.snapshot import (
+    TENTHS,
+    Decision,
+    Job,
+    Ratios,
+    Snapshot,
+    allowed,
+    fits,
+    in_force,
+    largest_remainder,
+    usable,
+)
+
+
+class Thresholds(msgspec.Struct, frozen=True):
+    """Not legible in the source; both are settings."""
+
+    slowdown: float = 0.1
+    """Spread (largest less smallest slow-down) below which nothing moves."""
+    utilisation: float = 0.2
+    """Gap between the most and the least used GPU above which load is mended first."""
+
+
+def policy(
+    snapshot: Snapshot, *, literal: bool = False, thresholds: Thresholds | None = None
+) -> tuple[Decision, ...]:
+    """Algorithm 1 for every job in turn."""
+    thresholds = thresholds or Thresholds()
+    live = [g for g, gpu in enumerate(snapshot.gpus) if gpu.alive]
+    decisions: list[Decision] = []
+    ratios = in_force(snapshot)
+    pool = list(live)
+    for job in snapshot.jobs:
+        if len(snapshot.jobs) < len(live):
+            own = [g for g in pool if g in usable(snapshot, job)]
+            if not own:
+                continue
+            g = min(own, key=lambda g: (_load(snapshot, job, literal)[g], g))
+            pool.remove(g)
+            new, code = _whole(g, len(snapshot.gpus)), "fewer-jobs-than-gpus"
+            text = f"{job.name} gets GPU {g} whole: there are fewer jobs than GPUs"
+        else:
+            moved = _rebalance(snapshot, job, literal, thresholds)
+            if moved is None:
+                continue
+            new, code, text = moved
+        if new == job.ratios or not _in_order(snapshot, job, new, literal):
+            continue
+        if not fits(snapshot, ratios | {job.name: new}):
+            continue
+        ratios[job.name] = new
+        decisions.append(Decision(job.name, job.ratios, new, Reason(code, job.name, text)))
+    return tuple(decisions)
+
+
+def _rebalance(
+    snapshot: Snapshot, job: Job, literal: bool, thresholds: Thresholds
+) -> tuple[Ratios, str, str] | None:
+    """Lines 11 to 23 of Algorithm 1; None where the ratio stays."""
+    known = {j.name: j.slowdown for j in snapshot.jobs if j.slowdown is not None}
+    if job.ratios is None or job.name not in known:
+        return None
+    high, low = max(known.values()), min(known.values())
+    if job.name != min(name for name, value in known.items() if value == high):
+        return None
+    if high - low < thresholds.slowdown:
+        return None
+    own = usable(snapshot, job)
+    if not own:
+        return None
+    load = _load(snapshot, job, literal)
+    g_max = max(own, key=lambda g: (load[g], -g))
+    g_min = min(own, key=lambda g: (load[g], g))
+    if load[g_max] - load[g_min] > thresholds.utilisation:
+        used = {g for g in own if job.ratios[g] > 0} | {g_min}
+        if sum(Fraction(1) - _exact(load[g]) for g in used) <= 0:
+            return None
+        new = update_utilisation(job.ratios, used, g_min, load, literal=literal)
+        return new, "load", f"{job.name} is the slowest, and GPU {g_min} has the most time left"
+    destination = min(own, key=lambda g: (_mean_slowdown(snapshot, g), g))
+    source = max(own, key=lambda g: (job.ratios[g] if job.ratios else 0, -g))
+    if source == destination:
+        return None
+    new = update_slowdown(
+        job.ratios, source, destination, known[job.name], high, low, literal=literal
+    )
+    text = f"{job.name} is the slowest, and jobs on GPU {destination} are the least slowed down"
+    return new, "slow-down", text
+
+
+def update_utilisation(
+    ratios: Ratios, used: set[int], g_min: int, load: Sequence[float], *, literal: bool = False
+) -> Ratios:
+    """Algorithm 2, DR_Update_Util: shares in proportion to the time left on each GPU used, the
+    least used one included. Without any time left the ratio stays (literal: division by zero)."""
+    used = used | {g_min}
+    left = [
+        Fraction(1) - _exact(value) if g in used else Fraction(0) for g, value in enumerate(load)
+    ]
+    if literal:
+        whole = sum(left)
+        return tuple(math.floor(part / whole * TENTHS + Fraction(1, 2)) for part in left)
+    if sum(left) <= 0:
+        return ratios
+    return largest_remainder(left, TENTHS)
+
+
+def update_slowdown(
+    ratios: Ratios,
+    source: int,
+    destination: int,
+    slowdown: float,
+    high: float,
+    low: float,
+    *,
+    literal: bool = False,
+) -> Ratios:
+    """Algorithm 2, DR_Update_SD: tenths move from the job's largest share until its slow-down
+    would, in proportion, be half-way between the largest and the smallest."""
+    own, top, bottom = _exact(slowdown), _exact(high), _exact(low)
+    per_tenth = own / ratios[source]
+    target = (top - bottom if literal else top + bottom) / 2
+    moved = math.floor(abs(own - target) / per_tenth)
+    if not literal:
+        moved = min(max(moved, 1), ratios[source])
+    new = list(ratios)
+    new[source] -= moved
+    new[destination] += moved
+    return tuple(new)
+
+
+def _exact(value: float) -> Fraction:
+    """A measured number as the decimal it was written as, so that floors fall where one expects."""
+    return Fraction(value).limit_denominator(10**6)
+
+
+def _load(snapshot: Snapshot, job: Job, literal: bool) -> list[float]:
+    """Utilisation of each GPU; the job's own share of it is taken off, unless literal."""
+    own = job.busy if job.busy and not literal else (0.0,) * len(snapshot.gpus)
+    return [max(gpu.utilisation - mine, 0.0) for gpu, mine in zip(snapshot.gpus, own, strict=True)]
+
+
+def _mean_slowdown(snapshot: Snapshot, g: int) -> float:
+    """Mean slow-down of the jobs on a GPU; of an empty one 0."""
+    there = [
+        job.slowdown
+        for job in snapshot.jobs
+        if job.ratios is not None and job.ratios[g] > 0 and job.slowdown is not None
+    ]
+    return sum(there) / len(there) if there else 0.0
+
+
+def _whole(g: int, count: int) -> Ratios:
+    return tuple(TENTHS if k == g else 0 for k in range(count))
+
+
+def _in_order(snapshot: Snapshot, job: Job, ratios: Ratios, literal: bool) -> bool:
+    """A literal ratio need not sum to ten, but it has to be one that a job can run."""
+    if not literal:
+        return allowed(snapshot, job, ratios)
+    own = usable(snapshot, job)
+    inside = all(g in own for g, ratio in enumerate(ratios) if ratio)
+    return inside and min(ratios) >= 0 and sum(ratios) > 0

@@ -2,7 +2,8 @@
 on (lexicographic), under the fitted time model.
 
 Search: from the ratios in force and from the even split, one job after another gets the best of
-all its ratios with the others held, then pairs of jobs exchange tenths, until nothing is better.
+all its ratios with the others held, then the slowest exchanges tenths with another, until nothing is
+better.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class _Problem:
         return state
 
     def _neighbourhoods(self, state: State, exchanges: bool) -> Iterator[list[State]]:
-        """First all ratios of the jobs one by one; then exchanges between two jobs."""
+        """First all ratios of the jobs one by one; then exchanges of the slowest with another."""
         free = [i for i, fixed in enumerate(self._fixed) if not fixed]
         yield [
             (*state[:i], new, *state[i + 1 :])
@@ -187,11 +188,16 @@ class _Problem:
             for new in (*self._options[i], *self._moves(i, state[i]))
             if new != state[i]
         ]
-        for i, j in itertools.combinations(free, 2) if exchanges else ():
-            yield [
-                tuple(a if k == i else b if k == j else r for k, r in enumerate(state))
-                for a, b in self._exchanges(i, j, state[i], state[j])
-            ]
+        if not exchanges or not free:
+            return
+        slow = self.slowdowns(state)
+        i = max(free, key=lambda k: (slow[k], -k))
+        for j in free:
+            if j != i:
+                yield [
+                    tuple(a if k == i else b if k == j else r for k, r in enumerate(state))
+                    for a, b in self._exchanges(i, j, state[i], state[j])
+                ]
 
     def _moves(self, i: int, ratios: Ratios) -> list[Ratios]:
         """Tenths of one job from one GPU to another, where not all ratios are tried anyway."""

@@ -1,0 +1,93 @@
+"""All ranks change the data ratio at the same iteration, without a collective.
+
+Somebody proposes a ratio. Every rank that sees the proposal answers with the next iteration that it
+has not yet handed out, and promises to hand out only `AHEAD` more until there is a verdict. The
+verdict names an iteration that no rank can have passed, or none. Everything goes through a
+key-value store that the process of rank 0 hosts, so the ranks agree also while a daemon is dead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kilter.sharing.plan.snapshot import Ratios
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+AHEAD = 4
+"""Iterations that a rank may begin between its answer and the verdict."""
+
+ANSWER_TIMEOUT_S = 120.0
+"""After this time without an answer of all ranks a proposal is off."""
+
+_WAIT = timedelta(seconds=2 * ANSWER_TIMEOUT_S)
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The end of a proposal. `at` is None if it is off."""
+
+    ratios: Ratios
+    at: int | None
+
+
+def propose(
+    store: Store,
+    number: int,
+    ratios: Ratios,
+    world: int,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    timeout_s: float = ANSWER_TIMEOUT_S,
+) -> Verdict:
+    """Carry a proposal through and return its verdict. Proposals are numbered from 1, and only one
+    is carried through at a time."""
+    store.set(f"proposal/{number}", msgspec.json.encode(ratios))
+    answers = [f"answer/{number}/{rank}" for rank in range(world)]
+    deadline = time.monotonic() + timeout_s
+    while not (complete := store.check(answers)):
+        if time.monotonic() > deadline or stop():
+            break
+        time.sleep(0.002)
+    at = max(int(store.get(key)) for key in answers) + AHEAD if complete else None
+    verdict = Verdict(ratios, at)
+    store.set(f"verdict/{number}", msgspec.json.encode(verdict))
+    return verdict
+
+
+class Listener:
+    """The side of one rank."""
+
+    def __init__(self, store: Store, rank: int, apply: Callable[[Verdict], None]) -> None:
+        self._store, self._rank, self._apply = store, rank, apply
+        self._number = 1
+        self._limit: int | None = None
+
+    def before(self, iteration: int) -> None:
+        """Call before an iteration is handed out. Waits only if a verdict is overdue."""
+        if self._limit is None:
+            if not self._store.check([f"proposal/{self._number}"]):
+                return
+            self._store.set(f"answer/{self._number}/{self._rank}", str(iteration))
+            self._limit = iteration + AHEAD
+        verdict = f"verdict/{self._number}"
+        if iteration >= self._limit:
+            self._store.wait([verdict], _WAIT)
+        if self._store.check([verdict]):
+            self._take(self._store.get(verdict))
+
+    def poll(self) -> None:
+        """Answer and listen while idle: an idle rank holds nobody back."""
+        self.before(-AHEAD if self._limit is None else self._limit - AHEAD)
+
+    def _take(self, raw: bytes) -> None:
+        verdict = msgspec.json.decode(raw, type=Verdict)
+        self._number += 1
+        self._limit = None
+        if verdict.at is not None:
+            self._apply(verdict)

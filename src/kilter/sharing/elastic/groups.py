@@ -1,0 +1,60 @@
+"""Process groups of the active ranks, and the gradient reduction over them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+
+class Groups:
+    """Groups by their ranks, made when first needed and kept. Only members make a group, so that an
+    idle rank is not asked."""
+
+    def __init__(self, whole: ProcessGroup, world: int) -> None:
+        self._made: dict[tuple[int, ...], ProcessGroup] = {tuple(range(world)): whole}
+
+    def of(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """The group of these ranks; None for one rank, which needs none."""
+        import torch.distributed as dist
+
+        if len(ranks) < 2:
+            return None
+        if ranks not in self._made:
+            self._made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return self._made[ranks]
+
+
+class Reduction:
+    """DDP's communication hook: the sum over the active ranks of weight times gradient.
+
+    Each rank's gradient belongs to the mean loss over its own samples. With `weight = own samples /
+    all samples` the sum is the gradient of the mean over the global batch, whatever the shards.
+    """
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.group: ProcessGroup | None = None
+        self.calls = 0
+        self.on_last: Any = None
+        """Called when the last bucket of a backward pass is ready: the rank's own work is done."""
+
+    def __call__(self, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        import torch
+        import torch.distributed as dist
+
+        gradient = bucket.buffer()
+        if bucket.is_last():
+            self.calls += 1
+            if self.on_last is not None:
+                self.on_last()
+        gradient.mul_(self.weight)
+        if self.group is None:
+            devices = [gradient.device] if gradient.is_cuda else None
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+            done.set_result(gradient)
+            return done
+        work = dist.all_reduce(gradient, group=self.group, async_op=True)
+        return work.get_future().then(lambda finished: finished.value()[0])

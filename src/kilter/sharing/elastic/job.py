@@ -1,0 +1,405 @@
+"""A training job as a script writes it: its models, optimizers and loaders, and whether their data
+ratio may change."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kilter.core.reasons import Reason
+from kilter.sharing.elastic.schedule import Index
+from kilter.sharing.elastic.share import Share
+from kilter.sharing.elastic.state import State
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+
+WARM_UP_STEPS = 2
+"""Steps of all ranks before anything changes: DDP agrees on its buckets in these."""
+
+_SEES_NO_MODEL_AFTER = 3
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What the daemon has to know about a job, and what does not change."""
+
+    world: int
+    global_batch: int
+    total_steps: int | None
+    min_samples: int
+    may_idle: bool
+
+
+class Job:
+    """The job of this process. Found out while the script runs its first steps."""
+
+    def __init__(
+        self,
+        *,
+        may_idle: bool,
+        release: bool = False,
+        min_samples: int | None = None,
+        total_steps: int | None = None,
+        attached: Callable[[Share, Facts], None] = lambda share, facts: None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.models: list[DistributedDataParallel] = []
+        self.optimizers: list[Any] = []
+        self.others: list[Any] = []
+        """Schedulers and gradient scalers."""
+        self.share: Share | None = None
+        self.facts: Facts | None = None
+        self.refused: Reason | None = None
+        self._may_idle, self._release = may_idle, release
+        self._min_samples, self._total_steps = min_samples, total_steps
+        self._attached, self._say = attached, say
+        self._hooks: list[Any] = []
+        self._synced = self._unsynced = 0
+        self.steps = 0
+
+    # What the script makes.
+
+    def watch(self, model: DistributedDataParallel) -> None:
+        """A model of the script, before its first step."""
+        self.models.append(model)
+        self._hooks.append(model.register_forward_pre_hook(self._forward))
+
+    def _forward(self, model: Any, _: object) -> None:
+        import torch
+
+        if model.training and torch.is_grad_enabled():
+            if model.require_backward_grad_sync:
+                self._synced += 1
+            else:
+                self._unsynced += 1
+
+    def refuse(self, code: str, text: str) -> None:
+        """The job trains as it would without kilter, and says why, once."""
+        if self.refused is None:
+            self.refused = Reason(code, "job", text)
+            self._say(f"{text}; the job trains as it would without kilter")
+            self._forget_hooks()
+
+    def _forget_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # Loaders.
+
+    def batches(self, loader: DataLoader[Any], plain: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """One pass over a loader of the script; `plain` iterates as without kilter."""
+        import torch.distributed as dist
+
+        usable = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if self.refused is not None or not usable:
+            return plain()
+        if (reason := loader_flaw(loader)) is not None:
+            return self._watched(loader, plain(), reason)
+        return _Pass(self, loader).batches()
+
+    def _watched(self, loader: Any, batches: Iterator[Any], reason: Reason) -> Iterator[Any]:
+        """A loader that cannot be divided; said only if the model trains on it."""
+        before = self._synced
+        for batch in batches:
+            yield batch
+            if self._synced > before:
+                self.refuse(reason.code, reason.text)
+                before = self._synced + 2**60
+
+    def marks(self) -> tuple[int, int, int]:
+        """Forward passes with and without gradient reduction, and optimizer steps, so far."""
+        return self._synced, self._unsynced, self.steps
+
+    def trains(self, since: tuple[int, int, int], batches: int) -> bool:
+        """Whether the pass trains a model whose shares may change now. Says what hinders."""
+        if self.refused is not None or batches < WARM_UP_STEPS:
+            return False
+        synced, unsynced, steps = (a - b for a, b in zip(self.marks(), since, strict=True))
+        if not self.models and steps and batches >= _SEES_NO_MODEL_AFTER:
+            self.refuse(
+                "no-ddp",
+                "the model is not wrapped in torch.nn.parallel.DistributedDataParallel; wrap it, "
+                "or the ranks train by themselves",
+            )
+        elif unsynced and synced + unsynced:
+            self.refuse(
+                "accumulation",
+                "gradients are accumulated under no_sync(), over batches of fixed shares; use a "
+                "larger batch_size instead",
+            )
+        elif synced >= WARM_UP_STEPS and steps < batches and not self._scales():
+            if steps:
+                self.refuse(
+                    "accumulation",
+                    "gradients are accumulated: there are fewer optimizer steps than batches; use "
+                    "a larger batch_size instead",
+                )
+        else:
+            return synced >= WARM_UP_STEPS and steps > 0
+        return False
+
+    def _scales(self) -> bool:
+        """With a gradient scaler a step may be left out."""
+        return any(hasattr(other, "get_scale") for other in self.others)
+
+    def attach(self, drawn: list[list[Index]]) -> bool:
+        """Make the job elastic; all ranks are in the same place of the script. False if refused."""
+        import torch.distributed as dist
+
+        if (flaw := self._model_flaw()) is not None:
+            self.refuse(*flaw)
+            return False
+        control = dist.new_group(backend="gloo")
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self._fingerprint(drawn), group=control)
+        if len(set(everyone)) > 1:
+            self.refuse(
+                "ranks-disagree",
+                "the ranks disagree about the model, the number of batches or the optimizers; "
+                "make them the same on every rank",
+            )
+            return False
+        self._forget_hooks()
+        state = State(self.models, self.optimizers, self.others)
+        self.share = Share(self.models, state, control, release=self._release)
+        return True
+
+    def describe(self, global_batch: int) -> None:
+        """The facts of the job, once its first global batch is known."""
+        if self.facts is not None or self.share is None:
+            return
+        quiet = all(not model.find_unused_parameters for model in self.models)
+        quiet = quiet and all(not model.static_graph for model in self.models)
+        fewest = self._min_samples or (2 if self._has_batch_norm() else 1)
+        world = self.share.world
+        self.facts = Facts(world, global_batch, self._total_steps, fewest, self._may_idle and quiet)
+        self._attached(self.share, self.facts)
+
+    def _model_flaw(self) -> tuple[str, str] | None:
+        if any(model._comm_hooks for model in self.models):
+            return "comm-hook", "the model has a communication hook of its own"
+        if any(not model.process_group.size() == _world() for model in self.models):
+            return "process-group", "the model is replicated over a part of the ranks only"
+        return None
+
+    def _fingerprint(self, drawn: list[list[Index]]) -> str:
+        shapes = [
+            (name, tuple(p.shape), str(p.dtype))
+            for model in self.models
+            for name, p in model.named_parameters()
+        ]
+        kinds = [type(o).__name__ for o in (*self.optimizers, *self.others)]
+        text = repr((shapes, kinds, len(drawn)))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _has_batch_norm(self) -> bool:
+        from torch.nn.modules.batchnorm import _BatchNorm
+
+        return any(isinstance(m, _BatchNorm) for model in self.models for m in model.modules())
+
+
+def _world() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size()
+
+
+def loader_flaw(loader: DataLoader[Any]) -> Reason | None:
+    """Why a loader cannot be divided unevenly."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    if isinstance(loader.dataset, IterableDataset):
+        return Reason(
+            "iterable-dataset",
+            "loader",
+            "the data set is an IterableDataset, whose samples have no index; use a map-style "
+            "Dataset (with __getitem__ and __len__)",
+        )
+    if type(loader) is not DataLoader:
+        name = type(loader).__name__
+        return Reason("own-loader", "loader", f"{name} is not torch's own DataLoader; use that")
+    if loader.batch_sampler is None:
+        return Reason("no-batches", "loader", "the DataLoader makes no batches; give batch_size")
+    try:
+        len(loader.batch_sampler)  # type: ignore[arg-type]
+    except TypeError:
+        return Reason(
+            "endless-sampler", "loader", "the sampler has no length; give it a method __len__"
+        )
+    return None
+
+
+class _Pass:
+    """One pass over a loader: plain at first, divided by the schedule once the job is elastic."""
+
+    def __init__(self, job: Job, loader: DataLoader[Any]) -> None:
+        self._job, self._loader = job, loader
+        self._own: Iterator[Any] = iter(())
+        self._elastic = False
+        self._handed: deque[tuple[int, list[Index]]] = deque()
+        """Handed out to the loader, not yet to the script: (iteration, samples)."""
+        self._position = 0
+        self._begun = 0
+
+    def batches(self) -> Iterator[Any]:
+        job, count, since = self._job, 0, self._job.marks()
+        self._own = iter(self._loader.batch_sampler)  # type: ignore[arg-type]
+        if getattr(self._loader, "_kilter_trains", False) and job.share is not None:
+            self._convert([])
+        loader = _over(self._loader, self)
+        whole, first = False, True
+        try:
+            while True:
+                for batch in self._one_stretch(loader, first):
+                    self._begin()
+                    yield batch
+                    count += 1
+                    self._end(since, count)
+                first = False
+                if not self._waits():
+                    break
+            whole = True
+        finally:
+            self._close(whole)
+
+    def _one_stretch(self, loader: Any, first: bool) -> Iterator[Any]:
+        """Batches until the pass ends or the rank's ratio is 0. A further one must not draw from
+        the script's random numbers."""
+        import torch
+
+        if first:
+            return iter(loader)
+        state = torch.get_rng_state()
+        batches = iter(loader)
+        torch.set_rng_state(state)
+        return batches
+
+    # The batch sampler of the loader: `iter(self)`.
+
+    def __iter__(self) -> Iterator[list[Index]]:
+        while (samples := self._next()) is not None:
+            yield samples
+
+    def _next(self) -> list[Index] | None:
+        share = self._job.share
+        if not self._elastic or share is None:
+            samples = next(self._own, None)
+            if samples is None:
+                return None
+            samples = list(samples)
+            self._handed.append((self._position, samples))
+            self._position += 1
+            return samples
+        while self._position < share.last:
+            found = share.next_samples(self._position)
+            if found is None:
+                return None
+            self._position += 1
+            if found:
+                self._handed.append((self._position - 1, found))
+                return found
+        return None
+
+    # Around each batch.
+
+    def _begin(self) -> None:
+        iteration, _ = self._handed.popleft()
+        if self._elastic and self._job.share is not None:
+            self._advance(iteration)
+
+    def _advance(self, iteration: int) -> None:
+        """Begin an iteration, after those in which the rank had an empty shard."""
+        assert self._job.share is not None
+        while self._begun <= iteration:
+            self._job.share.begin(self._begun)
+            self._begun += 1
+
+    def _end(self, since: tuple[int, int, int], count: int) -> None:
+        job = self._job
+        if self._elastic and job.share is not None:
+            job.share.end()
+        elif job.trains(since, count):
+            self._loader._kilter_trains = True  # type: ignore[attr-defined]
+            self._convert([samples for _, samples in self._handed])
+
+    def _convert(self, handed: list[list[Index]]) -> None:
+        """Exchange with the other ranks what is still to come of this pass."""
+        job = self._job
+        length = len(self._loader.batch_sampler)  # type: ignore[arg-type]
+        rest = [list(samples) for samples in islice(self._own, length)]
+        drawn = [*handed, *rest]
+        self._own = iter(rest)
+        if job.share is None and not job.attach(drawn):
+            return
+        share = job.share
+        assert share is not None
+        batches = share.gather(drawn)
+        if batches.count == 0:
+            return
+        share.begin_pass(batches)
+        self._elastic = True
+        self._handed = deque((share.iteration + i, samples) for i, samples in enumerate(handed))
+        self._position = share.iteration + len(handed)
+        self._begun = share.iteration
+        global_batch = len(batches.all_of(0))
+        if global_batch < share.world:
+            job.refuse(
+                "small-batch",
+                f"a batch of {global_batch} samples is smaller than the {share.world} ranks; use a "
+                "larger batch_size",
+            )
+            return
+        job.describe(global_batch)
+
+    def _waits(self) -> bool:
+        """After a stretch: whether the pass goes on for this rank, after a time of idleness."""
+        share = self._job.share
+        if not self._elastic or share is None:
+            return False
+        self._advance(self._position - 1)  # an empty shard at the end
+        if self._position >= share.last:
+            return False
+        back = share.idle_until(self._position)
+        self._position = self._begun = back
+        return back < share.last
+
+    def _close(self, whole: bool) -> None:
+        share = self._job.share
+        if not self._elastic or share is None:
+            return
+        if whole:
+            share.end_pass()
+        else:
+            share.leave_pass()
+
+
+def _over(loader: DataLoader[Any], batch_sampler: Any) -> Any:
+    """The same loader over another batch sampler."""
+    from torch.utils.data import DataLoader
+
+    workers: dict[str, Any] = {}
+    if loader.num_workers:
+        workers = {
+            "prefetch_factor": loader.prefetch_factor,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    again = DataLoader(
+        loader.dataset,
+        batch_sampler=batch_sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        generator=loader.generator,
+        **workers,
+    )
+    again._kilter_own = True
+    return again

@@ -1,0 +1,76 @@
+"""Which rank takes which samples of which iteration: the same answer on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from kilter.sharing.plan.snapshot import Ratios, shards
+
+Index = Hashable
+"""What a sampler yields: for most data sets a number."""
+
+
+class Schedule:
+    """The data ratios of a job by iteration. None stands for the shards of the script itself, as
+    they would be without kilter."""
+
+    def __init__(self) -> None:
+        self._changes: list[tuple[int, Ratios | None]] = [(0, None)]
+
+    def at(self, iteration: int) -> Ratios | None:
+        """The ratio in force."""
+        return next(r for begin, r in reversed(self._changes) if begin <= iteration)
+
+    def change(self, iteration: int, ratios: Ratios | None) -> None:
+        """Put a ratio in force from an iteration on that is not before the last change."""
+        if iteration < self._changes[-1][0]:
+            raise ValueError(f"iteration {iteration} lies before the last change")
+        self._changes.append((iteration, ratios))
+
+    def changes_at(self, iteration: int) -> bool:
+        """Whether another ratio than before begins with this iteration."""
+        return any(begin == iteration > 0 for begin, _ in self._changes)
+
+    def next_share_of(self, rank: int, after: int) -> int | None:
+        """The first change after an iteration that gives the rank samples."""
+        begins = (b for b, r in self._changes if b > after and (r is None or r[rank] > 0))
+        return next(begins, None)
+
+
+class GlobalBatches:
+    """The batches of one pass: for each iteration, what every rank would take without kilter.
+
+    Their union is the global batch. Ranks that all draw the same samples (a plain DataLoader and
+    one seed) make a global batch of one copy.
+    """
+
+    def __init__(self, drawn: Sequence[Sequence[Sequence[Index]]]) -> None:
+        """`drawn[rank][iteration]` are lists of indices. The shortest rank ends the pass."""
+        self._drawn = drawn
+        self.count = min(len(batches) for batches in drawn)
+        self.same = len(drawn) > 1 and all(list(batches) == list(drawn[0]) for batches in drawn[1:])
+
+    def all_of(self, iteration: int) -> list[Index]:
+        """The global batch, in one order on all ranks."""
+        if self.same:
+            return list(self._drawn[0][iteration])
+        return [index for batches in self._drawn for index in batches[iteration]]
+
+    def counts(self, iteration: int, ratios: Ratios | None) -> tuple[int, ...]:
+        """Samples of each rank."""
+        if ratios is None:
+            return tuple(len(batches[iteration]) for batches in self._drawn)
+        return shards(len(self.all_of(iteration)), ratios)
+
+    def mine(self, iteration: int, ratios: Ratios | None, rank: int) -> list[Index]:
+        """The samples of one rank."""
+        if ratios is None:
+            return list(self._drawn[rank][iteration])
+        counts = self.counts(iteration, ratios)
+        begin = sum(counts[:rank])
+        return self.all_of(iteration)[begin : begin + counts[rank]]
+
+
+def active(counts: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that have samples."""
+    return tuple(rank for rank, count in enumerate(counts) if count > 0)

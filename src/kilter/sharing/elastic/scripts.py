@@ -1,0 +1,107 @@
+"""Finds the job in an unmodified script: its DDP models, optimizers, schedulers and loaders."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kilter.sharing.elastic.job import Job
+
+if TYPE_CHECKING:
+    import torch
+
+
+def find_in_script(job: Job) -> None:
+    """Tell the job of everything that the script makes from here on."""
+    from torch.amp import GradScaler
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.optim.lr_scheduler import LRScheduler
+
+    _after_init(DistributedDataParallel, job.watch)
+    _after_init(LRScheduler, job.others.append)
+    _after_init(GradScaler, job.others.append)
+    _watch_steps(job)
+    _watch_losses(job)
+    _replace_iteration(job)
+
+
+def _after_init(kind: Any, found: Any) -> None:
+    """Call `found(object)` for each new object of a class, once it is whole."""
+    made = kind.__init__
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        if not getattr(self, "_kilter_found", False):
+            self._kilter_found = True
+            found(self)
+
+    kind.__init__ = init
+
+
+def _watch_steps(job: Job) -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not any(optimizer is known for known in job.optimizers):
+            job.optimizers.append(optimizer)
+        job.steps += 1
+
+    register_optimizer_step_post_hook(stepped)
+
+
+def _watch_losses(job: Job) -> None:
+    """Look at the losses of the first steps: a sum over samples cannot be divided."""
+    import torch
+
+    backward = torch.Tensor.backward
+
+    @functools.wraps(backward)
+    def watched(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if job.share is None and job.refused is None and loss_is_sum(self.grad_fn):
+            job.refuse(
+                "sum-loss",
+                "the loss is a sum over the samples of a batch; use the mean (reduction='mean')",
+            )
+        if job.share is not None or job.refused is not None:
+            torch.Tensor.backward = backward  # type: ignore[method-assign]
+        backward(self, *args, **kwargs)
+
+    torch.Tensor.backward = watched  # type: ignore[method-assign]
+
+
+_SUM = 2
+"""`reduction='sum'` in what autograd saves of a loss."""
+
+
+def loss_is_sum(node: Any) -> bool:
+    """Whether the graph of a loss begins with a sum over samples. Factors and added terms are
+    followed; a quotient is not, because `loss.sum() / len(batch)` is a mean."""
+    pending, seen = [node], 0
+    while pending and seen < 64:
+        node, seen = pending.pop(), seen + 1
+        if node is None:
+            continue
+        if getattr(node, "_saved_reduction", None) == _SUM:
+            return True
+        name = type(node).__name__
+        if name.startswith("SumBackward") and not getattr(node, "_saved_dim", None):
+            return True
+        if name.startswith(("MulBackward", "AddBackward", "ToCopyBackward", "NegBackward")):
+            pending += [parent for parent, _ in node.next_functions]
+    return False
+
+
+def _replace_iteration(job: Job) -> None:
+    from torch.utils.data import DataLoader
+
+    plain = DataLoader.__iter__
+
+    @functools.wraps(plain)
+    def iterate(self: Any) -> Iterator[Any]:
+        if getattr(self, "_kilter_own", False):
+            return plain(self)
+        return job.batches(self, functools.partial(plain, self))
+
+    DataLoader.__iter__ = iterate  # type: ignore[method-assign]

@@ -12,7 +12,8 @@ plan = json.loads(sys.argv[1])
 sys.argv = sys.argv[2:]
 
 
-def attached(share, facts):
+def attached(job):
+    share = job.share
     begin = share._meter.begin
 
     def begun(samples):

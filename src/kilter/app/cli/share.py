@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from kilter.app.cli import share_live
 from kilter.app.share_page import page
 from kilter.core.codec import write_atomically
 from kilter.core.label import Label
@@ -42,6 +43,9 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kilter share serve|run|top|rehearse ..."
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    share_live.add_serve(actions)
+    share_live.add_run(actions)
+    share_live.add_top(actions)
     _add_rehearse(actions)
 
 

@@ -34,10 +34,9 @@ class Reduction:
     all samples` the sum is the gradient of the mean over the global batch, whatever the shards.
     """
 
-    def __init__(self) -> None:
-        self.weight = 1.0
-        self.group: ProcessGroup | None = None
-        self.calls = 0
+    def __init__(self, whole: ProcessGroup) -> None:
+        self.weight = 1.0 / whole.size()
+        self.group: ProcessGroup | None = whole
         self.on_last: Any = None
         """Called when the last bucket of a backward pass is ready: the rank's own work is done."""
 
@@ -46,10 +45,8 @@ class Reduction:
         import torch.distributed as dist
 
         gradient = bucket.buffer()
-        if bucket.is_last():
-            self.calls += 1
-            if self.on_last is not None:
-                self.on_last()
+        if bucket.is_last() and self.on_last is not None:
+            self.on_last()
         gradient.mul_(self.weight)
         if self.group is None:
             devices = [gradient.device] if gradient.is_cuda else None

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from kilter.core.reasons import Reason
+from kilter.sharing.elastic.groups import Reduction
 from kilter.sharing.elastic.schedule import Index
 from kilter.sharing.elastic.share import Share
 from kilter.sharing.elastic.state import State
+from kilter.sharing.messages import Facts
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -24,16 +24,6 @@ WARM_UP_STEPS = 2
 """Steps of all ranks before anything changes: DDP agrees on its buckets in these."""
 
 _SEES_NO_MODEL_AFTER = 3
-
-
-class Facts(msgspec.Struct, frozen=True):
-    """What the daemon has to know about a job, and what does not change."""
-
-    world: int
-    global_batch: int
-    total_steps: int | None
-    min_samples: int
-    may_idle: bool
 
 
 class Job:
@@ -46,7 +36,7 @@ class Job:
         release: bool = False,
         min_samples: int | None = None,
         total_steps: int | None = None,
-        attached: Callable[[Share, Facts], None] = lambda share, facts: None,
+        attached: Callable[[Job], None] = lambda job: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.models: list[DistributedDataParallel] = []
@@ -167,8 +157,19 @@ class Job:
             )
             return False
         self._forget_hooks()
+        reduction = Reduction(self.models[0].process_group)
+        try:
+            for model in self.models:
+                # Without annotations: DDP compares those of a hook with its own classes.
+                model.register_comm_hook(None, lambda state, bucket: reduction(bucket))
+        except RuntimeError:
+            self.refuse(
+                "comm-hook",
+                "the model has a communication hook of its own; take it out of the script",
+            )
+            return False
         state = State(self.models, self.optimizers, self.others)
-        self.share = Share(self.models, state, control, release=self._release)
+        self.share = Share(self.models, state, reduction, control, release=self._release)
         return True
 
     def describe(self, global_batch: int) -> None:
@@ -180,12 +181,10 @@ class Job:
         fewest = self._min_samples or (2 if self._has_batch_norm() else 1)
         world = self.share.world
         self.facts = Facts(world, global_batch, self._total_steps, fewest, self._may_idle and quiet)
-        self._attached(self.share, self.facts)
+        self._attached(self)
 
     def _model_flaw(self) -> tuple[str, str] | None:
-        if any(model._comm_hooks for model in self.models):
-            return "comm-hook", "the model has a communication hook of its own"
-        if any(not model.process_group.size() == _world() for model in self.models):
+        if any(model.process_group.size() != _world() for model in self.models):
             return "process-group", "the model is replicated over a part of the ranks only"
         return None
 
@@ -336,7 +335,7 @@ class _Pass:
         rest = [list(samples) for samples in islice(self._own, length)]
         drawn = [*handed, *rest]
         self._own = iter(rest)
-        if job.share is None and not job.attach(drawn):
+        if job.share is None and not self._attached(drawn):
             return
         share = job.share
         assert share is not None
@@ -357,6 +356,16 @@ class _Pass:
             )
             return
         job.describe(global_batch)
+
+    def _attached(self, drawn: list[list[Index]]) -> bool:
+        """An error of ours must not end the script."""
+        try:
+            return self._job.attach(drawn)
+        except Exception as error:
+            self._job.refuse(
+                "error", f"kilter could not take part ({type(error).__name__}: {error})"
+            )
+            return False
 
     def _waits(self) -> bool:
         """After a stretch: whether the pass goes on for this rank, after a time of idleness."""

@@ -6,22 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
+from kilter.sharing.messages import RankStatus
 
 _PUBLISH_EVERY_S = 0.25
 _MOST_STEPS = 200
-
-
-class RankStatus(msgspec.Struct, frozen=True):
-    """Mean times of one rank over the steps since its samples last changed."""
-
-    iteration: int
-    samples: int
-    steps: int
-    step_s: float
-    compute_s: float
-    """From the beginning of a step until the rank's last gradient is ready."""
-    peak_bytes: int | None = None
 
 
 class Meter:
@@ -79,7 +67,7 @@ class Meter:
                 steps=count,
                 step_s=sum(step for step, _ in steps) / count,
                 compute_s=sum(work for _, work in steps) / count,
-                peak_bytes=_peak() if self._cuda else None,
+                **(_memory() if self._cuda else {}),
             )
         )
 
@@ -103,7 +91,8 @@ def _event() -> Any:
     return event
 
 
-def _peak() -> int:
+def _memory() -> dict[str, int]:
     import torch
 
-    return int(torch.cuda.max_memory_reserved())
+    free, _ = torch.cuda.mem_get_info()
+    return {"reserved_bytes": int(torch.cuda.max_memory_reserved()), "free_bytes": int(free)}

@@ -20,9 +20,10 @@ import msgspec
 
 from kilter.sharing.elastic.agreement import Listener, Verdict, propose
 from kilter.sharing.elastic.groups import Groups, Reduction
-from kilter.sharing.elastic.meter import Meter, RankStatus
+from kilter.sharing.elastic.meter import Meter
 from kilter.sharing.elastic.schedule import GlobalBatches, Index, Schedule, active
 from kilter.sharing.elastic.state import Buffers, State
+from kilter.sharing.messages import RankStatus
 from kilter.sharing.plan.snapshot import Ratios
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Share:
         self,
         models: Sequence[DistributedDataParallel],
         state: State,
+        reduction: Reduction,
         control: ProcessGroup,
         *,
         release: bool = False,
@@ -54,13 +56,11 @@ class Share:
         self.state = state
         self.control = control
         self.address = self._host()
-        self.store = _connect(self.address)
+        self.store = connect(self.address)
         self.schedule = Schedule()
         self.iteration = 0
         self._groups = Groups(models[0].process_group, self.world)
-        self._reduction = Reduction()
-        self._reduction.group = models[0].process_group
-        self._reduction.weight = 1.0 / self.world
+        self._reduction = reduction
         syncs = any(model.broadcast_buffers for model in models)
         self._buffers = Buffers(models if syncs else [])
         self._listener = Listener(self.store, self.rank, self._apply)
@@ -75,8 +75,6 @@ class Share:
         self._proposals = 0
         for model in models:
             model.broadcast_buffers = False
-            # Without annotations: DDP compares those of a hook with its own classes.
-            model.register_comm_hook(None, lambda state, bucket: self._reduction(bucket))
 
     # The store of the job, hosted by rank 0.
 
@@ -232,7 +230,7 @@ class Share:
     def change(self, ratios: Ratios) -> threading.Thread:
         """Propose a ratio, from rank 0, in a thread of its own; the ranks agree by themselves."""
         self._proposals += 1
-        number, store = self._proposals, _connect(self.address)
+        number, store = self._proposals, connect(self.address)
         thread = threading.Thread(
             target=propose, args=(store, number, ratios, self.world), daemon=True
         )
@@ -264,7 +262,8 @@ def listening_store(host: str, port: int = 0) -> TCPStore:
     )
 
 
-def _connect(address: tuple[str, int]) -> TCPStore:
+def connect(address: tuple[str, int], timeout: timedelta = _STORE_TIMEOUT) -> TCPStore:
+    """A client of a store; RuntimeError if nobody listens."""
     from torch.distributed import TCPStore
 
-    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)

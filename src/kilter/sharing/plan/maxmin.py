@@ -2,8 +2,8 @@
 on (lexicographic), under the fitted time model.
 
 Search: from the ratios in force and from the even split, one job after another gets the best of
-all its ratios with the others held, then the slowest exchanges tenths with another, until nothing is
-better.
+all its ratios with the others held, then the slowest exchanges tenths with another, until nothing
+is better.
 """
 
 from __future__ import annotations

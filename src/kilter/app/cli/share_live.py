@@ -1,0 +1,291 @@
+"""`kilter share serve`, `run` and `top`: fair sharing of a real machine."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kilter.app.share_page import page
+from kilter.app.share_worker import Options, worker_command, worker_environment
+from kilter.connect.launch import add_torchrun_options, run_torchrun, run_without_kilter
+from kilter.connect.script import find_program
+from kilter.core.codec import write_atomically
+from kilter.core.errors import NoDevice, UsageError
+from kilter.core.label import Label
+from kilter.core.units import parse_seconds, show_fraction, show_time
+from kilter.sharing.messages import Summary
+from kilter.sharing.plan.policies import POLICIES
+from kilter.sharing.plan.snapshot import shown
+from kilter.sharing.store import default_file, living
+
+Actions = Any
+"""argparse's subparsers."""
+
+_START_TIMEOUT_S = 60.0
+
+
+def _gpus(text: str) -> tuple[int, ...]:
+    """`0-3` or `0,2`, as an argparse type."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{text!r} are not GPUs: write 0-3 or 0,2")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if not found or len(set(found)) < len(found) or len(found) > 64:
+        raise argparse.ArgumentTypeError(f"{text!r}: name 1 to 64 GPUs, each once")
+    return tuple(found)
+
+
+def _seconds(text: str) -> float:
+    """`20s`, as an argparse type; above 0."""
+    try:
+        value = parse_seconds(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if value <= 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} has to be above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _parser(actions: Actions, name: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--endpoint",
+        type=Path,
+        default=default_file(),
+        metavar="FILE",
+        help="where daemon and jobs find each other (one file for each user)",
+    )
+    return parser
+
+
+def add_serve(actions: Actions) -> None:
+    parser = _parser(
+        actions,
+        "serve",
+        "Decide the data ratios of all jobs on this machine, once a period, until Ctrl-C.\n"
+        "Killed, it changes nothing: every job keeps its last ratio, and a new one takes over.",
+        "examples:\n  kilter share serve --gpus 0-3 --policy maxmin --period 20s\n"
+        "  kilter share serve --gpus 0,1 --policy thesis --out runs/shared\n",
+    )
+    parser.add_argument("--gpus", type=_gpus, metavar="0-3", help="(all that torch sees)")
+    parser.add_argument("--policy", choices=POLICIES, default="maxmin", help="(maxmin)")
+    parser.add_argument("--period", type=_seconds, default=20.0, metavar="T", help="(20s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (loopback)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="share.html: the page, at the end")
+    parser.add_argument(
+        "--until-idle", type=_seconds, metavar="T", help="end after this time without a job"
+    )
+    parser.set_defaults(act=_serve)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from kilter.sharing.daemon import Daemon
+
+    gpus = args.gpus or _visible_gpus()
+    daemon = Daemon(args.endpoint, gpus, args.policy, args.period, args.host)
+    stopped: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stopped.append(number))
+    names = ", ".join(map(str, gpus))
+    print(
+        f"kilter share: GPUs {names}, policy {args.policy}, every {show_time(args.period)}; "
+        "Ctrl-C ends this, and every job keeps its ratio",
+        file=sys.stderr,
+        flush=True,
+    )
+    daemon.serve(
+        lambda: bool(stopped),
+        until_idle_s=args.until_idle,
+        said=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if args.out is not None:
+        board = daemon.board
+        facts = (f"GPUs {names}, policy {args.policy}, a period of {show_time(args.period)}",)
+        text = page("A shared machine", facts, board.stretches, board.decisions, Label.MEASURED)
+        write_atomically(args.out / "share.html", text.encode())
+        print(f"kilter share: page {args.out / 'share.html'}", file=sys.stderr)
+    return 0
+
+
+def _visible_gpus() -> tuple[int, ...]:
+    import importlib
+
+    count = int(importlib.import_module("torch").cuda.device_count())
+    if not count:
+        raise NoDevice("torch sees no GPU here; to share CPU ranks, name them: --gpus 0-1")
+    return tuple(range(count))
+
+
+def add_run(actions: Actions) -> None:
+    parser = _parser(
+        actions,
+        "run",
+        "Run a training script, unmodified, with one rank for each GPU of the daemon, by torchrun.\n"
+        "The script uses DistributedDataParallel and a DataLoader over a map-style data set.",
+        "Everything after SCRIPT belongs to the script. Without a daemon, one is started and ends "
+        "some time\nafter the last job.\n\nexamples:\n  kilter share run train.py --epochs 3\n"
+        "  kilter share run --name resnet50 --idle-ranks -m package.train\n",
+    )
+    parser.usage = "kilter share run [options] SCRIPT|-m MODULE [ARGS...]"
+    parser.add_argument("--name", help="of the job (the script's)")
+    parser.add_argument("--gpus", type=_gpus, metavar="0-3", help="of a daemon to be started")
+    parser.add_argument(
+        "--idle-ranks",
+        action="store_true",
+        help="let ranks have ratio 0; the loop body of the script is then not run on them, so it "
+        "must hold no collectives of its own and no counters that end the loop",
+    )
+    parser.add_argument("--total-steps", type=_count, metavar="N", help="the length of the job")
+    parser.add_argument(
+        "--alone-step", type=_seconds, metavar="T", help="time of a step with all GPUs to itself"
+    )
+    parser.add_argument("--min-samples", type=_count, metavar="N", help="of an active rank")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    parser.add_argument("command", nargs=argparse.PARSER, metavar="SCRIPT")
+    parser.set_defaults(act=_run)
+
+
+def _run(args: argparse.Namespace) -> Callable[[], object]:
+    command = tuple(args.command)
+    if command[0] == "--":
+        command = command[1:]
+    if args.module:
+        command = ("-m", *command)
+    if os.environ.get("KILTER") == "0":
+        return functools.partial(run_without_kilter, command)
+    find_program(command)
+    gpus = _daemon(args).gpus
+    options = Options(
+        endpoint=str(args.endpoint.resolve()),
+        name=args.name or Path(command[1] if args.module else command[0]).stem,
+        gpus=gpus,
+        idle_ranks=args.idle_ranks,
+        total_steps=args.total_steps,
+        alone_step_s=args.alone_step,
+        min_samples=args.min_samples,
+    )
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_torchrun_options(parser)
+    launch = parser.parse_args(["--standalone", f"--nproc-per-node={len(gpus)}"])
+    environment = worker_environment(options)
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    return functools.partial(run_torchrun, launch, worker_command(command), environment)
+
+
+def _daemon(args: argparse.Namespace) -> Summary:
+    """The daemon that runs, or a new one."""
+    found = living(args.endpoint)
+    if found is not None:
+        if args.gpus is not None and args.gpus != found[1].gpus:
+            raise UsageError(
+                f"--gpus: the daemon that runs shares GPUs {', '.join(map(str, found[1].gpus))}; "
+                "leave --gpus out"
+            )
+        return found[1]
+    gpus = args.gpus or _visible_gpus()
+    subprocess.Popen(
+        [
+            *(sys.executable, "-m", "kilter", "share", "serve", "--until-idle", "60s"),
+            *("--gpus", ",".join(map(str, gpus)), "--endpoint", str(args.endpoint)),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while (found := living(args.endpoint)) is None:
+        if time.monotonic() > deadline:
+            raise NoDevice("the daemon does not start; try it in a terminal: kilter share serve")
+        time.sleep(0.1)
+    return found[1]
+
+
+def add_top(actions: Actions) -> None:
+    parser = _parser(
+        actions,
+        "top",
+        "Show the jobs on this machine, live: slow-downs, ratios, utilisation, last decisions.",
+        "examples:\n  kilter share top\n  kilter share top --json\n",
+    )
+    parser.add_argument("--once", action="store_true", help="print once and end")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(act=_top)
+
+
+def _top(args: argparse.Namespace) -> int:
+    summary = _summary(args.endpoint)
+    if args.json:
+        head = {"schema": "kilter.share-top/1", "label": Label.MEASURED.value}
+        print(msgspec.json.encode(head | msgspec.to_builtins(summary)).decode())
+        return 0
+    if args.once or not sys.stdout.isatty():
+        print(table(summary))
+        return 0
+    try:
+        from rich.live import Live
+        from rich.text import Text
+    except ImportError as error:
+        raise UsageError(
+            "the live view needs rich: pip install 'kilter[top]'; or: kilter share top --once"
+        ) from error
+    try:
+        with Live(Text(table(summary)), refresh_per_second=2, screen=True) as live:
+            while True:
+                time.sleep(0.5)
+                live.update(Text(table(_summary(args.endpoint))))
+    except KeyboardInterrupt:
+        return 0
+
+
+def _summary(endpoint: Path) -> Summary:
+    found = living(endpoint)
+    if found is None:
+        raise NoDevice(f"no daemon answers at {endpoint}; start one: kilter share serve")
+    return found[1]
+
+
+def table(summary: Summary) -> str:
+    """The summary as text."""
+    lines = [
+        f"kilter share: policy {summary.policy}, every {show_time(summary.period_s)}, "
+        f"process {summary.pid}",
+        "  ".join(
+            f"GPU {gpu}: {show_fraction(busy)} busy"
+            for gpu, busy in zip(summary.gpus, summary.utilisation, strict=True)
+        ),
+    ]
+    width = max((len(job.name) for job in summary.jobs), default=3)
+    lines.append(f"{'job':<{width}}  state    iteration  step      slow-down  ratio in tenths")
+    for job in summary.jobs:
+        slow = "unknown" if job.slowdown is None else f"{job.slowdown:.2f} ({job.alone_source})"
+        lines.append(
+            f"{job.name:<{width}}  {job.state:<7}  {job.iteration:>9}  {show_time(job.step_s):<8}  "
+            f"{slow:<9}  {shown(job.ratios)}"
+        )
+    return "\n".join([*lines, "", *summary.decisions])

@@ -1,0 +1,96 @@
+"""`python -m kilter.app.share_worker SCRIPT ARGS...`: one rank of `kilter share run`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kilter.connect.script import find_program, run_program
+from kilter.core.errors import KilterError, UsageError
+from kilter.core.ranks import ranks
+from kilter.observe.imports import after_import
+
+if TYPE_CHECKING:
+    from kilter.sharing.elastic.job import Job
+
+_VARIABLE = "KILTER_SHARE"
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What the launcher tells every rank."""
+
+    endpoint: str
+    name: str
+    gpus: tuple[int, ...]
+    idle_ranks: bool = False
+    total_steps: int | None = None
+    alone_step_s: float | None = None
+    min_samples: int | None = None
+
+
+def worker_command(command: tuple[str, ...]) -> tuple[str, ...]:
+    """What follows `python` in a worker that is to run `command`."""
+    return (f"-m{__name__}", *command)
+
+
+def worker_environment(options: Options) -> dict[str, str]:
+    """What the environment of a worker has to have."""
+    return {_VARIABLE: msgspec.json.encode(options).decode()}
+
+
+def received(environ: MutableMapping[str, str]) -> Options:
+    """The options. The variable is taken away: the script is not told."""
+    encoded = environ.pop(_VARIABLE, None)
+    if encoded is None:
+        raise UsageError("a part of `kilter share run`; try: kilter share run SCRIPT")
+    return msgspec.json.decode(encoded, type=Options)
+
+
+def say(text: str) -> None:
+    """One line on stderr, from rank 0."""
+    if ranks(os.environ).rank == 0 and sys.stderr is not None:
+        print(f"kilter share: {text}", file=sys.stderr, flush=True)
+
+
+def _find(options: Options) -> None:
+    """Once torch is there: wait for the job in the script."""
+    from kilter.sharing.elastic.job import Job
+    from kilter.sharing.elastic.scripts import find_in_script
+    from kilter.sharing.link import Identity, Link
+
+    def attached(job: Job) -> None:
+        if job.share is not None and job.facts is not None and job.share.rank == 0:
+            identity = Identity(options.name, options.gpus, options.alone_step_s)
+            Link(Path(options.endpoint), job.share, job.facts, identity, say).start()
+
+    find_in_script(
+        Job(
+            may_idle=options.idle_ranks,
+            release=options.idle_ranks,
+            min_samples=options.min_samples,
+            total_steps=options.total_steps,
+            attached=attached,
+            say=say,
+        )
+    )
+
+
+def main() -> None:
+    """Run the script in this process."""
+    try:
+        options = received(os.environ)
+        program = find_program(tuple(sys.argv[1:]))
+    except KilterError as error:
+        print(f"kilter share: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    after_import("torch", lambda: _find(options)).install()
+    run_program(program)
+
+
+if __name__ == "__main__":
+    main()

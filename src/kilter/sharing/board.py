@@ -1,0 +1,285 @@
+"""What the daemon knows of the jobs, and when it decides: the same policies as in a rehearsal.
+
+Pure: the time is given by the caller (a clock that never goes back), reports come as values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kilter.sharing.messages import JobStatus, JobSummary, RankStatus, Target
+from kilter.sharing.model import Cost, Observation, alone_s, fit
+from kilter.sharing.plan.policies import Policy
+from kilter.sharing.plan.snapshot import (
+    Gpu,
+    Job,
+    Memory,
+    Progress,
+    Ratios,
+    Snapshot,
+    even_ratios,
+    shards,
+)
+from kilter.sharing.simulate import Made, Stretch
+
+GONE_AFTER_S = 10.0
+"""Without a report for this time a job is taken for dead."""
+STALLED_AFTER_S = 60.0
+"""Without a new iteration for this time (and twenty steps) a job no longer counts."""
+_STEPS_TO_OBSERVE = 3
+_OBSERVATIONS = 16
+
+
+class _Record(msgspec.Struct):
+    """One job over time."""
+
+    status: JobStatus
+    heard_s: float
+    advanced_s: float
+    moved_s: float | None = None
+    target: Target | None = None
+    observations: dict[Ratios, Observation] = {}
+
+
+class Board:
+    """Jobs by slot, in order of arrival."""
+
+    def __init__(self, gpus: Sequence[int], policy: Policy, period_s: float) -> None:
+        self.gpus, self._policy, self._period_s = tuple(gpus), policy, period_s
+        self._records: dict[int, _Record] = {}
+        self._decided_s: float | None = None
+        self._drawn_s: float | None = None
+        self.decisions: list[Made] = []
+        self.stretches: list[Stretch] = []
+
+    def report(self, slot: int, status: JobStatus, now_s: float) -> None:
+        """A job's report; an old one again is no sign of life."""
+        if any(gpu not in self.gpus for gpu in status.gpus):
+            return
+        record = self._records.get(slot)
+        if record is None:
+            self._records[slot] = _Record(status, now_s, now_s)
+        elif status.number > record.status.number:
+            if status.iteration != record.status.iteration:
+                record.advanced_s = now_s
+            record.status, record.heard_s = status, now_s
+
+    def forget(self, slot: int) -> None:
+        """The job has ended."""
+        self._records.pop(slot, None)
+
+    def tick(self, now_s: float) -> dict[int, Target]:
+        """Forget the dead, note how things stand, and, once a period, decide. Returns new targets
+        by slot."""
+        for slot, record in list(self._records.items()):
+            if now_s - record.heard_s > GONE_AFTER_S:
+                self.forget(slot)
+        self._observe()
+        self._draw(now_s)
+        if self._decided_s is None:
+            self._decided_s = now_s
+        if now_s - self._decided_s < self._period_s:
+            return {}
+        self._decided_s = now_s
+        return self._decide(now_s)
+
+    def _decide(self, now_s: float) -> dict[int, Target]:
+        snapshot = self.snapshot(now_s)
+        slots = {self._name(slot): slot for slot in self._records}
+        targets = {}
+        for decision in self._policy(snapshot):
+            slot = slots[decision.job]
+            record = self._records[slot]
+            number = 1 if record.target is None else record.target.number + 1
+            by_rank = tuple(decision.after[self.gpus.index(g)] for g in record.status.gpus)
+            record.target = Target(number, by_rank, str(decision.reason))
+            record.moved_s = now_s
+            targets[slot] = record.target
+            self.decisions.append(Made(now_s, decision))
+        return targets
+
+    def _name(self, slot: int) -> str:
+        """Two jobs may have one name."""
+        return f"{self._records[slot].status.name}#{slot}"
+
+    # How things stand.
+
+    def _running(self, now_s: float) -> dict[int, _Record]:
+        """Jobs that train: a stalled one is left out until it moves again."""
+        return {
+            slot: record
+            for slot, record in self._records.items()
+            if now_s - record.advanced_s <= max(STALLED_AFTER_S, 20 * _step_s(record.status))
+        }
+
+    def _by_gpu(self, status: JobStatus, values: Sequence[float]) -> list[float]:
+        """Values by rank, as values by GPU of the machine."""
+        spread = [0.0] * len(self.gpus)
+        for gpu, value in zip(status.gpus, values, strict=True):
+            spread[self.gpus.index(gpu)] += value
+        return spread
+
+    def _ratios(self, status: JobStatus) -> Ratios:
+        """By GPU of the machine; what the script itself does is even."""
+        if status.ratios is None:
+            job = Job("", status.facts.global_batch, ranks=self._ranks(status))
+            return even_ratios(Snapshot((Gpu(),) * len(self.gpus), ()), job)
+        return tuple(int(value) for value in self._by_gpu(status, status.ratios))
+
+    def _ranks(self, status: JobStatus) -> tuple[int, ...]:
+        return tuple(sorted(self.gpus.index(gpu) for gpu in status.gpus))
+
+    def _presence(self, status: JobStatus) -> list[float]:
+        """The fraction of time in which the job is on each GPU."""
+        return self._by_gpu(
+            status, [r.compute_s / r.step_s if r.step_s > 0 else 0.0 for r in status.ranks]
+        )
+
+    def _observe(self) -> None:
+        """Note what the steps at the present ratios take, once they have settled."""
+        presence = {
+            slot: np.array(self._presence(record.status)) for slot, record in self._records.items()
+        }
+        whole = sum(presence.values(), np.zeros(len(self.gpus)))
+        for slot, record in self._records.items():
+            status = record.status
+            if not _settled(status):
+                continue
+            samples = self._by_gpu(status, [rank.samples for rank in status.ranks])
+            ratios = self._ratios(status)
+            record.observations.pop(ratios, None)
+            record.observations[ratios] = Observation(
+                tuple(int(value) for value in samples),
+                tuple(self._by_gpu(status, [rank.compute_s for rank in status.ranks])),
+                _step_s(status),
+                tuple((whole - presence[slot]).tolist()),
+            )
+            while len(record.observations) > _OBSERVATIONS:
+                del record.observations[next(iter(record.observations))]
+
+    def utilisation(self) -> tuple[float, ...]:
+        """The busy fraction of each GPU as the jobs report their own work: others are not seen."""
+        busy = np.zeros(len(self.gpus))
+        for record in self._records.values():
+            busy += self._presence(record.status)
+        return tuple(np.minimum(busy, 1.0).tolist())
+
+    def snapshot(self, now_s: float) -> Snapshot:
+        """What the policy sees."""
+        used = self.utilisation()
+        gpus = tuple(
+            Gpu(utilisation=used[g], free_bytes=self._free_bytes(gpu))
+            for g, gpu in enumerate(self.gpus)
+        )
+        jobs = tuple(self._job(slot, r, now_s) for slot, r in self._running(now_s).items())
+        return Snapshot(gpus, jobs)
+
+    def _free_bytes(self, gpu: int) -> int | None:
+        """What the jobs may use together: what nobody holds, and what they hold themselves. What
+        another program has taken is not in it."""
+        free, held = None, 0
+        for record in self._records.values():
+            for own, rank in zip(record.status.gpus, record.status.ranks, strict=True):
+                if own == gpu and rank.free_bytes is not None:
+                    free = rank.free_bytes if free is None else min(free, rank.free_bytes)
+                    held += rank.reserved_bytes or 0
+        return None if free is None else free + held
+
+    def _job(self, slot: int, record: _Record, now_s: float) -> Job:
+        status, facts = record.status, record.status.facts
+        cost, alone, _ = self._cost(record)
+        job = Job(
+            name=self._name(slot),
+            global_batch=facts.global_batch,
+            ratios=self._ratios(status),
+            ranks=self._ranks(status),
+            cost=cost,
+            alone_s=alone,
+            progress=Progress(status.elapsed_s, status.iteration, facts.total_steps),
+            busy=tuple(self._presence(status)),
+            memory=_memory(status.ranks),
+            min_samples=facts.min_samples,
+            may_idle=facts.may_idle,
+            periods_since_move=None
+            if record.moved_s is None
+            else int((now_s - record.moved_s) / self._period_s + 0.5),
+        )
+        step_s = _step_s(status)
+        if alone is None or not step_s:
+            return job
+        return msgspec.structs.replace(job, slowdown=job.slowdown_at(step_s))
+
+    def _cost(self, record: _Record) -> tuple[Cost | None, float | None, str | None]:
+        """The fitted cost, the run-alone step time, and where that comes from."""
+        status = record.status
+        cost = fit(list(record.observations.values()))
+        if status.alone_step_s is not None:
+            return cost, status.alone_step_s, "given"
+        if cost is None:
+            return None, None, None
+        job = Job("", status.facts.global_batch, ranks=self._ranks(status))
+        even = even_ratios(Snapshot((Gpu(),) * len(self.gpus), ()), job)
+        return cost, alone_s(cost, shards(job.global_batch, even)), "model"
+
+    def summaries(self, now_s: float) -> tuple[JobSummary, ...]:
+        """All jobs, the stalled ones too."""
+        running = self._running(now_s)
+        found = []
+        for slot, record in self._records.items():
+            status = record.status
+            _, alone, source = self._cost(record)
+            step_s = _step_s(status) or None
+            found.append(
+                JobSummary(
+                    name=self._name(slot),
+                    pid=status.pid,
+                    state="running" if slot in running else "stalled",
+                    iteration=status.iteration,
+                    step_s=step_s,
+                    slowdown=None if not alone or step_s is None else step_s / alone,
+                    alone_s=alone,
+                    alone_source=source,
+                    ratios=self._ratios(status),
+                )
+            )
+        return tuple(found)
+
+    def _draw(self, now_s: float) -> None:
+        """Note how things stand since the last tick, for the page."""
+        begun_s, self._drawn_s = self._drawn_s, now_s
+        if begun_s is None or not self._records:
+            return
+        jobs = self.summaries(now_s)
+        self.stretches.append(
+            Stretch(
+                begun_s,
+                now_s,
+                self.utilisation(),
+                {job.name: job.ratios for job in jobs if job.ratios is not None},
+                {job.name: job.slowdown for job in jobs if job.slowdown is not None},
+            )
+        )
+
+
+def _settled(status: JobStatus) -> bool:
+    """Whether every rank's times belong to the ratio in force."""
+    if status.ratios is None:
+        return all(rank.steps >= _STEPS_TO_OBSERVE for rank in status.ranks)
+    expected = shards(status.facts.global_batch, status.ratios)
+    return all(
+        rank.samples == samples and (rank.steps >= _STEPS_TO_OBSERVE or samples == 0)
+        for rank, samples in zip(status.ranks, expected, strict=True)
+    )
+
+
+def _step_s(status: JobStatus) -> float:
+    return max((rank.step_s for rank in status.ranks if rank.samples), default=0.0)
+
+
+def _memory(ranks: Sequence[RankStatus]) -> Memory | None:
+    """All memory is put down to the samples: that overestimates what more samples will need."""
+    known = [r.reserved_bytes / r.samples for r in ranks if r.reserved_bytes and r.samples]
+    return Memory(0, round(max(known))) if known else None

@@ -1,0 +1,96 @@
+"""The daemon of fair sharing: hosts the store, listens to the jobs, decides once a period."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kilter.core.errors import Held
+from kilter.sharing.board import Board
+from kilter.sharing.messages import Summary
+from kilter.sharing.plan.maxmin import describe
+from kilter.sharing.plan.policies import POLICIES
+from kilter.sharing.store import Channel, living, read_endpoint
+
+_TICK_S = 0.25
+_DECISIONS_SHOWN = 10
+
+
+class Daemon:
+    """One machine's daemon. `serve` runs until `stop` says so."""
+
+    def __init__(
+        self, file: Path, gpus: Sequence[int], policy: str, period_s: float, host: str = "127.0.0.1"
+    ) -> None:
+        """Opens the store; `Held` if another daemon answers at this file."""
+        if (other := living(file)) is not None:
+            raise Held(
+                f"a daemon already shares this machine (process {other[1].pid}); see: kilter share "
+                "top"
+            )
+        self._file, self._policy, self._period_s = file, policy, period_s
+        self.board = Board(gpus, POLICIES[policy], period_s)
+        self._left: set[int] = set()
+        self._beat = 0
+        self._begun_s = time.monotonic()
+        self._channel = Channel.open(host, file)
+        self._summarise(0.0)
+
+    def serve(
+        self,
+        stop: Callable[[], bool],
+        *,
+        until_idle_s: float | None = None,
+        said: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Run until `stop()`, or until there has been no job for `until_idle_s`."""
+        idle_since_s = 0.0
+        shown = 0
+        while not stop():
+            now_s = time.monotonic() - self._begun_s
+            self._listen(now_s)
+            for slot, target in self.board.tick(now_s).items():
+                self._channel.want(slot, target)
+            for made in self.board.decisions[shown:]:
+                said(describe(made.decision))
+            shown = len(self.board.decisions)
+            self._summarise(now_s)
+            if self.board.summaries(now_s):
+                idle_since_s = now_s
+            elif until_idle_s is not None and now_s - idle_since_s > until_idle_s:
+                break
+            time.sleep(_TICK_S)
+        self._close()
+
+    def _listen(self, now_s: float) -> None:
+        for slot in range(1, self._channel.slots() + 1):
+            if slot in self._left:
+                continue
+            if self._channel.has_left(slot):
+                self._left.add(slot)
+                self.board.forget(slot)
+            elif (status := self._channel.status(slot)) is not None:
+                self.board.report(slot, status, now_s)
+
+    def _summarise(self, now_s: float) -> None:
+        self._beat += 1
+        recent = self.board.decisions[-_DECISIONS_SHOWN:]
+        self._channel.summarise(
+            Summary(
+                beat=self._beat,
+                pid=os.getpid(),
+                policy=self._policy,
+                period_s=self._period_s,
+                gpus=self.board.gpus,
+                utilisation=self.board.utilisation(),
+                jobs=self.board.summaries(now_s),
+                decisions=tuple(describe(made.decision) for made in recent),
+            )
+        )
+
+    def _close(self) -> None:
+        """Take the file away, unless another daemon has written its own by now."""
+        if self._file.exists() and read_endpoint(self._file).pid == os.getpid():
+            self._file.unlink()

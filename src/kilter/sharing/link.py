@@ -1,0 +1,146 @@
+"""Rank 0's link to the daemon: reports the job, and carries out the ratios that are wanted.
+
+A thread of its own: the training never waits for the daemon. Without one, or after its end, the job
+keeps its ratio; a new daemon is found by its file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from kilter.core.errors import KilterError
+from kilter.sharing.elastic.agreement import propose
+from kilter.sharing.elastic.share import Share, connect
+from kilter.sharing.messages import Facts, JobStatus, RankStatus
+from kilter.sharing.plan.snapshot import Ratios
+from kilter.sharing.store import TIMEOUT, Channel, read_endpoint
+
+_EVERY_S = 0.25
+_RETRY_S = 1.0
+_BROKEN = (KilterError, RuntimeError, ValueError, OSError)
+"""What a lost or half-written daemon makes of a call: DistNetworkError is a RuntimeError."""
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """How the job presents itself."""
+
+    name: str
+    gpus: tuple[int, ...]
+    alone_step_s: float | None = None
+
+
+class Link(threading.Thread):
+    """Runs in the process of rank 0 until that ends."""
+
+    def __init__(
+        self,
+        file: Path,
+        share: Share,
+        facts: Facts,
+        identity: Identity,
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(name="kilter-share", daemon=True)
+        self._file, self._share, self._facts, self._identity = file, share, facts, identity
+        self._say = say
+        self._begun_s = time.monotonic()
+        self._stopped = threading.Event()
+        self._store = connect(share.address)
+        self._channel: Channel | None = None
+        self._address: tuple[str, int] | None = None
+        self._slot = 0
+        self._number = 0
+        self._carried_out = 0
+        self._beat = (0, 0.0)
+        self._ratios: Ratios | None = None
+        self._proposals = 0
+
+    def run(self) -> None:
+        atexit.register(self._leave)
+        while not self._stopped.is_set():
+            try:
+                self._turn()
+                self._stopped.wait(_EVERY_S)
+            except _BROKEN:
+                self._channel = None
+                self._stopped.wait(_RETRY_S)
+
+    def _turn(self) -> None:
+        if self._channel is None or self._moved():
+            self._join()
+        assert self._channel is not None
+        self._number += 1
+        self._channel.report(self._slot, self._status())
+        target = self._channel.target(self._slot)
+        if target is None or target.number <= self._carried_out:
+            return
+        self._carried_out = target.number
+        if len(target.ratios) == self._facts.world and target.ratios != self._ratios:
+            self._change(target.ratios)
+
+    def _join(self) -> None:
+        """Register with the daemon that the file names now."""
+        endpoint = read_endpoint(self._file)
+        self._channel = Channel.join(endpoint)
+        self._address = (endpoint.host, endpoint.port)
+        if self._channel.summary() is None:
+            raise KilterError(f"the token in {self._file} is not that of the daemon")
+        self._slot, self._carried_out = self._channel.new_slot(), 0
+
+    def _moved(self) -> bool:
+        """Whether the file names another daemon by now."""
+        try:
+            endpoint = read_endpoint(self._file)
+        except KilterError:
+            return False
+        return (endpoint.host, endpoint.port) != self._address
+
+    def _change(self, ratios: Ratios) -> None:
+        self._proposals += 1
+        verdict = propose(
+            self._store,
+            self._proposals,
+            ratios,
+            self._facts.world,
+            stop=self._stopped.is_set,
+        )
+        if verdict.at is not None:
+            self._ratios = ratios
+
+    def _status(self) -> JobStatus:
+        ranks = tuple(self._rank(rank) for rank in range(self._facts.world))
+        return JobStatus(
+            number=self._number,
+            name=self._identity.name,
+            pid=os.getpid(),
+            gpus=self._identity.gpus,
+            facts=self._facts,
+            iteration=max(rank.iteration for rank in ranks),
+            elapsed_s=time.monotonic() - self._begun_s,
+            ratios=self._ratios,
+            ranks=ranks,
+            alone_step_s=self._identity.alone_step_s,
+        )
+
+    def _rank(self, rank: int) -> RankStatus:
+        key = f"status/{rank}"
+        if not self._store.check([key]):
+            return RankStatus(0, 0, 0, 0.0, 0.0)
+        return msgspec.json.decode(self._store.get(key), type=RankStatus)
+
+    def _leave(self) -> None:
+        """Say goodbye at the end of the process; a killed one is missed after a while."""
+        self._stopped.set()
+        self.join(2 * TIMEOUT.total_seconds())
+        if self._channel is not None and not self.is_alive():
+            try:
+                self._channel.leave(self._slot)
+            except _BROKEN:
+                return

@@ -1,0 +1,115 @@
+"""What jobs and the daemon tell each other, and how it is signed."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import TypeVar
+
+import msgspec
+
+from kilter.sharing.plan.snapshot import Ratios
+
+T = TypeVar("T")
+
+
+class RankStatus(msgspec.Struct, frozen=True):
+    """Mean times of one rank over the steps since its samples last changed."""
+
+    iteration: int
+    samples: int
+    steps: int
+    step_s: float
+    compute_s: float
+    """From the beginning of a step until the rank's last gradient is ready."""
+    reserved_bytes: int | None = None
+    """GPU memory that the rank's process holds for tensors."""
+    free_bytes: int | None = None
+    """GPU memory that nobody holds."""
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What does not change in a job."""
+
+    world: int
+    global_batch: int
+    total_steps: int | None
+    min_samples: int
+    may_idle: bool
+
+
+class JobStatus(msgspec.Struct, frozen=True):
+    """A job, as its rank 0 reports it. Ratios and statuses are by rank."""
+
+    number: int
+    """Grows with every report: the heartbeat."""
+    name: str
+    pid: int
+    gpus: tuple[int, ...]
+    """The GPU of each rank."""
+    facts: Facts
+    iteration: int
+    elapsed_s: float
+    ratios: Ratios | None
+    ranks: tuple[RankStatus, ...]
+    alone_step_s: float | None = None
+    """Given by the user."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The ratio, by rank, that the daemon wants for a job."""
+
+    number: int
+    ratios: Ratios
+    reason: str
+
+
+class JobSummary(msgspec.Struct, frozen=True):
+    """A job as `kilter share top` shows it."""
+
+    name: str
+    pid: int
+    state: str
+    iteration: int
+    step_s: float | None
+    slowdown: float | None
+    alone_s: float | None
+    alone_source: str | None
+    ratios: Ratios | None
+    """By GPU of the machine."""
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The machine as `kilter share top` shows it."""
+
+    beat: int
+    pid: int
+    policy: str
+    period_s: float
+    gpus: tuple[int, ...]
+    utilisation: tuple[float, ...]
+    jobs: tuple[JobSummary, ...]
+    decisions: tuple[str, ...]
+
+
+def signed(token: str, key: str, value: msgspec.Struct) -> bytes:
+    """The value with a signature that holds for this key alone."""
+    body = msgspec.json.encode(value)
+    return _signature(token, key, body) + body
+
+
+def verified(token: str, key: str, raw: bytes, kind: type[T]) -> T | None:
+    """The value, or None if it was not signed with this token for this key."""
+    signature, body = raw[:64], raw[64:]
+    if not hmac.compare_digest(signature, _signature(token, key, body)):
+        return None
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError:
+        return None
+
+
+def _signature(token: str, key: str, body: bytes) -> bytes:
+    return (
+        hmac.new(token.encode(), key.encode() + b"\0" + body, hashlib.sha256).hexdigest().encode()
+    )

@@ -35,7 +35,7 @@ class Options(msgspec.Struct, frozen=True):
 
 def worker_command(command: tuple[str, ...]) -> tuple[str, ...]:
     """What follows `python` in a worker that is to run `command`."""
-    return (f"-m{__name__}", *command)
+    return ("-mkilter.app.share_worker", *command)
 
 
 def worker_environment(options: Options) -> dict[str, str]:
@@ -93,4 +93,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # By its name: the module `__main__` is emptied for the script.
+    from kilter.app import share_worker
+
+    share_worker.main()

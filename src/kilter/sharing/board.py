@@ -135,7 +135,7 @@ class Board:
     def _presence(self, status: JobStatus) -> list[float]:
         """The fraction of time in which the job is on each GPU."""
         return self._by_gpu(
-            status, [r.compute_s / r.step_s if r.step_s > 0 else 0.0 for r in status.ranks]
+            status, [min(r.work_s / r.step_s, 1.0) if r.step_s > 0 else 0.0 for r in status.ranks]
         )
 
     def _observe(self) -> None:
@@ -153,7 +153,7 @@ class Board:
             record.observations.pop(ratios, None)
             record.observations[ratios] = Observation(
                 tuple(int(value) for value in samples),
-                tuple(self._by_gpu(status, [rank.compute_s for rank in status.ranks])),
+                tuple(self._by_gpu(status, [max(r.step_s - r.comm_s, 0.0) for r in status.ranks])),
                 _step_s(status),
                 tuple((whole - presence[slot]).tolist()),
             )

@@ -132,7 +132,7 @@ class Link(threading.Thread):
     def _rank(self, rank: int) -> RankStatus:
         key = f"status/{rank}"
         if not self._store.check([key]):
-            return RankStatus(0, 0, 0, 0.0, 0.0)
+            return RankStatus(0, 0, 0, 0.0, 0.0, 0.0)
         return msgspec.json.decode(self._store.get(key), type=RankStatus)
 
     def _leave(self) -> None:

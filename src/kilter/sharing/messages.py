@@ -20,8 +20,10 @@ class RankStatus(msgspec.Struct, frozen=True):
     samples: int
     steps: int
     step_s: float
-    compute_s: float
+    work_s: float
     """From the beginning of a step until the rank's last gradient is ready."""
+    comm_s: float
+    """From then until the gradients of all ranks are summed up; the wait for slower ones too."""
     reserved_bytes: int | None = None
     """GPU memory that the rank's process holds for tensors."""
     free_bytes: int | None = None

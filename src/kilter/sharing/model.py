@@ -82,7 +82,7 @@ class Observation(msgspec.Struct, frozen=True):
 
     samples: tuple[int, ...]
     compute_s: tuple[float, ...]
-    """Per GPU: from the beginning of a step to the end of the rank's own work."""
+    """Per GPU: the step without communication and without the wait for other ranks."""
     step_s: float
     pressure: tuple[float, ...]
     """Per GPU: mean number of other jobs' kernels there (their residence over their step)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import stat
 import tempfile
 from datetime import timedelta
@@ -80,7 +81,8 @@ class Channel:
 
     @classmethod
     def join(cls, endpoint: Endpoint) -> Channel:
-        """Connect; RuntimeError if nobody listens."""
+        """Connect; OSError if nobody listens (asked first: TCPStore would complain on stderr)."""
+        socket.create_connection((endpoint.host, endpoint.port), TIMEOUT.total_seconds()).close()
         return cls(connect((endpoint.host, endpoint.port), TIMEOUT), endpoint.token)
 
     def put(self, key: str, value: msgspec.Struct) -> None:

@@ -144,7 +144,7 @@ def add_run(actions: Actions) -> None:
     parser = _parser(
         actions,
         "run",
-        "Run a training script, unmodified, with one rank for each GPU of the daemon, by torchrun.\n"
+        "Run a training script, unmodified, with one rank for each GPU of the daemon.\n"
         "The script uses DistributedDataParallel and a DataLoader over a map-style data set.",
         "Everything after SCRIPT belongs to the script. Without a daemon, one is started and ends "
         "some time\nafter the last job.\n\nexamples:\n  kilter share run train.py --epochs 3\n"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -37,21 +38,35 @@ class Reduction:
     def __init__(self, whole: ProcessGroup) -> None:
         self.weight = 1.0 / whole.size()
         self.group: ProcessGroup | None = whole
-        self.on_last: Any = None
+        self.on_last: Callable[[], None] = _nothing
         """Called when the last bucket of a backward pass is ready: the rank's own work is done."""
+        self.on_reduced: Callable[[], None] = _nothing
+        """Called when the last bucket is summed over the ranks."""
 
     def __call__(self, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         import torch
         import torch.distributed as dist
 
         gradient = bucket.buffer()
-        if bucket.is_last() and self.on_last is not None:
+        last = bool(bucket.is_last())
+        if last:
             self.on_last()
         gradient.mul_(self.weight)
         if self.group is None:
             devices = [gradient.device] if gradient.is_cuda else None
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
             done.set_result(gradient)
+            if last:
+                self.on_reduced()
             return done
         work = dist.all_reduce(gradient, group=self.group, async_op=True)
-        return work.get_future().then(lambda finished: finished.value()[0])
+
+        def finished(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            if last:
+                self.on_reduced()
+            return future.value()[0]
+
+        return work.get_future().then(finished)
+
+
+def _nothing() -> None: ...

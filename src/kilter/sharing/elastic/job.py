@@ -207,7 +207,7 @@ class Job:
 def _world() -> int:
     import torch.distributed as dist
 
-    return dist.get_world_size()
+    return int(dist.get_world_size())
 
 
 def loader_flaw(loader: DataLoader[Any]) -> Reason | None:
@@ -227,7 +227,7 @@ def loader_flaw(loader: DataLoader[Any]) -> Reason | None:
     if loader.batch_sampler is None:
         return Reason("no-batches", "loader", "the DataLoader makes no batches; give batch_size")
     try:
-        len(loader.batch_sampler)  # type: ignore[arg-type]
+        len(loader.batch_sampler)
     except TypeError:
         return Reason(
             "endless-sampler", "loader", "the sampler has no length; give it a method __len__"
@@ -249,7 +249,7 @@ class _Pass:
 
     def batches(self) -> Iterator[Any]:
         job, count, since = self._job, 0, self._job.marks()
-        self._own = iter(self._loader.batch_sampler)  # type: ignore[arg-type]
+        self._own = iter(self._loader.batch_sampler)
         if getattr(self._loader, "_kilter_trains", False) and job.share is not None:
             self._convert([])
         loader = _over(self._loader, self)
@@ -276,7 +276,7 @@ class _Pass:
         if first:
             return iter(loader)
         state = torch.get_rng_state()
-        batches = iter(loader)
+        batches: Iterator[Any] = iter(loader)
         torch.set_rng_state(state)
         return batches
 
@@ -325,13 +325,13 @@ class _Pass:
         if self._elastic and job.share is not None:
             job.share.end()
         elif job.trains(since, count):
-            self._loader._kilter_trains = True  # type: ignore[attr-defined]
+            self._loader._kilter_trains = True
             self._convert([samples for _, samples in self._handed])
 
     def _convert(self, handed: list[list[Index]]) -> None:
         """Exchange with the other ranks what is still to come of this pass."""
         job = self._job
-        length = len(self._loader.batch_sampler)  # type: ignore[arg-type]
+        length = len(self._loader.batch_sampler)
         rest = [list(samples) for samples in islice(self._own, length)]
         drawn = [*handed, *rest]
         self._own = iter(rest)

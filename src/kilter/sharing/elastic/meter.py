@@ -13,74 +13,73 @@ _MOST_STEPS = 200
 
 
 class Meter:
-    """Watches one rank. On CUDA the own work is timed by events, else by the host's clock."""
+    """Watches one rank. On CUDA the parts of a step are timed by events, else by the host's clock;
+    the host is never made to wait for the GPU."""
 
     def __init__(self, cuda: bool, publish: Callable[[RankStatus], None]) -> None:
+        self._now: Callable[[], Any] = _event if cuda else time.perf_counter
         self._cuda, self._publish = cuda, publish
         self._begun_s: float | None = None
-        self._work_s: float | None = None
-        self._events: tuple[Any, Any] | None = None
-        self._steps: list[tuple[float, float]] = []
-        self._pending: list[tuple[float, tuple[Any, Any]]] = []
+        self._marks: list[Any] = []
+        self._pending: list[tuple[float, list[Any]]] = []
+        self._steps: list[tuple[float, float, float]] = []
         self._samples = 0
         self._published_s = 0.0
 
     def begin(self, samples: int) -> None:
         """A step begins."""
         if samples != self._samples:
-            self._samples, self._steps, self._pending = samples, [], []
-        self._begun_s, self._work_s, self._events = time.perf_counter(), None, None
-        if self._cuda:
-            self._events = (_event(), None)
+            self._forget()
+            self._samples = samples
+        self._begun_s, self._marks = time.perf_counter(), [self._now()]
 
     def work_done(self) -> None:
-        """The last gradient of the step is ready (called from DDP's hook)."""
-        if self._cuda and self._events is not None:
-            self._events = (self._events[0], _event())
-        elif self._begun_s is not None:
-            self._work_s = time.perf_counter() - self._begun_s
+        """The rank's last gradient of the step is ready (called from DDP's hook)."""
+        self._marks[1:] = [self._now()]
+
+    def reduced(self) -> None:
+        """The last gradients of all ranks are summed up."""
+        self._marks[2:] = [self._now()]
 
     def end(self, iteration: int) -> None:
         """The step is over."""
         if self._begun_s is None:
             return
-        step_s = time.perf_counter() - self._begun_s
+        if len(self._marks) == 3:
+            self._pending.append((time.perf_counter() - self._begun_s, self._marks))
         self._begun_s = None
-        if self._events is not None and self._events[1] is not None:
-            self._pending.append((step_s, self._events))
-            self._read_events()
-        else:
-            self._steps.append((step_s, step_s if self._work_s is None else self._work_s))
-        del self._steps[:-_MOST_STEPS]
-        if not self._steps:
-            return
-        if time.monotonic() - self._published_s < _PUBLISH_EVERY_S:
+        self._read()
+        if not self._steps or time.monotonic() - self._published_s < _PUBLISH_EVERY_S:
             return
         self._published_s = time.monotonic()
         # The first step after a change carries its cost.
         steps = self._steps[1:] or self._steps
-        count = len(steps)
+        step_s, work_s, comm_s = (sum(part) / len(steps) for part in zip(*steps, strict=True))
+        memory = _memory() if self._cuda else {}
         self._publish(
-            RankStatus(
-                iteration=iteration,
-                samples=self._samples,
-                steps=count,
-                step_s=sum(step for step, _ in steps) / count,
-                compute_s=sum(work for _, work in steps) / count,
-                **(_memory() if self._cuda else {}),
-            )
+            RankStatus(iteration, self._samples, len(steps), step_s, work_s, comm_s, **memory)
         )
 
-    def _read_events(self) -> None:
-        """Of steps that the GPU has finished: the host is never made to wait."""
-        while self._pending and self._pending[0][1][1].query():
-            step_s, (begun, done) = self._pending.pop(0)
-            self._steps.append((step_s, begun.elapsed_time(done) * 1e-3))
+    def _read(self) -> None:
+        """Of steps that the GPU has finished."""
+        while self._pending and (not self._cuda or self._pending[0][1][2].query()):
+            step_s, (begun, worked, reduced) = self._pending.pop(0)
+            if self._cuda:
+                work_s = begun.elapsed_time(worked) * 1e-3
+                comm_s = worked.elapsed_time(reduced) * 1e-3
+            else:
+                work_s, comm_s = worked - begun, reduced - worked
+            self._steps.append((step_s, work_s, max(comm_s, 0.0)))
+        del self._steps[:-_MOST_STEPS]
+
+    def _forget(self) -> None:
+        self._steps, self._pending = [], []
 
     def idle(self, iteration: int) -> None:
         """The rank has no samples for now."""
-        self._begun_s, self._steps, self._pending, self._samples = None, [], [], 0
-        self._publish(RankStatus(iteration, 0, 0, 0.0, 0.0))
+        self._forget()
+        self._begun_s, self._samples = None, 0
+        self._publish(RankStatus(iteration, 0, 0, 0.0, 0.0, 0.0))
 
 
 def _event() -> Any:

@@ -65,10 +65,10 @@ def _watch_losses(job: Job) -> None:
                 "the loss is a sum over the samples of a batch; use the mean (reduction='mean')",
             )
         if job.share is not None or job.refused is not None:
-            torch.Tensor.backward = backward  # type: ignore[method-assign]
+            torch.Tensor.backward = backward
         backward(self, *args, **kwargs)
 
-    torch.Tensor.backward = watched  # type: ignore[method-assign]
+    torch.Tensor.backward = watched
 
 
 _SUM = 2
@@ -101,7 +101,8 @@ def _replace_iteration(job: Job) -> None:
     @functools.wraps(plain)
     def iterate(self: Any) -> Iterator[Any]:
         if getattr(self, "_kilter_own", False):
-            return plain(self)
+            batches: Iterator[Any] = plain(self)
+            return batches
         return job.batches(self, functools.partial(plain, self))
 
-    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+    DataLoader.__iter__ = iterate

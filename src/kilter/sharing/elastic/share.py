@@ -67,7 +67,7 @@ class Share:
         cuda = next(models[0].parameters()).is_cuda and torch.cuda.is_available()
         self.cuda = cuda
         self._meter = Meter(cuda, self._publish)
-        self._reduction.on_last = self._meter.work_done
+        reduction.on_last, reduction.on_reduced = self._meter.work_done, self._meter.reduced
         self._batches: GlobalBatches | None = None
         self._first = 0
         self._pass = 0

@@ -131,7 +131,8 @@ class _Problem:
 
     def slowdowns(self, state: State) -> Array:
         """Predicted slow-down of each job."""
-        return self._slowdowns(self._samples(state)[None])[0]
+        result: Array = self._slowdowns(self._samples(state)[None])[0]
+        return result
 
     def _samples(self, state: State) -> Array:
         return np.array(
@@ -236,8 +237,9 @@ class _Problem:
         samples = np.array([[self._row(i, r) for i, r in enumerate(case)] for case in cases])
         ordered = np.round(np.sort(self._slowdowns(samples), axis=-1), _DIGITS)
         for index in np.lexsort(ordered.T):  # the last key, the largest slow-down, rules
-            if self.possible(cases[index]):
-                return cases[index]
+            case = cases[int(index)]
+            if self.possible(case):
+                return case
         return None
 
     def _row(self, i: int, ratios: Ratios) -> tuple[int, ...]:

@@ -1,0 +1,78 @@
+"""Scripts whose ratio cannot be changed, by name: each has to train on as without kilter."""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out")
+parser.add_argument("kind")
+kind = parser.parse_args().kind
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data)
+
+
+class Endless(torch.utils.data.Sampler):
+    def __iter__(self):
+        while True:
+            yield from range(64)
+
+
+class Reversed(torch.utils.data.Sampler):
+    """An own sampler, which is fine: every rank has its half."""
+
+    def __iter__(self):
+        return iter(range(63 - rank, -1, -2))
+
+    def __len__(self):
+        return 32
+
+
+net = torch.nn.Linear(4, 1)
+model = net if kind == "no-ddp" else DistributedDataParallel(net)
+if kind == "comm-hook":
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    model.register_comm_hook(None, allreduce_hook)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+if kind == "ranks-disagree" and rank == 1:
+    torch.optim.lr_scheduler.StepLR(optimizer, 5)
+if kind == "iterable-dataset":
+    loader = DataLoader(Stream(), 4)
+elif kind == "endless-sampler":
+    loader = DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(Endless(), 4, True))
+elif kind == "own-sampler":
+    loader = DataLoader(data, 4, sampler=Reversed())
+elif kind == "small-batch":
+    loader = DataLoader(data, 1)
+else:
+    loader = DataLoader(data, 4)
+loss_of = torch.nn.MSELoss(reduction="sum" if kind == "sum-loss" else "mean")
+steps = 0
+for step, (x, y) in enumerate(loader):
+    if kind == "no-sync" and step % 2 == 0:
+        with model.no_sync():
+            loss_of(model(x), y).backward()
+    else:
+        loss_of(model(x), y).backward()
+    if kind in ("no-sync", "accumulation") and step % 2 == 0:
+        continue
+    optimizer.step()
+    optimizer.zero_grad()
+    steps += 1
+    if step == 15:
+        break
+assert steps == (8 if kind in ("no-sync", "accumulation") else 16 if kind != "own-sampler" else 8)
+dist.destroy_process_group()

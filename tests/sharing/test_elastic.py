@@ -1,0 +1,78 @@
+"""Real jobs on gloo whose data ratio changes: the same training as without."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parent))
+from ranks import changes, train
+
+PLAN = [[3, [4, 3, 3]], [9, [6, 4, 0]], [16, [0, 5, 5]], [23, [10, 0, 0]], [30, [2, 2, 6]]]
+SLOW = ("--sleep", "0.01")
+
+
+def difference(a, b):
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def samples_of_epoch(ranks):
+    """All samples that were trained on, in one multiset over ranks and epochs."""
+    return sorted(itertools.chain.from_iterable(s for rank in ranks for s in rank["seen"]))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return train(3, tmp_path_factory.mktemp("plain") / "out", None, "--epochs", "4")[0]
+
+
+def test_any_ratios_train_as_without_kilter(tmp_path, plain):
+    """Ranks leave and come back; nothing is lost or seen twice; the state is whole at each end of
+    a pass; gradients, learning rate and data are what they were."""
+    ranks, told = train(3, tmp_path / "out", PLAN, "--epochs", "4", *SLOW)
+    agreed = changes(told)
+    assert [ratios for _, ratios in agreed[1:]] == [ratios for _, ratios in PLAN]
+    assert difference(ranks[0]["parameters"], plain[0]["parameters"]) < 1e-5
+    assert all(rank["parameters"] == ranks[0]["parameters"] for rank in ranks)
+    assert samples_of_epoch(ranks) == samples_of_epoch(plain)
+    assert {rank["lr"] for rank in ranks} == {plain[0]["lr"]}
+    assert all(stale == 0.0 for rank in ranks for stale in rank["stale"])
+    # An idle rank really does nothing.
+    assert len(ranks[2]["seen"]) < len(plain[2]["seen"])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--sampler", "plain"),
+        ("--drop-last", "--workers", "2"),
+        ("--break-after", "6"),
+    ],
+    ids=["plain-loader", "drop-last-and-workers", "break"],
+)
+def test_other_ways_to_load(tmp_path, arguments):
+    plan = [[3, [7, 3]], [9, [10, 0]], [14, [0, 10]], [20, [4, 6]]]
+    arguments = (*arguments, "--epochs", "4", "--samples", "120")
+    alone, _ = train(2, tmp_path / "alone", None, *arguments)
+    ranks, told = train(2, tmp_path / "shared", plan, *arguments, *SLOW)
+    assert len(changes(told)) >= 3
+    assert difference(ranks[0]["parameters"], alone[0]["parameters"]) < 1e-5
+    assert ranks[0]["parameters"] == ranks[1]["parameters"]
+    if "plain" in arguments:  # both ranks drew the same samples: once is enough
+        assert len(samples_of_epoch(ranks)) < len(samples_of_epoch(alone))
+        assert set(samples_of_epoch(ranks)) == set(samples_of_epoch(alone))
+    else:
+        assert samples_of_epoch(ranks) == samples_of_epoch(alone)
+
+
+def test_batch_norm_statistics_are_those_of_the_global_batch(tmp_path):
+    plan = [[3, [7, 3]], [9, [3, 7]]]
+    arguments = ("--batch-norm", "--epochs", "2", "--samples", "256", "--batch", "16")
+    alone, _ = train(2, tmp_path / "alone", None, *arguments)
+    ranks, _ = train(2, tmp_path / "shared", plan, *arguments, *SLOW)
+    assert ranks[0]["buffers"] == ranks[1]["buffers"]
+    # The shards normalise by themselves, as under any DDP: close, and not the same.
+    assert difference(ranks[0]["parameters"], alone[0]["parameters"]) < 0.2
+    assert difference(ranks[0]["buffers"][0], alone[0]["buffers"][0]) < 0.2

@@ -1,0 +1,38 @@
+"""What cannot be shared is refused in one sentence, and trains on."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parent))
+from ranks import finish, start
+
+SENTENCES = {
+    "no-ddp": "not wrapped in torch.nn.parallel.DistributedDataParallel; wrap it",
+    "iterable-dataset": "IterableDataset, whose samples have no index; use a map-style",
+    "endless-sampler": "the sampler has no length; give it a method __len__",
+    "small-batch": "a batch of 1 samples is smaller than the 2 ranks; use a larger batch_size",
+    "sum-loss": "sum over the samples of a batch; use the mean",
+    "no-sync": "accumulated under no_sync()",
+    "accumulation": "fewer optimizer steps than batches",
+    "comm-hook": "communication hook of its own",
+    "ranks-disagree": "the ranks disagree about the model",
+}
+
+
+@pytest.mark.parametrize("kind", SENTENCES)
+def test_refused_with_a_sentence_and_trains_on(tmp_path, kind):
+    told = finish(start(2, tmp_path, [[3, [7, 3]]], kind, script="refused.py"))
+    said = [line for line in told[0].splitlines() if line.startswith("kilter:")]
+    assert len(said) == 1
+    assert SENTENCES[kind] in said[0]
+    assert said[0].endswith("the job trains as it would without kilter")
+    assert "changes [[0, null]]" in told[0] or "changes" not in told[0]
+
+
+def test_an_own_sampler_is_right(tmp_path):
+    told = finish(start(2, tmp_path, [[2, [7, 3]]], "own-sampler", script="refused.py"))
+    assert "kilter:" not in told[0]
+    assert "[7, 3]" in told[0]

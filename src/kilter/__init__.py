@@ -18,14 +18,16 @@ if TYPE_CHECKING:
     from kilter.memory.divided import divided
     from kilter.memory.size import size
     from kilter.parallel.calls import parallel
+    from kilter.sharing.api import share
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "divided", "govern", "parallel", "size"]
+__all__ = ["__version__", "divided", "govern", "parallel", "share", "size"]
 
 _HOMES = {
     "divided": "kilter.memory.divided",
     "govern": "kilter.app.govern",
     "parallel": "kilter.parallel.calls",
+    "share": "kilter.sharing.api",
     "size": "kilter.memory.size",
 }
 

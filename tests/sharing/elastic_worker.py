@@ -1,27 +1,34 @@
-"""Runs a script with a plan of data ratios: `elastic_worker.py PLAN SCRIPT ARGS...`. PLAN is JSON:
-[[iteration, ratios], ...]; rank 0 proposes each when it begins that iteration."""
+"""Runs a script with a plan of data ratios: `elastic_worker.py PLAN SCRIPT ARGS...`. PLAN is a JSON
+list of ratios; rank 0 proposes each as soon as the one before is in force."""
 
+import faulthandler
 import json
 import runpy
 import sys
+import threading
+import time
 
+from kilter.sharing.elastic.agreement import propose
 from kilter.sharing.elastic.job import Job
 from kilter.sharing.elastic.scripts import find_in_script
+from kilter.sharing.elastic.share import connect
 
+faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs says where
 plan = json.loads(sys.argv[1])
 sys.argv = sys.argv[2:]
 
 
+def carry_out(share):
+    store = connect(share.address)
+    for number, ratios in enumerate(plan, start=1):
+        verdict = propose(store, number, tuple(ratios), share.world)
+        while not store.check([f"reached/{verdict.at}"]):
+            time.sleep(0.01)
+
+
 def attached(job):
-    share = job.share
-    begin = share._meter.begin
-
-    def begun(samples):
-        while plan and plan[0][0] <= share.iteration and share.rank == 0:
-            share.change(tuple(plan.pop(0)[1])).join(0)
-        begin(samples)
-
-    share._meter.begin = begun
+    if job.share.rank == 0:
+        threading.Thread(target=carry_out, args=(job.share,), daemon=True).start()
 
 
 job = Job(

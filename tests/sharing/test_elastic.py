@@ -10,8 +10,8 @@ pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parent))
 from ranks import changes, train
 
-PLAN = [[3, [4, 3, 3]], [9, [6, 4, 0]], [16, [0, 5, 5]], [23, [10, 0, 0]], [30, [2, 2, 6]]]
-SLOW = ("--sleep", "0.01")
+PLAN = [[4, 3, 3], [6, 4, 0], [0, 5, 5], [10, 0, 0], [2, 2, 6]]
+SLOW = ("--sleep", "0.02")
 
 
 def difference(a, b):
@@ -33,7 +33,7 @@ def test_any_ratios_train_as_without_kilter(tmp_path, plain):
     a pass; gradients, learning rate and data are what they were."""
     ranks, told = train(3, tmp_path / "out", PLAN, "--epochs", "4", *SLOW)
     agreed = changes(told)
-    assert [ratios for _, ratios in agreed[1:]] == [ratios for _, ratios in PLAN]
+    assert [ratios for _, ratios in agreed[1:]] == PLAN
     assert difference(ranks[0]["parameters"], plain[0]["parameters"]) < 1e-5
     assert all(rank["parameters"] == ranks[0]["parameters"] for rank in ranks)
     assert samples_of_epoch(ranks) == samples_of_epoch(plain)
@@ -53,7 +53,7 @@ def test_any_ratios_train_as_without_kilter(tmp_path, plain):
     ids=["plain-loader", "drop-last-and-workers", "break"],
 )
 def test_other_ways_to_load(tmp_path, arguments):
-    plan = [[3, [7, 3]], [9, [10, 0]], [14, [0, 10]], [20, [4, 6]]]
+    plan = [[7, 3], [10, 0], [0, 10], [4, 6]]
     arguments = (*arguments, "--epochs", "4", "--samples", "120")
     alone, _ = train(2, tmp_path / "alone", None, *arguments)
     ranks, told = train(2, tmp_path / "shared", plan, *arguments, *SLOW)
@@ -68,7 +68,7 @@ def test_other_ways_to_load(tmp_path, arguments):
 
 
 def test_batch_norm_statistics_are_those_of_the_global_batch(tmp_path):
-    plan = [[3, [7, 3]], [9, [3, 7]]]
+    plan = [[7, 3], [3, 7]]
     arguments = ("--batch-norm", "--epochs", "2", "--samples", "256", "--batch", "16")
     alone, _ = train(2, tmp_path / "alone", None, *arguments)
     ranks, _ = train(2, tmp_path / "shared", plan, *arguments, *SLOW)

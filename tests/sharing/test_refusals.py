@@ -24,7 +24,7 @@ SENTENCES = {
 
 @pytest.mark.parametrize("kind", SENTENCES)
 def test_refused_with_a_sentence_and_trains_on(tmp_path, kind):
-    told = finish(start(2, tmp_path, [[3, [7, 3]]], kind, script="refused.py"))
+    told = finish(start(2, tmp_path, [[7, 3]], kind, script="refused.py"))
     said = [line for line in told[0].splitlines() if line.startswith("kilter:")]
     assert len(said) == 1
     assert SENTENCES[kind] in said[0]
@@ -33,6 +33,6 @@ def test_refused_with_a_sentence_and_trains_on(tmp_path, kind):
 
 
 def test_an_own_sampler_is_right(tmp_path):
-    told = finish(start(2, tmp_path, [[2, [7, 3]]], "own-sampler", script="refused.py"))
+    told = finish(start(2, tmp_path, [[7, 3]], "own-sampler", script="refused.py"))
     assert "kilter:" not in told[0]
     assert "[7, 3]" in told[0]

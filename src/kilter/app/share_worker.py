@@ -31,6 +31,7 @@ class Options(msgspec.Struct, frozen=True):
     total_steps: int | None = None
     alone_step_s: float | None = None
     min_samples: int | None = None
+    ratios: tuple[int, ...] | None = None
 
 
 def worker_command(command: tuple[str, ...]) -> tuple[str, ...]:
@@ -65,8 +66,8 @@ def _find(options: Options) -> None:
 
     def attached(job: Job) -> None:
         if job.share is not None and job.facts is not None and job.share.rank == 0:
-            identity = Identity(options.name, options.gpus, options.alone_step_s)
-            Link(Path(options.endpoint), job.share, job.facts, identity, say).start()
+            identity = Identity(options.name, options.gpus, options.alone_step_s, options.ratios)
+            Link(Path(options.endpoint), job.share, job.facts, identity).start()
 
     find_in_script(
         Job(

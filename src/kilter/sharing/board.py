@@ -230,7 +230,7 @@ class Board:
         found = []
         for slot, record in self._records.items():
             status = record.status
-            _, alone, source = self._cost(record)
+            cost, alone, source = self._cost(record)
             step_s = _step_s(status) or None
             found.append(
                 JobSummary(
@@ -243,6 +243,7 @@ class Board:
                     alone_s=alone,
                     alone_source=source,
                     ratios=self._ratios(status),
+                    cost=cost,
                 )
             )
         return tuple(found)

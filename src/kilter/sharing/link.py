@@ -10,7 +10,6 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -34,6 +33,8 @@ class Identity(msgspec.Struct, frozen=True):
     name: str
     gpus: tuple[int, ...]
     alone_step_s: float | None = None
+    ratios: Ratios | None = None
+    """By rank, to begin with."""
 
 
 class Link(threading.Thread):
@@ -45,11 +46,9 @@ class Link(threading.Thread):
         share: Share,
         facts: Facts,
         identity: Identity,
-        say: Callable[[str], None],
     ) -> None:
         super().__init__(name="kilter-share", daemon=True)
         self._file, self._share, self._facts, self._identity = file, share, facts, identity
-        self._say = say
         self._begun_s = time.monotonic()
         self._stopped = threading.Event()
         self._store = connect(share.address)
@@ -58,12 +57,13 @@ class Link(threading.Thread):
         self._slot = 0
         self._number = 0
         self._carried_out = 0
-        self._beat = (0, 0.0)
         self._ratios: Ratios | None = None
         self._proposals = 0
 
     def run(self) -> None:
         atexit.register(self._leave)
+        if self._identity.ratios is not None:
+            self._change(self._identity.ratios)
         while not self._stopped.is_set():
             try:
                 self._turn()
@@ -82,8 +82,13 @@ class Link(threading.Thread):
         if target is None or target.number <= self._carried_out:
             return
         self._carried_out = target.number
-        if len(target.ratios) == self._facts.world and target.ratios != self._ratios:
+        if self._possible(target.ratios) and target.ratios != self._ratios:
             self._change(target.ratios)
+
+    def _possible(self, ratios: Ratios) -> bool:
+        """A daemon of another version must not ask for what this job cannot do."""
+        fewest = 0 if self._facts.may_idle else 1
+        return len(ratios) == self._facts.world and min(ratios) >= fewest and sum(ratios) > 0
 
     def _join(self) -> None:
         """Register with the daemon that the file names now."""

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kilter.sharing.model import Cost
 from kilter.sharing.plan.snapshot import Ratios
 
 T = TypeVar("T")
@@ -79,6 +80,8 @@ class JobSummary(msgspec.Struct, frozen=True):
     alone_source: str | None
     ratios: Ratios | None
     """By GPU of the machine."""
+    cost: Cost | None = None
+    """As fitted so far."""
 
 
 class Summary(msgspec.Struct, frozen=True):

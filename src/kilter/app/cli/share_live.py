@@ -26,7 +26,7 @@ from kilter.core.label import Label
 from kilter.core.units import parse_seconds, show_fraction, show_time
 from kilter.sharing.messages import Summary
 from kilter.sharing.plan.policies import POLICIES
-from kilter.sharing.plan.snapshot import shown
+from kilter.sharing.plan.snapshot import TENTHS, shown
 from kilter.sharing.store import default_file, living
 
 Actions = Any
@@ -46,6 +46,14 @@ def _gpus(text: str) -> tuple[int, ...]:
     if not found or len(set(found)) < len(found) or len(found) > 64:
         raise argparse.ArgumentTypeError(f"{text!r}: name 1 to 64 GPUs, each once")
     return tuple(found)
+
+
+def _ratios(text: str) -> tuple[int, ...]:
+    """`7,3`, as an argparse type."""
+    parts = text.split(",")
+    if not all(part.isdigit() for part in parts) or sum(map(int, parts)) != TENTHS:
+        raise argparse.ArgumentTypeError(f"{text!r}: write tenths that sum to 10, such as 7,3")
+    return tuple(map(int, parts))
 
 
 def _seconds(text: str) -> float:
@@ -163,6 +171,9 @@ def add_run(actions: Actions) -> None:
     parser.add_argument(
         "--alone-step", type=_seconds, metavar="T", help="time of a step with all GPUs to itself"
     )
+    parser.add_argument(
+        "--ratios", type=_ratios, metavar="5,5", help="tenths for each GPU to begin with (even)"
+    )
     parser.add_argument("--min-samples", type=_count, metavar="N", help="of an active rank")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("command", nargs=argparse.PARSER, metavar="SCRIPT")
@@ -187,7 +198,12 @@ def _run(args: argparse.Namespace) -> Callable[[], object]:
         total_steps=args.total_steps,
         alone_step_s=args.alone_step,
         min_samples=args.min_samples,
+        ratios=args.ratios,
     )
+    if args.ratios is not None and len(args.ratios) != len(gpus):
+        raise UsageError(f"--ratios: give one number for each of the {len(gpus)} GPUs")
+    if args.ratios is not None and not args.idle_ranks and 0 in args.ratios:
+        raise UsageError("--ratios: a share of 0 needs --idle-ranks")
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_torchrun_options(parser)
     launch = parser.parse_args(["--standalone", f"--nproc-per-node={len(gpus)}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,22 +11,29 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Groups:
-    """Groups by their ranks, made when first needed and kept. Only members make a group, so that an
-    idle rank is not asked."""
+MOST_RANKS_WITH_IDLE = 4
+"""Ranks of a job up to which some may be idle: every set of active ranks needs a group."""
 
-    def __init__(self, whole: ProcessGroup, world: int) -> None:
-        self._made: dict[tuple[int, ...], ProcessGroup] = {tuple(range(world)): whole}
+
+class Groups:
+    """The groups of all sets of two or more ranks.
+
+    They are made at once and by all ranks, because an idle rank cannot take part later: torch names
+    a group after how many there are in the process, also one that only its members make.
+    """
+
+    def __init__(self, whole: ProcessGroup, world: int, *, subsets: bool) -> None:
+        import torch.distributed as dist
+
+        everyone = tuple(range(world))
+        self._made: dict[tuple[int, ...], ProcessGroup] = {everyone: whole}
+        for size in range(2, world) if subsets else ():
+            for ranks in itertools.combinations(everyone, size):
+                self._made[ranks] = dist.new_group(list(ranks))
 
     def of(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """The group of these ranks; None for one rank, which needs none."""
-        import torch.distributed as dist
-
-        if len(ranks) < 2:
-            return None
-        if ranks not in self._made:
-            self._made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-        return self._made[ranks]
+        return None if len(ranks) < 2 else self._made[ranks]
 
 
 class Reduction:

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kilter.core.reasons import Reason
-from kilter.sharing.elastic.groups import Reduction
+from kilter.sharing.elastic.groups import MOST_RANKS_WITH_IDLE, Reduction
 from kilter.sharing.elastic.schedule import Index
 from kilter.sharing.elastic.share import Share
 from kilter.sharing.elastic.state import State
@@ -68,6 +68,10 @@ class Job:
                 self._synced += 1
             else:
                 self._unsynced += 1
+
+    def stepped(self) -> None:
+        """An optimizer has made a step."""
+        self.steps += 1
 
     def refuse(self, code: str, text: str) -> None:
         """The job trains as it would without kilter, and says why, once."""
@@ -169,19 +173,41 @@ class Job:
             )
             return False
         state = State(self.models, self.optimizers, self.others)
-        self.share = Share(self.models, state, reduction, control, release=self._release)
+        self._may_idle = self._may_idle and self._idle_is_possible()
+        self.share = Share(
+            self.models,
+            state,
+            reduction,
+            control,
+            may_idle=self._may_idle,
+            release=self._release,
+        )
         return True
 
     def describe(self, global_batch: int) -> None:
         """The facts of the job, once its first global batch is known."""
         if self.facts is not None or self.share is None:
             return
-        quiet = all(not model.find_unused_parameters for model in self.models)
-        quiet = quiet and all(not model.static_graph for model in self.models)
         fewest = self._min_samples or (2 if self._has_batch_norm() else 1)
         world = self.share.world
-        self.facts = Facts(world, global_batch, self._total_steps, fewest, self._may_idle and quiet)
+        self.facts = Facts(world, global_batch, self._total_steps, fewest, self._may_idle)
         self._attached(self)
+
+    def _idle_is_possible(self) -> bool:
+        """DDP's search for unused parameters is a collective of all ranks."""
+        if _world() > MOST_RANKS_WITH_IDLE:
+            self._say(
+                f"ranks of this job are never without samples: that needs {MOST_RANKS_WITH_IDLE} "
+                "ranks or fewer"
+            )
+            return False
+        if any(model.find_unused_parameters or model.static_graph for model in self.models):
+            self._say(
+                "ranks of this job are never without samples: that is not possible with "
+                "find_unused_parameters or static_graph"
+            )
+            return False
+        return True
 
     def _model_flaw(self) -> tuple[str, str] | None:
         if any(model.process_group.size() != _world() for model in self.models):

@@ -46,7 +46,7 @@ def _watch_steps(job: Job) -> None:
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not any(optimizer is known for known in job.optimizers):
             job.optimizers.append(optimizer)
-        job.steps += 1
+        job.stepped()
 
     register_optimizer_step_post_hook(stepped)
 

@@ -10,7 +10,6 @@ checkpoint) finds the same state everywhere.
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -18,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kilter.sharing.elastic.agreement import Listener, Verdict, propose
+from kilter.sharing.elastic.agreement import Listener, Verdict
 from kilter.sharing.elastic.groups import Groups, Reduction
 from kilter.sharing.elastic.meter import Meter
 from kilter.sharing.elastic.schedule import GlobalBatches, Index, Schedule, active
 from kilter.sharing.elastic.state import Buffers, State
 from kilter.sharing.messages import RankStatus
-from kilter.sharing.plan.snapshot import Ratios
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, TCPStore
@@ -45,6 +43,7 @@ class Share:
         reduction: Reduction,
         control: ProcessGroup,
         *,
+        may_idle: bool = False,
         release: bool = False,
     ) -> None:
         import torch
@@ -59,7 +58,7 @@ class Share:
         self.store = connect(self.address)
         self.schedule = Schedule()
         self.iteration = 0
-        self._groups = Groups(models[0].process_group, self.world)
+        self._groups = Groups(models[0].process_group, self.world, subsets=may_idle)
         self._reduction = reduction
         syncs = any(model.broadcast_buffers for model in models)
         self._buffers = Buffers(models if syncs else [])
@@ -72,7 +71,6 @@ class Share:
         self._first = 0
         self._pass = 0
         self._before: tuple[int, ...] = self._everyone
-        self._proposals = 0
         for model in models:
             model.broadcast_buffers = False
 
@@ -226,16 +224,6 @@ class Share:
     def _apply(self, verdict: Verdict) -> None:
         assert verdict.at is not None
         self.schedule.change(verdict.at, verdict.ratios)
-
-    def change(self, ratios: Ratios) -> threading.Thread:
-        """Propose a ratio, from rank 0, in a thread of its own; the ranks agree by themselves."""
-        self._proposals += 1
-        number, store = self._proposals, connect(self.address)
-        thread = threading.Thread(
-            target=propose, args=(store, number, ratios, self.world), daemon=True
-        )
-        thread.start()
-        return thread
 
 
 def _address() -> str:

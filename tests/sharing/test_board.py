@@ -1,0 +1,139 @@
+"""What the daemon makes of reports, in virtual time."""
+
+import msgspec
+import pytest
+
+from kilter.sharing.board import GONE_AFTER_S, STALLED_AFTER_S, Board
+from kilter.sharing.messages import Facts, JobStatus, RankStatus, Target, signed, verified
+from kilter.sharing.plan.policies import POLICIES
+from kilter.sharing.plan.snapshot import shards
+
+SAMPLE_S = 0.001
+
+
+def status(name="a", number=1, iteration=10, ratios=(5, 5), gpus=(0, 1), busy=1.0, **facts):
+    """A job whose ranks take a millisecond a sample, and the slowest sets the step."""
+    known = {"total_steps": None, "min_samples": 1, "may_idle": True} | facts
+    samples = shards(100, ratios)
+    step = max(samples) * SAMPLE_S
+    ranks = tuple(
+        RankStatus(iteration, b, 20, step, b * SAMPLE_S * busy, step - b * SAMPLE_S)
+        if b
+        else RankStatus(iteration, 0, 0, 0.0, 0.0, 0.0)
+        for b in samples
+    )
+    return JobStatus(
+        number, name, 1, gpus, Facts(len(gpus), 100, **known), iteration, 5.0, ratios, ranks
+    )
+
+
+def board(policy="maxmin"):
+    return Board((0, 1), POLICIES[policy], 2.0)
+
+
+def run(board, until_s, reports, begin_s=0.0):
+    """Report and tick twice a second; the targets that came of it, which the jobs obey."""
+    made, now = {}, begin_s
+    number = int(begin_s * 1000)
+    while now < until_s:
+        number += 1
+        for slot, report in reports.items():
+            board.report(
+                slot, msgspec.structs.replace(report, number=number, iteration=number), now
+            )
+        for slot, target in board.tick(now).items():
+            made[slot] = target
+            reports[slot] = status(reports[slot].name, ratios=target.ratios)
+        now += 0.5
+    return made
+
+
+def test_a_skewed_start_is_mended():
+    reports = {1: status("a", ratios=(10, 0)), 2: status("b", ratios=(10, 0))}
+    machine = board()
+    made = run(machine, 7.0, reports)
+    assert set(made) >= {1} or set(made) >= {2}
+    after = [machine.snapshot(7.0).jobs[i].ratios for i in (0, 1)]
+    loads = [sum(ratios[g] for ratios in after) for g in (0, 1)]
+    assert max(loads) <= 11
+    assert machine.stretches
+    assert all(s.slowdowns.keys() <= {"a#1", "b#2"} for s in machine.stretches)
+
+
+def test_a_job_of_the_other_order_of_gpus_gets_its_ratio_by_rank():
+    machine = board("even")
+    report = msgspec.structs.replace(status(ratios=(8, 2)), gpus=(1, 0))
+    machine.report(1, report, 0.0)
+    machine.tick(0.0)
+    assert machine.snapshot(0.0).jobs[0].ratios == (2, 8)
+    machine.report(1, msgspec.structs.replace(report, number=2), 2.5)
+    assert machine.tick(2.5)[1].ratios == (5, 5)
+
+
+def test_a_killed_job_is_forgotten_and_an_old_report_is_no_sign_of_life():
+    machine = board()
+    machine.report(1, status(), 0.0)
+    machine.report(1, status(), GONE_AFTER_S)
+    machine.tick(GONE_AFTER_S + 0.1)
+    assert machine.summaries(GONE_AFTER_S + 0.1) == ()
+
+
+def test_a_job_that_hangs_does_not_count_until_it_moves_again():
+    machine = board()
+    later = STALLED_AFTER_S + 1.0
+    machine.report(1, status(number=1), 0.0)
+    for i in range(int(later)):
+        machine.report(1, status(number=2 + i), float(i))
+    assert [job.state for job in machine.summaries(later)] == ["stalled"]
+    assert machine.snapshot(later).jobs == ()
+    machine.report(1, status(number=1000, iteration=11), later)
+    assert [job.state for job in machine.summaries(later)] == ["running"]
+
+
+def test_a_report_of_gpus_that_are_not_shared_is_ignored():
+    machine = board()
+    machine.report(1, msgspec.structs.replace(status(), gpus=(0, 7)), 0.0)
+    assert machine.summaries(0.0) == ()
+
+
+def test_a_gpu_that_another_program_fills_gets_no_more_samples():
+    def with_memory(free):
+        report = status("a", ratios=(9, 1))
+        ranks = tuple(
+            msgspec.structs.replace(rank, reserved_bytes=rank.samples * 10, free_bytes=space)
+            for rank, space in zip(report.ranks, free, strict=True)
+        )
+        return msgspec.structs.replace(report, ranks=ranks)
+
+    def decided(free):
+        machine = board()
+        for i in range(6):
+            report = msgspec.structs.replace(with_memory(free), number=i + 1, iteration=i)
+            machine.report(1, report, i * 0.5)
+            if made := machine.tick(i * 0.5):
+                return made[1].ratios
+        return None
+
+    assert decided((10_000, 10_000)) == (5, 5)
+    assert decided((10_000, 0)) is None
+
+
+def test_the_run_alone_time_names_its_source():
+    machine = board()
+    run(machine, 1.0, {1: status()})
+    (job,) = machine.summaries(1.0)
+    assert (job.alone_source, job.alone_s) == ("model", pytest.approx(0.05, rel=0.01))
+    given = msgspec.structs.replace(status(number=10**6), alone_step_s=0.025)
+    machine.report(1, given, 1.0)
+    (job,) = machine.summaries(1.0)
+    assert (job.alone_source, job.slowdown) == ("given", pytest.approx(2.0, rel=0.01))
+
+
+def test_nothing_without_the_right_token_is_believed():
+    target = Target(1, (10, 0), "because")
+    raw = signed("secret", "job/1/target", target)
+    assert verified("secret", "job/1/target", raw, Target) == target
+    assert verified("other", "job/1/target", raw, Target) is None
+    assert verified("secret", "job/2/target", raw, Target) is None
+    assert verified("secret", "job/1/target", raw[:-1], Target) is None
+    assert verified("secret", "job/1/target", b"", Target) is None

@@ -1,0 +1,191 @@
+"""The daemon and real jobs: they come and go, and are really killed."""
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+from kilter.core.errors import FileError
+from kilter.sharing.store import Channel, Endpoint, living, read_endpoint
+
+HERE = Path(__file__).parent
+KILTER = (sys.executable, "-m", "kilter", "share")
+TIMEOUT_S = 240
+
+
+class Machine:
+    """A directory with a daemon and jobs; all are ended at the end of the test."""
+
+    def __init__(self, folder):
+        self.folder, self.endpoint, self.processes = folder, folder / "endpoint.json", []
+
+    def start(self, *command):
+        process = subprocess.Popen(
+            [*KILTER, command[0], "--endpoint", str(self.endpoint), *command[1:]],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self.processes.append(process)
+        return process
+
+    def serve(self, policy="even"):
+        daemon = self.start("serve", "--gpus", "0-1", "--policy", policy, "--period", "1s")
+        self.until(lambda: living(self.endpoint), "the daemon answers")
+        return daemon
+
+    def job(self, name, *options, epochs=400):
+        out = self.folder / name
+        out.mkdir()
+        script = (str(HERE / "script.py"), "--out", str(out), "--epochs", str(epochs))
+        return self.start("run", "--name", name, *options, *script, "--sleep", "0.02")
+
+    def jobs(self):
+        found = living(self.endpoint)
+        return {} if found is None else {j.name.partition("#")[0]: j for j in found[1].jobs}
+
+    def until(self, condition, what):
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"never: {what}"
+            for process in self.processes:
+                if process.poll() not in (None, 0, -signal.SIGKILL):
+                    pytest.fail(f"never: {what}\n{process.communicate()[0]}")
+            time.sleep(0.2)
+
+    def until_ratio(self, name, ratios):
+        self.until(
+            lambda: (job := self.jobs().get(name)) and job.ratios == ratios,
+            f"{name} has the ratio {ratios}",
+        )
+
+    def until_advance(self, name):
+        begun = self.jobs()[name].iteration
+        self.until(
+            lambda: (job := self.jobs().get(name)) and job.iteration > begun + 5,
+            f"{name} advances",
+        )
+
+    def end(self):
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+@pytest.fixture
+def machine(tmp_path):
+    found = Machine(tmp_path)
+    yield found
+    found.end()
+
+
+def test_jobs_join_are_killed_and_the_daemon_is_replaced(machine):
+    daemon = machine.serve()
+    machine.job("a", "--ratios", "7,3")
+    machine.until_ratio("a", (5, 5))  # the policy is `even`
+    second = machine.job("b", "--idle-ranks", "--ratios", "10,0")
+    machine.until_ratio("b", (5, 5))
+
+    # A second daemon is refused while the first is there.
+    other = machine.start("serve", "--gpus", "0-1")
+    assert other.wait(TIMEOUT_S) == 1
+    assert "a daemon already shares this machine" in other.communicate()[0]
+    machine.processes.remove(other)
+
+    # A job is killed, all its processes at once: it is missed, and the other goes on.
+    os.killpg(second.pid, signal.SIGKILL)
+    for rank in [job.pid for job in machine.jobs().values() if job.name.startswith("b")]:
+        os.kill(rank, signal.SIGKILL)
+    machine.until(lambda: "b" not in machine.jobs(), "the killed job is missed")
+    machine.until_advance("a")
+
+    # The daemon is killed: the job trains on with its ratio, and a new daemon finds it.
+    before = machine.jobs()["a"].iteration
+    daemon.send_signal(signal.SIGKILL)
+    daemon.wait()
+    assert living(machine.endpoint) is None
+    machine.serve()
+    machine.until(lambda: "a" in machine.jobs(), "the new daemon finds the job")
+    assert machine.jobs()["a"].ratios == (5, 5)
+    machine.until(lambda: machine.jobs()["a"].iteration > before + 5, "the job went on")
+
+
+def test_a_job_ends_as_a_script_does_and_leaves(machine):
+    daemon = machine.serve("maxmin")
+    job = machine.job("short", epochs=12)
+    assert job.wait(TIMEOUT_S) == 0
+    told = job.communicate()[0]
+    assert "Traceback" not in told
+    assert json.loads((machine.folder / "short" / "rank0.json").read_text())["losses"]
+    machine.until(lambda: "short" not in machine.jobs(), "the job has left")
+    top = machine.start("top", "--json")
+    found = json.loads(top.communicate(timeout=TIMEOUT_S)[0])
+    assert found["schema"] == "kilter.share-top/1"
+    assert found["gpus"] == [0, 1]
+    daemon.send_signal(signal.SIGINT)
+    assert daemon.wait(TIMEOUT_S) == 0
+    assert not machine.endpoint.exists()
+
+
+def test_the_token_is_for_its_owner_alone_and_a_wrong_one_gets_nothing(tmp_path):
+    file = tmp_path / "endpoint.json"
+    channel = Channel.open("127.0.0.1", file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    right = read_endpoint(file)
+    wrong = Channel.join(Endpoint(right.host, right.port, "guessed", right.pid))
+    from kilter.sharing.messages import Target
+
+    wrong.want(1, Target(1, (10, 0), "mine"))
+    assert channel.target(1) is None
+    channel.want(1, Target(1, (5, 5), "ours"))
+    assert wrong.target(1) is None
+    file.chmod(0o644)
+    with pytest.raises(FileError, match="chmod 600"):
+        read_endpoint(file)
+
+
+def test_the_store_listens_on_loopback_alone(tmp_path):
+    channel = Channel.open("127.0.0.1", tmp_path / "endpoint.json")
+    port = f"{read_endpoint(tmp_path / 'endpoint.json').port:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port}")]
+    assert listening == [f"0100007F:{port}"]
+    assert not Path("/proc/net/tcp6").exists() or f":{port} " not in "".join(
+        line for line in Path("/proc/net/tcp6").read_text().splitlines() if " 0A " in line
+    )
+    del channel
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "complaint"),
+    [
+        (("top",), 1, "no daemon answers"),
+        (("serve", "--gpus", "x"), 2, "write 0-3 or 0,2"),
+        (("serve", "--gpus", "0,0"), 2, "each once"),
+        (("serve", "--period", "0s"), 2, "above 0"),
+        (("serve", "--policy", "best"), 2, "invalid choice"),
+        (("run", "missing.py"), 2, "missing.py"),
+        (("run", "--ratios", "5,4", "train.py"), 2, "sum to 10"),
+    ],
+)
+def test_wrong_usage(tmp_path, capsys, arguments, code, complaint):
+    from kilter.app.cli.main import main
+
+    verb, *rest = arguments
+    try:
+        found = main(["share", verb, "--endpoint", str(tmp_path / "none.json"), *rest])
+    except SystemExit as ended:
+        found = ended.code
+    assert found == code
+    assert complaint in capsys.readouterr().err

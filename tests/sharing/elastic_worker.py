@@ -13,7 +13,7 @@ from kilter.sharing.elastic.job import Job
 from kilter.sharing.elastic.scripts import find_in_script
 from kilter.sharing.elastic.share import connect
 
-faulthandler.dump_traceback_later(200, exit=True)  # a rank that hangs says where
+faulthandler.dump_traceback_later(230, exit=True)  # a rank that hangs says where
 plan = json.loads(sys.argv[1])
 sys.argv = sys.argv[2:]
 

@@ -70,20 +70,28 @@ class Listener:
 
     def before(self, iteration: int) -> None:
         """Call before an iteration is handed out. Waits only if a verdict is overdue."""
+        self.poll(iteration)
+        if self._limit is not None and iteration >= self._limit:
+            self._store.wait([f"verdict/{self._number}"], _WAIT)
+            self.poll(iteration)
+
+    def poll(self, iteration: int) -> None:
+        """Answer and listen without waiting; an idle rank gives the iteration since which it is."""
         if self._limit is None:
             if not self._store.check([f"proposal/{self._number}"]):
                 return
             self._store.set(f"answer/{self._number}/{self._rank}", str(iteration))
             self._limit = iteration + AHEAD
         verdict = f"verdict/{self._number}"
-        if iteration >= self._limit:
-            self._store.wait([verdict], _WAIT)
         if self._store.check([verdict]):
             self._take(self._store.get(verdict))
 
-    def poll(self) -> None:
-        """Answer and listen while idle: an idle rank holds nobody back."""
-        self.before(-AHEAD if self._limit is None else self._limit - AHEAD)
+    def resume(self, iteration: int) -> None:
+        """An idle rank takes part again, from an iteration that a verdict has named. A verdict that
+        is still to come names a later one, so this one may be handed out without waiting: others
+        may not be able to answer before it is."""
+        if self._limit is not None:
+            self._limit = max(self._limit, iteration + 1)
 
     def _take(self, raw: bytes) -> None:
         verdict = msgspec.json.decode(raw, type=Verdict)

@@ -169,7 +169,7 @@ class Share:
         while True:
             if self.store.check([ended]):
                 return self._resume(int(self.store.get(ended)), iteration)
-            self._listener.poll()
+            self._listener.poll(iteration)
             back = self.schedule.next_share_of(self.rank, after=iteration)
             if back is not None and back < self.last and self.store.check([f"reached/{back}"]):
                 return self._resume(back, iteration)
@@ -179,6 +179,7 @@ class Share:
         if iteration > idle_since:
             self._before = active(self.counts(iteration - 1))
         self.iteration = iteration
+        self._listener.resume(iteration)
         return iteration
 
     def end_pass(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import resources
 
-from kilter.app import svg
-from kilter.app.svg import Frame, escape
+from kilter.app.report import svg
+from kilter.app.report.svg import Frame, escape
 from kilter.core.label import Label
 from kilter.core.units import show_duration, show_fraction
 from kilter.sharing.plan.snapshot import shown
@@ -27,7 +27,7 @@ def page(
 ) -> str:
     """One self-contained page: no script, nothing fetched."""
     tag = f"<span class='tag {label.value}'>{label.value}</span>"
-    style = resources.files("kilter.app").joinpath("report.css").read_text(encoding="utf-8")
+    style = resources.files("kilter.app.report").joinpath("report.css").read_text(encoding="utf-8")
     lines = "".join(f"<p class='facts'>{escape(fact)}</p>" for fact in facts)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -165,7 +165,7 @@ class _Order:
         # A last batch with fewer samples than ranks would leave ranks without any.
         full, rest = divmod(samples, global_batch)
         self.batches = full + (rest >= self._world)
-        self.limit = self.batches
+        self.limit: int = self.batches
 
     def __len__(self) -> int:
         return self.limit

@@ -80,7 +80,8 @@ class Machine:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            process.wait()
+            process.stdout.close()
 
 
 @pytest.fixture

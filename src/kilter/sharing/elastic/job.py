@@ -267,7 +267,7 @@ class _Pass:
     def __init__(self, job: Job, loader: DataLoader[Any]) -> None:
         self._job, self._loader = job, loader
         self._own: Iterator[Any] = iter(())
-        self._elastic = False
+        self._elastic = self._trains = False
         self._handed: deque[tuple[int, list[Index]]] = deque()
         """Handed out to the loader, not yet to the script: (iteration, samples)."""
         self._position = 0
@@ -276,8 +276,7 @@ class _Pass:
     def batches(self) -> Iterator[Any]:
         job, count, since = self._job, 0, self._job.marks()
         self._own = iter(self._loader.batch_sampler)
-        if getattr(self._loader, "_kilter_trains", False) and job.share is not None:
-            self._convert([])
+        self._trains = getattr(self._loader, "_kilter_trains", False) and job.share is not None
         loader = _over(self._loader, self)
         whole, first = False, True
         try:
@@ -313,6 +312,11 @@ class _Pass:
             yield samples
 
     def _next(self) -> list[Index] | None:
+        if self._trains:
+            # Not before: without kilter, too, a sampler draws its random numbers when the first
+            # batch is asked for, after the loader has drawn its own.
+            self._trains = False
+            self._convert([])
         share = self._job.share
         if not self._elastic or share is None:
             samples = next(self._own, None)

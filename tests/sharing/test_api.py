@@ -1,0 +1,33 @@
+"""`kilter.share` in a script, without a daemon."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+sys.path.insert(0, str(Path(__file__).parent))
+from ranks import finish, start
+
+
+def run(out, *arguments):
+    out.mkdir()
+    finish(start(2, out, None, *arguments, script="api_script.py"))
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_three_lines_train_the_same_at_any_ratio(tmp_path):
+    even, skewed = run(tmp_path / "even"), run(tmp_path / "skewed", "--ratios", "7,3")
+    for a, b in zip(even[0]["parameters"], skewed[0]["parameters"], strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+    # 40 steps, the batch of 90 % 16 = 10 samples at the end of each pass included.
+    assert len(even[0]["shapes"]) == len(skewed[0]["shapes"]) == 40
+    assert set(even[0]["shapes"]) == {8, 5}
+    assert {11, 7} <= set(skewed[0]["shapes"])
+    together = [a + b for a, b in zip(skewed[0]["shapes"], skewed[1]["shapes"], strict=True)]
+    assert set(together) == {16, 10}
+    assert ["init_process_group" in told for told in even[0]["refused"]] == [True] + [False] * 3
+    assert "wrapped in DistributedDataParallel, not a Linear" in even[0]["refused"][1]
+    assert "smaller than the 2 ranks" in even[0]["refused"][2]
+    assert "sum to 10" in even[0]["refused"][3]

@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kilter.core.own_file
 import kilter.lease.journal
 import kilter.lease.lease
-import kilter.lease.own_file
 from kilter.core.errors import (
     DeviceError,
     DeviceHung,
@@ -33,6 +33,7 @@ from kilter.core.errors import (
     NotSupported,
 )
 from kilter.core.label import Label
+from kilter.core.own_file import OwnFile
 from kilter.core.setting import DeviceInfo, Sample, Setting, Supported
 from kilter.lease.journal import (
     JournalPlace,
@@ -42,7 +43,6 @@ from kilter.lease.journal import (
     state_directory,
 )
 from kilter.lease.lease import Lease
-from kilter.lease.own_file import OwnFile
 
 FOUND = Setting(power_limit_w=600.0)
 LOW = Setting(sm_clock_hz=1.2e9, power_limit_w=400.0)
@@ -272,7 +272,7 @@ def _route(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 
     unlink = Path.unlink
     monkeypatch.setattr(kilter.lease.journal, "os", Os())
-    monkeypatch.setattr(kilter.lease.own_file, "os", Os())
+    monkeypatch.setattr(kilter.core.own_file, "os", Os())
     monkeypatch.setattr(kilter.lease.lease._Watcher, "start", start)
     monkeypatch.setattr(
         Path,

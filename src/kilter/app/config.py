@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kilter.core.daemon_protocol import SOCKET_VARIABLE
 from kilter.core.errors import UsageError
 from kilter.core.plan import GRADIENTS, Goal, MemoryBudget, Objective
 from kilter.core.units import MIB, parse_bytes, parse_fraction, parse_seconds
@@ -214,6 +215,7 @@ OTHER_VARIABLES = (
     "KILTER",
     "KILTER_READ_ONLY",
     STATE_VARIABLE,
+    SOCKET_VARIABLE,
     "KILTER_RUN",
     "KILTER_SHARE",
     "KILTER_SPOIL_EVICTED",

@@ -12,7 +12,7 @@ import msgspec
 from kilter.app.report.words import ascii_line, start_line
 from kilter.core.codec import write_atomically
 from kilter.core.events import Started
-from kilter.lease.own_file import identity
+from kilter.core.own_file import identity
 from kilter.session.options import Options
 
 if TYPE_CHECKING:

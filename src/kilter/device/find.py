@@ -7,9 +7,12 @@ numbers of its own. They meet in the UUID, and only a GPU that this process may 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from kilter.core.daemon_protocol import SOCKET, SOCKET_VARIABLE
 from kilter.core.errors import DeviceError, NoDevice, UsageError
+from kilter.device.daemon import DaemonDevice
 from kilter.device.null import NullDevice
 from kilter.device.nvidia import Gpu, NvidiaDevice, survey
 from kilter.device.protocol import Device
@@ -44,11 +47,27 @@ def find(
             mine = _mine(environ, nvml)
             # Slurm and others give each process its own GPU, which CUDA then calls 0.
             uuid = _usable(mine, 0 if len(mine) == 1 else _rank(local_rank, environ))
-        return NvidiaDevice(uuid, nvml=nvml)
+        return _settable(NvidiaDevice(uuid, nvml=nvml), uuid, environ)
     except DeviceError as error:
         if spec == "auto":
             return NullDevice(str(error))
         raise
+
+
+def daemon_socket(environ: Mapping[str, str]) -> Path | None:
+    """Where `kilter daemon` listens, if it is installed here; `KILTER_SOCKET=` (empty): nowhere."""
+    path = Path(environ.get(SOCKET_VARIABLE, SOCKET))
+    return path if path.is_socket() else None
+
+
+def _settable(device: NvidiaDevice, uuid: str, environ: Mapping[str, str]) -> Device:
+    """The GPU by way of the daemon, which outlives this job and its container; or directly, where
+    there is no daemon or it does not let us while the kernel does."""
+    path = daemon_socket(environ)
+    if path is None:
+        return device
+    by_daemon = DaemonDevice(uuid, reader=device, socket_path=path)
+    return by_daemon if by_daemon.info().can_set or not device.info().can_set else device
 
 
 def _mine(environ: Mapping[str, str], nvml: Any | None) -> tuple[Gpu, ...]:

@@ -115,7 +115,7 @@ def read_only() -> bool:
     return os.environ.get(READ_ONLY_VARIABLE, "") not in ("", "0")
 
 
-def _forbid_if_read_only() -> None:
+def forbid_if_read_only() -> None:
     if read_only():
         raise ReadOnly(READ_ONLY_REFUSAL)
 
@@ -301,6 +301,9 @@ class NvidiaDevice:
         """Why a change would reach beyond this job's GPU."""
         self._absent: set[tuple[Any, ...]] = set()
         """Sensors that the GPU or the driver lacks: asked for once."""
+        self._limit_is_ours = False
+        self._told_limit_w: float | None = None
+        """The power limit that `settings` has told, as long as this object has set none."""
         self._requested: dict[str, float | None] = {}
         """Clocks locked (Hz) or released (`None`) by this object; NaN where its own call may or may
         not have acted; no entry: not touched."""
@@ -321,11 +324,18 @@ class NvidiaDevice:
         return self._do(lambda handle: self._read_supported(handle, self._requested.get("Memory")))
 
     def settings(self) -> Setting:
+        limit_w = self._do(self._read_limit_w)
+        if not self._limit_is_ours:
+            self._told_limit_w = limit_w
         return Setting(
             sm_clock_hz=self._asked("Gpu"),
             memory_clock_hz=self._asked("Memory"),
-            power_limit_w=self._do(self._read_limit_w),
+            power_limit_w=limit_w,
         )
+
+    def compute_pids(self) -> tuple[int, ...]:
+        """The processes that compute on this GPU, by their numbers on the machine."""
+        return self._do(self._read_compute_pids)
 
     def _asked(self, domain: str) -> float | None:
         value_hz = self._requested.get(domain)
@@ -337,7 +347,7 @@ class NvidiaDevice:
         """As in `Device`. Each knob is tried even if another one fails, so that a restore gets as
         far as it can; the first error is raised. A clock that this object has never set is
         left alone when the setting says `None`: who has locked it may want it so."""
-        _forbid_if_read_only()
+        forbid_if_read_only()
         self.info()
         if self._shared is not None:
             raise NotPermitted(f"{self._uuid}: {self._shared}")
@@ -351,7 +361,7 @@ class NvidiaDevice:
 
     def reset(self) -> None:
         """Release both clocks, whoever has locked them, and put back the default limit."""
-        _forbid_if_read_only()
+        forbid_if_read_only()
         self._requested = {"Gpu": math.nan, "Memory": math.nan}
         self.set(Setting())
 
@@ -514,13 +524,19 @@ class NvidiaDevice:
         inner = {float(round(lowest_w + k * step_w)) for k in range(1, LIMIT_STEPS)}
         return tuple(sorted({lowest_w, highest_w} | {w for w in inner if lowest_w < w < highest_w}))
 
+    def _read_compute_pids(self, handle: Any) -> tuple[int, ...]:
+        """Clients of a multi-process service are listed apart from its server."""
+        plain = self._library.call("nvmlDeviceGetComputeRunningProcesses", handle)
+        served = self._optional("nvmlDeviceGetMPSComputeRunningProcesses", handle) or []
+        return tuple(dict.fromkeys(process.pid for process in (*plain, *served)))
+
     def _apply(self, handle: Any, setting: Setting) -> None:
         supported = self._read_supported(handle, setting.memory_clock_hz)
-        _check_clock("SM", setting.sm_clock_hz, supported.sm_clocks_hz)
-        _check_clock("memory", setting.memory_clock_hz, supported.memory_clocks_hz)
+        check_clock("SM", setting.sm_clock_hz, supported.sm_clocks_hz)
+        check_clock("memory", setting.memory_clock_hz, supported.memory_clocks_hz)
         if setting.power_limit_w != self._read_limit_w(handle):
             # one that cannot be set can still be left as it is
-            _check_limit(setting.power_limit_w, supported.power_limits_w)
+            check_limit(setting.power_limit_w, supported.power_limits_w)
         steps = (
             partial(self._lock, "Memory", setting.memory_clock_hz, supported.memory_clocks_hz),
             partial(self._lock, "Gpu", setting.sm_clock_hz, supported.sm_clocks_hz),
@@ -551,19 +567,24 @@ class NvidiaDevice:
         self._requested[domain] = value_hz
 
     def _limit(self, value_w: float | None, handle: Any) -> None:
+        """A limit that this object has only told, and never set, is left as it is, even if it is
+        another by now: whoever has changed it since wants it so."""
+        if value_w is not None and value_w == self._told_limit_w and not self._limit_is_ours:
+            return
         now_mw = self._optional("nvmlDeviceGetPowerManagementLimit", handle)
         default_mw = self._optional("nvmlDeviceGetPowerManagementDefaultLimit", handle)
         wanted_mw = default_mw if value_w is None else round(value_w / MILLI)
         if wanted_mw is not None and wanted_mw != now_mw:
+            self._limit_is_ours = True
             self._setter("nvmlDeviceSetPowerManagementLimit", handle, wanted_mw)
 
     def _setter(self, name: str, *arguments: Any) -> None:
         """The only place that calls a setter of the vendor."""
-        _forbid_if_read_only()
+        forbid_if_read_only()
         self._library.call(name, *arguments)
 
 
-def _check_clock(knob: str, value_hz: float | None, accepted_hz: tuple[float, ...]) -> None:
+def check_clock(knob: str, value_hz: float | None, accepted_hz: tuple[float, ...]) -> None:
     if value_hz is None or value_hz in accepted_hz:
         return
     if not accepted_hz:
@@ -576,7 +597,7 @@ def _check_clock(knob: str, value_hz: float | None, accepted_hz: tuple[float, ..
     )
 
 
-def _check_limit(value_w: float | None, accepted_w: tuple[float, ...]) -> None:
+def check_limit(value_w: float | None, accepted_w: tuple[float, ...]) -> None:
     if value_w is None:
         return
     if not accepted_w:

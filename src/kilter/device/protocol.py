@@ -48,3 +48,16 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Let go of handles. Settings stay as they are. Calling it twice is allowed."""
+
+
+@runtime_checkable
+class KeptElsewhere(Protocol):
+    """A device that another process sets for this one, and puts back when this one dies or lets a
+    deadline pass: a lease on it needs neither a journal nor a watcher of its own."""
+
+    def hold(self, hold_s: float) -> None:
+        """Prolong what is set, and let what is set next hold for so long."""
+
+    def lapsed(self) -> bool:
+        """Whether what was found has been put back since the last call, because a deadline has
+        passed or the other process has begun anew."""

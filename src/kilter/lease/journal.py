@@ -26,10 +26,10 @@ from typing import Literal
 import msgspec
 
 from kilter.core.errors import DeviceError, FileError, Held, NotObeyed, NotPermitted, NotSupported
+from kilter.core.own_file import OwnFile
 from kilter.core.setting import Sample, Setting
 from kilter.core.units import MHZ
 from kilter.device.protocol import Device
-from kilter.lease.own_file import OwnFile
 
 STATE_VARIABLE = "KILTER_STATE_DIR"
 PATIENCE_S = 5.0
@@ -37,6 +37,8 @@ PATIENCE_S = 5.0
 POLL_S = 0.02
 CLOCK_STEP_HZ = 16 * MHZ
 """A little more than a step of an observed clock (15 MHz on NVIDIA)."""
+BUSY = 0.5
+"""Utilisation from which an observed clock says something about a cap: an idle GPU is slow."""
 
 Knob = Literal["sm_clock_hz", "memory_clock_hz", "power_limit_w"]
 CLOCKS: tuple[Literal["sm_clock_hz", "memory_clock_hz"], ...] = ("sm_clock_hz", "memory_clock_hz")

@@ -51,9 +51,11 @@ from kilter.core.errors import (
     NotObeyed,
     NotPermitted,
 )
+from kilter.core.own_file import OwnFile
 from kilter.core.setting import Sample, Setting
-from kilter.device.protocol import Device
+from kilter.device.protocol import Device, KeptElsewhere
 from kilter.lease.journal import (
+    BUSY,
     KNOBS,
     PATIENCE_S,
     POLL_S,
@@ -72,7 +74,6 @@ from kilter.lease.journal import (
     start_ticks,
     state_directory,
 )
-from kilter.lease.own_file import OwnFile
 from kilter.lease.watcher import MESSAGE
 
 HOLD_S = 60.0
@@ -81,8 +82,6 @@ SWITCH_LATENCY_S = 1.0
 """How long a set may take to act on a device that does not say."""
 WATCHER_START_S = 60.0
 """As long as the first call to a GPU may take; normally 0.2 s."""
-BUSY = 0.5
-"""Utilisation from which an observed clock says something about a cap: an idle GPU is slow."""
 
 
 class Lease:
@@ -308,10 +307,14 @@ class Lease:
 
     def _arm(self, hold_s: float) -> int:
         """Tell the watcher the deadline of the journal's setting; start one if there is none."""
-        if self._place is None or self._journal is None:
+        if self._journal is None:
+            return 0
+        hold_s = hold_s if lower(self._journal.last, self._found) else float("inf")
+        if isinstance(self._device, KeptElsewhere):
+            self._device.hold(hold_s)
+        if self._place is None:
             return 0
         assert self._lock is not None
-        hold_s = hold_s if lower(self._journal.last, self._found) else float("inf")
         deadline_s = time.monotonic() + hold_s
         with suppress(OSError):  # it is only for `kilter restore` to read
             self._place.note_deadline(self._lock, deadline_s)
@@ -333,7 +336,7 @@ class Lease:
         """Whether the watcher has put the found setting back. The device object does not know
         that another process has changed the clocks, and is told by setting the same again; a limit
         it can read, and that may be somebody else's by now."""
-        if self._watcher is None or self._journal is None or not self._watcher.passed():
+        if self._journal is None or not self._deadline_passed():
             return False
         limit_w = self._device.settings().power_limit_w
         self._device.set(dataclasses.replace(self._found, power_limit_w=limit_w))
@@ -342,6 +345,11 @@ class Lease:
             self._journal, before=self._found, last=self._found, obeyed=False
         )
         return True
+
+    def _deadline_passed(self) -> bool:
+        if isinstance(self._device, KeptElsewhere):
+            return self._device.lapsed()
+        return self._watcher is not None and bool(self._watcher.passed())
 
     def _judge(self, sample: Sample) -> None:
         journal = self._journal

@@ -24,6 +24,7 @@ from datetime import datetime
 from pathlib import Path
 
 from kilter.core.errors import KilterError
+from kilter.core.own_file import OwnFile
 from kilter.lease.journal import (
     Journal,
     JournalPlace,
@@ -33,7 +34,6 @@ from kilter.lease.journal import (
     recover,
     start_ticks,
 )
-from kilter.lease.own_file import OwnFile
 
 MESSAGE = struct.Struct("=Qd")
 """Job to watcher: number, deadline (monotonic seconds; infinite: none). Watcher to job: first its

@@ -10,7 +10,7 @@ import msgspec
 
 from kilter.core.errors import FileError
 from kilter.core.events import AnyEvent
-from kilter.lease.own_file import OwnFile
+from kilter.core.own_file import OwnFile
 
 _APPEND = os.O_WRONLY | os.O_APPEND
 

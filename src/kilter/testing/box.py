@@ -23,7 +23,7 @@ from typing import Any
 from kilter.core.errors import KilterError
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ, MILLI
-from kilter.device.nvidia import NvidiaDevice
+from kilter.device.find import find
 from kilter.lease.journal import STATE_VARIABLE, JournalPlace
 from kilter.lease.lease import Lease
 from kilter.testing.fake_card import Card, Rule
@@ -41,12 +41,13 @@ TIMEOUT_S = 60.0
 class Box:
     """One fake card, one state directory, and the jobs that meet there."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, cards: int = 1) -> None:
         self.root = root
         self.state_directory = root / "state"
         self.state_directory.mkdir(mode=0o700)
         self.fake = FakeNvml.create(
-            root / "cards.json", Card(load=1.0, limit_mw=round(FOUND_LIMIT_W / MILLI))
+            root / "cards.json",
+            *(Card(load=1.0, limit_mw=round(FOUND_LIMIT_W / MILLI)) for _ in range(cards)),
         )
         self.uuid = self.fake.state().cards[0].uuid
         self.place = JournalPlace(self.state_directory, self.uuid)
@@ -61,9 +62,9 @@ class Box:
         own = {STATE_VARIABLE: str(self.state_directory), "BOX_ROOT": str(self.root)}
         return self.fake.environ(base) | own | more
 
-    def setting(self) -> Setting:
+    def setting(self, card_index: int = 0) -> Setting:
         """What the card itself has, whoever asks."""
-        card = self.fake.state().cards[0]
+        card = self.fake.state().cards[card_index]
         lock = card.sm_lock_mhz
         return Setting(
             sm_clock_hz=None if lock is None else lock[1] * MHZ,
@@ -169,9 +170,12 @@ def kill_watcher(directory: Path) -> None:
 class BoxJob:
     """A process that holds a lease and does what it is told, line by line."""
 
-    def __init__(self, box: Box, environ: dict[str, str]) -> None:
+    def __init__(
+        self, box: Box, environ: dict[str, str], *, uuid: str = "", uid: int | None = None
+    ) -> None:
+        served = f"serve({uuid or box.uuid!r}, uid={uid})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve({box.uuid!r})"],
+            [sys.executable, "-c", f"from {__name__} import serve; {served}"],
             env=box.environ(**environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -218,9 +222,14 @@ class BoxJob:
         return code
 
 
-def serve(uuid: str) -> None:
-    """The job's side of `BoxJob`: obeys the lines of its stdin, ends when they end."""
-    device = NvidiaDevice(uuid)
+def serve(uuid: str, *, uid: int | None = None) -> None:
+    """The job's side of `BoxJob`: obeys the lines of its stdin, ends when they end. As another
+    user from here on, if root: that user may not be able to read this Python's files."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    device = find("nvml", uuid=uuid, environ=os.environ)
     lease = Lease(device)
     with ExitStack() as stack:
 

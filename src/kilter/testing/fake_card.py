@@ -43,6 +43,8 @@ class Card(msgspec.Struct, kw_only=True):
     memory_lock_mhz: tuple[int, int] | None = None
     limit_mw: int | None = None
     """Requested limit; the default if `None`."""
+    pids: tuple[int, ...] = ()
+    """Processes that compute on the card."""
     temperature_c: int = 45
     persistence: bool = True
     mig: bool = False
@@ -135,7 +137,9 @@ class FakeState(msgspec.Struct, kw_only=True):
     init_error: int | None = None
     """Code that `nvmlInit` raises."""
     permitted: bool = True
-    """Whether this user may set anything."""
+    """Whether anybody may set anything."""
+    permitted_uid: int | None = None
+    """The only user who may; None: every user."""
     missing: list[str] = []
     """Calls that the driver's library does not have (`FUNCTION_NOT_FOUND`)."""
     rules: list[Rule] = []

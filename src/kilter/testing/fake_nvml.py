@@ -209,7 +209,11 @@ class FakeNvml:
 
     def missing_privilege(self, process: Path | None = None) -> str | None:
         """In place of `kilter.device.nvidia.missing_privilege`: here the cards decide."""
-        return None if self.state().permitted else "the fake cards are not permitted"
+        return None if self._permits(self.state()) else "the fake cards are not permitted"
+
+    @staticmethod
+    def _permits(state: FakeState) -> bool:
+        return state.permitted and state.permitted_uid in (None, os.geteuid())
 
     # The file -------------------------------------------------------------------------------
 
@@ -273,7 +277,7 @@ class FakeNvml:
                 raise NVMLError(_ERRORS["UNINITIALIZED"][0])
             if rule.error is not None:
                 raise NVMLError(rule.error)
-            if setter and not state.permitted:
+            if setter and not self._permits(state):
                 raise NVMLError(_ERRORS["NO_PERMISSION"][0])
             if rule.pretend:
                 return cast(T, None)
@@ -422,6 +426,20 @@ class FakeNvml:
         return self._on_card(
             "nvmlDeviceGetVirtualizationMode", handle, lambda card: card.virtualization
         )
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: _Handle) -> list[Any]:
+        return self._on_card(
+            "nvmlDeviceGetComputeRunningProcesses",
+            handle,
+            lambda card: [
+                SimpleNamespace(pid=pid, usedGpuMemory=2**30)
+                for pid in card.pids
+                if os.path.exists(f"/proc/{pid}")
+            ],
+        )
+
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: _Handle) -> list[Any]:
+        return self._on_card("nvmlDeviceGetMPSComputeRunningProcesses", handle, lambda _: [])
 
     # Sensors --------------------------------------------------------------------------------
 

@@ -1,0 +1,132 @@
+"""One GPU as the daemon holds it: the lock, the journal and the settings, without a watcher.
+
+The daemon is the watcher: it outlives its clients, and after a death of its own the journal is
+there for its successor. Everything in here runs in the GPU's own thread, so that a driver that
+hangs on one GPU delays nobody on another.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+
+from kilter.core.errors import DeviceError, FileError, Held, NotObeyed
+from kilter.core.own_file import OwnFile
+from kilter.core.setting import Sample, Setting
+from kilter.device.nvidia import NvidiaDevice
+from kilter.lease.journal import (
+    BUSY,
+    KNOBS,
+    Journal,
+    JournalPlace,
+    RestoreOutcome,
+    above_caps,
+    boot_id,
+    changed_by_others,
+    near,
+    over,
+    put_back,
+    recover,
+    start_ticks,
+)
+
+
+@dataclass(slots=True)
+class Holding:
+    """Constructing one touches nothing. Not thread-safe."""
+
+    uuid: str
+    device: NvidiaDevice
+    directory: Path
+    found: Setting = field(default_factory=Setting)
+    _lock: OwnFile | None = None
+    _journal: Journal | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._lock is not None
+
+    def take(self) -> None:
+        """Take the GPU, put back what a dead holder has left, and note what is found. Raises
+        `Held`, `FileError`, or what keeps a dead holder's settings from being put back."""
+        place = self._place
+        lock = place.lock()
+        try:
+            stale = place.read()
+            if stale is not None:
+                recover(place, stale, self.device)
+            self.found = self.device.settings()
+        except (DeviceError, FileError):
+            lock.close()
+            raise
+        self._lock, self._journal = lock, None
+
+    def set(self, setting: Setting) -> None:
+        """Set what is asked for; the knobs that are left open are as they were found. Raises
+        `Held` if somebody else has changed them meanwhile, `FileError` if no journal can be
+        written, and what `Device.set` raises."""
+        now = self.device.settings()
+        if self._journal is None:
+            self.found = now
+        elif changed_by_others(self._journal, now, Sample(t_s=0.0)):
+            raise Held(f"{self.uuid}: somebody else has changed the power limit to {now}")
+        before = self.found if self._journal is None else self._journal.last
+        target = over(self.found, setting)
+        journal = self._new_journal(before, target)
+        self._place.write(journal)
+        self._journal = journal
+        self.device.set(target)
+        now = self.device.settings()
+        asked = [knob for knob in KNOBS if getattr(setting, knob) is not None]
+        if not all(near(knob, getattr(now, knob), getattr(target, knob)) for knob in asked):
+            raise NotObeyed(f"{self.uuid}: asked for {target}, but it has {now}")
+
+    def look(self) -> None:
+        """Notice somebody else's change of a clock that had been obeyed. Raises `Held`."""
+        journal = self._journal
+        if journal is None:
+            return
+        sample = self.device.sample()
+        if changed_by_others(journal, self.device.settings(), sample):
+            raise Held(f"{self.uuid}: somebody else has changed its settings; they are left alone")
+        busy = (sample.sm_utilisation or 0.0) >= BUSY
+        if busy and not journal.obeyed and not above_caps(journal.last, sample):
+            self._journal = msgspec.structs.replace(journal, obeyed=True)
+            self._place.write(self._journal)
+
+    def put_back(self) -> RestoreOutcome:
+        """Put back what was found, and let the GPU go. Raises `DeviceError`; may be repeated."""
+        if self._journal is None:
+            outcome = RestoreOutcome(uuid=self.uuid, state="restored", reason="nothing was set")
+        else:
+            outcome = put_back(self.device, self._journal)
+        with suppress(FileError):  # the next holder finds the GPU as the journal wants it
+            self._place.remove()
+        lock, self._lock, self._journal = self._lock, None, None
+        if lock is not None:
+            self._place.unlock(lock)
+        return outcome
+
+    @property
+    def _place(self) -> JournalPlace:
+        return JournalPlace(self.directory, self.uuid)
+
+    def _new_journal(self, before: Setting, target: Setting) -> Journal:
+        return Journal(
+            uuid=self.uuid,
+            backend="nvml",
+            boot_id=boot_id(),
+            pid=os.getpid(),
+            start_ticks=start_ticks(os.getpid()) or 0,
+            nonce=secrets.token_hex(8),
+            found=self.found,
+            before=before,
+            last=target,
+            written=datetime.now().astimezone().isoformat(timespec="seconds"),
+        )

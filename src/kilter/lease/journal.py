@@ -14,11 +14,12 @@ import errno
 import fcntl
 import math
 import os
+import pwd
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,8 @@ from typing import Literal
 import msgspec
 
 from kilter.core.errors import DeviceError, FileError, Held, NotObeyed, NotPermitted, NotSupported
-from kilter.core.own_file import OwnFile
+from kilter.core.files import flaw_of, read_file
+from kilter.core.own_file import OwnFile, identity
 from kilter.core.setting import Sample, Setting
 from kilter.core.units import MHZ
 from kilter.device.protocol import Device
@@ -35,6 +37,8 @@ STATE_VARIABLE = "KILTER_STATE_DIR"
 PATIENCE_S = 5.0
 """How long a lock is waited for whose holder is dead: its watcher is just putting things back."""
 POLL_S = 0.02
+MAX_BYTES = 64 * 2**10
+"""Of a journal; a kilter's own is a hundredth of it."""
 CLOCK_STEP_HZ = 16 * MHZ
 """A little more than a step of an observed clock (15 MHz on NVIDIA)."""
 BUSY = 0.5
@@ -118,20 +122,28 @@ def state_directory(environ: Mapping[str, str]) -> Path:
         path = Path(runtime, "kilter")
     else:
         path = Path(tempfile.gettempdir(), f"kilter-{os.geteuid()}")
+        if path.is_symlink() or (path.exists() and path.stat().st_uid != os.geteuid()):
+            # Somebody else was there first: that must block neither setting nor restoring.
+            path = _in_home()
     try:
-        path.mkdir(mode=0o700, parents=bool(chosen), exist_ok=True)
-        status = path.lstat()
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat() if chosen else path.lstat()
     except OSError as error:
         raise FileError(
             f"{path}: cannot hold the journal ({error.strerror}); without one nothing is set. "
             f"Choose another directory with {STATE_VARIABLE}"
         ) from error
-    if not chosen and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise FileError(
             f"{path}: belongs to somebody else or is open to others; "
             f"choose another directory with {STATE_VARIABLE}"
         )
     return path
+
+
+def _in_home() -> Path:
+    """A directory of this boot in the user's own home, which other hosts may share."""
+    return Path(pwd.getpwuid(os.geteuid()).pw_dir, ".local/state/kilter", boot_id() or "boot")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,12 +210,17 @@ class JournalPlace:
         A live holder is not waited for. A dead one has a watcher that holds the lock until it has
         put things back, and that is waited for.
         """
+        until_s = time.monotonic() + patience_s
         try:
-            lock = OwnFile.open(self.lock_path, os.O_RDWR | os.O_CREAT)
+            lock = self._open_lock()
+            self._wait_for(lock, until_s)
+            while not self.names(lock):  # another one was put in its place meanwhile
+                lock.close()
+                lock = self._open_lock()
+                self._wait_for(lock, until_s)
         except OSError as error:
             raise self._unusable(error) from error
         try:
-            self._wait_for(lock, time.monotonic() + patience_s)
             if lock.number is not None:
                 os.ftruncate(lock.number, 0)
             self.note_deadline(lock, math.inf)
@@ -211,9 +228,49 @@ class JournalPlace:
         except OSError as error:
             lock.close()
             raise self._unusable(error) from error
-        except Held:
+        return lock
+
+    def names(self, lock: OwnFile) -> bool:
+        """Whether the lock's name still leads to this open file: a cleaner of temporary files may
+        have removed it, and then the next job would lock another one."""
+        try:
+            status = self.lock_path.lstat()
+        except OSError:
+            return False
+        number = lock.number
+        return number is not None and identity(number) == (status.st_dev, status.st_ino)
+
+    @contextmanager
+    def turn(self, *, patience_s: float = PATIENCE_S) -> Iterator[None]:
+        """Set, or judge what is set, while the job or its watcher does neither. A holder of the
+        turn that is frozen is not waited for longer than `patience_s`. This lock (POSIX) is of
+        another kind than the one that holds the GPU, and a forked child does not have it."""
+        try:
+            handle = os.open(self.lock_path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # the file is gone, and so is who could have the turn
+            yield
+            return
+        until_s = time.monotonic() + patience_s
+        try:
+            while time.monotonic() < until_s:
+                try:
+                    fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    time.sleep(POLL_S / 10)
+            yield
+        finally:
+            if identity(handle) is not None:
+                os.close(handle)
+
+    def _open_lock(self) -> OwnFile:
+        """Raises `OSError` or `FileError`: a planted link must not lead us to another file."""
+        lock = OwnFile.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        assert lock.number is not None
+        flaw = flaw_of(os.fstat(lock.number), owners={os.geteuid()})
+        if flaw is not None:
             lock.close()
-            raise
+            raise FileError(f"{self.lock_path}: {flaw}; nothing is set")
         return lock
 
     def unlock(self, lock: OwnFile) -> None:
@@ -238,8 +295,8 @@ class JournalPlace:
     def holder(self) -> Holder | None:
         """Who holds the lock, as the lock itself says; None if nobody does, or nobody has said."""
         try:
-            return _holder(self.lock_path.read_bytes())
-        except OSError:
+            return _holder(read_file(self.lock_path, max_bytes=MAX_BYTES, follow=False))
+        except (OSError, FileError):
             return None
 
     def _wait_for(self, lock: OwnFile, until_s: float) -> None:
@@ -251,19 +308,21 @@ class JournalPlace:
                 holder = _holder(os.pread(number, 2 * _LINE, 0))
             alive = holder is not None and holder.alive
             if alive or time.monotonic() > until_s:
+                lock.close()
                 who = f"process {holder.pid}" if holder and alive else _ORPHANS
                 raise Held(f"{self.uuid}: {who} controls this GPU; one kilter per GPU")
             time.sleep(POLL_S)
 
     def read(self) -> Journal | None:
-        """The journal, `None` if nothing of ours is set, `FileError` if it cannot be understood."""
+        """The journal, `None` if nothing of ours is set, `FileError` if it cannot be understood, or
+        is not this user's own: whoever obeys a journal sets what it says."""
         try:
-            return msgspec.json.decode(self.journal_path.read_bytes(), type=Journal)
-        except FileNotFoundError:
+            owners = {os.geteuid()}
+            raw = read_file(self.journal_path, max_bytes=MAX_BYTES, owners=owners, follow=False)
+            return msgspec.json.decode(raw, type=Journal)
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:
-            raise self._unusable(error) from error
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise FileError(
                 f"{self.journal_path}: cannot be understood ({error}); compare `nvidia-smi -q -d "
                 "CLOCK,POWER` with what you expect, then remove the file"
@@ -276,7 +335,8 @@ class JournalPlace:
         """
         part = self.journal_path.with_suffix(".part")
         try:
-            handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            handle = os.open(part, flags, 0o600)
             try:
                 raw = msgspec.json.encode(journal) + b"\n"
                 if os.write(handle, raw) != len(raw):
@@ -487,8 +547,8 @@ def _places(directory: Path) -> list[JournalPlace]:
 def _locked(place: JournalPlace) -> bool:
     """Looks without leaving a trace: a shared lock taken and let go at once."""
     try:
-        handle = os.open(place.lock_path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        handle = os.open(place.lock_path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -51,6 +51,7 @@ from kilter.core.errors import (
     NotObeyed,
     NotPermitted,
 )
+from kilter.core.files import flaw_of
 from kilter.core.own_file import OwnFile
 from kilter.core.setting import Sample, Setting
 from kilter.device.protocol import Device, KeptElsewhere
@@ -74,7 +75,7 @@ from kilter.lease.journal import (
     start_ticks,
     state_directory,
 )
-from kilter.lease.watcher import MESSAGE
+from kilter.lease.watcher import GOODBYE, MESSAGE
 
 HOLD_S = 60.0
 """Default deadline of a lower setting. A job that hangs is back at the found setting by then."""
@@ -172,13 +173,13 @@ class Lease:
         """
         with self._turn:
             self._check_held()
-            with self._undone_on_error():
+            with self._undone_on_error(), self._alone():
                 self._check_open()
                 self._notice_deadline()
                 self._look_before()
                 target = over(self._found, setting)
                 if target != self._setting:
-                    self._change(target, hold_s)
+                    self._change(setting, hold_s)
                 elif lower(target, self._found):
                     self._arm(hold_s)
 
@@ -187,7 +188,7 @@ class Lease:
         in force again; what was measured meanwhile belongs to neither."""
         with self._turn:
             self._check_held()
-            with self._undone_on_error():
+            with self._undone_on_error(), self._alone():
                 self._check_open()
                 if self._notice_deadline():
                     return False
@@ -228,6 +229,16 @@ class Lease:
             self.restore()
             raise
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The watcher does not put anything back meanwhile: it would take a newer setting of ours
+        for somebody else's."""
+        if self._place is None:
+            yield
+            return
+        with self._place.turn():
+            yield
+
     def _check_held(self) -> None:
         if self._pid != os.getpid():
             raise Held("this lease belongs to another process, or was never entered")
@@ -246,6 +257,11 @@ class Lease:
     def _check_open(self) -> None:
         if self._closed_by_program:
             raise Held(f"{self._uuid}: the program has closed the files that this lease relies on")
+        if self._place is not None and self._lock is not None and not self._place.names(self._lock):
+            raise Held(
+                f"{self._place.lock_path}: somebody has removed the lock, a cleaner of temporary "
+                "files perhaps, so that another job could take this GPU; nothing is set any more"
+            )
 
     def _look_before(self) -> None:
         """Until our first set, what is found may still change; after it, nobody else should."""
@@ -257,8 +273,18 @@ class Lease:
                 f"{self._uuid}: somebody else has changed the power limit to {now}; left as it is"
             )
 
-    def _change(self, target: Setting, hold_s: float) -> None:
-        journal, number = self._announce(target, hold_s)
+    def _change(self, setting: Setting, hold_s: float) -> None:
+        first = self._journal is None
+        journal, number = self._announce(over(self._found, setting), hold_s)
+        now = self._device.settings()  # a watcher takes its time to start
+        if first and now != self._found:
+            self._found = self._setting = now
+            target = over(now, setting)
+            journal = msgspec.structs.replace(journal, found=now, before=now, last=target)
+            self._write(journal)
+        elif not first:
+            self._look_before()
+        target = journal.last
         self._tried = True
         try:
             self._device.set(target)
@@ -269,7 +295,8 @@ class Lease:
         self._journal = msgspec.structs.replace(journal, before=target)
         self._setting, self._since_s = target, None
         now = self._device.settings()
-        if not all(near(knob, getattr(now, knob), getattr(target, knob)) for knob in KNOBS):
+        asked = [knob for knob in KNOBS if getattr(setting, knob) is not None]
+        if not all(near(knob, getattr(now, knob), getattr(target, knob)) for knob in asked):
             raise NotObeyed(f"{self._uuid}: asked for {target}, but it has {now}")
         passed = [] if self._watcher is None else self._watcher.passed()
         if number in passed:
@@ -375,9 +402,10 @@ class Lease:
         if self._closed_by_program:
             return self._leave_to_watcher()
         try:
-            outcome = self._undo()
-            if self._place is not None:
-                self._place.remove()
+            with self._alone():
+                outcome = self._undo()
+                if self._place is not None:
+                    self._place.remove()
         except (DeviceError, FileError) as error:
             # The lock stays with the watcher, which now sees the connection end and tries again.
             self._let_go(unlock=False)
@@ -436,6 +464,8 @@ class Lease:
         lock, self._lock = self._lock, None
         if self._place is not None and lock is not None:
             if unlock:
+                if self._watcher is not None:
+                    self._watcher.tell(GOODBYE)
                 self._place.unlock(lock)
             lock.close()
         if self._watcher is not None:
@@ -534,7 +564,10 @@ def _spawn(place: JournalPlace, lock: OwnFile, journal: Journal, connection: Own
     """Start the watcher. Raises `OSError` or `TimeoutExpired`."""
     handles = [number for file in (connection, lock) if (number := file.number) is not None]
     arguments = [place.directory, place.uuid, journal.nonce, *handles]
-    with open(place.directory / "watcher.log", "ab") as log:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(place.directory / "watcher.log", flags, 0o600), "ab") as log:
+        if flaw_of(os.fstat(log.fileno()), owners={os.geteuid()}) is not None:
+            raise OSError(errno.EPERM, "watcher.log is not this user's own file")
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "kilter.lease.watcher", *map(str, arguments)],
             stdin=subprocess.DEVNULL,

@@ -23,7 +23,7 @@ from contextlib import closing, suppress
 from datetime import datetime
 from pathlib import Path
 
-from kilter.core.errors import KilterError
+from kilter.core.errors import FileError, KilterError
 from kilter.core.own_file import OwnFile
 from kilter.lease.journal import (
     Journal,
@@ -39,6 +39,9 @@ MESSAGE = struct.Struct("=Qd")
 """Job to watcher: number, deadline (monotonic seconds; infinite: none). Watcher to job: first its
 pid, when it is able to restore; then the number of each deadline that has passed, once the found
 setting is back."""
+GOODBYE = -math.inf
+"""In place of a deadline: everything is back, and the journal is gone because of that. A journal
+that is gone without this word was deleted by somebody else."""
 TRIES_S = (0.0, 0.5, 2.0, 5.0)
 """Waits before each attempt to put a dead job's GPU back."""
 AGAIN_S = 5.0
@@ -63,14 +66,38 @@ def main(arguments: list[str]) -> None:
         _say(f"cannot watch: {error}")
         return
     own_lock = OwnFile(int(lock))
+    memory = _Memory(place, journal)
     with socket.socket(fileno=int(connection)) as job:
         _tell(job, os.getpid())
-        _watch(place, journal, job, own_lock)
-    _finish(place, nonce, own_lock)
+        if _watch(memory, job, own_lock):
+            return
+    _finish(memory, own_lock)
 
 
-def _watch(place: JournalPlace, journal: Journal, job: socket.socket, lock: OwnFile) -> None:
-    """Until the job is dead, or has closed the connection."""
+class _Memory:
+    """The journal as it was last seen, for the case that somebody deletes or damages the file."""
+
+    def __init__(self, place: JournalPlace, journal: Journal) -> None:
+        self.place = place
+        self.journal = journal
+
+    def look(self) -> Journal | None:
+        """The newest journal; None if it belongs to another watcher by now."""
+        try:
+            journal = self.place.read()
+        except FileError as error:
+            _say(f"acts from memory: {error}")
+            return self.journal
+        if journal is not None and journal.nonce != self.journal.nonce:
+            return None
+        if journal is not None:
+            self.journal = journal
+        return self.journal
+
+
+def _watch(memory: _Memory, job: socket.socket, lock: OwnFile) -> bool:
+    """Until the job is dead, or has closed the connection. Returns whether it has said goodbye."""
+    journal = memory.journal
     poll = select.poll()
     poll.register(job, select.POLLIN)
     death = _death_of(journal)
@@ -82,20 +109,18 @@ def _watch(place: JournalPlace, journal: Journal, job: socket.socket, lock: OwnF
         left_s = deadline_s - time.monotonic()
         # In parts: poll takes at most 24 days in milliseconds, and rounds down.
         events = dict(poll.poll(min(max(left_s, 0.0), 3600.0) * 1e3 + 1.0))
-        if death is not None and death in events:
-            return
         if job.fileno() in events:
             raw = _receive(job)
             if not raw:
-                return
+                return False
             number, deadline_s = list(MESSAGE.iter_unpack(raw))[-1]
+            if deadline_s == GOODBYE:
+                return True
+            memory.look()
+        elif death is not None and death in events:
+            return False
         elif time.monotonic() >= deadline_s:
-            again_s = _keep_deadline(place, journal.nonce)
-            if again_s == math.inf:
-                _tell(job, number)
-                with suppress(OSError):  # it is only for `kilter restore` to read
-                    place.note_kept(lock, deadline_s)
-            deadline_s = again_s
+            deadline_s = _keep_deadline(memory, job, lock, number, deadline_s)
 
 
 def _death_of(journal: Journal) -> int | None:
@@ -117,19 +142,39 @@ def _receive(job: socket.socket) -> bytes:
         return b""
 
 
-def _keep_deadline(place: JournalPlace, nonce: str) -> float:
+def _keep_deadline(
+    memory: _Memory, job: socket.socket, lock: OwnFile, number: int, deadline_s: float
+) -> float:
     """The job has not renewed in time. Put back what was found, but leave the journal: the job
     still holds the GPU. Returns when to try again."""
     try:
-        journal = _ours(place, nonce)
-        if journal is not None:
-            # A new object each time: what an old one believes to be set may no longer be so.
-            with closing(open_journalled(journal)) as device:
+        # A new object each time: what an old one believes to be set may no longer be so.
+        with closing(open_journalled(memory.journal)) as device:
+            device.settings()  # starts the driver, which takes its time
+            with memory.place.turn():
+                # Meanwhile the job may have come back, and set anew.
+                journal = None if _spoken(job) else memory.look()
+                if journal is None:
+                    return math.inf
                 _say(f"deadline passed: {_line(put_back(device, journal))}")
+                _tell(job, number)
+                with suppress(OSError):  # it is only for `kilter restore` to read
+                    memory.place.note_kept(lock, deadline_s)
     except KilterError as error:
         _say(f"deadline passed, and not put back: {error}")
         return time.monotonic() + AGAIN_S
     return math.inf
+
+
+def _spoken(job: socket.socket) -> bool:
+    """The job has said something that has not been read yet, or has ended."""
+    try:
+        job.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+    return True
 
 
 def _tell(job: socket.socket, number: int) -> None:
@@ -137,7 +182,7 @@ def _tell(job: socket.socket, number: int) -> None:
         job.send(MESSAGE.pack(number, 0.0), socket.MSG_NOSIGNAL)
 
 
-def _finish(place: JournalPlace, nonce: str, lock: OwnFile) -> None:
+def _finish(memory: _Memory, lock: OwnFile) -> None:
     """The job is dead, or has given up: put back what it has left, if it has left anything."""
     for wait_s in TRIES_S:
         time.sleep(wait_s)
@@ -147,12 +192,12 @@ def _finish(place: JournalPlace, nonce: str, lock: OwnFile) -> None:
         except BlockingIOError:
             return  # the job had let go in good order, and somebody else has the GPU now
         try:
-            journal = _ours(place, nonce)
+            journal = memory.look()
             if journal is None:
                 return
             with closing(open_journalled(journal)) as device:
-                _say(_line(recover(place, journal, device)))
-            place.unlock(lock)
+                _say(_line(recover(memory.place, journal, device)))
+            memory.place.unlock(lock)
             return
         except KilterError as error:
             _say(f"not put back: {error}")
@@ -172,7 +217,8 @@ def _line(outcome: RestoreOutcome) -> str:
 def _say(text: str) -> None:
     """To `watcher.log`: the job's stderr may be a pipe whose reader waits for its end."""
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    print(f"{now} watcher {os.getpid()}: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk must not keep anything from being put back
+        os.write(2, f"{now} watcher {os.getpid()}: {text}\n".encode())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 import kilter
 from kilter.app.cli import main as cli
 from kilter.app.cli import run as verb
-from kilter.app.config import OPTIONS, resolve
+from kilter.app.config import OPTIONS, find_file, resolve
 from kilter.app.report import build as report
 from kilter.app.worker import received, worker_command, worker_environment
 from kilter.core.errors import UsageError
@@ -502,3 +502,30 @@ def test_the_folders_of_torchruns_jobs_sort_by_date(monkeypatch: pytest.MonkeyPa
         names.append(first.name)
     assert names == sorted(names)
     assert len(set(names)) == 3, "a later job of the same name has a folder of its own"
+
+
+def test_a_fifo_or_anothers_file_is_no_configuration(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    fifo.mkdir()
+    os.mkfifo(fifo / "kilter.toml")
+    with pytest.raises(UsageError, match="not a regular file"):
+        find_file(fifo)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "kilter.toml").write_text("json = true")
+    (shared / "kilter.toml").chmod(0o666)
+    with pytest.raises(UsageError, match="writable by others"):
+        find_file(shared)
+
+
+def test_the_search_ends_at_the_project_and_before_a_shared_directory(tmp_path: Path) -> None:
+    (tmp_path / "kilter.toml").write_text("json = true")
+    inside = tmp_path / "project" / "deep"
+    inside.mkdir(parents=True)
+    assert find_file(inside)[0] == tmp_path / "kilter.toml"
+    (tmp_path / "project" / ".git").mkdir()
+    assert find_file(inside)[0] is None
+    (tmp_path / "project" / ".git").rmdir()
+    tmp_path.chmod(0o777)
+    assert find_file(inside)[0] is None
+    tmp_path.chmod(0o700)

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from kilter.app.bench import daemon_faults
+from kilter.app.bench.daemon_faults import SCENARIOS, DaemonScenario
+from kilter.app.bench.faults import try_out_daemon
 from kilter.core.setting import Setting
 from kilter.testing.box import FOUND, LOW
 from kilter.testing.daemon_box import DaemonBox
@@ -331,3 +334,13 @@ def test_a_changed_policy_is_read_on_sighup(make_box: MakeBox) -> None:
     box.config.write_text("")
     box.daemon.send_signal(signal.SIGHUP)
     until(lambda: "does not name" in str(box.job(uid=ALICE).ask("enter")))
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [one for one in SCENARIOS if one is not daemon_faults.daemon_random_kills],
+    ids=lambda one: one.__name__,
+)
+def test_row_of_the_bench(scenario: DaemonScenario, tmp_path: Path) -> None:
+    row = try_out_daemon(scenario, tmp_path)
+    assert row.ok, row

@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from kilter.app.bench.faults import SCENARIOS, Scenario, try_out
+from kilter.app.bench.faults import SCENARIOS, try_out
+from kilter.app.bench.faults_of_trust import Scenario
 from kilter.device.nvidia import NvidiaDevice
 from kilter.lease.journal import Journal, restore_all, start_ticks
 from kilter.testing.box import FOUND, Box, find_watcher

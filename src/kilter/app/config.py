@@ -7,6 +7,7 @@ nearest such file is used, searched from the working directory upward.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kilter.core.daemon_protocol import SOCKET_VARIABLE
-from kilter.core.errors import UsageError
+from kilter.core.errors import FileError, UsageError
+from kilter.core.files import read_file
 from kilter.core.plan import GRADIENTS, Goal, MemoryBudget, Objective
 from kilter.core.units import MIB, parse_bytes, parse_fraction, parse_seconds
 from kilter.device.find import CHOICES
@@ -240,23 +242,50 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def find_file(directory: Path) -> tuple[Path | None, dict[str, str]]:
-    """The nearest configuration file at or above a directory, and its entries as text."""
+    """The nearest configuration file at or above a directory, and its entries as text.
+
+    The search ends at the project's root (the first directory with a `.git` or a `pyproject.toml`)
+    and before the first directory of another user: what lies in a shared directory above is
+    nobody's wish. Files of other users are not obeyed, and what is no regular file is not opened.
+    """
     for folder in (directory, *directory.parents):
+        if folder != directory and not _own_folder(folder):
+            break
         for file, table in ((folder / "kilter.toml", ()), (folder / "pyproject.toml", _TABLE)):
             entries = _entries(file, table)
             if entries is not None:
                 return file, entries
+        if (folder / ".git").exists() or (folder / "pyproject.toml").exists():
+            break
     return None, {}
 
 
+def _own_folder(folder: Path) -> bool:
+    """Ours or root's, and closed to others: who may write there may put a file there."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return False
+    return status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o002
+
+
 _TABLE = ("tool", "kilter")
+_MAX_BYTES = 2**20
 
 
 def _entries(file: Path, table: tuple[str, ...]) -> dict[str, str] | None:
     try:
-        raw = file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        # A group may write: a user's own group can, by the default of many systems.
+        owners = {0, os.geteuid()}
+        raw = read_file(file, max_bytes=_MAX_BYTES, owners=owners, closed_to=0o002)
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except FileError as error:
+        if table:
+            return None  # a pyproject.toml may be there for others
+        raise UsageError(
+            f"{error}: give it to yourself (chown, chmod go-w), or remove it"
+        ) from None
     # A pyproject.toml that does not mention us is not ours to judge, and need not be read.
     if b".".join(part.encode() for part in table) not in raw:
         return None

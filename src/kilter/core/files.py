@@ -18,12 +18,13 @@ def read_file(
     *,
     max_bytes: int,
     owners: Collection[int] | None = None,
+    closed_to: int = 0o022,
     follow: bool = True,
 ) -> bytes:
     """The bytes of a regular file of at most `max_bytes`.
 
-    With `owners` the file must belong to one of these user numbers and be writable by its owner
-    alone. Without `follow` the last part of the path must not be a link. Raises
+    With `owners` the file must belong to one of these user numbers and have none of the mode bits
+    `closed_to`: it is writable by its owner alone. Without `follow` the last part of the path must not be a link. Raises
     `FileNotFoundError`, or `FileError` for everything else.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
@@ -35,7 +36,7 @@ def read_file(
         why = error.strerror if isinstance(error, OSError) else error
         raise FileError(f"{path}: cannot be read ({why})") from error
     try:
-        flaw = flaw_of(os.fstat(handle), max_bytes=max_bytes, owners=owners)
+        flaw = flaw_of(os.fstat(handle), max_bytes=max_bytes, owners=owners, closed_to=closed_to)
         if flaw is not None:
             raise FileError(f"{path}: {flaw}; not read")
         with open(handle, "rb", closefd=False) as file:
@@ -50,7 +51,11 @@ def read_file(
 
 
 def flaw_of(
-    status: os.stat_result, *, max_bytes: int | None = None, owners: Collection[int] | None = None
+    status: os.stat_result,
+    *,
+    max_bytes: int | None = None,
+    owners: Collection[int] | None = None,
+    closed_to: int = 0o022,
 ) -> str | None:
     """Why an open file is not to be trusted, or None."""
     if not stat.S_ISREG(status.st_mode):
@@ -59,6 +64,6 @@ def flaw_of(
         return f"{status.st_size} bytes, more than the {max_bytes} that such a file may have"
     if owners is not None and status.st_uid not in owners:
         return f"belongs to user {status.st_uid}"
-    if owners is not None and status.st_mode & 0o022:
+    if owners is not None and status.st_mode & closed_to:
         return "writable by others than its owner"
     return None

@@ -47,7 +47,9 @@ class after_import:  # noqa: N801
             return None
         # Only those behind us: another one of our kind in front of us is asking us right now.
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
-            spec = finder.find_spec(name, path, target)
+            # Python leaves out finders of the old kind, which have `find_module` only.
+            find_spec = getattr(finder, "find_spec", None)
+            spec = None if find_spec is None else find_spec(name, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _Loader(spec.loader, self)

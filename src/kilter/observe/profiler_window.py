@@ -95,6 +95,7 @@ class Window:
         self._profile: Any = None
         self._guard: _Guard | None = None
         self._file: Path | None = None
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._trace: IterationTrace | None = None
         self._annotations = _Annotations(self._fence)
         self._outside = _Outside(marks, run)
@@ -158,7 +159,8 @@ class Window:
             except FileError as error:
                 self.state, self.why_not = "failed", str(error)
             finally:
-                self._file.unlink(missing_ok=True)
+                assert self._directory is not None
+                self._directory.cleanup()
         return self._trace
 
     @property
@@ -278,12 +280,14 @@ class Window:
             self._worker.start()
 
     def _save(self) -> None:
-        handle, name = tempfile.mkstemp(".kineto.json", "kilter-")
-        os.close(handle)
+        # The profiler opens files by name and for everybody, beside this one, too: nobody else
+        # may enter the directory.
+        self._directory = tempfile.TemporaryDirectory(prefix="kilter-", ignore_cleanup_errors=True)
+        path = Path(self._directory.name, "kineto.json")
         with self._timed("save"):
-            self._profile.export_chrome_trace(name)
+            self._profile.export_chrome_trace(str(path))
         self._profile = None
-        self._file = Path(name)
+        self._file = path
         self.state = "saved"
         self._unguard()
 

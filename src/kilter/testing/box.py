@@ -54,6 +54,7 @@ class Box:
         self.names: dict[int, str] = {}
         """Who is who in the cards' log, by pid; the watcher's is not known."""
         self.notes: list[str] = []
+        self.wrongs: list[str] = []
         self.jobs: list[BoxJob] = []
 
     def environ(self, **more: str) -> dict[str, str]:
@@ -82,7 +83,7 @@ class Box:
         """What the card was last set to before it was put back, from the log of its calls."""
         sm_hz = limit_w = None
         for call in self.fake.setters():
-            if call.error is None and self.names.get(call.pid, "").endswith("job"):
+            if call.error is None and self.names.get(call.pid, "").endswith(("job", "daemon")):
                 if call.name == "nvmlDeviceSetGpuLockedClocks":
                     sm_hz = call.arguments[1] * MHZ
                 if call.name == "nvmlDeviceSetPowerManagementLimit":
@@ -119,6 +120,10 @@ class Box:
     def note(self, text: str) -> None:
         """Something worth a word in the table."""
         self.notes.append(text)
+
+    def wrong(self, text: str) -> None:
+        """Something that makes the scenario a failure, whatever the card stands at."""
+        self.wrongs.append(text)
 
     def obey_again(self) -> None:
         with self.fake.edit() as state:

@@ -11,12 +11,15 @@ import json
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+from kilter.app.bench import daemon_faults
+from kilter.app.bench import faults_of_trust as trust
 from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
@@ -26,12 +29,12 @@ from kilter.testing.box import (
     FOUND,
     FOUND_LIMIT_W,
     LOW,
-    TIMEOUT_S,
     Box,
     BoxJob,
     find_watcher,
     kill_watcher,
 )
+from kilter.testing.daemon_box import DaemonBox
 from kilter.testing.fake_card import Rule
 
 HELP = "What is left on a GPU after each accident: killed jobs, killed watchers, refusals, losses."
@@ -151,7 +154,7 @@ def hangs(box: Box) -> None:
     job = box.start()
     job.ask("enter")
     job.ask("set", hold_s=0.05, **LOW)
-    _until(lambda: box.setting() == FOUND)
+    trust.until(lambda: box.setting() == FOUND)
     box.note("put back while the job hung")
     job.kill()
 
@@ -323,19 +326,19 @@ def no_state_directory(box: Box) -> None:
     box.state_directory.mkdir()
 
 
-def disk_full(box: Box) -> None:
-    """disk full at the first set"""
-    _fill_disk(box)
+def journal_blocked(box: Box) -> None:
+    """journal cannot be replaced at the first set"""
+    _block_journal(box)
     job = box.start()
     job.ask("enter")
     box.note(job.ask("set", **LOW)["error"])
     job.end()
 
 
-def disk_full_later(box: Box) -> None:
-    """disk full at the second set"""
+def journal_blocked_later(box: Box) -> None:
+    """journal cannot be replaced at the second set"""
     job = box.low()
-    _fill_disk(box)
+    _block_journal(box)
     box.note(job.ask("set", sm_mhz=900)["error"])
     job.end()
 
@@ -348,8 +351,7 @@ def read_only(box: Box) -> None:
     box.note(f"{len(box.fake.setters())} setters called")
 
 
-Scenario = Callable[[Box], Setting | None]
-SCENARIOS: tuple[Scenario, ...] = (
+SCENARIOS: tuple[trust.Scenario, ...] = (
     ends,
     raises,
     ctrl_c,
@@ -383,14 +385,15 @@ SCENARIOS: tuple[Scenario, ...] = (
     next_waits,
     other_boot,
     no_state_directory,
-    disk_full,
-    disk_full_later,
+    journal_blocked,
+    journal_blocked_later,
     read_only,
+    *trust.SCENARIOS,
 )
 
 
-def _fill_disk(box: Box) -> None:
-    """Where the next journal is going to be written."""
+def _block_journal(box: Box) -> None:
+    """A link where the next journal is going to be written: it is not followed."""
     box.place.journal_path.with_suffix(".part").symlink_to("/dev/full")
 
 
@@ -404,14 +407,6 @@ def _child(job: BoxJob, *, in_c: bool) -> Iterator[None]:
         os.kill(pid, 0)  # it still lives: that was the point
     finally:
         os.kill(pid, signal.SIGKILL)
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        if time.monotonic() > give_up_s:
-            raise TimeoutError("the condition never came true")
-        time.sleep(0.005)
 
 
 def _write_stale(box: Box, *, boot: str) -> None:
@@ -445,15 +440,27 @@ class FaultRow:
     set_last_by: str
     note: str
     journal_left: bool
+    wrongs: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        return self.after == self.expected and not self.journal_left
+        return self.after == self.expected and not self.journal_left and not self.wrongs
 
 
-def try_out(scenario: Scenario, root: Path) -> FaultRow:
+def try_out(scenario: trust.Scenario, root: Path) -> FaultRow:
     """Run one scenario in an empty directory."""
-    box = Box(root)
+    return _try_out(scenario, Box(root))
+
+
+def try_out_daemon(scenario: daemon_faults.DaemonScenario, root: Path) -> FaultRow:
+    """The same with `kilter daemon` running, and two cards."""
+    return _try_out(scenario, DaemonBox(root, cards=2))
+
+
+B = TypeVar("B", bound=Box)
+
+
+def _try_out(scenario: Callable[[B], Setting | None], box: B) -> FaultRow:
     try:
         found = box.setting()
         expected = scenario(box) or found
@@ -467,6 +474,7 @@ def try_out(scenario: Scenario, root: Path) -> FaultRow:
             set_last_by=box.last_setter(),
             note="; ".join(box.notes),
             journal_left=box.place.journal_path.exists(),
+            wrongs=tuple(box.wrongs),
         )
     finally:
         box.close()
@@ -478,9 +486,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     rows = []
-    for scenario in SCENARIOS:
-        with tempfile.TemporaryDirectory(prefix="kilter-faults-") as root:
-            rows.append(try_out(scenario, Path(root)))
+    for act in (
+        *(partial(try_out, scenario) for scenario in SCENARIOS),
+        *(partial(try_out_daemon, scenario) for scenario in daemon_faults.SCENARIOS),
+    ):
+        with tempfile.TemporaryDirectory(
+            prefix="kilter-faults-", ignore_cleanup_errors=True
+        ) as root:
+            rows.append(act(Path(root)))
     if args.json:
         summary = {"n": len(rows), "ok": sum(row.ok for row in rows)}
         table = [asdict(row) | {"ok": row.ok} for row in rows]
@@ -498,7 +511,7 @@ def as_text(rows: list[FaultRow]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        verdict = "ok" if row.ok else f"WRONG, expected {row.expected}"
+        verdict = "ok" if row.ok else f"WRONG, expected {row.expected}; {row.wrongs or ''}"
         after = f"{row.after} (theirs)" if row.expected != row.found else str(row.after)
         note = f"; {row.note}" if row.note else ""
         lowered = "nothing" if row.lowered == Setting() else str(row.lowered)

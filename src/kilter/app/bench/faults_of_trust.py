@@ -1,0 +1,207 @@
+"""Accidents and attacks of a shared machine, as rows of `kilter bench faults`.
+
+Files that are deleted, damaged, planted or full; an administrator at work; a deadline that passes
+at the worst moment. The docstring of each scenario is its row's name.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from kilter.core.setting import Setting
+from kilter.core.units import MHZ
+from kilter.testing.box import FOUND, TIMEOUT_S, Box, find_watcher, kill_watcher
+from kilter.testing.fake_card import Rule
+
+Scenario = Callable[[Box], Setting | None]
+LOG_BYTES = 2**30
+"""Of a watcher's log that may not grow any more."""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for it; `TimeoutError` if it never comes true."""
+    give_up_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if time.monotonic() > give_up_s:
+            raise TimeoutError("the condition never came true")
+        time.sleep(0.005)
+
+
+def state_deleted(box: Box) -> None:
+    """state directory deleted by a cleaner, SIGKILL of the job"""
+    job = box.low()
+    shutil.rmtree(box.state_directory)
+    job.kill()
+    until(lambda: find_watcher(box.state_directory) is None)
+    box.state_directory.mkdir(mode=0o700)
+
+
+def state_deleted_in_use(box: Box) -> None:
+    """state directory deleted by a cleaner, the job sets again"""
+    job = box.low()
+    shutil.rmtree(box.state_directory)
+    box.note(job.ask("set", sm_mhz=900)["error"])
+    job.end()
+    until(lambda: find_watcher(box.state_directory) is None)
+    box.state_directory.mkdir(mode=0o700)
+
+
+def journal_deleted(box: Box) -> None:
+    """journal deleted, SIGKILL of the job"""
+    job = box.low()
+    box.place.journal_path.unlink()
+    job.kill()
+
+
+def journal_damaged(box: Box) -> None:
+    """journal overwritten with garbage, SIGKILL of the job"""
+    job = box.low()
+    box.place.journal_path.write_bytes(b"\xff[[[")
+    job.kill()
+
+
+def journal_deleted_and_late(box: Box) -> None:
+    """journal deleted, the job hangs, its deadline passes"""
+    job = box.start()
+    job.ask("enter")
+    job.ask("set", sm_mhz=1200, limit_w=400, hold_s=0.5)
+    box.place.journal_path.unlink()
+    until(lambda: box.setting() == FOUND)
+    box.note("put back while the job hung")
+    job.kill()
+
+
+def lock_planted(box: Box) -> None:
+    """lock planted as a link to another file"""
+    victim = box.root / "victim"
+    victim.write_text("precious")
+    box.place.lock_path.symlink_to(victim)
+    job = box.start()
+    box.note(job.ask("enter")["error"])
+    job.end()
+    box.note(f"the other file holds {victim.read_text()!r}")
+    box.place.lock_path.unlink()
+
+
+def journal_forged(box: Box) -> None:
+    """journal of another user that says 200 W were found, then root's `kilter restore`"""
+    job = box.low()
+    journal = box.place.read()
+    assert journal is not None
+    job.end()
+    forged = msgspec.structs.replace(journal, found=Setting(power_limit_w=200.0))
+    path = box.place.journal_path
+    if os.geteuid() == 0:
+        path.write_bytes(msgspec.json.encode(forged))
+        os.chown(path, 65534, 65534)
+    else:  # only root can give a file away; a link is refused for the same reason
+        (box.root / "forged.json").write_bytes(msgspec.json.encode(forged))
+        path.symlink_to(box.root / "forged.json")
+    box.note(f"kilter restore: exit code {box.restore()}")
+    path.unlink()
+
+
+def log_full(box: Box) -> None:
+    """watcher's log cannot grow any more, the deadline passes, SIGKILL of the job"""
+    job = box.start()
+    job.ask("enter")
+    job.ask("set", sm_mhz=1200, limit_w=400, hold_s=1.0)
+    watcher = find_watcher(box.state_directory)
+    assert watcher is not None
+    os.truncate(box.state_directory / "watcher.log", LOG_BYTES)
+    resource.prlimit(watcher, resource.RLIMIT_FSIZE, (LOG_BYTES, LOG_BYTES))
+    until(lambda: box.setting() == FOUND)
+    job.ask("set", sm_mhz=900, limit_w=300)
+    job.kill()
+
+
+def set_while_late(box: Box) -> None:
+    """deadline passes, and the job sets again while the watcher starts the driver"""
+    job = box.start()
+    job.ask("enter")
+    job.ask("set", sm_mhz=1200, limit_w=400, hold_s=0.3)
+    with box.fake.edit() as state:  # the next to start the driver is the watcher
+        state.rules.append(Rule(call="nvmlInit", hang_s=1.0, times=1))
+    until(lambda: box.fake.state().rules[0].seen > 0)
+    job.ask("set", sm_mhz=900, limit_w=300)
+    time.sleep(1.5)
+    box.note(f"then {box.setting()} in force, the job's renewal {job.ask('renew')}")
+    job.kill()
+
+
+def limit_changed_at_first_set(box: Box) -> Setting:
+    """administrator sets another limit while the first set of an SM clock waits for its watcher"""
+    job = box.start()
+    job.ask("enter")
+    with box.fake.edit() as state:
+        state.rules.append(Rule(call="nvmlInit", hang_s=1.0, times=1))
+
+    def administrator() -> None:
+        until(lambda: box.fake.state().rules[0].seen > 0)
+        with box.fake.edit() as state:
+            state.cards[0].limit_mw = 500_000
+
+    at_work = threading.Thread(target=administrator)
+    at_work.start()
+    job.ask("set", sm_mhz=1200)
+    at_work.join()
+    box.note(f"then {box.setting()} in force")
+    job.end()
+    return Setting(power_limit_w=500.0)
+
+
+def limit_never_asked_for(box: Box) -> Setting:
+    """administrator sets another limit in the middle of a set of the SM clock alone"""
+    job = box.start()
+    job.ask("enter")
+    with box.fake.edit() as state:
+        state.rules.append(Rule(call="nvmlDeviceSetGpuLockedClocks", hang_s=1.0, times=1))
+
+    def administrator() -> None:
+        until(lambda: box.fake.state().rules[0].seen > 0)
+        with box.fake.edit() as state:
+            state.cards[0].limit_mw = 500_000
+
+    at_work = threading.Thread(target=administrator)
+    at_work.start()
+    answer = job.ask("set", sm_mhz=1200)
+    at_work.join()
+    if box.setting() != Setting(sm_clock_hz=1200 * MHZ, power_limit_w=500.0):
+        box.note(f"then {box.setting()} in force, the job was told {answer}")
+    job.end()
+    return Setting(power_limit_w=500.0)
+
+
+def damaged_beside_whole(box: Box) -> None:
+    """SIGKILL of job and watcher beside damaged journals of other GPUs, then `kilter restore`"""
+    job = box.low()
+    kill_watcher(box.state_directory)
+    job.kill()
+    (box.state_directory / "GPU-0.json").write_bytes(b"[" * 10_000)
+    (box.state_directory / "GPU-00.json").write_bytes(b"\xff\xfe")
+    os.mkfifo(box.state_directory / "GPU-000.json")
+    (box.state_directory / "GPU-zz.json").mkdir()
+    box.note(f"kilter restore: exit code {box.restore()}")
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    state_deleted,
+    state_deleted_in_use,
+    journal_deleted,
+    journal_damaged,
+    journal_deleted_and_late,
+    lock_planted,
+    journal_forged,
+    log_full,
+    set_while_late,
+    limit_changed_at_first_set,
+    limit_never_asked_for,
+    damaged_beside_whole,
+)

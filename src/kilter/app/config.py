@@ -20,6 +20,7 @@ from kilter.core.files import read_file
 from kilter.core.plan import GRADIENTS, Goal, MemoryBudget, Objective
 from kilter.core.units import MIB, parse_bytes, parse_fraction, parse_seconds
 from kilter.device.find import CHOICES
+from kilter.lease.baseline import BASELINE_VARIABLE
 from kilter.lease.journal import STATE_VARIABLE
 from kilter.session.options import REHEARSE_S, Options
 
@@ -218,6 +219,7 @@ OTHER_VARIABLES = (
     "KILTER_READ_ONLY",
     STATE_VARIABLE,
     SOCKET_VARIABLE,
+    BASELINE_VARIABLE,
     "KILTER_RUN",
     "KILTER_SHARE",
     "KILTER_SPOIL_EVICTED",
@@ -244,9 +246,9 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 def find_file(directory: Path) -> tuple[Path | None, dict[str, str]]:
     """The nearest configuration file at or above a directory, and its entries as text.
 
-    The search ends at the project's root (the first directory with a `.git` or a `pyproject.toml`)
-    and before the first directory of another user: what lies in a shared directory above is
-    nobody's wish. Files of other users are not obeyed, and what is no regular file is not opened.
+    The search ends at the project's root (the first directory with a `.git`) and before the first
+    directory of another user: what lies in a shared directory above is not this user's wish. Files
+    of other users are not obeyed, and what is no regular file is not read.
     """
     for folder in (directory, *directory.parents):
         if folder != directory and not _own_folder(folder):
@@ -255,7 +257,7 @@ def find_file(directory: Path) -> tuple[Path | None, dict[str, str]]:
             entries = _entries(file, table)
             if entries is not None:
                 return file, entries
-        if (folder / ".git").exists() or (folder / "pyproject.toml").exists():
+        if (folder / ".git").exists():
             break
     return None, {}
 

@@ -24,8 +24,8 @@ def read_file(
     """The bytes of a regular file of at most `max_bytes`.
 
     With `owners` the file must belong to one of these user numbers and have none of the mode bits
-    `closed_to`: it is writable by its owner alone. Without `follow` the last part of the path must not be a link. Raises
-    `FileNotFoundError`, or `FileError` for everything else.
+    `closed_to`: it is writable by its owner alone. Without `follow` the last part of the path must
+    not be a link. Raises `FileNotFoundError`, or `FileError` for everything else.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:

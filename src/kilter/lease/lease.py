@@ -55,6 +55,7 @@ from kilter.core.files import flaw_of
 from kilter.core.own_file import OwnFile
 from kilter.core.setting import Sample, Setting
 from kilter.device.protocol import Device, KeptElsewhere
+from kilter.lease.baseline import GpuBaseline, compared, of_gpu
 from kilter.lease.journal import (
     BUSY,
     KNOBS,
@@ -107,6 +108,7 @@ class Lease:
         self._setting = Setting()
         self._tried = self._taken = self._refused = False
         self._since_s: float | None = None
+        self._baseline: GpuBaseline | None = None
         self._latency_s = SWITCH_LATENCY_S
         self._outcome: RestoreOutcome | None = None
         self.recovered: RestoreOutcome | None = None
@@ -131,7 +133,8 @@ class Lease:
             stale = self._place and self._place.read()
             if self._place and stale:
                 self.recovered = recover(self._place, stale, self._device)
-            self._found = self._setting = self._device.settings()
+            self._baseline = of_gpu(self._uuid, os.environ) if self._place else None
+            self._found = self._setting = self._look()
             taken = True
         finally:
             if not taken:
@@ -263,12 +266,17 @@ class Lease:
                 "files perhaps, so that another job could take this GPU; nothing is set any more"
             )
 
+    def _look(self) -> Setting:
+        """What the device stands at, as far as vendor and baseline tell."""
+        return compared(self._uuid, self._device.settings(), self._baseline)
+
     def _look_before(self) -> None:
         """Until our first set, what is found may still change; after it, nobody else should."""
-        now = self._device.settings()
         if self._journal is None:
-            self._found = self._setting = now
-        elif changed_by_others(self._journal, now, Sample(t_s=0.0)):
+            self._found = self._setting = self._look()
+            return
+        now = self._device.settings()
+        if changed_by_others(self._journal, now, Sample(t_s=0.0)):
             raise Held(
                 f"{self._uuid}: somebody else has changed the power limit to {now}; left as it is"
             )
@@ -276,7 +284,7 @@ class Lease:
     def _change(self, setting: Setting, hold_s: float) -> None:
         first = self._journal is None
         journal, number = self._announce(over(self._found, setting), hold_s)
-        now = self._device.settings()  # a watcher takes its time to start
+        now = self._look() if first else self._found  # a watcher takes its time to start
         if first and now != self._found:
             self._found = self._setting = now
             target = over(now, setting)

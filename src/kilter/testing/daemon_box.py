@@ -63,7 +63,7 @@ class DaemonBox(Box):
         with open(self.root / "daemon.log", "ab") as log:
             self.daemon = subprocess.Popen(
                 [sys.executable, "-m", "kilter", "daemon", *map(str, arguments)],
-                env=super().environ(),
+                env=super().environ(KILTER_BASELINE=str(self.root / "baseline.toml")),
                 stderr=log,
             )
         self.names[self.daemon.pid] = "daemon"

@@ -31,6 +31,7 @@ VERBS: dict[str, str] = {
     "share": "fair shares of one machine for several training jobs",
     "doctor": "what is there, what is allowed, what to do about it",
     "restore": "put back whatever a dead run left",
+    "baseline": "what each GPU should stand at when nobody governs it",
     "daemon": "set clocks for users who are not root, by the operator's policy",
     "bench": "every table of the README, re-run",
     "completion": "completion of this command line for bash, zsh or fish",

@@ -20,6 +20,7 @@ from kilter.core.errors import DeviceError, FileError, Held, NotObeyed
 from kilter.core.own_file import OwnFile
 from kilter.core.setting import Sample, Setting
 from kilter.device.nvidia import NvidiaDevice
+from kilter.lease.baseline import GpuBaseline, compared, of_gpu
 from kilter.lease.journal import (
     BUSY,
     KNOBS,
@@ -47,6 +48,7 @@ class Holding:
     found: Setting = field(default_factory=Setting)
     _lock: OwnFile | None = None
     _journal: Journal | None = None
+    _baseline: GpuBaseline | None = None
 
     @property
     def held(self) -> bool:
@@ -61,7 +63,8 @@ class Holding:
             stale = place.read()
             if stale is not None:
                 recover(place, stale, self.device)
-            self.found = self.device.settings()
+            self._baseline = of_gpu(self.uuid, os.environ)
+            self.found = self._look()
         except (DeviceError, FileError):
             lock.close()
             raise
@@ -73,7 +76,7 @@ class Holding:
         written, and what `Device.set` raises."""
         now = self.device.settings()
         if self._journal is None:
-            self.found = now
+            self.found = self._look()
         elif changed_by_others(self._journal, now, Sample(t_s=0.0)):
             raise Held(f"{self.uuid}: somebody else has changed the power limit to {now}")
         before = self.found if self._journal is None else self._journal.last
@@ -112,6 +115,9 @@ class Holding:
         if lock is not None:
             self._place.unlock(lock)
         return outcome
+
+    def _look(self) -> Setting:
+        return compared(self.uuid, self.device.settings(), self._baseline)
 
     @property
     def _place(self) -> JournalPlace:

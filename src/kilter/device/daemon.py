@@ -224,9 +224,9 @@ class DaemonDevice:
             except OSError as error:
                 self._disconnect()
                 raise DeviceError(f"kilter daemon at {self._path}: {error.strerror}") from error
-            error = error_of(answer)
-            if error is not None:
-                raise error
+            refusal = error_of(answer)
+            if refusal is not None:
+                raise refusal
             return answer
 
     def _connect(self) -> None:

@@ -49,7 +49,7 @@ class after_import:  # noqa: N801
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             # Python leaves out finders of the old kind, which have `find_module` only.
             find_spec = getattr(finder, "find_spec", None)
-            spec = None if find_spec is None else find_spec(name, path, target)
+            spec: ModuleSpec | None = find_spec(name, path, target) if find_spec else None
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _Loader(spec.loader, self)

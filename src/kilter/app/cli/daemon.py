@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib.resources
 import os
 import pwd
+import sys
 from pathlib import Path
 
 import msgspec
 
+from kilter.core.codec import write_atomically
 from kilter.core.daemon_protocol import KNOBS, SOCKET, Grant
 from kilter.core.errors import DeviceError, UsageError
 from kilter.core.label import Label
@@ -42,15 +45,19 @@ The first [[allow]] that names the user and the GPU decides.
 
 examples:
   kilter daemon                              as root; normally by its systemd unit
+  kilter daemon units /etc/systemd/system    write its systemd units; then: systemctl enable --now
+                                             kilter.service (and kilter.socket, if you like)
   kilter daemon check alice 0                may alice set GPU 0 now, and what?
   kilter daemon --socket /tmp/k.sock --config my.toml --audit /tmp/audit.jsonl
 
 The socket is {SOCKET}; a container needs it mounted. KILTER_SOCKET names another one.
 """
 
+UNITS = importlib.resources.files("kilter.app") / "operator"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kilter daemon [options] [check USER GPU]"
+    parser.usage = "kilter daemon [options] [check USER GPU | units DIR]"
     parser.add_argument(
         "--socket", type=Path, default=Path(SOCKET), metavar="PATH", help=f"default: {SOCKET}"
     )
@@ -72,19 +79,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words",
         nargs="*",
-        metavar="check USER GPU",
-        help="explain what the policy decides for a user and a GPU (index or UUID), and end",
+        metavar="WORD",
+        help="check USER GPU: explain what the policy decides for a user and a GPU (index or UUID);"
+        " units DIR: write the systemd units there",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     words = arguments.words
+    if words and words[0] == "units":
+        return units(words[1:])
     if words:
         if words[0] != "check" or len(words) != 3:
-            raise UsageError("expected nothing, or: check USER GPU")
+            raise UsageError("expected nothing, or: check USER GPU, or: units DIR")
         return check(arguments.config, words[1], words[2], as_json=arguments.json)
     directory = state_directory(os.environ)
     daemon.run(arguments.socket, arguments.config, arguments.audit, directory, os.environ)
+    return 0
+
+
+def units(words: list[str]) -> int:
+    """Write the systemd units, which start the daemon with this Python."""
+    if len(words) != 1 or not Path(words[0]).is_dir():
+        raise UsageError("expected: units DIR, an existing directory such as /etc/systemd/system")
+    for source in sorted(UNITS.iterdir(), key=lambda one: one.name):
+        if source.name.startswith("kilter."):
+            path = Path(words[0], source.name)
+            text = source.read_text().replace("@PYTHON@", sys.executable)
+            write_atomically(path, text.encode())
+            path.chmod(0o644)
+            print(path)
     return 0
 
 

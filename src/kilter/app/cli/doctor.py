@@ -29,7 +29,8 @@ from kilter.core.errors import (
 from kilter.core.label import Label
 from kilter.core.setting import DeviceInfo, Sample, Supported, Throttle
 from kilter.core.units import MHZ, show_time
-from kilter.device.find import CHOICES, visible
+from kilter.device.daemon import DaemonDevice
+from kilter.device.find import CHOICES, daemon_socket, visible
 from kilter.device.nvidia import Gpu, NvidiaDevice, Survey, survey
 from kilter.device.protocol import Device
 from kilter.lease.journal import journals, state_directory
@@ -56,6 +57,11 @@ LOADED = 0.9
 """SM utilisation from which a low clock needs a reason."""
 
 WITHOUT_GPU = "without a GPU, --device sim:v100 rehearses on a simulated one"
+
+OPERATOR = """the administrator lets users set clocks without root, on the host, as root, by
+                kilter daemon --help                   (shows a policy: /etc/kilter/daemon.toml)
+                kilter daemon units /etc/systemd/system
+                systemctl daemon-reload && systemctl enable --now kilter.service"""
 
 CONTROLLERS: Mapping[str, str] = {
     "nv-hostengine": "DCGM; its profiling and its power policies use what kilter uses",
@@ -160,6 +166,7 @@ def examine(spec: str, environ: Mapping[str, str]) -> Examination:
                 looks = list(pool.map(look, seen.gpus))
             gpus = tuple(report for report, _ in looks)
             checks.extend(check for _, found in looks for check in found)
+            checks.extend(_ways(gpus, environ))
         except NoDevice as error:
             checks.append(_check("driver", Status.WARNING, str(error), WITHOUT_GPU))
         except DeviceError as error:
@@ -241,6 +248,46 @@ def _examine(name: str, gpu: Gpu, device: Device) -> tuple[GpuReport, list[Check
         persistence=gpu.persistence,
     )
     return report, checks
+
+
+def _ways(gpus: Sequence[GpuReport], environ: Mapping[str, str]) -> Iterator[Check]:
+    """Which way settings take, and what makes sure that they come back."""
+    mine = [gpu for gpu in gpus if gpu.visible and gpu.uuid and gpu.can_set is not None]
+    path = daemon_socket(environ)
+    for gpu in mine:
+        name = f"way to gpu {gpu.index}"
+        refusal = None if path is None else _refused_by_daemon(str(gpu.uuid), path)
+        if path is not None and refusal is None:
+            text = f"kilter daemon sets it for you, and puts it back ({path})"
+            yield _check(name, Status.FINE, text)
+        elif gpu.can_set:
+            text = "this process sets it, and a watcher process puts it back"
+            if refusal is not None:
+                text = f"{text}; {refusal}"
+            shared = _watcher_may_die()
+            advice = OPERATOR if shared else None
+            yield _check(name, Status.FINE, text + shared, advice)
+        else:
+            text = f"none: {refusal or 'no kilter daemon here, and this process may not set it'}"
+            yield _check(name, Status.WARNING, text, None if path else OPERATOR)
+
+
+def _refused_by_daemon(uuid: str, path: Path) -> str | None:
+    """Why the daemon would not set this GPU for us; asks, and sets nothing."""
+    device = DaemonDevice(uuid, reader=NvidiaDevice(uuid), socket_path=path)
+    try:
+        return device.info().refusal
+    finally:
+        device.close()
+
+
+def _watcher_may_die() -> str:
+    """That the watcher shares the job's container, which takes both along; empty if it does not
+    look so."""
+    marks = (Path("/.dockerenv"), Path("/run/.containerenv"))
+    if any(mark.exists() for mark in marks):
+        return "; but the watcher and its journal die with this container"
+    return ""
 
 
 def _watch(device: Device) -> list[Sample]:

@@ -15,11 +15,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from kilter.core.errors import FileError
+from kilter.core.files import read_file
 from kilter.core.plan import Plan
 from kilter.core.trace import IterationTrace
 
 T = TypeVar("T")
 
+MAX_BYTES = 2**30
+MAX_NUMBER = 1e18
+"""An exabyte, or thirty thousand million years: more than any time, size or count of ours."""
 _GZIP = b"\x1f\x8b"
 
 SCHEMAS: dict[type[Any], tuple[str, int]] = {
@@ -42,14 +46,15 @@ def decode(raw: bytes, kind: type[T], *, where: str) -> T:
         raise FileError(f"{where}: compressed; run gunzip first")
     try:
         found = msgspec.json.decode(raw)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{where}: not a complete JSON file ({error})") from error
+    _check_numbers(found, where)
     if not isinstance(found, dict) or not isinstance(found.get("schema"), str):
         raise FileError(f'{where}: not a kilter file (no "schema" key); expected {name}')
     found_name, _, found_version = found.pop("schema").partition("/")
     if found_name != name:
         raise FileError(f"{where}: holds {found_name!r}, expected {name!r}")
-    if not found_version.isdigit():
+    if not (found_version.isascii() and found_version.isdigit() and len(found_version) < 9):
         raise FileError(f"{where}: unreadable schema version {found_version!r}")
     if int(found_version) > version:
         raise FileError(
@@ -58,7 +63,7 @@ def decode(raw: bytes, kind: type[T], *, where: str) -> T:
         )
     try:
         value = msgspec.convert(found, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, RecursionError) as error:
         raise FileError(f"{where}: malformed {name} ({error})") from error
     flaw = value.flaw() if isinstance(value, IterationTrace) else None
     if flaw is not None:
@@ -68,11 +73,32 @@ def decode(raw: bytes, kind: type[T], *, where: str) -> T:
 
 def load(path: str | os.PathLike[str], kind: type[T]) -> T:
     """The value in a file; `FileError` if it is missing, malformed, truncated or newer."""
+    return decode(read(path), kind, where=str(path))
+
+
+def read(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> bytes:
+    """The bytes of a file that a user names; `FileError` if it is missing, no regular file, or
+    larger than any of ours. A pipe may be named as the shell names it (`/dev/stdin`, `<(...)`)."""
     try:
-        raw = Path(path).read_bytes()
+        if os.fspath(path).startswith("/dev/"):
+            with open(path, "rb") as pipe:
+                return pipe.read(max_bytes)
+        return read_file(path, max_bytes=max_bytes)
     except OSError as error:
         raise FileError(f"{path}: cannot be read ({error.strerror})") from error
-    return decode(raw, kind, where=str(path))
+
+
+def _check_numbers(found: Any, where: str) -> None:
+    """No number of ours is larger than `MAX_NUMBER`: sums and products stay finite."""
+    rest = [found]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, dict):
+            rest.extend(value.values())
+        elif isinstance(value, list):
+            rest.extend(value)
+        elif isinstance(value, int | float) and abs(value) > MAX_NUMBER:
+            raise FileError(f"{where}: holds a number that is too large to mean anything")
 
 
 def save(path: str | os.PathLike[str], value: object) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from kilter.core.codec import read
 from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.core.plan import Goal
@@ -227,21 +228,19 @@ class Stopped(Event, frozen=True, kw_only=True):
 
 AnyEvent = Started | Sampled | Block | Decided | Fitted | Moved | Refused | Failed | Stopped
 
+MAX_EVENTS_BYTES = 2**32
 _DECODER = msgspec.json.Decoder(AnyEvent)
 
 
 def read_events(path: str | Path) -> Iterator[AnyEvent]:
     """The events of one file in order. A broken last line (killed while writing) is left out; a
     broken line elsewhere, or a file that does not begin with `Started`, is a `FileError`."""
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read ({error.strerror})") from error
+    lines = read(path, max_bytes=MAX_EVENTS_BYTES).split(b"\n")
     complete, rest = lines[:-1], lines[-1]
     for number, line in enumerate(complete, start=1):
         try:
             event = _DECODER.decode(line)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             if number == len(complete) and not rest:
                 return
             raise FileError(f"{path}:{number}: not an event of a run ({error})") from error

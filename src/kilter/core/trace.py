@@ -56,6 +56,10 @@ class Operation:
         return self.flops / self.bytes_moved
 
 
+MAX_KERNELS = 10**7
+"""Of one operation; a whole iteration has some ten thousand."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
     """Required data: one tensor storage that operations need, views and ties resolved."""
@@ -101,6 +105,8 @@ class IterationTrace:
             for name in ("start_s", "duration_s", "flops", "bytes_moved", "level_bytes"):
                 if (getattr(op, name) or 0.0) < 0.0:
                     return f"operation {i}: {name} is {getattr(op, name):g}"
+            if not 0 <= op.kernels <= MAX_KERNELS:
+                return f"operation {i}: kernels is {op.kernels}"
         for i, datum in enumerate(self.data):
             if datum.size_bytes < 0 or (datum.recompute_s or 0.0) < 0.0:
                 return f"datum {i}: a size or a time below zero"

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kilter.core.codec import read
 from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.core.trace import IterationTrace, Kind, Operation
@@ -102,10 +102,7 @@ def read_kineto(
 
 
 def _load(path: str | os.PathLike[str]) -> tuple[list[TraceEvent], list[str]]:
-    try:
-        raw = Path(path).read_bytes()
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read ({error.strerror})") from error
+    raw = read(path, max_bytes=2**32)
     if raw[:2] == b"\x1f\x8b":
         try:
             raw = gzip.decompress(raw)
@@ -115,7 +112,7 @@ def _load(path: str | os.PathLike[str]) -> tuple[list[TraceEvent], list[str]]:
         file = msgspec.json.decode(raw, type=_File)
     except msgspec.ValidationError as error:
         raise FileError(f"{path}: not a Kineto trace ({error})") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{path}: not a complete JSON file ({error})") from error
     return file.events, [str(d.get("name", "")) for d in file.devices]
 

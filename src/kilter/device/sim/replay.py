@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kilter.core.codec import read
 from kilter.core.errors import FileError, NotPermitted
 from kilter.core.events import Sampled, read_events
 from kilter.core.label import Label
@@ -122,9 +123,7 @@ def _lines(
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """(line number, text by column name) of every line that is not blank."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read ({error.strerror})") from error
+        text = read(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FileError(f"{path}: not a UTF-8 text file ({error.reason})") from error
     reader = csv.reader(text.splitlines(keepends=True), strict=True)

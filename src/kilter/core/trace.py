@@ -56,6 +56,8 @@ class Operation:
         return self.flops / self.bytes_moved
 
 
+MAX_DURATION_S = 86_400.0
+"""Of an iteration, and so of an operation: a day."""
 MAX_KERNELS = 10**7
 """Of one operation; a whole iteration has some ten thousand."""
 
@@ -99,12 +101,14 @@ class IterationTrace:
 
     def flaw(self) -> str | None:
         """What no iteration can be, in words: looked for where a trace comes from a file."""
-        if self.iteration_s < 0.0:
+        if not 0.0 <= self.iteration_s <= MAX_DURATION_S:
             return f"iteration_s is {self.iteration_s:g}"
         for i, op in enumerate(self.operations):
             for name in ("start_s", "duration_s", "flops", "bytes_moved", "level_bytes"):
                 if (getattr(op, name) or 0.0) < 0.0:
                     return f"operation {i}: {name} is {getattr(op, name):g}"
+            if op.duration_s > MAX_DURATION_S:
+                return f"operation {i}: duration_s is {op.duration_s:g}"
             if not 0 <= op.kernels <= MAX_KERNELS:
                 return f"operation {i}: kernels is {op.kernels}"
         for i, datum in enumerate(self.data):

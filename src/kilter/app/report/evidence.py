@@ -76,7 +76,7 @@ def pair_up(blocks: Iterable[Block]) -> list[tuple[Block, Block]]:
     key: tuple[str, int] | None = None
     arms: dict[str, Block] = {}
     for block in blocks:
-        if block.pair is None:
+        if block.pair is None or block.arm not in ("baseline", "candidate"):
             continue
         if (block.phase, block.pair) != key:
             key, arms = (block.phase, block.pair), {}

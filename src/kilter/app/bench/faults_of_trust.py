@@ -126,7 +126,7 @@ def set_while_late(box: Box) -> None:
     """deadline passes, and the job sets again while the watcher starts the driver"""
     job = box.start()
     job.ask("enter")
-    job.ask("set", sm_mhz=1200, limit_w=400, hold_s=0.3)
+    job.ask("set", sm_mhz=1200, limit_w=400, hold_s=3.0)
     with box.fake.edit() as state:  # the next to start the driver is the watcher
         state.rules.append(Rule(call="nvmlInit", hang_s=1.0, times=1))
     until(lambda: box.fake.state().rules[0].seen > 0)

@@ -7,6 +7,7 @@ import importlib
 
 TABLES: dict[str, str] = {
     "clocks": "clock policies replayed over tables of measurements",
+    "period": "iteration periods from telemetry alone, against marks",
     "overhead": "what watching costs the job, measured side by side",
     "faults": "the settings found after every kind of bad luck",
     "branches": "ways to run heterogeneous branches, side by side",

@@ -1,0 +1,595 @@
+"""The period of a job's iterations from a GPU's telemetry alone: for jobs without iteration marks.
+
+The method follows the outline of GPOEO (Wang et al., TPDS 2022): a composite of power and
+utilisations, spectral candidates, the similarity of consecutive windows, refinement, stability.
+Five things are different. Windows are compared at their lag with a paired test, so that a
+sub-harmonic is taken only on evidence. What happens rarely (evaluation, checkpoint) is told from
+what is a part of every iteration. Iterations of unequal length are tracked one by one (the dynamic
+program of beat tracking: Ellis, J. New Music Research 36(1), 2007). The resolution of the sensor
+is measured, and a period below it is refused. An alias is refused too: the energy counter
+integrates what the power reading only samples, so that a fluctuation which the counter does not
+show was folded down from a shorter period.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+LEAST_PERIODS = 4
+"""Periods that a recording must hold: three comparisons of consecutive windows."""
+LEAST_SAMPLES = 2.0
+"""Sensor updates per period below which nothing can be resolved (Nyquist)."""
+LEAST_LIKENESS = 0.5
+"""Likeness of consecutive windows (1 equal, 0 unrelated) below which telemetry is aperiodic."""
+FLAT = 0.005
+"""A channel that varies by less than this share of its level holds nothing but sensor noise."""
+RARE = 0.15
+"""What differs in at most this share of the windows interrupts the iteration (an evaluation, a
+checkpoint) and is no part of it. Gradient accumulation over up to about ten micro-batches differs
+in more of them."""
+CLEARLY = 3.5
+"""Standard errors by which a longer candidate must be more alike to displace a shorter one; many
+candidates are compared."""
+LEAST_DIFFERENCE = 0.03
+"""The same as a share of the difference of unrelated windows: smaller gains come from where the
+sensor's updates fall."""
+FOLD_TOLERANCE = 0.03
+"""By how much the folded curve of a part of the period may be rougher than that of the whole."""
+COHERENT = 0.3
+"""Roughness of a folded curve above which iterations are too unequal to be folded."""
+FEW_UPDATES = 5.0
+"""Parts of more updates than this are told from the whole by comparing windows."""
+MOST_LAGS = 300
+"""Lags compared: the shortest, and the most alike."""
+UNSTABLE = 0.15
+"""Relative range of the period over the thirds of a recording above which it is not stable."""
+FINE = 8
+"""Points per sensor update after interpolation: a lag of two updates then has sixteen."""
+QUANTUM = 0.01
+"""The step in which utilisation is reported (1 %); of power, far below its noise."""
+NOVEL = 3.0
+"""How much further than the oddest known stretch (squared distance) a new one must be."""
+PHASES = 32
+"""Points per period at which single iterations are tracked."""
+
+
+class Telemetry(msgspec.Struct, frozen=True):
+    """Readings of one GPU; `nan` marks what is unknown, an empty array a sensor that is missing."""
+
+    t_s: Array
+    power_w: Array
+    sm_utilisation: Array
+    memory_utilisation: Array
+    energy_j: Array
+    """The counter, not its difference."""
+
+
+class Detection(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict on a stretch of telemetry."""
+
+    period_s: float | None
+    """None: no period was detected, and `reason` says why."""
+    code: str
+    """`periodic`, `flat`, `short`, `unresolvable`, `aperiodic` or `unstable`; for programs."""
+    reason: str
+    resolution_s: float | None = None
+    """The shortest period that this telemetry can show."""
+    likeness: float | None = None
+    """Correlation of consecutive periods, at most 1."""
+    spread: float | None = None
+    """Standard deviation of single iterations over the period, as far as the sensor shows them."""
+
+
+class _Grid(msgspec.Struct, frozen=True):
+    """Channels on one even grid, each with mean 0 and variance 1."""
+
+    step_s: float
+    values: Array
+    """(channels, n)"""
+    weights: Array
+
+
+def detect(telemetry: Telemetry) -> Detection:
+    """The period of the iterations in this telemetry, or why there is none."""
+    t = telemetry.t_s
+    if len(t) < 16:
+        return Detection(period_s=None, code="short", reason=f"only {len(t)} readings")
+    channels = _channels(telemetry)
+    if not channels:
+        return Detection(
+            period_s=None,
+            code="flat",
+            reason="power and utilisations do not vary: iterations leave no trace in them",
+        )
+    update_s = _update(telemetry)
+    resolution_s = LEAST_SAMPLES * update_s
+    grid = _grid(t, channels, update_s)
+    lag = _best_lag(grid)
+    if lag is None:
+        return Detection(
+            period_s=None,
+            code="aperiodic",
+            reason=f"no window of at least {resolution_s:.3g} s looks like the next one",
+            resolution_s=resolution_s,
+        )
+    if _is_alias(telemetry, 1.0 / lag.period_s, update_s):
+        return Detection(
+            period_s=None,
+            code="unresolvable",
+            reason=(
+                f"not resolvable from telemetry: power readings every {update_s * 1e3:.0f} ms seem "
+                f"to repeat every {lag.period_s:.3g} s, but the energy counter does not, so the "
+                f"iteration is shorter than {resolution_s * 1e3:.0f} ms; use marks"
+            ),
+            resolution_s=resolution_s,
+        )
+    return _tracked(grid, lag, resolution_s)
+
+
+def changed(reference: Telemetry, recent: Telemetry, period_s: float) -> bool:
+    """Whether each of the last two periods of `recent` looks like nothing in `reference`.
+
+    To be asked again whenever a part of a period has passed: a change of the iteration is then
+    noticed within three periods. What `reference` holds (a pause, a stall) is no change when it
+    comes back. The distance is that of the nearest stretch of the reference, and it has to be
+    `NOVEL` times the largest such distance among the reference's own stretches.
+    """
+    step = period_s / PHASES
+    old = _even(reference, step)
+    enough = recent.t_s[-1] - recent.t_s[0] >= (2 * PHASES + 1) * step
+    if old.shape[1] < LEAST_PERIODS * PHASES or not enough:
+        return False
+    # a channel counts by how much it varies, but sensor noise on a steady one must not
+    scale = np.maximum(old.std(axis=1), np.maximum(FLAT * np.abs(old.mean(axis=1)), QUANTUM))
+    old = old / scale[:, None]
+    own = [
+        _nearest(old, old[:, at : at + PHASES], skip=at)
+        for at in range(0, old.shape[1] - PHASES + 1, PHASES // 2)
+    ]
+    for back in (2, 1):
+        # the stretch may fall between the points of the reference
+        trials = (_even(recent, step, shift) / scale[:, None] for shift in (0, 0.25, 0.5, 0.75))
+        stretches = [t[:, t.shape[1] - back * PHASES :][:, :PHASES] for t in trials]
+        if min(_nearest(old, stretch) for stretch in stretches) <= NOVEL * max(own):
+            return False
+    return True
+
+
+def _even(telemetry: Telemetry, step_s: float, shift: float = 0.0) -> Array:
+    """Power and utilisations at even times, the last one `shift` steps before the last reading."""
+    t = telemetry.t_s
+    at = np.arange(t[-1] - shift * step_s, t[0], -step_s)[::-1]
+    names = (telemetry.power_w, telemetry.sm_utilisation, telemetry.memory_utilisation)
+    rows = [np.interp(at, t, v) for v in names if len(v) == len(t) and np.isfinite(v).all()]
+    return np.array(rows)
+
+
+def _nearest(signal: Array, stretch: Array, skip: int | None = None) -> float:
+    """Least mean squared difference of `stretch` and any stretch of `signal` as long, except those
+    that overlap the one at `skip`."""
+    length = stretch.shape[1]
+    total = np.zeros(signal.shape[1] - length + 1)
+    for row, part in zip(signal, stretch, strict=True):
+        squares = np.concatenate([[0.0], np.cumsum(row**2)])
+        total += squares[length:] - squares[:-length] + float((part**2).sum())
+        total -= 2 * np.correlate(row, part, mode="valid")
+    if skip is not None:
+        total[max(skip - length + 1, 0) : skip + length] = np.inf
+    return float(np.min(total) / length)
+
+
+# -- channels and the sensor ------------------------------------------------------------------
+
+
+def _channels(telemetry: Telemetry) -> list[tuple[Array, Array]]:
+    """(times, values) of every channel that varies."""
+    t = telemetry.t_s
+    found = []
+    for values in (telemetry.power_w, telemetry.sm_utilisation, telemetry.memory_utilisation):
+        if len(values) == len(t):
+            known = np.isfinite(values)
+            if known.sum() >= 16:
+                found.append((t[known], values[known]))
+    found.append(_power_of_counter(telemetry))
+    return [(at, v) for at, v in found if len(v) >= 16 and v.std() > FLAT * abs(v.mean())]
+
+
+def _power_of_counter(telemetry: Telemetry) -> tuple[Array, Array]:
+    """Mean power between updates of the energy counter, at the middle of each interval."""
+    energy, t = telemetry.energy_j, telemetry.t_s
+    nothing = (np.empty(0), np.empty(0))
+    if len(energy) != len(t):
+        return nothing
+    known = np.isfinite(energy)
+    energy, t = energy[known], t[known]
+    moved = np.flatnonzero(np.diff(energy) != 0) + 1
+    if len(moved) < 17 or (np.diff(energy) < 0).any():
+        return nothing
+    at, total = t[moved], energy[moved]
+    length = np.diff(at)
+    # rows read faster than the counter moves see each update late by up to a row
+    usual = float(np.median(length))
+    rows = float(np.median(np.diff(t)))
+    if rows < 0.5 * usual:
+        exact = (at[-1] - at[0]) / np.maximum(np.round(length / usual), 1.0).sum()
+        length = np.maximum(np.round(length / usual), 1.0) * exact
+    return (at[1:] + at[:-1]) / 2, np.diff(total) / length
+
+
+def _update(telemetry: Telemetry) -> float:
+    """How often the fastest sensor changes. A level that lasts several updates makes a sensor look
+    slower than it is, so the shorter intervals count; readings cannot show more than their own
+    spacing."""
+    t = telemetry.t_s
+    rows = float(np.median(np.diff(t)))
+    intervals = []
+    for values in (telemetry.power_w, telemetry.sm_utilisation, telemetry.energy_j):
+        if len(values) != len(t):
+            continue
+        changed = t[1:][np.diff(values) != 0]
+        if len(changed) >= 16:
+            between = np.diff(changed)
+            shortest = between[between < 1.5 * np.quantile(between, 0.1)]
+            intervals.append(float(shortest.mean()))
+    fastest = min(intervals, default=rows)
+    return rows if fastest < 1.5 * rows else fastest
+
+
+def _grid(t: Array, channels: Sequence[tuple[Array, Array]], update_s: float) -> _Grid:
+    """The channels, interpolated band-limited to `FINE` points per update."""
+    begin, end = t[0], t[-1]
+    n = int((end - begin) / update_s) + 1
+    even = begin + update_s * np.arange(n)
+    values = []
+    for at, v in channels:
+        if np.median(np.diff(at)) < 0.5 * update_s:  # the sensor holds its value between updates
+            x = v[np.clip(np.searchsorted(at, even, side="right") - 1, 0, len(v) - 1)]
+        else:
+            x = np.interp(even, at, v)
+        x = x - np.polyval(np.polyfit(even - begin, x, 1), even - begin)
+        x = _finer(np.clip(x, *np.quantile(x, [0.002, 0.998])))
+        values.append(x / max(float(x.std()), 1e-12))
+    rows = np.array(values)
+    # a channel counts by how well it repeats itself
+    best = np.array([_autocorrelation(x[None, :], np.ones(1)) for x in rows])
+    least = int(LEAST_SAMPLES * FINE)
+    weights = np.array([_highest_after_dip(a, least) for a in best]) ** 2 + 1e-6
+    return _Grid(update_s / FINE, rows, weights / weights.sum())
+
+
+def _finer(x: Array) -> Array:
+    """`x` at `FINE` times as many points, by Fourier interpolation of its mirrored extension."""
+    n = len(x)
+    mirrored = np.concatenate([x, x[::-1]])
+    spectrum = np.fft.rfft(mirrored)
+    result: Array = np.fft.irfft(spectrum, 2 * n * FINE)[: (n - 1) * FINE + 1] * FINE
+    return result
+
+
+# -- candidates, and the choice among them ----------------------------------------------------
+
+
+class _Lag(msgspec.Struct, frozen=True):
+    period_s: float
+    likeness: float
+
+
+def _autocorrelation(values: Array, weights: Array) -> Array:
+    """Unbiased, weighted over channels, for lags up to the part of the record that leaves
+    `LEAST_PERIODS`."""
+    n = values.shape[1]
+    spectrum = np.fft.rfft(values, 2 * n, axis=1)
+    power: Array = (weights[:, None] * np.abs(spectrum) ** 2).sum(axis=0)
+    raw = np.fft.irfft(power)[: n // LEAST_PERIODS + 1]
+    result: Array = raw / raw[0] * n / (n - np.arange(len(raw)))
+    return result
+
+
+def _highest_after_dip(autocorrelation: Array, least: int) -> float:
+    """The best repetition beyond the lags at which any smooth signal resembles itself."""
+    rising = np.flatnonzero(np.diff(autocorrelation) > 0)
+    first = max(int(rising[0]) if len(rising) else len(autocorrelation), least)
+    return max(float(autocorrelation[first:].max(initial=0.0)), 0.0)
+
+
+class _Likeness:
+    """How alike consecutive windows are, for any lag."""
+
+    def __init__(self, grid: _Grid) -> None:
+        self._x = grid.values * np.sqrt(grid.weights)[:, None]
+        half = FINE // 2
+        around = sliding_window_view(
+            np.pad(self._x, ((0, 0), (half, half)), mode="edge"), 2 * half + 1, axis=1
+        )
+        self._low, self._high = around.min(axis=2), around.max(axis=2)
+        self.length = self._x.shape[1]
+        lags = np.linspace(LEAST_SAMPLES * FINE, self.length // LEAST_PERIODS, 32).astype(int)
+        self._usual = float(np.median([np.median(self.differences(int(lag))) for lag in lags]))
+
+    def differences(self, lag: int, other: int | None = None) -> Array:
+        """Mean squared difference of every window of the length `lag` and the one `other` (else
+        `lag`) later.
+
+        The difference is to the nearest value within half a sensor update, in the direction in
+        which it is smaller: an edge or a peak that falls differently between two updates is not a
+        difference of the iterations.
+        """
+        shift = other or lag
+        count = (self.length - max(shift, lag)) // lag
+        need = lag * count
+        now, then = slice(0, need), slice(shift, shift + need)
+        x, later = self._x[:, now], self._x[:, then]
+        forward = np.clip(x, self._low[:, then], self._high[:, then]) - x
+        backward = np.clip(later, self._low[:, now], self._high[:, now]) - later
+        least = np.minimum(forward**2, backward**2).sum(axis=0)
+        result: Array = least.reshape(count, lag).mean(axis=1)
+        return result
+
+    def unrelated(self, lag: int) -> float:
+        """The median difference of windows of the length `lag` at distances that are no multiple
+        of it, shorter or longer ones, whichever is smaller: of a slow drift, windows at a shorter
+        distance are more alike."""
+
+        def largest(factors: tuple[float, ...]) -> float:
+            others = [int(f * lag) for f in factors if (max(f, 1.0) + 1) * lag < self.length]
+            return max((float(np.median(self.differences(lag, o))) for o in others), default=0.0)
+
+        return min(largest((0.55, 0.71, 0.84)), largest((1.31, 1.57, 1.76, 2.38)))
+
+    def at(self, lag: int) -> float:
+        """1 for equal windows, 0 for windows as different as at any lag. The median over windows:
+        blind to rare interruptions."""
+        own = float(np.median(self.differences(lag)))
+        if own > self._usual:  # spares the comparison with windows at other distances
+            return 0.0
+        usual = self.unrelated(lag)
+        return 1.0 - own / usual if usual > 0.0 else 0.0
+
+    def clearly_better(self, lag: int, rival: int) -> bool:
+        """Whether windows are more alike at the longer lag `rival`, in more than rare windows."""
+        after = self.differences(lag, rival)
+        gain = np.sort(self.differences(lag)[: len(after)] - after) / self.unrelated(rival)
+        drop = math.floor(RARE * len(gain))
+        kept = gain[drop : len(gain) - drop]
+        if len(kept) < LEAST_PERIODS - 1:
+            return False
+        mean, error = float(kept.mean()), float(kept.std(ddof=1)) / math.sqrt(len(kept))
+        return mean > LEAST_DIFFERENCE and mean > CLEARLY * error
+
+
+def _best_lag(grid: _Grid) -> _Lag | None:
+    """The shortest lag at which windows are as alike as at any longer lag."""
+    a = _autocorrelation(grid.values, grid.weights)
+    peaks = np.flatnonzero((a[1:-1] > a[:-2]) & (a[1:-1] >= a[2:])) + 1
+    peaks = peaks[peaks >= LEAST_SAMPLES * FINE]
+    lags = sorted({*peaks[:MOST_LAGS].tolist(), *peaks[np.argsort(-a[peaks])][:MOST_LAGS].tolist()})
+    if not lags:
+        return None
+    alike = _Likeness(grid)
+    likeness = {lag: alike.at(lag) for lag in lags}
+    best = max(likeness.values())
+    # windows that are few may be alike by chance
+    needed = {lag: max(0.5 * best, LEAST_LIKENESS + lag / alike.length) for lag in lags}
+    serious = [lag for lag in lags if likeness[lag] >= needed[lag]]
+    strongest = sorted(serious, key=lambda lag: -likeness[lag])[:24]
+    for lag in serious:
+        rivals = [rival for rival in strongest if rival > 1.2 * lag]
+        if not any(alike.clearly_better(lag, rival) for rival in rivals):
+            period = (lag + _vertex(a[lag - 1], a[lag], a[lag + 1])) * grid.step_s
+            return _Lag(float(_shortest_fold(grid, period)), likeness[lag])
+    return None
+
+
+def _shortest_fold(grid: _Grid, period_s: float) -> float:
+    """The shortest of `period_s` / 6, / 5, ... / 1 whose folded readings are as smooth.
+
+    Where a period is few or half-integer many updates long, consecutive windows are read at
+    different places and look different, while every second or third looks the same. Folded, the
+    readings of all windows fall between each other and show one curve.
+    """
+    x = grid.values[:, ::FINE] * np.sqrt(grid.weights)[:, None]
+    update_s = grid.step_s * FINE
+    length = min(max(math.ceil(3 * period_s / update_s), 24), x.shape[1])
+    starts = np.unique(np.linspace(0, x.shape[1] - length, 24).astype(int))
+    pieces = np.array([x[:, s : s + length] for s in starts])
+    whole, period = _folded(pieces, period_s / update_s)
+    folds = [(whole, period_s / update_s)]
+    parts = (period / n for n in range(2, 7))
+    folds += [_folded(pieces, part) for part in parts if LEAST_SAMPLES <= part <= FEW_UPDATES]
+    smoothest = min(rough for rough, _ in folds)
+    if smoothest > COHERENT:
+        return period_s
+    return update_s * min(p for rough, p in folds if rough <= smoothest + FOLD_TOLERANCE)
+
+
+def _folded(pieces: Array, period: float) -> tuple[float, float]:
+    """Roughness of the pieces (count, channels, n) folded at the best period within a percent (in
+    updates), and that period.
+
+    Roughness is Lafler and Kinman's statistic (ApJS 11, 1965): the mean squared step between
+    neighbours in phase, over twice the variance; 1 for noise.
+    """
+    spread = np.maximum(2 * pieces.var(axis=2).sum(axis=1), 1e-12)
+    tried = []
+    for trial in period * np.linspace(0.988, 1.012, 41):
+        order = np.argsort(np.arange(pieces.shape[2]) / trial % 1.0, kind="stable")
+        steps = (np.diff(pieces[:, :, order], axis=2) ** 2).mean(axis=2).sum(axis=1)
+        tried.append((float(np.median(steps / spread)), float(trial)))
+    return min(tried)
+
+
+def _vertex(left: float, middle: float, right: float) -> float:
+    """Offset of the vertex of the parabola through three points, in steps, within +-0.5."""
+    bend = left - 2 * middle + right
+    return 0.0 if bend >= 0 else float(np.clip(0.5 * (left - right) / bend, -0.5, 0.5))
+
+
+# -- aliases ----------------------------------------------------------------------------------
+
+
+def _is_alias(telemetry: Telemetry, frequency_hz: float, update_s: float) -> bool:
+    """Whether the power readings show a fluctuation at this frequency that the energy counter
+    lacks.
+
+    Over an interval u the counter passes a true frequency f with the gain sinc(f u); what is
+    folded onto f comes from 1/u - f or above, which it passes with sinc(1 - f u) at most. The
+    readings pass both. Without a moving counter an alias cannot be told from a period.
+    """
+    at, counted = _power_of_counter(telemetry)
+    known = np.isfinite(telemetry.power_w) if len(telemetry.power_w) else np.zeros(0, dtype=bool)
+    if len(at) < 16 or known.sum() < 16:
+        return False
+    t, power = telemetry.t_s[known], telemetry.power_w[known]
+    even = np.arange(t[0], t[-1], update_s)
+    held = power[np.clip(np.searchsorted(t, even, side="right") - 1, 0, len(power) - 1)]
+    interval = max(update_s, float(np.median(np.diff(at))))
+    # of an alias, the counter shows none of the harmonics that stand out in the readings
+    count = max(1, int(0.5 / (frequency_hz * interval)))
+    harmonics = frequency_hz * np.arange(1, min(count, 64) + 1)
+    read = np.array([_amplitude(even, held, f) for f in harmonics])
+    for frequency, amplitude in zip(harmonics, read, strict=True):
+        share = min(float(frequency) * interval, 1.0)
+        least = float(np.sinc(share) + np.sinc(1.0 - share)) / 2 * amplitude
+        if amplitude >= 0.3 * read.max() and _amplitude(at, counted, frequency) >= least:
+            return False
+    return True
+
+
+def _amplitude(t: Array, x: Array, frequency_hz: float) -> float:
+    """Largest spectral amplitude within the resolution of the record about a frequency."""
+    x = (x - x.mean()) * np.hanning(len(x))
+    width = 1.0 / (t[-1] - t[0])
+    scan = frequency_hz + width * np.linspace(-1.0, 1.0, 9)
+    return float(np.abs(np.exp(-2j * math.pi * scan[:, None] * (t - t[0])) @ x).max() / len(x))
+
+
+# -- single iterations ------------------------------------------------------------------------
+
+
+def _tracked(grid: _Grid, lag: _Lag, resolution_s: float) -> Detection:
+    """The period from the iterations one by one, if it is the same over the whole recording."""
+    beats = _beats(grid, lag.period_s)
+    intervals = np.diff(beats)
+    inside = np.abs(np.log(intervals / lag.period_s)) < math.log(1.3)
+    covered = float(intervals[inside].sum()) / (grid.step_s * grid.values.shape[1])
+    if inside.sum() < LEAST_PERIODS - 1 or covered < 0.5:
+        return Detection(
+            period_s=None,
+            code="aperiodic",
+            reason="consecutive windows are alike, but no sequence of iterations fits them",
+            resolution_s=resolution_s,
+            likeness=lag.likeness,
+        )
+    kept = intervals[inside]
+    off = np.abs(kept - np.median(kept))
+    kept = kept[off <= max(6.0 * float(np.median(off)), 0.01 * lag.period_s)]
+    spread = float(kept.std() / kept.mean())
+    period = float(np.mean(kept))
+    thirds = [float(np.mean(part)) for part in np.array_split(kept, 3) if len(part)]
+    range_ = (max(thirds) - min(thirds)) / period
+    if range_ > UNSTABLE:
+        return Detection(
+            period_s=None,
+            code="unstable",
+            reason=f"the period is not stable: it changes by {range_ * 100:.0f} % in the recording",
+            resolution_s=resolution_s,
+            likeness=lag.likeness,
+            spread=spread,
+        )
+    return Detection(
+        period_s=period,
+        code="periodic",
+        reason=(
+            f"{len(kept)} consecutive windows of {period:.4g} s are alike "
+            f"(correlation {lag.likeness:.2f}, the sensor resolves {resolution_s:.3g} s)"
+        ),
+        resolution_s=resolution_s,
+        likeness=lag.likeness,
+        spread=spread,
+    )
+
+
+def _beats(grid: _Grid, period_s: float) -> Array:
+    """Times at which iterations begin (at an arbitrary phase of theirs)."""
+    step = period_s / PHASES
+    n = grid.values.shape[1]
+    at = np.arange(0.0, (n - 1) * grid.step_s, step)
+    x = np.array([np.interp(at, grid.step_s * np.arange(n), row) for row in grid.values])
+    x *= np.sqrt(grid.weights)[:, None]
+    template = _typical(x)
+    beats = np.empty(0)
+    for _ in range(2):
+        score = _match(x, template)
+        places = _path(score)
+        windows = np.array([x[:, p : p + PHASES] for p in places])
+        template = np.median(windows, axis=0)
+        beats = np.array(
+            [
+                p + _vertex(score[p - 1], score[p], score[p + 1]) if 0 < p < len(score) - 1 else p
+                for p in places
+            ]
+        )
+    good = _match(x, template)[places] > 0.3
+    result: Array = beats * step
+    # an iteration that does not look like one ends the run before it
+    result = np.where(good, result, np.nan)
+    return result[np.isfinite(result)] if good.any() else result[:0]
+
+
+def _typical(x: Array) -> Array:
+    """The window most like all other windows at distances of whole periods."""
+    count = x.shape[1] // PHASES
+    windows = x[:, : count * PHASES].reshape(len(x), count, PHASES).transpose(1, 0, 2)
+    some = windows[:: max(1, count // 64)]
+    flat = some.reshape(len(some), -1)
+    distance = ((flat[:, None, :] - flat[None, :, :]) ** 2).mean(axis=2)
+    result: Array = some[int(np.argmin(np.median(distance, axis=1)))]
+    return result
+
+
+def _match(x: Array, template: Array) -> Array:
+    """Normalised correlation of the template with the signal from every point on."""
+    n = x.shape[1] - PHASES + 1
+    centred = template - template.mean(axis=1, keepdims=True)
+    own = math.sqrt(float((centred**2).sum())) or 1.0
+    product, energy = np.zeros(n), np.zeros(n)
+    for row, part in zip(x, centred, strict=True):
+        product += np.correlate(row, part, mode="valid")
+        sums = np.concatenate([[0.0], np.cumsum(row)])
+        squares = np.concatenate([[0.0], np.cumsum(row**2)])
+        mean = (sums[PHASES:] - sums[:-PHASES]) / PHASES
+        energy += (squares[PHASES:] - squares[:-PHASES]) - PHASES * mean**2
+    # quiet stretches match nothing: the denominator is at least a part of the template's own
+    result: Array = product / (own * np.maximum(np.sqrt(np.maximum(energy, 0.0)), 0.3 * own))
+    return result
+
+
+def _path(score: Array) -> list[int]:
+    """The places of iterations: high scores, at distances near one period (dynamic program)."""
+    least, most = int(0.6 * PHASES), int(1.6 * PHASES)
+    distance = np.arange(least, most + 1)
+    cost = 8.0 * np.log(distance / PHASES) ** 2
+    n = len(score)
+    total = np.concatenate([np.zeros(most), score])
+    before = np.full(n, -1)
+    for i in range(n):
+        values = total[i + most - distance] - cost
+        best = int(np.argmax(values))
+        if values[best] > 0:
+            total[i + most] = score[i] + values[best]
+            before[i] = i - distance[best]
+    tail = max(n - PHASES, 0)
+    place = tail + int(np.argmax(total[most + tail :]))
+    path = []
+    while place >= 0:
+        path.append(place)
+        place = int(before[place])
+    return path[::-1]

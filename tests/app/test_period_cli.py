@@ -1,0 +1,87 @@
+"""`kilter bench period`: the JSON contract, and clear errors on bad input."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kilter.app.cli.main import main
+
+HEADER = "t_s,power_instant_w,energy_mj,gpu_util,mem_util,sm_mhz"
+
+
+def recording(tmp_path, period_s=1.3, rows=400, text=None):
+    path = tmp_path / "run.csv"
+    t = 5.0 + 0.1 * np.arange(rows)
+    power = np.where(t / period_s % 1.0 < 0.5, 500.0, 200.0)
+    lines = [HEADER, *(f"{a:.3f},{p:.1f},,90,40,1980" for a, p in zip(t, power, strict=True))]
+    path.write_text(text if text is not None else "\n".join(lines) + "\n")
+    marks = tmp_path / "marks.json"
+    marks.write_text(json.dumps(list(np.arange(5.0, 40.0, period_s))))
+    return path, marks
+
+
+def bench(capsys, *arguments):
+    code = main(["bench", "period", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_json_keeps_its_keys(tmp_path, capsys):
+    path, marks = recording(tmp_path)
+    code, out, _ = bench(capsys, "--telemetry", path, "--marks", marks, "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["schema"] == "kilter.bench.period/1"
+    assert document["label"] == "replayed"
+    assert document["detected"] is True
+    assert document["period_s"] == pytest.approx(1.3, rel=0.02)
+    assert document["relative_error"] < 0.02
+    assert document["reason"]
+    assert document["method"]
+
+
+def test_without_a_period_the_reason_is_given(tmp_path, capsys):
+    path, _ = recording(tmp_path, period_s=1e9)
+    code, out, _ = bench(capsys, "--telemetry", path, "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["detected"] is False
+    assert document["period_s"] is document["relative_error"] is None
+    assert "do not vary" in document["reason"]
+
+
+def test_synthetic_cases_are_summarised(capsys):
+    code, out, _ = bench(capsys, "--cases", 4, "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["label"] == "simulated"
+    assert len(document["rows"]) == 4
+    assert 0.0 <= document["summary"]["not_confused"] <= 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "t_s\n1\n", HEADER + "\n", HEADER + "\n1,2,3\n", HEADER + "\n1,x,3,4,5,6\n"]
+)
+def test_bad_recordings_are_one_line(tmp_path, capsys, text):
+    path, _ = recording(tmp_path, text=text)
+    code, out, err = bench(capsys, "--telemetry", path)
+    assert (code, out) == (1, "")
+    assert str(path) in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["{}", "[1.0]", "[2.0, 1.0]", "[1.0,", '["a", "b"]'])
+def test_bad_marks_are_one_line(tmp_path, capsys, text):
+    path, marks = recording(tmp_path)
+    marks.write_text(text)
+    code, out, err = bench(capsys, "--telemetry", path, "--marks", marks)
+    assert (code, out) == (1, "")
+    assert str(marks) in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_marks_without_telemetry_and_no_cases_are_wrong_usage(tmp_path, capsys):
+    _, marks = recording(tmp_path)
+    assert bench(capsys, "--marks", marks)[0] == 2
+    assert bench(capsys, "--cases", 0)[0] == 2

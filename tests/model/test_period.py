@@ -1,0 +1,99 @@
+"""The period of iterations: found where the sensor can show it, refused where it cannot."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kilter.app.bench.period_cases import KINDS, case
+from kilter.model.period import Telemetry, changed, detect
+
+NOTHING = np.empty(0)
+
+
+def square(t, period_s, share=0.4, low=200.0, high=600.0):
+    return np.where(t / period_s % 1.0 < share, low, high)
+
+
+def seen(t, power, energy=NOTHING):
+    return Telemetry(
+        t_s=t, power_w=power, sm_utilisation=NOTHING, memory_utilisation=NOTHING, energy_j=energy
+    )
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    period_s=st.floats(0.6, 8.0),
+    offset_s=st.floats(-1e6, 1e6),
+    gain=st.floats(0.1, 10.0),
+    seed=st.integers(0, 2**31),
+)
+def test_a_plain_period_is_found_wherever_and_in_whatever_unit(period_s, offset_s, gain, seed):
+    rng = np.random.default_rng(seed)
+    t = np.arange(0.0, 40 * period_s, 0.1)
+    power = square(t, period_s) + rng.normal(0.0, 8.0, len(t))
+    detection = detect(seen(t + offset_s, gain * power))
+    assert detection.period_s == pytest.approx(period_s, rel=0.02)
+
+
+def test_a_steady_gpu_has_no_period():
+    rng = np.random.default_rng(0)
+    t = np.arange(0.0, 60.0, 0.1)
+    assert detect(seen(t, np.full(len(t), 300.0))).code == "flat"
+    assert detect(seen(t, 300.0 + rng.normal(0.0, 9.0, len(t)))).period_s is None
+
+
+def test_few_readings_are_too_short():
+    assert detect(seen(np.arange(5.0), np.arange(5.0))).code == "short"
+
+
+def test_an_alias_is_refused_because_the_energy_counter_does_not_show_it():
+    """90.5 ms read every 100 ms looks like a clean period of 0.95 s; so does a true one."""
+    ticks = np.arange(0.1, 40.0, 0.1)
+    fine = np.arange(0.0, 40.2, 0.0005)
+    for period_s, code in ((0.0905, "unresolvable"), (0.9526, "periodic")):
+        energy = np.cumsum(square(fine, period_s)) * 0.0005
+        power = square(ticks, period_s)
+        detection = detect(seen(ticks, power, np.interp(ticks, fine, energy)))
+        assert detection.code == code
+
+
+def test_the_whole_iteration_is_taken_and_not_its_micro_batches():
+    rng = np.random.default_rng(1)
+    t = np.arange(0.0, 120.0, 0.1)
+    place = t / 4.4 % 1.0
+    power = np.where(place * 4.4 < 4.0, square(t - np.floor(t / 4.4) * 4.4, 1.0), 120.0)
+    detection = detect(seen(t, power + rng.normal(0.0, 5.0, len(t))))
+    assert detection.period_s == pytest.approx(4.4, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_synthetic_cases_of_every_kind(kind):
+    chosen = [c for c in map(case, range(300_000, 300_060)) if c.kind == kind][:3]
+    assert chosen
+    right = 0
+    for labelled in chosen:
+        found = detect(labelled.telemetry).period_s
+        if labelled.periodic:
+            right += found is not None and abs(found / labelled.period_s - 1) < 0.02
+        else:
+            right += found is None
+    assert right >= len(chosen) - 1
+
+
+def test_a_case_depends_on_its_number_only():
+    one, again, other = case(7), case(7), case(8)
+    assert np.array_equal(one.telemetry.power_w, again.telemetry.power_w)
+    assert one.marks_s == again.marks_s != other.marks_s
+
+
+@pytest.mark.parametrize(("factor", "low"), [(1.0, 200.0), (1.3, 200.0), (1.0, 400.0)])
+def test_a_change_of_the_iteration_is_noticed_within_three_periods(factor, low):
+    rng = np.random.default_rng(2)
+    step, period_s = 0.1, 2.0
+    old = np.arange(0.0, 24 * period_s, step)
+    new = np.arange(0.0, 3 * period_s * factor, step)
+    reference = seen(old, square(old, period_s) + rng.normal(0.0, 5.0, len(old)))
+    recent = square(new, period_s * factor, low=low) + rng.normal(0.0, 5.0, len(new))
+    same = factor == 1.0 and low == 200.0
+    assert changed(reference, seen(new, recent), period_s) is not same

@@ -20,8 +20,8 @@ import numpy as np
 from kilter.app.bench.period_cases import KINDS, Case, Change, case, change
 from kilter.core.errors import FileError, UsageError
 from kilter.core.setting import Sample
-from kilter.model.period import Detection, Telemetry, changed, detect
 from kilter.device.sim.replay import load_recording
+from kilter.model.period import Detection, Telemetry, changed, detect
 
 HELP = "detect the period of iterations from telemetry alone; check it against marks"
 EPILOG = """\

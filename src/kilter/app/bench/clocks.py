@@ -11,12 +11,13 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import msgspec
 import numpy as np
 
+from kilter.app.bench import clock_peers
 from kilter.app.cli.options import fraction
 from kilter.clocks.plan.governor import BlockOutcome, Governor, Order
 from kilter.clocks.plan.job import SEARCHED_KNOBS, Space
@@ -137,36 +138,23 @@ def oracle(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorklo
 
 
 def zeus(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
-    """Zeus' power-limit optimizer with its max-slowdown selector: limits from the highest to the
-    lowest in order, 10 warm-up and 40 measured steps each, one sample per limit, then the least
-    energy among those within the factor. Tables without limits: the core clock takes its place."""
-    default = run.workload.default.setting
-    by_limit = any(r.setting.power_limit_w for r in run.workload.rows)
-    knob = "power_limit_w" if by_limit else "sm_clock_hz"
-    ladder = [
-        r.setting
-        for r in run.workload.rows
-        if all(getattr(r.setting, k) == getattr(default, k) for k in SEARCHED_KNOBS if k != knob)
-    ]
-    ladder.sort(key=lambda s: -(getattr(s, knob) or math.inf))
-    measured: dict[Setting, BlockOutcome] = {}
-    try:
-        for setting in ladder:
-            run.block(setting, 10)
-            measured[setting] = _mean(run.block(setting, 1) for _ in range(40))
-    except OutOfTime:
-        return default
-    limit = measured[default].iteration_s * (1 + _bound(goal))
-    legal = [s for s, o in measured.items() if o.iteration_s <= limit]
-    return min(legal, key=lambda s: measured[s].energy_j or math.inf)
+    """Power limits from the top down (`clock_peers.zeus`)."""
+    return clock_peers.zeus(run, _bound(goal))
 
 
-def _mean(outcomes: Iterable[BlockOutcome]) -> BlockOutcome:
-    listed = list(outcomes)
-    return BlockOutcome(
-        iteration_s=statistics.fmean(o.iteration_s for o in listed),
-        energy_j=statistics.fmean(o.energy_j or 0.0 for o in listed),
-    )
+def gpoeo(run: Replay, goal: Goal, seed: int, others: Sequence[RecordedWorkload]) -> Setting:
+    """Prediction, then golden section (`clock_peers.gpoeo`)."""
+    return clock_peers.gpoeo(run, _bound(goal), static(run, goal, seed, others))
+
+
+def mf_gpoeo(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
+    """A PID controller of the slowdown (`clock_peers.mf_gpoeo`)."""
+    return clock_peers.mf_gpoeo(run, _bound(goal))
+
+
+def geepafs(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
+    """Four probes and a fold line (`clock_peers.geepafs`)."""
+    return clock_peers.geepafs(run, _bound(goal))
 
 
 POLICIES: Mapping[str, Policy] = {
@@ -174,6 +162,9 @@ POLICIES: Mapping[str, Policy] = {
     "default": default,
     "static": static,
     "zeus": zeus,
+    "gpoeo": gpoeo,
+    "mf-gpoeo": mf_gpoeo,
+    "geepafs": geepafs,
     "oracle": oracle,
 }
 
@@ -233,7 +224,10 @@ def play(
                         budget_s=budget_s,
                         placebo=placebo,
                     )
-                    setting = POLICIES[policy](run, goal, seed, others)
+                    try:
+                        setting = POLICIES[policy](run, goal, seed, others)
+                    except OutOfTime:  # a policy that has not decided leaves the default
+                        setting = workload.default.setting
                     # in a placebo run every setting is the default in disguise
                     row = workload.default if placebo else workload.at(setting) or workload.default
                     slow = slowdown(row, workload.default)
@@ -292,7 +286,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--policies",
-        default="kilter,static,zeus,default,oracle",
+        default="kilter,static,zeus,gpoeo,mf-gpoeo,geepafs,default,oracle",
         metavar="A,B",
         help="of: " + ", ".join(POLICIES) + " (default: all)",
     )

@@ -489,8 +489,9 @@ def _tracked(grid: _Grid, lag: _Lag, resolution_s: float) -> Detection:
             likeness=lag.likeness,
         )
     kept = intervals[inside]
+    # both ends of an interval are only known to a sensor update: two usual lengths are no outliers
     off = np.abs(kept - np.median(kept))
-    kept = kept[off <= max(6.0 * float(np.median(off)), 0.01 * lag.period_s)]
+    kept = kept[off <= max(6.0 * float(np.median(off)), 2 * FINE * grid.step_s)]
     spread = float(kept.std() / kept.mean())
     period = float(np.mean(kept))
     thirds = [float(np.mean(part)) for part in np.array_split(kept, 3) if len(part)]

@@ -591,11 +591,40 @@ def test_writing_to_a_saved_tensor_is_the_error_of_the_plain_run() -> None:
             z.sum().backward()
             yield
 
-    for share in (0.3, 2.0):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            governed(job, share=share)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as plain:
         run(job)
+    for share in (0.3, 2.0):
+        with pytest.raises(RuntimeError) as found:
+            governed(job, share=share)
+        assert type(found.value) is RuntimeError
+        assert found.value.__context__ is None
+        assert str(found.value) == str(plain.value)
+
+
+def writes(what: str) -> str:
+    """What a backward raises whose saved tensor was written to."""
+    weight = torch.randn(64, 64, requires_grad=True)
+    x = torch.randn(64, 64)
+    y = weight @ x
+    z = y.tanh() * x
+    rows = torch.arange(64)
+    picked = z[rows]
+    with torch.no_grad():
+        {"input": x, "product": y, "leaf": weight, "indices": rows, "result": z}[what].add_(1)
+    with pytest.raises(RuntimeError) as found:
+        (picked * z).exp().sum().backward()
+        (weight * weight).sum().backward()
+        y.square().sum().backward()
+    assert type(found.value) is RuntimeError
+    return str(found.value)
+
+
+@pytest.mark.parametrize("min_bytes", [1024, 10**9])
+@pytest.mark.parametrize("what", ["input", "result", "indices"])
+def test_the_error_of_the_plain_run_has_its_words(what: str, min_bytes: int) -> None:
+    plain = writes(what)
+    with Swapper(CpuStandIn(), budget_bytes=10**9, link=FAST, min_bytes=min_bytes):
+        assert writes(what) == plain
 
 
 def test_two_batch_norm_forwards_before_one_backward() -> None:

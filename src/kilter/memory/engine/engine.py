@@ -31,7 +31,7 @@ from kilter.memory.engine.backend import Backend, owned
 from kilter.memory.engine.collector import Collector
 from kilter.memory.engine.demand import Demand
 from kilter.memory.engine.kinds import TUNED, Kinds, PassKind
-from kilter.memory.engine.operations import Modified
+from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, again_code, use_code
 from kilter.memory.engine.reach import Reach
 from kilter.memory.engine.ready import Due, Ready
@@ -44,6 +44,7 @@ from kilter.memory.engine.store import (
     View,
     called,
     kept,
+    original_of,
     sole,
     whole,
 )
@@ -380,10 +381,17 @@ class Swapper(AbstractContextManager["Swapper"]):
         return self._pack_tensor(tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if self._dispatch_modes() or self._function_modes():
-            tensor: torch.Tensor = self._unseen(self._unpack_tensor, packed, type(packed[0]))
-            return tensor
-        return self._unpack_tensor(packed)
+        try:
+            if self._dispatch_modes() or self._function_modes():
+                tensor: torch.Tensor = self._unseen(self._unpack_tensor, packed, type(packed[0]))
+                return tensor
+            return self._unpack_tensor(packed)
+        except Modified as error:
+            plain = error.as_the_framework(packed, original_of(packed))
+        try:
+            raise plain
+        finally:
+            del plain  # its traceback would keep this frame alive
 
     def _unseen(self, hook: Callable[[Any], Any], argument: Any, kind: type) -> Any:
         """Modes of the program's, which count operations or change them, are not for ours. Those

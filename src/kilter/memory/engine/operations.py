@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from kilter.memory.engine.fused import can_normalise, normalised
+from kilter.memory.engine.modified import Modified
 
 if TYPE_CHECKING:
     _Make: TypeAlias = Callable[[], torch.Tensor]
@@ -41,16 +42,6 @@ class Graph(Protocol):
         """Of a layer norm with this weight."""
 
 
-class Modified(RuntimeError):
-    """The error of the plain run, raised for it: a saved tensor was modified in place."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "one of the variables needed for gradient computation has been modified by an "
-            "inplace operation (found by kilter, which holds the saved tensors)"
-        )
-
-
 class Held:
     """A source that is no datum of the engine: a parameter, or a small tensor that autograd saved.
 
@@ -69,7 +60,7 @@ class Held:
 
     def __call__(self) -> torch.Tensor:
         if self.changed:
-            raise Modified
+            raise Modified(self.tensor, self.version)
         found: torch.Tensor = self.tensor if self.take is None else self.take()
         return found
 

@@ -22,7 +22,8 @@ import torch
 
 from kilter.memory.engine.backend import Backend, Event
 from kilter.memory.engine.host import Block, HostPool
-from kilter.memory.engine.operations import Held, Modified, Source
+from kilter.memory.engine.modified import Modified
+from kilter.memory.engine.operations import Held, Source
 from kilter.memory.engine.recompute import EPS, Foreign, Recipe
 from kilter.memory.engine.waits import Waits
 
@@ -140,11 +141,18 @@ def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int, Itself]:
     return tensor.detach(), tensor._version, Itself.of(tensor)
 
 
+def original_of(packed: Any) -> torch.Tensor | None:
+    """The program's own tensor object behind what autograd was given, while it lives."""
+    itself: Any = packed.itself if type(packed) is View else packed[2]
+    original: torch.Tensor | None = packed[0] if itself is LEAF else itself()
+    return original
+
+
 def whole(held: tuple[Any, ...]) -> torch.Tensor:
     """The tensor behind `kept`, or `Modified`."""
     tensor: torch.Tensor = held[0]
     if tensor._version != held[1]:
-        raise Modified
+        raise Modified(tensor, held[1])
     return tensor
 
 
@@ -173,7 +181,14 @@ def _seen(
 ) -> torch.Tensor:
     """The storage of a tensor, looked at in another way."""
     tensor = torch.empty(0, dtype=dtype, device=storage_of.device)
-    return tensor.set_(storage_of.untyped_storage(), offset, size, stride)
+    tensor.set_(storage_of.untyped_storage(), offset, size, stride)
+    set_version(tensor, storage_of._version)
+    return tensor
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """So often the tensor has been written to, as far as anybody can see."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def _users(tensor: torch.Tensor) -> int:
@@ -305,7 +320,7 @@ class Store:
         alias = saved.alias
         assert alias is not None
         if alias._version != saved.version:
-            raise Modified
+            raise Modified(alias, saved.version)
         if size is None:
             return alias
         if dtype is alias.dtype:
@@ -435,9 +450,10 @@ class Store:
                 self.waits.wait(saved.arrival, saved.number)
             assert saved.alias is not None
             alias = saved.alias
-        version, key = alias._version, alias.untyped_storage()._cdata
-        # From here on `version` counts writes to the copy, and nothing can fail.
-        saved.alias, saved.version, saved.key, saved.state = alias, version, key, HERE
+        set_version(alias, saved.version)  # filling it counted as a write
+        key = alias.untyped_storage()._cdata
+        # From here on nothing can fail.
+        saved.alias, saved.key, saved.state = alias, key, HERE
         saved.recipe = None  # lets go of what it reads
         self._here[key] = saved.itself
         self.absent -= 1
@@ -536,6 +552,8 @@ class Store:
         if packed is None:
             return None
         if type(packed) is View and packed.saved.store is self:
+            if packed.saved.within is not self.within():
+                raise Foreign(f"{node.name()} saved {name} in an earlier pass")
             return packed, packed.saved
         hook = raw.unpack_hook
         if hook is None:

@@ -9,7 +9,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from kilter.memory.engine.backend import Backend, Event
-from kilter.memory.engine.operations import Modified
+from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedDatum
 from kilter.memory.engine.recompute import Reader, Unlike
 from kilter.memory.engine.store import Saved, Store, flat

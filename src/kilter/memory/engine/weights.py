@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from kilter.core.units import MIB
 from kilter.memory.engine.away import Doors, WeightsMoved
 from kilter.memory.engine.backend import Backend, Event
-from kilter.memory.engine.operations import Modified
+from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.shelf import MovedWeights, Shelf
-from kilter.memory.engine.store import kept, whole
+from kilter.memory.engine.store import kept, original_of, whole
 from kilter.memory.plan.problem import Link
 from kilter.memory.plan.weights import Weight, WeightPlan, plan_weights
 
@@ -81,7 +81,7 @@ class SavedView:
     def __call__(self) -> torch.Tensor:
         parameter: Any = self._parameter
         if parameter._version != self._version:
-            raise Modified
+            raise Modified(parameter, self._version)
         self._home(parameter)
         view: torch.Tensor = parameter.detach().as_strided(self._size, self._stride, self._start)
         return view
@@ -312,11 +312,19 @@ class WeightMover(AbstractContextManager["WeightMover"]):
                 self._reading = False
 
         def unpack_weight(packed: Any) -> torch.Tensor:
-            if type(packed) is SavedView:
-                return packed()
-            tensor: torch.Tensor = unpack(packed)
-            shelf.home(tensor)
-            return tensor
+            try:
+                tensor: torch.Tensor = packed() if type(packed) is SavedView else unpack(packed)
+            except Modified as error:
+                original = None if type(packed) is SavedView else original_of(packed)
+                plain = error.as_the_framework(packed, original)
+            else:
+                if type(packed) is not SavedView:
+                    shelf.home(tensor)
+                return tensor
+            try:
+                raise plain
+            finally:
+                del plain  # its traceback would keep this frame alive
 
         return pack_weight, unpack_weight
 

@@ -16,6 +16,7 @@ ENDS = "-2 (SIGINT)"
 
 
 def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
     names = {frame.filename for frame in traceback.extract_tb(trace)}
     show(
         error=kind.__name__,
@@ -31,6 +32,7 @@ def main() -> None:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if is_inside_kilter(frame, __file__):
+            signal.setitimer(signal.ITIMER_REAL, 0)  # Ctrl-C once
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGALRM, interrupt)

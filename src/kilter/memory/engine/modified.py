@@ -1,0 +1,77 @@
+"""The error of the plain run for a saved tensor that was written to, in the framework's own words.
+
+Under hooks on saved tensors, whoever sets them, the framework does not compare versions. Ours do,
+and what they raise in the program is what the framework would have raised.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import torch
+
+_TEXT = "one of the variables needed for gradient computation has been modified by an inplace operation"
+_MAKER = re.compile(r"(?<=which is output 0 of )[^,]+")
+
+
+class Modified(Exception):
+    """Inside of the engine: a saved tensor has another version than the one that was saved."""
+
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        """`version` is the one that was saved."""
+        super().__init__(_TEXT)
+        self.tensor = tensor
+        self.version = version
+
+    def as_the_framework(self, packed: Any, original: torch.Tensor | None) -> RuntimeError:
+        """What is raised in the program. `packed` is what autograd was given for the tensor, and
+        `original` the program's own tensor, if it is alive."""
+        text = [_TEXT]
+        maker = _maker(packed, original)
+        # Hooks belong to a thread: in one of its own the framework checks versions itself.
+        asked = threading.Thread(target=_ask, args=(self.tensor, self.version, maker, text))
+        asked.start()
+        asked.join()
+        return RuntimeError(text[-1])
+
+
+def _maker(packed: Any, original: torch.Tensor | None) -> str:
+    """The node that made the tensor, as far as it is known; empty for one that none has made."""
+    node = torch._C._current_autograd_node()
+    for name in dir(node):
+        # Nodes name what they have made themselves so.
+        if name.startswith(("_raw_saved_result", "_raw_saved_output")):
+            if getattr(getattr(node, name), "data", None) is packed:
+                return str(node.name())
+    made_by = None if original is None else original.grad_fn
+    return "" if made_by is None else str(made_by.name())
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return other.clone()
+
+
+def _ask(tensor: torch.Tensor, version: int, maker: str, text: list[str]) -> None:
+    """Have the framework find a tensor of this type and size, without its memory, modified."""
+    one = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
+    differentiable = tensor.is_floating_point() or tensor.is_complex()
+    with torch.enable_grad():
+        example = one.requires_grad_(bool(maker) and differentiable).expand(tensor.size())
+        setting = torch._C._autograd._unsafe_set_version_counter
+        setting((example,), (version,))
+        kept: Any = _Kept.apply(example, torch.ones((), requires_grad=True))
+        setting((example,), (tensor._version,))
+    try:
+        kept.grad_fn.saved_tensors  # noqa: B018
+    except RuntimeError as error:
+        text.append(_MAKER.sub(lambda found: _styled(maker, found[0]), str(error)))
+
+
+def _styled(maker: str, example: str) -> str:
+    """Some versions of the framework name a node without the end of its name."""
+    return maker if "Backward" in example else re.sub(r"Backward\d*$", "", maker)

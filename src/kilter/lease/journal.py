@@ -162,11 +162,15 @@ class Holder:
         return start_ticks(self.pid) == self.start_ticks
 
     @property
+    def late(self) -> bool:
+        """The deadline has passed and nobody has put anything back yet."""
+        return time.monotonic() > self.deadline_s and not self.kept_s >= self.deadline_s
+
+    @property
     def overdue(self) -> bool:
-        """The deadline has passed and nobody has put anything back: the watcher, which keeps it
-        within `PATIENCE_S`, is frozen as well."""
-        late = time.monotonic() > self.deadline_s + PATIENCE_S
-        return late and not self.kept_s >= self.deadline_s
+        """The same for so long that the watcher, which keeps the deadline within `PATIENCE_S`, must
+        be frozen as well."""
+        return self.late and time.monotonic() > self.deadline_s + PATIENCE_S
 
 
 _LINE = 64
@@ -616,6 +620,9 @@ def _lock_or_force(place: JournalPlace, *, force: bool) -> OwnFile | None:
         return place.lock()
     except Held as error:
         holder = place.holder()
+        while holder is not None and holder.alive and holder.late and not holder.overdue:
+            time.sleep(POLL_S)  # the watcher is just putting things back, or frozen
+            holder = place.holder()
         if holder is not None and holder.alive and not holder.overdue:
             raise
         now_s, deadline_s = time.monotonic(), math.inf if holder is None else holder.deadline_s

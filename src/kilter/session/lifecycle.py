@@ -27,6 +27,7 @@ from kilter.core.secrets import masked
 from kilter.device.protocol import Device
 from kilter.lease.run_lease import RunLease
 from kilter.memory.host_memory import default_limit_bytes
+from kilter.observe.imports import after_import
 from kilter.observe.iteration_clock import IterationClock
 from kilter.observe.run_files import RunFiles
 from kilter.observe.sampler import Sampler
@@ -69,6 +70,8 @@ class Session:
         self._listener: RunListener = listener if listener and speaks else SilentListener()
         self._fence = Fence(self._step_aside)
         self._destructors = Destructors(self._fence)
+        # Before torch is there we have no destructors, and a script without it sees no hook.
+        self._torch_came = after_import("torch", self._destructors.start)
         self._ending = Ending()
         self._device: Device | None = None
         self._log: RunLog | None = None
@@ -103,7 +106,7 @@ class Session:
             raise wrong[0]
         if opened:
             self._fence(self._start)()
-        self._destructors.start()
+        self._torch_came.install()
         Session._running = self
         return self
 
@@ -194,6 +197,7 @@ class Session:
         Session._running = None
         self._outcome = how_it_ended(error)
         try:
+            self._torch_came.cancel()
             self._destructors.stop()
             if self._live is not None:
                 self._fence.run(self._live.script_ended, self._outcome)

@@ -156,3 +156,27 @@ def test_sparse_tensors_are_left_to_autograd() -> None:
     assert found is not None
     assert plain is not None
     assert torch.equal(found, plain)
+
+
+@shows_saved
+def test_a_recipe_reads_nothing_that_an_earlier_pass_has_saved() -> None:
+    """A graph that outlives its step goes on into the next pass, whose data have other numbers."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    swapper = Swapper(CpuStandIn(), budget_bytes=8 * ROW, link=LINK, min_bytes=1024)
+    with swapper:
+        for _ in range(10):
+            hidden = torch.nn.functional.gelu(net(torch.randn(64, 64)))
+            hidden.square().mean().backward(retain_graph=True)
+            optimizer.step()
+            later = torch.nn.functional.gelu(hidden).exp()  # begins another pass
+            torch.autograd.grad(later.mean(), hidden)
+            optimizer.zero_grad()
+            del hidden, later
+    records = swapper.records()
+    assert records
+    for record in records:
+        for number, datum in enumerate(record.data):
+            assert all(source < number for source in (*datum.sources, *datum.closed))
+        record.problem(link=LINK, budget_bytes=ROW, min_bytes=1)

@@ -262,6 +262,34 @@ def test_a_custom_function_gets_its_own_objects_back(rows: int) -> None:
     assert all(row[0] and row[1] and row[2] for row in seen[1][::2])
 
 
+def test_a_tensor_that_was_away_has_not_been_written_to() -> None:
+    versions = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            out = x.exp()
+            ctx.save_for_backward(x, out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            x, out = ctx.saved_tensors
+            versions.append((x._version, out._version))
+            return gradients[0] * out
+
+    link = Link(to_host_bytes_per_s=1e12, to_device_bytes_per_s=1e12, both_bytes_per_s=2e12)
+    x = torch.randn(64, 64, requires_grad=True)
+    with Swapper(CpuStandIn(), budget_bytes=40_000, link=link, min_bytes=1024) as swapper:
+        for _ in range(3):
+            y = (x * 2).sin_()
+            for _ in range(6):
+                y = Looks.apply(y).tanh()
+            y.sum().backward()
+    assert swapper.report().in_bytes > 0
+    assert set(versions) == {(0, 0), (1, 0)}  # the first of a pass was written to in place, once
+
+
 def test_the_programs_classes_are_the_frameworks_again_afterwards() -> None:
     with Swapper(CpuStandIn(), budget_bytes=1, link=SLOW):
         assert "data" in vars(torch.Tensor)

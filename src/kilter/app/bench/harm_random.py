@@ -258,7 +258,7 @@ def _run_program(seed: int, out: Path | None) -> str:
         with contextlib.redirect_stdout(printed), governed:
             exec(code, module.__dict__)
         end = "finished"
-    except BaseException as error:  # also SystemExit and KeyboardInterrupt of the program
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # all that a program may end with
         end = f"{type(error).__name__}: {error}"
     del sys.modules[name]
     module.__dict__.clear()

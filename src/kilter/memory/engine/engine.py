@@ -17,12 +17,12 @@ what the plan leaves alone is handed to autograd as it is, and an event is one l
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from kilter.core.units import MIB
@@ -33,6 +33,7 @@ from kilter.memory.engine.demand import Demand
 from kilter.memory.engine.kinds import TUNED, Kinds, PassKind
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, again_code, use_code
+from kilter.memory.engine.quiet import unseen
 from kilter.memory.engine.reach import Reach
 from kilter.memory.engine.ready import Due, Ready
 from kilter.memory.engine.recompute import EPS, Reader
@@ -119,7 +120,7 @@ def note_epsilon(module: Any, inputs: Any, output: Any) -> None:
         node.metadata[EPS] = eps
 
 
-@functools.cache
+@cache
 def leave_uncompiled() -> None:
     """Dynamo would compile our own frames when it meets them beside the user's. A wrapper
     (`torch.compiler.disable`) would cost each call more than an ordinary event does."""
@@ -396,16 +397,13 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _unseen(self, hook: Callable[[Any], Any], argument: Any, kind: type) -> Any:
         """Modes of the program's, which count operations or change them, are not for ours. Those
         that record or imitate the program have to see all; there nothing is moved."""
-        from torch.utils._python_dispatch import _disable_current_modes
-
         modes = self._torch._C._TorchDispatchModeKey
         found = self._torch._C._get_dispatch_mode
         if any(found(key) for key in (modes.PROXY, modes.FUNCTIONAL, modes.FAKE)):
             return kept(argument) if hook == self._pack_tensor else hook(argument)
         if kind not in (self._tensor, self._torch.nn.Parameter, Saved):
             return hook(argument)
-        with _disable_current_modes(), self._torch._C.DisableTorchFunction():
-            return hook(argument)
+        return unseen(partial(hook, argument))
 
     def _pack_tensor(self, tensor: torch.Tensor) -> Any:
         if (

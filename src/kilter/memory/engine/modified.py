@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-_TEXT = "one of the variables needed for gradient computation has been modified by an inplace operation"
+_TEXT = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation"
+)
 _MAKER = re.compile(r"(?<=which is output 0 of )[^,]+")
 
 
@@ -40,16 +42,16 @@ class Modified(Exception):
 def _maker(packed: Any, original: torch.Tensor | None) -> str:
     """The node that made the tensor, as far as it is known; empty for one that none has made."""
     node = torch._C._current_autograd_node()
-    for name in dir(node):
-        # Nodes name what they have made themselves so.
-        if name.startswith(("_raw_saved_result", "_raw_saved_output")):
-            if getattr(getattr(node, name), "data", None) is packed:
-                return str(node.name())
+    # Nodes name what they have made themselves so.
+    names = ("_raw_saved_result", "_raw_saved_output")
+    own = [getattr(node, name) for name in dir(node) if name.startswith(names)]
+    if node is not None and any(getattr(raw, "data", None) is packed for raw in own):
+        return str(node.name())
     made_by = None if original is None else original.grad_fn
     return "" if made_by is None else str(made_by.name())
 
 
-class _Kept(torch.autograd.Function):
+class _Kept(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tensor)

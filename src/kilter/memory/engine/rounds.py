@@ -7,6 +7,7 @@ A round begins with the first gradient and ends with the program's step. What mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kilter.core.units import show_bytes
@@ -87,14 +88,16 @@ class Rounds:
         """Outside of autocast, where the program's own step would run."""
         import torch
 
+        from kilter.memory.engine.quiet import uncast
+
         device_type = self._backend.device.type
         self._access.quiet = True
         try:
+            step = partial(update, charge.optimizer, charge.group_of, parameters, gradients)
             if charge.phase is PassPhase.CONSUMING and torch.is_autocast_enabled(device_type):
-                with torch.autocast(device_type, enabled=False):
-                    update(charge.optimizer, charge.group_of, parameters, gradients)
+                uncast(device_type, step)
             else:
-                update(charge.optimizer, charge.group_of, parameters, gradients)
+                step()
         finally:
             self._access.quiet = False
 

@@ -241,6 +241,9 @@ class Shelf:
             self._say(weight.stays)
             return
         try:
+            if self._flag_host is None:
+                self._flag_host = self._backend.reserve(1)
+                self._flag_host.fill_(0)
             if weight.host is None:
                 self._reserve(weight, parameter)
         except HostMemoryError as error:
@@ -323,9 +326,8 @@ class Shelf:
             wrong = (now != then).any().view(torch.uint8).view(1)
             if self._flag is None:
                 self._flag = torch.zeros_like(wrong)
-                self._flag_host = self._backend.reserve(1)
-                self._flag_host.fill_(0)
             self._flag |= wrong
+            assert self._flag_host is not None  # since the first copy
             self._backend.copy_out(self._flag_host, self._flag)
         self._left.clear()
 

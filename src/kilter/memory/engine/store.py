@@ -24,6 +24,7 @@ from kilter.memory.engine.backend import Backend, Event
 from kilter.memory.engine.host import Block, HostPool
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.operations import Held, Source
+from kilter.memory.engine.quiet import uncast, ungraded
 from kilter.memory.engine.recompute import EPS, Foreign, Recipe
 from kilter.memory.engine.waits import Waits
 
@@ -394,7 +395,9 @@ class Store:
             read = [*recipe.sources, *(_root(held.tensor) for held in recipe.parameters)]
             for source in read:
                 self._owed.setdefault(id(source), []).append(saved.itself)
-        saved.alias, saved.state = None, AWAY
+        # Who is interrupted between two lines finds it here still, or away with its source known.
+        saved.state = AWAY
+        saved.alias = None
         self._here.pop(saved.key, None)
         self.absent += 1
         self.hold(-saved.size_bytes)
@@ -478,8 +481,7 @@ class Store:
         device_type = self._backend.device.type
         if not torch.is_grad_enabled() and not torch.is_autocast_enabled(device_type):
             return found.make()  # as in every ordinary backward
-        with torch.no_grad(), torch.autocast(device_type, enabled=False):
-            return found.make()
+        return uncast(device_type, lambda: ungraded(found.make))
 
     def alone(self, tensor: torch.Tensor) -> bool:
         """Nobody else holds this tensor's storage. Compared with the count for one tensor alone,

@@ -8,6 +8,7 @@ which end in two calls of the framework, these two are made at once; all others 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 FUSED = frozenset({"Adam", "AdamW"})
@@ -42,6 +43,8 @@ def _fused(optimizer: Any, number: int, parameters: list[Any], gradients: list[A
     was done."""
     import torch
 
+    from kilter.memory.engine.quiet import ungraded
+
     group = optimizer.param_groups[number]
     if (
         type(optimizer).__name__ not in FUSED
@@ -61,23 +64,23 @@ def _fused(optimizer: Any, number: int, parameters: list[Any], gradients: list[A
     decoupled = group["decoupled_weight_decay"]
     apply = torch._fused_adamw_ if decoupled else torch._fused_adam_
     beta1, beta2 = group["betas"]
-    with torch.no_grad():
-        torch._foreach_add_(steps, 1)
-        apply(
-            parameters,
-            gradients,
-            moments,
-            squares,
-            [],
-            steps,
-            amsgrad=False,
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-            grad_scale=None,
-            found_inf=None,
-        )
+    fused = partial(
+        apply,
+        parameters,
+        gradients,
+        moments,
+        squares,
+        [],
+        steps,
+        amsgrad=False,
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        grad_scale=None,
+        found_inf=None,
+    )
+    ungraded(lambda: (torch._foreach_add_(steps, 1), fused()))
     return True

@@ -1,0 +1,66 @@
+"""What the program has set in the framework stands after an exception in the middle of ours."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from kilter.memory.engine import quiet
+
+
+class Alarm(Exception):
+    pass
+
+
+def settings() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+
+
+def at_moment(number: int) -> Callable[[FrameType, str, Any], None]:
+    """Raises at one of the moments at which python calls a signal handler: at the entry of a
+    function written in Python, and after a call of one written in C."""
+    left = [number]
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        if event in ("call", "c_return"):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Alarm
+
+    return profile
+
+
+@pytest.mark.parametrize("number", range(1, 16))
+def test_an_alarm_leaves_no_setting_changed(number: int) -> None:
+    def make() -> torch.Tensor:
+        assert settings() == (False, False)
+        return torch.ones(2)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        before = settings()
+        sys.setprofile(at_moment(number))
+        try:
+            quiet.uncast("cpu", lambda: quiet.ungraded(make))
+            sys.setprofile(None)
+        except Alarm:
+            sys.setprofile(None)
+        found = settings()
+        torch.set_grad_enabled(True)
+        assert found == before == (True, True)
+
+
+def test_the_programs_modes_see_nothing_of_ours() -> None:
+    def ours() -> torch.Tensor:
+        return torch.ones(4, 4) @ torch.ones(4, 4)
+
+    with FlopCounterMode(display=False) as counter:
+        quiet.unseen(ours)
+        assert counter.get_total_flops() == 0
+        ours()
+        assert counter.get_total_flops() == 128

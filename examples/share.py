@@ -24,6 +24,7 @@ JOBS = {
 def main() -> int:
     out = HERE.parent / "runs" / f"share-{os.getpid()}"
     out.mkdir(parents=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core stands for one GPU
     endpoint = ["--endpoint", str(out / "endpoint.json")]
     options = ["--gpus", "0-1", "--policy", "maxmin", "--period", "2s", "--out", str(out)]
     print(f"$ kilter share serve {' '.join(options[:-2])}", flush=True)

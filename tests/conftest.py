@@ -13,6 +13,9 @@ settings.register_profile(
 )
 settings.load_profile("kilter")
 
+# Two workers on two cores: more threads of torch would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The stand-in for a device overwrites what was evicted, here and in each `kilter run` of a test.
 os.environ["KILTER_SPOIL_EVICTED"] = "1"
 

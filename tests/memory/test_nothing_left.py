@@ -26,7 +26,7 @@ from kilter.memory.plan.problem import H200_PCIE5, Link
 
 MOMENTS = ("before forward", "before backward", "before the step", "after the step")
 WIDTH = 32
-SLOW = Link(to_host_bytes_per_s=1e6, to_device_bytes_per_s=1e6, both_bytes_per_s=2e6)
+SLOW = Link(to_host_bytes_per_s=1e4, to_device_bytes_per_s=1e4, both_bytes_per_s=2e4)
 """What can be recomputed is."""
 LOOKED_AT = (11, 12)
 

@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from kilter.sharing.messages import Summary
-from kilter.sharing.model import Cost, jain, predict
+from kilter.sharing.model import JobCost, jain, predict
 from kilter.sharing.plan.snapshot import shards
 from kilter.sharing.store import living
 
@@ -235,7 +235,7 @@ def predicted(networks: dict[str, int], rows: list[dict], gpus: int) -> dict[str
     if len(names) < len(networks):
         return {"error": "not every job was observed at more than one ratio"}
     samples = [shards(networks[n], r) for n, r in zip(names, SKEWED[gpus], strict=True)]
-    model = predict([msgspec.convert(costs[n], Cost) for n in names], np.array(samples)).step_s
+    model = predict([msgspec.convert(costs[n], JobCost) for n in names], np.array(samples)).step_s
     measured = [static["instant_slowdowns"][n] for n in names]
     return {
         n: {"predicted_s": float(p), "measured_s": m, "error": float(p) / m - 1}

@@ -15,7 +15,7 @@ from kilter.app.bench import harm, harm_random
 from kilter.core.errors import UsageError
 from kilter.core.units import MIB
 
-PLAIN = harm.Outcome(
+PLAIN = harm.ProgramOutcome(
     exit="0",
     stdout="trained\n",
     stderr=("a warning",),

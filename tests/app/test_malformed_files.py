@@ -103,7 +103,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.stop()
     runs.write(root, run)
     runs.write_trace(root)
-    runs.write_plan(root, Setting(sm_clock_hz=1.245e9), runs.Job())
+    runs.write_plan(root, Setting(sm_clock_hz=1.245e9), runs.WrittenJob())
     (root / "table.csv").write_bytes(TABLE)
     return root
 

@@ -6,7 +6,7 @@ import math
 import pytest
 from tests.observe.traces import job, write
 
-from kilter.app.bench.workloads import WORKLOADS, iteration, resnet50, vgg16
+from kilter.app.bench.workloads import OPERATION_WORKLOADS, iteration, resnet50, vgg16
 from kilter.app.cli.main import main
 from kilter.core import codec
 
@@ -28,7 +28,7 @@ def test_the_networks_have_their_published_size():
     """Multiply-adds of one image: 4.1 and 15.5 billion (He et al. 2016, Simonyan 2015)."""
     assert sum(layer.flops for layer in resnet50(1)) / 2 == pytest.approx(4.1e9, rel=0.03)
     assert sum(layer.flops for layer in vgg16(1)) / 2 == pytest.approx(15.5e9, rel=0.01)
-    weights = sum(layer.weights for layer in WORKLOADS["gpt"]())
+    weights = sum(layer.weights for layer in OPERATION_WORKLOADS["gpt"]())
     assert weights == pytest.approx(1.3e9, rel=0.02)
 
 

@@ -22,7 +22,7 @@ from kilter.core.units import MHZ
 from kilter.testing import runs
 
 CHOSEN = Setting(sm_clock_hz=1245 * MHZ)
-QUIET = runs.Job(noise=0.0, drift=0.0, throttled_share=0.0)
+QUIET = runs.WrittenJob(noise=0.0, drift=0.0, throttled_share=0.0)
 
 
 def report_of(*recorders, trace=None, plan=None):
@@ -65,7 +65,7 @@ def test_arms_have_the_ratio_of_the_headline():
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():
-    job = runs.Job(drift=0.0, throttled_share=0.0)
+    job = runs.WrittenJob(drift=0.0, throttled_share=0.0)
     seeds, hits = 200, [0, 0]
     for seed in range(seeds):
         run = runs.governed(job, seed=seed, confirm_pairs=6, hold_pairs=2)
@@ -94,7 +94,7 @@ def test_pairs_that_chose_the_setting_do_not_count():
 
 
 def test_default_stands_is_no_saving_and_no_interval():
-    run = runs.RunWriter(runs.Job())
+    run = runs.RunWriter(runs.WrittenJob())
     run.start()
     run.pairs("probe", CHOSEN, 2)
     run.decide("decided", Setting(), "the default stands: none of 1 settings saves enough")
@@ -109,7 +109,7 @@ def test_default_stands_is_no_saving_and_no_interval():
 
 
 def test_no_conclusion_is_unknown_not_zero():
-    run = runs.RunWriter(runs.Job())
+    run = runs.RunWriter(runs.WrittenJob())
     run.start()
     run.decide("confirm", CHOSEN, "confirm")
     run.pairs("confirm", CHOSEN, 3)
@@ -120,7 +120,7 @@ def test_no_conclusion_is_unknown_not_zero():
 
 
 def test_observed_run_has_a_baseline_and_no_saving():
-    run = runs.RunWriter(runs.Job(), mode="observe")
+    run = runs.RunWriter(runs.WrittenJob(), mode="observe")
     run.start("no goal was given")
     for _ in range(3):
         run.block("warm", Setting(), arm="baseline")
@@ -132,12 +132,12 @@ def test_observed_run_has_a_baseline_and_no_saving():
 
 
 def test_shadow_run_shows_the_plan_and_keeps_nothing(tmp_path):
-    run = runs.RunWriter(runs.Job(), mode="shadow", label=Label.MEASURED)
+    run = runs.RunWriter(runs.WrittenJob(), mode="shadow", label=Label.MEASURED)
     run.start("no permission: run as root")
     run.block("warm", Setting(), arm="baseline")
     run.decide("predicted", CHOSEN, "safe on the simulated device")
     runs.write(tmp_path, ended(run))
-    runs.write_plan(tmp_path, CHOSEN, runs.Job())
+    runs.write_plan(tmp_path, CHOSEN, runs.WrittenJob())
     found = report.build(tmp_path)
     assert (found.saving, found.kept) == (None, False)
     assert "nothing was set; plan: SM 1245 MHz" in summary.headline(found)
@@ -146,11 +146,11 @@ def test_shadow_run_shows_the_plan_and_keeps_nothing(tmp_path):
 
 
 def test_a_setting_that_no_block_came_to_its_end_under_was_set_all_the_same():
-    run = runs.RunWriter(runs.Job(), mode="govern", label=Label.MEASURED)
+    run = runs.RunWriter(runs.WrittenJob(), mode="govern", label=Label.MEASURED)
     run.start()
     run.block("warm", Setting(), arm="baseline")
     assert summary.ending(report_of(ended(run))) == "nothing was set"
-    run = runs.RunWriter(runs.Job(), mode="govern", label=Label.MEASURED)
+    run = runs.RunWriter(runs.WrittenJob(), mode="govern", label=Label.MEASURED)
     run.start()
     run.block("warm", Setting(), arm="baseline")
     run.decide("probe", CHOSEN, "predicted to save")
@@ -158,7 +158,7 @@ def test_a_setting_that_no_block_came_to_its_end_under_was_set_all_the_same():
 
 
 def test_one_pair_has_no_interval():
-    run = runs.RunWriter(runs.Job())
+    run = runs.RunWriter(runs.WrittenJob())
     run.start()
     run.pairs("confirm", CHOSEN, 1)
     run.decide("hold", CHOSEN, "safe")
@@ -204,7 +204,7 @@ def test_unknown_energy_leaves_the_slowdown_alone():
 
 
 def test_broken_contract_is_said():
-    slow = runs.Job(clock_share=0.5, noise=0.002)
+    slow = runs.WrittenJob(clock_share=0.5, noise=0.002)
     found = report_of(ended(runs.governed(slow)))
     assert found.within_contract is False
     assert "all of it beyond the contract of 2.0 %" in summary.headline(found)
@@ -372,7 +372,7 @@ def test_killed_run_says_who_restores(tmp_path):
 
 
 def test_a_killed_run_that_set_nothing_needs_no_restore(tmp_path):
-    job = runs.RunWriter(runs.Job(), mode="shadow")
+    job = runs.RunWriter(runs.WrittenJob(), mode="shadow")
     job.start()
     job.block("hold", Setting(), arm="baseline")
     runs.write(tmp_path, job)
@@ -486,7 +486,7 @@ def test_two_blocks_of_the_default_are_no_picture():
 
 
 def test_small_numbers_have_a_micro_sign_on_the_page():
-    tiny = runs.Job(iteration_s=2e-5, power_w=10.0)
+    tiny = runs.WrittenJob(iteration_s=2e-5, power_w=10.0)
     page = html.page(report_of(ended(runs.governed(tiny))))
     assert "\u00b5J" in page
     assert not re.search(r"\d u[sJ]\b", page)
@@ -494,7 +494,7 @@ def test_small_numbers_have_a_micro_sign_on_the_page():
 
 @pytest.mark.parametrize("clock_share", [0.002, 0.05, 0.3])
 def test_no_word_of_the_trade_off_is_clipped_and_each_label_is_nearest_to_its_mark(clock_share):
-    page = html.page(report_of(ended(runs.governed(runs.Job(clock_share=clock_share)))))
+    page = html.page(report_of(ended(runs.governed(runs.WrittenJob(clock_share=clock_share)))))
     figure = page[page.index("<h2>Energy against time</h2>") : page.index("block by block")]
     for drawing in figure.split("<svg")[1:]:
         width = float(re.search(r'viewBox="0 0 (\d+)', drawing)[1])

@@ -120,7 +120,7 @@ def test_json_keys_stay(run_dir, capsysbinary):
 
 
 def test_json_of_an_interval_without_end_is_null(tmp_path, capsysbinary):
-    run = runs.RunWriter(runs.Job())
+    run = runs.RunWriter(runs.WrittenJob())
     run.start()
     run.pairs("confirm", Setting(sm_clock_hz=1245 * MHZ), 1)
     run.decide("hold", Setting(sm_clock_hz=1245 * MHZ), "safe")
@@ -245,7 +245,7 @@ def test_hostile_names_reach_a_terminal_as_ascii(hostile_dir, capsys):
 
 @pytest.mark.parametrize("mode", ["govern", "shadow", "observe"])
 def test_start_is_one_line(mode):
-    run = runs.RunWriter(runs.Job(), mode=mode, world_size=2)
+    run = runs.RunWriter(runs.WrittenJob(), mode=mode, world_size=2)
     run.start("because\nof \u00e4 reason")
     line = start_line(run.events[0])
     assert line.isascii()

@@ -223,7 +223,7 @@ def records(draw: st.DrawFn) -> tuple[list[Any], bool, float]:
     """Events of a run, whether there is a plan beside them, and how much its GPU idles."""
     label = draw(st.sampled_from([Label.SIMULATED, Label.MEASURED]))
     mode = draw(st.sampled_from(["govern", "govern", "shadow", "observe"]))
-    job = runs.Job(
+    job = runs.WrittenJob(
         clock_share=draw(st.sampled_from([0.0, 0.05, 0.5])),
         noise=draw(st.sampled_from([0.0, 0.004, 0.05])),
         throttled_share=draw(st.sampled_from([0.0, 0.2])),
@@ -283,7 +283,7 @@ def idle_trace(share: float) -> IterationTrace:
 def report_of(events: list[Any], planned: bool, idle: float) -> report.Report:
     rank = report.sort_events(events)
     assert rank is not None
-    plan = runs.plan_of(CHOSEN, runs.Job()) if planned else None
+    plan = runs.plan_of(CHOSEN, runs.WrittenJob()) if planned else None
     return report.summarise([rank], run="the-run", trace=idle_trace(idle), plan=plan)
 
 

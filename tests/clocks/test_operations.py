@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kilter.clocks.plan.operations import (
-    Problem,
+    OperationsProblem,
     assignment,
     best_static,
     by_operation,
@@ -25,7 +25,7 @@ def problem(seed, operations, choices, switch_s, max_slowdown):
     compute, memory = random.uniform(0.0, 1e-3, (2, operations, 1))
     time_s = np.maximum(compute / clock, memory) + 1e-6
     energy_j = time_s * (60.0 + 150.0 * clock**2) + compute * 200.0 * clock**2
-    return Problem(
+    return OperationsProblem(
         time_s=time_s,
         energy_j=energy_j,
         waiting_w=60.0 + 150.0 * clock**2,
@@ -169,6 +169,6 @@ def test_exhaustive_search_keeps_each_operation_within_its_share():
 )
 def test_wrong_problems_are_refused(change, words):
     p = problem(1, 5, 3, 0.0, 0.1)
-    fields = {name: getattr(p, name) for name in Problem.__struct_fields__}
+    fields = {name: getattr(p, name) for name in OperationsProblem.__struct_fields__}
     with pytest.raises(PlanError, match=words):
-        plan(Problem(**{**fields, **change}))
+        plan(OperationsProblem(**{**fields, **change}))

@@ -10,8 +10,8 @@ from kilter.app.bench.pipelines import perseus_j, stage_table
 from kilter.clocks.plan.pipeline import (
     BACKWARD,
     FORWARD,
-    Pass,
     Stage,
+    StagePass,
     evaluate,
     one_forward_one_backward,
     plan,
@@ -26,7 +26,7 @@ def stage(size):
     """Three clocks: power falls faster than time grows."""
 
     def one(time_s):
-        return Pass(
+        return StagePass(
             time_s=(time_s, 1.2 * time_s, 1.6 * time_s),
             energy_j=(600 * time_s, 480 * time_s, 450 * time_s),
         )
@@ -111,8 +111,8 @@ def test_wrong_problems_are_refused():
     with pytest.raises(PlanError, match="at least one stage"):
         one_forward_one_backward(0, 3)
     uneven = Stage(
-        forward=Pass(time_s=(1.0,), energy_j=(1.0,)),
-        backward=Pass(time_s=(1.0, 2.0), energy_j=(2.0, 1.0)),
+        forward=StagePass(time_s=(1.0,), energy_j=(1.0,)),
+        backward=StagePass(time_s=(1.0, 2.0), energy_j=(2.0, 1.0)),
     )
     with pytest.raises(PlanError, match="every clock"):
         plan([uneven], one_forward_one_backward(1, 1), blocked_w=1.0)

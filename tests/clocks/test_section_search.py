@@ -4,16 +4,16 @@ import math
 
 import pytest
 
-from kilter.app.bench.section_jobs import SCENARIOS, Scenario, SectionJob, step_error
+from kilter.app.bench.section_jobs import SECTION_SCENARIOS, SectionJob, SectionScenario, step_error
 from kilter.app.bench.sections import play
 from kilter.clocks.plan.guard import Contract
-from kilter.clocks.plan.section_search import Seen, Target, search, stepwise
+from kilter.clocks.plan.section_search import SearchTarget, Seen, search, stepwise
 from kilter.clocks.section_card import card_of
 from kilter.device.sim.profile import load_profile
 
 CARD = card_of(load_profile("h200"), levels=12)
 CONTRACT = Contract(max_slowdown=0.01)
-ONE = Target(key="s", share=0.5, roles=((0, 1),), wait=(0.0, 0.0))
+ONE = SearchTarget(key="s", share=0.5, roles=((0, 1),), wait=(0.0, 0.0))
 
 
 def drive(orders, block):
@@ -67,7 +67,7 @@ def test_losses_below_the_bound_add_up_in_the_literal_search_only():
 
 def test_a_short_section_is_rejected_by_its_own_time():
     """20 % more of a section that is 2 % of the iteration is invisible in the step's noise."""
-    short = Target(key="s", share=0.02, roles=((0,),), wait=(0.0,))
+    short = SearchTarget(key="s", share=0.02, roles=((0,),), wait=(0.0,))
     noise = iter([1.0 + 0.03 * math.sin(17.0 * i) for i in range(100_000)])
 
     def block(depths):
@@ -80,7 +80,7 @@ def test_a_short_section_is_rejected_by_its_own_time():
 
 
 def test_ranks_that_wait_go_deeper_alone():
-    target = Target(key="s", share=0.5, roles=((0, 1, 2),), wait=(0.0, 0.5, 0.5))
+    target = SearchTarget(key="s", share=0.5, roles=((0, 1, 2),), wait=(0.0, 0.5, 0.5))
 
     def block(depths):
         over = max(0, depths[0][0] - 3, max(depths[0][1:]) - 8)
@@ -93,7 +93,8 @@ def test_ranks_that_wait_go_deeper_alone():
 def test_what_harms_behind_the_section_only_is_given_back():
     """Two sections that are harmless alone and slow the step together."""
     targets = [
-        Target(key=name, share=0.3, roles=((0,),), wait=(0.0,)) for name in ("first", "second")
+        SearchTarget(key=name, share=0.3, roles=((0,),), wait=(0.0,))
+        for name in ("first", "second")
     ]
 
     def block(depths):
@@ -110,13 +111,15 @@ def test_nothing_to_search_is_no_trial():
 
 
 def test_sections_below_the_break_even_are_left_alone():
-    row = play("x", SCENARIOS["ddp_nvlink_2"], CARD, "kilter", seed=0, noise=0.01, bound=0.01)
+    row = play(
+        "x", SECTION_SCENARIOS["ddp_nvlink_2"], CARD, "kilter", seed=0, noise=0.01, bound=0.01
+    )
     assert (row.iterations, row.saving, row.slowdown) == (0, 0.0, 0.0)
 
 
 def test_the_oracle_keeps_each_sections_share_and_one_step_more_breaks_it():
     for seed in range(20):
-        job = SectionJob(SCENARIOS["fsdp_8"], CARD, seed=seed, noise=0.0)
+        job = SectionJob(SECTION_SCENARIOS["fsdp_8"], CARD, seed=seed, noise=0.0)
         truth = job.lowest_harmless(0.01)
         for j, row in enumerate(truth):
             alone = [(0,) * 8 for _ in truth]
@@ -129,7 +132,7 @@ def test_the_oracle_keeps_each_sections_share_and_one_step_more_breaks_it():
 
 
 def test_with_noise_the_search_is_near_the_truth_and_harms_seldom():
-    small = Scenario(
+    small = SectionScenario(
         what="two sections of 4 GPUs", iteration_s=3.0, shares=(0.2, 0.06), roles=((0, 1), (2, 3))
     )
     rows = [

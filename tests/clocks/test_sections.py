@@ -14,7 +14,7 @@ from tests.observe.traces import SEND_RECV, job, kernel, trace, write
 
 from kilter.clocks.plan.sections import LEAST_S, analyse, summary
 from kilter.core.errors import PlanError
-from kilter.core.rank_trace import Collective, Iteration, RankTrace
+from kilter.core.rank_trace import Collective, RankIteration, RankTrace
 from kilter.model.intervals import union
 from kilter.observe.rank_traces import KernelTable, read_rank
 
@@ -106,7 +106,7 @@ def test_the_parts_add_up_to_the_iteration(compute, comm, copies):
         collectives=tuple(
             Collective(op="all_reduce", begin_s=a, end_s=b, stream=1) for a, b in sorted(scaled[1])
         ),
-        iterations=(Iteration(number=0, begin_s=0.0, end_s=460e-6),),
+        iterations=(RankIteration(number=0, begin_s=0.0, end_s=460e-6),),
         found_by="",
     )
     found = analyse([rank]).ranks[0]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kilter.clocks.plan.sections import RankSections, Section, Short, Where
+from kilter.clocks.plan.sections import RankSections, Section, SectionPlace, Short
 from kilter.clocks.plan.worth import (
-    Card,
+    ClockCosts,
     Latency,
     Level,
     candidates,
@@ -24,7 +24,7 @@ FAST = Latency(median_s=1e-3, spread=0.0)
 
 
 def card(latency=FAST, levels=(0.75, 0.5), calls_per_s=math.inf):
-    return Card(
+    return ClockCosts(
         levels=tuple(
             Level(sm_clock_hz=2e9 * f, saved_w=60.0 * (1 - f), waiting_w=60 + 60 * f, stretch=1 / f)
             for f in levels
@@ -65,7 +65,7 @@ def sections(lengths, gaps, presence=1.0):
 def rank(found, *, presence=1.0):
     exposed = sum(s.exposed_s for s in found)
     compute = sum(s.gap_compute_s for s in found)
-    mean = Where(
+    mean = SectionPlace(
         iteration_s=exposed + compute,
         compute_s=compute,
         comm_s=exposed,

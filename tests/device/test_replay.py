@@ -54,7 +54,7 @@ def test_a_recorded_run_is_played_on_the_clock_of_the_job(tmp_path):
 
 
 def test_a_run_without_readings_cannot_be_replayed(tmp_path):
-    run = runs.RunWriter(runs.Job())
+    run = runs.RunWriter(runs.WrittenJob())
     run.start()
     with pytest.raises(FileError, match="holds no reading"):
         load_recording(runs.write(tmp_path / "run", run))

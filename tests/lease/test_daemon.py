@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kilter.app.bench import daemon_faults
-from kilter.app.bench.daemon_faults import SCENARIOS, DaemonScenario
+from kilter.app.bench.daemon_faults import DAEMON_SCENARIOS, DaemonScenario
 from kilter.app.bench.faults import try_out_daemon
 from kilter.core.setting import Setting
 from kilter.testing.box import FOUND, LOW
@@ -338,7 +338,7 @@ def test_a_changed_policy_is_read_on_sighup(make_box: MakeBox) -> None:
 
 @pytest.mark.parametrize(
     "scenario",
-    [one for one in SCENARIOS if one is not daemon_faults.daemon_random_kills],
+    [one for one in DAEMON_SCENARIOS if one is not daemon_faults.daemon_random_kills],
     ids=lambda one: one.__name__,
 )
 def test_row_of_the_bench(scenario: DaemonScenario, tmp_path: Path) -> None:

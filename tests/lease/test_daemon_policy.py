@@ -10,11 +10,11 @@ from kilter.core.daemon_protocol import Ask, Grant, encode, read_request
 from kilter.core.errors import FileError
 from kilter.core.reasons import Reason
 from kilter.core.setting import Setting
-from kilter.lease.daemon.policy import Policy, Rule, User, decide, parse
+from kilter.lease.daemon.policy import AllowRule, DaemonPolicy, User, decide, parse
 
 words = st.sampled_from(["alice", "bob", "ml", "*"])
 rules = st.builds(
-    Rule,
+    AllowRule,
     users=st.lists(words | st.sampled_from([0, 1001]), max_size=2).map(tuple),
     groups=st.lists(st.sampled_from(["ml", 50]), max_size=1).map(tuple),
     gpus=st.sampled_from([("*",), ("GPU-a",), ("GPU-b", "GPU-a1"), ("",)]),
@@ -29,7 +29,7 @@ users = st.sampled_from(
 )
 
 
-def allows(rule: Rule, user: User, uuid: str) -> bool:
+def allows(rule: AllowRule, user: User, uuid: str) -> bool:
     by_name = user.name in rule.users or user.uid in rule.users
     by_star = "*" in rule.users and user.uid != 0
     by_group = user.uid != 0 and any(g in rule.groups for pair in user.groups for g in pair)
@@ -38,8 +38,10 @@ def allows(rule: Rule, user: User, uuid: str) -> bool:
 
 
 @given(st.lists(rules, max_size=4), users, st.sampled_from(["GPU-a1", "GPU-a2", "GPU-b"]))
-def test_the_first_rule_that_names_both_decides(some: list[Rule], user: User, uuid: str) -> None:
-    decision = decide(Policy(allow=tuple(some)), user, uuid)
+def test_the_first_rule_that_names_both_decides(
+    some: list[AllowRule], user: User, uuid: str
+) -> None:
+    decision = decide(DaemonPolicy(allow=tuple(some)), user, uuid)
     first = next((rule for rule in some if allows(rule, user, uuid)), None)
     if first is None:
         assert isinstance(decision, Reason)

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from kilter.app.bench.faults import SCENARIOS, try_out
-from kilter.app.bench.faults_of_trust import Scenario
+from kilter.app.bench.faults_of_trust import Accident
 from kilter.device.nvidia import NvidiaDevice
 from kilter.lease.journal import Journal, restore_all, start_ticks
 from kilter.testing.box import FOUND, Box, find_watcher
@@ -229,7 +229,7 @@ def test_a_stopped_watcher_is_replaced_and_does_no_harm_when_it_goes_on(tmp_path
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_accidents(scenario: Scenario, tmp_path: Path) -> None:
+def test_accidents(scenario: Accident, tmp_path: Path) -> None:
     """The rows of `kilter bench faults`."""
     row = try_out(scenario, tmp_path)
     assert row.ok, row

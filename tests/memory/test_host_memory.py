@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kilter.memory.engine.host import CLASSES, LARGER, SPARE, Block, HostPool, class_bytes
+from kilter.memory.engine.host import CLASSES, LARGER_BLOCK, SPARE, HostBlock, HostPool, class_bytes
 from kilter.memory.host_memory import (
     HostLimit,
     HostMemoryError,
@@ -113,7 +113,7 @@ def test_the_pool_against_a_model(limit_bytes: int | None, requests: list[int]) 
     The model knows which blocks are in use, for how many bytes each."""
     host = Host(HostLimit(limit_bytes))
     pool = HostPool(host)  # type: ignore[arg-type]
-    used: list[tuple[Block, int]] = []
+    used: list[tuple[HostBlock, int]] = []
     most_used_bytes = 0
     for request in requests:
         if request < 0:
@@ -134,7 +134,7 @@ def test_the_pool_against_a_model(limit_bytes: int | None, requests: list[int]) 
         used.append((block, request))
         most_used_bytes = max(most_used_bytes, sum(block.size_bytes for block, _ in used))
         if limit_bytes is None:
-            assert block.size_bytes <= LARGER * request
+            assert block.size_bytes <= LARGER_BLOCK * request
             assert pool.taken_bytes <= SPARE * most_used_bytes
         assert pool.taken_bytes == sum(host.out.values()) == host.host.taken_bytes
         assert limit_bytes is None or pool.taken_bytes <= limit_bytes

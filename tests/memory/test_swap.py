@@ -17,7 +17,7 @@ from kilter.memory.plan.exact import exact, relax
 from kilter.memory.plan.literal import literal
 from kilter.memory.plan.mix import mix
 from kilter.memory.plan.place import place
-from kilter.memory.plan.problem import Interval, Link, Problem, problem_of
+from kilter.memory.plan.problem import IdleInterval, Link, Problem, problem_of
 from kilter.memory.plan.simulate import Move, Schedule, simulate
 from kilter.memory.plan.spanning import spanning
 
@@ -41,7 +41,7 @@ def chain(sizes: list[int], *, budget: int, link: Link = EVEN, op_s: float = 1.0
             resident[k] += size
         if last - i >= 2:
             intervals.append(
-                Interval(
+                IdleInterval(
                     name=f"layer{i}", size_bytes=size, after=i, before=last, recompute_s=0.7 * op_s
                 )
             )
@@ -52,7 +52,7 @@ def chain(sizes: list[int], *, budget: int, link: Link = EVEN, op_s: float = 1.0
 def problems(draw: st.DrawFn, max_intervals: int = 8, max_operations: int = 16) -> Problem:
     count = draw(st.integers(3, max_operations))
     times = draw(st.lists(st.floats(0.01, 2.0), min_size=count, max_size=count))
-    intervals: list[Interval] = []
+    intervals: list[IdleInterval] = []
     for number in range(draw(st.integers(1, max_intervals))):
         after = draw(st.integers(0, count - 3))
         before = draw(st.integers(after + 2, count - 1))
@@ -62,7 +62,7 @@ def problems(draw: st.DrawFn, max_intervals: int = 8, max_operations: int = 16) 
         if recompute is not None and possible and draw(st.booleans()):
             needs = (draw(st.sampled_from(possible)),)
         intervals.append(
-            Interval(
+            IdleInterval(
                 name=f"d{number}",
                 size_bytes=draw(st.integers(1, 50)),
                 after=after,
@@ -278,8 +278,8 @@ def test_making_again_from_what_is_away_is_a_fault() -> None:
         operation_s=(1.0,) * 6,
         resident_bytes=(10, 20, 20, 20, 20, 10),
         intervals=(
-            Interval(name="x", size_bytes=10, after=0, before=5),
-            Interval(name="y", size_bytes=10, after=1, before=4, recompute_s=0.1, needs=(0,)),
+            IdleInterval(name="x", size_bytes=10, after=0, before=5),
+            IdleInterval(name="y", size_bytes=10, after=1, before=4, recompute_s=0.1, needs=(0,)),
         ),
         link=EVEN,
         budget_bytes=20,
@@ -297,7 +297,7 @@ def test_waiting_uses_the_completion_of_transfers() -> None:
     problem = Problem(
         operation_s=(1.0,) * 6,
         resident_bytes=(30,) * 6,
-        intervals=(Interval(name="x", size_bytes=30, after=0, before=4),),
+        intervals=(IdleInterval(name="x", size_bytes=30, after=0, before=4),),
         link=EVEN,
         budget_bytes=30,
     )
@@ -313,8 +313,8 @@ def test_both_directions_share_the_link() -> None:
         operation_s=(1.0, 1.0, 1.0, 0.0, 8.0, 1.0),
         resident_bytes=(20,) * 6,
         intervals=(
-            Interval(name="a", size_bytes=10, after=0, before=5),
-            Interval(name="b", size_bytes=10, after=2, before=5),
+            IdleInterval(name="a", size_bytes=10, after=0, before=5),
+            IdleInterval(name="b", size_bytes=10, after=2, before=5),
         ),
         link=link,
         budget_bytes=20,
@@ -353,8 +353,8 @@ def test_literal_golden_example() -> None:
         operation_s=(1.0,) * 6,
         resident_bytes=(5, 15, 15, 15, 15, 5),
         intervals=(
-            Interval(name="a", size_bytes=5, after=0, before=5),
-            Interval(name="b", size_bytes=10, after=1, before=4),
+            IdleInterval(name="a", size_bytes=5, after=0, before=5),
+            IdleInterval(name="b", size_bytes=10, after=1, before=4),
         ),
         link=EVEN,
         budget_bytes=15,
@@ -410,7 +410,7 @@ def test_of_plans_as_quick_the_one_that_makes_fewer_things_again_is_taken() -> N
         """Ten small data or one large one have to go, the small ones for 10 us in all."""
         again = [(f"small{i}", 10, 1e-6) for i in range(10)] + [("large", 100, large_s)]
         intervals = tuple(
-            Interval(name=name, size_bytes=size, after=0, before=3, recompute_s=seconds)
+            IdleInterval(name=name, size_bytes=size, after=0, before=3, recompute_s=seconds)
             for name, size, seconds in again
         )
         slow = Link(to_host_bytes_per_s=1.0, to_device_bytes_per_s=1.0, both_bytes_per_s=2.0)

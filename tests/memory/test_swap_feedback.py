@@ -11,7 +11,7 @@ from kilter.app.bench.memory import chain
 from kilter.core.errors import PlanError
 from kilter.memory.plan.choose import plan
 from kilter.memory.plan.feedback import Waiting, earlier, expected, slower, slowness
-from kilter.memory.plan.problem import Interval, Link, Problem
+from kilter.memory.plan.problem import IdleInterval, Link, Problem
 from kilter.memory.plan.simulate import Move, Schedule, simulate
 
 EVEN = Link(to_host_bytes_per_s=10.0, to_device_bytes_per_s=10.0, both_bytes_per_s=20.0)
@@ -22,7 +22,7 @@ def stack(count: int, budget: int) -> Problem:
     operations = 2 * count + 20
     level = [10 * min(k + 1, count, operations - k) for k in range(operations)]
     intervals = tuple(
-        Interval(name=f"{i}", size_bytes=10, after=i, before=operations - 1 - i)
+        IdleInterval(name=f"{i}", size_bytes=10, after=i, before=operations - 1 - i)
         for i in range(count)
     )
     return Problem((1.0,) * operations, tuple(level), intervals, EVEN, budget)

@@ -12,7 +12,7 @@ from kilter.core.errors import PlanError
 from kilter.memory.plan.choose import plan
 from kilter.memory.plan.delay_loads import LOSS, delay_loads
 from kilter.memory.plan.joint import JOINT_WORTH, away_bytes, beside, joint
-from kilter.memory.plan.problem import Interval, Link, Problem
+from kilter.memory.plan.problem import IdleInterval, Link, Problem
 from kilter.memory.plan.simulate import simulate
 from kilter.memory.plan.state import Bucket, plan_state
 
@@ -39,7 +39,9 @@ def training(
             resident[k] += 4
         if last - i >= 2:
             intervals.append(
-                Interval(name=f"{i}", size_bytes=4, after=i, before=last, recompute_s=recompute_s)
+                IdleInterval(
+                    name=f"{i}", size_bytes=4, after=i, before=last, recompute_s=recompute_s
+                )
             )
     at = list(range(layers, count))
     buckets = [

@@ -8,7 +8,7 @@ import pytest
 
 from kilter.core.errors import PlanError, UsageError
 from kilter.memory.plan.microbatch import divide, divided
-from kilter.memory.plan.problem import Interval, Link, Problem
+from kilter.memory.plan.problem import IdleInterval, Link, Problem
 
 SLOW = Link(to_host_bytes_per_s=1.0, to_device_bytes_per_s=1.0, both_bytes_per_s=2.0)
 
@@ -20,7 +20,8 @@ def chain(*, budget: int, fixed: int = 100) -> Problem:
     count = 20
     resident = [fixed + 40 * (min(k, count - 1 - k) + 1) for k in range(count)]
     intervals = tuple(
-        Interval(name=f"layer{i}", size_bytes=40, after=i, before=count - 1 - i) for i in range(9)
+        IdleInterval(name=f"layer{i}", size_bytes=40, after=i, before=count - 1 - i)
+        for i in range(9)
     )
     return Problem((1.0,) * count, tuple(resident), intervals, SLOW, budget)
 

@@ -16,7 +16,7 @@ from kilter.parallel.candidates import (
     CandidateBuilder,
     CompileCache,
     ParallelOptions,
-    Request,
+    WayRequest,
     trace_request,
 )
 from kilter.parallel.compilation import (
@@ -26,7 +26,7 @@ from kilter.parallel.compilation import (
     to_compile,
     warm,
 )
-from kilter.parallel.convolutions import PROGRAMS, SHORTEST, tile_of, with_convolutions
+from kilter.parallel.convolutions import CONVOLUTION_PROGRAMS, SHORTEST, tile_of, with_convolutions
 from kilter.parallel.find_heads import fuse
 from kilter.parallel.folding import fold
 from kilter.parallel.heads import FusedHeads
@@ -36,7 +36,7 @@ from kilter.parallel.plan import Trial
 from kilter.parallel.prepare import why_needless
 from kilter.parallel.program import BranchProgram, Unit, run_in_order
 from kilter.parallel.regions import from_graph
-from kilter.parallel.streams import AHEAD, ForkJoin
+from kilter.parallel.streams import CALLS_AHEAD, ForkJoin
 from kilter.parallel.timing import like
 from kilter.parallel.trace import WayRefused, trace
 from kilter.parallel.watched import WatchedBranches
@@ -287,7 +287,7 @@ def test_work_ahead_of_time_is_joined_by_the_step_that_reads_it():
     lanes = [((0,),), ((0,), (1,)), ((0,),), ((0,),)]
     (found,) = program.execute([torch.tensor(0.0)], ForkJoin(backend, lanes))
     assert float(found) == 7
-    assert backend.known[AHEAD] >= {5, 6}
+    assert backend.known[CALLS_AHEAD] >= {5, 6}
     assert {2, 3, 4} <= backend.known["main"]
     assert [len(step) for step in program.in_line().steps] == [1, 2, 1, 1, 1, 1]
 
@@ -411,14 +411,14 @@ def test_tiles_cover_a_product_without_splitting_short_sums(channels, pixels, in
     tile = tile_of(channels, pixels, inner, half=half)
     assert tile.splits == 1 or inner // tile.splits >= SHORTEST
     programs = -(-channels // tile.rows) * -(-pixels // tile.columns)
-    assert tile.splits == 1 or programs * tile.splits < 2 * PROGRAMS
+    assert tile.splits == 1 or programs * tile.splits < 2 * CONVOLUTION_PROGRAMS
 
 
 def builder_of(branches, *inputs, on_gpu=False):
     """What ways are built from; on a GPU that is not there, programs are made and not run."""
     loop, options = SerialLoop.of(branches), ParallelOptions("auto")
     state = WatchedBranches(loop.branches)
-    request = Request(loop, options, (inputs, {}), state, gradients=False)
+    request = WayRequest(loop, options, (inputs, {}), state, gradients=False)
     builder = CandidateBuilder(request, CompileCache(), trace_request(request), [])
     if on_gpu:
         request.device = torch.device("cuda")

@@ -18,7 +18,7 @@ from kilter.parallel.candidates import (
     CandidateBuilder,
     CompileCache,
     ParallelOptions,
-    Request,
+    WayRequest,
     trace_request,
 )
 from kilter.parallel.loop import SerialLoop
@@ -48,7 +48,7 @@ def branches():
 def builder_of(modules, x):
     loop = SerialLoop.of(modules)
     state = WatchedBranches(loop.branches)
-    request = Request(loop, ParallelOptions("auto"), ((x,), {}), state, gradients=False)
+    request = WayRequest(loop, ParallelOptions("auto"), ((x,), {}), state, gradients=False)
     return CandidateBuilder(request, CompileCache(), trace_request(request), [(4, 1)] * 2)
 
 

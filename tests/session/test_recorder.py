@@ -29,7 +29,7 @@ def lines(path: Path) -> list[bytes]:
 
 
 def test_what_was_recorded_is_read_again(tmp_path: Path) -> None:
-    made = runs.RunWriter(runs.Job())
+    made = runs.RunWriter(runs.WrittenJob())
     made.start()
     events = [*made.events, Sampled(t_s=1.0, device_t_s=0.5), Failed(t_s=2.0, where="x", error="y")]
     path = tmp_path / "deep" / "below" / "events-rank0.jsonl"
@@ -96,7 +96,7 @@ def test_a_disk_that_refuses_ends_the_recording_and_says_so(
 
 
 def test_half_a_line_is_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = runs.RunWriter(runs.Job())
+    made = runs.RunWriter(runs.WrittenJob())
     made.start()
     path = tmp_path / "events-rank0.jsonl"
     record = Recorder(path)

@@ -9,7 +9,7 @@ import threading
 import time
 
 from kilter.sharing.elastic.agreement import propose
-from kilter.sharing.elastic.job import Job
+from kilter.sharing.elastic.job import ElasticJob
 from kilter.sharing.elastic.scripts import find_in_script
 from kilter.sharing.elastic.share import connect
 
@@ -31,7 +31,7 @@ def attached(job):
         threading.Thread(target=carry_out, args=(job.share,), daemon=True).start()
 
 
-job = Job(
+job = ElasticJob(
     may_idle=True,
     release=True,
     attached=attached,

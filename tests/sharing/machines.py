@@ -2,12 +2,12 @@
 
 from hypothesis import strategies as st
 
-from kilter.sharing.model import Cost, alone_s
+from kilter.sharing.model import JobCost, alone_s
 from kilter.sharing.plan.snapshot import (
-    Gpu,
-    Job,
-    Memory,
+    JobMemory,
     Progress,
+    SharedGpu,
+    SharedJob,
     Snapshot,
     compositions,
     even_ratios,
@@ -15,7 +15,7 @@ from kilter.sharing.plan.snapshot import (
 )
 
 costs = st.builds(
-    Cost,
+    JobCost,
     sample_s=st.floats(1e-4, 3e-3),
     fixed_s=st.floats(0, 0.02),
     host_s=st.floats(0, 0.02),
@@ -28,7 +28,7 @@ def snapshots(draw, most_gpus=4, most_jobs=4):
     """Machines with jobs in any state: dead GPUs, memory limits, jobs without a cost."""
     count = draw(st.integers(1, most_gpus))
     gpus = tuple(
-        Gpu(
+        SharedGpu(
             utilisation=draw(st.floats(0, 1)),
             free_bytes=draw(st.none() | st.integers(0, 4000)),
             alive=draw(st.integers(0, 5)) > 0,
@@ -39,7 +39,7 @@ def snapshots(draw, most_gpus=4, most_jobs=4):
     for i in range(draw(st.integers(1, most_jobs))):
         cost = draw(costs)
         batch = draw(st.integers(count, 256))
-        job = Job(
+        job = SharedJob(
             name=f"job{i}",
             global_batch=batch,
             ratios=draw(st.sampled_from(compositions(count))),
@@ -51,7 +51,7 @@ def snapshots(draw, most_gpus=4, most_jobs=4):
                 )
             ),
             busy=tuple(draw(st.floats(0, 1)) for _ in range(count)),
-            memory=draw(st.none() | st.builds(Memory, st.integers(0, 300), st.integers(0, 20))),
+            memory=draw(st.none() | st.builds(JobMemory, st.integers(0, 300), st.integers(0, 20))),
             min_samples=draw(st.integers(1, 8)),
             may_idle=draw(st.booleans()),
             periods_since_move=draw(st.none() | st.integers(0, 4)),
@@ -62,7 +62,7 @@ def snapshots(draw, most_gpus=4, most_jobs=4):
 
 
 def even_shards(gpus, batch):
-    return shards(batch, even_ratios(Snapshot((Gpu(),) * gpus, ()), Job("x", batch)))
+    return shards(batch, even_ratios(Snapshot((SharedGpu(),) * gpus, ()), SharedJob("x", batch)))
 
 
 def event_simulation(costs, samples, until_s=60.0):

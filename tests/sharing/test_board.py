@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from kilter.sharing.board import GONE_AFTER_S, STALLED_AFTER_S, Board
-from kilter.sharing.messages import Facts, JobStatus, RankStatus, Target, signed, verified
-from kilter.sharing.plan.policies import POLICIES
+from kilter.sharing.messages import Facts, JobStatus, RankStatus, RatioTarget, signed, verified
+from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.sharing.plan.snapshot import shards
 
 SAMPLE_S = 0.001
@@ -28,7 +28,7 @@ def status(name="a", number=1, iteration=10, ratios=(5, 5), gpus=(0, 1), busy=1.
 
 
 def board(policy="maxmin"):
-    return Board((0, 1), POLICIES[policy], 2.0)
+    return Board((0, 1), SHARING_POLICIES[policy], 2.0)
 
 
 def run(board, until_s, reports, begin_s=0.0):
@@ -130,10 +130,10 @@ def test_the_run_alone_time_names_its_source():
 
 
 def test_nothing_without_the_right_token_is_believed():
-    target = Target(1, (10, 0), "because")
+    target = RatioTarget(1, (10, 0), "because")
     raw = signed("secret", "job/1/target", target)
-    assert verified("secret", "job/1/target", raw, Target) == target
-    assert verified("other", "job/1/target", raw, Target) is None
-    assert verified("secret", "job/2/target", raw, Target) is None
-    assert verified("secret", "job/1/target", raw[:-1], Target) is None
-    assert verified("secret", "job/1/target", b"", Target) is None
+    assert verified("secret", "job/1/target", raw, RatioTarget) == target
+    assert verified("other", "job/1/target", raw, RatioTarget) is None
+    assert verified("secret", "job/2/target", raw, RatioTarget) is None
+    assert verified("secret", "job/1/target", raw[:-1], RatioTarget) is None
+    assert verified("secret", "job/1/target", b"", RatioTarget) is None

@@ -145,11 +145,11 @@ def test_the_token_is_for_its_owner_alone_and_a_wrong_one_gets_nothing(tmp_path)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     right = read_endpoint(file)
     wrong = Channel.join(Endpoint(right.host, right.port, "guessed", right.pid))
-    from kilter.sharing.messages import Target
+    from kilter.sharing.messages import RatioTarget
 
-    wrong.want(1, Target(1, (10, 0), "mine"))
+    wrong.want(1, RatioTarget(1, (10, 0), "mine"))
     assert channel.target(1) is None
-    channel.want(1, Target(1, (5, 5), "ours"))
+    channel.want(1, RatioTarget(1, (5, 5), "ours"))
     assert wrong.target(1) is None
     file.chmod(0o644)
     with pytest.raises(FileError, match="chmod 600"):

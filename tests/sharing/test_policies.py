@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 from machines import costs, even_shards, event_simulation, snapshots
 
-from kilter.sharing.model import Cost, Observation, alone_s, fit, jain, predict
+from kilter.sharing.model import JobCost, Observation, alone_s, fit, jain, predict
 from kilter.sharing.plan import maxmin, thesis
-from kilter.sharing.plan.policies import POLICIES
+from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.sharing.plan.snapshot import (
-    Gpu,
-    Job,
-    Memory,
+    JobMemory,
+    SharedGpu,
+    SharedJob,
     Snapshot,
     allowed,
     compositions,
@@ -75,8 +75,10 @@ def test_update_by_slowdown(ratios, source, destination, slowdowns, ours, litera
 
 
 def machine(*slowdowns, load=(0.1, 0.2, 0.3, 0.4), ratios=(5, 5, 0, 0)):
-    jobs = tuple(Job(f"job{i}", 64, ratios, slowdown=value) for i, value in enumerate(slowdowns))
-    return Snapshot(tuple(Gpu(utilisation=u) for u in load), jobs)
+    jobs = tuple(
+        SharedJob(f"job{i}", 64, ratios, slowdown=value) for i, value in enumerate(slowdowns)
+    )
+    return Snapshot(tuple(SharedGpu(utilisation=u) for u in load), jobs)
 
 
 @pytest.mark.parametrize("literal", [False, True])
@@ -95,14 +97,14 @@ def test_only_the_slowest_job_moves_and_only_if_unfair(literal):
     assert [d.job for d in made] == ["job0"]
 
 
-POLICIES_THAT_SUM = sorted(set(POLICIES) - {"thesis_literal"})
+POLICIES_THAT_SUM = sorted(set(SHARING_POLICIES) - {"thesis_literal"})
 
 
 @examples(max_examples=40)
 @given(snapshot=snapshots(), name=st.sampled_from(POLICIES_THAT_SUM))
 def test_every_decision_is_allowed_fits_and_is_deterministic(snapshot, name):
-    decisions = POLICIES[name](snapshot)
-    assert decisions == POLICIES[name](snapshot)
+    decisions = SHARING_POLICIES[name](snapshot)
+    assert decisions == SHARING_POLICIES[name](snapshot)
     assert len({d.job for d in decisions}) == len(decisions)
     jobs = {job.name: job for job in snapshot.jobs}
     after = dict(in_force(snapshot))
@@ -118,7 +120,7 @@ def test_every_decision_is_allowed_fits_and_is_deterministic(snapshot, name):
 @examples(max_examples=40)
 @given(snapshot=snapshots())
 def test_literal_ratios_can_be_run(snapshot):
-    for decision in POLICIES["thesis_literal"](snapshot):
+    for decision in SHARING_POLICIES["thesis_literal"](snapshot):
         job = next(job for job in snapshot.jobs if job.name == decision.job)
         assert min(decision.after) >= 0
         assert sum(shards(job.global_batch, decision.after)) == job.global_batch
@@ -147,12 +149,14 @@ def test_maxmin_does_not_flap(snapshot):
 
 
 def test_maxmin_leaves_a_job_alone_that_was_just_moved():
-    cost = msgspec.convert({"sample_s": 0.001}, type=Cost)
+    cost = msgspec.convert({"sample_s": 0.001}, type=JobCost)
     jobs = tuple(
-        Job(f"job{i}", 64, (10, 0), cost=cost, alone_s=0.032, periods_since_move=since)
+        SharedJob(f"job{i}", 64, (10, 0), cost=cost, alone_s=0.032, periods_since_move=since)
         for i, since in enumerate((1, 1, None))
     )
-    assert {d.job for d in POLICIES["maxmin"](Snapshot((Gpu(), Gpu()), jobs))} == {"job2"}
+    assert {
+        d.job for d in SHARING_POLICIES["maxmin"](Snapshot((SharedGpu(), SharedGpu()), jobs))
+    } == {"job2"}
 
 
 @examples(max_examples=25)
@@ -164,10 +168,10 @@ def test_maxmin_leaves_a_job_alone_that_was_just_moved():
 def test_maxmin_is_as_good_as_brute_force(found, batch, ratios):
     alone = [alone_s(cost, even_shards(2, batch)) for cost in found]
     jobs = tuple(
-        Job(f"job{i}", batch, ratios[i], cost=cost, alone_s=alone[i])
+        SharedJob(f"job{i}", batch, ratios[i], cost=cost, alone_s=alone[i])
         for i, cost in enumerate(found)
     )
-    snapshot = Snapshot((Gpu(), Gpu()), jobs)
+    snapshot = Snapshot((SharedGpu(), SharedGpu()), jobs)
     new = {d.job: d.after for d in maxmin.policy(snapshot)}
     got = [new.get(job.name, job.ratios) for job in jobs]
     cases = list(itertools.product(compositions(2), repeat=len(jobs)))
@@ -239,18 +243,18 @@ def test_a_job_that_joins_gets_a_ratio_that_fits_or_waits(snapshot):
 
 
 def test_what_does_not_divide_goes_to_other_gpus_for_each_job():
-    snapshot = Snapshot((Gpu(),) * 4, (Job("a", 64), Job("b", 64)))
+    snapshot = Snapshot((SharedGpu(),) * 4, (SharedJob("a", 64), SharedJob("b", 64)))
     assert even_ratios(snapshot, snapshot.jobs[0]) == (3, 3, 2, 2)
     assert even_ratios(snapshot, snapshot.jobs[1]) == (2, 2, 3, 3)
 
 
 def test_memory_holds_back_a_split_that_would_be_faster():
-    cost = msgspec.convert({"sample_s": 0.001}, type=Cost)
-    tight = Job("a", 100, (10, 0), cost=cost, alone_s=0.05, memory=Memory(10, 1))
-    free = Snapshot((Gpu(free_bytes=200), Gpu(free_bytes=200)), (tight,))
-    assert [d.after for d in POLICIES["maxmin"](free)] == [(5, 5)]
-    full = Snapshot((Gpu(free_bytes=200), Gpu(free_bytes=5)), (tight,))
-    assert POLICIES["maxmin"](full) == ()
+    cost = msgspec.convert({"sample_s": 0.001}, type=JobCost)
+    tight = SharedJob("a", 100, (10, 0), cost=cost, alone_s=0.05, memory=JobMemory(10, 1))
+    free = Snapshot((SharedGpu(free_bytes=200), SharedGpu(free_bytes=200)), (tight,))
+    assert [d.after for d in SHARING_POLICIES["maxmin"](free)] == [(5, 5)]
+    full = Snapshot((SharedGpu(free_bytes=200), SharedGpu(free_bytes=5)), (tight,))
+    assert SHARING_POLICIES["maxmin"](full) == ()
 
 
 def test_jain():

@@ -6,7 +6,7 @@ import pytest
 
 from kilter.app.cli.main import main
 from kilter.sharing.placements import NAMES
-from kilter.sharing.plan.policies import POLICIES
+from kilter.sharing.plan.policies import SHARING_POLICIES
 
 JOB = {"name": "a", "global_batch": 64, "total_steps": 100, "cost": {"sample_s": 0.001}}
 
@@ -48,7 +48,7 @@ def test_a_run_alone_time_that_is_given_is_named(capsys, tmp_path):
     assert found["max_slowdown"] == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SHARING_POLICIES)
 def test_every_policy_ends_every_job_on_the_skewed_machine(capsys, policy):
     found = rehearse(capsys, "p5", "--policy", policy)
     assert len(found["jobs"]) == 3

@@ -81,14 +81,14 @@ def load_trace(path: Path) -> IterationTrace:
     return codec.load(path, IterationTrace)
 
 
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
+class ComparedPlans(msgspec.Struct, frozen=True, kw_only=True):
     """All strategies on one problem."""
 
     assignments: dict[str, Assignment]
     planned: Planned
 
 
-def compare(costs: Costs, *, switch_s: float, max_slowdown: float) -> Compared:
+def compare(costs: Costs, *, switch_s: float, max_slowdown: float) -> ComparedPlans:
     """Every strategy of `STRATEGIES` on the same tables."""
     problem = costs.problem(switch_s=switch_s, max_slowdown=max_slowdown)
     planned = plan(problem)
@@ -100,11 +100,11 @@ def compare(costs: Costs, *, switch_s: float, max_slowdown: float) -> Compared:
         "exhaustive": by_operation(problem, max_slowdown),
         "kilter": planned.best,
     }
-    return Compared(assignments=paths, planned=planned)
+    return ComparedPlans(assignments=paths, planned=planned)
 
 
 def as_json(
-    costs: Costs, found: Compared, *, switch_s: float, max_slowdown: float
+    costs: Costs, found: ComparedPlans, *, switch_s: float, max_slowdown: float
 ) -> dict[str, Any]:
     """The object that `--json` prints; null where a plan that switches would never end."""
     rows = {
@@ -154,7 +154,7 @@ def _stretches(costs: Costs, assigned: Assignment) -> list[dict[str, Any]]:
     ]
 
 
-def _tell(costs: Costs, found: Compared, switch_s: float) -> None:
+def _tell(costs: Costs, found: ComparedPlans, switch_s: float) -> None:
     default = found.assignments["default"]
     print(answer(found, switch_s))
     print()
@@ -174,7 +174,7 @@ def _tell(costs: Costs, found: Compared, switch_s: float) -> None:
     )
 
 
-def answer(found: Compared, switch_s: float) -> str:
+def answer(found: ComparedPlans, switch_s: float) -> str:
     """One sentence: whether clocks inside the iteration are worth their switches."""
     default, best = found.assignments["default"], found.planned.best
     latency = "never possible" if math.isinf(switch_s) else f"{show_time(switch_s)} each"

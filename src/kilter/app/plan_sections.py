@@ -10,7 +10,7 @@ import msgspec
 
 from kilter.app.cli.sections import add_device_arguments, add_trace_arguments, analysed, card
 from kilter.clocks.plan.sections import Analysis
-from kilter.clocks.plan.worth import Card, Worth, job, summary, worth
+from kilter.clocks.plan.worth import ClockCosts, Worth, job, summary, worth
 from kilter.core.label import Label
 from kilter.core.units import show_clock, show_count, show_energy, show_fraction, show_time
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _as_json(found: Sequence[Worth], device: Card, analysis: Analysis) -> dict[str, Any]:
+def _as_json(found: Sequence[Worth], device: ClockCosts, analysis: Analysis) -> dict[str, Any]:
     saving, slowdown = job(found)
     return {
         "schema": "kilter.plan.sections/1",
@@ -66,7 +66,7 @@ def _as_json(found: Sequence[Worth], device: Card, analysis: Analysis) -> dict[s
     }
 
 
-def _tell(found: Sequence[Worth], device: Card, analysis: Analysis) -> None:
+def _tell(found: Sequence[Worth], device: ClockCosts, analysis: Analysis) -> None:
     print(f"{summary(found, device)} [simulated]")
     for answer in found:
         for stretch in answer.stretches[:MOST_STRETCHES]:

@@ -10,7 +10,7 @@ from kilter.app.report.svg import Frame, escape
 from kilter.core.label import Label
 from kilter.core.units import show_duration, show_fraction
 from kilter.sharing.plan.snapshot import shown
-from kilter.sharing.simulate import Made, Stretch
+from kilter.sharing.simulate import Made, TimeStretch
 
 _WIDTH = 860.0
 _PLOT, _STRIP, _TITLE, _GAP = 74.0, 11.0, 26.0, 34.0
@@ -21,7 +21,7 @@ _MOST_DECISIONS = 200
 def page(
     title: str,
     facts: Sequence[str],
-    stretches: Sequence[Stretch],
+    stretches: Sequence[TimeStretch],
     decisions: Sequence[Made],
     label: Label,
 ) -> str:
@@ -42,7 +42,7 @@ def page(
     )
 
 
-def _jobs(stretches: Sequence[Stretch], tag: str) -> str:
+def _jobs(stretches: Sequence[TimeStretch], tag: str) -> str:
     names = list(dict.fromkeys(name for s in stretches for name in s.ratios))
     if not names:
         return "<section><p>No job has run.</p></section>"
@@ -73,7 +73,7 @@ def _jobs(stretches: Sequence[Stretch], tag: str) -> str:
 
 def _row(
     name: str,
-    stretches: Sequence[Stretch],
+    stretches: Sequence[TimeStretch],
     y: float,
     gpus: int,
     ends: tuple[float, float],
@@ -110,7 +110,7 @@ def _row(
     return "".join(parts)
 
 
-def _strips(name: str, stretches: Sequence[Stretch], frame: Frame, gpus: int) -> list[str]:
+def _strips(name: str, stretches: Sequence[TimeStretch], frame: Frame, gpus: int) -> list[str]:
     """One strip a GPU; equal neighbours in time are one rectangle."""
     parts = []
     for g in range(gpus):
@@ -133,7 +133,7 @@ def _strips(name: str, stretches: Sequence[Stretch], frame: Frame, gpus: int) ->
     return parts
 
 
-def _utilisation(stretches: Sequence[Stretch], tag: str) -> str:
+def _utilisation(stretches: Sequence[TimeStretch], tag: str) -> str:
     if not stretches:
         return ""
     whole = sum(s.end_s - s.begin_s for s in stretches) or 1.0

@@ -16,12 +16,12 @@ from kilter.core.ranks import ranks
 from kilter.observe.imports import after_import
 
 if TYPE_CHECKING:
-    from kilter.sharing.elastic.job import Job
+    from kilter.sharing.elastic.job import ElasticJob
 
 _VARIABLE = "KILTER_SHARE"
 
 
-class Options(msgspec.Struct, frozen=True):
+class ShareOptions(msgspec.Struct, frozen=True):
     """What the launcher tells every rank."""
 
     endpoint: str
@@ -39,17 +39,17 @@ def worker_command(command: tuple[str, ...]) -> tuple[str, ...]:
     return ("-mkilter.app.share_worker", *command)
 
 
-def worker_environment(options: Options) -> dict[str, str]:
+def worker_environment(options: ShareOptions) -> dict[str, str]:
     """What the environment of a worker has to have."""
     return {_VARIABLE: msgspec.json.encode(options).decode()}
 
 
-def received(environ: MutableMapping[str, str]) -> Options:
+def received(environ: MutableMapping[str, str]) -> ShareOptions:
     """The options. The variable is taken away: the script is not told."""
     encoded = environ.pop(_VARIABLE, None)
     if encoded is None:
         raise UsageError("a part of `kilter share run`; try: kilter share run SCRIPT")
-    return msgspec.json.decode(encoded, type=Options)
+    return msgspec.json.decode(encoded, type=ShareOptions)
 
 
 def say(text: str) -> None:
@@ -58,19 +58,19 @@ def say(text: str) -> None:
         print(f"kilter share: {text}", file=sys.stderr, flush=True)
 
 
-def _find(options: Options) -> None:
+def _find(options: ShareOptions) -> None:
     """Once torch is there: wait for the job in the script."""
-    from kilter.sharing.elastic.job import Job
+    from kilter.sharing.elastic.job import ElasticJob
     from kilter.sharing.elastic.scripts import find_in_script
-    from kilter.sharing.link import Identity, Link
+    from kilter.sharing.link import DaemonLink, Identity
 
-    def attached(job: Job) -> None:
+    def attached(job: ElasticJob) -> None:
         if job.share is not None and job.facts is not None and job.share.rank == 0:
             identity = Identity(options.name, options.gpus, options.alone_step_s, options.ratios)
-            Link(Path(options.endpoint), job.share, job.facts, identity).start()
+            DaemonLink(Path(options.endpoint), job.share, job.facts, identity).start()
 
     find_in_script(
-        Job(
+        ElasticJob(
             may_idle=options.idle_ranks,
             release=options.idle_ranks,
             min_samples=options.min_samples,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from kilter.clocks.plan.operations import Array, Path, Problem
+from kilter.clocks.plan.operations import Array, OperationsProblem, Path
 from kilter.core.errors import PlanError
 from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace, Operation
@@ -31,9 +31,9 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     by_intensity: Path
     """The setting that the roofline alone gives each operation (see `_by_intensity`)."""
 
-    def problem(self, *, switch_s: float, max_slowdown: float) -> Problem:
+    def problem(self, *, switch_s: float, max_slowdown: float) -> OperationsProblem:
         bound_s = (1.0 + max_slowdown) * float(self.time_s[:, 0].sum())
-        return Problem(
+        return OperationsProblem(
             time_s=self.time_s,
             energy_j=self.energy_j,
             waiting_w=self.waiting_w,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kilter.clocks.plan.worth import Card, Latency, Level
+from kilter.clocks.plan.worth import ClockCosts, Latency, Level
 from kilter.device.sim.profile import Profile
 from kilter.model.power import LEAKAGE_AT_C
 
@@ -10,7 +10,7 @@ LEVELS = 6
 """Clocks that are planned with, in equal ratios from the highest to the lowest."""
 
 
-def card_of(profile: Profile, *, switch_s: float | None = None, levels: int = LEVELS) -> Card:
+def card_of(profile: Profile, *, switch_s: float | None = None, levels: int = LEVELS) -> ClockCosts:
     """The card of a profile, with so many clocks below the highest. A switch takes the profile's
     latency, of which the spread between targets is taken as calibrated, or always `switch_s`."""
     knobs, power = profile.knobs, profile.power
@@ -30,7 +30,7 @@ def card_of(profile: Profile, *, switch_s: float | None = None, levels: int = LE
             sm_clock_hz=hz, saved_w=waiting_w - there_w, waiting_w=there_w, stretch=top_hz / hz
         )
 
-    return Card(
+    return ClockCosts(
         levels=tuple(level(hz) for hz in clocks if hz < top_hz),
         down=latency,
         up=latency,

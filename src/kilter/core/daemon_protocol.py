@@ -70,7 +70,7 @@ class Release(_Message, frozen=True, kw_only=True):
     uuid: str
 
 
-Request = Hello | Look | Ask | Hold | Release
+DaemonRequest = Hello | Look | Ask | Hold | Release
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +84,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
 
     def refusal(self, setting: Setting) -> str | None:
         """Why this setting is outside, or None."""
-        for knob, name, unit, scale in KNOBS:
+        for knob, name, unit, scale in KNOB_NAMES:
             value, allowed = getattr(setting, knob), getattr(self, knob)
             if value is None:
                 continue
@@ -98,7 +98,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-KNOBS = (
+KNOB_NAMES = (
     ("sm_clock_hz", "SM clock", "MHz", 1e6),
     ("memory_clock_hz", "memory clock", "MHz", 1e6),
     ("power_limit_w", "power limit", "W", 1.0),
@@ -120,15 +120,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     held: bool = False
 
 
-def encode(message: Request | Answer) -> bytes:
+def encode(message: DaemonRequest | Answer) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 
-_REQUESTS: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+_REQUESTS: msgspec.json.Decoder[DaemonRequest] = msgspec.json.Decoder(DaemonRequest)
 _ANSWERS = msgspec.json.Decoder(Answer)
 
 
-def read_request(line: bytes) -> Request:
+def read_request(line: bytes) -> DaemonRequest:
     """Raises `ValueError` for what is no request."""
     try:
         request = _REQUESTS.decode(line)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-Times = list[tuple[float, float]]
+RankTimes = list[tuple[float, float]]
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
         return self.end_s - self.begin_s
 
 
-class Iteration(msgspec.Struct, frozen=True, kw_only=True):
+class RankIteration(msgspec.Struct, frozen=True, kw_only=True):
     """One iteration's window on the GPU's timeline; windows follow each other without gaps."""
 
     number: int
@@ -56,13 +56,13 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     """The GPU's name; empty where the trace does not say."""
     origin_s: float
     """The rank's clock at time 0."""
-    compute: Times
+    compute: RankTimes
     """Union of the kernels that do not communicate."""
-    copies: Times
+    copies: RankTimes
     """Union of copies and memory sets of this GPU alone."""
     collectives: tuple[Collective, ...]
     """In order of begin."""
-    iterations: tuple[Iteration, ...]
+    iterations: tuple[RankIteration, ...]
     found_by: str
     """How the iterations were found, in words."""
     warnings: tuple[str, ...] = ()

@@ -26,13 +26,13 @@ from kilter.core.daemon_protocol import (
     VERSION,
     Answer,
     Ask,
+    DaemonRequest,
     Grant,
     Hello,
     Hold,
     Look,
     Range,
     Release,
-    Request,
     encode,
     error_of,
     read_answer,
@@ -49,7 +49,7 @@ from kilter.device.nvidia import (
 )
 from kilter.device.protocol import Device
 
-ANSWER_S = 30.0
+DAEMON_ANSWER_S = 30.0
 """A set takes milliseconds; the first call to a sleeping GPU may take much longer."""
 HOLD_S = 60.0
 
@@ -208,7 +208,7 @@ class DaemonDevice:
         self._number += 1
         return self._number
 
-    def _call(self, request: Request) -> Answer:
+    def _call(self, request: DaemonRequest) -> Answer:
         """The daemon's answer. Raises the error that it carries, or `DeviceError`."""
         with self._turn:
             if not self._connected():
@@ -232,7 +232,7 @@ class DaemonDevice:
     def _connect(self) -> None:
         self._disconnect()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as opened:
-            opened.settimeout(ANSWER_S)
+            opened.settimeout(DAEMON_ANSWER_S)
             try:
                 opened.connect(str(self._path))
             except OSError as error:
@@ -267,11 +267,11 @@ class DaemonDevice:
             self._connection.close()
             self._connection = None
 
-    def _exchange(self, request: Request) -> Answer:
+    def _exchange(self, request: DaemonRequest) -> Answer:
         """Raises `OSError`; `TimeoutError` is one."""
-        deadline_s = time.monotonic() + ANSWER_S
+        deadline_s = time.monotonic() + DAEMON_ANSWER_S
         with self._opened() as opened:
-            opened.settimeout(ANSWER_S)
+            opened.settimeout(DAEMON_ANSWER_S)
             # MSG_NOSIGNAL: a script may have put SIGPIPE back to its deadly default.
             opened.send(encode(request), socket.MSG_NOSIGNAL)
             line = b""

@@ -29,7 +29,7 @@ from kilter.core.units import MHZ
 
 BASELINE = Path("/etc/kilter/baseline.toml")
 BASELINE_VARIABLE = "KILTER_BASELINE"
-MAX_BYTES = 2**20
+MAX_BASELINE_BYTES = 2**20
 LIMIT_TOLERANCE_W = 1.0
 
 
@@ -68,7 +68,7 @@ def load(path: Path) -> Baseline:
     """The operator's baseline, empty if there is none. Raises `FileError`: the file must belong to
     root (or this user) and be writable by its owner alone."""
     try:
-        raw = read_file(path, max_bytes=MAX_BYTES, owners={0, os.geteuid()})
+        raw = read_file(path, max_bytes=MAX_BASELINE_BYTES, owners={0, os.geteuid()})
         return msgspec.convert(tomllib.loads(raw.decode()), Baseline)
     except FileNotFoundError:
         return Baseline()

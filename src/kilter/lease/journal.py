@@ -37,7 +37,7 @@ STATE_VARIABLE = "KILTER_STATE_DIR"
 PATIENCE_S = 5.0
 """How long a lock is waited for whose holder is dead: its watcher is just putting things back."""
 POLL_S = 0.02
-MAX_BYTES = 64 * 2**10
+MAX_JOURNAL_BYTES = 64 * 2**10
 """Of a journal; a kilter's own is a hundredth of it."""
 CLOCK_STEP_HZ = 16 * MHZ
 """A little more than a step of an observed clock (15 MHz on NVIDIA)."""
@@ -80,7 +80,7 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     """Local time, for people."""
 
 
-State = Literal["restored", "held", "failed", "discarded"]
+RestoreState = Literal["restored", "held", "failed", "discarded"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class RestoreOutcome:
     """What became of the settings of one GPU."""
 
     uuid: str
-    state: State
+    state: RestoreState
     reason: str
     found: Setting | None = None
     after: Setting | None = None
@@ -299,7 +299,7 @@ class JournalPlace:
     def holder(self) -> Holder | None:
         """Who holds the lock, as the lock itself says; None if nobody does, or nobody has said."""
         try:
-            return _holder(read_file(self.lock_path, max_bytes=MAX_BYTES, follow=False))
+            return _holder(read_file(self.lock_path, max_bytes=MAX_JOURNAL_BYTES, follow=False))
         except (OSError, FileError):
             return None
 
@@ -322,7 +322,9 @@ class JournalPlace:
         is not this user's own: whoever obeys a journal sets what it says."""
         try:
             owners = {os.geteuid()}
-            raw = read_file(self.journal_path, max_bytes=MAX_BYTES, owners=owners, follow=False)
+            raw = read_file(
+                self.journal_path, max_bytes=MAX_JOURNAL_BYTES, owners=owners, follow=False
+            )
             return msgspec.json.decode(raw, type=Journal)
         except (FileNotFoundError, NotADirectoryError):
             return None

@@ -64,7 +64,7 @@ from kilter.lease.journal import (
     Journal,
     JournalPlace,
     RestoreOutcome,
-    State,
+    RestoreState,
     above_caps,
     boot_id,
     changed_by_others,
@@ -434,7 +434,7 @@ class Lease:
         somebody else's."""
         journal, place = self._journal, self._place
         self._let_go(unlock=False)
-        state: State = "restored"
+        state: RestoreState = "restored"
         reason = "the program has closed our files; the watcher has put back what was set"
         end_s = time.monotonic() + PATIENCE_S
         while journal is not None and place is not None and _still_set(place, journal):

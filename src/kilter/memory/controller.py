@@ -51,7 +51,7 @@ UNTRIED = 6
 """Iteration ends after which a share does not wait any longer for what can be recomputed."""
 PLAIN = 4
 """Iterations without us, to know what they take; only where the budget is a share of that."""
-LARGER = 1.01
+LARGER_PEAK = 1.01
 """A plain peak that is larger than the largest so far by this factor makes another budget."""
 SETTLED = 3
 """Iterations under a plan after which the job counts as settled; the peak is measured in them."""
@@ -338,7 +338,7 @@ class MemoryController:
         """Another kind of pass turned out to be larger than all that were seen when the share was
         taken."""
         peak_bytes = self._plain_bytes(swapper)
-        if self._share_of_bytes is None or peak_bytes <= LARGER * self._share_of_bytes:
+        if self._share_of_bytes is None or peak_bytes <= LARGER_PEAK * self._share_of_bytes:
             return
         self._share_of_bytes = peak_bytes
         words = f"the largest plain peak, {show_bytes(peak_bytes)}"

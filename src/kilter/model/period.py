@@ -51,7 +51,7 @@ MOST_LAGS = 300
 """Lags compared: the shortest, and the most alike."""
 UNSTABLE = 0.15
 """Relative range of the period over the thirds of a recording above which it is not stable."""
-FINE = 8
+FINE_FACTOR = 8
 """Points per sensor update after interpolation: a lag of two updates then has sixteen."""
 QUANTUM = 0.01
 """The step in which utilisation is reported (1 %); of power, far below its noise."""
@@ -244,7 +244,7 @@ def _update(telemetry: Telemetry) -> float:
 
 
 def _grid(t: Array, channels: Sequence[tuple[Array, Array]], update_s: float) -> _Grid:
-    """The channels, interpolated band-limited to `FINE` points per update."""
+    """The channels, interpolated band-limited to `FINE_FACTOR` points per update."""
     begin, end = t[0], t[-1]
     n = int((end - begin) / update_s) + 1
     even = begin + update_s * np.arange(n)
@@ -260,17 +260,19 @@ def _grid(t: Array, channels: Sequence[tuple[Array, Array]], update_s: float) ->
     rows = np.array(values)
     # a channel counts by how well it repeats itself
     best = np.array([_autocorrelation(x[None, :], np.ones(1)) for x in rows])
-    least = int(LEAST_SAMPLES * FINE)
+    least = int(LEAST_SAMPLES * FINE_FACTOR)
     weights = np.array([_highest_after_dip(a, least) for a in best]) ** 2 + 1e-6
-    return _Grid(update_s / FINE, rows, weights / weights.sum())
+    return _Grid(update_s / FINE_FACTOR, rows, weights / weights.sum())
 
 
 def _finer(x: Array) -> Array:
-    """`x` at `FINE` times as many points, by Fourier interpolation of its mirrored extension."""
+    """`x` at `FINE_FACTOR` times as many points, by Fourier interpolation of its mirror image."""
     n = len(x)
     mirrored = np.concatenate([x, x[::-1]])
     spectrum = np.fft.rfft(mirrored)
-    result: Array = np.fft.irfft(spectrum, 2 * n * FINE)[: (n - 1) * FINE + 1] * FINE
+    result: Array = (
+        np.fft.irfft(spectrum, 2 * n * FINE_FACTOR)[: (n - 1) * FINE_FACTOR + 1] * FINE_FACTOR
+    )
     return result
 
 
@@ -305,13 +307,15 @@ class _Likeness:
 
     def __init__(self, grid: _Grid) -> None:
         self._x = grid.values * np.sqrt(grid.weights)[:, None]
-        half = FINE // 2
+        half = FINE_FACTOR // 2
         around = sliding_window_view(
             np.pad(self._x, ((0, 0), (half, half)), mode="edge"), 2 * half + 1, axis=1
         )
         self._low, self._high = around.min(axis=2), around.max(axis=2)
         self.length = self._x.shape[1]
-        lags = np.linspace(LEAST_SAMPLES * FINE, self.length // LEAST_PERIODS, 32).astype(int)
+        lags = np.linspace(LEAST_SAMPLES * FINE_FACTOR, self.length // LEAST_PERIODS, 32).astype(
+            int
+        )
         self._usual = float(np.median([np.median(self.differences(int(lag))) for lag in lags]))
 
     def differences(self, lag: int, other: int | None = None) -> Array:
@@ -369,7 +373,7 @@ def _best_lag(grid: _Grid) -> _Lag | None:
     """The shortest lag at which windows are as alike as at any longer lag."""
     a = _autocorrelation(grid.values, grid.weights)
     peaks = np.flatnonzero((a[1:-1] > a[:-2]) & (a[1:-1] >= a[2:])) + 1
-    peaks = peaks[peaks >= LEAST_SAMPLES * FINE]
+    peaks = peaks[peaks >= LEAST_SAMPLES * FINE_FACTOR]
     lags = sorted({*peaks[:MOST_LAGS].tolist(), *peaks[np.argsort(-a[peaks])][:MOST_LAGS].tolist()})
     if not lags:
         return None
@@ -395,8 +399,8 @@ def _shortest_fold(grid: _Grid, period_s: float) -> float:
     different places and look different, while every second or third looks the same. Folded, the
     readings of all windows fall between each other and show one curve.
     """
-    x = grid.values[:, ::FINE] * np.sqrt(grid.weights)[:, None]
-    update_s = grid.step_s * FINE
+    x = grid.values[:, ::FINE_FACTOR] * np.sqrt(grid.weights)[:, None]
+    update_s = grid.step_s * FINE_FACTOR
     length = min(max(math.ceil(3 * period_s / update_s), 24), x.shape[1])
     starts = np.unique(np.linspace(0, x.shape[1] - length, 24).astype(int))
     pieces = np.array([x[:, s : s + length] for s in starts])
@@ -491,7 +495,7 @@ def _tracked(grid: _Grid, lag: _Lag, resolution_s: float) -> Detection:
     kept = intervals[inside]
     # both ends of an interval are only known to a sensor update: two usual lengths are no outliers
     off = np.abs(kept - np.median(kept))
-    kept = kept[off <= max(6.0 * float(np.median(off)), 2 * FINE * grid.step_s)]
+    kept = kept[off <= max(6.0 * float(np.median(off)), 2 * FINE_FACTOR * grid.step_s)]
     spread = float(kept.std() / kept.mean())
     period = float(np.mean(kept))
     thirds = [float(np.mean(part)) for part in np.array_split(kept, 3) if len(part)]

@@ -8,7 +8,7 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-Action = Callable[[], object]
+ImportAction = Callable[[], object]
 
 
 class after_import:  # noqa: N801
@@ -22,9 +22,9 @@ class after_import:  # noqa: N801
     `install`, in another thread, the end is not noticed.
     """
 
-    def __init__(self, name: str, action: Action) -> None:
+    def __init__(self, name: str, action: ImportAction) -> None:
         self._name = name
-        self._action: Action | None = action
+        self._action: ImportAction | None = action
 
     def install(self) -> None:
         """Begin to wait."""

@@ -24,7 +24,7 @@ from typing import Any
 from kilter.observe.cycle import Cycle
 from kilter.observe.imports import after_import
 
-Fence = Callable[[Callable[..., None]], Callable[..., None]]
+Fenced = Callable[[Callable[..., None]], Callable[..., None]]
 AtIterationEnd = Callable[[int, float], None]
 
 INFERENCE_AFTER_S = 2.0
@@ -72,7 +72,7 @@ class IterationClock:
         self,
         on_iteration_end: AtIterationEnd,
         *,
-        fence: Fence = lambda function: function,
+        fence: Fenced = lambda function: function,
         clock: Callable[[], float] = time.monotonic,
         gpu_events: bool = True,
     ) -> None:

@@ -30,7 +30,7 @@ from kilter.core.errors import FileError
 from kilter.core.trace import IterationTrace
 from kilter.observe.flops import torch_flops
 from kilter.observe.imports import after_import
-from kilter.observe.iteration_clock import Fence, IterationClock, in_backward
+from kilter.observe.iteration_clock import Fenced, IterationClock, in_backward
 from kilter.observe.kineto import ITERATION_END, MODULE, read_kineto
 
 _OVER = ("held", "saving", "saved", "done", "failed")
@@ -506,7 +506,7 @@ class _Annotations:
     those are not installed once anything is compiled, because the compiler would trace them.
     """
 
-    def __init__(self, fence: Fence) -> None:
+    def __init__(self, fence: Fenced) -> None:
         self._fence = fence
         self._handles: list[Any] = []
         self._open: list[tuple[object, Any]] = []

@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kilter.core.errors import FileError
-from kilter.core.rank_trace import Collective, Iteration, RankTrace, Times
+from kilter.core.rank_trace import Collective, RankIteration, RankTimes, RankTrace
 from kilter.model.intervals import union
 from kilter.observe.kineto import ITERATION_END
 from kilter.observe.repetition import starts
-from kilter.observe.trace_events import Args, TraceEvent, TraceFile
+from kilter.observe.trace_events import Args, RawEvent, TraceFile
 
 _US = 1e-6
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -213,7 +213,7 @@ class _Timeline:
         self._c10d: dict[int, tuple[str, Args | None]] = {}
         """External id -> name and arguments of an operation of c10d."""
 
-    def add(self, event: TraceEvent) -> None:
+    def add(self, event: RawEvent) -> None:
         cat, name, begin, length = event.cat, event.name, event.ts, event.dur
         if event.ph != "X" or not isinstance(name, str) or begin is None or length is None:
             return
@@ -363,7 +363,7 @@ class _Timeline:
         own: NDArray[Any],
         count: int | None,
         warnings: list[str],
-    ) -> tuple[tuple[Iteration, ...], str]:
+    ) -> tuple[tuple[RankIteration, ...], str]:
         """Windows on the GPU's timeline, from the best witness in the trace."""
         last = float(end_s[own].max())
         if count is None:
@@ -371,7 +371,7 @@ class _Timeline:
             if marked:
                 return marked, "the profiler's steps"
             marked = tuple(
-                Iteration(number=number, begin_s=(a - origin) * _US, end_s=(b - origin) * _US)
+                RankIteration(number=number, begin_s=(a - origin) * _US, end_s=(b - origin) * _US)
                 for number, (a, b) in sorted(self._gpu_steps.items())
             )
             if marked:
@@ -392,7 +392,7 @@ class _Timeline:
                 f"the last {share * 100:.0f} % of an iteration is left out, since it is not whole"
             )
         windows = tuple(
-            Iteration(number=i, begin_s=edges[i], end_s=edges[i + 1]) for i in range(len(first))
+            RankIteration(number=i, begin_s=edges[i], end_s=edges[i + 1]) for i in range(len(first))
         )
         if count is not None:
             return windows, "the number given"
@@ -406,7 +406,7 @@ class _Timeline:
 
     def _by_launch(
         self, origin: float, begin_s: NDArray[Any], end_s: NDArray[Any], own: NDArray[Any]
-    ) -> tuple[Iteration, ...]:
+    ) -> tuple[RankIteration, ...]:
         """A step's window begins with the first work that the step launched."""
         if self._host_steps:
             numbers = sorted(self._host_steps)
@@ -423,7 +423,7 @@ class _Timeline:
         place = np.searchsorted(launched, correlation).clip(0, len(launched) - 1)
         known = own & (launched[place] == correlation)
         step = np.searchsorted(np.array(edges), at_us[place], side="right") - 1
-        windows: list[Iteration] = []
+        windows: list[RankIteration] = []
         for i in reversed(range(len(numbers))):
             ours = known & (step == i)
             if not ours.any():
@@ -431,7 +431,7 @@ class _Timeline:
             end = windows[-1].begin_s if windows else float(end_s[ours].max())
             begin = float(begin_s[ours].min())
             if begin < end:
-                windows.append(Iteration(number=numbers[i], begin_s=begin, end_s=end))
+                windows.append(RankIteration(number=numbers[i], begin_s=begin, end_s=end))
         return tuple(reversed(windows))
 
 
@@ -440,7 +440,7 @@ def _or_missing(value: object) -> int:
     return -1 if number is None else number
 
 
-def _union(begin: NDArray[Any], end: NDArray[Any], where: NDArray[Any]) -> Times:
+def _union(begin: NDArray[Any], end: NDArray[Any], where: NDArray[Any]) -> RankTimes:
     return union(zip(begin[where].tolist(), end[where].tolist(), strict=True))
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ALIKE = 0.95
+ALIKE_SHARE = 0.95
 """Share of the kernels that neighbouring iterations have in common."""
-FOREIGN = 0.02
+FOREIGN_EVENTS = 0.02
 """Share of the kernels at both ends that no iteration has."""
 LEAST = 8
 """Fewer kernels than this are no iteration."""
@@ -42,10 +42,10 @@ def starts(kernels: Kernels, count: int | None = None) -> tuple[list[int], int |
         return [0], None
     period = int(np.median(np.diff(anchors)))
     begins = [0, *(_begin(kernels, int(a - anchors[0]), period) for a in anchors[1:])]
-    if total - begins[-1] < ALIKE * period:
+    if total - begins[-1] < ALIKE_SHARE * period:
         return begins[:-1], begins[-1]
     # The first iteration may have begun before the trace, and another one behind the last anchor.
-    if total - begins[-1] - period <= (1.0 - ALIKE) * period:
+    if total - begins[-1] - period <= (1.0 - ALIKE_SHARE) * period:
         return begins, None
     return begins, _begin(kernels, begins[-1] + period, period)
 
@@ -67,10 +67,12 @@ def _is_anchor(kernels: Kernels, places: Kernels, size: int) -> bool:
     pieces = [np.bincount(kernels[a:b], minlength=size) for a, b in pairwise(edges)]
     head, *whole, tail = pieces
     for one, other in pairwise(whole):
-        if np.minimum(one, other).sum() < ALIKE * max(one.sum(), other.sum()):
+        if np.minimum(one, other).sum() < ALIKE_SHARE * max(one.sum(), other.sum()):
             return False
     usual = np.max(whole, axis=0)
-    return all(np.maximum(end - usual, 0).sum() <= FOREIGN * usual.sum() for end in (head, tail))
+    return all(
+        np.maximum(end - usual, 0).sum() <= FOREIGN_EVENTS * usual.sum() for end in (head, tail)
+    )
 
 
 def _begin(kernels: Kernels, expected: int, period: int) -> int:

@@ -65,7 +65,7 @@ class Args(msgspec.Struct, frozen=True, rename=_ARGS):
     sequence: Any = None
 
 
-class TraceEvent(msgspec.Struct, frozen=True):
+class RawEvent(msgspec.Struct, frozen=True):
     """One entry of `traceEvents`; times in microseconds."""
 
     ph: str = ""
@@ -77,10 +77,10 @@ class TraceEvent(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct, frozen=True):
-    events: list[TraceEvent] = msgspec.field(name="traceEvents")
+    events: list[RawEvent] = msgspec.field(name="traceEvents")
 
 
-_decode_events = msgspec.json.Decoder(list[TraceEvent], strict=False).decode
+_decode_events = msgspec.json.Decoder(list[RawEvent], strict=False).decode
 _decode_file = msgspec.json.Decoder(_File, strict=False).decode
 
 
@@ -93,7 +93,7 @@ class TraceFile:
         self.head: dict[str, Any] = {}
         self.count = 0
 
-    def __iter__(self) -> Iterator[TraceEvent]:
+    def __iter__(self) -> Iterator[RawEvent]:
         """`FileError` for a file that is missing, truncated, or no trace."""
         try:
             with self._open() as file:
@@ -108,7 +108,7 @@ class TraceFile:
             packed = file.read(2) == b"\x1f\x8b"
         return cast(IO[bytes], gzip.open(self.path)) if packed else open(self.path, "rb")
 
-    def _events(self, file: IO[bytes]) -> Iterator[TraceEvent]:
+    def _events(self, file: IO[bytes]) -> Iterator[RawEvent]:
         opening, buffer = self._head(file)
         while chunk := file.read(CHUNK_BYTES):
             buffer += chunk
@@ -144,7 +144,7 @@ class TraceFile:
         keys.pop("traceEvents", None)
         return keys
 
-    def _cut(self, buffer: bytes) -> tuple[list[TraceEvent], bytes]:
+    def _cut(self, buffer: bytes) -> tuple[list[RawEvent], bytes]:
         """The events up to a place between two of them, and the bytes behind that place."""
         window = buffer[-CHUNK_BYTES:]
         start = len(buffer) - len(window)
@@ -169,7 +169,7 @@ class TraceFile:
         if count:
             yield changed
 
-    def _rest(self, opening: bytes, buffer: bytes) -> list[TraceEvent]:
+    def _rest(self, opening: bytes, buffer: bytes) -> list[RawEvent]:
         raw = _NOT_A_NUMBER.sub(b":null", opening + buffer)
         try:
             if opening == b"[":

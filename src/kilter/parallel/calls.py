@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kilter.core.errors import UsageError
 from kilter.core.reasons import Reason
-from kilter.parallel.candidates import CompileCache, ParallelOptions, Request
+from kilter.parallel.candidates import CompileCache, ParallelOptions, WayRequest
 from kilter.parallel.loop import TENSORS, Arguments, Branches, SerialLoop, signature, why_serial
 from kilter.parallel.plan import BranchPlan, describe
 from kilter.parallel.prepare import Prepared, prepare, serial_plan
@@ -145,7 +145,7 @@ class Parallel:
             state = WatchedBranches([]) if opaque else self._state
             if records:
                 state.watch_gradients()
-            request = Request(self.loop, self.options, arguments, state, gradients=records)
+            request = WayRequest(self.loop, self.options, arguments, state, gradients=records)
             with torch.cuda.device(request.device) if request.on_gpu else nullcontext():
                 prepared = prepare(request, self._cache, results, known)
             self._prepared.pop(key, None)

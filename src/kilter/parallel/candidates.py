@@ -21,7 +21,7 @@ from kilter.parallel.compilation import warm
 from kilter.parallel.folding import check_devices, fold
 from kilter.parallel.loop import Arguments, SerialLoop
 from kilter.parallel.plan import assign_lanes
-from kilter.parallel.program import BranchProgram, Run, RunStep, from_callables, laid_like
+from kilter.parallel.program import BranchCall, BranchProgram, RunStep, from_callables, laid_like
 from kilter.parallel.regions import from_graph
 from kilter.parallel.timing import median_seconds, unit_seconds
 from kilter.parallel.torch_private import has_backward_hooks, has_gradient_hooks, pytree
@@ -53,7 +53,7 @@ class ParallelOptions:
         return self.mode == "auto"
 
 
-class Request:
+class WayRequest:
     """One call of the loop that is to be made ready, with its arguments."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Request:
         """The inputs as leaves: gradients end here, and not in the user's graph behind them."""
         return [t.detach().requires_grad_(t.requires_grad) for t in self.tensors]
 
-    def results(self, run: Run, weights: Sequence[Tensor]) -> list[Tensor]:
+    def results(self, run: BranchCall, weights: Sequence[Tensor]) -> list[Tensor]:
         """The outputs of a call, in training also the gradients of inputs and weights."""
         if self.gradients:
             return checks.gradients(run, self.examples(), weights)
@@ -126,7 +126,7 @@ class TracedRequest:
         return self.trace.graph
 
 
-def trace_request(request: Request) -> TracedRequest:
+def trace_request(request: WayRequest) -> TracedRequest:
     """Trace and simplify; `WayRefused` if the trace would not be right."""
     inputs, named = request.arguments
     traced = trace(request.loop, inputs, named, request.state.tensors)
@@ -164,7 +164,7 @@ def _held_tensors(traced: Trace, state: WatchedBranches) -> list[Tensor]:
     return list(held.values())
 
 
-def _check_gradients(traced: Trace, request: Request) -> None:
+def _check_gradients(traced: Trace, request: WayRequest) -> None:
     """`WayRefused` if the gradient of the trace is not the gradient of the code."""
     line = traced.cuts_gradient
     if line is not None:
@@ -190,7 +190,7 @@ def _copy(graph: fx.GraphModule) -> fx.GraphModule:
 class CompileCache:
     """What the signatures of one `Parallel` share."""
 
-    compiled: dict[Hashable, Run] = field(default_factory=dict)
+    compiled: dict[Hashable, BranchCall] = field(default_factory=dict)
     warm: set[Hashable] = field(default_factory=set)
     """Units whose kernels are compiled."""
     compile_s: float = 0.0
@@ -220,7 +220,7 @@ class CandidateBuilder:
 
     def __init__(
         self,
-        request: Request,
+        request: WayRequest,
         cache: CompileCache,
         traced: TracedRequest | Reason,
         strides: Sequence[Sequence[int]],
@@ -276,7 +276,7 @@ class CandidateBuilder:
             raise WayRefused("one_branch", "there is only one branch")
         positions = {id(t): i for i, t in enumerate(request.tensors)}
         splits: list[list[int]] = []
-        wrapped: list[Run] = []
+        wrapped: list[BranchCall] = []
         inputs, named = request.arguments
         for function, given in zip(request.loop.branches, request.loop.spread(inputs), strict=True):
             flat, spec = pytree.tree_flatten((given, named))
@@ -318,7 +318,7 @@ class CandidateBuilder:
             for step in program.steps
         ]
 
-    def seconds_of(self, run: Run) -> float:
+    def seconds_of(self, run: BranchCall) -> float:
         """Median time of a call, in training with its backward."""
         request = self.request
         weights = () if isinstance(self.traced, Reason) else self.traced.weights
@@ -349,14 +349,14 @@ class Site:
     pool: GraphPool | None
 
     @property
-    def request(self) -> Request:
+    def request(self) -> WayRequest:
         return self.builder.request
 
-    def laid(self, program: BranchProgram, run_step: RunStep) -> Run:
+    def laid(self, program: BranchProgram, run_step: RunStep) -> BranchCall:
         """A traced program as a call, with results that lie in memory like the loop's."""
         return lambda tensors: laid_like(program.execute(tensors, run_step), self.builder.strides)
 
-    def eager(self, program: BranchProgram, run_step: RunStep) -> Run:
+    def eager(self, program: BranchProgram, run_step: RunStep) -> BranchCall:
         """A program as a call that may return anything. The tensors are taken out of the results
         only where the loop was traced, because only then are they put back."""
         traced = not isinstance(self.builder.traced, Reason)
@@ -370,7 +370,7 @@ class Site:
 
         return run
 
-    def capture(self, step: Run) -> Built:
+    def capture(self, step: BranchCall) -> Built:
         """A call as one CUDA graph."""
         assert self.pool is not None
         request, turns = self.request, self.builder.cache.turns
@@ -410,7 +410,11 @@ def _searching_algorithms(on: bool) -> Iterator[None]:
 
 
 def _call(
-    function: Run, flat: Sequence[Any], spec: pytree.TreeSpec, at: Sequence[int], *tensors: Tensor
+    function: BranchCall,
+    flat: Sequence[Any],
+    spec: pytree.TreeSpec,
+    at: Sequence[int],
+    *tensors: Tensor,
 ) -> Any:
     """A branch on the arguments that it was prepared with, with the tensors replaced."""
     leaves = list(flat)

@@ -23,7 +23,7 @@ from kilter.parallel.torch_private import (
 from kilter.parallel.trace import WayRefused
 
 if TYPE_CHECKING:
-    from kilter.parallel.candidates import Request, TracedRequest
+    from kilter.parallel.candidates import TracedRequest, WayRequest
 
 
 def tf32_allowed() -> tuple[bool, bool]:
@@ -176,7 +176,9 @@ class Judge:
     """The serial loop's results, their own error, and the limit for the error of every way. In
     training the results are the outputs and the gradients, each divided by its largest value."""
 
-    def __init__(self, request: Request, traced: TracedRequest, outputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, request: WayRequest, traced: TracedRequest, outputs: Sequence[Tensor]
+    ) -> None:
         self.request, self.traced = request, traced
         self.outputs = [t.detach() for t in outputs]
         if request.gradients:

@@ -20,12 +20,12 @@ from torch import Tensor, fx
 
 from kilter.parallel.folding import is_view
 from kilter.parallel.heads import FusedHeads
-from kilter.parallel.program import BranchProgram, Run, Unit
+from kilter.parallel.program import BranchCall, BranchProgram, Unit
 from kilter.parallel.timing import like
 from kilter.parallel.torch_private import propagate
 from kilter.parallel.trace import value
 
-THREADS = 8
+COMPILER_THREADS = 8
 """Threads that launch kernels to have them compiled."""
 
 # --- which pieces ---------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def to_compile(program: BranchProgram, compiled: Container[Hashable]) -> list[Ha
 
 
 def compile_units(
-    program: BranchProgram, compiled: dict[Hashable, Run], at_most: int | None = None
+    program: BranchProgram, compiled: dict[Hashable, BranchCall], at_most: int | None = None
 ) -> BranchProgram:
     """Every distinct unit through `torch.compile`, once: eight heads in six layers are a handful of
     distinct units. `compiled` keeps them for later calls. At most `at_most` new units are compiled,
@@ -150,7 +150,7 @@ def beside_each_other(
         with torch.no_grad(), on:
             job()
 
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="kilter-compile") as threads:
+    with ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="kilter-compile") as threads:
         running = [threads.submit(run, job) for job in jobs]
         meanwhile()
         for each in running:
@@ -159,7 +159,7 @@ def beside_each_other(
 
 def warm(
     program: BranchProgram,
-    compiled: Mapping[Hashable, Run],
+    compiled: Mapping[Hashable, BranchCall],
     done: set[Hashable],
     device: torch.device,
 ) -> None:

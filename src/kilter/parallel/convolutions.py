@@ -27,11 +27,11 @@ from kilter.parallel.trace import WayRefused, value
 
 aten = torch.ops.aten
 
-PROGRAMS = 160
+CONVOLUTION_PROGRAMS = 160
 """A launch of fewer programs leaves multiprocessors idle: sums are split until there are as many.
 With the tile below this is on average within 4 % (16-bit numbers: 7 %) of the best of about 25
 settings for each of 19 shapes on an H200."""
-SPLITS = 8
+MOST_SPLITS = 8
 """The most parts of a sum: adding up more takes longer than it saves."""
 SHORTEST = 64
 """A sum is not split into parts shorter than this."""
@@ -61,7 +61,11 @@ def tile_of(channels: int, pixels: int, inner: int, *, half: bool) -> Tile:
     """The cut for a product of (pixels x inner) pixels with (inner x channels) weights."""
     programs = -(-channels // 64) * -(-pixels // 32)
     splits = 1
-    while programs * splits < PROGRAMS and splits < SPLITS and inner // (2 * splits) >= SHORTEST:
+    while (
+        programs * splits < CONVOLUTION_PROGRAMS
+        and splits < MOST_SPLITS
+        and inner // (2 * splits) >= SHORTEST
+    ):
         splits *= 2
     return Tile(64, 32, 64 if half else 32, splits)
 

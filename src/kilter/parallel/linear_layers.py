@@ -29,7 +29,7 @@ ROWS_AT_MOST = 2048
 """With more rows the library's kernels fill the GPU."""
 COLUMNS_AT_MOST = 8192
 """A row of a layer norm is one block of a kernel."""
-PROGRAMS = 256
+LINEAR_PROGRAMS = 256
 """A launch of fewer programs leaves multiprocessors idle: sums are split until there are as many.
 With the blocks below, the best of about 40 settings for each of four shapes on an H200."""
 FEW = 64
@@ -42,7 +42,7 @@ def blocks(rows: int, columns: int) -> tuple[int, int, int]:
     """Rows, columns and depth of a block of the kernel."""
     if rows <= FEW:
         return 16, 32, 64
-    wide = -(-rows // 64) * -(-columns // 64) >= PROGRAMS
+    wide = -(-rows // 64) * -(-columns // 64) >= LINEAR_PROGRAMS
     return (64, 64, 32) if wide else (64, 32, 64)
 
 
@@ -51,7 +51,7 @@ def splits_of(rows: int, columns: int, inner: int) -> int:
     high, wide, deep = blocks(rows, columns)
     count = 1
     while (
-        count * -(-rows // high) * -(-columns // wide) < PROGRAMS
+        count * -(-rows // high) * -(-columns // wide) < LINEAR_PROGRAMS
         and inner % (2 * count * deep) == 0
         and inner // (2 * count) >= 128
     ):

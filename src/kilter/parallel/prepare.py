@@ -20,8 +20,8 @@ from kilter.parallel.candidates import (
     Built,
     CandidateBuilder,
     CompileCache,
-    Request,
     TracedRequest,
+    WayRequest,
     trace_request,
 )
 from kilter.parallel.capture import GraphPool
@@ -75,7 +75,7 @@ def serial_plan(reason: Reason) -> BranchPlan:
 
 
 def prepare(
-    request: Request, cache: CompileCache, results: Any, known: BranchPlan | None
+    request: WayRequest, cache: CompileCache, results: Any, known: BranchPlan | None
 ) -> Prepared:
     """Try the ways that may be right. `results` are the loop's; `known` was decided before, for a
     signature whose graph was given up since."""
@@ -116,7 +116,7 @@ def prepare(
     return made
 
 
-def _trace(request: Request) -> TracedRequest | Reason:
+def _trace(request: WayRequest) -> TracedRequest | Reason:
     """The trace of a request, or why there is none."""
     options = request.options
     way = WAYS.get(options.mode)

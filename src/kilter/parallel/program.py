@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-Run = Callable[..., Any]
+BranchCall = Callable[..., Any]
 RunStep = Callable[[int, "BranchProgram", list[Tensor | None]], None]
 """Runs step `i` of a program: reads the units' slots and writes their results."""
 
@@ -20,7 +20,7 @@ RunStep = Callable[[int, "BranchProgram", list[Tensor | None]], None]
 class Unit:
     """A piece of work: tensors in, a tuple of tensors out."""
 
-    run: Run
+    run: BranchCall
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     key: Hashable
@@ -162,7 +162,7 @@ def laid_like(made: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> list[
 
 
 def from_callables(
-    functions: Sequence[Run], splits: Sequence[Sequence[int]], count: int
+    functions: Sequence[BranchCall], splits: Sequence[Sequence[int]], count: int
 ) -> BranchProgram:
     """One step: each function reads the inputs at its positions and returns one value."""
     units = tuple(

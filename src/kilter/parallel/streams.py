@@ -87,7 +87,7 @@ def share(
             backend.shared(made, stream)
 
 
-AHEAD = -2
+CALLS_AHEAD = -2
 """The number of the side stream for work that runs ahead of time."""
 
 
@@ -131,7 +131,7 @@ class ForkJoin:
         backend = self.backend
         starting = [i for i, (start, _) in enumerate(program.ahead) if start == index]
         if starting:
-            side = backend.side(AHEAD)
+            side = backend.side(CALLS_AHEAD)
             backend.wait(side, backend.record(main))
             with backend.use(side):
                 for number in starting:

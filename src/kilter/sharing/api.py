@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kilter.core.errors import UsageError
-from kilter.sharing.elastic.job import Job
-from kilter.sharing.link import Identity, Link
+from kilter.sharing.elastic.job import ElasticJob
+from kilter.sharing.link import DaemonLink, Identity
 from kilter.sharing.plan.snapshot import Ratios
 from kilter.sharing.store import default_file
 
@@ -77,11 +77,11 @@ def share(
     identity = Identity(name or Path(sys.argv[0]).stem or "job", _gpus(world), ratios=ratios)
     file = default_file() if endpoint is None else Path(endpoint)
 
-    def attached(job: Job) -> None:
+    def attached(job: ElasticJob) -> None:
         if job.share is not None and job.facts is not None and job.share.rank == 0:
-            Link(file, job.share, job.facts, identity).start()
+            DaemonLink(file, job.share, job.facts, identity).start()
 
-    job = Job(
+    job = ElasticJob(
         may_idle=idle_ranks,
         release=idle_ranks,
         min_samples=min_samples,
@@ -99,7 +99,7 @@ def share(
 class Shared:
     """This job's part in the sharing of the machine. `job` says what was refused."""
 
-    def __init__(self, job: Job, global_batch: int, total_steps: int | None) -> None:
+    def __init__(self, job: ElasticJob, global_batch: int, total_steps: int | None) -> None:
         self.job = job
         self._global_batch, self._total_steps = global_batch, total_steps
         self._steps = 0

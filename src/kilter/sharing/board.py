@@ -10,20 +10,20 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from kilter.sharing.messages import JobStatus, JobSummary, RankStatus, Target
-from kilter.sharing.model import Cost, Observation, alone_s, fit
-from kilter.sharing.plan.policies import Policy
+from kilter.sharing.messages import JobStatus, JobSummary, RankStatus, RatioTarget
+from kilter.sharing.model import JobCost, Observation, alone_s, fit
+from kilter.sharing.plan.policies import SharingPolicy
 from kilter.sharing.plan.snapshot import (
-    Gpu,
-    Job,
-    Memory,
+    JobMemory,
     Progress,
     Ratios,
+    SharedGpu,
+    SharedJob,
     Snapshot,
     even_ratios,
     shards,
 )
-from kilter.sharing.simulate import Made, Stretch
+from kilter.sharing.simulate import Made, TimeStretch
 
 GONE_AFTER_S = 10.0
 """Without a report for this time a job is taken for dead."""
@@ -40,20 +40,20 @@ class _Record(msgspec.Struct):
     heard_s: float
     advanced_s: float
     moved_s: float | None = None
-    target: Target | None = None
+    target: RatioTarget | None = None
     observations: dict[Ratios, Observation] = {}
 
 
 class Board:
     """Jobs by slot, in order of arrival."""
 
-    def __init__(self, gpus: Sequence[int], policy: Policy, period_s: float) -> None:
+    def __init__(self, gpus: Sequence[int], policy: SharingPolicy, period_s: float) -> None:
         self.gpus, self._policy, self._period_s = tuple(gpus), policy, period_s
         self._records: dict[int, _Record] = {}
         self._decided_s: float | None = None
         self._drawn_s: float | None = None
         self.decisions: list[Made] = []
-        self.stretches: list[Stretch] = []
+        self.stretches: list[TimeStretch] = []
 
     def report(self, slot: int, status: JobStatus, now_s: float) -> None:
         """A job's report; an old one again is no sign of life."""
@@ -71,7 +71,7 @@ class Board:
         """The job has ended."""
         self._records.pop(slot, None)
 
-    def tick(self, now_s: float) -> dict[int, Target]:
+    def tick(self, now_s: float) -> dict[int, RatioTarget]:
         """Forget the dead, note how things stand, and, once a period, decide. Returns new targets
         by slot."""
         for slot, record in list(self._records.items()):
@@ -86,7 +86,7 @@ class Board:
         self._decided_s = now_s
         return self._decide(now_s)
 
-    def _decide(self, now_s: float) -> dict[int, Target]:
+    def _decide(self, now_s: float) -> dict[int, RatioTarget]:
         snapshot = self.snapshot(now_s)
         slots = {self._name(slot): slot for slot in self._records}
         targets = {}
@@ -95,7 +95,7 @@ class Board:
             record = self._records[slot]
             number = 1 if record.target is None else record.target.number + 1
             by_rank = tuple(decision.after[self.gpus.index(g)] for g in record.status.gpus)
-            record.target = Target(number, by_rank, str(decision.reason))
+            record.target = RatioTarget(number, by_rank, str(decision.reason))
             record.moved_s = now_s
             targets[slot] = record.target
             self.decisions.append(Made(now_s, decision))
@@ -125,8 +125,8 @@ class Board:
     def _ratios(self, status: JobStatus) -> Ratios:
         """By GPU of the machine; what the script itself does is even."""
         if status.ratios is None:
-            job = Job("", status.facts.global_batch, ranks=self._ranks(status))
-            return even_ratios(Snapshot((Gpu(),) * len(self.gpus), ()), job)
+            job = SharedJob("", status.facts.global_batch, ranks=self._ranks(status))
+            return even_ratios(Snapshot((SharedGpu(),) * len(self.gpus), ()), job)
         return tuple(int(value) for value in self._by_gpu(status, status.ratios))
 
     def _ranks(self, status: JobStatus) -> tuple[int, ...]:
@@ -171,7 +171,7 @@ class Board:
         """What the policy sees."""
         used = self.utilisation()
         gpus = tuple(
-            Gpu(utilisation=used[g], free_bytes=self._free_bytes(gpu))
+            SharedGpu(utilisation=used[g], free_bytes=self._free_bytes(gpu))
             for g, gpu in enumerate(self.gpus)
         )
         jobs = tuple(self._job(slot, r, now_s) for slot, r in self._running(now_s).items())
@@ -188,10 +188,10 @@ class Board:
                     held += rank.reserved_bytes or 0
         return None if free is None else free + held
 
-    def _job(self, slot: int, record: _Record, now_s: float) -> Job:
+    def _job(self, slot: int, record: _Record, now_s: float) -> SharedJob:
         status, facts = record.status, record.status.facts
         cost, alone, _ = self._cost(record)
-        job = Job(
+        job = SharedJob(
             name=self._name(slot),
             global_batch=facts.global_batch,
             ratios=self._ratios(status),
@@ -212,7 +212,7 @@ class Board:
             return job
         return msgspec.structs.replace(job, slowdown=job.slowdown_at(step_s))
 
-    def _cost(self, record: _Record) -> tuple[Cost | None, float | None, str | None]:
+    def _cost(self, record: _Record) -> tuple[JobCost | None, float | None, str | None]:
         """The fitted cost, the run-alone step time, and where that comes from."""
         status = record.status
         cost = fit(list(record.observations.values()))
@@ -220,8 +220,8 @@ class Board:
             return cost, status.alone_step_s, "given"
         if cost is None:
             return None, None, None
-        job = Job("", status.facts.global_batch, ranks=self._ranks(status))
-        even = even_ratios(Snapshot((Gpu(),) * len(self.gpus), ()), job)
+        job = SharedJob("", status.facts.global_batch, ranks=self._ranks(status))
+        even = even_ratios(Snapshot((SharedGpu(),) * len(self.gpus), ()), job)
         return cost, alone_s(cost, shards(job.global_batch, even)), "model"
 
     def summaries(self, now_s: float) -> tuple[JobSummary, ...]:
@@ -255,7 +255,7 @@ class Board:
             return
         jobs = self.summaries(now_s)
         self.stretches.append(
-            Stretch(
+            TimeStretch(
                 begun_s,
                 now_s,
                 self.utilisation(),
@@ -280,7 +280,7 @@ def _step_s(status: JobStatus) -> float:
     return max((rank.step_s for rank in status.ranks if rank.samples), default=0.0)
 
 
-def _memory(ranks: Sequence[RankStatus]) -> Memory | None:
+def _memory(ranks: Sequence[RankStatus]) -> JobMemory | None:
     """All memory is put down to the samples: that overestimates what more samples will need."""
     known = [r.reserved_bytes / r.samples for r in ranks if r.reserved_bytes and r.samples]
-    return Memory(0, round(max(known))) if known else None
+    return JobMemory(0, round(max(known))) if known else None

@@ -11,7 +11,7 @@ from kilter.core.errors import Held
 from kilter.sharing.board import Board
 from kilter.sharing.messages import Summary
 from kilter.sharing.plan.maxmin import describe
-from kilter.sharing.plan.policies import POLICIES
+from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.sharing.store import Channel, living, read_endpoint
 
 _TICK_S = 0.25
@@ -31,7 +31,7 @@ class Daemon:
                 "top"
             )
         self._file, self._policy, self._period_s = file, policy, period_s
-        self.board = Board(gpus, POLICIES[policy], period_s)
+        self.board = Board(gpus, SHARING_POLICIES[policy], period_s)
         self._left: set[int] = set()
         self._beat = 0
         self._begun_s = time.monotonic()

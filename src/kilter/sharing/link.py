@@ -37,7 +37,7 @@ class Identity(msgspec.Struct, frozen=True):
     """By rank, to begin with."""
 
 
-class Link(threading.Thread):
+class DaemonLink(threading.Thread):
     """Runs in the process of rank 0 until that ends."""
 
     def __init__(

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kilter.sharing.model import Cost
+from kilter.sharing.model import JobCost
 from kilter.sharing.plan.snapshot import Ratios
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class JobStatus(msgspec.Struct, frozen=True):
     """Given by the user."""
 
 
-class Target(msgspec.Struct, frozen=True):
+class RatioTarget(msgspec.Struct, frozen=True):
     """The ratio, by rank, that the daemon wants for a job."""
 
     number: int
@@ -80,7 +80,7 @@ class JobSummary(msgspec.Struct, frozen=True):
     alone_source: str | None
     ratios: Ratios | None
     """By GPU of the machine."""
-    cost: Cost | None = None
+    cost: JobCost | None = None
     """As fitted so far."""
 
 

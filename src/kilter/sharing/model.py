@@ -22,7 +22,7 @@ _ROUNDS = 100
 _TOLERANCE = 1e-5
 
 
-class Cost(msgspec.Struct, frozen=True):
+class JobCost(msgspec.Struct, frozen=True):
     """Time of one step of a job, in parts."""
 
     sample_s: float
@@ -37,7 +37,7 @@ class Cost(msgspec.Struct, frozen=True):
     """How much a neighbour that is always there delays: 1 is fair time slicing, 0 nothing."""
 
 
-class Prediction(msgspec.Struct, frozen=True):
+class TimePrediction(msgspec.Struct, frozen=True):
     """Step time of each job, and busy time over time of each GPU; leading axes are cases."""
 
     step_s: Array
@@ -46,7 +46,7 @@ class Prediction(msgspec.Struct, frozen=True):
     utilisation: Array
 
 
-def predict(costs: Sequence[Cost], samples: Array) -> Prediction:
+def predict(costs: Sequence[JobCost], samples: Array) -> TimePrediction:
     """Steps of jobs that share GPUs. `samples` has axes (..., job, GPU)."""
     samples = np.asarray(samples, dtype=float)
     fixed, sample, host, comm, contention = (
@@ -65,14 +65,14 @@ def predict(costs: Sequence[Cost], samples: Array) -> Prediction:
         before, step = step, np.maximum(rest + residence.max(axis=-1, initial=0.0), 1e-12)
         if np.max(np.abs(step / before - 1.0), initial=0.0) < _TOLERANCE:
             break
-    return Prediction(
+    return TimePrediction(
         step_s=step,
         presence=residence / step[..., None],
         utilisation=np.minimum((demand / step[..., None]).sum(axis=-2), 1.0),
     )
 
 
-def alone_s(cost: Cost, samples: Sequence[int]) -> float:
+def alone_s(cost: JobCost, samples: Sequence[int]) -> float:
     """Step time with the GPUs to itself."""
     return float(predict([cost], np.array([samples])).step_s[0])
 
@@ -93,7 +93,7 @@ _BETTER = 0.9
 """A further parameter has to take at least a tenth off the residual."""
 
 
-def fit(observations: Sequence[Observation]) -> Cost | None:
+def fit(observations: Sequence[Observation]) -> JobCost | None:
     """The cost that explains the observations best; None without any.
 
     Non-negative least squares of `compute = host + (1 + contention * pressure) * (fixed + sample *
@@ -124,7 +124,7 @@ def fit(observations: Sequence[Observation]) -> Cost | None:
     ]
     sample_s, fixed_s, host_s = (float(value) for value in best[2])
     comm_s = float(np.median(comms)) if comms else 0.0
-    return Cost(sample_s, fixed_s, host_s, comm_s, best[1])
+    return JobCost(sample_s, fixed_s, host_s, comm_s, best[1])
 
 
 def _non_negative(columns: Array, values: Array) -> tuple[float, Array]:

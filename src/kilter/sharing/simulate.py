@@ -17,24 +17,24 @@ import numpy as np
 
 from kilter.core.errors import FileError
 from kilter.core.label import Label
-from kilter.sharing.model import Array, Cost, Observation, Prediction, fit, jain, predict
+from kilter.sharing.model import Array, JobCost, Observation, TimePrediction, fit, jain, predict
 from kilter.sharing.model import alone_s as alone_of
-from kilter.sharing.plan.policies import Policy
+from kilter.sharing.plan.policies import SharingPolicy
 from kilter.sharing.plan.snapshot import (
     TENTHS,
     Decision,
-    Gpu,
-    Job,
-    Memory,
+    JobMemory,
     Progress,
     Ratios,
+    SharedGpu,
+    SharedJob,
     Snapshot,
     even_ratios,
     first_ratios,
     shards,
 )
 
-SCHEMA = "kilter.sharing/1"
+PLACEMENT_SCHEMA = "kilter.sharing/1"
 _OBSERVATIONS = 16
 _EPSILON_S = 1e-9
 
@@ -45,13 +45,13 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     global_batch: int
     total_steps: int
-    cost: Cost
+    cost: JobCost
     arrival_s: float = 0.0
     ratios: Ratios | None = None
     """The ratio it begins with; the most even one that fits if absent."""
     alone_step_s: float | None = None
     """Time of a step with the machine to itself; from `cost` at an even split if absent."""
-    memory: Memory | None = None
+    memory: JobMemory | None = None
     min_samples: int = 1
     may_idle: bool = True
 
@@ -87,7 +87,7 @@ class JobResult(msgspec.Struct, frozen=True):
     samples: int
 
 
-class Stretch(msgspec.Struct, frozen=True):
+class TimeStretch(msgspec.Struct, frozen=True):
     """A time in which nothing changed."""
 
     begin_s: float
@@ -105,11 +105,11 @@ class Made(msgspec.Struct, frozen=True):
     decision: Decision
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class SharedOutcome(msgspec.Struct, frozen=True):
     """A rehearsal from the first arrival to the last end."""
 
     jobs: tuple[JobResult, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[TimeStretch, ...]
     decisions: tuple[Made, ...]
 
     @property
@@ -158,8 +158,8 @@ def load(path: Path) -> Machine:
 
 def _flaw(machine: Machine) -> str | None:
     """What is wrong with a file whose types are right."""
-    if machine.schema != SCHEMA:
-        return f"schema is {machine.schema!r}, expected {SCHEMA!r}"
+    if machine.schema != PLACEMENT_SCHEMA:
+        return f"schema is {machine.schema!r}, expected {PLACEMENT_SCHEMA!r}"
     if not 1 <= machine.gpus <= 16:
         return f"gpus is {machine.gpus}, expected 1 to 16"
     if not machine.jobs:
@@ -210,26 +210,26 @@ class _Running(msgspec.Struct):
         return self.spec.total_steps - self.steps
 
 
-def simulate(machine: Machine, policy: Policy) -> Outcome:
+def simulate(machine: Machine, policy: SharingPolicy) -> SharedOutcome:
     """Run all jobs to their ends."""
     return _Simulation(machine, policy).run()
 
 
 class _Simulation:
-    def __init__(self, machine: Machine, policy: Policy) -> None:
+    def __init__(self, machine: Machine, policy: SharingPolicy) -> None:
         self._machine, self._policy = machine, policy
         self._random = random.Random(machine.seed)
-        self._gpu = Gpu(free_bytes=machine.gpu_memory_bytes)
+        self._gpu = SharedGpu(free_bytes=machine.gpu_memory_bytes)
         self._coming = sorted(machine.jobs, key=lambda job: job.arrival_s)
         self._jobs: list[_Running] = []
         self._now = self._coming[0].arrival_s
         self._next_period = self._now + machine.period_s
         self._utilisation: tuple[float, ...] = (0.0,) * machine.gpus
         self._results: list[JobResult] = []
-        self._stretches: list[Stretch] = []
+        self._stretches: list[TimeStretch] = []
         self._decisions: list[Made] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> SharedOutcome:
         while self._coming or self._jobs:
             while self._coming and self._coming[0].arrival_s <= self._now + _EPSILON_S:
                 self._jobs.append(self._arrived(self._coming.pop(0)))
@@ -240,12 +240,12 @@ class _Simulation:
             if self._now >= self._next_period - _EPSILON_S:
                 self._decide()
                 self._next_period += self._machine.period_s
-        return Outcome(tuple(self._results), tuple(self._stretches), tuple(self._decisions))
+        return SharedOutcome(tuple(self._results), tuple(self._stretches), tuple(self._decisions))
 
     def _arrived(self, spec: JobSpec) -> _Running:
         if spec.alone_step_s is not None:
             return _Running(spec, spec.alone_step_s, "given", spec.ratios)
-        job = Job(spec.name, spec.global_batch, min_samples=spec.min_samples)
+        job = SharedJob(spec.name, spec.global_batch, min_samples=spec.min_samples)
         even = even_ratios(Snapshot((self._gpu,) * self._machine.gpus, ()), job)
         alone = alone_of(spec.cost, shards(spec.global_batch, even))
         return _Running(spec, alone, "model", spec.ratios)
@@ -288,7 +288,7 @@ class _Simulation:
         placed = self._placed()
         if until > self._now:
             self._stretches.append(
-                Stretch(
+                TimeStretch(
                     self._now,
                     until,
                     self._utilisation,
@@ -358,13 +358,13 @@ class _Simulation:
         jobs = tuple(self._job(running) for running in self._jobs)
         return Snapshot(tuple(self._gpu_now(g) for g in range(self._machine.gpus)), jobs)
 
-    def _gpu_now(self, g: int) -> Gpu:
-        return Gpu(self._utilisation[g], self._gpu.free_bytes)
+    def _gpu_now(self, g: int) -> SharedGpu:
+        return SharedGpu(self._utilisation[g], self._gpu.free_bytes)
 
-    def _job(self, running: _Running) -> Job:
+    def _job(self, running: _Running) -> SharedJob:
         spec = running.spec
         elapsed = self._now - spec.arrival_s
-        job = Job(
+        job = SharedJob(
             name=spec.name,
             global_batch=spec.global_batch,
             ratios=running.ratios,
@@ -387,9 +387,9 @@ class _Simulation:
         return round((self._now - moved_s) / self._machine.period_s)
 
 
-def _predicted(placed: Sequence[_Running], gpus: int) -> Prediction:
+def _predicted(placed: Sequence[_Running], gpus: int) -> TimePrediction:
     if not placed:
         nothing: Array = np.zeros(0)
-        return Prediction(nothing, np.zeros((0, gpus)), np.zeros(gpus))
+        return TimePrediction(nothing, np.zeros((0, gpus)), np.zeros(gpus))
     samples = [shards(r.spec.global_batch, r.ratios or ()) for r in placed]
     return predict([r.spec.cost for r in placed], np.array(samples))

@@ -21,7 +21,7 @@ import msgspec
 from kilter.core.codec import write_atomically
 from kilter.core.errors import FileError, KilterError
 from kilter.sharing.elastic.share import connect, listening_store
-from kilter.sharing.messages import JobStatus, Summary, Target, signed, verified
+from kilter.sharing.messages import JobStatus, RatioTarget, Summary, signed, verified
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -110,11 +110,11 @@ class Channel:
     def status(self, slot: int) -> JobStatus | None:
         return self.get(f"job/{slot}/status", JobStatus)
 
-    def want(self, slot: int, target: Target) -> None:
+    def want(self, slot: int, target: RatioTarget) -> None:
         self.put(f"job/{slot}/target", target)
 
-    def target(self, slot: int) -> Target | None:
-        return self.get(f"job/{slot}/target", Target)
+    def target(self, slot: int) -> RatioTarget | None:
+        return self.get(f"job/{slot}/target", RatioTarget)
 
     def leave(self, slot: int) -> None:
         self._store.set(f"job/{slot}/left", "1")

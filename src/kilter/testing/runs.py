@@ -27,7 +27,7 @@ PROBED_MHZ = (1380, 1245, 1080, 960)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class WrittenJob:
     """A made-up job: `clock_share` of its time follows the SM clock, the rest does not."""
 
     iteration_s: float = 0.084
@@ -50,7 +50,7 @@ class Job:
 class RunWriter:
     """The events of one rank, from a job and a script of blocks."""
 
-    job: Job = Job()
+    job: WrittenJob = WrittenJob()
     seed: int = 0
     rank: int = 0
     world_size: int = 1
@@ -207,7 +207,7 @@ class RunWriter:
 
 
 def governed(
-    job: Job | None = None,
+    job: WrittenJob | None = None,
     *,
     seed: int = 0,
     rank: int = 0,
@@ -221,7 +221,7 @@ def governed(
 ) -> RunWriter:
     """A run that probes four clocks from the top down, confirms one, and holds it to the end."""
     run = RunWriter(
-        job or Job(), seed=seed, rank=rank, world_size=world_size, label=label, uuid=uuid
+        job or WrittenJob(), seed=seed, rank=rank, world_size=world_size, label=label, uuid=uuid
     )
     chosen = Setting(sm_clock_hz=chosen_mhz * MHZ)
     run.start()
@@ -261,7 +261,7 @@ def write(directory: Path, *recorders: RunWriter) -> Path:
     return directory
 
 
-def plan_of(setting: Setting, job: Job) -> Plan:
+def plan_of(setting: Setting, job: WrittenJob) -> Plan:
     """What a planner would have written for this job."""
     effect = Effect(time_ratio=job.time_ratio(setting), energy_ratio=job.energy_ratio(setting))
     return Plan(
@@ -273,7 +273,7 @@ def plan_of(setting: Setting, job: Job) -> Plan:
     )
 
 
-def write_plan(directory: Path, setting: Setting, job: Job) -> None:
+def write_plan(directory: Path, setting: Setting, job: WrittenJob) -> None:
     codec.save(directory / "plan.json", plan_of(setting, job))
 
 

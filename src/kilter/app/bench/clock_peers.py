@@ -20,7 +20,7 @@ from kilter.core.setting import Setting
 from kilter.device.sim.replay import RecordedWorkload
 
 
-class Run(Protocol):
+class PeerRun(Protocol):
     """A run of one workload of a table."""
 
     workload: RecordedWorkload
@@ -64,7 +64,7 @@ def height(settings: Sequence[Setting]) -> list[float]:
     return [(v or top) / top for v in values]
 
 
-def zeus(run: Run, bound: float) -> Setting:
+def zeus(run: PeerRun, bound: float) -> Setting:
     """Zeus' power-limit optimizer with its max-slowdown selector (ml-energy/zeus 75a8b93): limits
     from the highest to the lowest in order, 10 warm-up and 40 measured steps each, one sample per
     limit, then the least energy among those within the factor. Replaced: in tables without limits
@@ -80,7 +80,7 @@ def zeus(run: Run, bound: float) -> Setting:
     return min(legal, key=lambda s: measured[s].energy_j or math.inf)
 
 
-def gpoeo(run: Run, bound: float, predicted: Setting) -> Setting:
+def gpoeo(run: PeerRun, bound: float, predicted: Setting) -> Setting:
     """GPOEO's local search (ruixueqingyang/GPOEO 37d5a34; Wang et al., TPDS 33(11), 2022): memory
     clock first, one step to each side of the prediction; then a golden section over the core
     clock, +-10 % of the gears about the prediction, of E T^2 under a slowdown of at most nine
@@ -155,7 +155,7 @@ def _fitted(
     return min(legal, key=lambda g: energy[g] * time[g] ** 2) if legal else gears[0]
 
 
-def mf_gpoeo(run: Run, bound: float) -> Setting:
+def mf_gpoeo(run: PeerRun, bound: float) -> Setting:
     """MF-GPOEO (0b051df; TSUSC 2023): a PID controller moves the upper limit of the core clock by
     the error of the slowdown (Kp 2.8, Ki 0.002, Kd 0.9, integral cleared when the error changes
     its sign), aiming 0.2 % inside the bound; the baseline is measured again every five steps; it
@@ -191,7 +191,7 @@ GEEPAFS_PROBES = (1.0, 0.87, 0.75, 0.62)
 """The four clocks that GEEPAFS probes on a V100 (1530, 1335, 1147, 952 MHz), over the highest."""
 
 
-def geepafs(run: Run, bound: float) -> Setting:
+def geepafs(run: PeerRun, bound: float) -> Setting:
     """GEEPAFS (zyjopensource/geepafs e3680ba; EuroSys 2024): four clocks probed twice, down and
     up; one line or a two-piece fold line of performance over the clock (the fold only where the
     upper slope is smaller); the higher of the lowest clock whose modelled performance keeps the

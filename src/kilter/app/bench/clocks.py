@@ -83,7 +83,7 @@ class Replay:
         )
 
 
-Policy = Callable[[Replay, Goal, int, Sequence[RecordedWorkload]], Setting]
+BenchPolicy = Callable[[Replay, Goal, int, Sequence[RecordedWorkload]], Setting]
 """(the run, the goal, the seed, the other workloads of the same card) -> the chosen setting."""
 
 
@@ -157,7 +157,7 @@ def geepafs(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorkl
     return clock_peers.geepafs(run, _bound(goal))
 
 
-POLICIES: Mapping[str, Policy] = {
+POLICIES: Mapping[str, BenchPolicy] = {
     "kilter": kilter,
     "default": default,
     "static": static,
@@ -182,7 +182,7 @@ def slowdown(row: RecordedRow, default: RecordedRow) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class PolicyResult:
     """One run of one policy, scored by the table's own values."""
 
     policy: str
@@ -208,7 +208,7 @@ def play(
     noise: float,
     budget_s: float = math.inf,
     placebo: bool = False,
-) -> list[Result]:
+) -> list[PolicyResult]:
     """Every policy on every workload of every table, `seeds` times each."""
     results = []
     for table, workloads in tables.items():
@@ -232,7 +232,7 @@ def play(
                     row = workload.default if placebo else workload.at(setting) or workload.default
                     slow = slowdown(row, workload.default)
                     results.append(
-                        Result(
+                        PolicyResult(
                             policy=policy,
                             table=table,
                             gpu=workload.gpu,
@@ -250,10 +250,10 @@ def play(
     return results
 
 
-def summarise(results: Sequence[Result]) -> dict[str, dict[str, float | int | None]]:
+def summarise(results: Sequence[PolicyResult]) -> dict[str, dict[str, float | int | None]]:
     """Per policy: means over its runs. `of_oracle` = mean saving over the oracle's, where the
     oracle played the same workloads."""
-    by_policy: dict[str, list[Result]] = defaultdict(list)
+    by_policy: dict[str, list[PolicyResult]] = defaultdict(list)
     for result in results:
         by_policy[result.policy].append(result)
     best = by_policy.get("oracle")

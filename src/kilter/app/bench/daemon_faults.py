@@ -26,7 +26,7 @@ from kilter.testing.box import FOUND, LOW
 from kilter.testing.daemon_box import DaemonBox
 
 MESSAGES, CONNECTIONS, KILLS = 10_000, 2_000, 40
-SEED = 15
+KILLS_SEED = 15
 LOWEST = Setting(sm_clock_hz=600 * MHZ, power_limit_w=300.0)
 """What the policy of the box allows, at the least."""
 
@@ -71,7 +71,7 @@ def daemon_job_stopped(box: DaemonBox) -> None:
 
 def daemon_random_kills(box: DaemonBox) -> None:
     """daemon: SIGKILL of job, daemon or both at random moments, 40 times"""
-    chance = random.Random(SEED)
+    chance = random.Random(KILLS_SEED)
     left = 0
     for _ in range(KILLS):
         victims = chance.choice(("job", "daemon", "both"))
@@ -167,7 +167,7 @@ def _honest(job: object, attack: Attack, over: threading.Event) -> None:
 
 def _send_messages(box: DaemonBox, attack: Attack) -> None:
     """As fast as the daemon takes them, on connections that it may close at any time."""
-    chance = random.Random(SEED)
+    chance = random.Random(KILLS_SEED)
     messages = _hostile(chance, box.uuid)
     while attack.sent < MESSAGES:
         with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
@@ -237,7 +237,7 @@ def _open_files(box: DaemonBox) -> int:
 
 
 DaemonScenario = Callable[[DaemonBox], None]
-SCENARIOS: tuple[DaemonScenario, ...] = (
+DAEMON_SCENARIOS: tuple[DaemonScenario, ...] = (
     daemon_job_killed,
     daemon_and_job_killed,
     daemon_killed,

@@ -351,7 +351,7 @@ def read_only(box: Box) -> None:
     box.note(f"{len(box.fake.setters())} setters called")
 
 
-SCENARIOS: tuple[trust.Scenario, ...] = (
+SCENARIOS: tuple[trust.Accident, ...] = (
     ends,
     raises,
     ctrl_c,
@@ -388,7 +388,7 @@ SCENARIOS: tuple[trust.Scenario, ...] = (
     journal_blocked,
     journal_blocked_later,
     read_only,
-    *trust.SCENARIOS,
+    *trust.TRUST_SCENARIOS,
 )
 
 
@@ -447,7 +447,7 @@ class FaultRow:
         return self.after == self.expected and not self.journal_left and not self.wrongs
 
 
-def try_out(scenario: trust.Scenario, root: Path) -> FaultRow:
+def try_out(scenario: trust.Accident, root: Path) -> FaultRow:
     """Run one scenario in an empty directory."""
     return _try_out(scenario, Box(root))
 
@@ -488,7 +488,7 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     for act in (
         *(partial(try_out, scenario) for scenario in SCENARIOS),
-        *(partial(try_out_daemon, scenario) for scenario in daemon_faults.SCENARIOS),
+        *(partial(try_out_daemon, scenario) for scenario in daemon_faults.DAEMON_SCENARIOS),
     ):
         with tempfile.TemporaryDirectory(
             prefix="kilter-faults-", ignore_cleanup_errors=True

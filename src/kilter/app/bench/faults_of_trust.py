@@ -20,7 +20,7 @@ from kilter.core.units import MHZ
 from kilter.testing.box import FOUND, TIMEOUT_S, Box, find_watcher, kill_watcher
 from kilter.testing.fake_card import Rule
 
-Scenario = Callable[[Box], Setting | None]
+Accident = Callable[[Box], Setting | None]
 LOG_BYTES = 2**30
 """Of a watcher's log that may not grow any more."""
 
@@ -191,7 +191,7 @@ def damaged_beside_whole(box: Box) -> None:
     box.note(f"kilter restore: exit code {box.restore()}")
 
 
-SCENARIOS: tuple[Scenario, ...] = (
+TRUST_SCENARIOS: tuple[Accident, ...] = (
     state_deleted,
     state_deleted_in_use,
     journal_deleted,

@@ -34,7 +34,7 @@ from kilter.lease.journal import STATE_VARIABLE
 from kilter.testing.fake_card import Card
 from kilter.testing.fake_nvml import FakeNvml
 
-PROGRAMS = Path(__file__).with_name("harm_programs")
+PROGRAM_FILES = Path(__file__).with_name("harm_programs")
 WITHIN_S = 240.0
 """A run that takes longer hangs; the programs need seconds."""
 MORE_MIB = 256
@@ -148,7 +148,7 @@ def read_case(path: Path) -> Case:
     return Case(name=name, path=path, program=words, **given)
 
 
-def cases(only: Iterable[str] = (), place: Path = PROGRAMS) -> list[Case]:
+def cases(only: Iterable[str] = (), place: Path = PROGRAM_FILES) -> list[Case]:
     """All rows in order, or those named: `2b`, or `2` for all of its letters."""
     found = [read_case(path) for path in sorted(place.glob("r[0-9]*.py"))]
     wanted = list(only)
@@ -167,7 +167,7 @@ def _is_named(case: Case, wanted: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProgramOutcome:
     """Everything that is compared of one run."""
 
     exit: str
@@ -190,12 +190,12 @@ class Outcome:
 def copied_programs() -> Iterator[Path]:
     """The programs in a directory that is not kilter's, as a user's are."""
     with tempfile.TemporaryDirectory(prefix="harm-programs-") as place:
-        for path in PROGRAMS.glob("*.py"):
+        for path in PROGRAM_FILES.glob("*.py"):
             shutil.copy(path, place)
         yield Path(place)
 
 
-def run_one(case: Case, options: OptionSet | None) -> Outcome:
+def run_one(case: Case, options: OptionSet | None) -> ProgramOutcome:
     """One process, in an empty directory of its own."""
     with tempfile.TemporaryDirectory(prefix="harm-") as place:
         root = Path(place)
@@ -217,7 +217,7 @@ def run_one(case: Case, options: OptionSet | None) -> Outcome:
         command = plain if options is None else options.command(case.path, out)
         ending, peak_bytes = _run(command, case, root, environ)
         lines = (root / "stderr").read_text(errors="replace").splitlines()
-        return Outcome(
+        return ProgramOutcome(
             exit=ending,
             stdout=(root / "stdout").read_text(errors="replace"),
             stderr=tuple(line for line in lines if not line.startswith("kilter")),
@@ -308,7 +308,7 @@ def _work(out: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class HarmRow:
     """One line of the table: a program under one set of options."""
 
     row: str
@@ -320,7 +320,7 @@ class Row:
     """Host memory, plain and governed."""
 
 
-def differences(case: Case, plain: Outcome, governed: Outcome) -> tuple[str, ...]:
+def differences(case: Case, plain: ProgramOutcome, governed: ProgramOutcome) -> tuple[str, ...]:
     """What differs, in words. Of a run that ended otherwise, only how."""
     if plain.exit != case.ends:
         return (f"the plain program ended with {plain.exit} instead of {case.ends}",)
@@ -365,7 +365,7 @@ def _short(value: object, most: int = 300) -> str:
     return (text if len(text) <= most else f"... {text[-most:]}") or "nothing"
 
 
-def expectations(case: Case, outcome: Outcome) -> tuple[str, ...]:
+def expectations(case: Case, outcome: ProgramOutcome) -> tuple[str, ...]:
     """What a program that runs jobs under kilter has found otherwise than it should."""
     assert case.expect is not None
     found = _change("exit code", "0", outcome.exit)
@@ -378,18 +378,18 @@ def expectations(case: Case, outcome: Outcome) -> tuple[str, ...]:
     return tuple(found)
 
 
-def rows_of(case: Case, sets: Sequence[str] = ()) -> Iterable[Row]:
+def rows_of(case: Case, sets: Sequence[str] = ()) -> Iterable[HarmRow]:
     """Run a program in all its ways, or in those of them that are named."""
     plain = run_one(case, None)
     if case.expect is not None:
         sizes = (plain.peak_bytes, plain.peak_bytes)
-        yield Row(case.name, case.program, "", expectations(case, plain), "", sizes)
+        yield HarmRow(case.name, case.program, "", expectations(case, plain), "", sizes)
         return
     for name in (name for name in case.run if name in (sets or case.run)):
         governed = run_one(case, OPTION_SETS[name])
         sizes = (plain.peak_bytes, governed.peak_bytes)
         found = differences(case, plain, governed)
-        yield Row(case.name, case.program, name, found, governed.work, sizes)
+        yield HarmRow(case.name, case.program, name, found, governed.work, sizes)
 
 
 # The verb ---------------------------------------------------------------------------------------
@@ -419,9 +419,9 @@ def run(args: argparse.Namespace) -> int:
     return int(any(row.differences for row in rows))
 
 
-def _run_all(chosen: Sequence[Case], jobs: int, sets: Sequence[str]) -> dict[str, list[Row]]:
+def _run_all(chosen: Sequence[Case], jobs: int, sets: Sequence[str]) -> dict[str, list[HarmRow]]:
     """By name of the row."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[HarmRow]] = {}
     with ThreadPoolExecutor(max(1, jobs)) as pool:
         running = {
             pool.submit(lambda case: list(rows_of(case, sets)), case): case for case in chosen
@@ -435,7 +435,7 @@ def _run_all(chosen: Sequence[Case], jobs: int, sets: Sequence[str]) -> dict[str
     return found
 
 
-def as_json(rows: Sequence[Row]) -> str:
+def as_json(rows: Sequence[HarmRow]) -> str:
     table = [
         {
             "row": row.row,
@@ -455,7 +455,7 @@ def as_json(rows: Sequence[Row]) -> str:
     return json.dumps(head | {"rows": table, "summary": summary})
 
 
-def as_text(rows: Sequence[Row]) -> str:
+def as_text(rows: Sequence[HarmRow]) -> str:
     """A table in Markdown."""
     lines = ["| row | the program | options | what kilter did | compared with plain |"]
     lines.append("|---|---|---|---|---|")

@@ -34,7 +34,7 @@ BATCH = 25
 """Programs in one process."""
 BATCH_S = 400.0
 MIN_BYTES = 256
-WAYS: tuple[tuple[float, bool], ...] = ((1e4, False), (1e5, True), (1e6, False), (1e12, True))
+LINKS: tuple[tuple[float, bool], ...] = ((1e4, False), (1e5, True), (1e6, False), (1e12, True))
 """Speed of the link in bytes per second, and whether the CPU's memory counts as a GPU's, so that
 gradients, optimizer state and weights move too. Program number `s` runs in way `s % 4`."""
 
@@ -54,7 +54,7 @@ class Budget:
 
 def budget_of(seed: int) -> Budget:
     draw = random.Random(f"budget {seed}")
-    bytes_per_s, as_card = WAYS[seed % len(WAYS)]
+    bytes_per_s, as_card = LINKS[seed % len(LINKS)]
     share = draw.choice(("15%" if as_card else "80%", "40%", "50%", "60%"))
     return Budget(bytes_per_s, as_card, share, draw.choice(("auto", "auto", "keep")))
 
@@ -108,7 +108,7 @@ class Net(nn.Module):
 
 
 def _optimizers(draw: random.Random, mode: str) -> str:
-    first, second = draw.choice(pieces.OPTIMIZERS), draw.choice(pieces.OPTIMIZERS)
+    first, second = draw.choice(pieces.OPTIMIZER_SOURCES), draw.choice(pieces.OPTIMIZER_SOURCES)
     if mode == "two":
         made = f"""[{first.replace("PARAMETERS", "each[::2]")},
             {second.replace("PARAMETERS", "each[1::2]")}]"""
@@ -285,7 +285,7 @@ def _told(out: Path) -> tuple[list[str], int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ProgramResult:
     """What a worker tells of one program; `printed` is None if the worker died of it."""
 
     printed: str | None
@@ -306,18 +306,18 @@ class Compared:
     recomputed: bool
 
 
-def run_batch(how: str, seeds: Sequence[int]) -> dict[int, Result]:
+def run_batch(how: str, seeds: Sequence[int]) -> dict[int, ProgramResult]:
     """In as few processes as survive."""
-    found: dict[int, Result] = {}
+    found: dict[int, ProgramResult] = {}
     left = list(seeds)
     while left:
         with tempfile.TemporaryDirectory(prefix="harm-") as place:
             death = _run_worker(how, Path(place), left)
             for seed, printed, errors, planned, recomputed in _results(Path(place)):
-                found[seed] = Result(printed, tuple(errors), planned, recomputed)
+                found[seed] = ProgramResult(printed, tuple(errors), planned, recomputed)
         left = [seed for seed in left if seed not in found]
         if left:
-            found[left.pop(0)] = Result(None, death=death)
+            found[left.pop(0)] = ProgramResult(None, death=death)
     return found
 
 
@@ -365,7 +365,7 @@ def compare(seeds: Sequence[int]) -> list[Compared]:
     ]
 
 
-def _difference(plain: Result, governed: Result) -> str:
+def _difference(plain: ProgramResult, governed: ProgramResult) -> str:
     if plain.printed is None:
         return f"the plain program died: {plain.death}"
     if governed.printed is None:
@@ -386,8 +386,8 @@ def run(count: int, first: int, *, jobs: int, as_json: bool) -> int:
     """Programs `first` to `first + count - 1`; what differs is printed with its source."""
     seeds = range(first, first + count)
     batches = []
-    for way in range(len(WAYS)):
-        alike = [seed for seed in seeds if seed % len(WAYS) == way]
+    for way in range(len(LINKS)):
+        alike = [seed for seed in seeds if seed % len(LINKS) == way]
         batches += [alike[i : i + BATCH] for i in range(0, len(alike), BATCH)]
     found: list[Compared] = []
     with ThreadPoolExecutor(max(1, jobs)) as pool:

@@ -255,7 +255,7 @@ def in_thread(seed, steps, out):
     out.append(bits(*weights))
 '''
 
-OPTIMIZERS = (
+OPTIMIZER_SOURCES = (
     "torch.optim.SGD(PARAMETERS, lr=1e-2, momentum=0.9)",
     "torch.optim.SGD(PARAMETERS, lr=1e-2)",
     "torch.optim.Adam(PARAMETERS, lr=1e-3, amsgrad=True, foreach=False)",

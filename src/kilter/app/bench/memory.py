@@ -18,7 +18,7 @@ from kilter.core.errors import PlanError
 from kilter.core.units import show_time
 from kilter.memory.plan.choose import PLANNERS, SWAP_ONLY, plan
 from kilter.memory.plan.exact import relax
-from kilter.memory.plan.problem import Interval, Link, Problem
+from kilter.memory.plan.problem import IdleInterval, Link, Problem
 
 HELP = "memory planners on synthetic chains of layers; every figure but solve_s is simulated"
 EPILOG = """\
@@ -76,7 +76,7 @@ def chain(operations: int, ratio: float, budget: float, *, seed: int) -> Problem
         level[k : count - k] += sizes[k]
         if count - 1 - 2 * k >= 2:
             intervals.append(
-                Interval(
+                IdleInterval(
                     name=f"{k}",
                     size_bytes=int(sizes[k]),
                     after=k,

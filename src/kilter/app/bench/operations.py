@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kilter.app.bench.workloads import WORKLOADS, iteration
+from kilter.app.bench.workloads import OPERATION_WORKLOADS, iteration
 from kilter.app.cli.options import fraction, simulated
 from kilter.app.plan_operations import STRATEGIES, as_json, compare
 from kilter.app.report import svg
@@ -47,7 +47,7 @@ _NAMES = {
 }
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class OperationsRow(msgspec.Struct, frozen=True, kw_only=True):
     """One strategy on one problem."""
 
     device: str
@@ -101,9 +101,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(profiles: Sequence[Profile], max_slowdown: float) -> Iterator[Row]:
+def _rows(profiles: Sequence[Profile], max_slowdown: float) -> Iterator[OperationsRow]:
     for profile in profiles:
-        for workload, layers in WORKLOADS.items():
+        for workload, layers in OPERATION_WORKLOADS.items():
             for training in (True, False):
                 if sys.stderr.isatty():
                     print(f"\r\033[K{profile.name} {workload}", end="", file=sys.stderr)
@@ -114,7 +114,7 @@ def _rows(profiles: Sequence[Profile], max_slowdown: float) -> Iterator[Row]:
                     found = compare(costs, switch_s=switch_s, max_slowdown=max_slowdown)
                     shown = as_json(costs, found, switch_s=switch_s, max_slowdown=max_slowdown)
                     for strategy in STRATEGIES:
-                        yield Row(
+                        yield OperationsRow(
                             device=profile.name,
                             workload=workload,
                             training=training,
@@ -129,8 +129,8 @@ def _rows(profiles: Sequence[Profile], max_slowdown: float) -> Iterator[Row]:
         print("\r\033[K", end="", file=sys.stderr)
 
 
-def _useless(rows: Sequence[Row]) -> Iterator[Useless]:
-    groups: dict[tuple[str, str, bool], dict[tuple[str, float], Row]] = {}
+def _useless(rows: Sequence[OperationsRow]) -> Iterator[Useless]:
+    groups: dict[tuple[str, str, bool], dict[tuple[str, float], OperationsRow]] = {}
     for row in rows:
         group = groups.setdefault((row.device, row.workload, row.training), {})
         group[row.strategy, row.switch_latency_s] = row
@@ -153,10 +153,10 @@ def _useless(rows: Sequence[Row]) -> Iterator[Useless]:
             )
 
 
-def _tell(rows: Sequence[Row], useless: Sequence[Useless]) -> None:
+def _tell(rows: Sequence[OperationsRow], useless: Sequence[Useless]) -> None:
     print(f"{'device':<10} {'workload':<22} {'strategy':<24}", end="")
     print("".join(f"{_latency(s):>20}" for s in LATENCIES_S))
-    lines: dict[tuple[str, str, bool, str], list[Row]] = {}
+    lines: dict[tuple[str, str, bool, str], list[OperationsRow]] = {}
     for row in rows:
         key = (row.device, row.workload, row.training, row.strategy)
         lines.setdefault(key, []).append(row)
@@ -173,7 +173,7 @@ def _tell(rows: Sequence[Row], useless: Sequence[Useless]) -> None:
         print(f"  {entry.device:<10} {name:<22} {_NAMES[entry.strategy]:<24} {_from(entry)}")
 
 
-def _cell(row: Row) -> str:
+def _cell(row: OperationsRow) -> str:
     broken = "" if row.within_bound else "!"
     if row.slowdown > 1.0:
         return f"{1 + row.slowdown:.0f} x time {broken}"
@@ -208,7 +208,7 @@ _RANGES = {"saving": (-0.05, 0.25), "slowdown": (0.0, 0.3)}
 """What is drawn; values outside end at the edge."""
 
 
-def _page(rows: Sequence[Row], useless: Sequence[Useless], max_slowdown: float) -> str:
+def _page(rows: Sequence[OperationsRow], useless: Sequence[Useless], max_slowdown: float) -> str:
     zero = [r for r in rows if r.switch_latency_s == 0.0 and r.strategy == "kilter"]
     real = [r for r in rows if r.switch_latency_s == 1e-2 and r.strategy == "kilter"]
     static = {
@@ -256,7 +256,9 @@ def _page(rows: Sequence[Row], useless: Sequence[Useless], max_slowdown: float) 
     )
 
 
-def _plot(rows: Sequence[Row], device: str, workload: str, training: bool, what: str) -> str:
+def _plot(
+    rows: Sequence[OperationsRow], device: str, workload: str, training: bool, what: str
+) -> str:
     least, most = _RANGES[what]
     frame = Frame(
         left=64.0, top=52.0, right=840.0, bottom=222.0, x_range=(0.0, 4.0), y_range=(least, most)

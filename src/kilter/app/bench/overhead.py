@@ -35,7 +35,7 @@ examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class TimedRun:
     """One process. Times are the script's own, by the stopwatch."""
 
     arm: str
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.repeats < 1:
         raise UsageError(f"--repeats {args.repeats}: at least 1")
     find_program(args.command)  # so that a missing script is said here, and not by every process
-    runs: list[Run] = []
+    runs: list[TimedRun] = []
     with tempfile.TemporaryDirectory(prefix="kilter-bench-") as scratch:
         for number in range(args.repeats):
             # plain, kilter, kilter, plain, ...: a slow trend of the machine cancels
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _spread(runs: list[Run]) -> float:
+def _spread(runs: list[TimedRun]) -> float:
     """Largest relative difference between runs of the same arm."""
     spreads = []
     for arm in ("plain", "kilter"):
@@ -124,7 +124,7 @@ def _spread(runs: list[Run]) -> float:
     return max(spreads)
 
 
-def _measure(arm: str, command: list[str], device: str, place: Path) -> Run:
+def _measure(arm: str, command: list[str], device: str, place: Path) -> TimedRun:
     place.mkdir()
     file = place / "times"
     if arm == "kilter":
@@ -149,7 +149,7 @@ def _measure(arm: str, command: list[str], device: str, place: Path) -> Run:
     steps = [b - a for a, b in itertools.pairwise(times)]
     observed = steps[OPENS_AT - 2 : OPENS_AT - 2 + FIRST_BLOCK]
     found = report.build(place / "run") if arm == "kilter" else None
-    return Run(
+    return TimedRun(
         arm=arm,
         steps=len(times),
         iteration_s=statistics.fmean(steps[steady_from:]),

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kilter.app.bench.period_cases import KINDS, Case, Change, case, change
+from kilter.app.bench.period_cases import KINDS, Change, PeriodCase, case, change
 from kilter.core.errors import FileError, UsageError
 from kilter.core.setting import Sample
 from kilter.device.sim.replay import load_recording
@@ -136,7 +136,7 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
     code: str
 
 
-def _judge(seed: int, labelled: Case, detection: Detection) -> _Row:
+def _judge(seed: int, labelled: PeriodCase, detection: Detection) -> _Row:
     error = None
     verdict = "right" if not labelled.periodic else "missed"
     if detection.period_s is not None:

@@ -32,7 +32,7 @@ SHARES = (0.2, 0.2, 0.15, 0.1, 0.15, 0.1, 0.05, 0.05)
 """How often each kind is drawn."""
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
+class PeriodCase(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     telemetry: Telemetry
     marks_s: tuple[float, ...]
@@ -110,7 +110,7 @@ def _shape(rng: np.random.Generator) -> list[tuple[float, tuple[float, float, fl
             return list(zip(map(float, shares), levels, strict=True))
 
 
-def case(seed: int) -> Case:
+def case(seed: int) -> PeriodCase:
     """The case of this number: the same on every machine."""
     rng = np.random.default_rng([seed, 20160])
     kind = str(rng.choice(KINDS, p=SHARES))
@@ -125,7 +125,7 @@ def case(seed: int) -> Case:
     job = _job(rng, kind, seconds, parts)
     has_counter = kind == "too short" or bool(rng.random() < 0.7)
     telemetry = _seen(rng, job, update_s, has_counter=has_counter)
-    return Case(
+    return PeriodCase(
         kind=kind,
         telemetry=telemetry,
         marks_s=tuple(job.ends),

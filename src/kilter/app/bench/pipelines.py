@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from kilter.clocks.plan.pipeline import (
-    Pass,
-    Schedule,
+    PipelineSchedule,
     Stage,
+    StagePass,
     evaluate,
     one_forward_one_backward,
     plan,
@@ -65,16 +65,16 @@ def stage_table(profile: Profile, sizes: Sequence[float]) -> tuple[list[Stage], 
     own_hz = float(capped_clock(power_w, knobs.sm_lowest_hz, top_hz, limit_w))
     clocks = np.linspace(own_hz, max(knobs.sm_lowest_hz, 0.45 * own_hz), CLOCKS)
 
-    def one(work: float) -> Pass:
+    def one(work: float) -> StagePass:
         time_s, energy_j = (np.asarray(values) for values in cost(work, clocks))
-        return Pass(time_s=tuple(time_s.tolist()), energy_j=tuple(energy_j.tolist()))
+        return StagePass(time_s=tuple(time_s.tolist()), energy_j=tuple(energy_j.tolist()))
 
     stages = [Stage(forward=one(s * flops), backward=one(2 * s * flops)) for s in sizes]
     return stages, float(power.waiting_w(own_hz, memory_hz, LEAKAGE_AT_C))
 
 
 def perseus_j(
-    stages: Sequence[Stage], schedule: Schedule, *, blocked_w: float, bound_s: float
+    stages: Sequence[Stage], schedule: PipelineSchedule, *, blocked_w: float, bound_s: float
 ) -> float:
     """Least energy of an iteration within the bound, where each pass mixes its clocks freely: the
     linear programme to which Perseus' energy-optimal schedule is a solution, by HiGHS. A lower

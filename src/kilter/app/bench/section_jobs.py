@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from kilter.clocks.plan.section_search import Depths, Seen, Target
-from kilter.clocks.plan.worth import Card
+from kilter.clocks.plan.section_search import Depths, SearchTarget, Seen
+from kilter.clocks.plan.worth import ClockCosts
 from kilter.device.sim.noise import Noise, NoiseSource
 
 BLOCK = 5
@@ -28,7 +28,7 @@ SENSITIVITY = (0.3, 1.0)
 """Range of the exponent; at 1 a section takes the same number of cycles at every lower clock."""
 
 
-class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+class SectionScenario(msgspec.Struct, frozen=True, kw_only=True):
     """A kind of job; the harmless clocks are drawn by the seed."""
 
     what: str
@@ -49,39 +49,39 @@ def _role(first: int, count: int) -> tuple[int, ...]:
     return tuple(range(first, first + count))
 
 
-SCENARIOS: dict[str, Scenario] = {
-    "ddp_sockets_2": Scenario(
+SECTION_SCENARIOS: dict[str, SectionScenario] = {
+    "ddp_sockets_2": SectionScenario(
         what="GPT, DDP over a 5 GB/s network: 271 of 352 ms exposed, as measured on two H200s",
         iteration_s=0.352,
         shares=(0.77,),
         roles=(_role(0, 2),),
     ),
-    "ddp_nvlink_2": Scenario(
+    "ddp_nvlink_2": SectionScenario(
         what="GPT, DDP over NVLink: 0.86 of 78.5 ms exposed in one piece, as measured",
         iteration_s=0.0785,
         shares=(0.011,),
         roles=(_role(0, 2),),
     ),
-    "fsdp_8": Scenario(
+    "fsdp_8": SectionScenario(
         what="FSDP of 8 GPUs over a slow network, 3 s per step",
         iteration_s=3.0,
         shares=(0.09, 0.08, 0.06, 0.05),
         roles=(_role(0, 8),),
     ),
-    "tp_pp_16": Scenario(
+    "tp_pp_16": SectionScenario(
         what="4 pipeline stages of 4 tensor-parallel GPUs, 4 s per step",
         iteration_s=4.0,
         shares=(0.12, 0.05),
         roles=tuple(_role(4 * stage, 4) for stage in range(4)),
     ),
-    "straggler_16": Scenario(
+    "straggler_16": SectionScenario(
         what="DDP of 16 GPUs, of which one is late and 15 wait",
         iteration_s=2.0,
         shares=(0.25, 0.1),
         roles=(_role(0, 16),),
         waiting=_role(1, 15),
     ),
-    "mix_64": Scenario(
+    "mix_64": SectionScenario(
         what="64 GPUs: DDP of 4 stages with a late node, 5 s per step",
         iteration_s=5.0,
         shares=(0.15, 0.06, 0.04),
@@ -94,7 +94,9 @@ SCENARIOS: dict[str, Scenario] = {
 class SectionJob:
     """One run of a scenario on simulated cards. Same seed, same calls, same results."""
 
-    def __init__(self, scenario: Scenario, card: Card, *, seed: int, noise: float) -> None:
+    def __init__(
+        self, scenario: SectionScenario, card: ClockCosts, *, seed: int, noise: float
+    ) -> None:
         self.scenario = scenario
         self.card = card
         self.iterations = 0
@@ -118,12 +120,12 @@ class SectionJob:
         clock[:, list(scenario.waiting)] *= DEEPER
         return clock
 
-    def targets(self) -> tuple[Target, ...]:
+    def targets(self) -> tuple[SearchTarget, ...]:
         """The sections that are long enough for two switches: the others are left alone."""
         scenario = self.scenario
         wait = tuple(0.5 if r in scenario.waiting else 0.0 for r in range(scenario.ranks))
         return tuple(
-            Target(key=f"section{j}", share=share, roles=scenario.roles, wait=wait)
+            SearchTarget(key=f"section{j}", share=share, roles=scenario.roles, wait=wait)
             for j, share in enumerate(scenario.shares)
             if share * scenario.iteration_s >= self.card.break_even_s
         )
@@ -200,7 +202,7 @@ def step_error(found: Depths, truth: Depths) -> int:
 
 def names(wanted: str) -> Sequence[str]:
     """`all`, or one scenario."""
-    return tuple(SCENARIOS) if wanted == "all" else (wanted,)
+    return tuple(SECTION_SCENARIOS) if wanted == "all" else (wanted,)
 
 
 def wilson(count: int, total: int) -> tuple[float, float]:

@@ -12,9 +12,9 @@ import msgspec
 
 from kilter.app.bench.pipelines import savings
 from kilter.app.bench.section_jobs import (
-    SCENARIOS,
-    Scenario,
+    SECTION_SCENARIOS,
     SectionJob,
+    SectionScenario,
     names,
     step_error,
     wilson,
@@ -22,7 +22,7 @@ from kilter.app.bench.section_jobs import (
 from kilter.app.cli.options import fraction, simulated
 from kilter.clocks.plan.guard import Contract
 from kilter.clocks.plan.section_search import Depths, Search, search, stepwise
-from kilter.clocks.plan.worth import Card
+from kilter.clocks.plan.worth import ClockCosts
 from kilter.clocks.section_card import card_of
 from kilter.core.errors import UsageError
 from kilter.core.label import Label
@@ -31,7 +31,7 @@ from kilter.device.sim.profile import Profile, load_profile
 
 HELP = "search the lowest harmless clock of every section, in simulation with a known truth"
 EPILOG = "scenarios:\n" + "\n".join(
-    f"  {name:<14} {scenario.what}" for name, scenario in SCENARIOS.items()
+    f"  {name:<14} {scenario.what}" for name, scenario in SECTION_SCENARIOS.items()
 )
 EPILOG += """
   pipeline_1f1b  4 unequal stages, 16 micro-batches, no slowdown; beside Perseus' optimum (HiGHS)
@@ -50,10 +50,10 @@ examples:
 STEPS = 12
 """Of the clock, from the highest to the lowest."""
 PIPELINE = "pipeline_1f1b"
-POLICIES = ("kilter", "stepwise", "oracle")
+SEARCHES = ("kilter", "stepwise", "oracle")
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class SectionsRow(msgspec.Struct, frozen=True, kw_only=True):
     """One run of one policy."""
 
     scenario: str
@@ -70,7 +70,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scenario",
-        choices=("all", *SCENARIOS, PIPELINE),
+        choices=("all", *SECTION_SCENARIOS, PIPELINE),
         default="all",
         metavar="NAME",
         help="(all)",
@@ -105,15 +105,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(args: argparse.Namespace, card: Card) -> Iterator[Row]:
+def _rows(args: argparse.Namespace, card: ClockCosts) -> Iterator[SectionsRow]:
     for name in () if args.scenario == PIPELINE else names(args.scenario):
         for seed in range(args.seeds):
             if sys.stderr.isatty():
                 print(f"\r\033[K{name}, seed {seed}", end="", file=sys.stderr)
-            for policy in POLICIES:
+            for policy in SEARCHES:
                 yield play(
                     name,
-                    SCENARIOS[name],
+                    SECTION_SCENARIOS[name],
                     card,
                     policy,
                     seed=seed,
@@ -124,11 +124,11 @@ def _rows(args: argparse.Namespace, card: Card) -> Iterator[Row]:
         print("\r\033[K", end="", file=sys.stderr)
 
 
-def _pipeline(args: argparse.Namespace, profile: Profile) -> Iterator[Row]:
+def _pipeline(args: argparse.Namespace, profile: Profile) -> Iterator[SectionsRow]:
     for seed in range(args.seeds if args.scenario in ("all", PIPELINE) else 0):
         found = savings(profile, seed=seed, max_slowdown=0.0)
         for policy, (saving, slowdown) in found.items():
-            yield Row(
+            yield SectionsRow(
                 scenario=PIPELINE,
                 policy=policy,
                 seed=seed,
@@ -142,14 +142,14 @@ def _pipeline(args: argparse.Namespace, profile: Profile) -> Iterator[Row]:
 
 def play(
     name: str,
-    scenario: Scenario,
-    card: Card,
+    scenario: SectionScenario,
+    card: ClockCosts,
     policy: str,
     *,
     seed: int,
     noise: float,
     bound: float,
-) -> Row:
+) -> SectionsRow:
     """One run: the policy sees blocks, the row says what its choice truly does."""
     job = SectionJob(scenario, card, seed=seed, noise=noise)
     truth = job.lowest_harmless(bound)
@@ -162,7 +162,7 @@ def play(
         contract = Contract(max_slowdown=bound)
         found = _played(search(targets, lowest=job.lowest, contract=contract, seed=seed), job)
     slowdown = job.slowdown(found)
-    return Row(
+    return SectionsRow(
         scenario=name,
         policy=policy,
         seed=seed,
@@ -184,7 +184,7 @@ def _played(orders: Search, job: SectionJob) -> Depths:
         return found
 
 
-def _summary(rows: Sequence[Row]) -> dict[str, Any]:
+def _summary(rows: Sequence[SectionsRow]) -> dict[str, Any]:
     """By scenario and policy."""
     result: dict[str, Any] = {}
     for row in rows:
@@ -195,7 +195,7 @@ def _summary(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _figures(rows: Sequence[Row]) -> dict[str, Any]:
+def _figures(rows: Sequence[SectionsRow]) -> dict[str, Any]:
     errors = [row.found_step_error for row in rows if row.found_step_error is not None]
     near = sum(error <= 1 for error in errors)
     harmful = sum(row.accepted_harmful for row in rows)
@@ -212,7 +212,7 @@ def _figures(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _tell(rows: Sequence[Row]) -> None:
+def _tell(rows: Sequence[SectionsRow]) -> None:
     heads = ("scenario", "policy", "within a step", "harmful", "saving", "slowdown", "iterations")
     print("{:<14} {:<9} {:>14} {:>8} {:>8} {:>9} {:>11}".format(*heads))
     for scenario, policies in _summary(rows).items():

@@ -10,7 +10,7 @@ from kilter.app.cli.share import placement, policies
 from kilter.core.label import Label
 from kilter.core.units import show_duration, show_fraction
 from kilter.sharing.placements import NAMES
-from kilter.sharing.plan.policies import POLICIES
+from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.sharing.simulate import simulate
 
 HELP = "Policies of fair sharing, side by side, on simulated machines."
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         for policy in args.policies:
             for seed in range(args.seeds):
                 seeded = msgspec.structs.replace(machine, seed=machine.seed + seed)
-                outcome = simulate(seeded, POLICIES[policy])
+                outcome = simulate(seeded, SHARING_POLICIES[policy])
                 row = {
                     "placement": name,
                     "policy": policy,

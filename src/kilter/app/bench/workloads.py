@@ -142,7 +142,7 @@ def _pointwise(name: str, elements: float, shrink: float = 1.0, *, inputs: float
     )
 
 
-WORKLOADS: dict[str, Callable[[], list[Layer]]] = {
+OPERATION_WORKLOADS: dict[str, Callable[[], list[Layer]]] = {
     "resnet50": lambda: resnet50(64),
     "vgg16": lambda: vgg16(64),
     "gpt": lambda: gpt(24, 2048, 16, 2048, 2048),

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from kilter.core.codec import write_atomically
-from kilter.core.daemon_protocol import KNOBS, SOCKET, Grant
+from kilter.core.daemon_protocol import KNOB_NAMES, SOCKET, Grant
 from kilter.core.errors import DeviceError, UsageError
 from kilter.core.label import Label
 from kilter.core.reasons import Reason
@@ -195,7 +195,7 @@ def _as_text(checked: Checked, gpu: Gpu) -> str:
     if checked.reason is not None:
         lines.append(f"  because {checked.reason}")
     if checked.grant is not None:
-        for knob, name, unit, scale in KNOBS:
+        for knob, name, unit, scale in KNOB_NAMES:
             allowed = getattr(checked.grant, knob)
             text = "no"
             if allowed is not None:

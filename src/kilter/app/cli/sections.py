@@ -15,7 +15,7 @@ from kilter.app.cli.options import fraction, simulated
 from kilter.app.report import sections as sections_page
 from kilter.clocks.plan import worth
 from kilter.clocks.plan.sections import Analysis, RankSections, analyse, summary
-from kilter.clocks.plan.worth import Card
+from kilter.clocks.plan.worth import ClockCosts
 from kilter.clocks.section_card import card_of
 from kilter.core.codec import write_atomically
 from kilter.core.errors import FileError, UsageError
@@ -73,7 +73,7 @@ def add_device_arguments(parser: argparse.ArgumentParser, *, required: bool) -> 
     parser.add_argument("--max-slowdown", type=fraction, default=0.01, metavar="B", help="(1%%)")
 
 
-def card(args: argparse.Namespace) -> Card:
+def card(args: argparse.Namespace) -> ClockCosts:
     """The card that the options name; `UsageError` for a time below zero."""
     switch_s = args.switch_latency_s
     if switch_s is not None and not 0.0 <= switch_s < math.inf:

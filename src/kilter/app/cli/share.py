@@ -16,8 +16,8 @@ from kilter.core.label import Label
 from kilter.core.units import show_duration, show_fraction
 from kilter.sharing.placements import NAMES
 from kilter.sharing.plan import maxmin
-from kilter.sharing.plan.policies import POLICIES
-from kilter.sharing.simulate import Machine, Outcome, load, simulate
+from kilter.sharing.plan.policies import SHARING_POLICIES
+from kilter.sharing.simulate import Machine, SharedOutcome, load, simulate
 
 HELP = """\
 Share the GPUs of one machine fairly among several training jobs: the data ratio of each job (how
@@ -70,7 +70,7 @@ examples:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", metavar="FILE", help="a rehearsal file, or p1 to p6")
-    parser.add_argument("--policy", choices=POLICIES, default="maxmin", help="(maxmin)")
+    parser.add_argument("--policy", choices=SHARING_POLICIES, default="maxmin", help="(maxmin)")
     parser.add_argument("--html", type=Path, metavar="PAGE", help="write the page of slow-downs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(act=_rehearse)
@@ -91,7 +91,7 @@ def placement(name: str) -> Machine:
 
 def _rehearse(args: argparse.Namespace) -> int:
     machine = placement(args.file)
-    outcome = simulate(machine, POLICIES[args.policy])
+    outcome = simulate(machine, SHARING_POLICIES[args.policy])
     if args.html is not None:
         write_atomically(args.html, _page(args.file, args.policy, machine, outcome).encode())
     if args.json:
@@ -103,7 +103,7 @@ def _rehearse(args: argparse.Namespace) -> int:
     return 0
 
 
-def _document(policy: str, machine: Machine, outcome: Outcome) -> dict[str, object]:
+def _document(policy: str, machine: Machine, outcome: SharedOutcome) -> dict[str, object]:
     return {
         "schema": "kilter.share/1",
         "label": Label.SIMULATED.value,
@@ -129,7 +129,7 @@ def _document(policy: str, machine: Machine, outcome: Outcome) -> dict[str, obje
     }
 
 
-def _tell(policy: str, machine: Machine, outcome: Outcome) -> None:
+def _tell(policy: str, machine: Machine, outcome: SharedOutcome) -> None:
     print(f"{machine.gpus} GPUs, policy {policy} [{Label.SIMULATED.value}]")
     if machine.source:
         print(f"costs: {machine.source}")
@@ -147,7 +147,7 @@ def _tell(policy: str, machine: Machine, outcome: Outcome) -> None:
         print(f"{show_duration(made.t_s):>8}  {maxmin.describe(made.decision)}")
 
 
-def _page(name: str, policy: str, machine: Machine, outcome: Outcome) -> str:
+def _page(name: str, policy: str, machine: Machine, outcome: SharedOutcome) -> str:
     facts = (
         f"Largest slow-down {max(outcome.slowdowns):.2f}; Jain's index {outcome.jain:.3f}; mean "
         f"utilisation while jobs share {show_fraction(outcome.utilisation)}; makespan "
@@ -161,6 +161,6 @@ def _page(name: str, policy: str, machine: Machine, outcome: Outcome) -> str:
 def policies(text: str) -> Sequence[str]:
     """`a,b`, as an argparse type."""
     names = text.split(",")
-    if wrong := [name for name in names if name not in POLICIES]:
-        raise argparse.ArgumentTypeError(f"{wrong[0]!r}: choose from {', '.join(POLICIES)}")
+    if wrong := [name for name in names if name not in SHARING_POLICIES]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r}: choose from {', '.join(SHARING_POLICIES)}")
     return names

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from kilter.app.share_page import page
-from kilter.app.share_worker import Options, worker_command, worker_environment
+from kilter.app.share_worker import ShareOptions, worker_command, worker_environment
 from kilter.connect.launch import add_torchrun_options, run_torchrun, run_without_kilter
 from kilter.connect.script import find_program
 from kilter.core.codec import write_atomically
@@ -25,7 +25,7 @@ from kilter.core.errors import NoDevice, UsageError
 from kilter.core.label import Label
 from kilter.core.units import parse_seconds, show_fraction, show_time
 from kilter.sharing.messages import Summary
-from kilter.sharing.plan.policies import POLICIES
+from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.sharing.plan.snapshot import TENTHS, shown
 from kilter.sharing.store import default_file, living
 
@@ -100,7 +100,7 @@ def add_serve(actions: Actions) -> None:
         "  kilter share serve --gpus 0,1 --policy thesis --out runs/shared\n",
     )
     parser.add_argument("--gpus", type=_gpus, metavar="0-3", help="(all that torch sees)")
-    parser.add_argument("--policy", choices=POLICIES, default="maxmin", help="(maxmin)")
+    parser.add_argument("--policy", choices=SHARING_POLICIES, default="maxmin", help="(maxmin)")
     parser.add_argument("--period", type=_seconds, default=20.0, metavar="T", help="(20s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (loopback)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="share.html: the page, at the end")
@@ -190,7 +190,7 @@ def _run(args: argparse.Namespace) -> Callable[[], object]:
         return functools.partial(run_without_kilter, command)
     find_program(command)
     gpus = _daemon(args).gpus
-    options = Options(
+    options = ShareOptions(
         endpoint=str(args.endpoint.resolve()),
         name=args.name or Path(command[1] if args.module else command[0]).stem,
         gpus=gpus,

@@ -56,7 +56,7 @@ MOST_POINTS = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ChosenSetting:
     """The setting that ruled at the end of the record, and why."""
 
     setting: Setting
@@ -142,7 +142,7 @@ class Report:
     goal: Goal
     found: Setting
     after: Setting | None
-    choice: Choice
+    choice: ChosenSetting
     evidence: Evidence
     rehearsed_iterations: int
     rehearsed_share: float
@@ -367,7 +367,7 @@ def _iterations(rank: Rank, stops: Sequence[Stopped], *, complete: bool) -> tupl
     return iterations, rehearsed
 
 
-def _kept(lead: Started, choice: Choice) -> bool:
+def _kept(lead: Started, choice: ChosenSetting) -> bool:
     return choice.setting != lead.found and lead.mode == "govern" and choice.state != "predicted"
 
 
@@ -420,20 +420,22 @@ def _ranks_text(ranks: Sequence[Rank]) -> str:
 _SEARCHING = {phase.value for phase in (Phase.WARM, Phase.PROBE, Phase.CONFIRM)}
 
 
-def _choice(rank: Rank, *, complete: bool) -> Choice:
+def _choice(rank: Rank, *, complete: bool) -> ChosenSetting:
     """What the last decision says, unless it was still searching or an error of ours undid it."""
     found = rank.started.found
     last = rank.decisions[-1] if rank.decisions else None
     if rank.failed:
-        return Choice(setting=found, state="restored", reason="kilter stepped aside after an error")
+        return ChosenSetting(
+            setting=found, state="restored", reason="kilter stepped aside after an error"
+        )
     if last is not None and last.state not in _SEARCHING:
-        return Choice(setting=last.setting, state=last.state, reason=last.reason)
+        return ChosenSetting(setting=last.setting, state=last.state, reason=last.reason)
     if rank.started.mode == "observe":
-        return Choice(setting=found, state="undecided", reason=rank.started.mode_reason)
+        return ChosenSetting(setting=found, state="undecided", reason=rank.started.mode_reason)
     ended = "the run ended" if complete else "the record ends"
     doing = f"in the phase {last.state}" if last is not None else "before the first decision"
     reason = f"{ended} {doing}, before the evidence was in"
-    return Choice(setting=found, state="undecided", reason=reason)
+    return ChosenSetting(setting=found, state="undecided", reason=reason)
 
 
 def _restored(stops: Sequence[Stopped], *, complete: bool) -> bool | None:

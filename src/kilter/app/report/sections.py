@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from kilter.app.report import svg
 from kilter.app.report.page import document, table
 from kilter.app.report.svg import Frame, escape
-from kilter.clocks.plan.sections import Analysis, Lane, RankSections
-from kilter.core.rank_trace import Times
+from kilter.clocks.plan.sections import Analysis, RankSections, SectionLane
+from kilter.core.rank_trace import RankTimes
 from kilter.core.units import show_bytes, show_count, show_fraction, show_time
 from kilter.model.intervals import join
 
@@ -67,7 +67,7 @@ def _timelines(analysis: Analysis) -> str:
     )
 
 
-def _picture(lanes: Sequence[Lane], wide: float, key: str) -> str:
+def _picture(lanes: Sequence[SectionLane], wide: float, key: str) -> str:
     legend, top = _legend(wide)
     end_s = max(lane.begin_s + lane.length_s for lane in lanes)
     frame = Frame(
@@ -101,7 +101,7 @@ def _picture(lanes: Sequence[Lane], wide: float, key: str) -> str:
     )
 
 
-def _bars(frame: Frame, y: float, lane: Lane, times: Times, name: str) -> str:
+def _bars(frame: Frame, y: float, lane: SectionLane, times: RankTimes, name: str) -> str:
     """One kind of time. Pieces that the screen cannot tell apart are drawn as one; each is drawn
     at least half a pixel wide only if it is that wide, so that the picture adds up."""
     pixel_s = (frame.x_range[1] / 1e3) / (frame.right - frame.left)

@@ -236,7 +236,7 @@ class Labels:
         inside = frame.left - 4 <= box[0] and box[2] <= frame.right + 8 and box[1] >= frame.top - 4
         return inside and box[3] <= frame.bottom and not any(_overlap(box, b) for b in self._boxes)
 
-    def _is_nearest(self, box: Box, x: float, y: float) -> bool:
+    def _is_nearest(self, box: Rectangle, x: float, y: float) -> bool:
         own = _distance(box, x, y)
         others = (mark for mark in self._marks if mark != (x, y))
         return all(_distance(box, *mark) > own + _APART for mark in others)
@@ -247,16 +247,16 @@ _APART = 5.0
 
 _LEADER = 30.0
 
-Box = tuple[float, float, float, float]
+Rectangle = tuple[float, float, float, float]
 
 
-def _nearest(box: Box, x: float, y: float) -> tuple[float, float]:
+def _nearest(box: Rectangle, x: float, y: float) -> tuple[float, float]:
     """The point of a box that is nearest to another point."""
     left, top, right, bottom = box
     return min(max(x, left), right), min(max(y, top), bottom)
 
 
-def _distance(box: Box, x: float, y: float) -> float:
+def _distance(box: Rectangle, x: float, y: float) -> float:
     return math.dist(_nearest(box, x, y), (x, y))
 
 

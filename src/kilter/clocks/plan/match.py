@@ -23,7 +23,7 @@ from kilter.core.units import show_time
 
 Place = tuple[int, int]
 """Index of a trace, and of a collective in it."""
-Lane = tuple[str | None, tuple[int, ...], tuple[int, ...] | None]
+MatchLane = tuple[str | None, tuple[int, ...], tuple[int, ...] | None]
 """Group, its members, and the pair of a point-to-point transfer."""
 
 
@@ -119,10 +119,10 @@ def _end_together(
         )
 
 
-def _lanes(traces: Sequence[RankTrace]) -> dict[Lane, dict[int, list[int]]]:
+def _lanes(traces: Sequence[RankTrace]) -> dict[MatchLane, dict[int, list[int]]]:
     """Lane -> trace -> its collectives. A lane is a process group, a pair of a point-to-point
     transfer in it, or, where the trace does not name groups, a stream."""
-    lanes: dict[Lane, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    lanes: dict[MatchLane, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for t, trace in enumerate(traces):
         for c, collective in enumerate(trace.collectives):
             if (lane := _lane(collective)) is not None:
@@ -130,7 +130,7 @@ def _lanes(traces: Sequence[RankTrace]) -> dict[Lane, dict[int, list[int]]]:
     return lanes
 
 
-def _lane(collective: Collective) -> Lane | None:
+def _lane(collective: Collective) -> MatchLane | None:
     if collective.op == "copy":
         return None  # a copy engine's transfer has one end only
     if collective.op == "send_recv":
@@ -141,7 +141,7 @@ def _lane(collective: Collective) -> Lane | None:
     return (collective.group, collective.ranks, None)
 
 
-def _name(lane: Lane) -> str:
+def _name(lane: MatchLane) -> str:
     group, ranks, pair = lane
     members = pair or ranks
     return f"group {group}{f' of ranks {list(members)}' if members else ''}"

@@ -45,7 +45,7 @@ _TRIED = 48
 """Stretches that are evaluated exactly in one round."""
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
+class OperationsProblem(msgspec.Struct, frozen=True, kw_only=True):
     """Operations in order, and settings of which the first is the default."""
 
     time_s: Array
@@ -102,7 +102,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
         return max(0.0, 1.0 - self.lower_bound_j / self.best.energy_j)
 
 
-def assignment(problem: Problem, path: Path) -> Assignment:
+def assignment(problem: OperationsProblem, path: Path) -> Assignment:
     """Time and energy of a path, with its switches, including the one back to its beginning."""
     rows = np.arange(len(path))
     before = np.roll(path, 1)
@@ -117,7 +117,7 @@ def assignment(problem: Problem, path: Path) -> Assignment:
     return Assignment(path=path, time_s=time_s, energy_j=energy_j, switches=switches)
 
 
-def best_static(problem: Problem) -> Assignment:
+def best_static(problem: OperationsProblem) -> Assignment:
     """The single setting of least energy within the bound."""
     time_s, energy_j = problem.time_s.sum(axis=0), problem.energy_j.sum(axis=0)
     legal = np.flatnonzero(time_s <= problem.limit_s)
@@ -125,14 +125,14 @@ def best_static(problem: Problem) -> Assignment:
     return assignment(problem, np.full(len(problem.time_s), k))
 
 
-def by_operation(problem: Problem, max_slowdown: float) -> Assignment:
+def by_operation(problem: OperationsProblem, max_slowdown: float) -> Assignment:
     """Exhaustive search per operation: its setting of least energy that slows it down by at most
     this share, as if switching were free (a strategy of M. Blade and O. Kontola, Chalmers 2025)."""
     legal = problem.time_s <= (1.0 + max_slowdown) * problem.time_s[:, :1] * (1.0 + 1e-12)
     return assignment(problem, np.where(legal, problem.energy_j, np.inf).argmin(axis=1))
 
 
-def plan(problem: Problem) -> Planned:
+def plan(problem: OperationsProblem) -> Planned:
     """The assignment of least energy that keeps the bound. Never worse than the best static one."""
     problem.check()
     static = best_static(problem)
@@ -148,7 +148,7 @@ def plan(problem: Problem) -> Planned:
     return Planned(best=best, static=static, lower_bound_j=min(lower_j, best.energy_j))
 
 
-def _prices(problem: Problem) -> tuple[Array, float]:
+def _prices(problem: OperationsProblem) -> tuple[Array, float]:
     """Prices of time (W) around the one that maximises the dual function; its maximum."""
     scale_w = float(problem.energy_j.sum() / max(problem.time_s.sum(), 1e-300)) or 1.0
     prices = np.concatenate([[0.0], scale_w * np.logspace(-3, 3, _PRICES - 1)])
@@ -164,7 +164,7 @@ def _prices(problem: Problem) -> tuple[Array, float]:
     return np.concatenate([[low], prices[first : first + _FINAL], [high]]), lower_j
 
 
-def _chain(problem: Problem, prices: Array) -> Array:
+def _chain(problem: OperationsProblem, prices: Array) -> Array:
     """Least priced energy of the operations in a row, without the way back: at most the ring's."""
     leave, arrive = _switching(problem, prices)
     value = np.zeros_like(arrive)
@@ -180,20 +180,20 @@ def _chain(problem: Problem, prices: Array) -> Array:
     return result
 
 
-def _switching(problem: Problem, prices: Array) -> tuple[Array, Array]:
+def _switching(problem: OperationsProblem, prices: Array) -> tuple[Array, Array]:
     """What a switch costs, divided into leaving a setting and arriving at one at each price."""
     leave = problem.switch_s * problem.waiting_w / 2
     return leave, leave + prices[:, None] * problem.switch_s
 
 
-def _costs(problem: Problem, prices: Array) -> Iterator[Array]:
+def _costs(problem: OperationsProblem, prices: Array) -> Iterator[Array]:
     """(prices, settings) of one operation after the other, computed in blocks."""
     for i in range(0, len(problem.time_s), 256):
         energy_j, time_s = problem.energy_j[i : i + 256], problem.time_s[i : i + 256]
         yield from energy_j[:, None] + prices[:, None] * time_s[:, None]
 
 
-def _closed(problem: Problem, prices: Array, static: Assignment) -> list[Path]:
+def _closed(problem: OperationsProblem, prices: Array, static: Assignment) -> list[Path]:
     """At each price the best paths with some first settings: those with which the best path without
     a way back begins and ends, and the best static one."""
     free = _traced(problem, prices, None)
@@ -202,7 +202,7 @@ def _closed(problem: Problem, prices: Array, static: Assignment) -> list[Path]:
     return list(every.T)
 
 
-def _traced(problem: Problem, prices: Array, first: Path | None) -> Path:
+def _traced(problem: OperationsProblem, prices: Array, first: Path | None) -> Path:
     """(operations, prices): the best path at each price. With `first`, the first setting of each,
     which the last one has to return to; without, as if nothing followed."""
     n, k = problem.time_s.shape
@@ -234,7 +234,7 @@ def _traced(problem: Problem, prices: Array, first: Path | None) -> Path:
     return path
 
 
-def _spliced(problem: Problem, a: Assignment, b: Assignment) -> Iterator[Assignment]:
+def _spliced(problem: OperationsProblem, a: Assignment, b: Assignment) -> Iterator[Assignment]:
     """The beginning of one path and the end of the other, where that is within the bound and best,
     both ways round."""
     n = len(a.path)
@@ -253,7 +253,7 @@ def _spliced(problem: Problem, a: Assignment, b: Assignment) -> Iterator[Assignm
             yield assignment(problem, np.concatenate([one.path[:i], other.path[i:]]))
 
 
-def _improved(problem: Problem, found: Assignment) -> Assignment:
+def _improved(problem: OperationsProblem, found: Assignment) -> Assignment:
     """Set stretches of operations to one setting for as long as that saves energy within the bound.
 
     Stretches begin and end where the path changes, and at further operations if there are few.
@@ -266,7 +266,7 @@ def _improved(problem: Problem, found: Assignment) -> Assignment:
     return found
 
 
-def _best_stretch(problem: Problem, found: Assignment) -> Assignment | None:
+def _best_stretch(problem: OperationsProblem, found: Assignment) -> Assignment | None:
     path, n = found.path, len(found.path)
     changes = np.flatnonzero(path != np.roll(path, 1))
     further = np.unique(np.linspace(0, n - 1, _EDGES).astype(np.intp))
@@ -296,7 +296,7 @@ def _best_stretch(problem: Problem, found: Assignment) -> Assignment | None:
     return best
 
 
-def _running(problem: Problem, path: Path) -> tuple[Array, Array]:
+def _running(problem: OperationsProblem, path: Path) -> tuple[Array, Array]:
     """Time and energy of the first 0, 1, ... operations of a path, with the switches between."""
     rows = np.arange(len(path))
     changed = np.concatenate([[False], path[1:] != path[:-1]])

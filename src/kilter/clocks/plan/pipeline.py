@@ -24,7 +24,7 @@ from kilter.core.errors import PlanError
 FORWARD, BACKWARD = "forward", "backward"
 
 
-class Pass(msgspec.Struct, frozen=True, kw_only=True):
+class StagePass(msgspec.Struct, frozen=True, kw_only=True):
     """A pass of one micro-batch through a stage, at each clock from the highest down."""
 
     time_s: tuple[float, ...]
@@ -34,14 +34,14 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """The work of one pipeline stage."""
 
-    forward: Pass
-    backward: Pass
+    forward: StagePass
+    backward: StagePass
 
-    def of(self, kind: str) -> Pass:
+    def of(self, kind: str) -> StagePass:
         return self.forward if kind == FORWARD else self.backward
 
 
-class Unit(msgspec.Struct, frozen=True, kw_only=True):
+class PipelineUnit(msgspec.Struct, frozen=True, kw_only=True):
     """One pass in the schedule."""
 
     stage: int
@@ -51,10 +51,10 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     """Passes of one group share a clock."""
 
 
-class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+class PipelineSchedule(msgspec.Struct, frozen=True, kw_only=True):
     """The units in an order in which every unit follows those that it needs."""
 
-    units: tuple[Unit, ...]
+    units: tuple[PipelineUnit, ...]
     needs: tuple[tuple[int, ...], ...]
     """By unit: those that have to be over before."""
     firsts: tuple[int, ...]
@@ -74,14 +74,14 @@ class Pipelined(msgspec.Struct, frozen=True, kw_only=True):
     energy_j: float
 
 
-def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
+def one_forward_one_backward(stages: int, micro_batches: int) -> PipelineSchedule:
     """The 1F1B schedule of a pipeline."""
     if stages < 1 or micro_batches < 1:
         raise PlanError("a pipeline has at least one stage and one micro-batch")
     rows = [list(_row(s, stages, micro_batches)) for s in range(stages)]
     places: dict[tuple[int, str, int], int] = {}
     groups: dict[tuple[object, ...], int] = {}
-    units: list[Unit] = []
+    units: list[PipelineUnit] = []
     needs: list[tuple[int, ...]] = []
     at = [0] * stages
     while len(units) < 2 * stages * micro_batches:
@@ -98,11 +98,11 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> Schedule:
                 name = (s, kind) if steady else (s, kind, m)
                 group = groups.setdefault(name, len(groups))
                 places[s, kind, m] = len(units)
-                units.append(Unit(stage=s, kind=kind, micro_batch=m, group=group))
+                units.append(PipelineUnit(stage=s, kind=kind, micro_batch=m, group=group))
                 needs.append(tuple(before))
                 at[s] += 1
     firsts = {unit.group: place for place, unit in reversed(list(enumerate(units)))}
-    return Schedule(
+    return PipelineSchedule(
         units=tuple(units),
         needs=tuple(needs),
         firsts=tuple(firsts[group] for group in range(len(groups))),
@@ -130,7 +130,7 @@ def _needed(stage: int, kind: str, m: int, stages: int) -> list[tuple[int, str, 
 
 
 def evaluate(
-    stages: Sequence[Stage], schedule: Schedule, levels: Sequence[int], blocked_w: float
+    stages: Sequence[Stage], schedule: PipelineSchedule, levels: Sequence[int], blocked_w: float
 ) -> Pipelined:
     """Time of an iteration and its energy on all GPUs, at these clocks."""
     ends: list[float] = []
@@ -148,7 +148,7 @@ def evaluate(
 
 def plan(
     stages: Sequence[Stage],
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     *,
     blocked_w: float,
     max_slowdown: float = 0.0,
@@ -168,18 +168,18 @@ def plan(
     return _greedy(stages, alone, list(shared.levels), blocked_w, max_slowdown)
 
 
-def apart(schedule: Schedule) -> Schedule:
+def apart(schedule: PipelineSchedule) -> PipelineSchedule:
     """The same schedule with a clock for every unit."""
     units = tuple(
-        Unit(stage=u.stage, kind=u.kind, micro_batch=u.micro_batch, group=i)
+        PipelineUnit(stage=u.stage, kind=u.kind, micro_batch=u.micro_batch, group=i)
         for i, u in enumerate(schedule.units)
     )
-    return Schedule(units=units, needs=schedule.needs, firsts=tuple(range(len(units))))
+    return PipelineSchedule(units=units, needs=schedule.needs, firsts=tuple(range(len(units))))
 
 
 def _greedy(
     stages: Sequence[Stage],
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     chosen: list[int],
     blocked_w: float,
     max_slowdown: float,
@@ -208,7 +208,7 @@ def _greedy(
 
 
 def _step(
-    stages: Sequence[Stage], schedule: Schedule, group: int, level: int, blocked_w: float
+    stages: Sequence[Stage], schedule: PipelineSchedule, group: int, level: int, blocked_w: float
 ) -> Iterator[tuple[float, int, int]]:
     """The next lower clock of a group that saves energy, as (minus energy saved per second that its
     passes take longer, group, clock). Nothing at the end."""
@@ -222,5 +222,5 @@ def _step(
             return
 
 
-def _levels(schedule: Schedule, chosen: Sequence[int]) -> list[int]:
+def _levels(schedule: PipelineSchedule, chosen: Sequence[int]) -> list[int]:
     return [chosen[unit.group] for unit in schedule.units]

@@ -1,7 +1,7 @@
 """The lowest harmless clock of each section and GPU, searched on the running job. Pure.
 
-Coroutines that yield a `Trial` (run a block of iterations at these depths) and are sent what was
-`Seen`. A depth is a number of steps below the default clock, 0 for the default itself. Two
+Coroutines that yield a `SectionTrial` (run a block of iterations at these depths) and are sent what
+was `Seen`. A depth is a number of steps below the default clock, 0 for the default itself. Two
 searches:
 
 `stepwise` is the patent's (US 2025/0264922, S221 to S227), taken literally: for each section of
@@ -32,14 +32,14 @@ from kilter.model.stats import log_evidence_above
 
 PAIRS = 60
 """A test that is still undecided after this many pairs takes nothing."""
-CONFIRM_PAIRS = 300
+SECTION_CONFIRM_PAIRS = 300
 """The same for the confirmation: all sections together come closer to the bound."""
 SPENT = 0.6
 """Share of the slowdown budget that is divided among the sections: a sum close to the bound cannot
 be confirmed, and then sections give up steps that were harmless."""
 LEAST_PAIRS = 3
 """Pairs before a section's own time may reject."""
-COARSE = 3
+COARSE_STEP = 3
 """Steps between the depths that are tried first."""
 WAITING = 0.1
 """A rank waits if this share of the section's length passes before the others arrive."""
@@ -48,7 +48,7 @@ Depths = tuple[tuple[int, ...], ...]
 """By section, by rank."""
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class SearchTarget(msgspec.Struct, frozen=True, kw_only=True):
     """A section whose clock is searched."""
 
     key: str
@@ -60,7 +60,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """By rank: share of the section's length that it waits for others."""
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class SectionTrial(msgspec.Struct, frozen=True, kw_only=True):
     """Run one block of iterations at these depths."""
 
     depths: Depths
@@ -74,21 +74,23 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     section_s: tuple[float, ...]
 
 
-Search = Generator[Trial, Seen, Depths]
+Search = Generator[SectionTrial, Seen, Depths]
 
 
-def stepwise(targets: Sequence[Target], *, lowest: int, threshold: float) -> Search:
+def stepwise(targets: Sequence[SearchTarget], *, lowest: int, threshold: float) -> Search:
     """The patent's search. `threshold`: a block slower than the one before by this share has
     degraded."""
     ranks = sum(len(role) for role in targets[0].roles) if targets else 0
     depths = [[0] * ranks for _ in targets]
     for place, target in enumerate(targets):
         for rank in range(ranks):
-            last = (yield Trial(depths=_frozen(depths), reason=f"{target.key}: as it is")).step_s
+            last = (
+                yield SectionTrial(depths=_frozen(depths), reason=f"{target.key}: as it is")
+            ).step_s
             while depths[place][rank] < lowest:
                 depths[place][rank] += 1
                 reason = f"{target.key}, rank {rank}: one step lower"
-                step_s = (yield Trial(depths=_frozen(depths), reason=reason)).step_s
+                step_s = (yield SectionTrial(depths=_frozen(depths), reason=reason)).step_s
                 if step_s > last * (1.0 + threshold):
                     depths[place][rank] -= 1
                     break
@@ -96,7 +98,9 @@ def stepwise(targets: Sequence[Target], *, lowest: int, threshold: float) -> Sea
     return _frozen(depths)
 
 
-def search(targets: Sequence[Target], *, lowest: int, contract: Contract, seed: int = 0) -> Search:
+def search(
+    targets: Sequence[SearchTarget], *, lowest: int, contract: Contract, seed: int = 0
+) -> Search:
     """Ours: interleaved, sequential, coarse to fine, by role, then by waiting, then confirmed."""
     found = yield from _Search(targets, lowest, contract, seed).run()
     return found
@@ -104,7 +108,7 @@ def search(targets: Sequence[Target], *, lowest: int, contract: Contract, seed: 
 
 class _Search:
     def __init__(
-        self, targets: Sequence[Target], lowest: int, contract: Contract, seed: int
+        self, targets: Sequence[SearchTarget], lowest: int, contract: Contract, seed: int
     ) -> None:
         self._targets = targets
         self._lowest = lowest
@@ -125,7 +129,9 @@ class _Search:
                     found = _with(found, j, waiting, depth)
         return (yield from self._confirmed(found))
 
-    def _descend(self, j: int, ranks: Sequence[int], good: int) -> Generator[Trial, Seen, int]:
+    def _descend(
+        self, j: int, ranks: Sequence[int], good: int
+    ) -> Generator[SectionTrial, Seen, int]:
         """The lowest safe depth of these ranks in section `j` from a safe one on: coarse steps down
         to the first that is not safe, then halving between the last safe depth and that one. What
         ends the descent is tested once more, since a single wrong "no" early on would cost many
@@ -135,7 +141,7 @@ class _Search:
         while good < self._lowest and (bad - good > 1 or bad not in doubted):
             depth = (good + bad) // 2
             if bad > self._lowest:
-                depth = min(good + COARSE, self._lowest)
+                depth = min(good + COARSE_STEP, self._lowest)
             elif bad - good == 1:
                 depth = bad
                 doubted.add(depth)
@@ -162,13 +168,13 @@ class _Search:
 
     def _safe(
         self, depths: Depths, j: int | None, *, tests: int = 1
-    ) -> Generator[Trial, Seen, bool]:
+    ) -> Generator[SectionTrial, Seen, bool]:
         """Pairs of the candidate and the default until there is evidence. With a section, its own
         time may reject early."""
         error = self._contract.share(tests) if j is None else self._contract.error_probability
         steps: list[float] = []
         lengths: list[float] = []
-        while len(steps) < (CONFIRM_PAIRS if j is None else PAIRS):
+        while len(steps) < (SECTION_CONFIRM_PAIRS if j is None else PAIRS):
             candidate, default = yield from self._pair(depths)
             steps.append(math.log(candidate.step_s / default.step_s))
             if j is not None:
@@ -182,11 +188,13 @@ class _Search:
                 return True
         return False
 
-    def _pair(self, depths: Depths) -> Generator[Trial, Seen, tuple[Seen, Seen]]:
+    def _pair(self, depths: Depths) -> Generator[SectionTrial, Seen, tuple[Seen, Seen]]:
         seen: dict[bool, Seen] = {}
         for default in self._random.sample([True, False], 2):
             arm = self._default if default else depths
-            seen[default] = yield Trial(depths=arm, reason="default" if default else "candidate")
+            seen[default] = yield SectionTrial(
+                depths=arm, reason="default" if default else "candidate"
+            )
         return seen[False], seen[True]
 
     def _allowed(self, j: int) -> float:

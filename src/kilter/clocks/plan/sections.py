@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from kilter.clocks.plan.match import Matched, match
-from kilter.core.rank_trace import Collective, Iteration, RankTrace, Times
+from kilter.core.rank_trace import Collective, RankIteration, RankTimes, RankTrace
 from kilter.core.units import show_fraction, show_time
 from kilter.model.intervals import clip, difference, intersection, join, length, union
 
@@ -68,7 +68,7 @@ class Short(msgspec.Struct, frozen=True, kw_only=True):
     exposed_s: float
 
 
-class Where(msgspec.Struct, frozen=True, kw_only=True):
+class SectionPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where the time of one iteration, or of the mean iteration, goes."""
 
     iteration_s: float
@@ -92,8 +92,8 @@ class RankSections(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     iterations: int
     found_by: str
-    mean: Where
-    per_iteration: tuple[Where, ...]
+    mean: SectionPlace
+    per_iteration: tuple[SectionPlace, ...]
     sections: tuple[Section, ...]
     short_sections: Short
     clock_offset_s: float | None
@@ -104,27 +104,27 @@ class RankSections(msgspec.Struct, frozen=True, kw_only=True):
         return self.mean.exposed_s / self.mean.iteration_s
 
 
-class Lane(msgspec.Struct, frozen=True, kw_only=True):
+class SectionLane(msgspec.Struct, frozen=True, kw_only=True):
     """One iteration of a rank for a picture; times from the iteration's beginning."""
 
     rank: int
     begin_s: float
     """On the aligned clocks, from the beginning of the rank that is first."""
     length_s: float
-    compute: Times
-    overlapped: Times
-    transferring: Times
+    compute: RankTimes
+    overlapped: RankTimes
+    transferring: RankTimes
     """Exposed, and not waiting."""
-    waiting: Times
+    waiting: RankTimes
     """Exposed and waiting for another rank."""
-    copies: Times
+    copies: RankTimes
 
 
 class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     """All ranks of a run."""
 
     ranks: tuple[RankSections, ...]
-    lanes: tuple[Lane, ...]
+    lanes: tuple[SectionLane, ...]
     matched: int
     """Collectives that were seen on at least two ranks."""
     collectives: int
@@ -158,7 +158,7 @@ def _clock(first: RankTrace, trace: RankTrace, offset_s: float | None) -> float 
     return None if offset_s is None else offset_s + trace.origin_s - first.origin_s
 
 
-def _lanes(views: Sequence[_View], offsets: Sequence[float | None]) -> tuple[Lane, ...]:
+def _lanes(views: Sequence[_View], offsets: Sequence[float | None]) -> tuple[SectionLane, ...]:
     """The same iteration of all ranks on one clock; a rank of unknown clock begins first."""
     number = views[0].window(None).number
     windows = [view.window(number) for view in views]
@@ -218,7 +218,7 @@ class _View:
         self._comm = union((c.begin_s, c.end_s) for c in trace.collectives)
         self._exposed = difference(self._comm, trace.compute)
         self._copies = difference(trace.copies, union([*self._comm, *trace.compute]))
-        waits: Times = []
+        waits: RankTimes = []
         self._wait_s: dict[int, float] = defaultdict(float)
         self._transfer_s: dict[int, float] = defaultdict(float)
         self._of: list[list[tuple[Collective, str]]] = [[] for _ in trace.iterations]
@@ -263,22 +263,22 @@ class _View:
             clock_offset_s=clock_offset_s,
         )
 
-    def window(self, number: int | None) -> Iteration:
+    def window(self, number: int | None) -> RankIteration:
         """The iteration of that number; without it or without one, that of median length."""
         windows = self._trace.iterations
         same = [window for window in windows if window.number == number]
         by_length = sorted(windows, key=lambda w: w.end_s - w.begin_s)
         return same[0] if same else by_length[len(windows) // 2]
 
-    def lane(self, window: Iteration, begin_s: float) -> Lane:
+    def lane(self, window: RankIteration, begin_s: float) -> SectionLane:
         """An iteration as a picture shows it."""
 
-        def cut(times: Times) -> Times:
+        def cut(times: RankTimes) -> RankTimes:
             pieces = clip(times, window.begin_s, window.end_s)
             return [(a - window.begin_s, b - window.begin_s) for a, b in pieces]
 
         compute = self._trace.compute
-        return Lane(
+        return SectionLane(
             rank=self._trace.rank,
             begin_s=begin_s,
             length_s=window.end_s - window.begin_s,
@@ -289,10 +289,10 @@ class _View:
             copies=cut(self._copies),
         )
 
-    def _times(self, i: int) -> Where:
+    def _times(self, i: int) -> SectionPlace:
         window = self._trace.iterations[i]
 
-        def inside(times: Times) -> float:
+        def inside(times: RankTimes) -> float:
             return length(clip(times, window.begin_s, window.end_s))
 
         comm_s, exposed_s = inside(self._comm), inside(self._exposed)
@@ -300,7 +300,7 @@ class _View:
         copy_s = inside(self._copies)
         iteration_s = window.end_s - window.begin_s
         known = self._known
-        return Where(
+        return SectionPlace(
             iteration_s=iteration_s,
             compute_s=compute_s,
             comm_s=comm_s,
@@ -371,13 +371,13 @@ class _View:
         )
 
 
-def _mean(per_iteration: Sequence[Where]) -> Where:
+def _mean(per_iteration: Sequence[SectionPlace]) -> SectionPlace:
     count = len(per_iteration)
     means: dict[str, Any] = {}
-    for name in Where.__struct_fields__:
+    for name in SectionPlace.__struct_fields__:
         values = [getattr(times, name) for times in per_iteration]
         means[name] = None if None in values else sum(values) / count
-    return Where(**means)
+    return SectionPlace(**means)
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:

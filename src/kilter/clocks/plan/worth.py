@@ -74,7 +74,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     """Time of computation over that by default, at most: as if no kernel waited for memory."""
 
 
-class Card(msgspec.Struct, frozen=True, kw_only=True):
+class ClockCosts(msgspec.Struct, frozen=True, kw_only=True):
     """What a device's clocks do, as far as sections are concerned."""
 
     levels: tuple[Level, ...]
@@ -91,7 +91,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         return self.down.quantile(0.95) + self.up.quantile(0.95)
 
 
-class Stretch(msgspec.Struct, frozen=True, kw_only=True):
+class LowStretch(msgspec.Struct, frozen=True, kw_only=True):
     """A low clock from the beginning of one section to the end of one, per iteration."""
 
     first: str
@@ -117,7 +117,7 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
     iteration_s: float
     iteration_j: float
     """Assumed: computing draws `Card.computing_w`, everything else `Card.waiting_w`."""
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[LowStretch, ...]
     refused: tuple[Reason, ...]
 
     @property
@@ -129,7 +129,7 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
         return sum(s.delay_s for s in self.stretches) / self.iteration_s
 
 
-def worth(rank: RankSections, card: Card, *, max_slowdown: float) -> Worth:
+def worth(rank: RankSections, card: ClockCosts, *, max_slowdown: float) -> Worth:
     """The stretches of one rank that save most within the slowdown."""
     mean = rank.mean
     rare = [s for s in rank.sections if s.presence < PRESENT]
@@ -149,13 +149,13 @@ def worth(rank: RankSections, card: Card, *, max_slowdown: float) -> Worth:
     )
 
 
-def _most_stretches(card: Card, iteration_s: float) -> int | None:
+def _most_stretches(card: ClockCosts, iteration_s: float) -> int | None:
     """How many pairs of calls an iteration may have; None for any number."""
     pairs = card.calls_per_s * iteration_s / 2
     return None if math.isinf(pairs) else int(pairs)
 
 
-def summary(found: Sequence[Worth], card: Card) -> str:
+def summary(found: Sequence[Worth], card: ClockCosts) -> str:
     """One sentence for the whole job."""
     saving, slowdown = job(found)
     worst = max(found, key=lambda w: w.exposed_share)
@@ -191,13 +191,13 @@ class _Label(msgspec.Struct, frozen=True):
     delay_s: float
     saved_j: float
     count: int
-    last: Stretch | None
+    last: LowStretch | None
     before: _Label | None
 
 
 def choose(
-    sections: Sequence[Section], card: Card, *, budget_s: float, most: int | None = None
-) -> tuple[Stretch, ...]:
+    sections: Sequence[Section], card: ClockCosts, *, budget_s: float, most: int | None = None
+) -> tuple[LowStretch, ...]:
     """Disjoint stretches over ordered sections, at most so many: most energy saved within the
     budget of delay. The command down of a stretch leaves when the one before is over."""
     ends: list[list[_Label]] = [[] for _ in range(len(sections) + 1)]
@@ -246,8 +246,8 @@ def _undominated(labels: list[_Label], budget_s: float) -> list[_Label]:
 
 
 def candidates(
-    sections: Sequence[Section], a: int, card: Card, *, budget_s: float
-) -> Iterator[tuple[int, Stretch]]:
+    sections: Sequence[Section], a: int, card: ClockCosts, *, budget_s: float
+) -> Iterator[tuple[int, LowStretch]]:
     """Every stretch that begins with section `a`, with the section that it ends with."""
     gentlest = min((level.stretch for level in card.levels), default=math.inf)
     start_s = sections[a].start_s
@@ -268,17 +268,17 @@ def candidates(
 def _stretch(
     sections: Sequence[Section],
     level: Level,
-    card: Card,
+    card: ClockCosts,
     start_s: float,
     end_s: float,
     computed_s: float,
-) -> Stretch:
+) -> LowStretch:
     down, up = card.down, card.up
     lost_s = down.median_s - down.quantile(0.05) + up.quantile(0.95) - up.median_s
     low_s = max(0.0, end_s - start_s - lost_s - computed_s)
     slower_s = computed_s * (level.stretch - 1.0)
     mistimed_s = (up.late_s + down.early_s) * (1.0 - 1.0 / level.stretch)
-    return Stretch(
+    return LowStretch(
         first=sections[0].key,
         last=sections[-1].key,
         sections=len(sections),
@@ -292,7 +292,7 @@ def _stretch(
     )
 
 
-def _rare(sections: Sequence[Section], card: Card) -> Iterator[Reason]:
+def _rare(sections: Sequence[Section], card: ClockCosts) -> Iterator[Reason]:
     for section in sections:
         share = show_fraction(section.presence)
         if section.length_s > 2 * card.break_even_s:
@@ -303,7 +303,7 @@ def _rare(sections: Sequence[Section], card: Card) -> Iterator[Reason]:
 
 
 def _refused(
-    sections: Sequence[Section], chosen: Sequence[Stretch], card: Card, most: int | None
+    sections: Sequence[Section], chosen: Sequence[LowStretch], card: ClockCosts, most: int | None
 ) -> Iterator[Reason]:
     for section in sections:
         if any(s.start_s <= section.start_s < s.end_s for s in chosen):

@@ -17,7 +17,7 @@ from kilter.core.errors import DeviceError, FileError
 from kilter.core.files import read_file
 from kilter.core.own_file import OwnFile
 from kilter.lease.daemon.audit import Audit
-from kilter.lease.daemon.policy import Policy, parse
+from kilter.lease.daemon.policy import DaemonPolicy, parse
 from kilter.lease.daemon.service import Service
 from kilter.lease.journal import restore_all
 
@@ -29,7 +29,7 @@ FIRST_PASSED = 3
 """The number of the first descriptor that systemd passes (sd_listen_fds)."""
 
 
-def load_policy(path: Path) -> Policy:
+def load_policy(path: Path) -> DaemonPolicy:
     """The operator's policy. Raises `FileError`; it must belong to this user (root) or to root."""
     try:
         raw = read_file(path, max_bytes=MAX_CONFIG_BYTES, owners={0, os.geteuid()})

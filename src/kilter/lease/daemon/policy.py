@@ -32,7 +32,9 @@ _Span = tuple[_Positive, _Positive]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+class AllowRule(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"
+):
     """One `[[allow]]`."""
 
     users: tuple[str | int, ...] = ()
@@ -52,10 +54,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     messages_per_s: _Count = 100
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+class DaemonPolicy(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"
+):
     """The whole file."""
 
-    allow: tuple[Rule, ...] = ()
+    allow: tuple[AllowRule, ...] = ()
     limits: Limits = Limits()
     longest_hold_s: _Positive = 600.0
 
@@ -68,10 +72,10 @@ class User(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[tuple[int, str], ...] = ()
 
 
-def parse(raw: bytes, *, where: str) -> Policy:
+def parse(raw: bytes, *, where: str) -> DaemonPolicy:
     """Raises `FileError`, naming the file and the place."""
     try:
-        policy = msgspec.convert(tomllib.loads(raw.decode()), Policy)
+        policy = msgspec.convert(tomllib.loads(raw.decode()), DaemonPolicy)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{where}: not a TOML file ({error})") from error
     except msgspec.ValidationError as error:
@@ -83,7 +87,7 @@ def parse(raw: bytes, *, where: str) -> Policy:
     return policy
 
 
-def decide(policy: Policy, user: User, uuid: str) -> Grant | Reason:
+def decide(policy: DaemonPolicy, user: User, uuid: str) -> Grant | Reason:
     """What this user may set on this GPU, or why nothing."""
     named = [rule for rule in policy.allow if _names(rule, user)]
     if not named:
@@ -102,7 +106,7 @@ def decide(policy: Policy, user: User, uuid: str) -> Grant | Reason:
     return Reason("gpu_not_allowed", uuid, text)
 
 
-def _names(rule: Rule, user: User) -> bool:
+def _names(rule: AllowRule, user: User) -> bool:
     if user.uid in rule.users or user.name in rule.users:
         return True
     if user.uid == 0:

@@ -27,12 +27,12 @@ from kilter.core.daemon_protocol import (
     VERSION,
     Answer,
     Ask,
+    DaemonRequest,
     Grant,
     Hello,
     Hold,
     Look,
     Release,
-    Request,
     encode,
     read_request,
 )
@@ -42,13 +42,13 @@ from kilter.device.nvidia import NvidiaDevice, survey
 from kilter.lease.daemon.audit import Audit
 from kilter.lease.daemon.holding import Holding
 from kilter.lease.daemon.peers import Peer, death_of, occupancy_refusal, peer_of, user_of
-from kilter.lease.daemon.policy import Policy, User, decide
+from kilter.lease.daemon.policy import DaemonPolicy, User, decide
 
 T = TypeVar("T")
 
 QUIET_S = 60.0
 """A client without a lease that says nothing for so long is disconnected; it may come again."""
-ANSWER_S = 5.0
+CLIENT_ANSWER_S = 5.0
 """How long a client may take to read an answer."""
 AGAIN_S = 5.0
 """Wait before a GPU is tried again that could not be put back."""
@@ -70,7 +70,7 @@ class Client:
 
 
 @dataclass(slots=True)
-class Bucket:
+class RateBucket:
     """How many messages a user may still send at once."""
 
     tokens: float
@@ -78,7 +78,7 @@ class Bucket:
 
 
 @dataclass(slots=True, eq=False)
-class Gpu:
+class GovernedGpu:
     """One GPU, its thread, and who has the lease."""
 
     holding: Holding
@@ -101,17 +101,17 @@ class Gpu:
 class Service:
     """Serves one socket until it is cancelled; then everything is put back."""
 
-    def __init__(self, policy: Policy, directory: Path, audit: Audit) -> None:
+    def __init__(self, policy: DaemonPolicy, directory: Path, audit: Audit) -> None:
         self.policy = policy
         """May be replaced while the service runs; leases in force stay."""
         self._directory = directory
         self._audit = audit
-        self._gpus: dict[str, Gpu] = {}
+        self._gpus: dict[str, GovernedGpu] = {}
         self._surveyed_s = -math.inf
         self._survey_turn = asyncio.Lock()
         self._connections: dict[int, int] = {}
         """By user."""
-        self._buckets: dict[int, Bucket] = {}
+        self._buckets: dict[int, RateBucket] = {}
         self._users: dict[int, tuple[float, User]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -187,7 +187,7 @@ class Service:
                 answer = Answer(error=type(error).__name__, text=str(error))
             await _send(writer, _numbered(answer, request.number))
 
-    async def _next(self, client: Client, reader: asyncio.StreamReader) -> Request:
+    async def _next(self, client: Client, reader: asyncio.StreamReader) -> DaemonRequest:
         """The next message, at the pace that one user's connections have together."""
         await self._pace(client.peer.uid)
         leased = any(gpu.client is client for gpu in self._gpus.values())
@@ -204,7 +204,7 @@ class Service:
             full = [key for key, one in self._buckets.items() if now_s - one.at_s > 1.0]
             for key in full:
                 del self._buckets[key]
-            bucket = self._buckets[uid] = Bucket(tokens=rate, at_s=now_s)
+            bucket = self._buckets[uid] = RateBucket(tokens=rate, at_s=now_s)
         bucket.tokens = min(rate, bucket.tokens + (now_s - bucket.at_s) * rate) - 1.0
         bucket.at_s = now_s
         if bucket.tokens < 0.0:
@@ -223,7 +223,7 @@ class Service:
 
     # Requests -------------------------------------------------------------------------------
 
-    async def _answer(self, client: Client, request: Request) -> Answer:
+    async def _answer(self, client: Client, request: DaemonRequest) -> Answer:
         assert not isinstance(request, Hello)
         gpu = await self._gpu(request.uuid)
         if isinstance(request, Look):
@@ -238,7 +238,7 @@ class Service:
                 return Answer()
             return await self._hold(client, gpu, request)
 
-    async def _granted(self, client: Client, gpu: Gpu) -> Grant:
+    async def _granted(self, client: Client, gpu: GovernedGpu) -> Grant:
         """What the policy gives this user on this GPU. Raises `NotPermitted`."""
         decision = decide(self.policy, client.user, gpu.holding.uuid)
         if isinstance(decision, Reason):
@@ -248,7 +248,7 @@ class Service:
             raise NotPermitted(f"kilter daemon: {info.refusal}")
         return decision
 
-    async def _ask(self, client: Client, gpu: Gpu, request: Ask) -> Answer:
+    async def _ask(self, client: Client, gpu: GovernedGpu, request: Ask) -> Answer:
         grant = await self._granted(client, gpu)
         refusal = grant.refusal(request.setting)
         if refusal is not None:
@@ -266,7 +266,7 @@ class Service:
         self._arm(gpu, client, hold_s)
         return Answer(found=gpu.holding.found, held=True)
 
-    def _check_free(self, client: Client, gpu: Gpu, grant: Grant) -> None:
+    def _check_free(self, client: Client, gpu: GovernedGpu, grant: Grant) -> None:
         uuid = gpu.holding.uuid
         if gpu.stuck:
             raise DeviceError(f"{uuid}: what was found could not be put back yet; tried again")
@@ -296,7 +296,7 @@ class Service:
         )
         holding.set(request.setting)
 
-    async def _hold(self, client: Client, gpu: Gpu, request: Hold) -> Answer:
+    async def _hold(self, client: Client, gpu: GovernedGpu, request: Hold) -> Answer:
         def look() -> None:
             _check_occupants(gpu.holding, client.peer)
             gpu.holding.look()
@@ -312,13 +312,13 @@ class Service:
 
     # The way back ---------------------------------------------------------------------------
 
-    def _arm(self, gpu: Gpu, client: Client, hold_s: float) -> None:
+    def _arm(self, gpu: GovernedGpu, client: Client, hold_s: float) -> None:
         gpu.disarm()
         gpu.timer = asyncio.get_running_loop().call_later(
             hold_s, lambda: self._start(self._expire(gpu, client))
         )
 
-    async def _expire(self, gpu: Gpu, client: Client) -> None:
+    async def _expire(self, gpu: GovernedGpu, client: Client) -> None:
         async with gpu.turn:
             # A request that came at the last moment has armed another timer meanwhile.
             now_s, timer = asyncio.get_running_loop().time(), gpu.timer
@@ -330,12 +330,12 @@ class Service:
             if gpu.client is client:
                 await self._let_go(gpu, "the connection has ended", client)
 
-    async def _let_go(self, gpu: Gpu, why: str, client: Client | None = None) -> None:
+    async def _let_go(self, gpu: GovernedGpu, why: str, client: Client | None = None) -> None:
         async with gpu.turn:
             if gpu.client is not None and client in (None, gpu.client):
                 await self._put_back(gpu, why)
 
-    async def _put_back(self, gpu: Gpu, why: str) -> None:
+    async def _put_back(self, gpu: GovernedGpu, why: str) -> None:
         """The caller has the turn. Whoever had the lease has it no more."""
         gpu.disarm()
         client, gpu.client = gpu.client, None
@@ -362,7 +362,7 @@ class Service:
             reason=outcome.reason,
         )
 
-    async def _try_again(self, gpu: Gpu) -> None:
+    async def _try_again(self, gpu: GovernedGpu) -> None:
         while gpu.stuck:
             await asyncio.sleep(AGAIN_S)
             async with gpu.turn:
@@ -375,7 +375,7 @@ class Service:
 
     # GPUs -----------------------------------------------------------------------------------
 
-    async def _gpu(self, uuid: str) -> Gpu:
+    async def _gpu(self, uuid: str) -> GovernedGpu:
         """Only what the driver lists gets a thread: a client may name anything. Raises
         `NoDevice`."""
         async with self._survey_turn:
@@ -393,9 +393,11 @@ class Service:
                 self._gpus[one.uuid] = _new_gpu(one.uuid, self._directory)
 
 
-def _new_gpu(uuid: str, directory: Path) -> Gpu:
+def _new_gpu(uuid: str, directory: Path) -> GovernedGpu:
     holding = Holding(uuid=uuid, device=NvidiaDevice(uuid), directory=directory)
-    return Gpu(holding=holding, thread=ThreadPoolExecutor(1, thread_name_prefix="kilter-gpu"))
+    return GovernedGpu(
+        holding=holding, thread=ThreadPoolExecutor(1, thread_name_prefix="kilter-gpu")
+    )
 
 
 def _check_occupants(holding: Holding, peer: Peer) -> None:
@@ -421,7 +423,7 @@ def _numbered(answer: Answer, number: int) -> Answer:
 
 async def _send(writer: asyncio.StreamWriter, answer: Answer) -> None:
     writer.write(encode(answer))
-    async with asyncio.timeout(ANSWER_S):
+    async with asyncio.timeout(CLIENT_ANSWER_S):
         await writer.drain()
 
 

@@ -21,7 +21,7 @@ from kilter.memory.host_memory import (
 if TYPE_CHECKING:
     import torch
 
-Event = Any
+CopyEvent = Any
 """Marks the end of a copy, or a moment; only its backend knows what it is."""
 
 
@@ -69,22 +69,22 @@ class Backend(Protocol):
         device reads and writes it across the link. The memory stays pinned, also after `close`,
         until the last such tensor is gone."""
 
-    def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> CopyEvent:
         """Start copying device bytes to the host."""
 
-    def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Event:
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> CopyEvent:
         """Start copying host bytes to the device."""
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: CopyEvent) -> None:
         """What is issued from now on runs after the copy."""
 
     def evicted(self, storage: torch.UntypedStorage) -> None:
         """The engine gives this storage up, and nobody else holds it."""
 
-    def mark(self) -> Event:
+    def mark(self) -> CopyEvent:
         """This moment on the device's timeline."""
 
-    def elapsed_s(self, begin: Event, end: Event) -> float:
+    def elapsed_s(self, begin: CopyEvent, end: CopyEvent) -> float:
         """Device time between two marks; may wait for them."""
 
     def keep_busy(self, seconds: float) -> None:
@@ -164,10 +164,10 @@ class CpuStandIn:
             weakref.finalize(memory, self.host.give_back, host.nbytes)
         return torch.from_numpy(memory[begin : begin + size_bytes])
 
-    def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> CopyEvent:
         return self._issue(host, device)
 
-    def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Event:
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> CopyEvent:
         return self._issue(device, host)
 
     def _issue(self, target: torch.Tensor, source: torch.Tensor) -> int:
@@ -182,17 +182,17 @@ class CpuStandIn:
             _, target, source = self._pending.popleft()
             target.copy_(source)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: CopyEvent) -> None:
         self._run_until(event)
 
     def evicted(self, storage: torch.UntypedStorage) -> None:
         if self.spoils and owned(storage):
             storage.fill_(self.POISON)
 
-    def mark(self) -> Event:
+    def mark(self) -> CopyEvent:
         return time.perf_counter()
 
-    def elapsed_s(self, begin: Event, end: Event) -> float:
+    def elapsed_s(self, begin: CopyEvent, end: CopyEvent) -> float:
         return float(end - begin)
 
     def keep_busy(self, seconds: float) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from kilter.memory.engine.backend import Event
+from kilter.memory.engine.backend import CopyEvent
 from kilter.memory.engine.gradients import Followed, GradientPlace
 from kilter.memory.engine.stream import StateBucket, local_of
 from kilter.memory.plan.state import StatePlan
@@ -68,7 +68,7 @@ class Charge:
         self.refused: list[str] = []
         self.settings: Any = None
         """The groups' options when the first gradient arrived."""
-        self.marks: list[tuple[int, Event]] = []
+        self.marks: list[tuple[int, CopyEvent]] = []
         self.arrives_s: dict[int, float] = {}
         self.at: dict[int, int] = {}
         """By parameter, the operation of the pass in which its gradient arrives."""

@@ -20,7 +20,7 @@ import torch
 
 from kilter.core.errors import DeviceError, NoDevice
 from kilter.core.units import MIB, show_bytes
-from kilter.memory.engine.backend import Event
+from kilter.memory.engine.backend import CopyEvent
 from kilter.memory.host_memory import HostLimit, HostMemoryError, available_bytes
 from kilter.memory.plan.problem import Link
 
@@ -71,7 +71,7 @@ class _Lane:
         self._waited: dict[int, int] = {}
         """By stream: the last copy that it waited for."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, compute: int) -> Event:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, compute: int) -> CopyEvent:
         """Of as many bytes, dense on both sides."""
         driver, stream = self._driver, self._stream
         number = self._issued = self._issued + 1
@@ -194,31 +194,31 @@ class Cuda:
             raise HostMemoryError(f"{self.device} does not reach pinned host memory")
         return found
 
-    def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> Event:
+    def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> CopyEvent:
         return self._copy(self._out, host, device)
 
-    def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> Event:
+    def copy_in(self, device: torch.Tensor, host: torch.Tensor) -> CopyEvent:
         return self._copy(self._in, device, host)
 
-    def _copy(self, lane: _Lane, target: torch.Tensor, source: torch.Tensor) -> Event:
+    def _copy(self, lane: _Lane, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
         if torch._C._cuda_getDevice() == self._index:
             return lane.copy(target, source, torch._C._cuda_getCurrentRawStream(self._index))
         with torch.cuda.device(self.device):
             return lane.copy(target, source, torch._C._cuda_getCurrentRawStream(self._index))
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: CopyEvent) -> None:
         lane, number = event
         lane.wait(number, torch._C._cuda_getCurrentRawStream(self._index))
 
     def evicted(self, storage: torch.UntypedStorage) -> None:
         pass
 
-    def mark(self) -> Event:
+    def mark(self) -> CopyEvent:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def elapsed_s(self, begin: Event, end: Event) -> float:
+    def elapsed_s(self, begin: CopyEvent, end: CopyEvent) -> float:
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e-3
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CLASSES = 8
 """Size classes for each doubling of the size: a new block is at most an eighth too large."""
-LARGER = 2
+LARGER_BLOCK = 2
 """A block serves data of at least this part of its size. At the limit any larger block does."""
 SPARE = 2
 """The pool takes at most so many times the most that was in use at one time."""
@@ -32,7 +32,7 @@ def class_bytes(size_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class HostBlock:
     """Host memory that a datum may use."""
 
     memory: torch.Tensor
@@ -44,21 +44,21 @@ class HostPool:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._free: list[Block] = []
+        self._free: list[HostBlock] = []
         """The one that has been free for the longest time first."""
         self.taken_bytes = 0
         """By all blocks."""
         self._used_bytes = 0
         self._most_used_bytes = 0
 
-    def take(self, size_bytes: int) -> Block:
+    def take(self, size_bytes: int) -> HostBlock:
         """The smallest block that fits, new if need be. `HostMemoryError` if there is none."""
-        block = self._smallest(size_bytes, LARGER * size_bytes) or self._new(size_bytes)
+        block = self._smallest(size_bytes, LARGER_BLOCK * size_bytes) or self._new(size_bytes)
         self._used_bytes += block.size_bytes
         self._most_used_bytes = max(self._most_used_bytes, self._used_bytes)
         return block
 
-    def put(self, block: Block) -> None:
+    def put(self, block: HostBlock) -> None:
         """The datum needs it no more; copies may still be under way."""
         self._used_bytes -= block.size_bytes
         self._free.append(block)
@@ -74,7 +74,7 @@ class HostPool:
         self._free.clear()
         self.taken_bytes = self._used_bytes = self._most_used_bytes = 0
 
-    def _smallest(self, least_bytes: int, most_bytes: int | None = None) -> Block | None:
+    def _smallest(self, least_bytes: int, most_bytes: int | None = None) -> HostBlock | None:
         fitting = [
             block
             for block in self._free
@@ -87,7 +87,7 @@ class HostPool:
         self._free.remove(block)
         return block
 
-    def _new(self, size_bytes: int) -> Block:
+    def _new(self, size_bytes: int) -> HostBlock:
         new_bytes = class_bytes(size_bytes)
         used_bytes = max(self._most_used_bytes, self._used_bytes + new_bytes)
         while self._free and self.taken_bytes + new_bytes > SPARE * used_bytes:
@@ -104,7 +104,7 @@ class HostPool:
                 self._give_back_oldest()
                 continue
             self.taken_bytes += new_bytes
-            return Block(memory, new_bytes)
+            return HostBlock(memory, new_bytes)
 
     def _give_back_oldest(self) -> None:
         block = self._free.pop(0)

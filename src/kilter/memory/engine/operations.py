@@ -42,7 +42,7 @@ class Graph(Protocol):
         """Of a layer norm with this weight."""
 
 
-class Held:
+class HeldSource:
     """A source that is no datum of the engine: a parameter, or a small tensor that autograd saved.
 
     It must have the version that the operation read. `own` puts a copy in its place, which nobody

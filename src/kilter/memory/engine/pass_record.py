@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kilter.core.label import Label
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
-from kilter.memory.plan.problem import Interval, Link, Problem
+from kilter.memory.plan.problem import IdleInterval, Link, Problem
 
 ALIGN = 512
 """Data on the host begin at multiples of so many bytes."""
@@ -157,7 +157,7 @@ class PassRecord:
         """
         to_host = None if host_room_bytes is None else self._worth_offloading(host_room_bytes)
         numbers: dict[int, int] = {}
-        intervals: list[Interval] = []
+        intervals: list[IdleInterval] = []
         for number, datum in enumerate(self.data):
             offloads = to_host is None or number in to_host
             absence = self.absence(datum, swap=offloads, recompute=recompute)
@@ -168,7 +168,7 @@ class PassRecord:
                 continue
             numbers[number] = len(intervals)
             intervals.append(
-                Interval(
+                IdleInterval(
                     name=datum.name,
                     size_bytes=datum.size_bytes,
                     after=after,

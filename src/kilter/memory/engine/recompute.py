@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from kilter.memory.engine.backend import owned
-from kilter.memory.engine.operations import OPERATIONS, Held, Source
+from kilter.memory.engine.operations import OPERATIONS, HeldSource, Source
 
 DEPTH = 5
 """Longest chain of operations that are not saved in between."""
@@ -36,7 +36,7 @@ COPIED_SHARE = 1 / 8
 """Of the bytes that a recipe spares, what it may copy of its sources."""
 
 
-class Datum(Protocol):
+class Recomputable(Protocol):
     """What a recipe needs to know of a datum of the engine."""
 
     @property
@@ -58,11 +58,11 @@ class Datum(Protocol):
 class Memory(Protocol):
     """Who knows what operations saved and produced."""
 
-    def kept_by(self, node: Any, name: str) -> tuple[Source, Datum | None] | None:
-        """What a node saved under an attribute's name, and its datum (None: a `Held`); None if the
-        node saved nothing there. May raise `Foreign`."""
+    def kept_by(self, node: Any, name: str) -> tuple[Source, Recomputable | None] | None:
+        """What a node saved under an attribute's name, and its datum (None: a `HeldSource`); None
+        if the node saved nothing there. May raise `Foreign`."""
 
-    def produced_by(self, node: Any) -> tuple[Source, Datum] | None:
+    def produced_by(self, node: Any) -> tuple[Source, Recomputable] | None:
         """A node's output, if some operation saved it."""
 
     def epsilon(self, node: Any, weight: Source | None) -> float | None:
@@ -147,11 +147,11 @@ class Reader:
         self._leaves: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         """By identity, parameters that operations read without saving them, and their version at
         the beginning of the pass."""
-        self._held: list[tuple[Held, bool]] = []
+        self._held: list[tuple[HeldSource, bool]] = []
         """What the present recipe reads beside data, and whether autograd saved it."""
-        self.sources: list[Datum] = []
-        self.closed: list[Datum] = []
-        self.parameters: list[Held] = []
+        self.sources: list[Recomputable] = []
+        self.closed: list[Recomputable] = []
+        self.parameters: list[HeldSource] = []
         self.in_backward = False
 
     def begin(self) -> None:
@@ -190,7 +190,7 @@ class Reader:
     def _own(self, size_bytes: int) -> bool:
         """Copy what is small; `False` if something else could be written to."""
         left_bytes = COPIED_SHARE * size_bytes
-        small: list[Held] = []
+        small: list[HeldSource] = []
         for held, saved in sorted(self._held, key=lambda one: _size_of(one[0])):
             if held.changed or (held.take is None and self._memory.was_touched(held.tensor)):
                 return False
@@ -249,7 +249,7 @@ class Reader:
         known = self._leaves.setdefault(id(parameter), (weakref.ref(parameter), version))
         if known[0]() is parameter and known[1] != version:
             raise Foreign("the program has written to a parameter in this pass")
-        held = Held(parameter, version)
+        held = HeldSource(parameter, version)
         self._held.append((held, False))
         return held
 
@@ -269,12 +269,12 @@ HOLDERS = 3
 the call that counts."""
 
 
-def _private(held: Held) -> bool:
+def _private(held: HeldSource) -> bool:
     """No name of the program's is bound to this tensor object (the statistics of a norm, say)."""
     return sys.getrefcount(held.tensor) <= HOLDERS
 
 
-def _size_of(held: Held) -> float:
+def _size_of(held: HeldSource) -> float:
     """Bytes; a parameter that may be on the host is not to be asked."""
     plain = type(held.tensor) in (torch.Tensor, torch.nn.Parameter)
     return held.tensor.nbytes if plain and held.take is None else math.inf

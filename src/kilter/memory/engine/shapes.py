@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kilter.core.errors import UsageError
 from kilter.core.units import MIB
-from kilter.memory.engine.backend import Event
+from kilter.memory.engine.backend import CopyEvent
 from kilter.memory.engine.engine import note_epsilon
 from kilter.memory.engine.pass_record import PassRecord, again_code, use_code
 from kilter.memory.engine.store import Pass, Store, View, kept, whole
@@ -119,10 +119,10 @@ class _Memory:
     def spend(self, flops: float, bytes_moved: float) -> None:
         self.now_s += self._clocked.seconds(flops, bytes_moved)
 
-    def mark(self) -> Event:
+    def mark(self) -> CopyEvent:
         return self.now_s
 
-    def elapsed_s(self, begin: Event, end: Event) -> float:
+    def elapsed_s(self, begin: CopyEvent, end: CopyEvent) -> float:
         return float(end - begin)
 
     def keep_busy(self, seconds: float) -> None:

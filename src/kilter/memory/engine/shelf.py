@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kilter.memory.engine.aliases import Holders, holders, shared_with_processes
 from kilter.memory.engine.away import WeightsMoved, away_class, guarded
-from kilter.memory.engine.backend import Backend, Event, HostMemoryError, owned
+from kilter.memory.engine.backend import Backend, CopyEvent, HostMemoryError, owned
 from kilter.memory.engine.stream import Where, shaped
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class MovedWeights:
         """Of the copy on the host; -1: there is none."""
         self.lent = False
         """Somebody has had `.data` since, or holds its bytes."""
-        self.departure: Event = None
-        self.arrival: Event = None
+        self.departure: CopyEvent = None
+        self.arrival: CopyEvent = None
         self.sum: Any = None
         """Over the bits of the copy."""
         self.published = False

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kilter.memory.engine.backend import Backend, Event
-from kilter.memory.engine.host import Block, HostPool
+from kilter.memory.engine.backend import Backend, CopyEvent
+from kilter.memory.engine.host import HostBlock, HostPool
 from kilter.memory.engine.modified import Modified
-from kilter.memory.engine.operations import Held, Source
+from kilter.memory.engine.operations import HeldSource, Source
 from kilter.memory.engine.quiet import uncast, ungraded
 from kilter.memory.engine.recompute import EPS, Foreign, Recipe
 from kilter.memory.engine.waits import Waits
@@ -71,10 +71,10 @@ class Saved:
         self.key = tensor.untyped_storage()._cdata
         self.state = HERE
         self.host: torch.Tensor | None = None
-        self.pooled: Block | None = None
+        self.pooled: HostBlock | None = None
         """Host memory to give back."""
-        self.departure: Event = None
-        self.arrival: Event = None
+        self.departure: CopyEvent = None
+        self.arrival: CopyEvent = None
         self.recipe: Recipe | None = None
 
     def __del__(self) -> None:
@@ -535,7 +535,7 @@ class Store:
 
     def epsilon(self, node: Any, weight: Source | None) -> float | None:
         """Of a layer norm: its node does not keep it. The module that has this weight tells."""
-        leaf = weight.tensor if type(weight) is Held else None
+        leaf = weight.tensor if type(weight) is HeldSource else None
         reference = self.norms.get(id(leaf))
         module = None if reference is None else reference()
         if module is not None and module.weight is leaf:
@@ -559,11 +559,11 @@ class Store:
             return packed, packed.saved
         hook = raw.unpack_hook
         if hook is None:
-            return Held(packed.detach(), packed._version), None
+            return HeldSource(packed.detach(), packed._version), None
         if hook is not self.unpack_hook:
             raise Foreign(f"{node.name()} keeps {name} with a hook that is not ours")
         plain = type(packed) is tuple
-        return Held(packed[0], packed[1], None if plain else packed), None
+        return HeldSource(packed[0], packed[1], None if plain else packed), None
 
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from kilter.memory.engine.aliases import holders, shared_with_processes
-from kilter.memory.engine.backend import Backend, Event, HostMemoryError, owned
+from kilter.memory.engine.backend import Backend, CopyEvent, HostMemoryError, owned
 
 if TYPE_CHECKING:
     import torch
@@ -88,8 +88,8 @@ class StateBucket:
         self.flat: torch.Tensor | None = None
         """Device memory for all of it, once it was prefetched for the first time."""
         self.host: torch.Tensor | None = None
-        self.arrival: Event = None
-        self.departure: Event = None
+        self.arrival: CopyEvent = None
+        self.departure: CopyEvent = None
 
 
 class Stream:

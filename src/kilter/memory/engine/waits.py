@@ -5,7 +5,7 @@ Timing costs events around each wait, so other passes do without (`Store.waits` 
 
 from __future__ import annotations
 
-from kilter.memory.engine.backend import Backend, Event
+from kilter.memory.engine.backend import Backend, CopyEvent
 
 NOISE_S = 2e-5
 """Two marks may be so far apart without a wait in between: where the host is late, its own pace is
@@ -17,9 +17,9 @@ class Waits:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._marks: list[tuple[int | None, Event, Event]] = []
+        self._marks: list[tuple[int | None, CopyEvent, CopyEvent]] = []
 
-    def wait(self, event: Event, number: int | None = None) -> None:
+    def wait(self, event: CopyEvent, number: int | None = None) -> None:
         """For the load of this datum; without one, for a copy to the host."""
         begin = self._backend.mark()
         self._backend.wait(event)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from kilter.memory.engine.backend import Backend, Event
+from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedDatum
 from kilter.memory.engine.recompute import Reader, Unlike
@@ -89,8 +89,8 @@ class Watch:
         self.refused: list[str] = []
         self.peak_bytes = 0
         """The most in use so far, where that is measured."""
-        self._marks: list[tuple[Event, Event]] = []
-        self._begin: Event = None
+        self._marks: list[tuple[CopyEvent, CopyEvent]] = []
+        self._begin: CopyEvent = None
         self._held_by_others: dict[int, tuple[weakref.ref[Saved], Any]] = {}
         self._read: dict[int, torch.UntypedStorage] = {}
         """By identity, storages of large parameters that recipes read."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from kilter.core.units import MIB
 from kilter.memory.engine.away import Doors, WeightsMoved
-from kilter.memory.engine.backend import Backend, Event
+from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.shelf import MovedWeights, Shelf
 from kilter.memory.engine.store import kept, original_of, whole
@@ -132,7 +132,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         # The present pass
         self._passes = 0
         self._ticks: list[Tick] = []
-        self._marks: list[Event] = []
+        self._marks: list[CopyEvent] = []
         self._turn: int | None = None
         """Its first tick of backward."""
         self._runs: dict[int, int] = {}
@@ -416,7 +416,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             return "the program compiles"
         return None
 
-    def _file(self, now: Event) -> None:
+    def _file(self, now: CopyEvent) -> None:
         """A pass has ended: how long its parts took."""
         assert self._turn is not None
         kind = tuple(self._ticks), self._turn

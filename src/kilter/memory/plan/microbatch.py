@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from kilter.core.errors import PlanError, UsageError
 from kilter.memory.plan.choose import MemoryPlan, plan
-from kilter.memory.plan.problem import Interval, Problem
+from kilter.memory.plan.problem import IdleInterval, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def divided(problem: Problem, pieces: int, *, fixed_bytes: int, fixed_s: float) 
         for level in problem.resident_bytes
     )
 
-    def share(interval: Interval, number: int) -> Interval:
+    def share(interval: IdleInterval, number: int) -> IdleInterval:
         cost = interval.recompute_s
         return replace(
             interval,

@@ -76,7 +76,7 @@ H200_PCIE5 = Link(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
+class IdleInterval:
     """A datum that no operation touches between two uses, so that it may be away in between."""
 
     name: str
@@ -107,7 +107,7 @@ class Problem:
     operation_s: tuple[float, ...]
     resident_bytes: tuple[int, ...]
     """Bytes on the device during each operation with nothing evicted."""
-    intervals: tuple[Interval, ...]
+    intervals: tuple[IdleInterval, ...]
     link: Link
     budget_bytes: int
 
@@ -219,7 +219,7 @@ def problem_of(
         possible = needs is not None and all(other < number for other in needs)
         producer = trace.data[index].producer
         intervals.append(
-            Interval(
+            IdleInterval(
                 name=trace.data[index].name,
                 size_bytes=trace.data[index].size_bytes,
                 after=after,
@@ -241,7 +241,7 @@ def problem_of(
     )
 
 
-def _observed(trace: IterationTrace, min_bytes: int) -> tuple[Interval, ...]:
+def _observed(trace: IterationTrace, min_bytes: int) -> tuple[IdleInterval, ...]:
     """One interval for each datum that is left alone before its last use, with the measured time to
     make it again."""
     touched: dict[int, list[int]] = {}
@@ -249,14 +249,14 @@ def _observed(trace: IterationTrace, min_bytes: int) -> tuple[Interval, ...]:
         for index in {*operation.reads, *operation.writes}:
             touched.setdefault(index, []).append(position)
     numbers: dict[int, int] = {}
-    intervals: list[Interval] = []
+    intervals: list[IdleInterval] = []
     for index, datum in enumerate(trace.data):
         uses = touched.get(index, [])
         if len(uses) < 2 or uses[-1] - uses[-2] < 2 or datum.size_bytes < min_bytes:
             continue
         numbers[index] = len(intervals)
         intervals.append(
-            Interval(
+            IdleInterval(
                 name=datum.name,
                 size_bytes=datum.size_bytes,
                 after=uses[-2],

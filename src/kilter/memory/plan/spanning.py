@@ -69,7 +69,7 @@ def swap_rest(
     return best
 
 
-Order = Callable[[Problem, list[int], int], tuple[float, ...]]
+SwapOrder = Callable[[Problem, list[int], int], tuple[float, ...]]
 """Sort key: who stays first. Arguments: the problem, deadlines, an interval."""
 
 
@@ -87,7 +87,7 @@ def leaving(
     recomputed: frozenset[int],
     *,
     headroom_bytes: int = 0,
-    order: Order = short_gaps,
+    order: SwapOrder = short_gaps,
 ) -> tuple[int, ...] | None:
     """The intervals to swap besides `recomputed`: those that must leave to bring the peak down to
     the budget less the headroom (where that is out of reach, as low as it gets)."""

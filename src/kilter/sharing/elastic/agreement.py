@@ -1,9 +1,10 @@
 """All ranks change the data ratio at the same iteration, without a collective.
 
 Somebody proposes a ratio. Every rank that sees the proposal answers with the next iteration that it
-has not yet handed out, and promises to hand out only `AHEAD` more until there is a verdict. The
-verdict names an iteration that no rank can have passed, or none. Everything goes through a
-key-value store that the process of rank 0 hosts, so the ranks agree also while a daemon is dead.
+has not yet handed out, and promises to hand out only `ITERATIONS_AHEAD` more until there is a
+verdict. The verdict names an iteration that no rank can have passed, or none. Everything goes
+through a key-value store that the process of rank 0 hosts, so the ranks agree also while a daemon
+is dead.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kilter.sharing.plan.snapshot import Ratios
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-AHEAD = 4
+ITERATIONS_AHEAD = 4
 """Iterations that a rank may begin between its answer and the verdict."""
 
 ANSWER_TIMEOUT_S = 120.0
@@ -29,7 +30,7 @@ ANSWER_TIMEOUT_S = 120.0
 _WAIT = timedelta(seconds=2 * ANSWER_TIMEOUT_S)
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Agreement(msgspec.Struct, frozen=True):
     """The end of a proposal. `at` is None if it is off."""
 
     ratios: Ratios
@@ -44,7 +45,7 @@ def propose(
     *,
     stop: Callable[[], bool] = lambda: False,
     timeout_s: float = ANSWER_TIMEOUT_S,
-) -> Verdict:
+) -> Agreement:
     """Carry a proposal through and return its verdict. Proposals are numbered from 1, and only one
     is carried through at a time."""
     store.set(f"proposal/{number}", msgspec.json.encode(ratios))
@@ -54,8 +55,8 @@ def propose(
         if time.monotonic() > deadline or stop():
             break
         time.sleep(0.002)
-    at = max(int(store.get(key)) for key in answers) + AHEAD if complete else None
-    verdict = Verdict(ratios, at)
+    at = max(int(store.get(key)) for key in answers) + ITERATIONS_AHEAD if complete else None
+    verdict = Agreement(ratios, at)
     store.set(f"verdict/{number}", msgspec.json.encode(verdict))
     return verdict
 
@@ -63,7 +64,7 @@ def propose(
 class Listener:
     """The side of one rank."""
 
-    def __init__(self, store: Store, rank: int, apply: Callable[[Verdict], None]) -> None:
+    def __init__(self, store: Store, rank: int, apply: Callable[[Agreement], None]) -> None:
         self._store, self._rank, self._apply = store, rank, apply
         self._number = 1
         self._limit: int | None = None
@@ -81,7 +82,7 @@ class Listener:
             if not self._store.check([f"proposal/{self._number}"]):
                 return
             self._store.set(f"answer/{self._number}/{self._rank}", str(iteration))
-            self._limit = iteration + AHEAD
+            self._limit = iteration + ITERATIONS_AHEAD
         verdict = f"verdict/{self._number}"
         if self._store.check([verdict]):
             self._take(self._store.get(verdict))
@@ -94,7 +95,7 @@ class Listener:
             self._limit = max(self._limit, iteration + 1)
 
     def _take(self, raw: bytes) -> None:
-        verdict = msgspec.json.decode(raw, type=Verdict)
+        verdict = msgspec.json.decode(raw, type=Agreement)
         self._number += 1
         self._limit = None
         if verdict.at is not None:

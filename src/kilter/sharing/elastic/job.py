@@ -13,7 +13,7 @@ from kilter.core.reasons import Reason
 from kilter.sharing.elastic.groups import MOST_RANKS_WITH_IDLE, Reduction
 from kilter.sharing.elastic.schedule import Index
 from kilter.sharing.elastic.share import Share
-from kilter.sharing.elastic.state import State
+from kilter.sharing.elastic.state import RankState
 from kilter.sharing.messages import Facts
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ WARM_UP_STEPS = 2
 _SEES_NO_MODEL_AFTER = 3
 
 
-class Job:
+class ElasticJob:
     """The job of this process. Found out while the script runs its first steps."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Job:
         release: bool = False,
         min_samples: int | None = None,
         total_steps: int | None = None,
-        attached: Callable[[Job], None] = lambda job: None,
+        attached: Callable[[ElasticJob], None] = lambda job: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.models: list[DistributedDataParallel] = []
@@ -172,7 +172,7 @@ class Job:
                 "the model has a communication hook of its own; take it out of the script",
             )
             return False
-        state = State(self.models, self.optimizers, self.others)
+        state = RankState(self.models, self.optimizers, self.others)
         self._may_idle = self._may_idle and self._idle_is_possible()
         self.share = Share(
             self.models,
@@ -264,7 +264,7 @@ def loader_flaw(loader: DataLoader[Any]) -> Reason | None:
 class _Pass:
     """One pass over a loader: plain at first, divided by the schedule once the job is elastic."""
 
-    def __init__(self, job: Job, loader: DataLoader[Any]) -> None:
+    def __init__(self, job: ElasticJob, loader: DataLoader[Any]) -> None:
         self._job, self._loader = job, loader
         self._own: Iterator[Any] = iter(())
         self._elastic = self._trains = False

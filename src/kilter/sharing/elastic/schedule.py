@@ -10,7 +10,7 @@ Index = Hashable
 """What a sampler yields: for most data sets a number."""
 
 
-class Schedule:
+class RatioSchedule:
     """The data ratios of a job by iteration. None stands for the shards of the script itself, as
     they would be without kilter."""
 

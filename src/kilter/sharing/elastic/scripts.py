@@ -6,13 +6,13 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kilter.sharing.elastic.job import Job
+from kilter.sharing.elastic.job import ElasticJob
 
 if TYPE_CHECKING:
     import torch
 
 
-def find_in_script(job: Job) -> None:
+def find_in_script(job: ElasticJob) -> None:
     """Tell the job of everything that the script makes from here on."""
     from torch.amp import GradScaler
     from torch.nn.parallel import DistributedDataParallel
@@ -40,7 +40,7 @@ def _after_init(kind: Any, found: Any) -> None:
     kind.__init__ = init
 
 
-def _watch_steps(job: Job) -> None:
+def _watch_steps(job: ElasticJob) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -51,7 +51,7 @@ def _watch_steps(job: Job) -> None:
     register_optimizer_step_post_hook(stepped)
 
 
-def _watch_losses(job: Job) -> None:
+def _watch_losses(job: ElasticJob) -> None:
     """Look at the losses of the first steps: a sum over samples cannot be divided."""
     import torch
 
@@ -93,7 +93,7 @@ def loss_is_sum(node: Any) -> bool:
     return False
 
 
-def _replace_iteration(job: Job) -> None:
+def _replace_iteration(job: ElasticJob) -> None:
     from torch.utils.data import DataLoader
 
     plain = DataLoader.__iter__

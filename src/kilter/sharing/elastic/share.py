@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kilter.sharing.elastic.agreement import Listener, Verdict
+from kilter.sharing.elastic.agreement import Agreement, Listener
 from kilter.sharing.elastic.groups import Groups, Reduction
 from kilter.sharing.elastic.meter import Meter
-from kilter.sharing.elastic.schedule import GlobalBatches, Index, Schedule, active
-from kilter.sharing.elastic.state import Buffers, State
+from kilter.sharing.elastic.schedule import GlobalBatches, Index, RatioSchedule, active
+from kilter.sharing.elastic.state import Buffers, RankState
 from kilter.sharing.messages import RankStatus
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Share:
     def __init__(
         self,
         models: Sequence[DistributedDataParallel],
-        state: State,
+        state: RankState,
         reduction: Reduction,
         control: ProcessGroup,
         *,
@@ -56,7 +56,7 @@ class Share:
         self.control = control
         self.address = self._host()
         self.store = connect(self.address)
-        self.schedule = Schedule()
+        self.schedule = RatioSchedule()
         self.iteration = 0
         self._groups = Groups(models[0].process_group, self.world, subsets=may_idle)
         self._reduction = reduction
@@ -222,7 +222,7 @@ class Share:
 
     # Changes.
 
-    def _apply(self, verdict: Verdict) -> None:
+    def _apply(self, verdict: Agreement) -> None:
         assert verdict.at is not None
         self.schedule.change(verdict.at, verdict.ratios)
 

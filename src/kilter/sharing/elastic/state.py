@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class State:
+class RankState:
     """What has to be the same on all active ranks."""
 
     def __init__(

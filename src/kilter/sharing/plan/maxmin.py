@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 
 from kilter.core.reasons import Reason
-from kilter.sharing.model import Array, Cost, predict
+from kilter.sharing.model import Array, JobCost, predict
 from kilter.sharing.plan.snapshot import (
     TENTHS,
     Decision,
-    Job,
     Ratios,
+    SharedJob,
     Snapshot,
     allowed,
     compositions,
@@ -51,7 +51,7 @@ _ROUNDS = 20
 _DIGITS = 4
 
 Key = tuple[float, ...]
-State = tuple[Ratios, ...]
+SearchState = tuple[Ratios, ...]
 
 
 def policy(snapshot: Snapshot, *, caution: Caution | None = None) -> tuple[Decision, ...]:
@@ -86,10 +86,14 @@ class _Problem:
     """The jobs that the model describes, and what their ratios would do."""
 
     def __init__(
-        self, snapshot: Snapshot, jobs: Sequence[Job], state: State, fixed: Sequence[bool]
+        self,
+        snapshot: Snapshot,
+        jobs: Sequence[SharedJob],
+        state: SearchState,
+        fixed: Sequence[bool],
     ) -> None:
         self.snapshot, self.jobs, self.state, self._fixed = snapshot, jobs, state, fixed
-        self._costs: list[Cost] = [job.cost for job in jobs if job.cost is not None]
+        self._costs: list[JobCost] = [job.cost for job in jobs if job.cost is not None]
         lines = [job.slowdown_line() for job in jobs]
         self._offset = np.array([offset for offset, _ in lines])
         alone = np.array([job.alone_s for job in jobs], dtype=float)
@@ -129,12 +133,12 @@ class _Problem:
         found = [_placed(part, own, count) for part in parts]
         return [ratios for ratios in found if self._allowed(i, ratios)]
 
-    def slowdowns(self, state: State) -> Array:
+    def slowdowns(self, state: SearchState) -> Array:
         """Predicted slow-down of each job."""
         result: Array = self._slowdowns(self._samples(state)[None])[0]
         return result
 
-    def _samples(self, state: State) -> Array:
+    def _samples(self, state: SearchState) -> Array:
         return np.array(
             [shards(job.global_batch, r) for job, r in zip(self.jobs, state, strict=True)],
             dtype=float,
@@ -144,20 +148,20 @@ class _Problem:
         result: Array = self._offset + self._slope * predict(self._costs, samples).step_s
         return result
 
-    def key(self, state: State) -> Key:
+    def key(self, state: SearchState) -> Key:
         """Smaller is better: slow-downs from the largest down; a state that breaks a rule last."""
         if not self.possible(state):
             return (float("inf"),)
         return tuple(np.round(np.sort(self.slowdowns(state))[::-1], _DIGITS).tolist())
 
-    def possible(self, state: State) -> bool:
+    def possible(self, state: SearchState) -> bool:
         ratios = in_force(self.snapshot) | {
             job.name: r for job, r in zip(self.jobs, state, strict=True)
         }
         in_order = all(self._allowed(i, r) for i, r in enumerate(state))
         return in_order and fits(self.snapshot, ratios)
 
-    def seeds(self) -> Iterator[State]:
+    def seeds(self) -> Iterator[SearchState]:
         """In force first: on equal terms nothing moves."""
         yield self.state
         even = (even_ratios(self.snapshot, job) for job in self.jobs)
@@ -166,7 +170,7 @@ class _Problem:
             for now, fixed, new in zip(self.state, self._fixed, even, strict=True)
         )
 
-    def descend(self, state: State, *, exchanges: bool = False) -> State:
+    def descend(self, state: SearchState, *, exchanges: bool = False) -> SearchState:
         """Best moves of single jobs, and, if asked, of pairs, until none helps."""
         best = self.key(state)
         for _ in range(_ROUNDS):
@@ -180,7 +184,7 @@ class _Problem:
                 break
         return state
 
-    def _neighbourhoods(self, state: State, exchanges: bool) -> Iterator[list[State]]:
+    def _neighbourhoods(self, state: SearchState, exchanges: bool) -> Iterator[list[SearchState]]:
         """First all ratios of the jobs one by one; then exchanges of the slowest with another."""
         free = [i for i, fixed in enumerate(self._fixed) if not fixed]
         yield [
@@ -230,7 +234,7 @@ class _Problem:
             known[ratios] = allowed(self.snapshot, self.jobs[i], ratios)
         return known[ratios]
 
-    def _best(self, cases: list[State]) -> State | None:
+    def _best(self, cases: list[SearchState]) -> SearchState | None:
         """The case with the smallest key that memory admits."""
         if not cases:
             return None
@@ -245,7 +249,7 @@ class _Problem:
     def _row(self, i: int, ratios: Ratios) -> tuple[int, ...]:
         return shards(self.jobs[i].global_batch, ratios)
 
-    def fewest_moves(self, state: State) -> State:
+    def fewest_moves(self, state: SearchState) -> SearchState:
         """Take back what hardly helps: moves without which no slow-down key gets worse by 1 %."""
         for i, old in enumerate(self.state):
             kept = (*state[:i], old, *state[i + 1 :])

@@ -17,7 +17,7 @@ from kilter.sharing.plan.snapshot import (
     usable,
 )
 
-Policy = Callable[[Snapshot], tuple[Decision, ...]]
+SharingPolicy = Callable[[Snapshot], tuple[Decision, ...]]
 
 
 def fixed(snapshot: Snapshot) -> tuple[Decision, ...]:
@@ -42,7 +42,7 @@ def even(snapshot: Snapshot) -> tuple[Decision, ...]:
     return tuple(decisions)
 
 
-POLICIES: dict[str, Policy] = {
+SHARING_POLICIES: dict[str, SharingPolicy] = {
     "maxmin": maxmin.policy,
     "thesis": thesis.policy,
     "thesis_literal": functools.partial(thesis.policy, literal=True),

@@ -11,7 +11,7 @@ from fractions import Fraction
 import msgspec
 
 from kilter.core.reasons import Reason
-from kilter.sharing.model import Cost
+from kilter.sharing.model import JobCost
 
 TENTHS = 10
 """The tenths of a data ratio that a job has to give out."""
@@ -20,7 +20,7 @@ Ratios = tuple[int, ...]
 """Data ratio of a job: its share of the global batch on each GPU of the machine, in tenths."""
 
 
-class Memory(msgspec.Struct, frozen=True):
+class JobMemory(msgspec.Struct, frozen=True):
     """GPU memory of a job on one GPU: what any rank needs, and what each sample adds."""
 
     replica_bytes: int
@@ -39,7 +39,7 @@ class Progress(msgspec.Struct, frozen=True):
     total_steps: int | None = None
 
 
-class Gpu(msgspec.Struct, frozen=True):
+class SharedGpu(msgspec.Struct, frozen=True):
     """One GPU. `utilisation` is the fraction of time with work on it; `free_bytes` is what all
     jobs of the snapshot together may use, None if nobody counts."""
 
@@ -48,7 +48,7 @@ class Gpu(msgspec.Struct, frozen=True):
     alive: bool = True
 
 
-class Job(msgspec.Struct, frozen=True):
+class SharedJob(msgspec.Struct, frozen=True):
     """One training job. `ratios` are those in force, None before the job has any."""
 
     name: str
@@ -56,13 +56,13 @@ class Job(msgspec.Struct, frozen=True):
     ratios: Ratios | None = None
     ranks: tuple[int, ...] | None = None
     """The GPUs on which the job has a rank; None: on every one."""
-    cost: Cost | None = None
+    cost: JobCost | None = None
     alone_s: float | None = None
     """Time of a step with the whole machine to itself."""
     progress: Progress = Progress()
     busy: tuple[float, ...] = ()
     """The fraction of each GPU's time that this job's own work takes."""
-    memory: Memory | None = None
+    memory: JobMemory | None = None
     min_samples: int = 1
     """The fewest samples of a rank that is active (more than one for BatchNorm)."""
     may_idle: bool = True
@@ -91,8 +91,8 @@ class Job(msgspec.Struct, frozen=True):
 class Snapshot(msgspec.Struct, frozen=True):
     """The machine at the beginning of a period. Jobs are in order of arrival."""
 
-    gpus: tuple[Gpu, ...]
-    jobs: tuple[Job, ...]
+    gpus: tuple[SharedGpu, ...]
+    jobs: tuple[SharedJob, ...]
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -129,13 +129,13 @@ def shards(batch: int, ratios: Ratios) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def usable(snapshot: Snapshot, job: Job) -> tuple[int, ...]:
+def usable(snapshot: Snapshot, job: SharedJob) -> tuple[int, ...]:
     """The live GPUs on which the job has a rank."""
     own = range(len(snapshot.gpus)) if job.ranks is None else job.ranks
     return tuple(g for g in own if snapshot.gpus[g].alive)
 
 
-def even_ratios(snapshot: Snapshot, job: Job) -> Ratios:
+def even_ratios(snapshot: Snapshot, job: SharedJob) -> Ratios:
     """The ten tenths split evenly over the usable GPUs. What does not divide goes to other GPUs
     for each job, so that it adds up nowhere."""
     own = usable(snapshot, job)
@@ -156,7 +156,7 @@ def compositions(count: int, total: int = TENTHS) -> tuple[Ratios, ...]:
     return tuple(tuple(b - a - 1 for a, b in itertools.pairwise(edge)) for edge in edges)
 
 
-def allowed(snapshot: Snapshot, job: Job, ratios: Ratios) -> bool:
+def allowed(snapshot: Snapshot, job: SharedJob, ratios: Ratios) -> bool:
     """Whether the ratio is right for the job itself: ten tenths, on usable GPUs only, and enough
     samples for every active rank (never more than an even split would give)."""
     own = usable(snapshot, job)
@@ -193,7 +193,7 @@ def in_force(snapshot: Snapshot) -> dict[str, Ratios | None]:
     return {job.name: job.ratios for job in snapshot.jobs}
 
 
-def first_ratios(snapshot: Snapshot, job: Job) -> Ratios | None:
+def first_ratios(snapshot: Snapshot, job: SharedJob) -> Ratios | None:
     """The ratio of a job that joins: even, or the most even one that fits into the memory that the
     others leave. None: the job has to wait."""
     own = usable(snapshot, job)

@@ -20,8 +20,8 @@ from kilter.core.reasons import Reason
 from kilter.sharing.plan.snapshot import (
     TENTHS,
     Decision,
-    Job,
     Ratios,
+    SharedJob,
     Snapshot,
     allowed,
     fits,
@@ -73,7 +73,7 @@ def policy(
 
 
 def _rebalance(
-    snapshot: Snapshot, job: Job, literal: bool, thresholds: Thresholds
+    snapshot: Snapshot, job: SharedJob, literal: bool, thresholds: Thresholds
 ) -> tuple[Ratios, str, str] | None:
     """Lines 11 to 23 of Algorithm 1; None where the ratio stays."""
     known = {j.name: j.slowdown for j in snapshot.jobs if j.slowdown is not None}
@@ -153,7 +153,7 @@ def _exact(value: float) -> Fraction:
     return Fraction(value).limit_denominator(10**6)
 
 
-def _load(snapshot: Snapshot, job: Job, literal: bool) -> list[float]:
+def _load(snapshot: Snapshot, job: SharedJob, literal: bool) -> list[float]:
     """Utilisation of each GPU; the job's own share of it is taken off, unless literal."""
     own = job.busy if job.busy and not literal else (0.0,) * len(snapshot.gpus)
     return [max(gpu.utilisation - mine, 0.0) for gpu, mine in zip(snapshot.gpus, own, strict=True)]
@@ -173,7 +173,7 @@ def _whole(g: int, count: int) -> Ratios:
     return tuple(TENTHS if k == g else 0 for k in range(count))
 
 
-def _in_order(snapshot: Snapshot, job: Job, ratios: Ratios, literal: bool) -> bool:
+def _in_order(snapshot: Snapshot, job: SharedJob, ratios: Ratios, literal: bool) -> bool:
     """A literal ratio need not sum to ten, but it has to be one that a job can run."""
     if not literal:
         return allowed(snapshot, job, ratios)

@@ -305,7 +305,7 @@ assert forked
 
 def test_stopping_inside_a_step_does_not_disturb_the_step(observe):
     program = f"""
-MARKS._on_border = lambda index, t_s: MARKS.stop() if index == 3 else None
+MARKS._on_iteration_end = lambda index, t_s: MARKS.stop() if index == 3 else None
 for _ in range(8): {STEP}
 assert MARKS.index == 3
 """

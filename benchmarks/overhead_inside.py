@@ -67,7 +67,7 @@ def measure(model_name: str) -> dict:
         pause = Pause(session)
         ratios = []
         paused: list[float] = []
-        hook_s, iteration_ends = session.marks.cost_s, session.marks.index
+        hook_s, iteration_ends = session.iterations.cost_s, session.iterations.index
         for _ in range(PAIRS[model_name]):
             times = {}
             for on in random.sample((True, False), 2):
@@ -75,9 +75,13 @@ def measure(model_name: str) -> dict:
                 times[on] = iterate(STRETCH)
             ratios.append(statistics.fmean(times[True]) / statistics.fmean(times[False]))
             paused += times[False]
-        hook_s = (session.marks.cost_s - hook_s) / (session.marks.index - iteration_ends)
+        hook_s = (session.iterations.cost_s - hook_s) / (session.iterations.index - iteration_ends)
         pause.on = False
-        costs, state = dict(session._window.costs_s), session._window.state
+        window = session._live._run.trace._window
+        costs, state = (
+            dict(window.costs_s),
+            window.state,
+        )
     plain = statistics.median(before)
     logs = [math.log(r) for r in ratios]
     mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
@@ -102,8 +106,10 @@ class Pause:
 
     def __init__(self, session) -> None:
         self.on = False
-        pulse, poll, sampler = session._pulse, session._sampler.poll, session._sampler
-        session._pulse = lambda: None if self.on else pulse()
+        live = session._live
+        sampler = live._run.sampler
+        pulse, poll = live._tick, sampler.poll
+        live._tick = lambda: None if self.on else pulse()
         sampler.poll = lambda: sampler.latest if self.on else poll()
 
 

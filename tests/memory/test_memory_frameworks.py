@@ -500,6 +500,7 @@ def compiler() -> Iterator[None]:
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler itself
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python")
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")  # other tests of a worker leave hooks
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_modules(whole: bool) -> None:
     """Autograd sees one operation for each compiled region. What regions save moves like anything

@@ -215,6 +215,21 @@ def alarm(number, frame):
     raise Wrong("alarm")
 
 
+def leave_modes():
+    """An exception at the entry or exit of a mode of torch leaves that mode on, also in plain torch:
+    no_grad, autocast and hooks of saved tensors."""
+    torch.set_grad_enabled(True)
+    torch.set_autocast_enabled("cpu", False)
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting():
+        pass
+    torch.clear_autocast_cache()
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        if top[0].__module__.startswith("kilter."):
+            break
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
 def interrupted(model, seconds):
     """An alarm at any moment of a training that nobody looks at afterwards; it arrives."""
     before = torch.get_rng_state()
@@ -235,6 +250,7 @@ def interrupted(model, seconds):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, kept)
+        leave_modes()
         torch.set_rng_state(before)
         SEEN.clear()
     return arrived

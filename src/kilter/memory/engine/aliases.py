@@ -6,7 +6,9 @@ capsule or another process has the address instead.
 
 from __future__ import annotations
 
+import operator
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -46,3 +48,25 @@ def shared_with_processes(storage: torch.UntypedStorage) -> bool:
     if reductions is None:
         return False
     return any(ref.cdata == storage._cdata for ref in reductions.shared_cache.values())
+
+
+class StorageReference:
+    """A weak reference to a storage: its address stays its own as long as this lives.
+
+    That of torch has a destructor written in Python. Where a signal handler raises in one, Python
+    drops the exception; this destructor is C from end to end.
+    """
+
+    __slots__ = ("cdata", "free")
+    __del__ = property(operator.attrgetter("free"))
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        import torch
+
+        self.cdata: int = storage._weak_ref()
+        self.free = partial(torch.UntypedStorage._free_weak_ref, self.cdata)
+
+    def expired(self) -> bool:
+        import torch
+
+        return bool(torch.UntypedStorage._expired(self.cdata))

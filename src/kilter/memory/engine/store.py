@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.host import HostBlock, HostPool
 from kilter.memory.engine.modified import Modified
@@ -237,7 +238,7 @@ class Store:
         """By storage, those on the device: each holds its storage, so no key is ever reused."""
         self._owed: dict[int, list[weakref.ref[Saved]]] = {}
         """By identity of a parameter or a datum, those away that are to be recomputed from it."""
-        self._touched: dict[int, Any] = {}
+        self._touched: dict[int, StorageReference] = {}
         """By storage, what the program has asked for the `.data` of in this pass."""
         self.alive = 0
         """Data that somebody may still ask for."""
@@ -414,11 +415,9 @@ class Store:
 
     def touched(self, tensor: torch.Tensor) -> None:
         """The program asks for the `.data` of this tensor."""
-        from torch.multiprocessing.reductions import StorageWeakRef
-
         self.pay(_root(tensor))
         storage = tensor.untyped_storage()
-        self._touched[storage._cdata] = StorageWeakRef(storage)
+        self._touched[storage._cdata] = StorageReference(storage)
         reference = self._here.get(storage._cdata)
         saved = None if reference is None else reference()
         if saved is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedDatum
@@ -91,7 +92,7 @@ class Watch:
         """The most in use so far, where that is measured."""
         self._marks: list[tuple[CopyEvent, CopyEvent]] = []
         self._begin: CopyEvent = None
-        self._held_by_others: dict[int, tuple[weakref.ref[Saved], Any]] = {}
+        self._held_by_others: dict[int, tuple[weakref.ref[Saved], StorageReference]] = {}
         self._read: dict[int, torch.UntypedStorage] = {}
         """By identity, storages of large parameters that recipes read."""
         self._emptied: set[int] = set()
@@ -134,8 +135,6 @@ class Watch:
         self._store.segment_peak_bytes = self._store.held_bytes
 
     def save(self, saved: Saved, tensor: torch.Tensor) -> None:
-        from torch.multiprocessing.reductions import StorageWeakRef
-
         datum = SavedDatum(
             name=f"{saved.number}: {described(tensor)}",
             size_bytes=saved.size_bytes,
@@ -143,7 +142,7 @@ class Watch:
             version=saved.version,
         )
         self._recorder.data.append(datum)
-        storage = StorageWeakRef(tensor.untyped_storage())
+        storage = StorageReference(tensor.untyped_storage())
         self._held_by_others[saved.number] = (weakref.ref(saved), storage)
         if self.trial:
             self._store.mark(self._store.view(saved, tensor), tensor)

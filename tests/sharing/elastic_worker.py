@@ -1,6 +1,7 @@
 """Runs a script with a plan of data ratios: `elastic_worker.py PLAN SCRIPT ARGS...`. PLAN is a JSON
 list of ratios; rank 0 proposes each as soon as the one before is in force."""
 
+import atexit
 import faulthandler
 import json
 import runpy
@@ -18,17 +19,24 @@ plan = json.loads(sys.argv[1])
 sys.argv = sys.argv[2:]
 
 
+over = threading.Event()
+
+
 def carry_out(share):
     store = connect(share.address)
     for number, ratios in enumerate(plan, start=1):
-        verdict = propose(store, number, tuple(ratios), share.world)
-        while not store.check([f"reached/{verdict.at}"]):
+        verdict = propose(store, number, tuple(ratios), share.world, stop=over.is_set)
+        while not over.is_set() and not store.check([f"reached/{verdict.at}"]):
             time.sleep(0.01)
 
 
 def attached(job):
     if job.share.rank == 0:
-        threading.Thread(target=carry_out, args=(job.share,), daemon=True).start()
+        thread = threading.Thread(target=carry_out, args=(job.share,), daemon=True)
+        thread.start()
+        # A thread that comes back from C++ while the interpreter ends takes the process down.
+        atexit.register(thread.join)
+        atexit.register(over.set)
 
 
 job = ElasticJob(

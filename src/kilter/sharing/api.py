@@ -33,7 +33,7 @@ def share(
     global_batch: int,
     total_steps: int | None = None,
     others: Sequence[Any] = (),
-    idle_ranks: bool = True,
+    idle_ranks: bool = False,
     min_samples: int | None = None,
     name: str | None = None,
     ratios: Ratios | None = None,
@@ -48,7 +48,8 @@ def share(
         others: learning-rate schedulers, gradient scalers, whatever has a `state_dict` that a rank
             needs when it comes back from a time without samples.
         idle_ranks: whether a rank may have no samples at all for a time. The body of the loop is
-            not run on it then: keep collectives of your own out of the loop.
+            not run on it then: keep collectives of your own out of the loop, and do not end it by
+            a count of batches.
         min_samples: the fewest samples of a rank that has any (1; 2 with BatchNorm).
         ratios: tenths for each rank to begin with; an even split if absent.
         endpoint: the daemon's file, if it is not the usual one.

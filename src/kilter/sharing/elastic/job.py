@@ -406,8 +406,10 @@ class _Pass:
         if self._position >= share.last:
             return False
         back = share.idle_until(self._position)
+        if back is None:
+            return False
         self._position = self._begun = back
-        return back < share.last
+        return True
 
     def _close(self, whole: bool) -> None:
         share = self._job.share

@@ -158,9 +158,9 @@ class Share:
         self._meter.end(self.iteration)
         self.iteration += 1
 
-    def idle_until(self, iteration: int) -> int:
+    def idle_until(self, iteration: int) -> int | None:
         """Wait, without work and without collectives, from an iteration in which the rank has ratio
-        0. Returns the iteration in which it takes part again, or where the pass ended."""
+        0. Returns the iteration in which it takes part again, or None if the pass has ended."""
         self.begin(iteration)  # the last duty: bring those up to date who take over
         self._meter.idle(iteration)
         if self._release:
@@ -168,19 +168,20 @@ class Share:
         ended = f"ended/{self._pass}"
         while True:
             if self.store.check([ended]):
-                return self._resume(int(self.store.get(ended)), iteration)
+                self._resume(int(self.store.get(ended)), iteration)
+                return None
             self._listener.poll(iteration)
             back = self.schedule.next_share_of(self.rank, after=iteration)
             if back is not None and back < self.last and self.store.check([f"reached/{back}"]):
-                return self._resume(back, iteration)
+                self._resume(back, iteration)
+                return back
             time.sleep(_POLL_S)
 
-    def _resume(self, iteration: int, idle_since: int) -> int:
+    def _resume(self, iteration: int, idle_since: int) -> None:
         if iteration > idle_since:
             self._before = active(self.counts(iteration - 1))
         self.iteration = iteration
         self._listener.resume(iteration)
-        return iteration
 
     def end_pass(self) -> None:
         """All batches of the pass are done, or the others have left it (`idle_until` says where).

@@ -6,7 +6,7 @@ Slow and thorough; a pass under a plan is not watched.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import Backend, CopyEvent

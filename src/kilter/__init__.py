@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kilter.app.govern import govern
+    from kilter.connect.share import share
     from kilter.memory.divided import divided
     from kilter.memory.size import size
     from kilter.parallel.calls import parallel
-    from kilter.sharing.api import share
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "divided", "govern", "parallel", "share", "size"]
@@ -27,7 +27,7 @@ _HOMES = {
     "divided": "kilter.memory.divided",
     "govern": "kilter.app.govern",
     "parallel": "kilter.parallel.calls",
-    "share": "kilter.sharing.api",
+    "share": "kilter.connect.share",
     "size": "kilter.memory.size",
 }
 

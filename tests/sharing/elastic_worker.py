@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+from kilter.session.fence import Fence
 from kilter.sharing.elastic.agreement import propose
 from kilter.sharing.elastic.job import ElasticJob
 from kilter.sharing.elastic.scripts import find_in_script
@@ -40,6 +41,7 @@ def attached(job):
 
 
 job = ElasticJob(
+    guard=Fence,
     may_idle=True,
     release=True,
     attached=attached,

@@ -46,6 +46,13 @@ if kind == "comm-hook":
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     model.register_comm_hook(None, allreduce_hook)
+if kind == "an-error-of-ours":
+    from kilter.sharing.elastic import job
+
+    def broken(*parts):
+        raise ValueError("no state")
+
+    job.RankState = broken
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 if kind == "ranks-disagree" and rank == 1:
     torch.optim.lr_scheduler.StepLR(optimizer, 5)

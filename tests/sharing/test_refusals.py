@@ -18,6 +18,7 @@ SENTENCES = {
     "no-sync": "accumulated under no_sync()",
     "accumulation": "fewer optimizer steps than batches",
     "comm-hook": "communication hook of its own",
+    "an-error-of-ours": "kilter could not take part (ValueError: no state",
     "ranks-disagree": "the ranks disagree about the model",
 }
 

@@ -14,6 +14,7 @@ from kilter.connect.script import find_program, run_program
 from kilter.core.errors import KilterError, UsageError
 from kilter.core.ranks import ranks
 from kilter.observe.imports import after_import
+from kilter.session.fence import Fence
 
 if TYPE_CHECKING:
     from kilter.sharing.elastic.job import ElasticJob
@@ -71,6 +72,7 @@ def _find(options: ShareOptions) -> None:
 
     find_in_script(
         ElasticJob(
+            guard=Fence,
             may_idle=options.idle_ranks,
             release=options.idle_ranks,
             min_samples=options.min_samples,

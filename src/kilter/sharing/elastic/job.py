@@ -7,7 +7,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kilter.core.reasons import Reason
 from kilter.sharing.elastic.groups import MOST_RANKS_WITH_IDLE, Reduction
@@ -25,6 +25,15 @@ WARM_UP_STEPS = 2
 
 _SEES_NO_MODEL_AFTER = 3
 
+T = TypeVar("T")
+
+
+class Guard(Protocol):
+    """What keeps our errors from the script: the fence of the session."""
+
+    def ask(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Its result, or nothing if it failed, which has been told then."""
+
 
 class ElasticJob:
     """The job of this process. Found out while the script runs its first steps."""
@@ -32,6 +41,7 @@ class ElasticJob:
     def __init__(
         self,
         *,
+        guard: Callable[[Callable[[str, str], None]], Guard],
         may_idle: bool,
         release: bool = False,
         min_samples: int | None = None,
@@ -49,6 +59,7 @@ class ElasticJob:
         self._may_idle, self._release = may_idle, release
         self._min_samples, self._total_steps = min_samples, total_steps
         self._attached, self._say = attached, say
+        self.guard = guard(self._failed)
         self._hooks: list[Any] = []
         self._synced = self._unsynced = 0
         self.steps = 0
@@ -79,6 +90,9 @@ class ElasticJob:
             self.refused = Reason(code, "job", text)
             self._say(f"{text}; the job trains as it would without kilter")
             self._forget_hooks()
+
+    def _failed(self, where: str, error: str) -> None:
+        self.refuse("error", f"kilter could not take part ({error})")
 
     def _forget_hooks(self) -> None:
         for hook in self._hooks:
@@ -365,7 +379,7 @@ class _Pass:
         rest = [list(samples) for samples in islice(self._own, length)]
         drawn = [*handed, *rest]
         self._own = iter(rest)
-        if job.share is None and not self._attached(drawn):
+        if job.share is None and job.guard.ask(job.attach, drawn) != [True]:
             return
         share = job.share
         assert share is not None
@@ -386,16 +400,6 @@ class _Pass:
             )
             return
         job.describe(global_batch)
-
-    def _attached(self, drawn: list[list[Index]]) -> bool:
-        """An error of ours must not end the script."""
-        try:
-            return self._job.attach(drawn)
-        except Exception as error:
-            self._job.refuse(
-                "error", f"kilter could not take part ({type(error).__name__}: {error})"
-            )
-            return False
 
     def _waits(self) -> bool:
         """After a stretch: whether the pass goes on for this rank, after a time of idleness."""

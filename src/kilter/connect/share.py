@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kilter.core.errors import UsageError
+from kilter.session.fence import Fence
 from kilter.sharing.elastic.job import ElasticJob
 from kilter.sharing.link import DaemonLink, Identity
 from kilter.sharing.plan.snapshot import Ratios
@@ -83,6 +84,7 @@ def share(
             DaemonLink(file, job.share, job.facts, identity).start()
 
     job = ElasticJob(
+        guard=Fence,
         may_idle=idle_ranks,
         release=idle_ranks,
         min_samples=min_samples,

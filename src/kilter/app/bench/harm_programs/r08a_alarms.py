@@ -28,16 +28,20 @@ def main() -> None:
         raised += 1
         raise TooLong
 
+    def step() -> None:
+        loss = model(batch()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # torch imports parts of itself in the first one, and drops exceptions that come then
     signal.signal(signal.SIGALRM, ring)
     while raised < ALARMS:
         before = raised
         try:
             signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.001, 0.05))
             while raised == before:
-                loss = model(batch()).square().mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                step()
         except TooLong:
             arrived += 1
             # The exception can leave `torch.no_grad` at its entry, also without kilter.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import resources
 
 from kilter.app.report import svg
+from kilter.app.report.page import document, table
 from kilter.app.report.svg import Frame, escape
 from kilter.core.label import Label
 from kilter.core.units import show_duration, show_fraction
@@ -27,18 +27,11 @@ def page(
 ) -> str:
     """One self-contained page: no script, nothing fetched."""
     tag = f"<span class='tag {label.value}'>{label.value}</span>"
-    style = resources.files("kilter.app.report").joinpath("report.css").read_text(encoding="utf-8")
     lines = "".join(f"<p class='facts'>{escape(fact)}</p>" for fact in facts)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body><main>\n"
+    return document(
+        title,
         f"<header><p class='kicker'>kilter share {tag}</p><h1>{escape(title)}</h1>{lines}</header>"
-        f"{_jobs(stretches, tag)}{_utilisation(stretches, tag)}{_decisions(decisions)}"
-        "\n</main></body></html>\n"
+        f"{_jobs(stretches, tag)}{_utilisation(stretches, tag)}{_decisions(decisions)}",
     )
 
 
@@ -141,31 +134,27 @@ def _utilisation(stretches: Sequence[TimeStretch], tag: str) -> str:
         sum((s.end_s - s.begin_s) * s.utilisation[g] for s in stretches) / whole
         for g in range(len(stretches[0].utilisation))
     ]
-    rows = "".join(
-        f"<tr><td>GPU {g}</td><td class='n'>{show_fraction(mean)}</td></tr>"
-        for g, mean in enumerate(means)
-    )
-    return (
-        f"<section><h2>Utilisation</h2><p>Mean over the whole time. {tag}</p>"
-        "<table><caption>Utilisation of each GPU</caption><tr><th>GPU</th>"
-        f"<th class='n'>Busy</th></tr>{rows}</table></section>"
-    )
+    rows = [(f"GPU {g}", show_fraction(mean)) for g, mean in enumerate(means)]
+    shown = table((("GPU", ""), ("Busy", "n")), rows, "Utilisation of each GPU")
+    return f"<section><h2>Utilisation</h2><p>Mean over the whole time. {tag}</p>{shown}</section>"
 
 
 def _decisions(decisions: Sequence[Made]) -> str:
     if not decisions:
         return "<section><h2>Decisions</h2><p>No data ratio was changed.</p></section>"
-    rows = "".join(
-        f"<tr><td class='n'>{show_duration(made.t_s)}</td>"
-        f"<td class='name'>{escape(made.decision.job)}</td>"
-        f"<td>{shown(made.decision.before)} &rarr; {shown(made.decision.after)}</td>"
-        f"<td class='reason'>{escape(made.decision.reason)}</td></tr>"
+    columns = (("At", "n"), ("Job", "name"), ("Ratio in tenths", ""), ("Reason", "reason"))
+    rows = [
+        (
+            show_duration(made.t_s),
+            escape(made.decision.job),
+            f"{shown(made.decision.before)} &rarr; {shown(made.decision.after)}",
+            escape(made.decision.reason),
+        )
         for made in decisions[:_MOST_DECISIONS]
-    )
+    ]
     more = len(decisions) - _MOST_DECISIONS
     rest = f"<p>And {more} more.</p>" if more > 0 else ""
     return (
-        "<section><h2>Decisions</h2><div class='scroll'><table><caption>Decisions with their "
-        "reasons</caption><tr><th class='n'>At</th><th>Job</th><th>Ratio in tenths</th>"
-        f"<th>Reason</th></tr>{rows}</table></div>{rest}</section>"
+        f"<section><h2>Decisions</h2>{table(columns, rows, 'Decisions with their reasons')}{rest}"
+        "</section>"
     )

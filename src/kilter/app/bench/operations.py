@@ -238,7 +238,7 @@ def _page(rows: Sequence[OperationsRow], useless: Sequence[Useless], max_slowdow
     for entry in useless:
         name = f"{entry.workload}, {'training' if entry.training else 'forward only'}"
         lines.setdefault((entry.device, name), []).append(_from(entry))
-    shown = [(*key, *values) for key, values in lines.items()]
+    shown = [tuple(map(escape, (*key, *values))) for key, values in lines.items()]
     columns = (
         ("Device", ""),
         ("Workload", ""),

@@ -194,22 +194,22 @@ def _job(rng: np.random.Generator, kind: str, seconds: float, parts: int) -> _Jo
 
 def _seen(rng: np.random.Generator, job: _Job, update_s: float, *, has_counter: bool) -> Telemetry:
     """What the sensors of a GPU show of a job."""
-    borders = np.concatenate([[0.0], np.cumsum(job.lengths)])
+    boundaries = np.concatenate([[0.0], np.cumsum(job.lengths)])
     levels = np.array(job.levels)
     integrals = np.vstack([np.zeros(3), np.cumsum(levels * np.array(job.lengths)[:, None], axis=0)])
 
     def mean(begin: Array, end: Array, which: int) -> Array:
-        upper, lower = (np.interp(at, borders, integrals[:, which]) for at in (end, begin))
+        upper, lower = (np.interp(at, boundaries, integrals[:, which]) for at in (end, begin))
         result: Array = (upper - lower) / (end - begin)
         return result
 
     noise = float(rng.uniform(0.002, 0.03))
-    ticks = np.arange(update_s * (1 + rng.random()), borders[-1], update_s)
+    ticks = np.arange(update_s * (1 + rng.random()), boundaries[-1], update_s)
     power = mean(ticks - update_s / 4, ticks, 0)
     power = power + rng.normal(0.0, noise * power.mean(), len(ticks))
     sm, memory = (mean(ticks - update_s, ticks, which) for which in (1, 2))
-    drift = 1 + 0.02 * np.sin(2 * np.pi * ticks / borders[-1] * rng.uniform(0.3, 1.5))
-    energy = np.interp(ticks, borders, integrals[:, 0])
+    drift = 1 + 0.02 * np.sin(2 * np.pi * ticks / boundaries[-1] * rng.uniform(0.3, 1.5))
+    energy = np.interp(ticks, boundaries, integrals[:, 0])
     # some read faster than the sensors change
     rows_s = update_s / float(rng.choice([1.0, 1.0, 2.0, 10.0]))
     if rows_s == update_s:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib import resources
 
 from kilter.app.report import glossary, memory_plots, svg
 from kilter.app.report.build import Report
 from kilter.app.report.evidence import Probe, allowed_slowdown
 from kilter.app.report.memory import Timeline
 from kilter.app.report.operations import OperationEnergy
+from kilter.app.report.page import document, table
 from kilter.app.report.plots import iteration_times, power, signed, strip, tag, trade_off
 from kilter.app.report.summary import (
     NOTHING_SET,
@@ -62,20 +62,7 @@ def page(report: Report, memory: Timeline | None = None) -> str:
     ]
     sections.append(_words("\n".join(sections)))
     title = f"kilter: {report.run}"
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(title)}</title><style>{_style()}</style></head>\n<body><main>\n"
-        + "\n".join(section for section in sections if section)
-        + "\n</main></body></html>\n"
-    )
-
-
-def _style() -> str:
-    return resources.files("kilter.app.report").joinpath("report.css").read_text(encoding="utf-8")
+    return document(title, "\n".join(section for section in sections if section))
 
 
 def _words(page: str) -> str:
@@ -216,7 +203,7 @@ def _operations(report: Report) -> str:
     return (
         "<section><h2>Where the energy of an iteration goes</h2>"
         f"<p>{escape(_capital(report.operations_method or ''))}. {tag(report)}</p>"
-        + _table(
+        + table(
             (
                 ("Operation", "name"),
                 ("Kind", ""),
@@ -259,7 +246,7 @@ def _tried(report: Report) -> str:
         return ""
     return (
         f"<section><h2>Settings tried</h2><p>Relative to the default. {tag(report)}</p>"
-        + _table(
+        + table(
             (
                 ("Setting", ""),
                 ("Role", ""),
@@ -307,7 +294,7 @@ def _decisions(report: Report) -> str:
     return (
         "<section><h2>Decisions</h2><p>In order; the last one rules. The label says where the "
         "numbers come from that each one rests on.</p>"
-        + _table(
+        + table(
             (("At (real time)", "n"), ("State", ""), ("Setting", ""), ("Reason", "reason")),
             rows,
             caption="Decisions with their reasons",
@@ -393,28 +380,6 @@ def _energy_method(report: Report) -> str:
     doubts = doubt(report)
     warning = f" Warning: {doubts}." if doubts else ""
     return f"{_capital(_ENERGY.get(method, method))}.{warning}"
-
-
-def _table(
-    columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], *, caption: str
-) -> str:
-    """`columns` are heads and classes; the cells of `rows` are HTML."""
-    heads = "".join(
-        f"<th scope='col' class='{style}'>{escape(head)}</th>" for head, style in columns
-    )
-    styles = [style for _, style in columns]
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td class='{style}'>{cell}</td>" for style, cell in zip(styles, row, strict=True)
-        )
-        + "</tr>"
-        for row in rows
-    )
-    return (
-        f"<div class='scroll' tabindex='0'><table><caption>{escape(caption)}</caption>"
-        f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
 
 
 def _list(entries: Iterable[tuple[str, str]]) -> str:

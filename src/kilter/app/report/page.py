@@ -23,12 +23,12 @@ def document(title: str, body: str) -> str:
 
 
 def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], caption: str) -> str:
-    """`columns` are heads and classes (`n` is a number); the cells are text."""
+    """`columns` are heads and classes (`n` is a number); the cells are HTML."""
     heads = "".join(f"<th scope='col' class='{style}'>{escape(h)}</th>" for h, style in columns)
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td class='{style}'>{escape(cell)}</td>"
+            f"<td class='{style}'>{cell}</td>"
             for (_, style), cell in zip(columns, row, strict=True)
         )
         + "</tr>"

@@ -175,7 +175,7 @@ def _sections(analysis: Analysis) -> str:
     rows = [
         (
             str(rank.rank),
-            section.key,
+            escape(section.key),
             show_time(section.start_s),
             show_time(section.length_s),
             f"{show_time(section.length_p5_s)} to {show_time(section.length_p95_s)}",

@@ -292,7 +292,7 @@ def ours(
         deviations=report.deviations,
         host_bytes=report.host_bytes,
         peaks_bytes=report.peaks_bytes,
-        refused=tuple(dict.fromkeys(text[:160] for text in report.refused))[:6],
+        refused=tuple(dict.fromkeys(text[:160] for text in map(str, report.refused)))[:6],
     )
     if not report.plans:
         return row, None
@@ -444,7 +444,7 @@ def identity(name: str, link: Link, steps: int = 8) -> dict[str, object]:
         "swapped": sum(p.swapped for p in report.plans),
         "recomputed": sum(p.recomputed for p in report.plans),
         "late": report.late,
-        "refused": report.refused[:4],
+        "refused": [str(reason) for reason in report.refused[:4]],
     }
 
 

@@ -198,7 +198,7 @@ def rows(kind: str, family: str, what: str, steps: int) -> Iterator[dict[str, An
                 "kind": kind, "autocast": autocast, "mode": mode, "tensors": len(plain),
                 "different": different, "planned": now.planned, "recomputed": now.recomputed,
                 "out_bytes": now.out_bytes, "late": now.late, "deviations": now.deviations,
-                "refused": now.refused[-1:] if not now.planned else (),
+                "refused": tuple(map(str, now.refused[-1:])) if not now.planned else (),
             }  # fmt: skip
 
 

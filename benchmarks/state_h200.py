@@ -298,10 +298,10 @@ def told(engines: Governed) -> dict[str, Any]:
             key: value for key, value in asdict(state).items() if key not in ("plans", "refused")
         }
         found["stall_s"] = [plan.stall_s for plan in state.plans]
-        found["refused"] = state.refused
+        found["refused"] = [str(reason) for reason in state.refused]
     if floor is not None:
         found |= {"room_bytes": floor.room_bytes, "decided_s": engines.decided_s}
-        found["taken_back"] = floor.taken_back
+        found["taken_back"] = None if floor.taken_back is None else str(floor.taken_back)
     if floor is not None and floor.joint is not None:
         found["joint"] = {
             "predicted_s": floor.joint.iteration_s,
@@ -310,7 +310,10 @@ def told(engines: Governed) -> dict[str, Any]:
         }
     weights = engines.weights.report() if engines.weights else floor.weights if floor else None
     if weights is not None:
-        found["weights"] = asdict(weights) | {"plan": None}
+        found["weights"] = asdict(weights) | {
+            "plan": None,
+            "refused": [str(reason) for reason in weights.refused],
+        }
         found["weights_stall_s"] = None if weights.plan is None else weights.plan.stall_s
     if swapper is not None:
         values = swapper.report()
@@ -327,7 +330,7 @@ def told(engines: Governed) -> dict[str, Any]:
             "out_bytes": [p.out_bytes for p in values.plans][-1:],
             "swapped": [p.swapped for p in values.plans][-1:],
             "recomputed": [p.recomputed for p in values.plans][-1:],
-            "refused": [text[:120] for text in dict.fromkeys(values.refused)][:3],
+            "refused": [text[:120] for text in dict.fromkeys(map(str, values.refused))][:3],
         }
     return found
 

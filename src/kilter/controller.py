@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from kilter.core.messages import RankMessages
 from kilter.core.plan import Goal
 from kilter.core.ranks import Ranks
+from kilter.core.script_end import ScriptEnd
 from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.units import show_count
 from kilter.device.protocol import Device
@@ -94,7 +95,7 @@ class Controller(Protocol):
     def script_ended(self) -> None:
         """The script is over: take every hook out. In the program's thread."""
 
-    def end(self, finished: Sequence[Iteration], outcome: str) -> None:
+    def end(self, finished: Sequence[Iteration], outcome: ScriptEnd) -> None:
         """After the last tick: take the last iterations, and record what came of it. `outcome` says
         how the script has ended. Also after an error of ours (`run.fence.down`). The session
         restores the settings afterwards."""

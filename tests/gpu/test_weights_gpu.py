@@ -163,6 +163,6 @@ def test_several_streams_end_it() -> None:
         with torch.cuda.stream(side):
             net(x).square().mean().backward()
         torch.cuda.synchronize()
-        assert governed.report().refused[-1] == (
+        assert str(governed.report().refused[-1]) == (
             "weights stay: the program computes on several streams"
         )

@@ -15,16 +15,20 @@ import torch
 from torch import nn
 
 from kilter.controller import Run
+from kilter.core.errors import BudgetTooSmall, PlanError
 from kilter.core.events import AnyEvent, Fitted, Moved, Refused
 from kilter.core.label import Label
 from kilter.core.plan import Goal, MemoryBudget
+from kilter.core.script_end import ScriptEnd, end_of
 from kilter.core.setting import DeviceInfo
 from kilter.core.units import GIB, MIB
+from kilter.memory import messages
 from kilter.memory.controller import ALLOCATOR, MemoryController
 from kilter.memory.engine import CpuStandIn
 from kilter.memory.plan.problem import H200_PCIE5
 from kilter.session.fence import Fence
 
+FINISHED = ScriptEnd()
 INFO = DeviceInfo(name="a card", uuid="GPU-1", backend="nvml", label=Label.MEASURED, can_set=False)
 
 
@@ -72,8 +76,8 @@ class Log:
     def __call__(self, event: AnyEvent) -> None:
         self._events.append(event)
 
-    def refuse(self, subject: str, reason: str) -> None:
-        self._events.append(Refused(t_s=0.0, what=subject, reason=reason))
+    def refuse(self, subject: str, reason: str, code: str | None = None) -> None:
+        self._events.append(Refused(t_s=0.0, what=subject, reason=reason, code=code))
 
     def notice(self, text: str) -> None: ...
 
@@ -98,7 +102,7 @@ def run_of(fence: Fence, events: list[AnyEvent]) -> Run:
 def fit(
     budget: MemoryBudget,
     steps: int = 26,
-    outcome: str = "finished",
+    outcome: ScriptEnd = FINISHED,
     at_end: Callable[[Any], None] = lambda fitter: None,
     gradients: str = "auto",
 ) -> list[AnyEvent]:
@@ -194,10 +198,31 @@ def test_a_program_that_runs_out_of_memory_is_told_what_may_help(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Card(total=80 * GIB, free=79 * GIB).install(monkeypatch)
-    events = fit(MemoryBudget(share=0.5), 3, "raised OutOfMemoryError")
+    events = fit(MemoryBudget(share=0.5), 3, end_of(torch.OutOfMemoryError()))
     (refused,) = (event for event in events if isinstance(event, Refused))
+    assert refused.code == "out_of_memory"
     assert "ran out of memory before there was a plan" in refused.reason
     assert "expandable_segments:True" in refused.reason
+
+
+def test_a_reason_is_told_once_with_the_number_of_its_data() -> None:
+    events: list[AnyEvent] = []
+
+    def fail(where: str, error: str) -> None:
+        raise AssertionError(f"{where}: {error}")
+
+    fitter = MemoryController(run_of(Fence(fail), events), MemoryBudget(share=0.5))
+    few = [messages.recipe_differs(f"{number}: AddBackward0: (4,) float32") for number in range(3)]
+    unreached = messages.of_error(BudgetTooSmall("the budget of 5 bytes is out of reach"))
+    no_plan = messages.of_error(PlanError("the budget of an unknown kind"))
+    for _ in range(2):
+        fitter._tell_refused((few[0], messages.FORWARD_MODE, few[1], unreached, no_plan, few[2]))
+    told = [event for event in events if isinstance(event, Refused)]
+    assert [(event.code, event.reason) for event in told] == [
+        ("recipe_differs", "recomputed, it differs (3 data)"),
+        ("forward_mode", messages.FORWARD_MODE.text),
+        ("no_plan", "the budget of an unknown kind"),
+    ]
 
 
 def test_a_bound_is_never_above_the_time_that_it_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

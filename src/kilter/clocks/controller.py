@@ -21,6 +21,7 @@ from kilter.core.events import Decided
 from kilter.core.label import Label
 from kilter.core.messages import MessagesGone, RankMessages
 from kilter.core.plan import Goal
+from kilter.core.script_end import ScriptEnd
 from kilter.core.setting import DeviceInfo
 from kilter.device.sim.cards import names
 from kilter.observe.iteration_clock import Iteration
@@ -94,14 +95,14 @@ class ClocksController:
     def script_ended(self) -> None:
         """There are no hooks of this controller in the program."""
 
-    def end(self, finished: Sequence[Iteration], outcome: str) -> None:
+    def end(self, finished: Sequence[Iteration], outcome: ScriptEnd) -> None:
         """Finish what the script was too short for, and write the plan. The traceback of a script
         that failed, and whoever has pressed Ctrl-C, wait for this: nothing takes long then."""
         if self._run.fence.down:
             return
         self._rehearse_along(finished)
         shadows = self._mode == "shadow" and self._run.lease.held is None
-        if outcome != "finished" and (self._simulates or shadows):
+        if not outcome.finished and (self._simulates or shadows):
             self._run.log.refuse("rehearsing", f"the script ended early ({outcome})")
         elif self._simulates:
             self._finish_rehearsal()

@@ -10,24 +10,39 @@ class KilterError(Exception):
     """Base of all errors raised on purpose."""
 
     exit_code = 1
+    code = "error"
+    """What a program compares; the text is for people."""
 
 
 class UsageError(KilterError):
     """A flag, an argument or a value given by the user is wrong."""
 
     exit_code = 2
+    code = "usage"
 
 
 class FileError(KilterError):
     """A file is missing, malformed, truncated, or written by a newer kilter."""
 
+    code = "file"
+
 
 class PlanError(KilterError):
     """A planner was given a problem that has no answer."""
 
+    code = "no_plan"
+
+
+class BudgetTooSmall(PlanError):
+    """No plan reaches the budget, whatever it moves."""
+
+    code = "budget_too_small"
+
 
 class DeviceError(KilterError):
     """Base of what can go wrong with a device."""
+
+    code = "device"
 
 
 class NoDevice(DeviceError):

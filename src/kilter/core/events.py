@@ -192,6 +192,9 @@ class Refused(Event, frozen=True, kw_only=True):
 
     what: str
     reason: str
+    code: str | None = None
+    """Of the reason, for programs; None in records of runs before there were codes, and where the
+    reason has none."""
 
 
 class Failed(Event, frozen=True, kw_only=True):

@@ -11,7 +11,6 @@ imported, and in any thread that turns out to step an optimizer.
 from __future__ import annotations
 
 import os
-import re
 import statistics
 import sys
 import threading
@@ -22,11 +21,16 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from kilter.controller import Run
-from kilter.core.errors import KilterError, PlanError
+from kilter.core.errors import BudgetTooSmall, KilterError, PlanError
 from kilter.core.events import Moved
 from kilter.core.plan import MemoryBudget
+from kilter.core.reasons import Reason
+from kilter.core.script_end import ScriptEnd
 from kilter.core.units import MIB, show_bytes
+from kilter.memory import messages
 from kilter.memory.host_memory import HostLimit
 from kilter.memory.state_and_weights import StateAndWeightPolicy, words
 from kilter.memory.usable_bytes import usable_device_bytes
@@ -68,12 +72,6 @@ LINK_BYTES = 64 * MIB
 MOST_BOUND = 3000
 BOUND_S = 5.0
 """Operations up to which the bound is computed, and for how long, at the end of the script."""
-CHANGING = (
-    "passes keep differing from those seen before: few of them are watched from here on, and where "
-    "there is no plan, data are offloaded as soon as the budget is reached"
-)
-OF_A_DATUM = re.compile(r"^\d+: [^:]*: ")
-"""How a reason begins that is about one datum: its number and what made it."""
 BOUND_ROUNDING = 1e-6
 """A bound may exceed the time that it bounds by this fraction: both are rounded."""
 
@@ -105,7 +103,7 @@ class MemoryController:
         self._plans: tuple[MemoryPlan, ...] = ()
         self._told_plans: list[MemoryPlan] = []
         """All that were ever in force, in this order."""
-        self._refused: set[str] = set()
+        self._refused: set[Reason] = set()
         self._seen = False
         """The job ran with everything kept, and its peak is known."""
         self._plain_left: int | None = None
@@ -158,19 +156,22 @@ class MemoryController:
         if waiting is not None:
             waiting.__exit__()
 
-    def end(self, finished: Sequence[Iteration], outcome: str) -> None:
+    def end(self, finished: Sequence[Iteration], outcome: ScriptEnd) -> None:
         """Tell what came of it, once all times are known, and how the program has ended."""
         self._time(finished)
         self._conclude(outcome)
         self._save_schedule()
 
-    def _conclude(self, outcome: str) -> None:
+    def _conclude(self, outcome: ScriptEnd) -> None:
         swapper = self._swapper
         if swapper is None:
-            self._refuse(self._why_nothing())
+            nothing = messages.nothing_saved(MIB, on_gpu=self._kind == "cuda")
+            self._refuse(messages.NO_TORCH if self._torch is None else nothing)
             return
-        if "OutOfMemoryError" in outcome:
-            self._refuse(self._why_out_of_memory(swapper))
+        if outcome.out_of_memory:
+            allocator = None if self._grows else f"{ALLOCATOR[0]}={GROWING}"
+            planned = swapper.report().planned > 0
+            self._refuse(messages.out_of_memory(planned=planned, allocator=allocator))
         if self._run.dry_run:
             self._plan_only(swapper)
         else:
@@ -430,26 +431,25 @@ class MemoryController:
                 if plan not in old:
                     self._fitted(record, plan, numbers)
         self._tell_refused(report.refused)
-        if report.watched_every > 1 and CHANGING not in self._refused:
-            self._tell_refused((CHANGING,))
-            self._run.log.notice(CHANGING)
+        if report.watched_every > 1 and messages.CHANGING_SHAPES not in self._refused:
+            self._tell_refused((messages.CHANGING_SHAPES,))
+            self._run.log.notice(messages.CHANGING_SHAPES.text)
         if self._floor is not None and self._budget_bytes is not None and not self._over:
             self._floor.iteration_ended(report, self._budget_bytes, self._run.log.now_s())
             if self._floor.taken_back is not None:
                 self._tell_refused((self._floor.taken_back,))
 
-    def _tell_refused(self, reasons: tuple[str, ...]) -> None:
-        """Each reason once; those about single data by their number."""
-        unknown = {*reasons} - self._refused
-        self._refused |= unknown
-        new = Counter(OF_A_DATUM.sub("", reason) for reason in unknown)
-        for reason, count in new.items():
-            if reason.startswith("the budget of "):
-                continue  # told with the least that is possible
-            self._refuse(reason if count == 1 else f"{reason} ({count} data)")
+    def _tell_refused(self, reasons: tuple[Reason, ...]) -> None:
+        """Each reason once; one that holds for several data, with their number."""
+        unknown = [reason for reason in dict.fromkeys(reasons) if reason not in self._refused]
+        self._refused.update(unknown)
+        for reason, count in Counter(replace(reason, subject="") for reason in unknown).items():
+            if reason.code != BudgetTooSmall.code:  # told with the least that is possible
+                text = reason.text if count == 1 else f"{reason.text} ({count} data)"
+                self._refuse(replace(reason, text=text))
 
-    def _refuse(self, reason: str) -> None:
-        self._run.log.refuse("a part of the memory plan", reason)
+    def _refuse(self, reason: Reason) -> None:
+        self._run.log.refuse("a part of the memory plan", reason.text, reason.code)
 
     def _fitted(self, record: PassRecord, plan: MemoryPlan, numbers: tuple[int, ...]) -> None:
         from kilter.memory.schedule import fitted, schedule_of
@@ -535,20 +535,6 @@ class MemoryController:
             )
         )
 
-    def _why_nothing(self) -> str:
-        if self._torch is None:
-            return "the script did not import torch"
-        where = "on a GPU " if self._kind == "cuda" else ""
-        return f"no tensor of {show_bytes(MIB)} or more was saved for backward {where}"
-
-    def _why_out_of_memory(self, swapper: Swapper) -> str:
-        when = "under its plan" if swapper.report().planned else "before there was a plan"
-        fewer = "" if self._grows else f", and {ALLOCATOR[0]}={GROWING} makes fewer"
-        return (
-            f"the program ran out of memory {when}; a smaller budget leaves more room for "
-            f"fragments{fewer}; `kilter size` says how small it may be"
-        )
-
     def _plan_only(self, swapper: Swapper) -> None:
         """What would have been done."""
         from kilter.memory.plan.choose import plan
@@ -560,7 +546,7 @@ class MemoryController:
         try:
             self._fitted(record, plan(problem), numbers)
         except PlanError as error:
-            self._refuse(str(error))
+            self._refuse(messages.of_error(error))
 
     def _bounds(self, swapper: Swapper) -> tuple[int | None, float | None]:
         """For the largest pass that was planned, or seen: the smallest peak, and the time that no

@@ -23,6 +23,8 @@ LOCAL_PROCESSES = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 class HostMemoryError(DeviceError):
     """The host has not enough memory for what the schedule moves there."""
 
+    code = "host_memory"
+
 
 class HostLimit:
     """What all that one process offloads may take of the host's memory, together."""

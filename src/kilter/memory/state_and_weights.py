@@ -27,7 +27,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kilter.core.errors import PlanError
+from kilter.core.reasons import Reason
 from kilter.core.units import MIB, show_bytes
+from kilter.memory import messages
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +121,7 @@ class StateAndWeightPolicy:
         self.joint: Joint | None = None
         """How state streams, where that was chosen and not taken back."""
         self._chosen = False
-        self.taken_back: str | None = None
+        self.taken_back: Reason | None = None
         """Why state does not stream any more."""
         self.settled = False
         """Nothing is left to decide."""
@@ -328,10 +330,7 @@ class StateAndWeightPolicy:
         now_s = statistics.median(self._times_s) if self._times_s else float("inf")
         if now_s > before_s:
             assert self.report is not None
-            self.taken_back = (
-                "optimizer state does not stream: iterations took "
-                f"{now_s * 1e3:.0f} ms with it and {before_s * 1e3:.0f} ms without"
-            )
+            self.taken_back = messages.streaming_slower(now_s, before_s)
             self.joint, self._awaiting = None, True
             mover.make_room(self.report.state_bytes + self.report.away_bytes, link=self._link)
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from kilter.core.script_end import ScriptEnd
 from kilter.core.trace import IterationTrace
 from kilter.observe.iteration_clock import Iteration, IterationClock
 from kilter.observe.profiler_window import Window
@@ -66,9 +67,9 @@ class TraceSource:
         opened_at = self._window.opened_at if self._window is not None else 0
         return opened_at > 0 and opened_at <= iteration.index <= opened_at + SLOW_ITERATIONS
 
-    def script_ended(self, outcome: str) -> None:
+    def script_ended(self, outcome: ScriptEnd) -> None:
         """Whoever reads the traceback of a script that failed does not wait for a trace."""
-        if outcome != "finished":
+        if not outcome.finished:
             self._failed = f"the script ended early ({outcome})"
         if self._window is not None and self._failed is not None:
             self._window.abandon(self._failed)

@@ -23,6 +23,7 @@ from kilter.controller import Run
 from kilter.core.errors import FileError, UsageError
 from kilter.core.events import Failed, Started
 from kilter.core.ranks import Ranks
+from kilter.core.script_end import ScriptEnd, end_of
 from kilter.core.secrets import masked
 from kilter.device.protocol import Device
 from kilter.lease.run_lease import RunLease
@@ -77,7 +78,7 @@ class Session:
         self._log: RunLog | None = None
         self._messages = RunMessages(ranks.world_size)
         self._live: LiveRun | None = None
-        self._outcome = "finished"
+        self._outcome = ScriptEnd()
         """How the script has ended, once it has."""
         self._outer: Session | None = None
         self._pid = 0
@@ -195,7 +196,7 @@ class Session:
         if os.getpid() != self._pid or self._outer is not None:
             return  # a forked child that left the script, or the outer session's to end
         Session._running = None
-        self._outcome = how_it_ended(error)
+        self._outcome = end_of(error)
         try:
             self._torch_came.cancel()
             self._destructors.stop()
@@ -250,7 +251,7 @@ class Session:
 
     def _left_nothing(self, log: RunLog) -> bool:
         """The script has ended at once, without an iteration: its `--help`, for example."""
-        unseen = self._outcome == "finished" and self.iterations.index < 0
+        unseen = self._outcome.finished and self.iterations.index < 0
         at_once = unseen and log.now_s() < AT_ONCE_S
         return at_once and self._options.out is None and not self._fence.down
 
@@ -287,13 +288,3 @@ def _torch_version() -> str | None:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def how_it_ended(error: BaseException | None) -> str:
-    """`finished`, `exit 3`, or `raised ValueError`."""
-    if error is None:
-        return "finished"
-    if isinstance(error, SystemExit):
-        code = error.code
-        return "finished" if code in (None, 0) else f"exit {code if isinstance(code, int) else 1}"
-    return f"raised {type(error).__name__}"

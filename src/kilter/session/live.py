@@ -15,6 +15,7 @@ from kilter.controller import Controller, Run
 from kilter.core.errors import FileError
 from kilter.core.events import Stopped, sampled
 from kilter.core.messages import MessagesGone
+from kilter.core.script_end import ScriptEnd
 from kilter.core.setting import Setting
 from kilter.observe.iteration_clock import Iteration
 from kilter.session.log import Ending
@@ -68,7 +69,7 @@ class LiveRun:
             for controller in self._controllers:
                 controller.iteration_ended(index)
 
-    def script_ended(self, outcome: str) -> None:
+    def script_ended(self, outcome: ScriptEnd) -> None:
         """The program is over: nothing more is noticed, and our thread ends."""
         for controller in self._controllers:
             self._run.fence.run(controller.script_ended)
@@ -76,7 +77,7 @@ class LiveRun:
         self._over.set()
         self._run.trace.script_ended(outcome)
 
-    def settle(self, outcome: str) -> None:
+    def settle(self, outcome: ScriptEnd) -> None:
         """What is left to do before the end is written: the last iterations, the plans."""
         run = self._run
         finished: list[Iteration] = []
@@ -99,7 +100,7 @@ class LiveRun:
                 " optimizer that steps least often has stepped, in whichever thread",
             )
 
-    def stop(self, outcome: str) -> None:
+    def stop(self, outcome: ScriptEnd) -> None:
         """Restore, and write how the run has ended; then wait a little for the other ranks."""
         run = self._run
         after, restored = run.restore()
@@ -108,13 +109,13 @@ class LiveRun:
         run.log(self._stopped(outcome, after, restored))
         self._wait_for_others()
 
-    def _stopped(self, outcome: str, after: Setting, restored: bool) -> Stopped:
+    def _stopped(self, outcome: ScriptEnd, after: Setting, restored: bool) -> Stopped:
         run, sampler = self._run, self._run.sampler
         return Stopped(
             t_s=run.log.now_s(),
             iterations=max(0, run.iterations.index),
             rehearsed_iterations=run.log.rehearsed_iterations,
-            outcome=outcome,
+            outcome=str(outcome),
             found=run.lease.found,
             after=after,
             restored=restored,

@@ -44,9 +44,9 @@ class RunLog:
         """Seconds since the run began: the time of every event."""
         return time.monotonic() - self._began_s
 
-    def refuse(self, subject: str, reason: str) -> None:
+    def refuse(self, subject: str, reason: str, code: str | None = None) -> None:
         """Something that the user asked for is not done; the summary says so."""
-        self.recorder(Refused(t_s=self.now_s(), what=subject, reason=reason))
+        self.recorder(Refused(t_s=self.now_s(), what=subject, reason=reason, code=code))
 
     def notice(self, text: str) -> None:
         """The user can mend this at once, or has to expect it from here on."""

@@ -19,6 +19,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kilter.core.errors import UsageError
+from kilter.core.reasons import Reason
+from kilter.memory import messages
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +113,7 @@ class Doors(AbstractContextManager["Doors"]):
         self,
         *,
         home: Callable[[Any], None],
-        all_home: Callable[[str], None],
+        all_home: Callable[[Reason], None],
         wrote: Callable[[Any], None],
         moved: Callable[[], bool],
         foreign: Callable[[Any], bool],
@@ -207,7 +209,7 @@ class Doors(AbstractContextManager["Doors"]):
 
         @contextmanager
         def disabled(error_message: str) -> Iterator[None]:
-            self._all_home("the program uses torch.func")
+            self._all_home(messages.USES_FUNC)
             with disable(error_message):
                 yield
 
@@ -219,12 +221,12 @@ class Doors(AbstractContextManager["Doors"]):
         begin, replay = kind.capture_begin, kind.replay
 
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            self._all_home("the program captures CUDA graphs")
+            self._all_home(messages.CAPTURES_GRAPHS)
             self._graphs.add(id(graph))
             return begin(graph, *args, **kwargs)
 
         def replayed(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            self._all_home("the program replays CUDA graphs")
+            self._all_home(messages.REPLAYS_GRAPHS)
             if self._moved() and id(graph) not in self._graphs:
                 raise WeightsMoved("a CUDA graph is replayed that was captured before")
             return replay(graph, *args, **kwargs)
@@ -241,7 +243,7 @@ class Doors(AbstractContextManager["Doors"]):
 
         def leave_stream(stream: Any) -> None:
             if self._foreign(stream):
-                self._all_home("the program computes on several streams")
+                self._all_home(messages.SEVERAL_STREAMS)
 
         def set_stream(stream: Any) -> None:
             if not sys._getframe(1).f_globals.get("__name__", "").startswith(OUR_MODULES):

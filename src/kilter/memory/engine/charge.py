@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from kilter.core.reasons import Reason
+from kilter.memory import messages
 from kilter.memory.engine.backend import CopyEvent
 from kilter.memory.engine.gradients import Followed, GradientPlace
 from kilter.memory.engine.stream import StateBucket, local_of
@@ -65,7 +67,7 @@ class Charge:
         """What the plan was made for."""
         self.anew = False
         """After the next step a plan is made, whatever the room."""
-        self.refused: list[str] = []
+        self.refused: list[Reason] = []
         self.settings: Any = None
         """The groups' options when the first gradient arrived."""
         self.marks: list[tuple[int, CopyEvent]] = []
@@ -137,47 +139,48 @@ class Charge:
 
     # Reasons
 
-    def say(self, reason: str) -> None:
+    def say(self, reason: Reason) -> None:
         if reason not in self.refused:
             self.refused.append(reason)
 
-    def keep_state(self, reason: str) -> None:
+    def keep_state(self, reason: Reason) -> None:
         self.streams = False
-        self.say(f"optimizer state stays: {reason}")
+        self.say(messages.state_stays(reason))
 
     def watching(self) -> bool:
         return self.phase is PassPhase.WATCHING
 
-    def object_to(self, reason: str) -> None:
+    def object_to(self, reason: Reason) -> None:
         if self.phase is not PassPhase.KEEPING:
             self.phase = PassPhase.KEEPING
-            self.say(f"gradients are kept: {reason}")
+            self.say(messages.gradients_kept(reason))
 
-    def unfit(self, device: torch.device, followed: Mapping[int, Followed]) -> str | None:
+    def unfit(self, device: torch.device, followed: Mapping[int, Followed]) -> Reason | None:
         """Why this optimizer cannot be run bucket by bucket."""
         import torch
 
         kind = type(self.optimizer)
         if kind.__name__ not in ELEMENTWISE or not kind.__module__.startswith("torch.optim."):
-            return f"{kind.__name__} is not known to treat each parameter on its own"
+            return messages.unknown_optimizer(kind.__name__)
         if not hasattr(kind.step, "__wrapped__"):
-            return f"{kind.__name__}.step was replaced"
+            return messages.step_replaced(kind.__name__)
         for group in self.optimizer.param_groups:
             if group.get("differentiable"):
-                return "the optimizer is differentiable"
+                return messages.DIFFERENTIABLE
             if group.get("capturable"):
-                return "its step may be captured in a CUDA graph, which keeps addresses"
+                return messages.CAPTURABLE
             if len({(p.dtype, p.device) for p in group["params"]}) > 1:
-                return "a group has parameters of several types or devices"
+                return messages.MIXED_GROUP
             for p in group["params"]:
                 plain = type(p) is torch.nn.Parameter or local_of(p) is not p
                 if not plain or p.is_sparse or p.is_complex():
-                    return f"a parameter is a {type(p).__name__}, {p.dtype}, {p.layout}"
+                    kind_name, dtype, layout = type(p).__name__, str(p.dtype), str(p.layout)
+                    return messages.unusual_parameter(kind_name, dtype, layout)
                 if p.device != device:
-                    return f"parameters are on {p.device}"
+                    return messages.parameters_elsewhere(str(p.device))
                 if id(p) in followed:
-                    followed[id(p)].owner.object_to("a parameter belongs to two optimizers")
-                    return "a parameter belongs to two optimizers"
+                    followed[id(p)].owner.object_to(messages.TWO_OPTIMIZERS)
+                    return messages.TWO_OPTIMIZERS
         return None
 
     def watch(self, parameter: Any, gradient: torch.Tensor) -> None:
@@ -185,12 +188,12 @@ class Charge:
         import torch
 
         if gradient.requires_grad or gradient.layout is not torch.strided:
-            self.object_to("a gradient is sparse or has a graph of its own")
+            self.object_to(messages.SPARSE_OR_GRAPH)
             return  # there may be no storage to tell it by
         # One of somebody might change what we have used already.
         hooks = parameter._post_accumulate_grad_hooks.values()
         if not all(str(getattr(h, "__module__", "")).startswith("kilter.") for h in hooks):
-            self.object_to("a parameter has hooks of the program on its gradient")
+            self.object_to(messages.GRADIENT_HOOKS)
         self.seen[id(parameter)] = _state_of(gradient)
 
     def judge(self, gradient_of: Callable[[Any], torch.Tensor | None], device_type: str) -> None:
@@ -198,20 +201,20 @@ class Charge:
         import torch
 
         if self.settings is not None and self.settings != self.options():
-            self.object_to("the optimizer's options change between backward and step")
+            self.object_to(messages.OPTIONS_CHANGE)
         if getattr(self.optimizer, "grad_scale", None) is not None:
-            self.object_to("gradients are unscaled by the step")
+            self.object_to(messages.UNSCALED_BY_STEP)
         if torch.is_autocast_enabled(device_type):
-            self.object_to("the step runs under autocast")
+            self.object_to(messages.STEP_UNDER_AUTOCAST)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.object_to("other processes may have a share in the gradients")
+            self.object_to(messages.SHARED_GRADIENTS)
         for f in self.followed:
             gradient = gradient_of(f.parameter)
             before = self.seen.get(id(f.parameter))
             if gradient is None or before is None or gradient.is_sparse:
                 continue
             if before != _state_of(gradient):
-                self.object_to("gradients are changed between backward and step")
+                self.object_to(messages.GRADIENTS_CHANGED)
 
 
 def _state_of(gradient: torch.Tensor) -> tuple[int, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 
+from kilter.core.reasons import Reason
+from kilter.memory import messages
 from kilter.memory.engine.backend import Backend, HostMemoryError
 from kilter.memory.engine.store import Saved, Store
 
@@ -23,7 +25,7 @@ class Demand:
         self._chosen: list[weakref.ref[Saved]] = []
         """Data that go as soon as the program lets go of them."""
         self.spilled = 0
-        self.refused: list[str] = []
+        self.refused: list[Reason] = []
 
     def begin(self) -> None:
         """A pass begins."""
@@ -45,7 +47,7 @@ class Demand:
         if over:
             self._chosen.append(weakref.ref(saved))
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: Reason) -> None:
         if reason not in self.refused:
             self.refused.append(reason)
 
@@ -61,7 +63,7 @@ class Demand:
             try:
                 left = self._store.leave_unplanned(saved)
             except HostMemoryError as error:
-                self.refuse(str(error))
+                self.refuse(messages.of_error(error))
                 continue
             self.spilled += left
             if not left:

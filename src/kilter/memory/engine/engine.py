@@ -25,7 +25,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from kilter.core.reasons import Reason
 from kilter.core.units import MIB
+from kilter.memory import messages
 from kilter.memory.engine import fused
 from kilter.memory.engine.backend import Backend, owned
 from kilter.memory.engine.collector import Collector
@@ -108,7 +110,7 @@ class SwapReport:
     """The same of all passes since this budget is in force, those before there were plans too."""
     peaks_bytes: tuple[int, ...]
     """Measured peak of the first passes under each plan, in order of planning."""
-    refused: tuple[str, ...]
+    refused: tuple[Reason, ...]
     """Why something could not be planned, or was planned otherwise."""
 
 
@@ -455,7 +457,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         """A large tensor is saved."""
         store = self._store
         if self._duals._current_level >= 0:
-            self._demand.refuse("forward-mode derivatives keep their tensors: those passes stay")
+            self._demand.refuse(messages.FORWARD_MODE)
             return kept(tensor)
         size_bytes = tensor.untyped_storage().nbytes()
         within = store.within()

@@ -15,6 +15,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kilter.core.errors import UsageError
+from kilter.core.reasons import Reason
+from kilter.memory import messages
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +54,7 @@ class Owner(Protocol):
     def watching(self) -> bool:
         """Objections still count."""
 
-    def object_to(self, reason: str) -> None:
+    def object_to(self, reason: Reason) -> None:
         """Something was seen that forbids consuming, and no harm is done yet."""
 
 
@@ -75,7 +77,7 @@ class Followed:
         if self.place is GradientPlace.GONE:
             raise GradientConsumed("a gradient was not zeroed before the next backward")
         if self.place is not GradientPlace.NONE and self.owner.watching():
-            self.owner.object_to("gradients accumulate over several backwards")
+            self.owner.object_to(messages.ACCUMULATED)
         self.place = GradientPlace.THERE
         self.version = self.parameter._version
 
@@ -94,7 +96,7 @@ class Followed:
             if self.place is GradientPlace.TAKEN:
                 raise GradientConsumed("a parameter was changed between backward and step")
             if watching:
-                self.owner.object_to("parameters are changed between backward and step")
+                self.owner.object_to(messages.PARAMETERS_CHANGED)
         if self.place is GradientPlace.THERE:
             self.place = GradientPlace.STEPPED
         elif self.place is GradientPlace.TAKEN:
@@ -102,16 +104,14 @@ class Followed:
         elif self.place is GradientPlace.GONE:
             raise GradientConsumed("optimizer.step() was called twice for one backward")
         elif self.place is GradientPlace.STEPPED and watching:
-            self.owner.object_to("a gradient is used by two steps")
+            self.owner.object_to(messages.STEPPED_TWICE)
 
     def runs(self) -> None:
         """A module that reads the parameter runs."""
         if self.place is GradientPlace.TAKEN:
             raise GradientConsumed("a module ran between backward and optimizer.step()")
         if self.place is GradientPlace.THERE and self.owner.watching():
-            self.owner.object_to(
-                "modules run between backward and step (do gradients accumulate over several?)"
-            )
+            self.owner.object_to(messages.MODULES_RUN)
 
 
 class Gradients(AbstractContextManager["Gradients"]):
@@ -189,13 +189,13 @@ class Gradients(AbstractContextManager["Gradients"]):
             if not frame.f_locals.get("set_to_none", True):
                 import torch
 
-                found.owner.object_to("gradients are zeroed in place")
+                found.owner.object_to(messages.ZEROED_IN_PLACE)
                 self.put(found.parameter, torch.zeros_like(found.parameter))
                 found.place = GradientPlace.STEPPED
 
     def _unexpected(self, found: Followed, what: str, frame: FrameType) -> None:
-        where = f"{what} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        reason = messages.touched(what, frame.f_code.co_filename, frame.f_lineno)
         if found.place in (GradientPlace.TAKEN, GradientPlace.GONE):
-            raise GradientConsumed(where)
+            raise GradientConsumed(reason.text)
         if found.owner.watching():
-            found.owner.object_to(where)
+            found.owner.object_to(reason)

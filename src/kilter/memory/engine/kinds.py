@@ -12,6 +12,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from kilter.core.errors import PlanError
+from kilter.core.reasons import Reason
+from kilter.memory import messages
 from kilter.memory.engine.backend import Backend, HostMemoryError
 from kilter.memory.engine.pass_record import ALIGN, PassRecord
 from kilter.memory.engine.ready import Ready, ready
@@ -106,7 +108,7 @@ class Kinds:
         """For copies, in a pass under the plan that was timed last."""
         self.hastened = 0
         """Loads that start earlier than planned, since they were late."""
-        self.refused: list[str] = []
+        self.refused: list[Reason] = []
         self.attention = Attention()
 
     def __iter__(self) -> Iterator[PassKind]:
@@ -269,10 +271,7 @@ class Kinds:
         out, back = slowness(problem, value.schedule, late)
         kind.slow = (kind.slow[0] * out, kind.slow[1] * back)
         kind.outdated = True
-        self._refuse(
-            f"copies out and in take {kind.slow[0]:.2f} and {kind.slow[1]:.2f} times as long as by "
-            "the link's table, or more: there is a plan for that"
-        )
+        self._refuse(messages.slower_link(*kind.slow))
 
     def _hasten(self, kind: PassKind, late: Waiting) -> bool:
         """The same plan with late loads earlier; `False` if there is no memory for it."""
@@ -302,13 +301,13 @@ class Kinds:
             try:
                 kind.plan = self._ready(kind, budget_bytes, None if room is None else room())
             except (PlanError, HostMemoryError) as error:
-                self._refuse(str(error))
+                self._refuse(messages.of_error(error))
                 continue
             self.unplanned_peak_bytes = 0
             return
         kind.hopeless = kind.plan is None
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: Reason) -> None:
         if reason not in self.refused:
             self.refused.append(reason)
 

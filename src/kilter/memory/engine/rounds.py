@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kilter.core.units import show_bytes
+from kilter.memory import messages
 from kilter.memory.engine.backend import Backend, HostMemoryError
 from kilter.memory.engine.charge import Charge, PassPhase
 from kilter.memory.engine.gradients import Gradients
@@ -21,8 +21,6 @@ from kilter.memory.plan.state import Bucket, plan_state
 
 if TYPE_CHECKING:
     import torch
-
-HELD = "optimizer state stays where the program has the address of its bytes"
 
 
 class Rounds:
@@ -181,10 +179,7 @@ class Rounds:
         room_bytes = max(0, charge.room_bytes - (self._stream.held_bytes - mine_bytes))
         least_bytes = max(b.size_bytes for b in charge.buckets)
         if room_bytes < least_bytes:
-            charge.say(
-                f"optimizer state streams through no less than {show_bytes(least_bytes)}; "
-                f"{show_bytes(room_bytes)} of room were left for it"
-            )
+            charge.say(messages.little_room(least_bytes, room_bytes))
             room_bytes = least_bytes
         plan = plan_state(self.cuts(charge), room_bytes=room_bytes, link=self.link)
         charge.plan = plan
@@ -214,15 +209,15 @@ class Rounds:
             return
         try:
             if not self._stream.offload(bucket):
-                charge.say(HELD)
+                charge.say(messages.STATE_ADDRESS_HELD)
         except HostMemoryError as error:
             bucket.streamed = False
-            charge.say(f"optimizer state stays: {error}")
+            charge.say(messages.state_stays(messages.of_error(error)))
 
     def _evict(self, charge: Charge, bucket: StateBucket) -> None:
         moving = bucket.where in (Where.OFFLOADING, Where.PREFETCHING)
         if moving and not self._stream.evict(bucket):
-            charge.say(HELD)
+            charge.say(messages.STATE_ADDRESS_HELD)
 
     def _bring(self, charge: Charge, bucket: StateBucket) -> None:
         """Have the state on the device from here on, even if nothing was prepared for that."""
@@ -239,7 +234,7 @@ class Rounds:
         try:
             self._stream.settle(bucket)
         except torch.OutOfMemoryError:
-            charge.say("optimizer state did not fit the device and is on the host")
+            charge.say(messages.STATE_ON_HOST)
 
     def bring_home(self, charge: Charge) -> None:
         """All state on the device for good, or in host memory if it does not fit there."""

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from kilter.core.reasons import Reason
+from kilter.memory import messages
 from kilter.memory.engine.aliases import Holders, holders, shared_with_processes
 from kilter.memory.engine.away import WeightsMoved, away_class, guarded
 from kilter.memory.engine.backend import Backend, CopyEvent, HostMemoryError, owned
@@ -57,14 +59,14 @@ class MovedWeights:
         """Earlier than by its gradient, since it was asked for."""
         self.asked_in = -2
         """Pass in which forward asked for it after it had left."""
-        self.stays: str | None = None
+        self.stays = False
 
 
 class Shelf:
     """Moves weights and counts. `late` is told of one that is asked for while it is away."""
 
     def __init__(
-        self, backend: Backend, late: Callable[[MovedWeights], None], say: Callable[[str], None]
+        self, backend: Backend, late: Callable[[MovedWeights], None], say: Callable[[Reason], None]
     ) -> None:
         import torch
 
@@ -92,7 +94,7 @@ class Shelf:
         self._flag_host: torch.Tensor | None = None
         self._counted = hasattr(torch.Tensor, "_use_count")
         if not self._counted:
-            say("weights stay: this PyTorch does not count who holds a tensor")
+            say(messages.weights_stay(messages.NO_USE_COUNT))
             return
         fresh = torch.nn.Parameter(torch.empty(1, device=backend.device))
         self._alone = holders(fresh)
@@ -115,7 +117,7 @@ class Shelf:
         if weight.where is Where.OFFLOADED:
             self.gone_bytes -= weight.size_bytes
         weight.incoming = None
-        weight.where, weight.stays = Where.RESIDENT, "it is no more"
+        weight.where, weight.stays = Where.RESIDENT, True
 
     def home(self, parameter: Any) -> None:
         """Have it here for what is issued from now on."""
@@ -144,8 +146,8 @@ class Shelf:
                 weight.arrival = self._backend.copy_in(weight.incoming, weight.host)
                 self._backend.wait(weight.arrival)
             if holders(parameter).exceed(self._alone_of(parameter), others=1):
-                weight.stays = "weights stay on the host where somebody has their address there"
-                self._say(weight.stays)
+                weight.stays = True
+                self._say(messages.HELD_ON_HOST)
             else:
                 self._have(parameter, shaped(weight.incoming, 0, weight.on_host))
             weight.storage = parameter.untyped_storage()._cdata
@@ -237,8 +239,8 @@ class Shelf:
         weight.storage = storage._cdata
         sizes = {storage.nbytes(), parameter.nbytes, weight.size_bytes}
         if len(sizes) > 1 or parameter.device != self._backend.device:
-            weight.stays = "weights stay whose size or device was changed"
-            self._say(weight.stays)
+            weight.stays = True
+            self._say(messages.RESIZED)
             return
         try:
             if self._flag_host is None:
@@ -247,8 +249,8 @@ class Shelf:
             if weight.host is None:
                 self._reserve(weight, parameter)
         except HostMemoryError as error:
-            weight.stays = f"weights stay: {error}"
-            self._say(weight.stays)
+            weight.stays = True
+            self._say(messages.weights_stay(messages.of_error(error)))
             return
         assert weight.host is not None
         with self._undisturbed():

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kilter.core.errors import UsageError
 from kilter.core.plan import GRADIENTS
+from kilter.core.reasons import Reason
 from kilter.core.units import MIB
+from kilter.memory import messages
 from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.charge import Charge, PassPhase
 from kilter.memory.engine.engine import leave_uncompiled
@@ -41,10 +43,9 @@ if TYPE_CHECKING:
 WATCHED_STEPS = 3
 """Optimizer steps that a loop is watched for."""
 KEPT = {
-    "auto": "a later iteration may change them or skip its step; for a program that never does, "
-    "--gradients consume uses them up as they arrive",
+    "auto": messages.LATER_ITERATIONS,
     "consume": None,
-    "keep": "as asked for",
+    "keep": messages.AS_ASKED,
 }
 """Why gradients are kept, by what was asked for."""
 
@@ -71,7 +72,7 @@ class StateReport:
     away_bytes: int
     """State on the host between visits."""
     plans: tuple[StatePlan, ...]
-    refused: tuple[str, ...]
+    refused: tuple[Reason, ...]
     """Why gradients are kept or state stays."""
 
 
@@ -164,7 +165,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         """Bring the state home and forget about gradients."""
         for charge in self._charges.values():
             if charge.took:
-                charge.say("parameters were updated in backward, and no step followed")
+                charge.say(messages.NO_STEP_FOLLOWED)
             self._unstash(charge)
             self._rounds.bring_home(charge)
             for handle in charge.handles:
@@ -191,7 +192,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._let_gradients_be()
 
     def _let_gradients_be(self) -> None:
-        self._kept = self._kept or "those of all optimizers before had to be"
+        self._kept = self._kept or messages.EARLIER_OPTIMIZERS
         self._unguard()
         for hook in self._hooks:
             hook.remove()
@@ -214,7 +215,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             state_bytes=sum(b.size_bytes for b in buckets) - away_bytes,
             away_bytes=away_bytes,
             plans=tuple(c.plan for c in charges if c.plan is not None),
-            refused=tuple(dict.fromkeys(text for c in charges for text in c.refused)),
+            refused=tuple(dict.fromkeys(reason for c in charges for reason in c.refused)),
         )
 
     def _gradient_bytes(self, charge: Charge) -> int:
@@ -326,7 +327,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         if self._kept is not None:
             charge.object_to(self._kept)
         elif any(bucket.sharded for bucket in charge.buckets):
-            charge.object_to("parameters are sharded over processes")
+            charge.object_to(messages.SHARDED_PARAMETERS)
         charge.handles = [
             optimizer.register_step_pre_hook(self._fenced(self._before_step)),
             optimizer.register_step_post_hook(self._after_step),
@@ -362,7 +363,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         gradient = self._access.get(parameter)
         assert gradient is not None
         if self._keeps_graph() and not charge.took:
-            charge.object_to("backward keeps its graph, for another one through the same weights")
+            charge.object_to(messages.GRAPH_KEPT)
             charge.anew = True
             return
         if charge.settings is None:
@@ -382,7 +383,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             bucket.missing = len(bucket.members) + 1  # left to the step
         if not charge.open:
             if charge.altered:
-                charge.object_to("the optimizer's parameters changed")
+                charge.object_to(messages.OTHER_PARAMETERS)
                 return
             self._rounds.begin(charge)
         if bucket.missing == 0:
@@ -430,9 +431,9 @@ class StateMover(AbstractContextManager["StateMover"]):
     def _before_closure(self, charge: Charge) -> None:
         if charge.took:
             raise GradientConsumed("optimizer.step was given a closure")
-        charge.object_to("optimizer.step is given a closure")
+        charge.object_to(messages.CLOSURE)
         if charge.streams:
-            charge.keep_state("optimizer.step is given a closure")
+            charge.keep_state(messages.CLOSURE)
             self._rounds.bring_home(charge)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

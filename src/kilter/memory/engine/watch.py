@@ -8,6 +8,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+from kilter.core.reasons import Reason
+from kilter.memory import messages
 from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.modified import Modified
@@ -87,7 +89,7 @@ class Watch:
         self._reader = Reader(store)
         self._recorder = PassRecorder()
         self.trial = trial
-        self.refused: list[str] = []
+        self.refused: list[Reason] = []
         self.peak_bytes = 0
         """The most in use so far, where that is measured."""
         self._marks: list[tuple[CopyEvent, CopyEvent]] = []
@@ -197,7 +199,7 @@ class Watch:
             return
         read = (held.tensor.untyped_storage()._cdata for held in found.parameters)
         if not self._emptied.isdisjoint(read):
-            self.refused.append(f"{datum.name}: is made from weights that come and go (sharding)")
+            self.refused.append(messages.recipe_of_sharded_weights(datum.name))
             return
         marks = []
         try:
@@ -208,11 +210,11 @@ class Watch:
                 made = self._store.made(found)
                 marks.append((begin, self._backend.mark()))
         except (Unlike, Modified, torch.OutOfMemoryError) as error:
-            self.refused.append(f"{datum.name}: {error}")
+            self.refused.append(messages.recipe_failed(datum.name, error))
             return
         again = torch.empty(0, dtype=torch.uint8, device=made.device)
         again.set_(made.untyped_storage(), 0, (saved.size_bytes,), (1,))
         if torch.equal(flat(saved), again):
             datum.recompute_s = min(self._backend.elapsed_s(*pair) for pair in marks)
         else:
-            self.refused.append(f"{datum.name}: recomputed, it differs")
+            self.refused.append(messages.recipe_differs(datum.name))

@@ -18,7 +18,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kilter.core.reasons import Reason
 from kilter.core.units import MIB
+from kilter.memory import messages
 from kilter.memory.engine.away import Doors, WeightsMoved
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.modified import Modified
@@ -63,7 +65,7 @@ class WeightReport:
     in_bytes: int
     host_bytes: int
     plan: WeightPlan | None
-    refused: tuple[str, ...]
+    refused: tuple[Reason, ...]
 
 
 class SavedView:
@@ -152,7 +154,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._plan: WeightPlan | None = None
         self._release: dict[Tick, list[MovedWeights]] = {}
         self._load: dict[Tick, list[MovedWeights]] = {}
-        self._refused: list[str] = []
+        self._refused: list[Reason] = []
 
     # Begin and end
 
@@ -208,10 +210,10 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         if not exception or exception[0] is None:
             self._check()
 
-    def stop(self, reason: str | None = None) -> None:
+    def stop(self, reason: Reason | None = None) -> None:
         """All weights are here from now on, for good."""
         if reason is not None:
-            self._say(f"weights stay: {reason}")
+            self._say(messages.weights_stay(reason))
         if self._stopped:
             return
         self._stopped = True
@@ -251,7 +253,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             refused=tuple(self._refused),
         )
 
-    def _say(self, reason: str) -> None:
+    def _say(self, reason: Reason) -> None:
         if reason not in self._refused:
             self._refused.append(reason)
 
@@ -291,8 +293,8 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             weight.needed_at = min(len(self._ticks), before)
             self._anew = True
         elif weight.asked_in == self._passes - 1:
-            weight.stays = "weights stay that the program reads after their module has run"
-            self._say(weight.stays)
+            weight.stays = True
+            self._say(messages.READ_LATER)
             self._anew = True
         else:
             weight.asked_in = self._passes
@@ -383,7 +385,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         if self._shelf.stream is None:
             self._shelf.stream = self._torch.cuda.current_stream(self._backend.device)
         elif self._shelf.elsewhere():
-            self.stop("the program computes on several streams")
+            self.stop(messages.SEVERAL_STREAMS)
 
     # Passes
 
@@ -405,15 +407,15 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._timing = self._plan is None or self._timed < TIMED_PASSES
         self._runs.clear()
 
-    def _unfit(self) -> str | None:
+    def _unfit(self) -> Reason | None:
         """Why weights have to stay in this job."""
         torch = self._torch
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized():
-            return "other processes may read them"
+            return messages.OTHER_PROCESSES
         dynamo = sys.modules.get("torch._dynamo.utils")
         if dynamo is not None and dynamo.counters["frames"]["total"]:
-            return "the program compiles"
+            return messages.COMPILES
         return None
 
     def _file(self, now: CopyEvent) -> None:

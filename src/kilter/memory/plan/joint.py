@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kilter.core.errors import PlanError
+from kilter.core.errors import BudgetTooSmall, PlanError
 from kilter.memory.plan.delay_loads import delay_loads
 from kilter.memory.plan.mix import roughly
 from kilter.memory.plan.problem import Link, Problem
@@ -103,7 +103,7 @@ def joint(problem: Problem, buckets: Sequence[Bucket], at: Sequence[int]) -> Joi
         best = parts
     found = tried[best]
     if found is None:
-        raise PlanError(
+        raise BudgetTooSmall(
             f"the budget of {problem.budget_bytes} bytes is out of reach even with optimizer state "
             "on the host"
         )

@@ -12,7 +12,7 @@ where memory would exceed the budget; and passes are limited. The rest is not im
 
 from __future__ import annotations
 
-from kilter.core.errors import PlanError
+from kilter.core.errors import BudgetTooSmall
 from kilter.memory.plan.place import releases
 from kilter.memory.plan.problem import Problem
 from kilter.memory.plan.simulate import Move, Schedule
@@ -22,7 +22,7 @@ def literal(problem: Problem, *, max_passes: int = 50) -> Schedule:
     """Swap only. `PlanError` if not even everything away fits the budget."""
     intervals = problem.intervals
     if problem.floor_bytes > problem.budget_bytes:
-        raise PlanError(
+        raise BudgetTooSmall(
             f"the budget of {problem.budget_bytes} bytes is below {problem.floor_bytes}, which "
             "operations need even when everything else is away"
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kilter.core.errors import PlanError
+from kilter.core.errors import BudgetTooSmall, PlanError
 from kilter.memory.plan.problem import Problem
 from kilter.memory.plan.simulate import Schedule, SimulatedPass, simulate
 from kilter.memory.plan.spanning import TOO_FEW, swap_rest
@@ -38,7 +38,7 @@ def mix(problem: Problem, reaches: Sequence[float] = REACHES) -> Schedule:
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule()
     if problem.floor_bytes > problem.budget_bytes:
-        raise PlanError(
+        raise BudgetTooSmall(
             f"the budget of {problem.budget_bytes} bytes is below {problem.floor_bytes}, which "
             "operations need even when everything else is away"
         )
@@ -57,7 +57,7 @@ def roughly(problem: Problem) -> tuple[Schedule, SimulatedPass]:
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule(), simulate(problem, Schedule())
     if problem.floor_bytes > problem.budget_bytes:
-        raise PlanError(f"the budget of {problem.budget_bytes} bytes is out of reach")
+        raise BudgetTooSmall(f"the budget of {problem.budget_bytes} bytes is out of reach")
     order = within_reach(problem, by_price(problem), REACHES[0])
     return _search(problem, order, len(order) // ROUGHLY)
 

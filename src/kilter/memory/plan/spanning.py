@@ -15,7 +15,7 @@ from itertools import product
 
 import numpy as np
 
-from kilter.core.errors import PlanError
+from kilter.core.errors import BudgetTooSmall, PlanError
 from kilter.memory.plan.place import judged
 from kilter.memory.plan.problem import Problem
 from kilter.memory.plan.simulate import Schedule, SimulatedPass
@@ -31,7 +31,7 @@ def spanning(problem: Problem) -> Schedule:
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule()
     if problem.floor_bytes > problem.budget_bytes:
-        raise PlanError(
+        raise BudgetTooSmall(
             f"the budget of {problem.budget_bytes} bytes is below {problem.floor_bytes}, which "
             "operations need even when everything else is away"
         )

@@ -1,0 +1,236 @@
+"""Every sentence about what memory does not do, or does otherwise than planned, as a `Reason`.
+
+The engine and the controller say which reason applies and give its values; programs compare codes.
+"""
+
+from __future__ import annotations
+
+from kilter.core.errors import KilterError
+from kilter.core.reasons import Reason
+from kilter.core.units import show_bytes
+
+
+def of_error(error: KilterError, subject: str = "plan") -> Reason:
+    """What an error of ours says, under its own code."""
+    return Reason(error.code, subject, str(error))
+
+
+# Plans of activations
+
+CHANGING_SHAPES = Reason(
+    "changing_shapes",
+    "passes",
+    "passes keep differing from those seen before: few of them are watched from here on, and where "
+    "there is no plan, data are offloaded as soon as the budget is reached",
+)
+FORWARD_MODE = Reason(
+    "forward_mode",
+    "passes",
+    "forward-mode derivatives keep their tensors: those passes stay",
+)
+
+
+def slower_link(out: float, back: float) -> Reason:
+    """By which factors copies take longer than the link's table says."""
+    return Reason(
+        "slower_link",
+        "copies",
+        f"copies out and in take {out:.2f} and {back:.2f} times as long as by the link's table, "
+        "or more: there is a plan for that",
+    )
+
+
+def recipe_of_sharded_weights(datum: str) -> Reason:
+    return Reason(
+        "recipe_reads_sharded_weights",
+        datum,
+        "is made from weights that come and go (sharding)",
+    )
+
+
+def recipe_failed(datum: str, error: Exception) -> Reason:
+    return Reason("recipe_failed", datum, str(error))
+
+
+def recipe_differs(datum: str) -> Reason:
+    return Reason("recipe_differs", datum, "recomputed, it differs")
+
+
+# Gradients: why they are not used up as they arrive
+
+
+def gradients_kept(why: Reason) -> Reason:
+    return Reason(why.code, "gradients", f"gradients are kept: {why.text}")
+
+
+def _gradients(code: str, text: str) -> Reason:
+    return Reason(code, "gradients", text)
+
+
+LATER_ITERATIONS = _gradients(
+    "later_iterations",
+    "a later iteration may change them or skip its step; for a program that never does, "
+    "--gradients consume uses them up as they arrive",
+)
+EARLIER_OPTIMIZERS = _gradients("earlier_optimizers", "those of all optimizers before had to be")
+AS_ASKED = _gradients("as_asked", "as asked for")
+ACCUMULATED = _gradients("accumulated", "gradients accumulate over several backwards")
+PARAMETERS_CHANGED = _gradients(
+    "parameters_changed", "parameters are changed between backward and step"
+)
+STEPPED_TWICE = _gradients("stepped_twice", "a gradient is used by two steps")
+MODULES_RUN = _gradients(
+    "modules_run", "modules run between backward and step (do gradients accumulate over several?)"
+)
+ZEROED_IN_PLACE = _gradients("zeroed_in_place", "gradients are zeroed in place")
+SPARSE_OR_GRAPH = _gradients("sparse_or_graph", "a gradient is sparse or has a graph of its own")
+GRADIENT_HOOKS = _gradients(
+    "gradient_hooks", "a parameter has hooks of the program on its gradient"
+)
+OPTIONS_CHANGE = _gradients(
+    "options_change", "the optimizer's options change between backward and step"
+)
+UNSCALED_BY_STEP = _gradients("unscaled_by_step", "gradients are unscaled by the step")
+STEP_UNDER_AUTOCAST = _gradients("step_under_autocast", "the step runs under autocast")
+SHARED_GRADIENTS = _gradients(
+    "shared_with_processes", "other processes may have a share in the gradients"
+)
+GRADIENTS_CHANGED = _gradients(
+    "gradients_changed", "gradients are changed between backward and step"
+)
+SHARDED_PARAMETERS = _gradients("sharded", "parameters are sharded over processes")
+GRAPH_KEPT = _gradients(
+    "graph_kept", "backward keeps its graph, for another one through the same weights"
+)
+OTHER_PARAMETERS = _gradients("other_parameters", "the optimizer's parameters changed")
+NO_STEP_FOLLOWED = _gradients(
+    "no_step_followed", "parameters were updated in backward, and no step followed"
+)
+CLOSURE = _gradients("closure", "optimizer.step is given a closure")
+
+
+def touched(what: str, file: str, line: int) -> Reason:
+    """The program reads, sets or zeroes a gradient where a training loop does not."""
+    return _gradients("touched", f"{what} ({file}:{line})")
+
+
+# Optimizer state, and optimizers that cannot be run bucket by bucket
+
+
+def state_stays(why: Reason) -> Reason:
+    return Reason(why.code, "optimizer state", f"optimizer state stays: {why.text}")
+
+
+def _optimizer(code: str, text: str) -> Reason:
+    return Reason(code, "optimizer", text)
+
+
+DIFFERENTIABLE = _optimizer("differentiable", "the optimizer is differentiable")
+CAPTURABLE = _optimizer(
+    "capturable", "its step may be captured in a CUDA graph, which keeps addresses"
+)
+MIXED_GROUP = _optimizer("mixed_group", "a group has parameters of several types or devices")
+TWO_OPTIMIZERS = _optimizer("two_optimizers", "a parameter belongs to two optimizers")
+STATE_ADDRESS_HELD = Reason(
+    "address_held",
+    "optimizer state",
+    "optimizer state stays where the program has the address of its bytes",
+)
+STATE_ON_HOST = Reason(
+    "state_on_host",
+    "optimizer state",
+    "optimizer state did not fit the device and is on the host",
+)
+
+
+def unknown_optimizer(kind: str) -> Reason:
+    return _optimizer(
+        "unknown_optimizer", f"{kind} is not known to treat each parameter on its own"
+    )
+
+
+def step_replaced(kind: str) -> Reason:
+    return _optimizer("step_replaced", f"{kind}.step was replaced")
+
+
+def unusual_parameter(kind: str, dtype: str, layout: str) -> Reason:
+    return _optimizer("unusual_parameter", f"a parameter is a {kind}, {dtype}, {layout}")
+
+
+def parameters_elsewhere(device: str) -> Reason:
+    return _optimizer("parameters_elsewhere", f"parameters are on {device}")
+
+
+def little_room(least_bytes: int, room_bytes: int) -> Reason:
+    return Reason(
+        "little_room",
+        "optimizer state",
+        f"optimizer state streams through no less than {show_bytes(least_bytes)}; "
+        f"{show_bytes(room_bytes)} of room were left for it",
+    )
+
+
+def streaming_slower(with_s: float, without_s: float) -> Reason:
+    """Medians of iterations with streaming optimizer state and without."""
+    return Reason(
+        "streaming_slower",
+        "optimizer state",
+        "optimizer state does not stream: iterations took "
+        f"{with_s * 1e3:.0f} ms with it and {without_s * 1e3:.0f} ms without",
+    )
+
+
+# Weights
+
+
+def weights_stay(why: Reason) -> Reason:
+    return Reason(why.code, "weights", f"weights stay: {why.text}")
+
+
+def _weights(code: str, text: str) -> Reason:
+    return Reason(code, "weights", text)
+
+
+USES_FUNC = _weights("uses_func", "the program uses torch.func")
+CAPTURES_GRAPHS = _weights("captures_graphs", "the program captures CUDA graphs")
+REPLAYS_GRAPHS = _weights("replays_graphs", "the program replays CUDA graphs")
+SEVERAL_STREAMS = _weights("several_streams", "the program computes on several streams")
+OTHER_PROCESSES = _weights("shared_with_processes", "other processes may read them")
+COMPILES = _weights("compiles", "the program compiles")
+NO_USE_COUNT = _weights("no_use_count", "this PyTorch does not count who holds a tensor")
+READ_LATER = _weights(
+    "read_later", "weights stay that the program reads after their module has run"
+)
+HELD_ON_HOST = _weights(
+    "held_on_host", "weights stay on the host where somebody has their address there"
+)
+RESIZED = _weights("resized", "weights stay whose size or device was changed")
+
+
+# The job
+
+
+NO_TORCH = Reason("no_torch", "job", "the script did not import torch")
+
+
+def nothing_saved(size_bytes: int, *, on_gpu: bool) -> Reason:
+    """No tensor of this size or more was met."""
+    where = " on a GPU" if on_gpu else ""
+    return Reason(
+        "nothing_saved",
+        "job",
+        f"no tensor of {show_bytes(size_bytes)} or more was saved for backward{where}",
+    )
+
+
+def out_of_memory(*, planned: bool, allocator: str | None) -> Reason:
+    """The program ended by that. `allocator` is the variable with which the framework's allocator
+    leaves fewer fragments, unless it is set already."""
+    when = "under its plan" if planned else "before there was a plan"
+    fewer = "" if allocator is None else f", and {allocator} makes fewer"
+    return Reason(
+        "out_of_memory",
+        "job",
+        f"the program ran out of memory {when}; a smaller budget leaves more room for "
+        f"fragments{fewer}; `kilter size` says how small it may be",
+    )

@@ -14,6 +14,7 @@ import msgspec
 from kilter.core.codec import read
 from kilter.core.errors import FileError
 from kilter.core.label import Label
+from kilter.core.memory_record import MemoryRecord
 from kilter.core.plan import Goal
 from kilter.core.setting import DeviceInfo, Sample, Setting
 
@@ -137,54 +138,10 @@ class Fitted(Event, frozen=True, kw_only=True):
     kept: int
 
 
-class Moved(Event, frozen=True, kw_only=True):
-    """What the memory engine has done since the start. The last one rules."""
+class Moved(MemoryRecord, frozen=True, kw_only=True, tag_field="event", tag="moved"):
+    """What memory has come to since the start. The last one rules."""
 
-    backend: str
-    """`cuda`, or `stand-in`: only what autograd keeps is counted, in the memory of the CPU."""
-    budget_bytes: int | None
-    """None: not known yet."""
-    budget: str
-    """Where the budget comes from, in words."""
-    applied: bool
-    """False: only observed (`--dry-run`)."""
-    plain_peak_bytes: int | None
-    """Peak with everything kept, as observed before there was a plan."""
-    plain_peak_seen: bool
-    """The program really reached it; False: something was away, and is counted in."""
-    peak_bytes: int | None
-    """The largest measured one of passes of all kinds, each as it runs now."""
-    least_bytes: int | None
-    """The smallest peak that any plan reaches."""
-    plain_iteration_s: float | None
-    """Median of iterations with everything kept and without us; None: there were none."""
-    iteration_s: float | None
-    """Median of the iterations under the plan."""
-    passes: int
-    planned: int
-    """Passes under a plan to their end."""
-    deviations: int
-    late: int
-    spilled: int
-    recomputed: int = msgspec.field(name="remade")
-    out_bytes: int
-    in_bytes: int
-    """Of all that moved: activations, optimizer state, weights."""
-    host_bytes: int
-    most_bytes: int = 0
-    """The largest measured peak since the budget is in force, before there were plans as well."""
-    consumed: int = 0
-    """Buckets of gradients that were used up in backward."""
-    in_force: tuple[int, ...] = ()
-    """Which of this rank's plans (`Fitted`) rule now: one for each kind of pass that has one."""
-    state: str = ""
-    """What became of gradients and optimizer state, where they had to move as well."""
-    bound_s: float | None = None
-    """No schedule makes forward and backward of the largest pass faster; None if not computed."""
-    waited_s: float | None = None
-    """For which the device stood still for copies in a pass under the plan; None: not timed."""
-    hastened: int = 0
-    """Loads that start earlier than planned, since the device had waited for them."""
+    t_s: float
 
 
 class Refused(Event, frozen=True, kw_only=True):

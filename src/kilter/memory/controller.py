@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from kilter.controller import Run
 from kilter.core.errors import BudgetTooSmall, KilterError, PlanError
 from kilter.core.events import Moved
+from kilter.core.memory_record import MemoryCounts
 from kilter.core.plan import MemoryBudget
 from kilter.core.reasons import Reason
 from kilter.core.script_end import ScriptEnd
@@ -499,6 +500,9 @@ class MemoryController:
             self._tell_refused((*report.refused, *weights.refused))
         if state is not None:
             self._tell_refused((*report.refused, *state.refused))
+        counts = {name: getattr(report, name) for name in MemoryCounts.__struct_fields__}
+        for name in ("out_bytes", "in_bytes", "host_bytes"):
+            counts[name] = sum(getattr(moved, name) for moved in movers)
         self._run.log(
             Moved(
                 t_s=self._told_s,
@@ -509,19 +513,9 @@ class MemoryController:
                 plain_peak_bytes=self._plain_bytes(swapper) or None,
                 plain_peak_seen=self._seen,
                 peak_bytes=self._peak_bytes or self._measured_peak_bytes(swapper),
-                most_bytes=report.most_bytes,
                 least_bytes=least_bytes,
                 plain_iteration_s=statistics.median(plain) if plain else None,
                 iteration_s=statistics.median(planned) if planned else None,
-                passes=report.passes,
-                planned=report.planned,
-                deviations=report.deviations,
-                late=report.late,
-                spilled=report.spilled,
-                recomputed=report.recomputed,
-                out_bytes=sum(moved.out_bytes for moved in movers),
-                in_bytes=sum(moved.in_bytes for moved in movers),
-                host_bytes=sum(moved.host_bytes for moved in movers),
                 consumed=0 if state is None else state.visits,
                 in_force=tuple(
                     self._told_plans.index(plan)
@@ -530,8 +524,7 @@ class MemoryController:
                 ),
                 state="" if state is None else words(state, weights),
                 bound_s=bound_s,
-                waited_s=report.waited_s,
-                hastened=report.hastened,
+                **counts,
             )
         )
 

@@ -25,7 +25,7 @@ from kilter.app.report.evidence import (
     within,
 )
 from kilter.app.report.idle import Idle, idle_of
-from kilter.app.report.memory import MemoryReport, memory_report
+from kilter.app.report.memory import MemoryReport, as_json, memory_report
 from kilter.app.report.operations import OperationEnergy, attribute
 from kilter.clocks.plan.governor import Phase
 from kilter.core import codec
@@ -227,7 +227,9 @@ def build(run_dir: str | Path) -> Report:
 
 def to_json(report: Report) -> bytes:
     """One JSON object on one line; what is not a finite number becomes `null`."""
-    return msgspec.json.encode(report) + b"\n"
+    value = msgspec.to_builtins(report)
+    value["memory"] = None if report.memory is None else as_json(report.memory)
+    return msgspec.json.encode(value) + b"\n"
 
 
 def _event_files(directory: Path) -> list[Path]:

@@ -81,7 +81,7 @@ def _head(report: Report) -> str:
     command = escape(" ".join(report.command))
     alone = report.memory if report.goal.max_slowdown is None else None
     tagged = tag(report) if alone is None else memory_plots.tag(alone.label)
-    device = STAND_IN if alone and alone.backend == "stand-in" else plain_name(report.device)
+    device = STAND_IN if alone and alone.record.backend == "stand-in" else plain_name(report.device)
     findings = _findings(report)
     further = "".join(f"<p class='finding'>{finding}</p>" for finding in findings[1:])
     step = next_step(report)

@@ -17,6 +17,7 @@ from kilter.app.report.words import Finding
 from kilter.core import codec
 from kilter.core.events import Fitted, Moved
 from kilter.core.label import Label
+from kilter.core.memory_record import MemoryRecord
 from kilter.core.plan import MemoryBudget, MoveData, Plan
 from kilter.core.trace import IterationTrace
 from kilter.core.units import show_bytes, show_fraction, show_time
@@ -40,62 +41,10 @@ class RankMemory:
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a memory budget, on rank 0's card. `None` is unknown, never zero."""
+    """What came of a memory budget, on rank 0's card."""
 
-    label: Label
-    """Of all that is not said to be simulated: measured on a GPU; a stand-in is a simulation."""
-    backend: str
     goal: MemoryBudget
-    budget_bytes: int | None
-    budget: str
-    """Where the budget comes from."""
-    applied: bool
-    feasible: bool | None
-    """There is a plan within the budget; None: none was asked for, or it is not known."""
-    within: bool | None
-    """The measured peak is within the budget."""
-    peak_before_bytes: int | None
-    peak_before_seen: bool
-    """False: something was away all the time, and is counted in."""
-    peak_bytes: int | None
-    """The largest of all kinds of passes, as they run now."""
-    most_bytes: int
-    """The largest since the budget is in force; 0: not known."""
-    least_bytes: int | None
-    iteration_before_s: float | None
-    """With everything kept and without us; None where the budget did not allow it."""
-    iteration_s: float | None
-    pass_before_s: float | None
-    pass_s: float | None
-    """Forward and backward: as observed, and under the plan (simulated)."""
-    bound_s: float | None
-    stall_s: float | None
-    recompute_s: float | None
-    pass_out_bytes: int | None
-    pass_in_bytes: int | None
-    hidden: float | None
-    host_bytes: int
-    swapped: int | None
-    recomputed: int | None
-    kept: int | None
-    passes: int
-    planned: int
-    deviations: int
-    late: int
-    spilled: int
-    waited_s: float | None
-    """For which the device stood still for copies in a pass under the plan; None: not timed."""
-    hastened: int
-    """Loads that start earlier than planned, since the device had waited for them."""
-    recomputations: int = msgspec.field(name="remade")
-    """Of tensors, over all passes."""
-    out_bytes: int
-    in_bytes: int
-    """Activations, optimizer state and weights, over all passes."""
-    consumed: int
-    """Buckets of gradients that were used up in backward, over all passes."""
-    state: str
-    """What became of gradients and optimizer state; empty if they were left alone."""
+    record: MemoryRecord
     plans: tuple[Fitted, ...]
     """In the order in which they came into force."""
     in_force: tuple[Fitted, ...]
@@ -103,41 +52,79 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankMemory, ...]
 
     @property
+    def label(self) -> Label:
+        """Of all that is not said to be simulated: measured on a GPU; a stand-in is a
+        simulation."""
+        return Label.MEASURED if self.record.backend == "cuda" else Label.SIMULATED
+
+    @property
+    def plan(self) -> Fitted | None:
+        """Of the largest pass that has one."""
+        return self.in_force[0] if self.in_force else None
+
+    @property
+    def feasible(self) -> bool | None:
+        """There is a plan within the budget; None: none was asked for, or it is not known."""
+        if self.in_force:
+            return all(plan.feasible for plan in self.in_force)
+        least_bytes, budget_bytes = self.record.least_bytes, self.record.budget_bytes
+        unreached = least_bytes is not None and budget_bytes is not None
+        return False if unreached and least_bytes > budget_bytes else None  # type: ignore[operator]
+
+    @property
+    def within(self) -> bool | None:
+        """The measured peak is within the budget; None: not known."""
+        record = self.record
+        if not record.applied or record.peak_bytes is None or record.budget_bytes is None:
+            return None
+        return record.peak_bytes <= record.budget_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory: reserved, or planned where nothing was applied."""
+        if self.record.applied or self.plan is None:
+            return self.record.host_bytes
+        return self.plan.host_bytes
+
+    @property
     def slowdown(self) -> float | None:
         """Measured: iterations under the plan against the plain ones. Not on a stand-in, where the
         CPU that computes also copies and spoils."""
-        if self.backend == "stand-in" or not self.iteration_s or not self.iteration_before_s:
+        record = self.record
+        if record.backend == "stand-in" or not record.iteration_s or not record.plain_iteration_s:
             return None
-        return self.iteration_s / self.iteration_before_s - 1.0
+        return record.iteration_s / record.plain_iteration_s - 1.0
 
     @property
     def pass_slowdown(self) -> float | None:
         """Simulated: forward and backward under the plan against everything kept."""
-        if not self.pass_s or not self.pass_before_s:
+        if self.plan is None or not self.plan.iteration_s or not self.plan.compute_s:
             return None
-        return self.pass_s / self.pass_before_s - 1.0
+        return self.plan.iteration_s / self.plan.compute_s - 1.0
 
     @property
     def moved(self) -> str:
         """What really moved, over all passes; empty if nothing did."""
+        record = self.record
         parts = []
-        if self.out_bytes or self.in_bytes:
-            parts.append(f"{show_bytes(self.out_bytes)} out and {show_bytes(self.in_bytes)} in")
-        if self.recomputations:
-            parts.append(f"{self.recomputations} tensors recomputed")
-        if self.consumed:
-            parts.append(f"{self.consumed} buckets of gradients used up in backward")
+        if record.out_bytes or record.in_bytes:
+            parts.append(f"{show_bytes(record.out_bytes)} out and {show_bytes(record.in_bytes)} in")
+        if record.recomputed:
+            parts.append(f"{record.recomputed} tensors recomputed")
+        if record.consumed:
+            parts.append(f"{record.consumed} buckets of gradients used up in backward")
         return ", ".join(parts)
 
     @property
     def moves_nothing(self) -> bool:
         """The job fits as it is: no plan moves anything, and nothing ever moved."""
-        if self.feasible is not True or self.peak_before_bytes is None or self.moved:
+        record = self.record
+        if self.feasible is not True or record.plain_peak_bytes is None or self.moved:
             return False
         plans = self.in_force or self.plans[-1:]
         if any(plan.swapped or plan.recomputed for plan in plans):
             return False
-        return self.budget_bytes is None or self.peak_before_bytes <= self.budget_bytes
+        return record.budget_bytes is None or record.plain_peak_bytes <= record.budget_bytes
 
 
 def memory_report(
@@ -147,57 +134,11 @@ def memory_report(
     if goal is None or not ranks or not ranks[0][2]:
         return None
     _, plans, moved = ranks[0]
-    last = moved[-1]
-    in_force = _in_force(plans, last)
-    plan = in_force[0] if in_force else None
-    feasible = all(p.feasible for p in in_force) if in_force else None
-    if plan is None and None not in (last.least_bytes, last.budget_bytes):
-        feasible = False if last.least_bytes > last.budget_bytes else None  # type: ignore[operator]
-    within = None
-    if last.applied and last.peak_bytes is not None and last.budget_bytes is not None:
-        within = last.peak_bytes <= last.budget_bytes
     return MemoryReport(
-        label=Label.MEASURED if last.backend == "cuda" else Label.SIMULATED,
-        backend=last.backend,
         goal=goal,
-        budget_bytes=last.budget_bytes,
-        budget=last.budget,
-        applied=last.applied,
-        feasible=feasible,
-        within=within,
-        peak_before_bytes=last.plain_peak_bytes,
-        peak_before_seen=last.plain_peak_seen,
-        peak_bytes=last.peak_bytes,
-        most_bytes=last.most_bytes,
-        least_bytes=last.least_bytes,
-        iteration_before_s=last.plain_iteration_s,
-        iteration_s=last.iteration_s,
-        pass_before_s=None if plan is None else plan.compute_s,
-        pass_s=None if plan is None else plan.iteration_s,
-        bound_s=last.bound_s,
-        stall_s=None if plan is None else plan.stall_s,
-        recompute_s=None if plan is None else plan.recompute_s,
-        pass_out_bytes=None if plan is None else plan.out_bytes,
-        pass_in_bytes=None if plan is None else plan.in_bytes,
-        hidden=None if plan is None else plan.hidden,
-        host_bytes=last.host_bytes if last.applied or plan is None else plan.host_bytes,
-        swapped=None if plan is None else plan.swapped,
-        recomputed=None if plan is None else plan.recomputed,
-        kept=None if plan is None else plan.kept,
-        passes=last.passes,
-        planned=last.planned,
-        deviations=last.deviations,
-        late=last.late,
-        spilled=last.spilled,
-        waited_s=last.waited_s,
-        hastened=last.hastened,
-        recomputations=last.recomputed,
-        out_bytes=last.out_bytes,
-        in_bytes=last.in_bytes,
-        consumed=last.consumed,
-        state=last.state,
+        record=moved[-1],
         plans=tuple(plans),
-        in_force=in_force,
+        in_force=_in_force(plans, moved[-1]),
         ranks=tuple(
             RankMemory(
                 rank=rank,
@@ -220,6 +161,46 @@ def _in_force(plans: Sequence[Fitted], last: Moved) -> tuple[Fitted, ...]:
     return tuple(sorted(found, key=lambda plan: -plan.peak_before_bytes))
 
 
+FROM_RECORD = {
+    "peak_before_bytes": "plain_peak_bytes",
+    "peak_before_seen": "plain_peak_seen",
+    "iteration_before_s": "plain_iteration_s",
+}
+FROM_PLAN = {
+    "pass_before_s": "compute_s",
+    "pass_s": "iteration_s",
+    "stall_s": "stall_s",
+    "recompute_s": "recompute_s",
+    "pass_out_bytes": "out_bytes",
+    "pass_in_bytes": "in_bytes",
+    "hidden": "hidden",
+    "swapped": "swapped",
+    "recomputed": "remade",
+    "kept": "kept",
+}
+"""Keys of `report.json` and what they are called in the events."""
+
+
+def as_json(memory: MemoryReport) -> dict[str, Any]:
+    """The object `memory` of `report.json`: the record, the largest pass's plan, and the rest, in
+    one level."""
+    record = msgspec.to_builtins(memory.record)
+    for name in ("event", "t_s"):
+        record.pop(name, None)
+    record |= {key: record.pop(name) for key, name in FROM_RECORD.items()}
+    plan = {} if memory.plan is None else msgspec.to_builtins(memory.plan)
+    rest = {name: getattr(memory, name) for name in ("goal", "plans", "in_force", "ranks")}
+    return {
+        **record,
+        **{key: plan.get(name) for key, name in FROM_PLAN.items()},
+        **msgspec.to_builtins(rest),
+        "label": memory.label.value,
+        "feasible": memory.feasible,
+        "within": memory.within,
+        "host_bytes": memory.host_bytes,
+    }
+
+
 # In words
 
 
@@ -230,24 +211,25 @@ def headline(memory: MemoryReport) -> str:
 
 def result(memory: MemoryReport) -> Finding:
     """What came of it."""
+    record = memory.record
     label = memory.label.value
-    before, budget = show_bytes(memory.peak_before_bytes), show_bytes(memory.budget_bytes)
-    if memory.budget_bytes is None:
+    before, budget = show_bytes(record.plain_peak_bytes), show_bytes(record.budget_bytes)
+    if record.budget_bytes is None:
         moved = memory.moved or "nothing was moved"
-        return Finding(f"no budget ({memory.budget}); peak {before}, {moved}", label)
+        return Finding(f"no budget ({record.budget}); peak {before}, {moved}", label)
     if memory.moves_nothing:
         return Finding(f"the job fits: peak {before} within {budget}, nothing was moved", label)
     if memory.feasible is False:
-        least = show_bytes(memory.least_bytes)
-        did = "; data were offloaded on demand" if memory.spilled else ""
+        least = show_bytes(record.least_bytes)
+        did = "; data were offloaded on demand" if record.spilled else ""
         return Finding(f"{budget} cannot be met, {least} is the least that is possible{did}", label)
     if memory.feasible is None:
         return Finding(f"no plan yet: peak {before}, budget {budget}", label)
-    if not memory.applied:
+    if not record.applied:
         planned = show_bytes(memory.plans[-1].peak_bytes)
         moved = memory.moved or "nothing was moved"
         return Finding(f"peak {before} would be {planned}; {moved}", Label.SIMULATED.value)
-    after = show_bytes(memory.peak_bytes)
+    after = show_bytes(record.peak_bytes)
     over = "" if memory.within is not False else f", OVER the budget of {budget}"
     return Finding(f"peak {before} -> {after}{over}{_slower(memory)}", label)
 
@@ -260,38 +242,39 @@ def _slower(memory: MemoryReport) -> str:
 
 def details(memory: MemoryReport) -> list[tuple[str, str]]:
     """Name and text of what else a reader may ask."""
+    record = memory.record
     lines = []
-    if memory.budget_bytes is not None:
-        lines.append(("budget", f"{show_bytes(memory.budget_bytes)}: {memory.budget}"))
-    if memory.backend == "stand-in":
+    if record.budget_bytes is not None:
+        lines.append(("budget", f"{show_bytes(record.budget_bytes)}: {record.budget}"))
+    if record.backend == "stand-in":
         counted = "no GPU: a stand-in on the CPU that counts what autograd keeps, nothing else"
         lines.append(("device", counted))
-    if not memory.peak_before_seen and memory.peak_before_bytes is not None:
-        text = f"{show_bytes(memory.peak_before_bytes)} counted: parts were away on demand"
+    if not record.plain_peak_seen and record.plain_peak_bytes is not None:
+        text = f"{show_bytes(record.plain_peak_bytes)} counted: parts were away on demand"
         lines.append(("peak before", f"{text} from the first iteration on"))
-    if memory.applied and memory.most_bytes > (memory.peak_bytes or memory.most_bytes):
-        text = f"{show_bytes(memory.most_bytes)} in passes before the present plans were in force"
+    if record.applied and record.most_bytes > (record.peak_bytes or record.most_bytes):
+        text = f"{show_bytes(record.most_bytes)} in passes before the present plans were in force"
         lines.append(("highest peak", text))
-    if memory.moves_nothing or memory.budget_bytes is None:
+    if memory.moves_nothing or record.budget_bytes is None:
         return lines + _ranks(memory)
     lines.append(("time", _time(memory)))
     lines += _beyond(memory)
     lines += [(_name(memory, plan), _each_pass(plan)) for plan in memory.in_force[:MOST_KINDS]]
-    if memory.applied:
+    if record.applied:
         lines.append(("all passes", memory.moved or "nothing was moved"))
-    if memory.state:
-        lines.append(("the rest", memory.state))
+    if record.state:
+        lines.append(("the rest", record.state))
     if memory.host_bytes:
-        pinned = "pinned " if memory.backend == "cuda" else ""
+        pinned = "pinned " if record.backend == "cuda" else ""
         lines.append(("host", f"{show_bytes(memory.host_bytes)} of {pinned}host memory"))
-    if memory.applied:
-        counts = f"{memory.passes} passes, {memory.planned} under a plan; "
-        counts += f"{memory.deviations} deviations, {memory.late} late, {memory.spilled} on demand"
+    if record.applied:
+        counts = f"{record.passes} passes, {record.planned} under a plan; "
+        counts += f"{record.deviations} deviations, {record.late} late, {record.spilled} on demand"
         lines.append(("passes", counts))
-    if memory.waited_s is not None:
-        waits = f"{show_time(memory.waited_s)} a pass [{memory.label.value}]"
-        if memory.hastened:
-            waits += f"; {memory.hastened} loads start earlier than planned, since they were late"
+    if record.waited_s is not None:
+        waits = f"{show_time(record.waited_s)} a pass [{memory.label.value}]"
+        if record.hastened:
+            waits += f"; {record.hastened} loads start earlier than planned, since they were late"
         lines.append(("waits for copies", waits))
     return lines + _ranks(memory)
 
@@ -312,31 +295,33 @@ def _each_pass(plan: Fitted) -> str:
 
 
 def _time(memory: MemoryReport) -> str:
+    record = memory.record
     parts = []
-    if memory.iteration_s is not None and memory.backend != "stand-in":
+    if record.iteration_s is not None and record.backend != "stand-in":
         before = ""
-        if memory.iteration_before_s is not None:
-            before = f"{show_time(memory.iteration_before_s)} -> "
-        after = show_time(memory.iteration_s)
+        if record.plain_iteration_s is not None:
+            before = f"{show_time(record.plain_iteration_s)} -> "
+        after = show_time(record.iteration_s)
         parts.append(f"iteration {before}{after} [{memory.label.value}]")
-    if memory.pass_s is not None:
-        bound = "" if memory.bound_s is None else f", bound {show_time(memory.bound_s)}"
+    if memory.plan is not None:
+        bound = "" if record.bound_s is None else f", bound {show_time(record.bound_s)}"
         change = show_fraction(memory.pass_slowdown, signed=True)
         parts.append(
-            f"forward and backward {show_time(memory.pass_before_s)} -> "
-            f"{show_time(memory.pass_s)} ({change}){bound} [simulated]"
+            f"forward and backward {show_time(memory.plan.compute_s)} -> "
+            f"{show_time(memory.plan.iteration_s)} ({change}){bound} [simulated]"
         )
     return "; ".join(parts) or "unknown"
 
 
 def _beyond(memory: MemoryReport) -> list[tuple[str, str]]:
     """What an iteration takes longer than the plan accounts for, where that is a lot."""
-    before_s, after_s = memory.iteration_before_s, memory.iteration_s
-    if memory.backend == "stand-in" or before_s is None or after_s is None:
+    record = memory.record
+    before_s, after_s = record.plain_iteration_s, record.iteration_s
+    if record.backend == "stand-in" or before_s is None or after_s is None:
         return []
-    if memory.pass_s is None or memory.pass_before_s is None:
+    if memory.plan is None:
         return []
-    beyond_s = (after_s - before_s) - (memory.pass_s - memory.pass_before_s)
+    beyond_s = (after_s - before_s) - (memory.plan.iteration_s - memory.plan.compute_s)
     if beyond_s < BEYOND * before_s:
         return []
     text = (

@@ -47,38 +47,41 @@ def section(memory: MemoryReport | None, found: Timeline | None) -> str:
 
 def claim(memory: MemoryReport) -> str:
     """The headline of a page that is about memory alone."""
-    if memory.applied and memory.feasible and not memory.moves_nothing and memory.peak_bytes:
-        before, after = show_bytes(memory.peak_before_bytes), show_bytes(memory.peak_bytes)
+    record = memory.record
+    if record.applied and memory.feasible and not memory.moves_nothing and record.peak_bytes:
+        before, after = show_bytes(record.plain_peak_bytes), show_bytes(record.peak_bytes)
         change = memory.pass_slowdown if memory.slowdown is None else memory.slowdown
         time = "" if change is None else f", {show_pace(change)}"
         over = ""
         if memory.within is False:
-            over = f", over the budget of {show_bytes(memory.budget_bytes)}"
+            over = f", over the budget of {show_bytes(record.budget_bytes)}"
         return f"{after} of memory instead of {before}{over}{time}"
     text = result(memory).text
     return text[:1].upper() + text[1:]
 
 
 def _tiles(memory: MemoryReport) -> str:
+    record = memory.record
     own, simulated = tag(memory.label), tag(Label.SIMULATED)
-    before = show_bytes(memory.peak_before_bytes)
-    peak = memory.peak_bytes
+    plan = memory.plan
+    before = show_bytes(record.plain_peak_bytes)
+    peak = record.peak_bytes
     spread, value = f"{before} with everything kept", show_bytes(peak)
     if peak is None:
         value, spread = before, "with everything kept"
-    budget = f"Budget {show_bytes(memory.budget_bytes)}: {memory.budget}."
+    budget = f"Budget {show_bytes(record.budget_bytes)}: {record.budget}."
     tiles = [_tile("Peak memory", value, own, spread, budget)]
     known, change = memory.slowdown is not None, memory.slowdown
     if not known:
         change = memory.pass_slowdown
     times = (
-        f"{show_time(memory.iteration_before_s)} with everything kept, "
-        f"{show_time(memory.iteration_s)} under the plan."
+        f"{show_time(record.plain_iteration_s)} with everything kept, "
+        f"{show_time(record.iteration_s)} under the plan."
         if known
-        else f"Forward and backward {show_time(memory.pass_before_s)} with everything kept, "
-        f"{show_time(memory.pass_s)} under the plan."
+        else f"Forward and backward {show_time(plan.compute_s if plan else None)} with everything "
+        f"kept, {show_time(plan.iteration_s if plan else None)} under the plan."
     )
-    bound = "" if memory.bound_s is None else f"bound {show_time(memory.bound_s)} a pass"
+    bound = "" if record.bound_s is None else f"bound {show_time(record.bound_s)} a pass"
     tiles.append(
         _tile(
             "Time per iteration" if known else "Time of a pass",
@@ -88,17 +91,18 @@ def _tiles(memory: MemoryReport) -> str:
             times,
         )
     )
-    tiles.append(
-        _tile(
-            "Offloaded in a pass",
-            show_bytes(memory.pass_out_bytes),
-            simulated,
-            f"{show_bytes(memory.pass_in_bytes)} copied back; "
-            f"{show_fraction(memory.hidden)} of the copies hidden behind compute",
-            f"{memory.swapped or 0} tensors offloaded, {memory.recomputed or 0} recomputed, "
-            f"{memory.kept or 0} kept; {show_bytes(memory.host_bytes)} of host memory.",
+    offloaded, copied, counts = "unknown", "", ""
+    if plan is not None:
+        offloaded = show_bytes(plan.out_bytes)
+        copied = (
+            f"{show_bytes(plan.in_bytes)} copied back; "
+            f"{show_fraction(plan.hidden)} of the copies hidden behind compute"
         )
-    )
+        counts = (
+            f"{plan.swapped} tensors offloaded, {plan.recomputed} recomputed, {plan.kept} kept; "
+        )
+    host = f"{counts}{show_bytes(memory.host_bytes)} of host memory."
+    tiles.append(_tile("Offloaded in a pass", offloaded, simulated, copied, host))
     return "".join(tiles)
 
 

@@ -313,7 +313,7 @@ def iteration_times(report: Report) -> str:
 
 def _memory_plan(report: Report) -> bool:
     memory = report.memory
-    return memory is not None and memory.applied and not memory.moves_nothing
+    return memory is not None and memory.record.applied and not memory.moves_nothing
 
 
 def _default_name(report: Report) -> str:

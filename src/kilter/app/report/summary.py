@@ -66,7 +66,7 @@ _MOST_ERRORS = 3
 def full(report: Report) -> str:
     """The text of `kilter report`."""
     label = report.label.value
-    stand_in = report.memory is not None and report.memory.backend == "stand-in"
+    stand_in = report.memory is not None and report.memory.record.backend == "stand-in"
     alone = stand_in and report.goal.max_slowdown is None
     lines = [
         f"run      {report.run}: {' '.join(report.command)}",

@@ -21,10 +21,10 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from kilter.core.memory_record import MemoryCounts
 from kilter.core.reasons import Reason
 from kilter.core.units import MIB
 from kilter.memory import messages
@@ -70,34 +70,14 @@ HOPELESS_EVERY = 8
 """Of passes that begin like one that cannot be planned, each so manieth is looked at again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwapReport:
-    """What the engine did so far."""
+class SwapReport(MemoryCounts, frozen=True, kw_only=True):
+    """What the engine did so far, and how it stands."""
 
-    passes: int
-    planned: int
-    """Passes that ran under a plan to their end."""
     watched: int
     """Passes that were watched, or tried."""
     watched_every: int
-    """Of passes without a plan each so manieth is watched; more than 1 where shapes keep changing.
+    """Of passes without a plan one in this many is watched; more than 1 where shapes keep changing.
     """
-    deviations: int
-    """Passes that departed from their plan and were finished without it."""
-    late: int
-    """Uses that found their datum away and fetched it then and there."""
-    hastened: int
-    """Loads that start earlier than planned, since the device had waited for them."""
-    waited_s: float | None
-    """For which the device stood still for copies in a pass under a plan, when that was timed last;
-    None: never, or the backend cannot tell."""
-    spilled: int
-    """Data that left without a plan because the budget was reached."""
-    recomputed: int
-    out_bytes: int
-    in_bytes: int
-    host_bytes: int
-    """Host memory reserved now."""
     held_peak_bytes: int
     """The most saved data on the device at one time in the last pass that was measured: watched,
     or among the first under a plan."""
@@ -106,8 +86,6 @@ class SwapReport:
     """There is a plan, and every plan was measured and holds."""
     highest_bytes: int
     """The largest measured peak of passes of all kinds, each as it runs now; 0: not measured."""
-    most_bytes: int
-    """The same of all passes since this budget is in force, those before there were plans too."""
     peaks_bytes: tuple[int, ...]
     """Measured peak of the first passes under each plan, in order of planning."""
     refused: tuple[Reason, ...]

@@ -1,0 +1,69 @@
+"""What a memory budget came to in one process: the engine counts, the controller adds what it
+measured and decided, the event file stores the record and the report reads it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class MemoryCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine did since the start."""
+
+    passes: int
+    planned: int
+    """Passes that ran under a plan to their end."""
+    deviations: int
+    """Passes that departed from their plan and were finished without it."""
+    late: int
+    """Uses that found their datum away and fetched it then and there."""
+    spilled: int
+    """Data that left without a plan because the budget was reached."""
+    recomputed: int = msgspec.field(name="remade")
+    """Tensors, over all passes."""
+    out_bytes: int
+    in_bytes: int
+    """Over all passes. The engine counts activations; a whole record, optimizer state and weights
+    as well."""
+    host_bytes: int
+    """Host memory reserved now."""
+    most_bytes: int = 0
+    """The largest measured peak since the budget is in force, before there were plans as well; 0:
+    not measured."""
+    waited_s: float | None = None
+    """For which the device stood still for copies in a pass under a plan, when that was timed last;
+    None: never, or the backend cannot tell."""
+    hastened: int = 0
+    """Loads that start earlier than planned, since the device had waited for them."""
+
+
+class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
+    """With the budget, what the job takes with it and without, and the least that is possible."""
+
+    backend: str
+    """`cuda`, or `stand-in`: only what autograd keeps is counted, in the memory of the CPU."""
+    budget_bytes: int | None
+    """None: not known yet."""
+    budget: str
+    """Where the budget comes from, in words."""
+    applied: bool
+    """False: only observed (`--dry-run`)."""
+    plain_peak_bytes: int | None
+    """Peak with everything kept, as observed before there was a plan."""
+    plain_peak_seen: bool
+    """The program really reached it; False: something was away, and is counted in."""
+    peak_bytes: int | None
+    """The largest measured one of passes of all kinds, each as it runs now."""
+    least_bytes: int | None
+    """The smallest peak that any plan reaches."""
+    plain_iteration_s: float | None
+    """Median of iterations with everything kept and without us; None: there were none."""
+    iteration_s: float | None
+    """Median of the iterations under the plan."""
+    consumed: int = 0
+    """Buckets of gradients that were used up in backward, over all passes."""
+    in_force: tuple[int, ...] = ()
+    """Which of this rank's plans (`Fitted`) rule now: one for each kind of pass that has one."""
+    state: str = ""
+    """What became of gradients and optimizer state, where they had to move as well."""
+    bound_s: float | None = None
+    """No schedule makes forward and backward of the largest pass faster; None if not computed."""

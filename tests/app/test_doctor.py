@@ -28,6 +28,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(doctor, "WATCH_S", 0.2)
     monkeypatch.setattr(doctor, "_version", lambda _: "2.13.0")
     monkeypatch.setattr(doctor, "_controllers", lambda: iter(()))
+    monkeypatch.setattr(doctor, "_internals", lambda _: iter(()))
     monkeypatch.setenv("KILTER_STATE_DIR", str(tmp_path / "state"))
     for variable in ("KILTER_READ_ONLY", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(variable, raising=False)
@@ -243,7 +244,7 @@ def test_null_looks_at_no_gpu_and_an_unknown_device_is_wrong_usage(
 def test_runs_as_a_command_and_imports_no_torch(tmp_path: Path) -> None:
     """Also shows how another process sees fake cards."""
     fake = FakeNvml.create(tmp_path / "cards.json", Card(), virtual_time=False)
-    (tmp_path / "torch.py").write_text("raise SystemExit('doctor imported torch')\n")
+    (tmp_path / "torch.py").write_text("raise SystemExit('this torch is broken')\n")
     environ = fake.environ()
     environ["KILTER_STATE_DIR"] = str(tmp_path / "state")
     environ["PYTHONPATH"] = f"{tmp_path}:{environ['PYTHONPATH']}"
@@ -253,5 +254,7 @@ def test_runs_as_a_command_and_imports_no_torch(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert json.loads(done.stdout)["gpus"][0]["name"] == "NVIDIA Fake H200", done.stderr
+    found = json.loads(done.stdout)
+    assert found["gpus"][0]["name"] == "NVIDIA Fake H200", done.stderr
+    assert any("cannot be imported: this torch is broken" in text for text in troubles(found))
     assert fake.setters() == []

@@ -185,8 +185,7 @@ def test_private_names_of_torch_stand_in_one_file():
         r"torch(\.\w+)*\._[a-z]|aten\._[a-z]|\._(schema|version|modules|parameters)\b"
     )
     for path in ROOM.rglob("*.py"):
-        if path.name != "torch_private.py":
-            assert not private.search(path.read_text(encoding="utf-8")), path
+        assert not private.search(path.read_text(encoding="utf-8")), path
 
 
 def test_the_rows_of_the_benchmark_keep_their_names_and_keys():

@@ -24,6 +24,7 @@ from kilter.core.plan import Goal
 from kilter.core.script_end import ScriptEnd
 from kilter.core.setting import DeviceInfo
 from kilter.device.sim.cards import names
+from kilter.observe import torch_internals
 from kilter.observe.iteration_clock import Iteration
 
 if TYPE_CHECKING:
@@ -323,5 +324,5 @@ def gpus_in_use() -> list[str]:
     if torch is None or not torch.cuda.is_initialized():
         return []
     gpus = range(torch.cuda.device_count())
-    used = [gpu for gpu in gpus if torch._C._cuda_hasPrimaryContext(gpu)]
+    used = [gpu for gpu in gpus if torch_internals.cuda_has_context(gpu)]
     return [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in used]

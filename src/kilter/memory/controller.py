@@ -35,6 +35,7 @@ from kilter.memory import messages
 from kilter.memory.host_memory import HostLimit
 from kilter.memory.state_and_weights import StateAndWeightPolicy, words
 from kilter.memory.usable_bytes import usable_device_bytes
+from kilter.observe import torch_internals
 from kilter.observe.imports import after_import
 from kilter.observe.iteration_clock import Iteration
 
@@ -207,9 +208,7 @@ class MemoryController:
                 self._run.fence(self._meet)(tensor)
             return kept(tensor)
 
-        # Dynamo would compile our own frames; unlike the public torch.compiler.disable, this one
-        # imports the compiler only when called.
-        disable = torch._disable_dynamo
+        disable = torch_internals.uncompiled  # Dynamo would compile our own frames
         hooks = torch.autograd.graph.saved_tensors_hooks(disable(pack), disable(whole))
         hooks.__enter__()
         self._waits[threading.get_ident()] = hooks
@@ -217,22 +216,21 @@ class MemoryController:
     def _without_ours(self, disable: Callable[[str], Any]) -> Callable[[str], Any]:
         """`torch.func.grad` and its kin refuse to work under hooks on saved tensors. Ours step out
         of the way, unless the program has put its own above them."""
-        autograd = self._torch._C._autograd
 
         @contextmanager
         def disabled(error_message: str) -> Iterator[None]:
             taken = []
-            top = autograd._top_saved_tensors_default_hooks(True)
+            top = torch_internals.top_saved_hooks(True)
             while top is not None and self._is_ours(top):
-                autograd._pop_saved_tensors_default_hooks()
+                torch_internals.pop_saved_hooks()
                 taken.append(top)
-                top = autograd._top_saved_tensors_default_hooks(True)
+                top = torch_internals.top_saved_hooks(True)
             try:
                 with disable(error_message):
                     yield
             finally:
                 for hooks in reversed(taken):
-                    autograd._push_saved_tensors_default_hooks(*hooks)
+                    torch_internals.push_saved_hooks(*hooks)
 
         return disabled
 
@@ -393,7 +391,7 @@ class MemoryController:
 
     def _on_top(self) -> bool:
         """The swapper's hooks can be taken out: this is their thread, and nobody's lie on them."""
-        top = self._torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = torch_internals.top_saved_hooks(True)
         return self._here() and top is not None and self._is_ours(top)
 
     # While the program runs

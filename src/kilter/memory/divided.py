@@ -19,6 +19,7 @@ from kilter.core.errors import UsageError
 from kilter.core.plan import MemoryBudget
 from kilter.core.units import show_bytes
 from kilter.memory.usable_bytes import usable_device_bytes
+from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +169,7 @@ class divided:  # noqa: N801
         for size in sizes:
             last = first + size == samples
             with self._watched(whole=size == samples, last=last), self._measured(size, device):
-                part, part_named = torch.utils._pytree.tree_map_only(
+                part, part_named = torch_internals.pytree.tree_map_only(
                     torch.Tensor, partial(_part, first=first, size=size), (batch, named)
                 )
                 loss = self._loss_of(*part, **part_named)
@@ -207,8 +208,6 @@ class divided:  # noqa: N801
     def _watched(self, *, whole: bool, last: bool) -> Iterator[None]:
         """While a piece runs: what makes it differ from the whole, and gradients that processes
         exchange are exchanged once."""
-        from torch.nn.modules.batchnorm import _BatchNorm
-        from torch.nn.modules.dropout import _DropoutNd
         from torch.nn.modules.module import register_module_forward_pre_hook
         from torch.nn.parallel import DistributedDataParallel
 
@@ -216,9 +215,9 @@ class divided:  # noqa: N801
         waiting: list[Any] = []
 
         def before(module: Any, inputs: Any) -> None:
-            if isinstance(module, _DropoutNd) and module.training:
+            if isinstance(module, torch_internals.Dropout) and module.training:
                 self._effects["dropout masks"] = None
-            elif isinstance(module, _BatchNorm) and module.training and not whole:
+            elif isinstance(module, torch_internals.BatchNorm) and module.training and not whole:
                 if not self._allow_batch_norm:
                     raise UsageError(
                         f"{type(module).__name__} in training takes its statistics of a piece: "
@@ -249,7 +248,7 @@ class divided:  # noqa: N801
 
         tensors = [
             t
-            for t in torch.utils._pytree.tree_leaves((batch, named))
+            for t in torch_internals.pytree.tree_leaves((batch, named))
             if isinstance(t, torch.Tensor) and t.dim()
         ]
         counts = {int(t.size(0)) for t in tensors}

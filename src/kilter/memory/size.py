@@ -14,6 +14,7 @@ from kilter.core.units import MIB, show_bytes, show_fraction, show_time
 from kilter.memory.plan.choose import MemoryPlan, plan
 from kilter.memory.plan.microbatch import Division, divide, divided
 from kilter.memory.plan.problem import H200_PCIE5, Link, Problem
+from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     import torch
@@ -334,8 +335,7 @@ def size(
         link=link,
         samples=_samples(inputs, named),
         batch_norm=any(
-            isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.training
-            for m in model.modules()
+            isinstance(m, torch_internals.BatchNorm) and m.training for m in model.modules()
         ),
         launch_s=profile.roofline.launch_s,
     )
@@ -344,7 +344,7 @@ def size(
 def _samples(inputs: tuple[Any, ...], named: dict[str, Any]) -> int | None:
     import torch
 
-    leaves = torch.utils._pytree.tree_leaves((inputs, named))
+    leaves = torch_internals.pytree.tree_leaves((inputs, named))
     counts = {int(t.size(0)) for t in leaves if isinstance(t, torch.Tensor) and t.dim()}
     return counts.pop() if len(counts) == 1 else None
 
@@ -368,14 +368,13 @@ def _made(name: str) -> Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer
 
 def _own_loss(output: Any) -> torch.Tensor:
     import torch
-    from torch.utils._pytree import tree_leaves
 
     own = getattr(output, "loss", None)
     if isinstance(own, torch.Tensor):
         return own
     sums = [
         t.float().sum()
-        for t in tree_leaves(output)
+        for t in torch_internals.pytree.tree_leaves(output)
         if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad
     ]
     if not sums:

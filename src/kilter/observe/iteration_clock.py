@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kilter.observe import torch_internals
 from kilter.observe.cycle import Cycle
 from kilter.observe.imports import after_import
 
@@ -188,7 +189,6 @@ class IterationClock:
         return hashlib.sha256(repr(sorted(self._shapes)).encode()).hexdigest()[:6]
 
     def _hook(self) -> None:
-        import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         if self.torch_thread is None:
@@ -198,9 +198,7 @@ class IterationClock:
         def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
             stepped(optimizer, args, kwargs)
 
-        # Unlike the public torch.compiler.disable, this one imports the compiler only when called.
-        disable = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
-        self._handles.append(register_optimizer_step_post_hook(disable(hook)))
+        self._handles.append(register_optimizer_step_post_hook(torch_internals.uncompiled(hook)))
         self._watcher = _InferenceWatch(self)
         self._watcher.start()
 
@@ -320,8 +318,7 @@ def in_backward() -> bool:
 
     Afterwards autograd puts the thread's state back to what it was before, with the profiler's.
     """
-    torch = sys.modules.get("torch")
-    return torch is not None and torch._C._current_graph_task_id() != -1
+    return "torch" in sys.modules and torch_internals.current_graph_task() != -1
 
 
 def _cuda_in_use() -> Any:
@@ -375,8 +372,8 @@ class _InferenceWatch(threading.Thread):
         self._marks = marks
         self._fence = marks.fence
         self._over = threading.Event()
-        self._compiler = after_import("torch._dynamo", self._fence(self._switch))
-        self._noting = after_import("torch._dynamo.eval_frame", self._fence(self._note))
+        self._compiler = after_import(torch_internals.COMPILER, self._fence(self._switch))
+        self._noting = after_import(torch_internals.COMPILED_MODULES, self._fence(self._note))
         self._forget: Callable[[], None] = lambda: None
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()
         """What `torch.compile` has made of modules. Noted as it is made: to look for it with `gc`
@@ -414,11 +411,11 @@ class _InferenceWatch(threading.Thread):
             register_module_forward_pre_hook,
         )
 
-        if "torch._dynamo" not in sys.modules:
+        if torch_internals.COMPILER not in sys.modules:
             self._compiler.install()
         if self._over.is_set():
             return
-        if "torch._dynamo" in sys.modules:
+        if torch_internals.COMPILER in sys.modules:
             self._watch_compiled()
         else:
             self._handles = [
@@ -435,9 +432,8 @@ class _InferenceWatch(threading.Thread):
             self._watch_compiled()
 
     def _note(self) -> None:
-        from torch._dynamo.eval_frame import OptimizedModule
-
-        made, compiled = OptimizedModule.__init__, self._compiled
+        kind = torch_internals.OptimizedModule
+        made, compiled = kind.__init__, self._compiled
 
         def note(module: Any, *args: Any, **kwargs: Any) -> None:
             made(module, *args, **kwargs)
@@ -446,10 +442,10 @@ class _InferenceWatch(threading.Thread):
                 self._hook(module)
 
         def forget() -> None:
-            if OptimizedModule.__init__ is note:
-                OptimizedModule.__init__ = made
+            if kind.__init__ is note:
+                kind.__init__ = made
 
-        OptimizedModule.__init__ = note
+        kind.__init__ = note
         self._forget = forget
 
     def _watch_compiled(self) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 
 from kilter.core.errors import FileError
 from kilter.core.trace import IterationTrace
+from kilter.observe import torch_internals
 from kilter.observe.flops import torch_flops
 from kilter.observe.imports import after_import
 from kilter.observe.iteration_clock import Fenced, IterationClock, in_backward
@@ -225,9 +226,7 @@ class Window:
         """In a child that the program forked inside the window, the profiler would go on for ever:
         nobody is there to end it."""
         if self.state == "open":
-            from torch.autograd import _enable_record_function
-
-            _enable_record_function(False)
+            torch_internals.enable_record_function(False)
         if "prepare" in self.costs_s:
             _leave_kineto_behind()
         self.state = "failed"
@@ -261,7 +260,7 @@ class Window:
         with self._timed("open"), _quiet_kineto():
             self._profile._start_trace()
             self._annotations.install(
-                modules=not _something_compiled(), inside=self._outside.module
+                modules=not torch_internals.anything_compiled(), inside=self._outside.module
             )
         self.state = "open"
         self.opened_at = index
@@ -330,7 +329,7 @@ class _Outside:
 
         with self._lock:
             self._function = function
-            if self._handle is None and not _something_compiled():
+            if self._handle is None and not torch_internals.anything_compiled():
                 self._handle = register_module_forward_pre_hook(self._entered)
 
     def cancel(self) -> None:
@@ -487,16 +486,8 @@ def _capturing() -> bool:
 
 
 def _profiler_active() -> bool:
-    from torch.autograd import _profiler_enabled
-
     profiler = sys.modules["torch.autograd.profiler"]
-    return bool(_profiler_enabled() or profiler._is_profiler_enabled)
-
-
-def _something_compiled() -> bool:
-    """Has `torch.compile` compiled anything? The compiler is not imported for the answer."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and utils.counters["frames"]["total"] > 0
+    return bool(torch_internals.profiler_enabled() or profiler._is_profiler_enabled)
 
 
 class _Annotations:
@@ -577,9 +568,7 @@ class _Annotations:
 
 
 def _annotate(name: str) -> Any:
-    from torch._C._profiler import _RecordFunctionFast
-
-    record = _RecordFunctionFast(name)
+    record = torch_internals.RecordFunctionFast(name)
     record.__enter__()
     return record
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from kilter.core.errors import UsageError
 from kilter.core.reasons import Reason
+from kilter.observe.torch_internals.branches import pytree
 from kilter.parallel.candidates import CompileCache, ParallelOptions, WayRequest
 from kilter.parallel.loop import TENSORS, Arguments, Branches, SerialLoop, signature, why_serial
 from kilter.parallel.plan import BranchPlan, describe
 from kilter.parallel.prepare import Prepared, prepare, serial_plan
-from kilter.parallel.torch_private import pytree
 from kilter.parallel.watched import WatchedBranches, held_by_several, needs_grad, versions
 from kilter.parallel.ways import WAYS
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from kilter.core.reasons import Reason
+from kilter.observe.torch_internals.branches import has_backward_hooks, has_gradient_hooks, pytree
 from kilter.parallel import checks, training
 from kilter.parallel.capture import Captured, GraphPool, Turns
 from kilter.parallel.compilation import warm
@@ -24,7 +25,6 @@ from kilter.parallel.plan import assign_lanes
 from kilter.parallel.program import BranchCall, BranchProgram, RunStep, from_callables, laid_like
 from kilter.parallel.regions import from_graph
 from kilter.parallel.timing import median_seconds, unit_seconds
-from kilter.parallel.torch_private import has_backward_hooks, has_gradient_hooks, pytree
 from kilter.parallel.trace import TRACE_ERRORS, Trace, WayRefused, reason_of, tensor_of, trace
 from kilter.parallel.watched import WatchedBranches
 

@@ -15,8 +15,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from kilter.observe.torch_internals.branches import (
+    copy_together,
+    end_allocation_to_pool,
+    raw_stream,
+)
 from kilter.parallel.streams import CudaStreams
-from kilter.parallel.torch_private import copy_together, end_allocation_to_pool, raw_stream
 from kilter.parallel.trace import without_collecting
 
 WARM_UPS = 3

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from kilter.parallel.plan import within
-from kilter.parallel.torch_private import (
+from kilter.observe.torch_internals.branches import (
     ATTENTION_BY_DEFINITION,
     SOFTMAX,
     arguments_of,
     result_count,
 )
+from kilter.parallel.plan import within
 from kilter.parallel.trace import WayRefused
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from kilter.observe.torch_internals.branches import propagate
 from kilter.parallel.folding import is_view
 from kilter.parallel.heads import FusedHeads
 from kilter.parallel.program import BranchCall, BranchProgram, Unit
 from kilter.parallel.timing import like
-from kilter.parallel.torch_private import propagate
 from kilter.parallel.trace import value
 
 COMPILER_THREADS = 8

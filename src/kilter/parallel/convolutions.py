@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from kilter.observe.torch_internals.branches import BATCH_NORM_INFERENCE
 from kilter.parallel.checks import tf32_allowed
 from kilter.parallel.folding import is_view
 from kilter.parallel.program import BranchProgram, Unit
 from kilter.parallel.timing import graph_seconds, like
-from kilter.parallel.torch_private import BATCH_NORM_INFERENCE
 from kilter.parallel.trace import WayRefused, value
 
 aten = torch.ops.aten

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from kilter.observe.torch_internals.branches import SOFTMAX, TO_COPY, UNSAFE_VIEW
 from kilter.parallel.checks import tf32_allowed
 from kilter.parallel.heads import HALF, Blocks, FusedHeads, Head
 from kilter.parallel.program import BranchProgram, Unit
 from kilter.parallel.regions import graph_key
-from kilter.parallel.torch_private import SOFTMAX, TO_COPY, UNSAFE_VIEW
 from kilter.parallel.trace import WayRefused, value
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kilter.parallel.torch_private import UNSAFE_VIEW, TorchOperation, pytree
+from kilter.observe.torch_internals.branches import UNSAFE_VIEW, TorchOperation, pytree
 from kilter.parallel.trace import WayRefused, tensor_of, value
 
 aten = torch.ops.aten

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from kilter.observe.torch_internals.branches import ADDMM_RELU
 from kilter.parallel.checks import tf32_allowed
 from kilter.parallel.folding import is_view
 from kilter.parallel.program import BranchProgram, Unit
-from kilter.parallel.torch_private import ADDMM_RELU
 from kilter.parallel.trace import value
 
 aten = torch.ops.aten

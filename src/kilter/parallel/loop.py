@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from kilter.core.errors import UsageError
 from kilter.core.reasons import Reason
+from kilter.observe.torch_internals.branches import GLOBAL_HOOKS, in_tensor_mode, pytree
 from kilter.parallel.checks import tf32_allowed
-from kilter.parallel.torch_private import GLOBAL_HOOKS, in_tensor_mode, pytree
 
 Branches = Callable[..., Any] | Sequence[Callable[..., Any]]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

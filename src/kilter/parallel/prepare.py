@@ -16,6 +16,7 @@ from torch import Tensor
 from kilter.core.label import Label
 from kilter.core.reasons import Reason
 from kilter.core.units import show_time
+from kilter.observe.torch_internals.branches import import_compiler, pytree
 from kilter.parallel.candidates import (
     Built,
     CandidateBuilder,
@@ -28,7 +29,6 @@ from kilter.parallel.capture import GraphPool
 from kilter.parallel.checks import Judge
 from kilter.parallel.loop import assembler
 from kilter.parallel.plan import BranchPlan, Trial, choose, combined, group_equal
-from kilter.parallel.torch_private import import_compiler, pytree
 from kilter.parallel.trace import TRACE_ERRORS, WayRefused, reason_of, without_collecting
 from kilter.parallel.watched import WatchedBranches
 from kilter.parallel.ways import WAYS, Way

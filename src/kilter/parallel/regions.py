@@ -8,10 +8,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, fx
 
+from kilter.observe.torch_internals.branches import pytree
 from kilter.parallel.folding import is_view, weight_view
 from kilter.parallel.plan import find_regions
 from kilter.parallel.program import BranchProgram, Unit
-from kilter.parallel.torch_private import pytree
 from kilter.parallel.trace import WayRefused, tensor_of, value
 
 Chunks = list[list[list[fx.Node]]]

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kilter.observe.torch_internals.branches import pytree
 from kilter.parallel.program import BranchProgram, Unit, run_unit
-from kilter.parallel.torch_private import pytree
 
 
 class StreamBackend(Protocol):

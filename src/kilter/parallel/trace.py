@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from kilter.core.reasons import Reason
-from kilter.parallel.torch_private import (
+from kilter.observe.torch_internals.branches import (
     SET_GRAD_ENABLED,
     TorchOperation,
     arguments_of,

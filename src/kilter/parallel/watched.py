@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kilter.parallel.torch_private import (
+from kilter.observe.torch_internals.branches import (
     CALL_HOOKS,
     MODULE_DICTIONARIES,
     OTHER_HOOKS,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kilter.core.messages import LocalMessages, MessagesGone, RankMessages
+from kilter.observe import torch_internals
 
 ANSWER_S = 0.5
 """How long an answer of the store is waited for: normally a fraction of a millisecond."""
@@ -39,7 +40,7 @@ class StoreMessages:
 
         if not (dist.is_available() and dist.is_initialized()):
             return None
-        store = dist.distributed_c10d._get_default_store()
+        store = torch_internals.default_store()
         # `store` lives as long as these messages do: it may be the one that serves, and be dropped
         # with its process group while other ranks still look.
         return cls(lambda: dist.PrefixStore("kilter", _second_connection(store)))

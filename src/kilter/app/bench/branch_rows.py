@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kilter.app.bench.branch_workloads import WORKLOADS, build
 from kilter.core.errors import UsageError
+from kilter.observe.torch_internals.branches import pytree
 from kilter.parallel import checks
 from kilter.parallel.calls import Parallel, parallel
 from kilter.parallel.capture import Captured, GraphPool, Turns
@@ -28,7 +29,6 @@ from kilter.parallel.plan import assign_lanes
 from kilter.parallel.regions import from_graph
 from kilter.parallel.streams import CudaStreams, ForkJoin
 from kilter.parallel.timing import unit_seconds
-from kilter.parallel.torch_private import pytree
 from kilter.parallel.trace import TRACE_ERRORS, WayRefused, first_line, trace
 from kilter.parallel.ways import WAYS
 

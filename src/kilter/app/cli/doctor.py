@@ -8,6 +8,8 @@ import importlib.metadata
 import itertools
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +36,8 @@ from kilter.device.find import CHOICES, daemon_socket, visible
 from kilter.device.nvidia import Gpu, NvidiaDevice, Survey, survey
 from kilter.device.protocol import Device
 from kilter.lease.journal import journals, state_directory
+from kilter.observe import torch_internals
+from kilter.observe.torch_internals import Internal
 
 HELP = "What is there, what is allowed, and what to do about the rest. Sets nothing."
 
@@ -48,6 +52,8 @@ examples:
   kilter doctor --json | jq '.checks[] | select(.status != "fine")'
 """
 
+IMPORT_S = 60.0
+"""For torch to be imported, until that counts as hung."""
 WATCH_S = 1.0
 """How long the energy counter is compared with the power readings."""
 SAMPLE_EVERY_S = 0.02
@@ -152,7 +158,7 @@ def examine(spec: str, environ: Mapping[str, str]) -> Examination:
     if spec not in CHOICES:
         raise UsageError(f"--device {spec!r}: choose one of {', '.join(CHOICES)}")
     torch = _version("torch")
-    checks = [_torch_check(torch), *_journals(environ), *_controllers()]
+    checks = [_torch_check(torch), *_internals(torch), *_journals(environ), *_controllers()]
     seen: Survey | None = None
     gpus: tuple[GpuReport, ...] = ()
     if spec != "null":
@@ -402,6 +408,27 @@ def _torch_check(version: str | None) -> Check:
         text = f"{version} has no GPU support"
         return _check("torch", Status.WARNING, text, "install a CUDA build to use the GPU")
     return _check("torch", Status.FINE, version)
+
+
+def _internals(version: str | None) -> Iterator[Check]:
+    """Private names of torch that kilter builds on and that the installed one does not have. Torch
+    is imported in a process of its own: it takes a while, and may be broken."""
+    if version is None:
+        return
+    command = [sys.executable, "-m", torch_internals.__name__]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_S)
+        gone = msgspec.json.decode(done.stdout, type=list[Internal])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield _check("torch", Status.WARNING, f"{version} could not be looked at: {error}")
+        return
+    except msgspec.MsgspecError:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        yield _check("torch", Status.WARNING, f"{version} cannot be imported: {why}")
+        return
+    for entry in gone:
+        text = f"{version} has no {entry.path}: {entry.without}"
+        yield _check("torch", Status.WARNING, text, f"use a PyTorch of {torch_internals.SUPPORTED}")
 
 
 def _version(package: str) -> str | None:

@@ -11,6 +11,8 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from kilter.observe import torch_internals
+
 if TYPE_CHECKING:
     import torch
 
@@ -35,10 +37,8 @@ class Holders(NamedTuple):
 
 
 def holders(tensor: torch.Tensor) -> Holders:
-    import torch
-
     storage = tensor.untyped_storage()
-    uses = torch._C._storage_Use_Count(storage._cdata)
+    uses = torch_internals.storage_use_count(storage._cdata)
     return Holders(tensor._use_count(), uses, sys.getrefcount(storage))
 
 
@@ -61,12 +61,8 @@ class StorageReference:
     __del__ = property(operator.attrgetter("free"))
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        import torch
-
         self.cdata: int = storage._weak_ref()
-        self.free = partial(torch.UntypedStorage._free_weak_ref, self.cdata)
+        self.free = partial(torch_internals.free_weak_storage, self.cdata)
 
     def expired(self) -> bool:
-        import torch
-
-        return bool(torch.UntypedStorage._expired(self.cdata))
+        return bool(torch_internals.storage_expired(self.cdata))

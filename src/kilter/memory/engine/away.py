@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kilter.core.errors import UsageError
 from kilter.core.reasons import Reason
 from kilter.memory import messages
+from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +73,7 @@ def away_class(home: Callable[[Any], None]) -> type[torch.nn.Parameter]:
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if func in untouched:
-                with torch._C.DisableTorchFunctionSubclass():
+                with torch_internals.DisableFunctionSubclass():
                     return func(*args, **(kwargs or {}))
             visit(args)
             if kwargs:
@@ -136,7 +137,7 @@ class Doors(AbstractContextManager["Doors"]):
         if "data" in vars(torch.nn.Parameter):
             raise UsageError("weights are moved already; one memory engine at a time")
         self._watch_data(torch)
-        self._guard_hooks(torch)
+        self._guard_hooks()
         self._guard_functions(torch)
         self._guard_graphs(torch)
         self._guard_streams(torch)
@@ -184,15 +185,14 @@ class Doors(AbstractContextManager["Doors"]):
 
         self._replace(torch.nn.Parameter, "__new__", staticmethod(made))
 
-    def _guard_hooks(self, torch: Any) -> None:
+    def _guard_hooks(self) -> None:
         """What somebody's hook hands to backward may be a parameter itself."""
-        autograd = torch._C._autograd
-        push = autograd._push_saved_tensors_default_hooks
+        push = torch_internals.push_saved_hooks
 
         def pushed(pack: Any, unpack: Any) -> None:
             push(pack, unpack if guarded(unpack) else self._guarded(unpack))
 
-        self._replace(autograd, "_push_saved_tensors_default_hooks", pushed)
+        self._replace(*torch_internals.holder_of("push_saved_hooks"), pushed)
 
     def _guarded(self, unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def guarded_unpack(packed: Any) -> Any:

@@ -23,6 +23,7 @@ from kilter.core.units import MIB, show_bytes
 from kilter.memory.engine.backend import CopyEvent
 from kilter.memory.host_memory import HostLimit, HostMemoryError, available_bytes
 from kilter.memory.plan.problem import Link
+from kilter.observe import torch_internals
 
 CLOCK_HZ = 2e9
 """Of the counter that the framework's sleep counts by, near enough."""
@@ -201,14 +202,14 @@ class Cuda:
         return self._copy(self._in, device, host)
 
     def _copy(self, lane: _Lane, target: torch.Tensor, source: torch.Tensor) -> CopyEvent:
-        if torch._C._cuda_getDevice() == self._index:
-            return lane.copy(target, source, torch._C._cuda_getCurrentRawStream(self._index))
+        if torch_internals.cuda_device() == self._index:
+            return lane.copy(target, source, torch_internals.cuda_raw_stream(self._index))
         with torch.cuda.device(self.device):
-            return lane.copy(target, source, torch._C._cuda_getCurrentRawStream(self._index))
+            return lane.copy(target, source, torch_internals.cuda_raw_stream(self._index))
 
     def wait(self, event: CopyEvent) -> None:
         lane, number = event
-        lane.wait(number, torch._C._cuda_getCurrentRawStream(self._index))
+        lane.wait(number, torch_internals.cuda_raw_stream(self._index))
 
     def evicted(self, storage: torch.UntypedStorage) -> None:
         pass
@@ -223,7 +224,7 @@ class Cuda:
         return float(begin.elapsed_time(end)) * 1e-3
 
     def keep_busy(self, seconds: float) -> None:
-        torch.cuda._sleep(int(seconds * CLOCK_HZ))
+        torch_internals.cuda_sleep(int(seconds * CLOCK_HZ))
 
     def used_bytes(self) -> int | None:
         return int(torch.cuda.memory_allocated(self.device))

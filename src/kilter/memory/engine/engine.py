@@ -55,6 +55,7 @@ from kilter.memory.engine.waits import Waits
 from kilter.memory.engine.watch import Watch
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Link
+from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     import torch
@@ -104,9 +105,7 @@ def note_epsilon(module: Any, inputs: Any, output: Any) -> None:
 def leave_uncompiled() -> None:
     """Dynamo would compile our own frames when it meets them beside the user's. A wrapper
     (`torch.compiler.disable`) would cost each call more than an ordinary event does."""
-    import torch._dynamo.trace_rules
-
-    torch._dynamo.trace_rules.add("kilter")
+    torch_internals.trace_rules.add("kilter")
 
 
 class Swapper(AbstractContextManager["Swapper"]):
@@ -181,8 +180,8 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._store.reopen()
         self._torch = torch
         self._tensor = torch.Tensor
-        self._dispatch_modes = torch._C._len_torch_dispatch_stack
-        self._function_modes = torch._C._len_torch_function_stack
+        self._dispatch_modes = torch_internals.dispatch_mode_depth
+        self._function_modes = torch_internals.function_mode_depth
         self._duals = torch.autograd.forward_ad
         leave_uncompiled()
         fenced = self._fence is not None
@@ -226,7 +225,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     def stand_behind(self, around: Callable[[Any, Any], tuple[Any, Any]]) -> bool:
         """Between passes: what `around` makes of our hooks takes their place. `False` if they are
         not the innermost of this thread."""
-        top = self._torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = torch_internals.top_saved_hooks(True)
         if top is None or top[1] is not self._store.unpack_hook:
             return False
         self.step_out()
@@ -377,8 +376,8 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _unseen(self, hook: Callable[[Any], Any], argument: Any, kind: type) -> Any:
         """Modes of the program's, which count operations or change them, are not for ours. Those
         that record or imitate the program have to see all; there nothing is moved."""
-        modes = self._torch._C._TorchDispatchModeKey
-        found = self._torch._C._get_dispatch_mode
+        modes = torch_internals.DispatchModeKey
+        found = torch_internals.dispatch_mode_of
         if any(found(key) for key in (modes.PROXY, modes.FUNCTIONAL, modes.FAKE)):
             return kept(argument) if hook == self._pack_tensor else hook(argument)
         if kind not in (self._tensor, self._torch.nn.Parameter, Saved):

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from kilter.observe import torch_internals
+
 
 @functools.cache
 def _kernels() -> Any:
@@ -61,12 +63,12 @@ def normalised(
     addresses = [tensor.data_ptr() for tensor in tensors]
     width, index = weight.numel(), x.device.index
     rows = x.numel() // width
-    if torch._C._cuda_getDevice() != index or any(address % ALIGNED for address in addresses):
+    if torch_internals.cuda_device() != index or any(address % ALIGNED for address in addresses):
         _kernels().normalised[(rows,)](*tensors, width, **_shape(width))
         return out
     kernel, block = _loaded(index, dtype, width)
     kernel.run(
-        rows, 1, 1, torch._C._cuda_getCurrentRawStream(index),
+        rows, 1, 1, torch_internals.cuda_raw_stream(index),
         kernel.function, kernel.packed_metadata, None, None, None, *addresses, width, block,
     )  # fmt: skip
     return out

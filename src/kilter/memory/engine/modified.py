@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from kilter.observe import torch_internals
+
 _TEXT = (
     "one of the variables needed for gradient computation has been modified by an inplace operation"
 )
@@ -41,7 +43,7 @@ class Modified(Exception):
 
 def _maker(packed: Any, original: torch.Tensor | None) -> str:
     """The node that made the tensor, as far as it is known; empty for one that none has made."""
-    node = torch._C._current_autograd_node()
+    node = torch_internals.current_node()
     # Nodes name what they have made themselves so.
     names = ("_raw_saved_result", "_raw_saved_output")
     own = [getattr(node, name) for name in dir(node) if name.startswith(names)]
@@ -64,7 +66,7 @@ def _ask(tensor: torch.Tensor, version: int, maker: str, text: list[str]) -> Non
     differentiable = tensor.is_floating_point() or tensor.is_complex()
     with torch.enable_grad():
         example = one.requires_grad_(bool(maker) and differentiable).expand(tensor.size())
-        setting = torch._C._autograd._unsafe_set_version_counter
+        setting = torch_internals.set_version_counter
         setting((example,), (version,))
         kept: Any = _Kept.apply(example, torch.ones((), requires_grad=True))
         setting((example,), (tensor._version,))

@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import torch
 
+from kilter.observe import torch_internals
+
 T = TypeVar("T")
 
 
@@ -20,10 +22,10 @@ def ungraded(function: Callable[[], T]) -> T:
     """Call it with gradients off."""
     before = torch.is_grad_enabled()
     try:
-        torch._C._set_grad_enabled(False)
+        torch_internals.set_grad_enabled(False)
         return function()
     finally:
-        torch._C._set_grad_enabled(before)
+        torch_internals.set_grad_enabled(before)
 
 
 def uncast(device_type: str, function: Callable[[], T]) -> T:
@@ -38,5 +40,5 @@ def uncast(device_type: str, function: Callable[[], T]) -> T:
 
 def unseen(function: Callable[[], T]) -> T:
     """Call it past the program's modes; both guards are written in C."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+    with torch_internals.DisableDispatch(), torch_internals.DisableFunction():
         return function()

@@ -27,6 +27,7 @@ import torch
 
 from kilter.memory.engine.backend import owned
 from kilter.memory.engine.operations import OPERATIONS, HeldSource, Source
+from kilter.observe import torch_internals
 
 DEPTH = 5
 """Longest chain of operations that are not saved in between."""
@@ -117,7 +118,7 @@ class Recipe:
             all(datum.closed for datum in self.closed)
             and all(datum.unchanged for datum in self.sources)
             and not any(held.changed for held in self.parameters)
-            and not (self.in_backward and torch._C._current_graph_task_id() == -1)
+            and not (self.in_backward and torch_internals.current_graph_task() == -1)
         )
 
     def make(self) -> torch.Tensor:

@@ -23,6 +23,7 @@ from kilter.memory.engine.store import Pass, Store, View, kept, whole
 from kilter.memory.engine.watch import Watch
 from kilter.memory.plan.state import Update, in_buckets
 from kilter.model.roofline import Roofline
+from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     import torch
@@ -68,12 +69,11 @@ class _Memory:
 
     def __init__(self, clocked: Clocked) -> None:
         import torch
-        from torch._subclasses.fake_tensor import FakeTensor
 
         # Not a GPU, even where there is one: a kernel of ours, or of an extension, that is launched
         # without the framework's knowledge would be given addresses of nothing.
         self.device = torch.device("cpu")
-        self._fakes = FakeTensor
+        self._fakes = torch_internals.fake_tensor.FakeTensor
         self._clocked = clocked
         self.live_bytes = 0
         self.now_s = 0.0
@@ -153,28 +153,22 @@ def shapes_of(
     `forward` runs four times on fake tensors of a CPU, whose kernels decide what is kept.
     `UsageError` if it asks for a value that only real data have.
     """
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensorMode,
-        UnsupportedOperatorException,
-    )
-
+    fake = torch_internals.fake_tensor
     try:
         # Of a small model no tensor has so many bytes: then all of them are recorded.
         for least_bytes in (min_bytes, 0):
             memory = _Memory(clocked)
-            with FakeTensorMode(allow_non_fake_inputs=True), _counting(memory):
+            with fake.FakeTensorMode(allow_non_fake_inputs=True), _counting(memory):
                 job = _Job(model, inputs, named, memory, loss, optimizer, autocast, least_bytes)
                 shapes = job.run()
             if shapes is not None:
                 return shapes
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except (fake.DataDependentOutputException, fake.DynamicOutputShapeException) as error:
         raise UsageError(
             f"the model asks for a value that only real data have ({error.func}): its memory "
             "cannot be known from shapes"
         ) from error
-    except UnsupportedOperatorException as error:
+    except fake.UnsupportedOperatorException as error:
         raise UsageError(f"{error.func} says nothing of the shapes it makes") from error
     raise UsageError("the model keeps nothing for its backward: there is nothing to plan")
 
@@ -182,25 +176,24 @@ def shapes_of(
 def _counting(memory: _Memory) -> Any:
     """A dispatch mode that tells `memory` of every operation below autograd."""
     import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves, tree_map_only
     from torch.utils.flop_counter import flop_registry
 
     aten = torch.ops.aten
+    pytree = torch_internals.pytree
 
-    class Counting(TorchDispatchMode):  # type: ignore[misc]
+    class Counting(torch_internals.TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            args, named = tree_map_only(torch.Tensor, memory.twin, (args, kwargs or {}))
+            args, named = pytree.tree_map_only(torch.Tensor, memory.twin, (args, kwargs or {}))
             if func is aten.equal.default:
                 return True  # recipes make the same bytes; that is tried where there are bytes
             made = func(*args, **named)
-            outputs = [t for t in tree_leaves(made) if isinstance(t, torch.Tensor)]
+            outputs = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
             for tensor in outputs:
                 memory.hold(tensor)
             if not func.is_view:
-                read = [t for t in tree_leaves((args, named)) if isinstance(t, torch.Tensor)]
+                read = [t for t in pytree.tree_leaves((args, named)) if isinstance(t, torch.Tensor)]
                 formula = flop_registry.get(func._overloadpacket)
                 flops = 0.0 if formula is None else formula(*args, **named, out_val=made)
                 memory.spend(float(flops), float(sum(t.nbytes for t in (*read, *outputs))))
@@ -235,7 +228,7 @@ class _Job:
         }
         self._buffers = {name: memory.fake(b) for name, b in model.named_buffers()}
         self.weights_bytes = memory.live_bytes
-        tree_map = torch.utils._pytree.tree_map_only
+        tree_map = torch_internals.pytree.tree_map_only
         self._inputs, self._named = tree_map(
             torch.Tensor, memory.fake, (tuple(inputs), dict(named))
         )

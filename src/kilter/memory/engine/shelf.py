@@ -23,6 +23,7 @@ from kilter.memory.engine.aliases import Holders, holders, shared_with_processes
 from kilter.memory.engine.away import WeightsMoved, away_class, guarded
 from kilter.memory.engine.backend import Backend, CopyEvent, HostMemoryError, owned
 from kilter.memory.engine.stream import Where, shaped
+from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     import torch
@@ -179,20 +180,17 @@ class Shelf:
 
     def _undisturbed(self) -> Any:
         """What the program has put around its operations does not meet ours."""
-        core = self._torch._C
-        quiet = core.DisableTorchFunction()
+        quiet = torch_internals.DisableFunction()
         modes = (
-            core._len_torch_dispatch_stack() or core._functorch.maybe_current_level() is not None
+            torch_internals.dispatch_mode_depth() or torch_internals.functorch_level() is not None
         )
         if not modes and not self._torch.is_inference_mode_enabled():
             return quiet
-        from torch.utils._python_dispatch import _disable_current_modes
-
         stack = ExitStack()
         stack.enter_context(quiet)
         stack.enter_context(self._torch.inference_mode(False))
-        stack.enter_context(core._DisableFuncTorch())
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch_internals.DisableFunctorch())
+        stack.enter_context(torch_internals.disable_current_modes())
         return stack
 
     def wrote(self, parameter: Any) -> None:
@@ -209,7 +207,7 @@ class Shelf:
             return False
         if not owned(parameter.untyped_storage()):
             return False
-        top = self._torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = torch_internals.top_saved_hooks(True)
         if top is not None and not guarded(top[1]):
             return False
         return not shared_with_processes(parameter.untyped_storage())

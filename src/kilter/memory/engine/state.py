@@ -34,6 +34,7 @@ from kilter.memory.engine.rounds import Rounds
 from kilter.memory.engine.stream import StateBucket, Stream, Where, size_of
 from kilter.memory.plan.problem import Link
 from kilter.memory.plan.state import Bucket, StatePlan, Update, in_buckets
+from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +150,7 @@ class StateMover(AbstractContextManager["StateMover"]):
 
         self._torch = torch
         self._before_modules = register_module_forward_pre_hook
-        self._keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+        self._keeps_graph = torch_internals.graph_task_keeps_graph
         self._access.__enter__()
         if self._kept is not None:
             self._access.ignore()

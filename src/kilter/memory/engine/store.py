@@ -28,6 +28,7 @@ from kilter.memory.engine.operations import HeldSource, Source
 from kilter.memory.engine.quiet import uncast, ungraded
 from kilter.memory.engine.recompute import EPS, Foreign, Recipe
 from kilter.memory.engine.waits import Waits
+from kilter.observe import torch_internals
 
 HERE, COMING, AWAY = range(3)
 OUTPUT = "kilter.output"
@@ -190,11 +191,11 @@ def _seen(
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """So often the tensor has been written to, as far as anybody can see."""
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+    torch_internals.set_version_counter((tensor,), (version,))
 
 
 def _users(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return int(torch_internals.storage_use_count(tensor.untyped_storage()._cdata))
 
 
 def _lone() -> torch.Tensor:

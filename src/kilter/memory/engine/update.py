@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from kilter.observe import torch_internals
+
 FUSED = frozenset({"Adam", "AdamW"})
 
 
@@ -41,7 +43,6 @@ def update(
 def _fused(optimizer: Any, number: int, parameters: list[Any], gradients: list[Any]) -> bool:
     """What `step` of a fused Adam or AdamW comes to; `False` if there is more to it, and nothing
     was done."""
-    import torch
 
     from kilter.memory.engine.quiet import ungraded
 
@@ -62,7 +63,7 @@ def _fused(optimizer: Any, number: int, parameters: list[Any], gradients: list[A
         [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
     )
     decoupled = group["decoupled_weight_decay"]
-    apply = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    apply = torch_internals.fused_adamw if decoupled else torch_internals.fused_adam
     beta1, beta2 = group["betas"]
     fused = partial(
         apply,
@@ -82,5 +83,5 @@ def _fused(optimizer: Any, number: int, parameters: list[Any], gradients: list[A
         grad_scale=None,
         found_inf=None,
     )
-    ungraded(lambda: (torch._foreach_add_(steps, 1), fused()))
+    ungraded(lambda: (torch_internals.foreach_add(steps, 1), fused()))
     return True

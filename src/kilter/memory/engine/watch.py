@@ -16,6 +16,7 @@ from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedDatum
 from kilter.memory.engine.recompute import Reader, Unlike
 from kilter.memory.engine.store import Saved, Store, flat
+from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     import torch
@@ -112,11 +113,10 @@ class Watch:
 
     def enter(self, code: int, *, used: bool) -> None:
         """An event begins: the operation before it has ended."""
-        import torch
 
         self._begin = self._backend.mark()
         self._backend.keep_busy(TRIAL_PAUSE_S if self.trial else PAUSE_S)
-        node = torch._C._current_autograd_node() if used else None
+        node = torch_internals.current_node() if used else None
         name = "forward" if node is None else str(node.name())
         event = self._recorder.note(code, name, backward=used)
         if event:

@@ -11,7 +11,6 @@ planned or not, and one that anybody might reach otherwise does not leave.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -28,6 +27,7 @@ from kilter.memory.engine.shelf import MovedWeights, Shelf
 from kilter.memory.engine.store import kept, original_of, whole
 from kilter.memory.plan.problem import Link
 from kilter.memory.plan.weights import Weight, WeightPlan, plan_weights
+from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     import torch
@@ -164,10 +164,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             register_module_forward_hook,
             register_module_forward_pre_hook,
         )
-        from torch.optim.optimizer import (
-            _global_optimizer_pre_hooks,
-            register_optimizer_step_pre_hook,
-        )
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self._torch = torch
         self._plain = torch.nn.Parameter
@@ -191,7 +188,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             register_module_forward_hook(self._fenced(self._after_module)),
             register_optimizer_step_pre_hook(self._before_step),
         ]
-        _global_optimizer_pre_hooks.move_to_end(self._handles[2].id, last=False)
+        torch_internals.global_optimizer_pre_hooks.move_to_end(self._handles[2].id, last=False)
         if self._own_hooks:
             self._hooks = torch.autograd.graph.saved_tensors_hooks(*self.around(kept, whole))
             self._hooks.__enter__()
@@ -346,7 +343,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         torch = self._torch
         if self._stopped or not module._parameters or not torch.is_grad_enabled():
             return
-        if torch._C._current_autograd_node() is not None:
+        if torch_internals.current_node() is not None:
             return  # recomputed in backward
         mine = [w for p in module._parameters.values() if (w := self._met(p, module)) is not None]
         if not mine:
@@ -413,8 +410,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized():
             return messages.OTHER_PROCESSES
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo is not None and dynamo.counters["frames"]["total"]:
+        if torch_internals.anything_compiled():
             return messages.COMPILES
         return None
 

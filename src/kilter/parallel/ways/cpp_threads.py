@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from kilter.observe.torch_internals.branches import TorchOperation, arguments_of, names_of
 from kilter.parallel.candidates import Built, CandidateBuilder, Site
 from kilter.parallel.program import BranchProgram, Unit, laid_like
-from kilter.parallel.torch_private import TorchOperation, arguments_of, names_of
 from kilter.parallel.trace import WayRefused, first_line
 from kilter.parallel.ways.way import ThreadedWay
 

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kilter.core.reasons import Reason
+from kilter.observe import torch_internals
 from kilter.sharing.elastic.groups import MOST_RANKS_WITH_IDLE, Reduction
 from kilter.sharing.elastic.schedule import Index
 from kilter.sharing.elastic.share import Share
@@ -239,9 +240,11 @@ class ElasticJob:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _has_batch_norm(self) -> bool:
-        from torch.nn.modules.batchnorm import _BatchNorm
-
-        return any(isinstance(m, _BatchNorm) for model in self.models for m in model.modules())
+        return any(
+            isinstance(m, torch_internals.BatchNorm)
+            for model in self.models
+            for m in model.modules()
+        )
 
 
 def _world() -> int:

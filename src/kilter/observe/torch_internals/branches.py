@@ -1,7 +1,7 @@
-"""Every name of PyTorch that `kilter.parallel` uses and that PyTorch does not promise to keep.
+"""The private names of PyTorch that `kilter.parallel` uses, as that room uses them.
 
-A new PyTorch is checked against this file alone. All names exist in PyTorch 2.8 to 2.13; a name
-that may be absent has its fallback here.
+Each is in the table of the package as well. This file imports torch; a name that may be absent has
+its fallback here.
 """
 
 from __future__ import annotations

@@ -151,6 +151,12 @@ OPTIONS = {
             f" {REHEARSE_S:g}s)",
             "60s",
         ),
+        Option(
+            "sections",
+            _switch,
+            "lower the clock in communication sections that are worth it, inside the iteration, in"
+            " place of one clock for the whole job",
+        ),
         Option("dry-run", _switch, "observe, plan and report, but set nothing"),
         Option(
             "trace",
@@ -192,7 +198,8 @@ def resolve(
         raise UsageError("--gradients says what a memory budget may do: add --memory-budget")
     if memory_budget is None and flags.get("host-memory") is not None:
         raise UsageError("--host-memory limits what a memory budget offloads: add --memory-budget")
-    if max_slowdown is None and memory_budget is None:
+    sections = given.get("sections", False)
+    if max_slowdown is None and (memory_budget is None or sections):
         max_slowdown = DEFAULT_MAX_SLOWDOWN
     elif max_slowdown is None and flags.get("objective") is not None:
         raise UsageError("with --memory-budget alone no clock is set: add --max-slowdown")
@@ -210,6 +217,7 @@ def resolve(
         json_summary=given.get("json", False),
         gradients=given.get("gradients", "auto"),
         trace=given.get("trace", False),
+        sections=sections,
         rehearse_s=given.get("rehearse"),
     )
 

@@ -144,6 +144,47 @@ class Moved(MemoryRecord, frozen=True, kw_only=True, tag_field="event", tag="mov
     t_s: float
 
 
+class Sectioned(Event, frozen=True, kw_only=True):
+    """What became of the communication sections of one rank. The last one rules."""
+
+    summary: str
+    """The answer in one sentence; what would be saved in it is simulated."""
+    planned: bool
+    """There are low clocks for some sections; False: nothing to gain."""
+    exposed_share: float
+    """Measured in the last window of the profiler."""
+    longest_s: float
+    """Longest section there."""
+    break_even_s: float
+    saving: float
+    slowdown: float
+    stretches: int
+    windows: int
+    """Windows of the profiler so far."""
+    reopened: int
+    """How often the sequence of collectives has changed since the first plan."""
+    collectives: int | None
+    """Of one iteration, by the numbers of the process groups; None: they do not count."""
+    sets: bool
+    """False: a dry run, in which commands are only written down."""
+    commands: int = 0
+    """Sent, or written down, so far."""
+    left_out: int = 0
+    edges: int = 0
+    """Commands whose real edge was seen in a window."""
+    edge_error_p50_s: float | None = None
+    """Expected against real edge, absolute."""
+    edge_error_p95_s: float | None = None
+    edge_bias_s: float | None = None
+    """Median of expected minus real: below zero, the commands come early."""
+    restored: bool | None = None
+    """At the end: the conductor has put the found clock back. None: it did not run."""
+    window_cost_s: float = 0.0
+    """What the windows have taken of the program's time."""
+    key_cost_s: float = 0.0
+    """What the numbers of the process groups and the marker have taken of it."""
+
+
 class Refused(Event, frozen=True, kw_only=True):
     """Something was not done, and why."""
 
@@ -186,7 +227,7 @@ class Stopped(Event, frozen=True, kw_only=True):
     """Why no iteration was seen, and what to do about it; None if one was."""
 
 
-AnyEvent = Started | Sampled | Block | Decided | Fitted | Moved | Refused | Failed | Stopped
+AnyEvent = Started | Sampled | Block | Decided | Fitted | Moved | Sectioned | Refused | Failed | Stopped
 
 MAX_EVENTS_BYTES = 2**32
 _DECODER = msgspec.json.Decoder(AnyEvent)

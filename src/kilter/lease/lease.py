@@ -76,6 +76,7 @@ from kilter.lease.journal import (
     start_ticks,
     state_directory,
 )
+from kilter.lease.own_socket import as_socket
 from kilter.lease.watcher import GOODBYE, MESSAGE
 
 HOLD_S = 60.0
@@ -552,7 +553,7 @@ class _Watcher:
             return None
         self._number += 1
         try:
-            with _as_socket(self._connection) as connection:
+            with as_socket(self._connection) as connection:
                 # MSG_NOSIGNAL: a script may have put SIGPIPE back to its deadly default.
                 message = MESSAGE.pack(self._number, deadline_s)
                 connection.send(message, socket.MSG_NOSIGNAL)
@@ -587,24 +588,10 @@ def _spawn(place: JournalPlace, lock: OwnFile, journal: Journal, connection: Own
     process.wait(WATCHER_START_S)
 
 
-@contextmanager
-def _as_socket(file: OwnFile) -> Iterator[socket.socket]:
-    """A socket object for one call: one that lived on would close whatever has its number then."""
-    number = file.number
-    if number is None:
-        raise ConnectionResetError(errno.ECONNRESET, "closed by the program")
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=number)
-    connection.setblocking(False)
-    try:
-        yield connection
-    finally:
-        connection.detach()
-
-
 def _received(file: OwnFile, timeout_s: float) -> list[int]:
     """The numbers that have come from the watcher."""
     try:
-        with _as_socket(file) as connection:
+        with as_socket(file) as connection:
             connection.settimeout(timeout_s)
             raw = connection.recv(64 * MESSAGE.size)
     except (BlockingIOError, TimeoutError, ConnectionResetError):

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kilter.core.errors import FileError
 from kilter.core.trace import IterationTrace
@@ -33,6 +33,8 @@ from kilter.observe.flops import torch_flops
 from kilter.observe.imports import after_import
 from kilter.observe.iteration_clock import Fenced, IterationClock, in_backward
 from kilter.observe.kineto import ITERATION_END, MODULE, read_kineto
+
+Seen = TypeVar("Seen")
 
 _OVER = ("held", "saving", "saved", "done", "failed")
 _THE_PROGRAM_S = "the program uses torch.profiler itself"
@@ -93,6 +95,8 @@ class Window:
         self.costs_s: dict[str, float] = {}
         self.opened_at = 0
         """The iteration end at which it opened."""
+        self.ends_s: dict[int, float] = {}
+        """The iteration ends in the trace, by number: `time.monotonic()`."""
         self._profile: Any = None
         self._guard: _Guard | None = None
         self._file: Path | None = None
@@ -148,21 +152,33 @@ class Window:
 
     def trace(self) -> IterationTrace | None:
         """What was seen; None before it is saved, or if failed. Not for the program's thread."""
-        if self.state == "saved" and self._file is not None:
-            try:
-                self._trace = read_kineto(
-                    self._file,
-                    flops=torch_flops(),
-                    iteration_s=self._marks.usual_s,
-                    breathe=_breathe,
-                )
-                self.state = "done"
-            except FileError as error:
-                self.state, self.why_not = "failed", str(error)
-            finally:
-                assert self._directory is not None
-                self._directory.cleanup()
+        self._trace = self._trace or self.take(
+            lambda file: read_kineto(
+                file, flops=torch_flops(), iteration_s=self._marks.usual_s, breathe=_breathe
+            )
+        )
         return self._trace
+
+    def take(self, read: Callable[[Path], Seen]) -> Seen | None:
+        """What `read` makes of the profiler's file, once; None before it is saved, or if failed.
+        Not for the program's thread."""
+        if self.state != "saved" or self._file is None:
+            return None
+        try:
+            seen = read(self._file)
+            self.state = "done"
+            return seen
+        except FileError as error:
+            self.state, self.why_not = "failed", str(error)
+            return None
+        finally:
+            assert self._directory is not None
+            self._directory.cleanup()
+
+    @property
+    def over(self) -> bool:
+        """The profiler is done with, and what it saw is in its file, or lost."""
+        return self.state in ("saved", "done", "failed")
 
     @property
     def busy(self) -> bool:
@@ -179,7 +195,7 @@ class Window:
         elif self.state == "ready":
             self._open(index)
         elif self.state == "open":
-            self._annotations.iteration_ended()
+            self._annotate_end(index)
             if index >= self.opened_at + (self._iterations or 1):
                 self._shut()
 
@@ -264,7 +280,11 @@ class Window:
             )
         self.state = "open"
         self.opened_at = index
+        self._annotate_end(index)
+
+    def _annotate_end(self, index: int) -> None:
         self._annotations.iteration_ended()
+        self.ends_s[index] = time.monotonic()
 
     def _shut(self) -> None:
         with self._timed("shut"), _cupti_goes(), _quiet_kineto():

@@ -1,4 +1,5 @@
-"""The trace of one iteration, for whoever needs it: opens the profiler window only on demand."""
+"""The trace of one iteration, for whoever needs it, and further windows of the profiler for those
+who read its file themselves: each is opened only on demand, one at a time."""
 
 from __future__ import annotations
 
@@ -38,6 +39,8 @@ class TraceSource:
         self._patient = patient
         self._run_fenced = run_fenced
         self._window: Window | None = None
+        self._observing: Window | None = None
+        """The last of the further windows."""
         self._failed: str | None = None
         """How the script has ended, where that was early."""
         self.trace: IterationTrace | None = None
@@ -50,10 +53,27 @@ class TraceSource:
             )
             self._window.start()
 
+    def observe(self, iterations: int) -> Window | None:
+        """A further window, of so many iterations from the next ones on; None while another one is
+        under way. There is no need to close it."""
+        if any(window is not None and not window.over for window in self._windows):
+            return None
+        after = max(OPENS_AT, self._iterations.index + 2)
+        self._observing = Window(
+            self._iterations, after=after, iterations=iterations, run=self._run_fenced
+        )
+        self._observing.start()
+        return self._observing
+
+    @property
+    def _windows(self) -> tuple[Window | None, Window | None]:
+        return self._window, self._observing
+
     def iteration_ended(self, index: int) -> None:
         """In the program's thread."""
-        if self._window is not None:
-            self._window.iteration_ended(index)
+        for window in self._windows:
+            if window is not None:
+                window.iteration_ended(index)
 
     def look(self) -> None:
         """Take the trace if it is there."""
@@ -64,13 +84,15 @@ class TraceSource:
 
     def disturbs(self, iteration: Iteration) -> bool:
         """Whether the profiler was switched on, off or open in this iteration."""
-        opened_at = self._window.opened_at if self._window is not None else 0
-        return opened_at > 0 and opened_at <= iteration.index <= opened_at + SLOW_ITERATIONS
+        opened = [window.opened_at for window in self._windows if window is not None]
+        return any(0 < at <= iteration.index <= at + SLOW_ITERATIONS for at in opened)
 
     def script_ended(self, outcome: ScriptEnd) -> None:
         """Whoever reads the traceback of a script that failed does not wait for a trace."""
         if not outcome.finished:
             self._failed = f"the script ended early ({outcome})"
+        if self._observing is not None:
+            self._observing.abandon("the script has ended")
         if self._window is not None and self._failed is not None:
             self._window.abandon(self._failed)
         elif self._window is not None:
@@ -80,14 +102,14 @@ class TraceSource:
         """After an error of ours. A profiler can only be switched off in the thread that it was
         switched on in; left on, it would fill the memory. In a thread of ours: wait until the
         program gets there, or until the script is `over`."""
-        window = self._window
-        if window is None:
-            return
-        if threading.current_thread().name.startswith("kilter"):
-            by_s = time.monotonic() + ABANDON_S
-            while window.busy and time.monotonic() < by_s and not over.is_set():
-                time.sleep(LOOK_S)
-        window.abandon("kilter stepped aside after an error")
+        by_s = time.monotonic() + ABANDON_S
+        for window in self._windows:
+            if window is None:
+                continue
+            if threading.current_thread().name.startswith("kilter"):
+                while window.busy and time.monotonic() < by_s and not over.is_set():
+                    time.sleep(LOOK_S)
+            window.abandon("kilter stepped aside after an error")
 
     def why_not(self, too_few: Callable[[int], str]) -> str:
         """Why there is no trace; `too_few(n)` says that a script ended before n iterations."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kilter.clocks.controller import ClocksController, mode_of
+from kilter.clocks.section_controller import SectionsController
 from kilter.controller import Controller, Run
 from kilter.core.errors import UsageError
 from kilter.core.ranks import Ranks
@@ -28,7 +29,10 @@ def controllers_of(run: Run, options: Options) -> Sequence[Controller]:
         controllers.append(
             MemoryController(run, run.goal.memory_budget, gradients=options.gradients)
         )
-    controllers.append(ClocksController(run, rehearse_s=options.rehearsal_s))
+    if options.sections and run.goal.max_slowdown is not None:
+        controllers.append(SectionsController(run, max_slowdown=run.goal.max_slowdown))
+    else:
+        controllers.append(ClocksController(run, rehearse_s=options.rehearsal_s))
     return controllers
 
 

@@ -25,6 +25,8 @@ class Options:
     """One of `GRADIENTS`."""
     trace: bool = False
     """Record the operations of an iteration also where nothing but the report needs them."""
+    sections: bool = False
+    """Clocks inside the iteration, for communication sections, in place of the whole job's."""
     rehearse_s: float | None = None
     """Real seconds for a rehearsal after the script; None: `REHEARSE_S`."""
 

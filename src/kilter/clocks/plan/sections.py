@@ -131,6 +131,15 @@ class Analysis(msgspec.Struct, frozen=True, kw_only=True):
     left_out: tuple[str, ...]
 
 
+class SectionOccurrence(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one section was in one iteration, on the rank's clock."""
+
+    iteration: int
+    key: str
+    begin_s: float
+    end_s: float
+
+
 def analyse(traces: Sequence[RankTrace]) -> Analysis:
     """The sections of the ranks of one run; `PlanError` for traces that cannot be of one run."""
     traces = sorted(traces, key=lambda trace: trace.rank)
@@ -151,6 +160,21 @@ def analyse(traces: Sequence[RankTrace]) -> Analysis:
             *matched.left_out,
             *_alone(traces, matched),
         ),
+    )
+
+
+def places(trace: RankTrace) -> tuple[SectionOccurrence, ...]:
+    """Every section of every iteration of a rank, on the rank's clock (`origin_s`)."""
+    view = _View(0, trace, match([trace]))
+    return tuple(
+        SectionOccurrence(
+            iteration=window.number,
+            key=found.key,
+            begin_s=trace.origin_s + window.begin_s + found.begin_s,
+            end_s=trace.origin_s + window.begin_s + found.end_s,
+        )
+        for i, window in enumerate(trace.iterations)
+        for found in view.occurrences(i)[0]
     )
 
 
@@ -244,7 +268,7 @@ class _View:
         found: dict[str, list[_Occurrence]] = defaultdict(list)
         short: list[float] = []
         for i in range(len(trace.iterations)):
-            occurrences, shorter = self._occurrences(i)
+            occurrences, shorter = self.occurrences(i)
             short += shorter
             for occurrence in occurrences:
                 found[occurrence.key].append(occurrence)
@@ -313,7 +337,7 @@ class _View:
             exposed_wait_s=inside(self._waiting) if known else None,
         )
 
-    def _occurrences(self, i: int) -> tuple[list[_Occurrence], list[float]]:
+    def occurrences(self, i: int) -> tuple[list[_Occurrence], list[float]]:
         """The sections of an iteration, and the lengths of what is too short for one."""
         window, compute = self._trace.iterations[i], self._trace.compute
         exposed = clip(self._exposed, window.begin_s, window.end_s)

@@ -1,0 +1,434 @@
+"""The conductor of sections: a process beside the program's that sets clocks inside the iteration.
+
+    python -P -m kilter.clocks.section_conductor CONNECTION MARKER
+
+Started by `kilter.clocks.section_process` and by nobody else. The program's thread only moves the
+marker word; this process polls the word, and sends each command at its time after the marker. It
+holds the lease of the device, so that each low clock has a deadline: when this process dies, the
+lease's watcher puts the clock back; when the program dies or hangs, this process does. In a dry run
+there is no device here, and the log says what would have been set.
+
+Not to be confused with `clocks/conductor`, which runs the blocks of the search for the whole job.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import socket
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import IO, NamedTuple, Protocol
+
+import msgspec
+
+from kilter.clocks.plan.timing import Command, Commanded, Schedule
+from kilter.core.errors import KilterError
+from kilter.core.setting import Setting
+from kilter.device.protocol import Device
+from kilter.lease.lease import Lease
+from kilter.observe.marker import MarkerReader
+
+STEP_S = 0.002
+"""How often the marker is looked at while there are commands to send. Its time stands in the word,
+so a late look delays only the commands that are due at once."""
+RATE_WINDOW_S = 1.0
+MOST_LOG_BYTES = 1 << 28
+"""A month of commands; what is sent later is not written down."""
+
+
+class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the conductor, first: which device, and where the log goes."""
+
+    log: str
+    backend: str
+    """`nvml`, `sim`, or empty for a dry run."""
+    device: str = ""
+    """UUID of the GPU, or name of the simulated one."""
+    program: int
+    """Process id of the program."""
+
+
+class Follow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the conductor: the commands from here on."""
+
+    schedule: Schedule
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the conductor, last."""
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the conductor: the device is there."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the conductor, last: whether the found setting is back, and why it ended early."""
+
+    restored: bool
+    refused: str | None = None
+
+
+Orders = Begin | Follow | Stop
+Answers = Ready | Ended
+_ORDERS = msgspec.json.Decoder(Orders)
+
+
+class Setter(Protocol):
+    """What sets clocks. Each call may raise `KilterError`, and the found clock is back then."""
+
+    @property
+    def sets(self) -> bool:
+        """False: a dry run."""
+
+    def down(self, sm_clock_hz: float, hold_s: float) -> None:
+        """A low clock, for at most so long."""
+
+    def up(self) -> None:
+        """The clock as found."""
+
+
+class DrySetter:
+    """Sets nothing."""
+
+    sets = False
+
+    def down(self, sm_clock_hz: float, hold_s: float) -> None:
+        """Nothing."""
+
+    def up(self) -> None:
+        """Nothing."""
+
+
+class LeaseSetter:
+    """Sets under a lease."""
+
+    sets = True
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+
+    def down(self, sm_clock_hz: float, hold_s: float) -> None:
+        self._lease.set(Setting(sm_clock_hz=sm_clock_hz), hold_s=hold_s)
+
+    def up(self) -> None:
+        self._lease.set(Setting())
+
+
+class _Pending(NamedTuple):
+    due_s: float
+    iteration: int
+    command: Command
+
+
+NOTHING = Schedule(number=0, commands=(), iteration_s=0.0, calls_per_s=0.0)
+"""The default stands."""
+INTERVALS = 9
+"""Times between markers of which the median is the time to the next one."""
+
+
+class SectionConductor:
+    """When which command leaves: `follow` a schedule, tell it each marker (`passed`), and call
+    `act` at `due_s`. An error of the setter leaves `act`, and nothing is sent any more."""
+
+    def __init__(
+        self,
+        setter: Setter,
+        record: Callable[[Commanded], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._setter = setter
+        self._record = record
+        self._clock = clock
+        self._schedule = NOTHING
+        self._pending: list[_Pending] = []
+        """In order of their time."""
+        self._last: tuple[int, float] | None = None
+        self._intervals: deque[float] = deque(maxlen=INTERVALS)
+        self._calls: deque[float] = deque()
+        self._low_until_s: float | None = None
+
+    @property
+    def low(self) -> bool:
+        """A low clock was asked for, and not yet the found one."""
+        return self._low_until_s is not None
+
+    @property
+    def due_s(self) -> float:
+        """When `act` has something to do; infinite: not before the next marker."""
+        due_s = self._pending[0].due_s if self._pending else math.inf
+        return min(due_s, math.inf if self._low_until_s is None else self._low_until_s)
+
+    @property
+    def idle(self) -> bool:
+        """There is nothing to send, whatever the marker says."""
+        return not self._schedule.commands and not self.low
+
+    def follow(self, schedule: Schedule) -> None:
+        """From the next marker on. What is low is put back: the new schedule may not do so."""
+        self._schedule = schedule
+        self._drop("the schedule has changed")
+        if self.low:
+            self._put_back("the schedule has changed")
+
+    def passed(self, iteration: int, t_s: float) -> None:
+        """The marker of an iteration was passed at this time."""
+        if self._last is not None and iteration == self._last[0] + 1:
+            self._intervals.append(t_s - self._last[1])
+        self._last = (iteration, t_s)
+        ahead = [p for p in self._pending if p.iteration == iteration]
+        self._pending = [p for p in self._pending if p.iteration != iteration]
+        self._drop("the iteration was over before")
+        known = len(self._intervals) == INTERVALS
+        next_s = t_s + (
+            statistics.median(self._intervals) if known else self._schedule.iteration_s
+        )
+        for late in ahead:  # the marker came earlier than was expected
+            self._send(late)
+        for command in self._schedule.commands:
+            if command.at_s < 0.0:
+                self._pending.append(_Pending(next_s + command.at_s, iteration + 1, command))
+            else:
+                self._pending.append(_Pending(t_s + command.at_s, iteration, command))
+        self._pending.sort(key=lambda p: p.due_s)
+
+    def act(self) -> None:
+        """Send what is due."""
+        now_s = self._clock()
+        while self._pending and self._pending[0].due_s <= now_s:
+            self._send(self._pending.pop(0))
+        if self._low_until_s is not None and self._clock() >= self._low_until_s:
+            self._put_back("the deadline has passed")
+
+    def _drop(self, why: str) -> None:
+        """Commands that can no longer come at their time: up at once, down not at all."""
+        pending, self._pending = self._pending, []
+        for each in pending:
+            if each.command.edge == "up" and self.low:
+                self._up(each, why)
+            else:
+                self._leave_out(each, why)
+
+    def _send(self, pending: _Pending) -> None:
+        command, now_s = pending.command, self._clock()
+        if command.edge == "up":
+            if self.low:
+                self._up(pending, "")
+            else:
+                self._leave_out(pending, "the clock is as found already")
+        elif now_s > pending.due_s + command.lead_s:
+            self._leave_out(pending, "too late")
+        elif not self._may_call(now_s):
+            self._leave_out(pending, f"at most {self._schedule.calls_per_s:g} calls per second")
+        else:
+            assert command.sm_clock_hz is not None
+            self._low_until_s = now_s + command.hold_s
+            self._setter.down(command.sm_clock_hz, command.hold_s)
+            self._note(pending, now_s, "")
+
+    def _may_call(self, now_s: float) -> bool:
+        """There is room for this call and for the one that puts the clock back."""
+        while self._calls and self._calls[0] <= now_s - RATE_WINDOW_S:
+            self._calls.popleft()
+        return len(self._calls) + 2 <= self._schedule.calls_per_s * RATE_WINDOW_S
+
+    def _up(self, pending: _Pending, why: str) -> None:
+        now_s = self._clock()
+        self._setter.up()
+        self._low_until_s = None
+        self._note(pending, now_s, why)
+
+    def _put_back(self, why: str) -> None:
+        """Without a command of the schedule."""
+        now_s = self._clock()
+        command = Command(edge="up", key="", sm_clock_hz=None, at_s=0.0, lead_s=0.0, hold_s=0.0)
+        self._up(_Pending(now_s, -1, command), why)
+
+    def _note(self, pending: _Pending, now_s: float, why: str) -> None:
+        self._calls.append(now_s)
+        took_s = self._clock() - now_s if self._setter.sets else 0.0
+        state = "set" if self._setter.sets else "would set"
+        self._record(_line(pending, now_s, state, why, took_s))
+
+    def _leave_out(self, pending: _Pending, why: str) -> None:
+        self._record(_line(pending, self._clock(), "left out", why, 0.0))
+
+
+def _line(pending: _Pending, now_s: float, state: str, why: str, took_s: float) -> Commanded:
+    command = pending.command
+    return Commanded(
+        t_s=now_s,
+        iteration=pending.iteration,
+        edge=command.edge,
+        key=command.key,
+        sm_clock_hz=command.sm_clock_hz,
+        edge_s=now_s + command.lead_s,
+        late_s=now_s - pending.due_s,
+        took_s=took_s,
+        state="left out" if state == "left out" else "set" if state == "set" else "would set",
+        why=why,
+    )
+
+
+# The process.
+
+
+def main(arguments: list[str]) -> None:
+    """Run until the program stops this process, ends or dies."""
+    connection, marker = (int(number) for number in arguments)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if os.fork():
+        return  # the program waits for this process; the other one is nobody's child
+    with socket.socket(fileno=connection) as program:
+        serve(program, MarkerReader(marker))
+
+
+def serve(program: socket.socket, marker: MarkerReader) -> None:
+    """Take the device, conduct, put back."""
+    lines = _Lines(program)
+    begin = lines.first()
+    if begin is None:
+        return
+    refused: str | None = None
+    restored = True
+    with ExitStack() as stack:
+        lease: Lease | None = None
+        try:
+            log = stack.enter_context(open(begin.log, "ab", buffering=0))
+            setter: Setter = DrySetter()
+            if begin.backend:
+                device = open_device(begin)
+                stack.callback(device.close)
+                lease = Lease(device)
+                lease.__enter__()
+                setter = LeaseSetter(lease)
+            lines.say(Ready())
+            conductor = SectionConductor(setter, _Log(log))
+            _conduct(conductor, lines, marker, begin.program)
+        except (KilterError, OSError) as error:
+            refused = str(error)
+        finally:
+            if lease is not None:
+                outcome = lease.restore()
+                restored = outcome.restored
+                refused = refused or (None if restored else outcome.reason)
+    lines.say(Ended(restored=restored, refused=refused))
+
+
+def _conduct(
+    conductor: SectionConductor, lines: _Lines, marker: MarkerReader, program: int
+) -> None:
+    """Until the program says stop, closes the connection, or dies."""
+    seen, _ = marker.last()
+    watched: list[int] = [lines.number]
+    with suppress(OSError):  # dead already, and the connection says so
+        watched.append(os.pidfd_open(program))
+    going = lines.waiting(conductor)
+    while going:
+        timeout_s = None
+        if not conductor.idle:
+            timeout_s = max(0.0, min(STEP_S, conductor.due_s - time.monotonic()))
+        ready, _, _ = select.select(watched, [], [], timeout_s)
+        if watched[0] in ready:
+            going = lines.orders(conductor)
+        if len(watched) > 1 and watched[1] in ready:
+            going = False
+        index, t_s = marker.last()
+        if index != seen:
+            seen = index
+            conductor.passed(index, t_s)
+        conductor.act()
+
+
+class _Lines:
+    """JSON, one message per line, over the connection to the program."""
+
+    def __init__(self, program: socket.socket) -> None:
+        self._program = program
+        self._rest = b""
+        self._waiting: list[Orders] = []
+        """That came with the first one."""
+
+    @property
+    def number(self) -> int:
+        return self._program.fileno()
+
+    def first(self) -> Begin | None:
+        """None if the program is gone."""
+        self._waiting = self._read()
+        order = self._waiting.pop(0) if self._waiting else None
+        return order if isinstance(order, Begin) else None
+
+    def orders(self, conductor: SectionConductor) -> bool:
+        """Take what has come. False: it is over."""
+        return self.obey(conductor, self._read())
+
+    def waiting(self, conductor: SectionConductor) -> bool:
+        """Take what had come before there was a conductor. False: it is over."""
+        return not self._waiting or self.obey(conductor, self._waiting)
+
+    @staticmethod
+    def obey(conductor: SectionConductor, found: list[Orders]) -> bool:
+        """False: it is over; so it is where nothing was found."""
+        for order in found:
+            if isinstance(order, Stop):
+                return False
+            if isinstance(order, Follow):
+                conductor.follow(order.schedule)
+        return bool(found)
+
+    def say(self, answer: Answers) -> None:
+        with suppress(OSError):  # the program is gone
+            self._program.sendall(msgspec.json.encode(answer) + b"\n", socket.MSG_NOSIGNAL)
+
+    def _read(self) -> list[Orders]:
+        """Whole messages, at least one; none if the program has closed the connection."""
+        while True:
+            try:
+                raw = self._program.recv(1 << 16)
+            except ConnectionResetError:
+                return []
+            if not raw:
+                return []
+            *whole, self._rest = (self._rest + raw).split(b"\n")
+            if whole:
+                return [_ORDERS.decode(line) for line in whole]
+
+
+def open_device(begin: Begin) -> Device:
+    """The device that the program named. Raises device errors."""
+    if begin.backend == "sim":
+        from kilter.device.sim.gpu import SimGpu
+        from kilter.device.sim.profile import load_profile
+
+        return SimGpu(load_profile(begin.device))
+    from kilter.device.find import find
+
+    return find("nvml", uuid=begin.device, environ=os.environ)
+
+
+class _Log:
+    """Lines at the end of a file. A disk that is full must not keep a clock low."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._left = MOST_LOG_BYTES
+
+    def __call__(self, line: Commanded) -> None:
+        raw = msgspec.json.encode(line) + b"\n"
+        self._left -= len(raw)
+        if self._left >= 0:
+            with suppress(OSError):
+                self._file.write(raw)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

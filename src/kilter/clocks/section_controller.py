@@ -1,0 +1,332 @@
+"""The controller of sections: learns a rank's communication sections, and has clocks set in them.
+
+    profiler window -> sections -> plan -> commands -> conductor's process -> lease -> device
+    process groups' numbers (cheap) -> has the sequence of collectives changed? -> a new window
+
+Each rank plans for its own device from what it sees itself: no message and no collective is added.
+Between two windows the program's thread does two things per iteration: it reads the numbers of its
+process groups, and moves the marker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kilter.controller import Run
+from kilter.core.errors import DeviceError
+from kilter.core.events import Sectioned
+from kilter.device.sim.cards import names
+from kilter.observe.collective_counts import CollectiveCounts, CollectiveKey
+from kilter.observe.host_timeline import read_host_rank
+from kilter.observe.iteration_clock import Iteration
+from kilter.observe.marker import Marker
+
+if TYPE_CHECKING:
+    from kilter.clocks.section_process import Conducting
+    from kilter.clocks.plan.timing import Schedule
+    from kilter.clocks.plan.worth import ClockCosts, Worth
+    from kilter.core.rank_trace import RankTrace
+    from kilter.observe.profiler_window import Window
+
+WINDOW_ITERATIONS = 10
+WINDOW_SHARE = 0.005
+"""Windows may take this share of the program's time; the next one waits for that."""
+CHECK_ITERATIONS = 200
+"""Fewest iterations from one window to the next, while nothing changes."""
+CHANGED_ITERATIONS = 3
+"""So many iterations in a row with another key are a change of the sequence."""
+WINDOW_FAILURES = 3
+"""After so many windows without a trace nothing more is tried."""
+
+
+class SectionsController:
+    """The sections of one rank, at most `max_slowdown` slower by what is planned."""
+
+    settled = True
+
+    def __init__(self, run: Run, *, max_slowdown: float) -> None:
+        self._run = run
+        self._max_slowdown = max_slowdown
+        self._off = self._given_up = False
+        self._keys = _Keys()
+        self._plan: _Plan | None = None
+        self._observation = _Observation()
+        self._conducting: Conducting | None = None
+
+    def begin(self) -> None:
+        if self._run.dry_run or self._run.info.can_set:
+            return
+        reason = self._run.info.refusal or "this device cannot be set"
+        self._run.log.refuse("setting clocks", reason)
+
+    def iteration_ended(self, index: int) -> None:
+        if not self._off:
+            self._keys.iteration_ended(index)
+
+    def tick(self, finished: Sequence[Iteration], *, settled: bool) -> None:
+        if self._off or not settled:
+            return
+        if self._plan is None:
+            self._plan = self._begin_planning()
+            if self._plan is None:
+                return
+        if self._conducting is not None:
+            self._conducting.look()
+        seen = self._observation.take(self._run)
+        if seen is not None:
+            self._take(self._plan, seen)
+        elif self._observation.failures >= WINDOW_FAILURES:
+            self._give_up("observing sections", self._observation.why_not)
+        elif self._keys.changed and not self._observation.open:
+            self._reopen()
+        elif self._observation.due(self._run):
+            self._observation.begin(self._run)
+
+    def script_ended(self) -> None:
+        """The hooks are those of the iteration clock and of the profiler's window."""
+        self._off = True
+
+    def end(self, finished: Sequence[Iteration], outcome: str) -> None:
+        if self._conducting is not None:
+            self._conducting.stop()
+        self._keys.close()
+        if self._run.fence.down or self._plan is None:
+            if not (self._given_up or self._run.fence.down):
+                self._run.log.refuse("looking for sections", self._run.too_few(1))
+            return
+        if self._plan.found is None:
+            self._run.log.refuse("looking for sections", self._why_unseen())
+        else:
+            self._say(self._plan)
+
+    # Steps ----------------------------------------------------------------------------------
+
+    def _begin_planning(self) -> _Plan | None:
+        """Once the program iterates; None before, and where nothing can be planned."""
+        run = self._run
+        if run.iterations.index < 0:
+            return None
+        from kilter.device.sim.profile import profile_of
+
+        if run.iterations.gpu_uuid is not None:
+            self._give_up(
+                "looking for sections",
+                "the marker of a GPU's timeline is not there yet: only programs on CPUs have one",
+            )
+            return None
+        name = run.info.uuid.split("-")[1] if run.info.backend == "sim" else None
+        name = name or profile_of(run.info.name)
+        if name is None:
+            known = ", ".join(f"sim:{each}" for each in names())
+            self._give_up(
+                "looking for sections",
+                f"how fast {run.info.name} changes its clocks is not known: --device {known}",
+            )
+            return None
+        return _Plan(name, self._max_slowdown)
+
+    def _take(self, plan: _Plan, trace: RankTrace) -> None:
+        """A window has been read: plan anew, and hold the commands so far against it."""
+        if self._conducting is not None:
+            self._conducting.compare(trace)
+        plan.make(trace)
+        self._keys.accept()
+        if plan.stretches and self._conducting is None:
+            from kilter.clocks.section_process import Conducting
+
+            try:
+                self._conducting = Conducting(self._run, self._keys.marker, plan.profile)
+            except DeviceError as error:
+                self._give_up("conducting", str(error))
+                return
+        if self._conducting is not None:
+            self._conducting.follow(plan.schedule())
+        self._say(plan)
+
+    def _reopen(self) -> None:
+        """The collectives are not those that were planned for."""
+        self._keys.forget()
+        if self._conducting is not None:
+            self._conducting.pause()
+        self._observation.begin(self._run)
+
+    def _say(self, plan: _Plan) -> None:
+        found = plan.found
+        assert found is not None
+        conducting = self._conducting
+        counts = conducting.counts if conducting is not None else Counter()
+        errors = conducting.errors if conducting is not None else None
+        self._run.log(
+            Sectioned(
+                t_s=self._run.log.now_s(),
+                summary=plan.summary,
+                planned=bool(found.stretches),
+                exposed_share=found.exposed_share,
+                longest_s=found.longest_s,
+                break_even_s=plan.card.break_even_s,
+                saving=found.saving,
+                slowdown=found.slowdown,
+                stretches=len(found.stretches),
+                windows=self._observation.count,
+                reopened=self._keys.reopened,
+                collectives=self._keys.collectives,
+                sets=conducting.sets if conducting is not None else False,
+                commands=counts["would set"] + counts["set"],
+                left_out=counts["left out"],
+                edges=0 if errors is None else errors.n,
+                edge_error_p50_s=None if errors is None else errors.p50_s,
+                edge_error_p95_s=None if errors is None else errors.p95_s,
+                edge_bias_s=None if errors is None else errors.bias_s,
+                restored=None if conducting is None else conducting.restored,
+                window_cost_s=self._observation.cost_s,
+                key_cost_s=self._keys.cost_s,
+            )
+        )
+
+    def _give_up(self, subject: str, reason: str) -> None:
+        self._off = self._given_up = True
+        if self._conducting is not None:
+            self._conducting.pause()
+        self._run.log.refuse(subject, reason)
+
+    def _why_unseen(self) -> str:
+        return self._observation.why_not or self._run.too_few(self._observation.needed)
+
+
+class _Keys:
+    """What the program's thread leaves at every iteration end: marker, and key of the collectives.
+    `changed` and the rest are for our own thread."""
+
+    def __init__(self) -> None:
+        self.marker = Marker()
+        self.cost_s = 0.0
+        self.reopened = 0
+        self._counts = CollectiveCounts()
+        self._recent: deque[CollectiveKey | None] = deque(maxlen=CHANGED_ITERATIONS)
+        self._planned_for: CollectiveKey | None = None
+
+    def iteration_ended(self, index: int) -> None:
+        self.marker.mark(index)
+        begin_s = time.perf_counter()
+        self._recent.append(self._counts.since_last())
+        self.cost_s += time.perf_counter() - begin_s
+
+    @property
+    def changed(self) -> bool:
+        """The last iterations agree on another key than that of the plan."""
+        recent = list(self._recent)
+        if self._planned_for is None or len(recent) < CHANGED_ITERATIONS:
+            return False
+        return len(set(recent)) == 1 and recent[0] != self._planned_for
+
+    @property
+    def collectives(self) -> int | None:
+        """Of one iteration."""
+        return None if self._planned_for is None else sum(n for _, n in self._planned_for)
+
+    def accept(self) -> None:
+        """The plan is for iterations like the last ones."""
+        if self._recent:
+            self._planned_for = self._recent[-1]
+
+    def forget(self) -> None:
+        self._planned_for = None
+        self.reopened += 1
+
+    def close(self) -> None:
+        self.marker.close()
+
+
+class _Observation:
+    """The windows of the profiler."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.cost_s = 0.0
+        self.failures = 0
+        self.why_not = ""
+        self._window: Window | None = None
+        self._next = 0
+        """The iteration end from which on the next window may open."""
+
+    @property
+    def open(self) -> bool:
+        return self._window is not None
+
+    @property
+    def needed(self) -> int:
+        """Iterations that a script needs for the first answer."""
+        from kilter.observe.trace_source import OPENS_AT
+
+        return OPENS_AT + WINDOW_ITERATIONS + 1
+
+    def due(self, run: Run) -> bool:
+        return self._window is None and run.iterations.index >= self._next
+
+    def begin(self, run: Run) -> None:
+        self._window = run.trace.observe(WINDOW_ITERATIONS)
+
+    def take(self, run: Run) -> RankTrace | None:
+        """What a window saw, once."""
+        window = self._window
+        if window is None or not window.over:
+            return None
+        self._window = None
+        self.cost_s += sum(window.costs_s.values())
+        trace = window.take(partial(read_host_rank, ends_s=window.ends_s, rank=run.ranks.rank))
+        usual_s = run.iterations.usual_s or 1.0
+        wait = max(CHECK_ITERATIONS, self.cost_s / WINDOW_SHARE / usual_s)
+        self._next = run.iterations.index + int(wait)
+        if trace is None:
+            self.failures += 1
+            self.why_not = window.why_not or "the observation gave no trace"
+            return None
+        self.failures = 0
+        self.count += 1
+        return trace
+
+
+class _Plan:
+    """The plan for the sections as the last window saw them."""
+
+    def __init__(self, profile: str, max_slowdown: float) -> None:
+        from kilter.clocks.section_card import card_of
+        from kilter.device.sim.profile import load_profile
+
+        self.profile = profile
+        self.card: ClockCosts = card_of(load_profile(profile))
+        self.found: Worth | None = None
+        self._max_slowdown = max_slowdown
+        self._number = 0
+
+    def make(self, trace: RankTrace) -> None:
+        from kilter.clocks.plan.sections import analyse
+        from kilter.clocks.plan.worth import worth
+
+        (rank,) = analyse([trace]).ranks
+        self.found = worth(rank, self.card, max_slowdown=self._max_slowdown)
+        self._number += 1
+
+    def schedule(self) -> Schedule:
+        """The commands of every iteration."""
+        from kilter.clocks.plan.timing import schedule
+
+        assert self.found is not None
+        return schedule(
+            self.found.stretches, self.card, self.found.iteration_s, number=self._number
+        )
+
+    @property
+    def stretches(self) -> bool:
+        return self.found is not None and bool(self.found.stretches)
+
+    @property
+    def summary(self) -> str:
+        from kilter.clocks.plan.worth import summary
+
+        assert self.found is not None
+        return summary([self.found], self.card)

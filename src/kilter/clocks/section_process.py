@@ -1,0 +1,213 @@
+"""The program's end of the conductor of sections: starts its process, and talks to it.
+
+No call waits for the other process, but for `stop`. What the program closes is not ours any more
+(`core/own_file`), and then the conductor takes the program for ended.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from pathlib import Path
+
+import msgspec
+
+from kilter.clocks.plan.sections import places
+from kilter.clocks.plan.timing import (
+    Commanded,
+    EdgeErrors,
+    Schedule,
+    differences,
+    edge_errors,
+    edges,
+)
+from kilter.clocks.section_conductor import NOTHING, Answers, Begin, Ended, Follow, Orders, Stop
+from kilter.controller import Run
+from kilter.core.errors import DeviceError
+from kilter.core.rank_trace import RankTrace
+from kilter.core.own_file import OwnFile
+from kilter.lease.own_socket import as_socket
+from kilter.observe.marker import Marker
+
+START_S = 60.0
+STOP_S = 5.0
+"""How long the end of the program waits for the found clock; the watcher does not give up then."""
+RECENT = 1000
+"""Commands that are kept to be held against the next window."""
+_COMMANDED = msgspec.json.Decoder(Commanded)
+_ANSWERS = msgspec.json.Decoder(Answers)
+
+
+class SectionProcess:
+    """One conductor. It is nobody's child, and in a session of its own: a script that waits for all
+    its children does not wait for it, and Ctrl-C does not reach it."""
+
+    def __init__(self, marker: Marker, begin: Begin) -> None:
+        """Raises `DeviceError` if it cannot be started."""
+        self._rest = b""
+        ours, theirs = (OwnFile(end.detach()) for end in socket.socketpair())
+        try:
+            handles = [n for file in (theirs, marker.file) if (n := file.number) is not None]
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kilter.clocks.section_conductor", *map(str, handles)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=handles,
+                start_new_session=True,
+            )
+            process.wait(START_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            ours.close()
+            raise DeviceError(f"no conductor could be started: {error}") from error
+        finally:
+            theirs.close()
+        self._connection = ours
+        self._say(begin)
+
+    def follow(self, schedule: Schedule) -> None:
+        """The commands from here on."""
+        self._say(Follow(schedule=schedule))
+
+    def answers(self) -> list[Answers]:
+        """What has come since the last call. The end of the connection is an `Ended`, too."""
+        raw = b""
+        try:
+            with as_socket(self._connection) as connection:
+                raw = connection.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        except OSError:
+            pass
+        if not raw:
+            return [Ended(restored=False, refused="the conductor has died")]
+        *whole, self._rest = (self._rest + raw).split(b"\n")
+        return [_ANSWERS.decode(line) for line in whole]
+
+    def stop(self) -> Ended:
+        """Have the found clock put back."""
+        self._say(Stop())
+        by_s = time.monotonic() + STOP_S
+        while time.monotonic() < by_s:
+            for answer in self.answers():
+                if isinstance(answer, Ended):
+                    self._connection.close()
+                    return answer
+            time.sleep(0.002)
+        self._connection.close()
+        return Ended(restored=False, refused=f"the conductor does not answer for {STOP_S:g} s")
+
+    def _say(self, order: Orders) -> None:
+        """A conductor that is gone says so by its end of the connection."""
+        try:
+            with as_socket(self._connection) as connection:
+                connection.send(msgspec.json.encode(order) + b"\n", socket.MSG_NOSIGNAL)
+        except OSError:
+            return
+
+
+
+
+class Conducting:
+    """The conductor of one run: what it is told, what it has written down, and how far its
+    commands were from the real edges. Its log is `commands-rank<k>.jsonl`; the edges that windows
+    of the profiler have seen go to `edges-rank<k>.jsonl`."""
+
+    def __init__(self, run: Run, marker: Marker, profile: str) -> None:
+        """Raises `DeviceError` if the process cannot be started."""
+        self._run = run
+        directory, rank = run.files.directory, run.ranks.rank
+        self._edges_path = directory / f"edges-rank{rank}.jsonl"
+        self._log = CommandLog(directory / f"commands-rank{rank}.jsonl")
+        self._schedule: Schedule | None = None
+        self._off: list[float] = []
+        self.sets = run.info.can_set and not run.dry_run
+        self.restored: bool | None = None
+        """At the end: what was found is back."""
+        simulated = run.info.backend == "sim"
+        self._process: SectionProcess | None = SectionProcess(
+            marker,
+            Begin(
+                log=str(self._log.path),
+                backend=run.info.backend if self.sets else "",
+                device=profile if simulated else run.info.uuid,
+                program=os.getpid(),
+            ),
+        )
+
+    def follow(self, schedule: Schedule) -> None:
+        """The commands from here on."""
+        self._schedule = schedule
+        if self._process is not None:
+            self._process.follow(schedule)
+
+    def pause(self) -> None:
+        """No commands: the default stands."""
+        self.follow(NOTHING)
+
+    def look(self) -> None:
+        """Has the conductor ended on its own?"""
+        if self._process is None:
+            return
+        for answer in self._process.answers():
+            if isinstance(answer, Ended):
+                self._ended(answer)
+
+    def stop(self) -> None:
+        """Have the found clock put back."""
+        if self._process is not None:
+            self._ended(self._process.stop())
+
+    def compare(self, trace: RankTrace) -> None:
+        """Hold the commands against the edges of a trace."""
+        commands = () if self._schedule is None else self._schedule.commands
+        wanted = {(command.edge, command.key) for command in commands}
+        real = [edge for edge in edges(places(trace)) if (edge.edge, edge.key) in wanted]
+        with self._edges_path.open("ab") as file:
+            file.write(b"".join(msgspec.json.encode(edge) + b"\n" for edge in real))
+        self._log.read()
+        self._off += differences(self._log.recent, real)
+
+    @property
+    def errors(self) -> EdgeErrors | None:
+        """How far the commands of all windows were from the real edges."""
+        return edge_errors(self._off)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Commands so far, by state."""
+        self._log.read()
+        return self._log.counts
+
+    def _ended(self, ended: Ended) -> None:
+        self._process = None
+        self.restored = ended.restored or not self.sets
+        if ended.refused is not None:
+            self._run.log.refuse("conducting", ended.refused)
+
+
+class CommandLog:
+    """Reads the conductor's log as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.counts: Counter[str] = Counter()
+        self.recent: deque[Commanded] = deque(maxlen=RECENT)
+        self._offset = 0
+
+    def read(self) -> None:
+        """Take the whole lines that have come."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            whole, _, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + bool(whole)
+        for line in whole.splitlines():
+            command = _COMMANDED.decode(line)
+            self.counts[command.state] += 1
+            self.recent.append(command)

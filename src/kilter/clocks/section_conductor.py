@@ -68,6 +68,8 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From the conductor: the device is there."""
 
+    pid: int
+
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From the conductor, last: whether the found setting is back, and why it ended early."""
@@ -187,9 +189,7 @@ class SectionConductor:
         self._pending = [p for p in self._pending if p.iteration != iteration]
         self._drop("the iteration was over before")
         known = len(self._intervals) == INTERVALS
-        next_s = t_s + (
-            statistics.median(self._intervals) if known else self._schedule.iteration_s
-        )
+        next_s = t_s + (statistics.median(self._intervals) if known else self._schedule.iteration_s)
         for late in ahead:  # the marker came earlier than was expected
             self._send(late)
         for command in self._schedule.commands:
@@ -223,8 +223,8 @@ class SectionConductor:
                 self._up(pending, "")
             else:
                 self._leave_out(pending, "the clock is as found already")
-        elif now_s > pending.due_s + command.lead_s:
-            self._leave_out(pending, "too late")
+        elif now_s + command.lead_s >= self._next_up_s(pending):
+            self._leave_out(pending, "too late to act before the clock is put back")
         elif not self._may_call(now_s):
             self._leave_out(pending, f"at most {self._schedule.calls_per_s:g} calls per second")
         else:
@@ -232,6 +232,12 @@ class SectionConductor:
             self._low_until_s = now_s + command.hold_s
             self._setter.down(command.sm_clock_hz, command.hold_s)
             self._note(pending, now_s, "")
+
+    def _next_up_s(self, down: _Pending) -> float:
+        """When the command leaves that puts this one's clock back."""
+        at_s = (c.at_s for c in self._schedule.commands if c.edge == "up")
+        length_s = min((s - down.command.at_s for s in at_s if s > down.command.at_s), default=0.0)
+        return down.due_s + length_s
 
     def _may_call(self, now_s: float) -> bool:
         """There is room for this call and for the one that puts the clock back."""
@@ -310,7 +316,7 @@ def serve(program: socket.socket, marker: MarkerReader) -> None:
                 lease = Lease(device)
                 lease.__enter__()
                 setter = LeaseSetter(lease)
-            lines.say(Ready())
+            lines.say(Ready(pid=os.getpid()))
             conductor = SectionConductor(setter, _Log(log))
             _conduct(conductor, lines, marker, begin.program)
         except (KilterError, OSError) as error:

@@ -26,9 +26,9 @@ from kilter.observe.iteration_clock import Iteration
 from kilter.observe.marker import Marker
 
 if TYPE_CHECKING:
-    from kilter.clocks.section_process import Conducting
     from kilter.clocks.plan.timing import Schedule
     from kilter.clocks.plan.worth import ClockCosts, Worth
+    from kilter.clocks.section_process import Conducting
     from kilter.core.rank_trace import RankTrace
     from kilter.observe.profiler_window import Window
 
@@ -116,6 +116,12 @@ class SectionsController:
             self._give_up(
                 "looking for sections",
                 "the marker of a GPU's timeline is not there yet: only programs on CPUs have one",
+            )
+            return None
+        if run.info.backend == "nvml":
+            self._give_up(
+                "setting clocks",
+                f"the program computes on no GPU, and {run.info.uuid} may be somebody else's",
             )
             return None
         name = run.info.uuid.split("-")[1] if run.info.backend == "sim" else None

@@ -28,8 +28,8 @@ from kilter.clocks.plan.timing import (
 from kilter.clocks.section_conductor import NOTHING, Answers, Begin, Ended, Follow, Orders, Stop
 from kilter.controller import Run
 from kilter.core.errors import DeviceError
-from kilter.core.rank_trace import RankTrace
 from kilter.core.own_file import OwnFile
+from kilter.core.rank_trace import RankTrace
 from kilter.lease.own_socket import as_socket
 from kilter.observe.marker import Marker
 
@@ -108,8 +108,6 @@ class SectionProcess:
                 connection.send(msgspec.json.encode(order) + b"\n", socket.MSG_NOSIGNAL)
         except OSError:
             return
-
-
 
 
 class Conducting:

@@ -227,7 +227,9 @@ class Stopped(Event, frozen=True, kw_only=True):
     """Why no iteration was seen, and what to do about it; None if one was."""
 
 
-AnyEvent = Started | Sampled | Block | Decided | Fitted | Moved | Sectioned | Refused | Failed | Stopped
+AnyEvent = (
+    Started | Sampled | Block | Decided | Fitted | Moved | Sectioned | Refused | Failed | Stopped
+)
 
 MAX_EVENTS_BYTES = 2**32
 _DECODER = msgspec.json.Decoder(AnyEvent)

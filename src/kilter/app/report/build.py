@@ -27,6 +27,7 @@ from kilter.app.report.evidence import (
 from kilter.app.report.idle import Idle, idle_of
 from kilter.app.report.memory import MemoryReport, as_json, memory_report
 from kilter.app.report.operations import OperationEnergy, attribute
+from kilter.app.report.section_run import SectionsReport, sections_report
 from kilter.clocks.plan.governor import Phase
 from kilter.core import codec
 from kilter.core.errors import FileError
@@ -39,6 +40,7 @@ from kilter.core.events import (
     Moved,
     Refused,
     Sampled,
+    Sectioned,
     Started,
     Stopped,
     read_events,
@@ -170,6 +172,8 @@ class Report:
     prediction: Prediction | None
     memory: MemoryReport | None
     """None if memory was left alone."""
+    sections: SectionsReport | None
+    """None if nobody looked for communication sections."""
     blocks: tuple[Block, ...]
     series: tuple[Series, ...]
     operations: tuple[OperationEnergy, ...]
@@ -189,6 +193,7 @@ class Rank:
     decisions: tuple[Decided, ...]
     fitted: tuple[Fitted, ...]
     moved: tuple[Moved, ...]
+    sectioned: tuple[Sectioned, ...]
     refused: tuple[Refused, ...]
     failed: tuple[Failed, ...]
     stopped: Stopped | None
@@ -261,6 +266,7 @@ def sort_events(events: Iterable[AnyEvent]) -> Rank | None:
         decisions=tuple(e for e in record if isinstance(e, Decided)),
         fitted=tuple(e for e in record if isinstance(e, Fitted)),
         moved=tuple(e for e in record if isinstance(e, Moved)),
+        sectioned=tuple(e for e in record if isinstance(e, Sectioned)),
         refused=tuple(e for e in record if isinstance(e, Refused)),
         failed=tuple(e for e in record if isinstance(e, Failed)),
         stopped=stopped[-1] if stopped else None,
@@ -339,6 +345,7 @@ def summarise(
         errors=tuple(failure for rank in ranks for failure in rank.failed),
         prediction=_prediction(plan),
         memory=memory,
+        sections=sections_report((rank.started.rank, rank.sectioned) for rank in ranks),
         blocks=ranks[0].blocks,
         series=tuple(_series(rank) for rank in _one_per_device(ranks)),
         operations=operations,

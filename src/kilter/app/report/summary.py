@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from kilter.app.report import glossary
+from kilter.app.report import glossary, section_run
 from kilter.app.report import memory as memory_report
 from kilter.app.report.build import Report
 from kilter.app.report.evidence import Arm, Probe
@@ -34,7 +34,7 @@ IDLE_TOLD = 0.3
 
 def summary(report: Report, run_dir: str | Path | None) -> str:
     """The few lines at the end of a run; `run_dir` is None where no record of it is kept."""
-    lines = [headline(report), ending(report)]
+    lines = _sections(report) or [headline(report), ending(report)]
     if report.blocks:
         lines.insert(1, f"evidence: {evidence(report)}")
     if report.memory is not None:
@@ -61,6 +61,17 @@ def summary(report: Report, run_dir: str | Path | None) -> str:
 
 
 _MOST_ERRORS = 3
+
+
+def _sections(report: Report) -> list[str]:
+    """In place of what is said of the whole job's clocks; empty where nobody looked for sections."""
+    if report.sections is None:
+        return []
+    simulated = any(device.backend == "sim" for device in report.devices)
+    return [
+        section_run.headline(report.sections),
+        *section_run.details(report.sections, simulated=simulated),
+    ]
 
 
 def full(report: Report) -> str:
@@ -100,6 +111,8 @@ def full(report: Report) -> str:
 
 
 def _clock_lines(report: Report) -> list[str]:
+    if report.sections is not None:
+        return _sections(report)
     base, ours = report.baseline, report.governed
     lines = [f"result   {headline(report)}"]
     if base.iteration_s is not None:
@@ -227,6 +240,8 @@ def result(report: Report) -> Finding:
     label = report.label.value
     if report.unseen is not None:
         return Finding(report.unseen)
+    if report.sections is not None:
+        return Finding(report.sections.summary, Label.SIMULATED.value)
     if report.goal.max_slowdown is None and report.goal.memory_budget is not None:
         return Finding(_no_memory_record(report), label)
     if report.saving is None and report.slowdown is None:

@@ -98,9 +98,7 @@ def schedule(
     stretches: Sequence[LowStretch], card: ClockCosts, iteration_s: float, *, number: int
 ) -> Schedule:
     """The commands for the stretches of one rank's plan."""
-    commands = [
-        command for stretch in stretches for command in _commands(stretch, card)
-    ]
+    commands = [command for stretch in stretches for command in _commands(stretch, card)]
     return Schedule(
         number=number,
         commands=tuple(sorted(commands, key=lambda c: c.at_s)),

@@ -1,0 +1,98 @@
+"""What a run did about communication sections, in words: `kilter run --sections`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from kilter.core.events import Sectioned
+from kilter.core.units import show_count, show_fraction, show_time
+
+
+class RankSectioned(msgspec.Struct, frozen=True, kw_only=True):
+    """The last word of one rank."""
+
+    rank: int
+    sections: Sectioned
+
+
+class SectionsReport(msgspec.Struct, frozen=True, kw_only=True):
+    """All ranks. Exposure, windows, commands and edges are measured; the saving is simulated."""
+
+    summary: str
+    planned: bool
+    dry_run: bool
+    """No command reached a device."""
+    commands: int
+    left_out: int
+    edges: int
+    edge_error_p95_s: float | None
+    """Of the worst rank."""
+    restored: bool | None
+    """None: no conductor ran, or the record has no end."""
+    ranks: tuple[RankSectioned, ...]
+
+
+def sections_report(ranks: Iterable[tuple[int, Sequence[Sectioned]]]) -> SectionsReport | None:
+    """None if no rank looked for sections."""
+    last = [RankSectioned(rank=rank, sections=found[-1]) for rank, found in ranks if found]
+    if not last:
+        return None
+    planned = [each for each in last if each.sections.planned]
+    spoken = max(planned or last, key=lambda each: each.sections.exposed_share)
+    where = f"rank {spoken.rank}: " if len(last) > 1 else ""
+    errors = [e for each in last if (e := each.sections.edge_error_p95_s) is not None]
+    ends = [end for each in last if (end := each.sections.restored) is not None]
+    return SectionsReport(
+        summary=where + spoken.sections.summary,
+        planned=bool(planned),
+        dry_run=not any(each.sections.sets for each in last),
+        commands=sum(each.sections.commands for each in last),
+        left_out=sum(each.sections.left_out for each in last),
+        edges=sum(each.sections.edges for each in last),
+        edge_error_p95_s=max(errors, default=None),
+        restored=all(ends) if ends else None,
+        ranks=tuple(last),
+    )
+
+
+def headline(report: SectionsReport) -> str:
+    """The answer. What it would save is simulated; what is exposed was measured."""
+    return f"sections: {report.summary} [simulated; exposed: measured]"
+
+
+def details(report: SectionsReport, *, simulated: bool) -> list[str]:
+    """How the commands went, and what looking has cost."""
+    lines = []
+    if report.commands:
+        lines.append(f"commands: {_commands(report, simulated=simulated)}")
+    if report.edge_error_p95_s is not None:
+        lines.append(
+            f"edges: {show_count(report.edges, 'command')} within "
+            f"{show_time(report.edge_error_p95_s)} (95 %) of the real edges [measured]"
+        )
+    windows = max(each.sections.windows for each in report.ranks)
+    reopened = max(each.sections.reopened for each in report.ranks)
+    cost_s = max(each.sections.window_cost_s + each.sections.key_cost_s for each in report.ranks)
+    text = f"looked: {show_count(windows, 'window')} of the profiler, {show_time(cost_s)} in all"
+    if reopened:
+        text += f"; the collectives changed {show_count(reopened, 'time')}"
+    if any(each.sections.collectives == 0 for each in report.ranks):
+        text += "; the process groups count no collectives: a change is seen by windows only"
+    return [*lines, text]
+
+
+def _commands(report: SectionsReport, *, simulated: bool) -> str:
+    count = show_count(report.commands, "clock call")
+    if report.dry_run:
+        text = f"{count} written down, none sent"
+    else:
+        text = f"{count} sent{' to the simulated device' if simulated else ''}"
+        text += "; the found clock is back" if report.restored else "; the found clock is NOT back"
+        if report.restored is None:
+            text = f"{count} sent; no end on record"
+    if report.left_out:
+        share = report.left_out / (report.left_out + report.commands)
+        text += f"; {report.left_out} left out ({show_fraction(share)})"
+    return text

@@ -52,6 +52,7 @@ def test_options_are_frozen() -> None:
         "objective": "KILTER_OBJECTIVE",
         "device": "KILTER_DEVICE",
         "rehearse": "KILTER_REHEARSE",
+        "sections": "KILTER_SECTIONS",
         "dry-run": "KILTER_DRY_RUN",
         "trace": "KILTER_TRACE",
         "out": "KILTER_OUT",

@@ -189,12 +189,12 @@ class Conducting:
 
 
 class CommandLog:
-    """Reads the conductor's log as it grows."""
+    """Reads the conductor's log as it grows, and keeps the last `keep` commands; None: all."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keep: int | None = RECENT) -> None:
         self.path = path
         self.counts: Counter[str] = Counter()
-        self.recent: deque[Commanded] = deque(maxlen=RECENT)
+        self.recent: deque[Commanded] = deque(maxlen=keep)
         self._offset = 0
 
     def read(self) -> None:

@@ -19,6 +19,7 @@ from kilter.app.bench.section_jobs import (
     step_error,
     wilson,
 )
+from kilter.app.bench.section_dry_run import dry_run
 from kilter.app.cli.options import fraction, simulated
 from kilter.clocks.plan.guard import Contract
 from kilter.clocks.plan.section_search import Depths, Search, search, stepwise
@@ -35,21 +36,25 @@ EPILOG = "scenarios:\n" + "\n".join(
 )
 EPILOG += """
   pipeline_1f1b  4 unequal stages, 16 micro-batches, no slowdown; beside Perseus' optimum (HiGHS)
+  dry_run_gloo   not simulated and not in `all`: a real DDP job of two ranks on gloo, of which one
+                 comes late, in a dry run; how far the commands were from the real edges
 
 Policies: kilter; stepwise, the patent's search (US 2025/0264922, S221-S227) taken literally;
 oracle, the deepest clocks that cost no more than each section's share of the bound.
 `found_step_error` is the largest distance from the oracle in steps of the clock (12 from the
 highest to the lowest), `accepted_harmful` a true slowdown above the bound. Every figure is
-simulated.
+simulated, but for those of dry_run_gloo, which are measured on the CPU.
 
 examples:
   kilter bench sections --scenario all
+  kilter bench sections --scenario dry_run_gloo --iterations 250
   kilter bench sections --scenario mix_64 --seeds 200 --json
 """
 
 STEPS = 12
 """Of the clock, from the highest to the lowest."""
 PIPELINE = "pipeline_1f1b"
+DRY_RUN = "dry_run_gloo"
 SEARCHES = ("kilter", "stepwise", "oracle")
 
 
@@ -70,12 +75,15 @@ class SectionsRow(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scenario",
-        choices=("all", *SECTION_SCENARIOS, PIPELINE),
+        choices=("all", *SECTION_SCENARIOS, PIPELINE, DRY_RUN),
         default="all",
         metavar="NAME",
         help="(all)",
     )
     parser.add_argument("--seeds", type=int, default=20, metavar="N", help="runs each (20)")
+    parser.add_argument(
+        "--iterations", type=int, default=250, metavar="N", help=f"of {DRY_RUN} (250)"
+    )
     parser.add_argument("--noise", type=fraction, default=0.01, metavar="S", help="(1%%)")
     parser.add_argument("--max-slowdown", type=fraction, default=0.01, metavar="B", help="(1%%)")
     parser.add_argument(
@@ -88,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     if args.seeds < 1:
         raise UsageError(f"--seeds {args.seeds}: at least 1")
     profile = args.device or load_profile("h200")
+    if args.scenario == DRY_RUN:
+        return dry_run(profile.name, args.iterations, as_json=args.json)
     rows = [*_rows(args, card_of(profile, levels=STEPS)), *_pipeline(args, profile)]
     if args.json:
         result: dict[str, Any] = {

@@ -64,7 +64,7 @@ _MOST_ERRORS = 3
 
 
 def _sections(report: Report) -> list[str]:
-    """In place of what is said of the whole job's clocks; empty where nobody looked for sections."""
+    """In place of the whole job's clocks; empty where nobody looked for sections."""
     if report.sections is None:
         return []
     simulated = any(device.backend == "sim" for device in report.devices)

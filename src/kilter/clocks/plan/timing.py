@@ -60,8 +60,8 @@ class Commanded(msgspec.Struct, frozen=True, kw_only=True):
 
     t_s: float
     iteration: int
-    """Whose section it is: the iteration that begins with the iteration end of this number. -1: none
-    (the clock was put back without a command)."""
+    """Whose section it is: that of the iteration which begins with the iteration end of this number.
+    -1: none, the clock was put back without a command."""
     edge: Edge
     key: str
     sm_clock_hz: float | None

@@ -1,0 +1,74 @@
+"""A DDP job on gloo in which rank 1 comes late to every exchange, so that rank 0 waits.
+
+    torchrun --standalone --nproc-per-node 2 -m kilter.testing.gloo_program --late-s 0.25
+
+Rank 0 says itself where its exposed communication begins (the last gradient is there) and ends
+(backward returns): a witness beside the profiler. Every rank prints a hash of its losses and
+parameters. `--more-from N` has a second exchange in every iteration from N on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kilter.clocks.plan.timing import RealEdge
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--late-s", type=float, default=0.25)
+    parser.add_argument("--edges", type=Path)
+    parser.add_argument("--more-from", type=int)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), 0.01)
+    gradient_s = 0.0
+
+    def note(parameter: torch.Tensor) -> None:
+        nonlocal gradient_s
+        gradient_s = time.monotonic()
+
+    if args.edges is not None:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(note)
+    edges: list[RealEdge] = []
+    seen = hashlib.sha256()
+    torch.manual_seed(rank)
+    for step in range(args.iterations):
+        optimizer.zero_grad()
+        loss = parallel(torch.randn(64, 256)).square().mean()
+        if rank == 1:
+            time.sleep(args.late_s)
+        loss.backward()  # type: ignore[no-untyped-call]
+        end_s = time.monotonic()
+        if args.more_from is not None and step >= args.more_from:
+            dist.all_reduce(torch.ones(1024))
+        optimizer.step()
+        # The iteration end before the first iteration has the number -1.
+        edges.append(RealEdge(iteration=step - 1, edge="down", key="", t_s=gradient_s))
+        edges.append(RealEdge(iteration=step - 1, edge="up", key="", t_s=end_s))
+        seen.update(loss.detach().numpy().tobytes())
+    for parameter in model.parameters():
+        seen.update(parameter.detach().numpy().tobytes())
+    print(f"rank {rank}: {seen.hexdigest()}", flush=True)
+    if rank == 0 and args.edges is not None:
+        args.edges.write_bytes(msgspec.json.encode(edges))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

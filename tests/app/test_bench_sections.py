@@ -33,3 +33,19 @@ def test_the_table_and_wrong_usage(capsys):
     assert main(["bench", "sections", "--seeds", "0"]) == 2
     with pytest.raises(SystemExit):
         main(["bench", "sections", "--scenario", "no_such_job"])
+
+
+def test_the_calibrators_table_and_json(capsys):
+    assert main(["bench", "sections", "--scenario", "switch_times"]) == 0
+    assert "[simulated]" in capsys.readouterr().out
+    command = ["bench", "sections", "--scenario", "switch_times", "--device", "sim:a100", "--json"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["label"], found["device"]) == ("simulated", "a100")
+    assert {s["down"] for s in found["switches"]} == {True, False}
+    assert all(s["p50_s"] <= s["p95_s"] <= s["p99_s"] for s in found["switches"])
+
+
+def test_a_dry_run_needs_enough_iterations(capsys):
+    assert main(["bench", "sections", "--scenario", "dry_run_gloo", "--iterations", "3"]) == 2
+    assert "at least 60" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kilter.app.bench.pipelines import savings
+from kilter.app.bench.section_dry_run import dry_run
 from kilter.app.bench.section_jobs import (
     SECTION_SCENARIOS,
     SectionJob,
@@ -19,7 +20,7 @@ from kilter.app.bench.section_jobs import (
     step_error,
     wilson,
 )
-from kilter.app.bench.section_dry_run import dry_run
+from kilter.app.bench.switch_times import tell_switches
 from kilter.app.cli.options import fraction, simulated
 from kilter.clocks.plan.guard import Contract
 from kilter.clocks.plan.section_search import Depths, Search, search, stepwise
@@ -38,6 +39,8 @@ EPILOG += """
   pipeline_1f1b  4 unequal stages, 16 micro-batches, no slowdown; beside Perseus' optimum (HiGHS)
   dry_run_gloo   not simulated and not in `all`: a real DDP job of two ranks on gloo, of which one
                  comes late, in a dry run; how far the commands were from the real edges
+  switch_times   how long the simulated device takes to change its clocks, as the calibrator finds it
+                 from the lengths of kernels; not in `all`
 
 Policies: kilter; stepwise, the patent's search (US 2025/0264922, S221-S227) taken literally;
 oracle, the deepest clocks that cost no more than each section's share of the bound.
@@ -55,6 +58,7 @@ STEPS = 12
 """Of the clock, from the highest to the lowest."""
 PIPELINE = "pipeline_1f1b"
 DRY_RUN = "dry_run_gloo"
+SWITCHES = "switch_times"
 SEARCHES = ("kilter", "stepwise", "oracle")
 
 
@@ -75,12 +79,18 @@ class SectionsRow(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scenario",
-        choices=("all", *SECTION_SCENARIOS, PIPELINE, DRY_RUN),
+        choices=("all", *SECTION_SCENARIOS, PIPELINE, DRY_RUN, SWITCHES),
         default="all",
         metavar="NAME",
         help="(all)",
     )
-    parser.add_argument("--seeds", type=int, default=20, metavar="N", help="runs each (20)")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=20,
+        metavar="N",
+        help="runs each (20); switch_times: the seed",
+    )
     parser.add_argument(
         "--iterations", type=int, default=250, metavar="N", help=f"of {DRY_RUN} (250)"
     )
@@ -96,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
     if args.seeds < 1:
         raise UsageError(f"--seeds {args.seeds}: at least 1")
     profile = args.device or load_profile("h200")
+    if args.scenario == SWITCHES:
+        return tell_switches(profile, seed=args.seeds, as_json=args.json)
     if args.scenario == DRY_RUN:
         return dry_run(profile.name, args.iterations, as_json=args.json)
     rows = [*_rows(args, card_of(profile, levels=STEPS)), *_pipeline(args, profile)]

@@ -60,7 +60,7 @@ class Commanded(msgspec.Struct, frozen=True, kw_only=True):
 
     t_s: float
     iteration: int
-    """Whose section it is: that of the iteration which begins with the iteration end of this number.
+    """Of the section: its iteration begins with the iteration end of this number.
     -1: none, the clock was put back without a command."""
     edge: Edge
     key: str

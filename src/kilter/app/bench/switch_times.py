@@ -1,0 +1,60 @@
+"""`kilter bench sections --scenario switch_times`: the calibrator on a simulated device."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kilter.clocks.calibrator import SimulatedBench, calibrate
+from kilter.clocks.plan.switching import Calibration
+from kilter.clocks.section_card import card_of
+from kilter.core.label import Label
+from kilter.core.trace import IterationTrace, Kind, Operation
+from kilter.core.units import show_clock, show_time
+from kilter.device.sim.gpu import SimGpu
+from kilter.device.sim.profile import Profile
+from kilter.lease.lease import Lease
+
+KERNEL_FLOPS = 5e11
+"""A millisecond or so: a switch is seen at the beginning of the next kernel."""
+
+
+def tell_switches(profile: Profile, *, seed: int, as_json: bool) -> int:
+    """Measure, and print the percentiles of each clock in both directions."""
+    found = measured(profile, seed=seed)
+    if as_json:
+        result = {"schema": "kilter.bench.sections/1", "scenario": "switch_times"}
+        fields = msgspec.to_builtins(found) | {"label": found.label.value}
+        print(msgspec.json.encode(result | {"device": profile.name} | fields).decode())
+        return 0
+    print("{:<10} {:<5} {:>3} {:>9} {:>9} {:>9}".format("clock", "to", "n", "p50", "p95", "p99"))
+    for s in found.switches:
+        times = (show_time(t) for t in (s.p50_s, s.p95_s, s.p99_s))
+        print(
+            "{:<10} {:<5} {:>3} {:>9} {:>9} {:>9}".format(
+                show_clock(s.sm_clock_hz), "low" if s.down else "found", s.n, *times
+            )
+        )
+    down, up = (found.latency(down=down) for down in (True, False))
+    if down is not None and up is not None:
+        even_s = down.quantile(0.95) + up.quantile(0.95)
+        assumed = show_time(card_of(profile).break_even_s)
+        print(f"\nBreak-even {show_time(even_s)}, by the profile {assumed} [{found.label.value}]")
+    return 0
+
+
+def measured(profile: Profile, *, seed: int) -> Calibration:
+    """The clocks that sections are planned with, on a simulated GPU, under a lease."""
+    kernel = Operation(
+        name="matmul", kind=Kind.FORWARD, start_s=0.0, duration_s=1e-3, flops=KERNEL_FLOPS
+    )
+    trace = IterationTrace(
+        iteration_s=kernel.duration_s,
+        operations=(kernel,),
+        timeline="gpu",
+        device=profile.name,
+        label=Label.SIMULATED,
+    )
+    gpu = SimGpu(profile, seed=seed)
+    clocks = [level.sm_clock_hz for level in card_of(profile).levels]
+    with Lease(gpu) as lease:
+        return calibrate(SimulatedBench(gpu, trace, lease.set), clocks)

@@ -1,0 +1,92 @@
+"""Measures how long a device's clock takes to change, by effect: equal kernels change their length.
+
+Runs on whatever can set a clock and time kernels on the device's own timeline (`KernelBench`).
+Sensors are not asked: they show the past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kilter.clocks.plan.switching import Calibration, SwitchTimes, effect_s, switch_times
+from kilter.core.setting import DeviceInfo, Setting
+from kilter.core.trace import IterationTrace
+from kilter.device.sim.gpu import SimGpu
+
+REPETITIONS = 20
+KERNELS_BEFORE = 20
+LONGEST_S = 1.0
+"""A switch that takes longer is not seen, on a device that does not say how long they take."""
+LONGEST = 5.0
+"""The same, in usual times of a device that does."""
+
+
+class KernelBench(Protocol):
+    """A device on which equal short kernels run one after the other."""
+
+    def info(self) -> DeviceInfo:
+        """Whose switches these are."""
+
+    def set(self, setting: Setting) -> float:
+        """Set, and return the time of the command on the device's timeline."""
+
+    def kernel(self) -> tuple[float, float]:
+        """Run one; its begin and end."""
+
+
+class SimulatedBench:
+    """Kernels on a simulated GPU, in virtual time. `set` is that of the GPU's lease, or the GPU's
+    own."""
+
+    def __init__(
+        self, gpu: SimGpu, kernel: IterationTrace, set_: Callable[[Setting], None]
+    ) -> None:
+        self._gpu = gpu
+        self._work = gpu.work(kernel)
+        self._set = set_
+
+    def info(self) -> DeviceInfo:
+        return self._gpu.info()
+
+    def set(self, setting: Setting) -> float:
+        self._set(setting)
+        return self._gpu.now_s
+
+    def kernel(self) -> tuple[float, float]:
+        begin_s = self._gpu.now_s
+        self._gpu.run(self._work)
+        return begin_s, self._gpu.now_s
+
+
+def calibrate(
+    bench: KernelBench, sm_clocks_hz: Sequence[float], *, repetitions: int = REPETITIONS
+) -> Calibration:
+    """Both directions of every clock, from and to the device's own. Ends at the found setting."""
+    switches: list[SwitchTimes] = []
+    for hz in sm_clocks_hz:
+        low = Setting(sm_clock_hz=hz)
+        seen: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(repetitions):
+            for down in (True, False):
+                took_s = _switch(bench, low if down else Setting())
+                if took_s is not None:
+                    seen[down].append(took_s)
+        for down, times in seen.items():
+            found = switch_times(times, hz, down=down)
+            if found is not None:
+                switches.append(found)
+    info = bench.info()
+    return Calibration(
+        uuid=info.uuid, driver=info.driver, label=info.label, switches=tuple(switches)
+    )
+
+
+def _switch(bench: KernelBench, setting: Setting) -> float | None:
+    kernels = [bench.kernel() for _ in range(KERNELS_BEFORE)]
+    commanded_s = bench.set(setting)
+    usual_s = bench.info().switch_latency_s
+    longest_s = LONGEST_S if usual_s is None else LONGEST * usual_s
+    while kernels[-1][1] < commanded_s + longest_s:
+        kernels.append(bench.kernel())
+    return effect_s(kernels, commanded_s)

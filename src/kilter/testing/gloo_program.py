@@ -53,7 +53,7 @@ def main() -> None:
         loss = parallel(torch.randn(64, 256)).square().mean()
         if rank == 1:
             time.sleep(args.late_s)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         end_s = time.monotonic()
         if args.more_from is not None and step >= args.more_from:
             dist.all_reduce(torch.ones(1024))

@@ -39,7 +39,7 @@ EPILOG += """
   pipeline_1f1b  4 unequal stages, 16 micro-batches, no slowdown; beside Perseus' optimum (HiGHS)
   dry_run_gloo   not simulated and not in `all`: a real DDP job of two ranks on gloo, of which one
                  comes late, in a dry run; how far the commands were from the real edges
-  switch_times   how long the simulated device takes to change its clocks, as the calibrator finds it
+  switch_times   how long the simulated device takes to change its clocks, by the calibrator,
                  from the lengths of kernels; not in `all`
 
 Policies: kilter; stepwise, the patent's search (US 2025/0264922, S221-S227) taken literally;

@@ -26,7 +26,7 @@ KEYS = {
     *("interval_method", "goal", "found", "memory"),
     *("after", "choice", "evidence", "rehearsed_iterations", "rehearsed_share", "mode"),
     *("mode_reason", "outcome", "ranks", "command", "kilter", "wall_time", "duration_s"),
-    *("overhead", "probes", "decisions", "errors", "prediction", "memory", "blocks"),
+    *("overhead", "probes", "decisions", "errors", "prediction", "memory", "sections", "blocks"),
     *("series", "operations", "operations_method"),
     *("host", "torch", "driver", "energy_j", "idle", "unseen", "no_trace"),
 }

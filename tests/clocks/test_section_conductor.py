@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kilter.clocks.plan.timing import Command, Commanded, Schedule
+from kilter.clocks.plan.timing import Command, Commanded, CommandSchedule
 from kilter.clocks.section_conductor import NOTHING, SectionConductor
 from kilter.core.errors import Held
 from kilter.testing.box import FOUND, TIMEOUT_S, Box
@@ -64,7 +64,7 @@ class Bench:
 
 def made(
     down_s: float = 0.4, up_s: float = 0.7, hold_s: float = 0.9, calls_per_s: float = 10.0
-) -> Schedule:
+) -> CommandSchedule:
     down = Command(
         edge="down",
         key="a",
@@ -74,7 +74,7 @@ def made(
         hold_s=hold_s,
     )
     up = Command(edge="up", key="a", sm_clock_hz=None, at_s=up_s, lead_s=0.05, hold_s=0.0)
-    return Schedule(number=1, commands=(down, up), iteration_s=T, calls_per_s=calls_per_s)
+    return CommandSchedule(number=1, commands=(down, up), iteration_s=T, calls_per_s=calls_per_s)
 
 
 def test_commands_leave_at_their_times_after_every_marker() -> None:
@@ -179,8 +179,8 @@ def test_whatever_the_iterations_do_no_low_clock_outlives_its_deadline(
 
 PROGRAM = """
 import sys, os, time
-from kilter.clocks.plan.timing import Command, Schedule
-from kilter.clocks.section_conductor import Begin, Ended, Ready
+from kilter.clocks.plan.timing import Command, CommandSchedule
+from kilter.clocks.section_conductor import Begin, Ended, ConductorReady
 from kilter.clocks.section_process import SectionProcess
 from kilter.observe.marker import Marker
 
@@ -191,10 +191,10 @@ process = SectionProcess(
 )
 while not (found := process.answers()):
     time.sleep(0.01)
-print(found[0].pid if isinstance(found[0], Ready) else found[0], flush=True)
+print(found[0].pid if isinstance(found[0], ConductorReady) else found[0], flush=True)
 down = Command(edge="down", key="a", sm_clock_hz=1.2e9, at_s=0.05, lead_s=0.0, hold_s=hold_s)
 up = Command(edge="up", key="a", sm_clock_hz=None, at_s=600.0, lead_s=0.0, hold_s=0.0)
-process.follow(Schedule(number=1, commands=(down, up), iteration_s=1000.0, calls_per_s=10.0))
+process.follow(CommandSchedule(number=1, commands=(down, up), iteration_s=1000.0, calls_per_s=10.0))
 time.sleep(0.2)
 marker.mark(1)
 for line in sys.stdin:

@@ -16,7 +16,7 @@ from kilter.device.sim.gpu import SimGpu
 
 REPETITIONS = 20
 KERNELS_BEFORE = 20
-LONGEST_S = 1.0
+LONGEST_SWITCH_S = 1.0
 """A switch that takes longer is not seen, on a device that does not say how long they take."""
 LONGEST = 5.0
 """The same, in usual times of a device that does."""
@@ -86,7 +86,7 @@ def _switch(bench: KernelBench, setting: Setting) -> float | None:
     kernels = [bench.kernel() for _ in range(KERNELS_BEFORE)]
     commanded_s = bench.set(setting)
     usual_s = bench.info().switch_latency_s
-    longest_s = LONGEST_S if usual_s is None else LONGEST * usual_s
+    longest_s = LONGEST_SWITCH_S if usual_s is None else LONGEST * usual_s
     while kernels[-1][1] < commanded_s + longest_s:
         kernels.append(bench.kernel())
     return effect_s(kernels, commanded_s)

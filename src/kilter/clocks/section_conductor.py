@@ -28,7 +28,7 @@ from typing import IO, NamedTuple, Protocol
 
 import msgspec
 
-from kilter.clocks.plan.timing import Command, Commanded, Schedule
+from kilter.clocks.plan.timing import Command, Commanded, CommandSchedule
 from kilter.core.errors import KilterError
 from kilter.core.setting import Setting
 from kilter.device.protocol import Device
@@ -58,14 +58,14 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Follow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To the conductor: the commands from here on."""
 
-    schedule: Schedule
+    schedule: CommandSchedule
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To the conductor, last."""
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ConductorReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From the conductor: the device is there."""
 
     pid: int
@@ -79,7 +79,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Orders = Begin | Follow | Stop
-Answers = Ready | Ended
+Answers = ConductorReady | Ended
 _ORDERS = msgspec.json.Decoder(Orders)
 
 
@@ -130,7 +130,7 @@ class _Pending(NamedTuple):
     command: Command
 
 
-NOTHING = Schedule(number=0, commands=(), iteration_s=0.0, calls_per_s=0.0)
+NOTHING = CommandSchedule(number=0, commands=(), iteration_s=0.0, calls_per_s=0.0)
 """The default stands."""
 INTERVALS = 9
 """Times between markers of which the median is the time to the next one."""
@@ -173,7 +173,7 @@ class SectionConductor:
         """There is nothing to send, whatever the marker says."""
         return not self._schedule.commands and not self.low
 
-    def follow(self, schedule: Schedule) -> None:
+    def follow(self, schedule: CommandSchedule) -> None:
         """From the next marker on. What is low is put back: the new schedule may not do so."""
         self._schedule = schedule
         self._drop("the schedule has changed")
@@ -316,7 +316,7 @@ def serve(program: socket.socket, marker: MarkerReader) -> None:
                 lease = Lease(device)
                 lease.__enter__()
                 setter = LeaseSetter(lease)
-            lines.say(Ready(pid=os.getpid()))
+            lines.say(ConductorReady(pid=os.getpid()))
             conductor = SectionConductor(setter, _Log(log))
             _conduct(conductor, lines, marker, begin.program)
         except (KilterError, OSError) as error:

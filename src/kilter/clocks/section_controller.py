@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from kilter.controller import Run
 from kilter.core.errors import DeviceError
 from kilter.core.events import Sectioned
+from kilter.core.script_end import ScriptEnd
 from kilter.device.sim.cards import names
 from kilter.observe.collective_counts import CollectiveCounts, CollectiveKey
 from kilter.observe.host_timeline import read_host_rank
@@ -26,7 +27,7 @@ from kilter.observe.iteration_clock import Iteration
 from kilter.observe.marker import Marker
 
 if TYPE_CHECKING:
-    from kilter.clocks.plan.timing import Schedule
+    from kilter.clocks.plan.timing import CommandSchedule
     from kilter.clocks.plan.worth import ClockCosts, Worth
     from kilter.clocks.section_process import Conducting
     from kilter.core.rank_trace import RankTrace
@@ -90,7 +91,7 @@ class SectionsController:
         """The hooks are those of the iteration clock and of the profiler's window."""
         self._off = True
 
-    def end(self, finished: Sequence[Iteration], outcome: str) -> None:
+    def end(self, finished: Sequence[Iteration], outcome: ScriptEnd) -> None:
         if self._conducting is not None:
             self._conducting.stop()
         self._keys.close()
@@ -317,7 +318,7 @@ class _Plan:
         self.found = worth(rank, self.card, max_slowdown=self._max_slowdown)
         self._number += 1
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> CommandSchedule:
         """The commands of every iteration."""
         from kilter.clocks.plan.timing import schedule
 

@@ -19,8 +19,8 @@ import msgspec
 from kilter.clocks.plan.sections import places
 from kilter.clocks.plan.timing import (
     Commanded,
+    CommandSchedule,
     EdgeErrors,
-    Schedule,
     differences,
     edge_errors,
     edges,
@@ -69,7 +69,7 @@ class SectionProcess:
         self._connection = ours
         self._say(begin)
 
-    def follow(self, schedule: Schedule) -> None:
+    def follow(self, schedule: CommandSchedule) -> None:
         """The commands from here on."""
         self._say(Follow(schedule=schedule))
 
@@ -121,7 +121,7 @@ class Conducting:
         directory, rank = run.files.directory, run.ranks.rank
         self._edges_path = directory / f"edges-rank{rank}.jsonl"
         self._log = CommandLog(directory / f"commands-rank{rank}.jsonl")
-        self._schedule: Schedule | None = None
+        self._schedule: CommandSchedule | None = None
         self._off: list[float] = []
         self.sets = run.info.can_set and not run.dry_run
         self.restored: bool | None = None
@@ -137,7 +137,7 @@ class Conducting:
             ),
         )
 
-    def follow(self, schedule: Schedule) -> None:
+    def follow(self, schedule: CommandSchedule) -> None:
         """The commands from here on."""
         self._schedule = schedule
         if self._process is not None:

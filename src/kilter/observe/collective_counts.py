@@ -9,6 +9,9 @@ move them.
 from __future__ import annotations
 
 import sys
+from typing import Any
+
+from kilter.observe import torch_internals
 
 CollectiveKey = tuple[tuple[str, int], ...]
 
@@ -22,11 +25,11 @@ class CollectiveCounts:
     def since_last(self) -> CollectiveKey | None:
         """The key of the iteration that just ended; None where there are no process groups, or
         none that numbers its collectives."""
-        distributed = sys.modules.get("torch.distributed.distributed_c10d")
-        if distributed is None or not distributed.is_initialized():
+        distributed: Any = sys.modules.get("torch.distributed")
+        if not hasattr(distributed, "is_initialized") or not distributed.is_initialized():
             return None
         now: dict[str, int] = {}
-        for group, name in distributed._world.pg_names.items():
+        for group, name in torch_internals.process_groups.pg_names.items():
             try:
                 now[name] = group._get_sequence_number_for_group()
             except RuntimeError:  # a backend that does not count

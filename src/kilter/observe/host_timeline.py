@@ -1,6 +1,6 @@
 """The profiler's trace of a program on CPUs to a `RankTrace`: its operators are the device's work.
 
-    compute       operators of aten, and what the compiler has fused; times of up to `JOINED_S`
+    compute       operators of aten, and what the compiler has fused; times of up to `GAP_JOINED_S`
                   between two of them are the interpreter's work, and count as compute
     communication what a backend of c10d runs in its own threads: `gloo:all_reduce`
 
@@ -22,7 +22,7 @@ from kilter.observe.kineto import ITERATION_END
 from kilter.observe.rank_traces import operation
 from kilter.observe.trace_events import TraceFile
 
-JOINED_S = 1e-3
+GAP_JOINED_S = 1e-3
 _US = 1e-6
 _COMPUTE = re.compile(r"aten::|graph_\d+_|cpp_fused")
 _COMMUNICATION = re.compile(r"(?:gloo|mpi|ucc):(\w+)")
@@ -63,7 +63,7 @@ def read_host_rank(path: Path, ends_s: Mapping[int, float], *, rank: int) -> Ran
         world_size=None,
         device="CPU",
         origin_s=ends_s[numbers[0]],
-        compute=join(union((a - origin_s, b - origin_s) for a, b in compute), JOINED_S),
+        compute=join(union((a - origin_s, b - origin_s) for a, b in compute), GAP_JOINED_S),
         copies=[],
         collectives=_in_order(collectives, origin_s),
         iterations=windows,

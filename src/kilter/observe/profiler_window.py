@@ -34,7 +34,7 @@ from kilter.observe.imports import after_import
 from kilter.observe.iteration_clock import Fenced, IterationClock, in_backward
 from kilter.observe.kineto import ITERATION_END, MODULE, read_kineto
 
-Seen = TypeVar("Seen")
+WindowSeen = TypeVar("WindowSeen")
 
 _OVER = ("held", "saving", "saved", "done", "failed")
 _THE_PROGRAM_S = "the program uses torch.profiler itself"
@@ -159,7 +159,7 @@ class Window:
         )
         return self._trace
 
-    def take(self, read: Callable[[Path], Seen]) -> Seen | None:
+    def take(self, read: Callable[[Path], WindowSeen]) -> WindowSeen | None:
         """What `read` makes of the profiler's file, once; None before it is saved, or if failed.
         Not for the program's thread."""
         if self.state != "saved" or self._file is None:

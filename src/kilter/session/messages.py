@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -36,9 +37,9 @@ class StoreMessages:
     @classmethod
     def find(cls) -> StoreMessages | None:
         """The store of this process's group, once there is one."""
-        import torch.distributed as dist
-
-        if not (dist.is_available() and dist.is_initialized()):
+        # Not imported: with the program in the middle of the same import, torch ends the process.
+        dist: Any = sys.modules.get("torch.distributed")
+        if not hasattr(dist, "is_initialized") or not dist.is_initialized():
             return None
         store = torch_internals.default_store()
         # `store` lives as long as these messages do: it may be the one that serves, and be dropped

@@ -24,15 +24,15 @@ from kilter.core.units import show_count, show_time
 
 LABEL = "measured on CPU"
 LATE_S = 0.25
-LEAST_ITERATIONS = 60
+FEWEST_RECORDED = 60
 SECONDS_PER_ITERATION = 5.0
 """A job that takes longer does not run."""
 
 
 def dry_run(device: str, iterations: int, *, as_json: bool) -> int:
     """Run the job, print how far the commands were from its edges."""
-    if iterations < LEAST_ITERATIONS:
-        raise UsageError(f"--iterations {iterations}: at least {LEAST_ITERATIONS}")
+    if iterations < FEWEST_RECORDED:
+        raise UsageError(f"--iterations {iterations}: at least {FEWEST_RECORDED}")
     with tempfile.TemporaryDirectory(prefix="kilter-") as directory:
         found = _measure(device, iterations, Path(directory))
     if as_json:

@@ -44,7 +44,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     """Deadline of the low clock; of no use for `up`."""
 
 
-class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+class CommandSchedule(msgspec.Struct, frozen=True, kw_only=True):
     """The commands of every iteration, in order of their time. Empty: the default stands."""
 
     number: int
@@ -96,10 +96,10 @@ class EdgeErrors(msgspec.Struct, frozen=True, kw_only=True):
 
 def schedule(
     stretches: Sequence[LowStretch], card: ClockCosts, iteration_s: float, *, number: int
-) -> Schedule:
+) -> CommandSchedule:
     """The commands for the stretches of one rank's plan."""
     commands = [command for stretch in stretches for command in _commands(stretch, card)]
-    return Schedule(
+    return CommandSchedule(
         number=number,
         commands=tuple(sorted(commands, key=lambda c: c.at_s)),
         iteration_s=iteration_s,

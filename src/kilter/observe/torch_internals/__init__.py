@@ -139,6 +139,9 @@ TABLE = {
     "cuda_end_pool": Internal("torch._C._cuda_endAllocateToPool", NO_BRANCHES, only_cuda=True),
     "cuda_sleep": Internal("torch.cuda._sleep", NO_MEMORY),
     # Processes
+    "process_groups": Internal(
+        "torch.distributed.distributed_c10d._world", "communication sections are not looked for"
+    ),
     "default_store": Internal(
         "torch.distributed.distributed_c10d._get_default_store", "ranks are governed one by one"
     ),
@@ -163,6 +166,7 @@ ATTRIBUTES = {
     "_schema": "operations: names and types of arguments and results",
     "_prepare_trace": "torch.profiler.profile: the warm-up, apart from the start",
     "_start_trace": "torch.profiler.profile: the start",
+    "_get_sequence_number_for_group": "process groups: how many collectives one has begun",
     "_is_profiler_enabled": "torch.autograd.profiler: whether somebody records",
 }
 """Private attributes of PyTorch's objects, which are read where they are needed."""

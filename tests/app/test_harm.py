@@ -44,10 +44,7 @@ def bench(*words: str) -> Any:
 
 
 OPEN = {
-    "6": "energy, memory and rehearsals at once take about 400 MiB of host memory more, not 384",
-    "7a": "the same, at the limit of 256 MiB: in some runs above it",
-    "15g": "with retain_graph what the first backward has fetched stays until the second; dual "
-    "tensors of forward AD stay altogether",
+    "15g": "dual tensors of forward AD stay: autograd keeps their tangents where no hook sees them",
 }
 """Rows that differ still, and how. Whoever mends one takes it out."""
 

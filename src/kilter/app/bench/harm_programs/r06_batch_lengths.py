@@ -9,7 +9,6 @@ from seen import batch, layers, show_model
 
 RUN = ("memory", "all")
 WITHIN_S = 500
-MORE_MIB = 384
 
 
 def main() -> None:

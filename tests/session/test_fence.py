@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from types import FrameType
 import pytest
 
 from kilter.core.errors import DeviceLost
+from kilter.memory.engine.gone import when_gone
 from kilter.session.destructors import Destructors
 from kilter.session.fence import PACKAGE, Fence, describe
 
@@ -322,3 +324,38 @@ def test_what_a_destructor_raises_itself_goes_where_it_went(dropped: list[object
     destructors.stop()
     assert dropped == [ValueError]
     assert sys.unraisablehook is before
+
+
+def test_what_a_handler_raises_at_the_end_of_an_object_arrives(dropped: list[object]) -> None:
+    """`weakref.finalize` would run Python code that is not ours, where nobody could tell."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise TimeIsUp("now", 7)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    destructors = Destructors(Fence(Ears()))
+    destructors.start()
+    thing = Ears()
+    when_gone(thing, signal.raise_signal, signal.SIGALRM)
+    arrived = 0
+    try:
+        del thing
+        for _ in range(3):
+            pass
+    except TimeIsUp as error:
+        arrived += error.args == ("now", 7)
+    finally:
+        destructors.stop()
+        signal.signal(signal.SIGALRM, before)
+    assert arrived == 1
+    assert dropped == []
+
+
+def test_the_end_of_an_object_is_told_once() -> None:
+    ended: list[str] = []
+    thing = Ears()
+    when_gone(thing, ended.append, "gone")
+    assert ended == []
+    del thing
+    gc.collect()
+    assert ended == ["gone"]

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kilter.memory.engine.gone import when_gone
 from kilter.memory.host_memory import HostLimit
 from kilter.memory.host_memory import (
     HostMemoryError as HostMemoryError,  # callers know it from here
@@ -161,7 +162,7 @@ class CpuStandIn:
         if memory is None:
             memory = self._mapped[host.data_ptr()] = host.numpy()
             self._reserved_bytes -= host.nbytes
-            weakref.finalize(memory, self.host.give_back, host.nbytes)
+            when_gone(memory, self.host.give_back, host.nbytes)
         return torch.from_numpy(memory[begin : begin + size_bytes])
 
     def copy_out(self, host: torch.Tensor, device: torch.Tensor) -> CopyEvent:

@@ -21,6 +21,7 @@ import torch
 from kilter.core.errors import DeviceError, NoDevice
 from kilter.core.units import MIB, show_bytes
 from kilter.memory.engine.backend import CopyEvent
+from kilter.memory.engine.gone import when_gone
 from kilter.memory.host_memory import HostLimit, HostMemoryError, available_bytes
 from kilter.memory.plan.problem import Link
 from kilter.observe import torch_internals
@@ -104,7 +105,7 @@ class _Mapped:
             raise HostMemoryError(f"the device does not reach host memory (CUDA: {failed})")
         self.address = address.value
         """By which the device knows it."""
-        weakref.finalize(self, _unregister, host, device, limit).atexit = False
+        when_gone(self, _unregister, host, device, limit)
 
 
 def _unregister(host: torch.Tensor, device: torch.device, limit: HostLimit) -> None:

@@ -29,6 +29,7 @@ from kilter.memory import messages
 from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.charge import Charge, PassPhase
 from kilter.memory.engine.engine import leave_uncompiled
+from kilter.memory.engine.gone import when_gone
 from kilter.memory.engine.gradients import Followed, GradientConsumed, GradientPlace, Gradients
 from kilter.memory.engine.rounds import Rounds
 from kilter.memory.engine.stream import StateBucket, Stream, Where, size_of
@@ -285,7 +286,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         charge = self._charges[optimizer] = self._charged(optimizer)
         charge.stand_innermost()
         self._rest()
-        weakref.finalize(optimizer, self._forget, charge).atexit = False
+        when_gone(optimizer, self._forget, charge)
 
     def take_over(self, optimizer: Any) -> None:
         """Between a step and the next forward: one that has made its state already. What there is

@@ -1,0 +1,29 @@
+"""What is done when an object is no more.
+
+`weakref.finalize` calls its function from Python code of the standard library. Where a signal
+handler of the program raises meanwhile, Python drops the exception, and nobody can tell that the
+function was ours. Here the interpreter calls a function of this package, which
+`session/destructors.py` recognises: the exception is raised again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+
+_numbers = itertools.count()
+_watched: dict[int, weakref.ref[object]] = {}
+"""Their callbacks run as long as they are here: not when the interpreter ends."""
+
+
+def when_gone(thing: object, function: Callable[..., object], *arguments: object) -> None:
+    """Call the function, which must not hold the object, once the object is no more. Not at exit:
+    what is left then ends with the process."""
+    number = next(_numbers)
+
+    def gone(_: weakref.ref[object]) -> None:
+        _watched.pop(number, None)
+        function(*arguments)
+
+    _watched[number] = weakref.ref(thing, gone)

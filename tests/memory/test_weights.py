@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from kilter.core.errors import UsageError
 from kilter.memory.engine import CpuStandIn
+from kilter.memory.engine import weights as weights_module
 from kilter.memory.engine.away import WeightsMoved
 from kilter.memory.engine.state import StateMover
-from kilter.memory.engine.weights import WeightMover, WeightReport
+from kilter.memory.engine.weights import WeightMover, WeightReport, graphs_may_exist
 from kilter.memory.host_memory import HostLimit
 from kilter.memory.messages import READ_LATER, RESIZED
 from kilter.memory.plan.problem import Link
@@ -1009,6 +1010,40 @@ def test_cuda_graphs_keep_weights_where_they_are(monkeypatch: pytest.MonkeyPatch
         assert texts(governed.report())[0] == "weights stay: the program captures CUDA graphs"
     assert played == ["begin", "replay"]
     before.replay()
+
+
+@pytest.mark.parametrize(("pool", "moves"), [((0, 0), True), ((0, 1), False)])
+def test_graphs_captured_before_keep_weights_where_they_are(
+    pool: tuple[int, int], moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody of ours saw the capture; the memory of the graph shows that there is one. So none is
+    ever replayed over weights that have moved, which would be an error."""
+    segments = [{"segment_pool_id": (0, 0)}, {"segment_pool_id": pool}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    on_cuda = graphs_may_exist(torch.device("cuda"))
+    assert on_cuda != moves
+    assert not graphs_may_exist(torch.device("cpu"))
+    monkeypatch.setattr(weights_module, "graphs_may_exist", lambda device: on_cuda)
+    report = check(moves=moves)
+    reason = "weights stay: CUDA graphs were captured before, which keep addresses"
+    assert (reason in report.refused) != moves
+
+
+def test_another_tensor_of_the_class_of_a_weight_that_is_away() -> None:
+    """Made past the class's own constructor, it was never away: its bytes are its value."""
+    torch.manual_seed(3)
+    net = network()
+    optimizer = adamw(net)
+    with mover():
+        for number in range(5):
+            step(net, optimizer, number)
+        loss = net(batch()).square().mean()
+        kind = type(away(net)[0])
+        other = torch.Tensor._make_subclass(kind, torch.arange(4.0))
+        assert type(other) is kind
+        assert (other * 2).tolist() == [0.0, 2.0, 4.0, 6.0]
+        assert type(other) is nn.Parameter
+        loss.backward()
 
 
 def test_another_stream_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

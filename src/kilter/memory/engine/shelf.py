@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kilter.core.reasons import Reason
 from kilter.memory import messages
 from kilter.memory.engine.aliases import Holders, holders, shared_with_processes
-from kilter.memory.engine.away import WeightsMoved, away_class, guarded
+from kilter.memory.engine.away import away_class, guarded
 from kilter.memory.engine.backend import Backend, CopyEvent, HostMemoryError, owned
 from kilter.memory.engine.stream import Where, shaped
 from kilter.observe import torch_internals
@@ -126,7 +126,10 @@ class Shelf:
             return
         weight = self.weights.get(id(parameter))
         if weight is None:
-            raise WeightsMoved("the bytes of a parameter were exchanged while they were away")
+            # The program has made another tensor of this class. Its bytes, wherever they are, are
+            # its value: also those in host memory, which the device reads.
+            parameter.__class__ = self._plain
+            return
         if weight.where is Where.OFFLOADED:
             self._late(weight)
         if self.elsewhere():  # nobody knows who has waited for whom

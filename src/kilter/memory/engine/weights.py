@@ -438,6 +438,9 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         """Between two passes."""
         assert self._kind is not None
         self._anew = False
+        if not self._shelf.moved and graphs_may_exist(self._backend.device):
+            self.stop("CUDA graphs were captured before, which keep addresses")
+            return
         ticks, turn = self._kind
         at_s = [0.0]
         for gap_s in self._gaps_s:
@@ -566,6 +569,17 @@ class WeightMover(AbstractContextManager["WeightMover"]):
                 weight.published = False
         if self._anew and not self._stopped and self._seen >= WATCHED_PASSES:
             self._make_plan()
+
+
+def graphs_may_exist(device: torch.device) -> bool:
+    """A CUDA graph keeps its memory in a pool of its own as long as it lives, and so it shows even
+    if nobody was there when it was captured. Other private pools look the same."""
+    import torch
+
+    if device.type != "cuda":
+        return False
+    pools = {segment.get("segment_pool_id", (0, 0)) for segment in torch.cuda.memory_snapshot()}
+    return bool(pools - {(0, 0)})
 
 
 def _strided(view: torch.Tensor, base: torch.Tensor) -> bool:

@@ -194,6 +194,35 @@ def test_state_leaves() -> None:
     assert report.gradient_bytes < sum(p.nbytes for p in network().parameters()) / 3
 
 
+def capturable(net: nn.Module) -> torch.optim.Optimizer:
+    """The optimizers of the framework that may be captured refuse to step on a CPU. This one reads
+    the option as little as the engine's own copy of the groups would."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+    return optimizer
+
+
+def not_capturable(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+
+
+def test_an_optimizer_that_may_be_captured_keeps_gradients_and_state() -> None:
+    """A CUDA graph of its step keeps the addresses of both."""
+    plain, _ = trained(capturable)
+    found, report = trained(capturable, mover(room_bytes=0))
+    assert same(plain, found)
+    assert report is not None
+    assert not report.consuming
+    assert report.away_bytes == report.visits == 0
+    why = "its step may be captured in a CUDA graph, which keeps addresses"
+    assert f"gradients are kept: {why}" in report.refused
+    assert f"optimizer state stays: {why}" in report.refused
+    _, other = trained(not_capturable, mover(room_bytes=0))
+    assert other is not None
+    assert other.away_bytes > 0
+
+
 # What forbids it: seen while it is watched
 
 

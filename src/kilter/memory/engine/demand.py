@@ -36,7 +36,7 @@ class Demand:
         over_bytes = peak_bytes - self.leave_above_bytes(budget_bytes)
         self._surge_bytes = max(self._surge_bytes or 0, over_bytes)
 
-    def saved(self, saved: Saved, budget_bytes: int) -> None:
+    def saved(self, saved: Saved, budget_bytes: int) -> bool:
         """If the budget is reached, this datum goes to the host at a later event."""
         used_bytes = self._backend.used_bytes()
         if used_bytes is None:
@@ -46,6 +46,7 @@ class Demand:
             over = used_bytes > self.leave_above_bytes(budget_bytes)
         if over:
             self._chosen.append(weakref.ref(saved))
+        return over
 
     def refuse(self, reason: Reason) -> None:
         if reason not in self.refused:

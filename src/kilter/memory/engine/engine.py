@@ -183,6 +183,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._dispatch_modes = torch_internals.dispatch_mode_depth
         self._function_modes = torch_internals.function_mode_depth
         self._duals = torch.autograd.forward_ad
+        self._retained = torch._C._autograd._get_current_graph_task_keep_graph
         leave_uncompiled()
         fenced = self._fence is not None
         self._save_large = self._save_fenced if fenced else self._save
@@ -497,19 +498,33 @@ class Swapper(AbstractContextManager["Swapper"]):
                 planned = self._switch(planned, code)
             if planned is not None:
                 self._advance(planned, planned.steps[self._event].due)
+                self._demand.event()  # of a graph that is retained
             if view and packed.saved.state == AWAY and packed.saved.host is not None:
                 self._counts["late"] += 1
         else:
             if self._watch is not None:
                 self._watch.enter(code, used=True)
             self._demand.event()
-        tensor = store.hand_out(packed) if view else whole(packed)
+        if not view:
+            tensor = whole(packed)
+        elif self._retained():
+            tensor = self._lend(packed)
+        else:
+            tensor = store.hand_out(packed)
         if self._watch is not None:
             if view and now:
                 self._watch.use(packed.saved)
             self._watch.leave()
         elif planned is not None and self._measured and self._event == len(planned.events):
             self._kinds.measured(planned, self._backend.peak_bytes(), self.budget_bytes)
+        return tensor
+
+    def _lend(self, view: View) -> torch.Tensor:
+        """In a backward that retains its graph. The datum leaves again, if with another one as
+        large the budget would be reached."""
+        tensor, saved = self._store.lend(view), view.saved
+        if self._demand.saved(saved, self.budget_bytes - saved.size_bytes) and self._deviated:
+            self._kinds.retain()
         return tensor
 
     def _advance(self, planned: Ready, due: Due | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kilter.core.errors import PlanError
 from kilter.core.reasons import Reason
@@ -96,6 +96,8 @@ class Kinds:
         """Share of the way to the device that others take."""
         self._min_bytes = min_bytes
         self._by_events: dict[tuple[int, ...], PassKind] = {}
+        self._retained = False
+        """Some pass has left its plan and retained its graph."""
         self._arena: torch.Tensor | None = None
         self._outgrown: list[torch.Tensor] = []
         """Arenas of before that data of an older graph may still lie in."""
@@ -287,7 +289,7 @@ class Kinds:
         self.hastened += hastened
         value = described(problem, schedule, outcome, planner=value.planner)
         kind.plan = self._settled_in(
-            ready(kind.record, problem, before.numbers, value, before.places)
+            self._made_ready(kind, problem, before.numbers, value, before.places)
         )
         return True
 
@@ -328,7 +330,18 @@ class Kinds:
             for index, offset in offsets.items()
         }
         self._make_room(total)
-        return self._settled_in(ready(kind.record, problem, numbers, value, places))
+        return self._settled_in(self._made_ready(kind, problem, numbers, value, places))
+
+    def retain(self) -> None:
+        """A pass has left its plan and retains its graph, above the budget: what plans have left to
+        autograd since they let it stay cannot leave there. From now on they follow all data."""
+        if not self._retained:
+            self._retained = True
+            for kind in self:
+                kind.outdated = kind.plan is not None
+
+    def _made_ready(self, kind: PassKind, *planned: Any) -> Ready:
+        return ready(kind.record, *planned, retained=self._retained)
 
     def _settled_in(self, made: Ready) -> Ready:
         if self._arena is not None:

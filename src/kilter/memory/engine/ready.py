@@ -82,8 +82,11 @@ def ready(
     numbers: tuple[int, ...],
     value: MemoryPlan,
     places: dict[int, tuple[int, int]],
+    *,
+    retained: bool = False,
 ) -> Ready:
-    """`numbers` are the data behind the problem's intervals."""
+    """`numbers` are the data behind the problem's intervals. `retained`: passes that begin like
+    this one may retain their graph; so all data are followed, and can leave."""
     count = len(record.events)
     leave: list[list[int]] = [[] for _ in range(count + 1)]
     release: list[list[int]] = [[] for _ in range(count + 1)]
@@ -100,7 +103,7 @@ def ready(
     recomputed = frozenset(numbers[index] for index in value.schedule.recomputed)
     moved = frozenset(numbers[move.interval] for move in value.schedule.moves)
     read = frozenset(source for number in recomputed for source in record.data[number].sources)
-    followed = recomputed | moved | read
+    followed = frozenset(range(len(record.data))) if retained else recomputed | moved | read
 
     steps: list[ReadyStep] = []
     for event, (code, number) in enumerate(zip(record.events, record.numbers(), strict=True)):

@@ -315,6 +315,17 @@ class Store:
         view.saved.handed_out = True
         return tensor
 
+    def lend(self, view: View) -> torch.Tensor:
+        """The same in a backward that retains its graph: the datum may leave again, as soon as who
+        has asked lets go. What that one has written to it is in another copy then."""
+        tensor, saved = self.look(view), view.saved
+        assert saved.alias is not None
+        saved.alias = saved.alias.detach()  # so that `alone` tells who else holds the bytes
+        if saved.departure is not None:
+            self._backend.wait(saved.departure)
+            saved.departure = None
+        return tensor
+
     def look(self, view: View) -> torch.Tensor:
         """The tensor behind a view, fetched if it is away. `Modified` if somebody wrote to it."""
         saved, _, dtype, size, stride, offset = view
@@ -322,13 +333,15 @@ class Store:
             self.fetch(saved)
         alias = saved.alias
         assert alias is not None
-        if alias._version != saved.version:
-            raise Modified(alias, saved.version)
         if size is None:
-            return alias
-        if dtype is alias.dtype:
-            return alias.as_strided(size, stride, offset)
-        return _seen(alias, dtype, size, stride, offset)
+            tensor = alias
+        elif dtype is alias.dtype:
+            tensor = alias.as_strided(size, stride, offset)
+        else:
+            tensor = _seen(alias, dtype, size, stride, offset)
+        if alias._version != saved.version:
+            raise Modified(tensor, saved.version)
+        return tensor
 
     # Go and come back
 

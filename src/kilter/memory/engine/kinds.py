@@ -114,7 +114,7 @@ class Kinds:
         self.attention = Attention()
 
     def __iter__(self) -> Iterator[PassKind]:
-        return iter(self._by_events.values())
+        return iter(tuple(self._by_events.values()))  # other threads of the program train as well
 
     @property
     def arena_bytes(self) -> int:

@@ -1026,7 +1026,7 @@ def test_graphs_captured_before_keep_weights_where_they_are(
     monkeypatch.setattr(weights_module, "graphs_may_exist", lambda device: on_cuda)
     report = check(moves=moves)
     reason = "weights stay: CUDA graphs were captured before, which keep addresses"
-    assert (reason in report.refused) != moves
+    assert (reason in [refusal.text for refusal in report.refused]) != moves
 
 
 def test_another_tensor_of_the_class_of_a_weight_that_is_away() -> None:

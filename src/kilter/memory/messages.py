@@ -193,6 +193,7 @@ def _weights(code: str, text: str) -> Reason:
 
 USES_FUNC = _weights("uses_func", "the program uses torch.func")
 CAPTURES_GRAPHS = _weights("captures_graphs", "the program captures CUDA graphs")
+GRAPHS_BEFORE = _weights("graphs_before", "CUDA graphs were captured before, which keep addresses")
 REPLAYS_GRAPHS = _weights("replays_graphs", "the program replays CUDA graphs")
 SEVERAL_STREAMS = _weights("several_streams", "the program computes on several streams")
 OTHER_PROCESSES = _weights("shared_with_processes", "other processes may read them")

@@ -183,7 +183,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._dispatch_modes = torch_internals.dispatch_mode_depth
         self._function_modes = torch_internals.function_mode_depth
         self._duals = torch.autograd.forward_ad
-        self._retained = torch._C._autograd._get_current_graph_task_keep_graph
+        self._retained = torch_internals.graph_task_keeps_graph
         leave_uncompiled()
         fenced = self._fence is not None
         self._save_large = self._save_fenced if fenced else self._save

@@ -439,7 +439,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         assert self._kind is not None
         self._anew = False
         if not self._shelf.moved and graphs_may_exist(self._backend.device):
-            self.stop("CUDA graphs were captured before, which keep addresses")
+            self.stop(messages.GRAPHS_BEFORE)
             return
         ticks, turn = self._kind
         at_s = [0.0]

@@ -131,16 +131,6 @@ def test_the_pass_becomes_a_trace_that_plans(record: PassRecord) -> None:
     assert found.swapped + found.recomputed > 0
 
 
-def test_a_reason_about_one_datum_is_told_without_its_name() -> None:
-    from kilter.memory.controller import OF_A_DATUM
-    from kilter.memory.engine.watch import described
-
-    name = f"12: {described(torch.ones(3, 4, requires_grad=True) * 2)}"
-    assert OF_A_DATUM.sub("", f"{name}: recomputed, it differs") == "recomputed, it differs"
-    other = "optimizer state stays: the host has 3 GiB"
-    assert OF_A_DATUM.sub("", other) == other
-
-
 def test_sparse_tensors_are_left_to_autograd() -> None:
     dense, sparse = torch.randn(64, 64), torch.eye(64).to_sparse()
 

@@ -8,7 +8,7 @@ import traceback
 from types import FrameType, TracebackType
 
 import torch
-from seen import batch, is_inside_kilter, layers, show
+from seen import batch, is_inside_kilter, is_of_kilter, layers, show
 
 RUN = ("energy", "recompute")
 NOT_COMPARED = ("stderr",)
@@ -20,7 +20,7 @@ def tell(kind: type[BaseException], error: BaseException, trace: TracebackType |
     names = {frame.filename for frame in traceback.extract_tb(trace)}
     show(
         error=kind.__name__,
-        frames_of_kilter=sorted(name for name in names if "/kilter/" in name),
+        frames_of_kilter=sorted(filter(is_of_kilter, names)),
         context=type(error.__context__).__name__,
     )
 

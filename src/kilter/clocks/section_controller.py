@@ -22,7 +22,6 @@ from kilter.core.events import Sectioned
 from kilter.core.script_end import ScriptEnd
 from kilter.device.sim.cards import names
 from kilter.observe.collective_counts import CollectiveCounts, CollectiveKey
-from kilter.observe.host_timeline import read_host_rank
 from kilter.observe.iteration_clock import Iteration
 from kilter.observe.marker import Marker
 
@@ -282,6 +281,8 @@ class _Observation:
         window = self._window
         if window is None or not window.over:
             return None
+        from kilter.observe.host_timeline import read_host_rank  # imports numpy
+
         self._window = None
         self.cost_s += sum(window.costs_s.values())
         trace = window.take(partial(read_host_rank, ends_s=window.ends_s, rank=run.ranks.rank))

@@ -168,7 +168,7 @@ def test_whatever_the_iterations_do_no_low_clock_outlives_its_deadline(
     for i, taken_s in enumerate(lengths):
         bench.mark(i, t_s)
         t_s += taken_s
-    bench.until(t_s + 2.0)
+    bench.until(t_s + 5.0)  # as late as a command for the next iteration, and its deadline, may be
     assert not bench.low
     assert len(bench.calls) % 2 == 0
     for down, up in zip(bench.calls[::2], bench.calls[1::2], strict=True):
@@ -318,6 +318,7 @@ def test_a_conductor_that_hangs_is_restored_by_the_watcher(
     os.kill(program.conductor, signal.SIGSTOP)
     try:
         program.until_found()
+        assert program.box.setting() == FOUND
     finally:
         os.kill(program.conductor, signal.SIGCONT)
 

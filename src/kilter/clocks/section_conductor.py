@@ -28,7 +28,7 @@ from typing import IO, NamedTuple, Protocol
 
 import msgspec
 
-from kilter.clocks.plan.timing import Command, Commanded, CommandSchedule
+from kilter.clocks.plan.timing import Command, Commanded, CommandSchedule, CommandState
 from kilter.core.errors import KilterError
 from kilter.core.setting import Setting
 from kilter.device.protocol import Device
@@ -260,14 +260,16 @@ class SectionConductor:
     def _note(self, pending: _Pending, now_s: float, why: str) -> None:
         self._calls.append(now_s)
         took_s = self._clock() - now_s if self._setter.sets else 0.0
-        state = "set" if self._setter.sets else "would set"
+        state: CommandState = "set" if self._setter.sets else "would set"
         self._record(_line(pending, now_s, state, why, took_s))
 
     def _leave_out(self, pending: _Pending, why: str) -> None:
         self._record(_line(pending, self._clock(), "left out", why, 0.0))
 
 
-def _line(pending: _Pending, now_s: float, state: str, why: str, took_s: float) -> Commanded:
+def _line(
+    pending: _Pending, now_s: float, state: CommandState, why: str, took_s: float
+) -> Commanded:
     command = pending.command
     return Commanded(
         t_s=now_s,
@@ -278,7 +280,7 @@ def _line(pending: _Pending, now_s: float, state: str, why: str, took_s: float) 
         edge_s=now_s + command.lead_s,
         late_s=now_s - pending.due_s,
         took_s=took_s,
-        state="left out" if state == "left out" else "set" if state == "set" else "would set",
+        state=state,
         why=why,
     )
 

@@ -26,6 +26,7 @@ HOLD_LENGTHS = 3.0
 
 
 Edge = Literal["down", "up"]
+CommandState = Literal["would set", "set", "left out"]
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +72,7 @@ class Commanded(msgspec.Struct, frozen=True, kw_only=True):
     """How much later than scheduled it left."""
     took_s: float
     """How long the call took; 0 in a dry run."""
-    state: Literal["would set", "set", "left out"]
+    state: CommandState
     why: str = ""
 
 

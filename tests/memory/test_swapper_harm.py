@@ -209,6 +209,34 @@ def test_writes_that_nobody_announces_change_nothing(step: Step) -> None:
     assert recomputed or not hasattr(torch._C._autograd.SavedTensor, "data")
 
 
+@shows_saved
+def test_weights_of_a_graph_that_autograd_refused_may_be_read() -> None:
+    """The graph lives on, with tensors that could be recomputed from the weights of before only."""
+    told: list[tuple[str, str]] = []
+    net = nn.Sequential(*(m for _ in range(5) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+    swapper = Swapper(
+        CpuStandIn(),
+        budget_bytes=6 * WIDTH * WIDTH * 4,
+        link=SLOW,
+        min_bytes=1024,
+        fence=Fence(lambda where, error: told.append((where, error))),
+    )
+    with swapper:
+        for number in range(16):
+            loss = net(torch.randn(WIDTH, WIDTH)).square().mean()
+            if number < 12:
+                loss.backward()
+                continue
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.mul_(0.99)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            assert all(p.data.isfinite().all() for p in net.parameters())
+    assert not told
+    assert swapper.report().recomputed > 0
+
+
 # What the program sees
 
 

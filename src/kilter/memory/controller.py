@@ -198,7 +198,7 @@ class MemoryController:
         self._wait_here()
 
     def _wait_here(self) -> None:
-        from kilter.memory.engine.store import kept, whole
+        from kilter.memory.engine.store import kept, read_kept
 
         torch = self._torch
 
@@ -209,7 +209,7 @@ class MemoryController:
             return kept(tensor)
 
         disable = torch_internals.uncompiled  # Dynamo would compile our own frames
-        hooks = torch.autograd.graph.saved_tensors_hooks(disable(pack), disable(whole))
+        hooks = torch.autograd.graph.saved_tensors_hooks(disable(pack), disable(read_kept))
         hooks.__enter__()
         self._waits[threading.get_ident()] = hooks
 

@@ -42,15 +42,23 @@ class Modified(Exception):
 
 
 def _maker(packed: Any, original: torch.Tensor | None) -> str:
-    """The node that made the tensor, as far as it is known; empty for one that none has made."""
+    """The node that made the tensor, as far as it is known; empty for one that none has made.
+
+    Not known is it where a view was changed in place, whose node is hidden within another one, and
+    for a dead input of an operation with several.
+    """
     node = torch_internals.current_node()
     # Nodes name what they have made themselves so.
     names = ("_raw_saved_result", "_raw_saved_output")
     own = [getattr(node, name) for name in dir(node) if name.startswith(names)]
     if node is not None and any(getattr(raw, "data", None) is packed for raw in own):
         return str(node.name())
-    made_by = None if original is None else original.grad_fn
-    return "" if made_by is None else str(made_by.name())
+    if original is not None:
+        return "" if original.grad_fn is None else str(original.grad_fn.name())
+    inputs = [] if node is None else [made_by for made_by, _ in node.next_functions]
+    names_of_inputs = {str(made_by.name()) for made_by in inputs if made_by is not None}
+    names_of_inputs -= {"torch::autograd::AccumulateGrad"}
+    return names_of_inputs.pop() if len(names_of_inputs) == 1 else ""
 
 
 class _Kept(torch.autograd.Function):  # type: ignore[misc]

@@ -13,6 +13,7 @@ same call does it all.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -157,6 +158,18 @@ def whole(held: tuple[Any, ...]) -> torch.Tensor:
     if tensor._version != held[1]:
         raise Modified(tensor, held[1])
     return tensor
+
+
+def read_kept(held: tuple[Any, ...]) -> torch.Tensor:
+    """The tensor behind `kept`, or the error that the framework raises without hooks."""
+    try:
+        return whole(held)
+    except Modified as error:
+        plain = error.as_the_framework(held, original_of(held))
+    try:
+        raise plain
+    finally:
+        del plain  # its traceback would keep this frame alive
 
 
 def sole(tensor: torch.Tensor) -> bool:
@@ -425,7 +438,8 @@ class Store:
         for reference in self._owed.pop(id(source), ()):
             saved = reference()
             if saved is not None and saved.state == AWAY and saved.host is None:
-                self.fetch(saved)
+                with contextlib.suppress(Modified):  # then autograd refuses that graph's backward
+                    self.fetch(saved)
 
     def touched(self, tensor: torch.Tensor) -> None:
         """The program asks for the `.data` of this tensor."""

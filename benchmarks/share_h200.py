@@ -46,6 +46,8 @@ SKEWED = {
     2: [(10, 0), (10, 0), (10, 0), (5, 5), (0, 10)],
     4: [(10, 0, 0, 0), (10, 0, 0, 0), (0, 5, 5, 0), (5, 5, 0, 0), (0, 0, 0, 10)],
 }
+WARM_UP_STEPS = 10
+"""At the start of each job, alone and beside others, which no figure contains."""
 KILTER = (sys.executable, "-m", "kilter", "share")
 
 
@@ -90,7 +92,11 @@ def train(args: argparse.Namespace) -> None:
     loader = DataLoader(data, args.global_batch // world, sampler=sampler, drop_last=True)
     dist.barrier()
     begun = time.monotonic()
-    for index in loader:
+    for step, index in enumerate(loader):
+        if step == WARM_UP_STEPS:  # kernels are loaded and chosen
+            if cuda:
+                torch.cuda.synchronize()
+            begun = time.monotonic()
         rows = index.to(device) % args.global_batch
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(pool[rows]), labels[rows]).backward()
@@ -99,10 +105,9 @@ def train(args: argparse.Namespace) -> None:
         torch.cuda.synchronize()
     took = time.monotonic() - begun
     if rank == 0:
-        result = {"began_s": begun, "took_s": took, "steps": args.steps}
-        Path(args.result).write_text(
-            json.dumps(result | {"samples": args.steps * args.global_batch})
-        )
+        steps = args.steps - WARM_UP_STEPS
+        result = {"began_s": begun, "took_s": took, "steps": steps}
+        Path(args.result).write_text(json.dumps(result | {"samples": steps * args.global_batch}))
     dist.destroy_process_group()
 
 
@@ -190,7 +195,7 @@ def together(args, networks, steps, alone_s, policy, folder) -> dict:
     if any(codes.values()):
         raise SystemExit(f"a job failed under {policy}: {codes}")
     read = {model: json.loads(result.read_text()) for model, (_, result) in jobs.items()}
-    slow = {m: r["took_s"] / (steps[m] * alone_s[m]) for m, r in read.items()}
+    slow = {m: r["took_s"] / (r["steps"] * alone_s[m]) for m, r in read.items()}
     begin = min(r["began_s"] for r in read.values())
     end = max(r["began_s"] + r["took_s"] for r in read.values())
     shared = [(busy, s) for t, busy, s in machine.seen if len(s.jobs) > 1]
@@ -265,7 +270,7 @@ def main() -> int:
     networks = TINY if args.tiny else NETWORKS
     folder = Path(tempfile.mkdtemp(prefix="kilter-share-"))
     alone_s = alone(args, networks, folder / "alone")
-    steps = {model: max(20, round(args.alone_s / alone_s[model])) for model in networks}
+    steps = {m: WARM_UP_STEPS + max(20, round(args.alone_s / alone_s[m])) for m in networks}
     rows: list[dict] = []
     for policy in args.policies.split(","):
         rows.append(together(args, networks, steps, alone_s, policy, folder / policy))

@@ -212,3 +212,41 @@ def test_files_load_without_kilter(tmp_path: Path) -> None:
     path = tmp_path / "all.pickle"
     path.write_bytes(pickle.dumps(files))
     subprocess.run([sys.executable, "-I", "-c", PLAIN, str(path)], check=True, timeout=120)
+
+
+def swapped_in_the_middle(governed: bool) -> tuple[list[Tensor], int]:
+    """What a training ends with whose parameters change places with new ones, and how many tensors
+    were recomputed."""
+    torch.manual_seed(3)
+    net = nn.Sequential(*(m for _ in range(5) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    swapper = Swapper(CpuStandIn(), budget_bytes=40_000, link=SLOW, min_bytes=256)
+    state = StateMover(CpuStandIn(), link=H200_PCIE5, room_bytes=0, min_bytes=256)
+    with ExitStack() as engines:
+        if governed:
+            engines.enter_context(state)
+            engines.enter_context(swapper)
+        for number in range(20):
+            torch.manual_seed(number)
+            net(torch.randn(64, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number in (10, 15):
+                net.double().float()
+                other = nn.Parameter(2 * net[0].weight.detach())
+                torch.utils.swap_tensors(net[0].weight, other)
+    values = [*net.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
+    return [value.detach().clone() for value in values], swapper.report().recomputed
+
+
+def test_parameters_may_be_swapped() -> None:
+    """`torch.utils.swap_tensors` refuses tensors to which somebody has a weak reference."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        plain, _ = swapped_in_the_middle(governed=False)
+        ours, recomputed = swapped_in_the_middle(governed=True)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    assert same(ours, plain)
+    assert recomputed > 0

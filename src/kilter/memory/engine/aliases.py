@@ -66,3 +66,29 @@ class StorageReference:
 
     def expired(self) -> bool:
         return bool(torch_internals.storage_expired(self.cdata))
+
+
+class Known:
+    """Knows a parameter again. Not by a weak reference to the parameter: with one,
+    `torch.utils.swap_tensors` refuses it, and with that `module.to` of some kinds of parameters."""
+
+    __slots__ = ("_storage", "_storage_key")
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        storage = parameter.untyped_storage()
+        self._storage_key = storage._cdata
+        self._storage = StorageReference(storage)
+
+    def __call__(self, parameter: torch.Tensor) -> bool:
+        """The parameter that now has this identity still has its storage: it is the same one."""
+        return bool(parameter.untyped_storage()._cdata == self._storage_key)
+
+    def gone(self) -> bool:
+        return self._storage.expired()
+
+
+def version_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without bytes whose `_version` is this tensor's, now and later."""
+    counter = tensor.detach()
+    torch_internals.set_data(counter, tensor.new_empty(0))
+    return counter

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
+from kilter.memory.engine.aliases import Known, version_counter
 from kilter.memory.engine.backend import owned
 from kilter.memory.engine.operations import OPERATIONS, HeldSource, Source
 from kilter.observe import torch_internals
@@ -145,9 +145,9 @@ class Reader:
         self._memory = memory
         self.epsilon = memory.epsilon
         self._depth = 0
-        self._leaves: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        """By identity, parameters that operations read without saving them, and their version at
-        the beginning of the pass."""
+        self._leaves: dict[int, tuple[Known, torch.Tensor, int]] = {}
+        """By identity, parameters that operations read without saving them, their counters of
+        versions, and their versions at the beginning of the pass."""
         self._held: list[tuple[HeldSource, bool]] = []
         """What the present recipe reads beside data, and whether autograd saved it."""
         self.sources: list[Recomputable] = []
@@ -157,8 +157,11 @@ class Reader:
 
     def begin(self) -> None:
         """A pass begins."""
-        found = ((reference(), reference) for reference, _ in self._leaves.values())
-        self._leaves = {id(p): (r, p._version) for p, r in found if p is not None}
+        self._leaves = {
+            key: (known, counter, counter._version)
+            for key, (known, counter, _) in self._leaves.items()
+            if not known.gone()
+        }
 
     def read(self, tensor: torch.Tensor) -> Recipe | None:
         """The recipe of the whole storage behind `tensor`, or None if there is none. The small
@@ -247,8 +250,11 @@ class Reader:
         """Its version when the operation read it is not known, so the pass must not have changed
         it at all."""
         version = parameter._version
-        known = self._leaves.setdefault(id(parameter), (weakref.ref(parameter), version))
-        if known[0]() is parameter and known[1] != version:
+        found = self._leaves.get(id(parameter))
+        if found is None or not found[0](parameter):
+            counter = version_counter(parameter)
+            self._leaves[id(parameter)] = Known(parameter), counter, version
+        elif found[2] != version:
             raise Foreign("the program has written to a parameter in this pass")
         held = HeldSource(parameter, version)
         self._held.append((held, False))

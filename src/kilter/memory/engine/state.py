@@ -26,6 +26,7 @@ from kilter.core.plan import GRADIENTS
 from kilter.core.reasons import Reason
 from kilter.core.units import MIB
 from kilter.memory import messages
+from kilter.memory.engine.aliases import Known
 from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.charge import Charge, PassPhase
 from kilter.memory.engine.engine import leave_uncompiled
@@ -128,9 +129,10 @@ class StateMover(AbstractContextManager["StateMover"]):
         self._fence = fence
         self._charges: weakref.WeakKeyDictionary[Any, Charge] = weakref.WeakKeyDictionary()
         self._access = Gradients()
-        self._early: dict[int, weakref.ref[Any]] = {}
+        self._early: dict[int, Known] = {}
         """Parameters whose gradient arrived before their optimizer was met, in this order."""
-        self._hooked: dict[int, weakref.ref[Any]] = {}
+        self._hooked: dict[int, Any] = {}
+        """By the parameter's identity, the handle of the hook on its gradient."""
         self._hooks: list[Any] = []
         """On gradients."""
         self._handles: list[Any] = []
@@ -264,10 +266,11 @@ class StateMover(AbstractContextManager["StateMover"]):
         hooked = self._hooked.get(id(parameter))
         if not (parameter.requires_grad and parameter.is_leaf) or self._kept is not None:
             return
-        if hooked is not None and hooked() is parameter:
+        if hooked is not None and hooked.id in (parameter._post_accumulate_grad_hooks or ()):
             return
-        self._hooked[id(parameter)] = weakref.ref(parameter)
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived_hook))
+        hooked = parameter.register_post_accumulate_grad_hook(self._arrived_hook)
+        self._hooked[id(parameter)] = hooked
+        self._hooks.append(hooked)
 
     def _meet(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """The step of an optimizer is about to begin, perhaps its first."""
@@ -302,7 +305,7 @@ class StateMover(AbstractContextManager["StateMover"]):
     def _charged(self, optimizer: Any) -> Charge:
         charge = Charge(optimizer)
         known = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        early = [key for key, p in self._early.items() if key in known and p() is known[key]]
+        early = [key for key, same in self._early.items() if key in known and same(known[key])]
         for key in early:
             del self._early[key]
         order = [known[key] for key in early]
@@ -353,7 +356,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         """A gradient was accumulated."""
         found = self._access.followed.get(id(parameter))
         if found is None:
-            self._early[id(parameter)] = weakref.ref(parameter)
+            self._early[id(parameter)] = Known(parameter)
             return
         self._access.quiet = False  # a step that raised left it so
         found.arrives()

@@ -69,6 +69,7 @@ TABLE = {
     "set_version_counter": Internal("torch._C._autograd._unsafe_set_version_counter", NO_MEMORY),
     "storage_use_count": Internal("torch._C._storage_Use_Count", NO_MEMORY),
     "free_weak_storage": Internal("torch.UntypedStorage._free_weak_ref", NO_MEMORY),
+    "set_data": Internal("torch._C.TensorBase.data.__set__", NO_MEMORY),
     "storage_expired": Internal("torch.UntypedStorage._expired", NO_MEMORY),
     "foreach_add": Internal("torch._foreach_add_", NO_MEMORY),
     "fused_adam": Internal("torch._fused_adam_", NO_MEMORY),

@@ -9,12 +9,12 @@ What needs numpy is imported when it is needed: a script may still choose how nu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kilter.clocks.actuator import DeviceActuator
+from kilter.clocks.own_gpu import why_not_this_gpu
 from kilter.controller import Hurried, Run
 from kilter.core.errors import DeviceError, FileError
 from kilter.core.events import Decided
@@ -24,7 +24,6 @@ from kilter.core.plan import Goal
 from kilter.core.script_end import ScriptEnd
 from kilter.core.setting import DeviceInfo
 from kilter.device.sim.cards import names
-from kilter.observe import torch_internals
 from kilter.observe.iteration_clock import Iteration
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ class ClocksController:
         run = self._run
         assert run.sampler is not None
         actuator = DeviceActuator(run.sampler, run.info, run.iterations)
-        refused = self._why_not_this_gpu()
+        refused = why_not_this_gpu(self._run.info, self._run.iterations.gpu_uuid)
         if refused is not None:
             self._only_watch("watching the program's GPU", refused)
         elif self._mode == "govern":
@@ -163,23 +162,6 @@ class ClocksController:
             self._only_watch("setting clocks", str(error))
             return str(error)
         return None
-
-    def _why_not_this_gpu(self) -> str | None:
-        """Which GPU the program uses was guessed before it began; by now torch knows. If that is
-        another one, or none, ours may be somebody else's: nothing is set on it."""
-        watched = self._run.info.uuid
-        if self._run.info.backend != "nvml":
-            return None
-        uuid = self._run.iterations.gpu_uuid
-        used = gpus_in_use() if uuid is None else [uuid]
-        if any(uuid.lower() in watched.lower() for uuid in used):
-            return None
-        if not used:
-            return f"the program computes on no GPU, and {watched} may be somebody else's"
-        return (
-            f"the program computes on {', '.join(f'GPU-{uuid}' for uuid in used)}, and {watched} "
-            "is watched: let it see its own GPU alone, with CUDA_VISIBLE_DEVICES"
-        )
 
     def _conduct(self, conductor: Conductor, finished: Sequence[Iteration]) -> None:
         try:
@@ -316,13 +298,3 @@ class ClocksController:
         if ranks.world_size > 1 and self._run.messages() is None:
             return "the ranks have no process group to agree through"
         return "the script ended at once"
-
-
-def gpus_in_use() -> list[str]:
-    """UUIDs of the GPUs that torch has a context on in this process; none is made here."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return []
-    gpus = range(torch.cuda.device_count())
-    used = [gpu for gpu in gpus if torch_internals.cuda_has_context(gpu)]
-    return [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in used]

@@ -2,8 +2,9 @@
 
     python -P -m kilter.clocks.section_conductor CONNECTION MARKER
 
-Started by `kilter.clocks.section_process` and by nobody else. The program's thread only moves the
-marker word; this process polls the word, and sends each command at its time after the marker. It
+Started by `kilter.clocks.section_process` and by nobody else. The program's thread or its GPU's
+stream moves the marker word; this process polls the word, and sends each command at its time after
+the marker. It
 holds the lease of the device, so that each low clock has a deadline: when this process dies, the
 lease's watcher puts the clock back; when the program dies or hangs, this process does. In a dry run
 there is no device here, and the log says what would have been set.
@@ -36,8 +37,14 @@ from kilter.lease.lease import Lease
 from kilter.observe.marker import MarkerReader
 
 STEP_S = 0.002
-"""How often the marker is looked at while there are commands to send. Its time stands in the word,
-so a late look delays only the commands that are due at once."""
+"""How often the marker is looked at while there are commands to send. Where its time stands beside
+it, a late look delays only the commands that are due at once."""
+FINE_STEP_S = 0.0002
+"""The same about the time at which a marker without a time is expected."""
+NEAR_SHARE = 0.05
+"""That is so near to it, in lengths of an iteration, but at least two steps."""
+UNSURE_S = 0.005
+"""A marker whose time is less well known counts for nothing: this process had no processor."""
 RATE_WINDOW_S = 1.0
 MOST_LOG_BYTES = 1 << 28
 """A month of commands; what is sent later is not written down."""
@@ -76,6 +83,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     restored: bool
     refused: str | None = None
+    cpu_s: float | None = None
+    """Processor time that this process took; None: it did not say."""
 
 
 Orders = Begin | Follow | Stop
@@ -128,6 +137,8 @@ class _Pending(NamedTuple):
     due_s: float
     iteration: int
     command: Command
+    marker_s: float | None
+    """The time of the marker that `due_s` was reckoned from."""
 
 
 NOTHING = CommandSchedule(number=0, commands=(), iteration_s=0.0, calls_per_s=0.0)
@@ -169,6 +180,22 @@ class SectionConductor:
         return min(due_s, math.inf if self._low_until_s is None else self._low_until_s)
 
     @property
+    def step_s(self) -> float:
+        """How soon a marker without a time has to be looked at again."""
+        if self._last is None:
+            return STEP_S
+        length_s = self._expected_s
+        near_s = max(2 * STEP_S, NEAR_SHARE * length_s)
+        away_s = self._last[1] + length_s - self._clock()
+        return FINE_STEP_S if abs(away_s) <= near_s else STEP_S
+
+    @property
+    def _expected_s(self) -> float:
+        """From the last marker to the next one."""
+        known = len(self._intervals) == INTERVALS
+        return statistics.median(self._intervals) if known else self._schedule.iteration_s
+
+    @property
     def idle(self) -> bool:
         """There is nothing to send, whatever the marker says."""
         return not self._schedule.commands and not self.low
@@ -188,15 +215,14 @@ class SectionConductor:
         ahead = [p for p in self._pending if p.iteration == iteration]
         self._pending = [p for p in self._pending if p.iteration != iteration]
         self._drop("the iteration was over before")
-        known = len(self._intervals) == INTERVALS
-        next_s = t_s + (statistics.median(self._intervals) if known else self._schedule.iteration_s)
+        next_s = t_s + self._expected_s
         for late in ahead:  # the marker came earlier than was expected
             self._send(late)
         for command in self._schedule.commands:
             if command.at_s < 0.0:
-                self._pending.append(_Pending(next_s + command.at_s, iteration + 1, command))
+                self._pending.append(_Pending(next_s + command.at_s, iteration + 1, command, t_s))
             else:
-                self._pending.append(_Pending(t_s + command.at_s, iteration, command))
+                self._pending.append(_Pending(t_s + command.at_s, iteration, command, t_s))
         self._pending.sort(key=lambda p: p.due_s)
 
     def act(self) -> None:
@@ -255,7 +281,7 @@ class SectionConductor:
         """Without a command of the schedule."""
         now_s = self._clock()
         command = Command(edge="up", key="", sm_clock_hz=None, at_s=0.0, lead_s=0.0, hold_s=0.0)
-        self._up(_Pending(now_s, -1, command), why)
+        self._up(_Pending(now_s, -1, command, None), why)
 
     def _note(self, pending: _Pending, now_s: float, why: str) -> None:
         self._calls.append(now_s)
@@ -280,6 +306,7 @@ def _line(
         edge_s=now_s + command.lead_s,
         late_s=now_s - pending.due_s,
         took_s=took_s,
+        marker_s=pending.marker_s,
         state=state,
         why=why,
     )
@@ -328,14 +355,13 @@ def serve(program: socket.socket, marker: MarkerReader) -> None:
                 outcome = lease.restore()
                 restored = outcome.restored
                 refused = refused or (None if restored else outcome.reason)
-    lines.say(Ended(restored=restored, refused=refused))
+    lines.say(Ended(restored=restored, refused=refused, cpu_s=time.process_time()))
 
 
 def _conduct(
     conductor: SectionConductor, lines: _Lines, marker: MarkerReader, program: int
 ) -> None:
     """Until the program says stop, closes the connection, or dies."""
-    seen, _ = marker.last()
     watched: list[int] = [lines.number]
     with suppress(OSError):  # dead already, and the connection says so
         watched.append(os.pidfd_open(program))
@@ -343,16 +369,16 @@ def _conduct(
     while going:
         timeout_s = None
         if not conductor.idle:
-            timeout_s = max(0.0, min(STEP_S, conductor.due_s - time.monotonic()))
+            step_s = STEP_S if marker.tells_time else conductor.step_s
+            timeout_s = max(0.0, min(step_s, conductor.due_s - time.monotonic()))
         ready, _, _ = select.select(watched, [], [], timeout_s)
         if watched[0] in ready:
             going = lines.orders(conductor)
         if len(watched) > 1 and watched[1] in ready:
             going = False
-        index, t_s = marker.last()
-        if index != seen:
-            seen = index
-            conductor.passed(index, t_s)
+        passed = marker.look()
+        if passed is not None and passed.within_s <= UNSURE_S:
+            conductor.passed(passed.iteration, passed.t_s)
         conductor.act()
 
 

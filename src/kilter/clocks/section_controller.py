@@ -5,34 +5,43 @@
 
 Each rank plans for its own device from what it sees itself: no message and no collective is added.
 Between two windows the program's thread does two things per iteration: it reads the numbers of its
-process groups, and moves the marker.
+process groups, and, while there are commands, moves the marker or has its GPU's stream move it.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from kilter.clocks.own_gpu import why_not_this_gpu
 from kilter.controller import Run
 from kilter.core.errors import DeviceError
 from kilter.core.events import Sectioned
+from kilter.core.rank_trace import IterationMarks, RankTrace
 from kilter.core.script_end import ScriptEnd
 from kilter.device.sim.cards import names
 from kilter.observe.collective_counts import CollectiveCounts, CollectiveKey
+from kilter.observe.cuda_driver import CudaDriver
 from kilter.observe.iteration_clock import Iteration
+from kilter.observe.marked_trace import read_marked
 from kilter.observe.marker import Marker
+from kilter.observe.stream_marker import StreamMarker
 
 if TYPE_CHECKING:
     from kilter.clocks.plan.timing import CommandSchedule
     from kilter.clocks.plan.worth import ClockCosts, Worth
     from kilter.clocks.section_process import Conducting
-    from kilter.core.rank_trace import RankTrace
     from kilter.observe.profiler_window import Window
 
 WINDOW_ITERATIONS = 10
+GPU_WINDOW_ITERATIONS = 5
+"""On a GPU, whose times vary less; the first one is not used, since earlier work may be under way.
+"""
 WINDOW_SHARE = 0.005
 """Windows may take this share of the program's time; the next one waits for that."""
 CHECK_ITERATIONS = 200
@@ -41,6 +50,8 @@ CHANGED_ITERATIONS = 3
 """So many iterations in a row with another key are a change of the sequence."""
 WINDOW_FAILURES = 3
 """After so many windows without a trace nothing more is tried."""
+MARKS_KEPT = 1024
+"""Of as many iteration ends the time is remembered, for the windows."""
 
 
 class SectionsController:
@@ -65,7 +76,7 @@ class SectionsController:
 
     def iteration_ended(self, index: int) -> None:
         if not self._off:
-            self._keys.iteration_ended(index)
+            self._keys.iteration_ended(index, self._run.iterations.device)
 
     def tick(self, finished: Sequence[Iteration], *, settled: bool) -> None:
         if self._off or not settled:
@@ -76,7 +87,10 @@ class SectionsController:
                 return
         if self._conducting is not None:
             self._conducting.look()
-        seen = self._observation.take(self._run)
+        if self._keys.failed is not None:
+            self._give_up("marking iterations for the conductor", self._keys.failed)
+            return
+        seen = self._observation.take(self._run, self._keys.marked_s)
         if seen is not None:
             self._take(self._plan, seen)
         elif self._observation.failures >= WINDOW_FAILURES:
@@ -89,11 +103,14 @@ class SectionsController:
     def script_ended(self) -> None:
         """The hooks are those of the iteration clock and of the profiler's window."""
         self._off = True
+        self._keys.script_ended()
 
     def end(self, finished: Sequence[Iteration], outcome: ScriptEnd) -> None:
         if self._conducting is not None:
             self._conducting.stop()
         self._keys.close()
+        if self._keys.failed is not None and not self._given_up:
+            self._give_up("marking iterations for the conductor", self._keys.failed)
         if self._run.fence.down or self._plan is None:
             if not (self._given_up or self._run.fence.down):
                 self._run.log.refuse("looking for sections", self._run.too_few(1))
@@ -112,17 +129,9 @@ class SectionsController:
             return None
         from kilter.device.sim.profile import profile_of
 
-        if run.iterations.gpu_uuid is not None:
-            self._give_up(
-                "looking for sections",
-                "the marker of a GPU's timeline is not there yet: only programs on CPUs have one",
-            )
-            return None
-        if run.info.backend == "nvml":
-            self._give_up(
-                "setting clocks",
-                f"the program computes on no GPU, and {run.info.uuid} may be somebody else's",
-            )
+        refused = why_not_this_gpu(run.info, run.iterations.gpu_uuid)
+        if refused is not None:
+            self._give_up("setting clocks", refused)
             return None
         name = run.info.uuid.split("-")[1] if run.info.backend == "sim" else None
         name = name or profile_of(run.info.name)
@@ -142,6 +151,7 @@ class SectionsController:
         plan.make(trace)
         self._keys.accept()
         if plan.stretches and self._conducting is None:
+            self._keys.marking = True
             from kilter.clocks.section_process import Conducting
 
             try:
@@ -190,6 +200,7 @@ class SectionsController:
                 restored=None if conducting is None else conducting.restored,
                 window_cost_s=self._observation.cost_s,
                 key_cost_s=self._keys.cost_s,
+                conductor_cpu_s=None if conducting is None else conducting.cpu_s,
             )
         )
 
@@ -209,17 +220,48 @@ class _Keys:
 
     def __init__(self) -> None:
         self.marker = Marker()
+        self.marking = False
+        """There is a conductor. Without one the program's streams are left alone."""
+        self.failed: str | None = None
+        """Why the marker does not move any more."""
+        self.marked_s: dict[int, float] = {}
+        """The host's times of the last iteration ends, `time.monotonic()`."""
         self.cost_s = 0.0
         self.reopened = 0
+        self._on_gpu: StreamMarker | None = None
         self._counts = CollectiveCounts()
         self._recent: deque[CollectiveKey | None] = deque(maxlen=CHANGED_ITERATIONS)
         self._planned_for: CollectiveKey | None = None
 
-    def iteration_ended(self, index: int) -> None:
-        self.marker.mark(index)
+    def iteration_ended(self, index: int, device: Any) -> None:
         begin_s = time.perf_counter()
+        self.marked_s[index] = time.monotonic()
+        self.marked_s.pop(index - MARKS_KEPT, None)
+        if self.marking and self.failed is None:
+            try:
+                self._mark(index, device)
+            except DeviceError as error:
+                self.failed = str(error)
         self._recent.append(self._counts.since_last())
         self.cost_s += time.perf_counter() - begin_s
+
+    def _mark(self, index: int, device: Any) -> None:
+        if device is None:
+            self.marker.mark(index)
+            return
+        if self._on_gpu is None:
+            cuda = sys.modules["torch"].cuda
+            self._on_gpu = StreamMarker(self.marker, CudaDriver(), cuda)
+        self._on_gpu.mark(index, device)
+
+    def script_ended(self) -> None:
+        """In the program's thread, which has the GPU's context."""
+        on_gpu, self._on_gpu = self._on_gpu, None
+        try:
+            if on_gpu is not None:
+                on_gpu.close()
+        except DeviceError as error:
+            self.failed = self.failed or str(error)
 
     @property
     def changed(self) -> bool:
@@ -274,18 +316,17 @@ class _Observation:
         return self._window is None and run.iterations.index >= self._next
 
     def begin(self, run: Run) -> None:
-        self._window = run.trace.observe(WINDOW_ITERATIONS)
+        on_gpu = run.iterations.device is not None
+        self._window = run.trace.observe(GPU_WINDOW_ITERATIONS if on_gpu else WINDOW_ITERATIONS)
 
-    def take(self, run: Run) -> RankTrace | None:
+    def take(self, run: Run, marked_s: Mapping[int, float]) -> RankTrace | None:
         """What a window saw, once."""
         window = self._window
         if window is None or not window.over:
             return None
-        from kilter.observe.host_timeline import read_host_rank  # imports numpy
-
         self._window = None
         self.cost_s += sum(window.costs_s.values())
-        trace = window.take(partial(read_host_rank, ends_s=window.ends_s, rank=run.ranks.rank))
+        trace = window.take(_reader(window, run, marked_s))
         usual_s = run.iterations.usual_s or 1.0
         wait = max(CHECK_ITERATIONS, self.cost_s / WINDOW_SHARE / usual_s)
         self._next = run.iterations.index + int(wait)
@@ -296,6 +337,19 @@ class _Observation:
         self.failures = 0
         self.count += 1
         return trace
+
+
+def _reader(window: Window, run: Run, marked_s: Mapping[int, float]) -> Callable[[Path], RankTrace]:
+    """Makes the rank's timeline of a window's file."""
+    if run.iterations.device is None:
+        from kilter.observe.host_timeline import read_host_rank  # imports numpy
+
+        return partial(read_host_rank, ends_s=window.ends_s, rank=run.ranks.rank)
+    marks = IterationMarks(
+        annotated_s=window.ends_s,
+        marked_s={n: marked_s[n] for n in window.ends_s if n in marked_s},
+    )
+    return partial(read_marked, marks=marks, rank=run.ranks.rank)
 
 
 class _Plan:

@@ -126,6 +126,8 @@ class Conducting:
         self.sets = run.info.can_set and not run.dry_run
         self.restored: bool | None = None
         """At the end: what was found is back."""
+        self.cpu_s: float | None = None
+        """At the end: processor time of the conductor."""
         simulated = run.info.backend == "sim"
         self._process: SectionProcess | None = SectionProcess(
             marker,
@@ -184,6 +186,7 @@ class Conducting:
     def _ended(self, ended: Ended) -> None:
         self._process = None
         self.restored = ended.restored or not self.sets
+        self.cpu_s = ended.cpu_s
         if ended.refused is not None:
             self._run.log.refuse("conducting", ended.refused)
 

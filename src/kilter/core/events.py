@@ -183,6 +183,8 @@ class Sectioned(Event, frozen=True, kw_only=True):
     """What the windows have taken of the program's time."""
     key_cost_s: float = 0.0
     """What the numbers of the process groups and the marker have taken of it."""
+    conductor_cpu_s: float | None = None
+    """At the end: processor time of the conductor, beside the program. None: it did not run."""
 
 
 class Refused(Event, frozen=True, kw_only=True):

@@ -6,6 +6,8 @@ are in the form of `model/intervals`: disjoint, ascending.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 RankTimes = list[tuple[float, float]]
@@ -67,3 +69,23 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     """How the iterations were found, in words."""
     warnings: tuple[str, ...] = ()
     """What the trace holds and the analysis does not use, in words."""
+
+
+class IterationMarks(msgspec.Struct, frozen=True, kw_only=True):
+    """The iteration ends of one window of the profiler by number, in times of `time.monotonic()`
+    of the program's process."""
+
+    annotated_s: dict[int, float]
+    """When the profiler was told; the trace holds an annotation for each."""
+    marked_s: dict[int, float]
+    """When the marker's write was given to the stream, where that was noted."""
+
+    def on_clock_of(self, annotations_s: Sequence[float]) -> tuple[list[float], float]:
+        """The iteration ends on the clock of the trace, and what `time.monotonic()` is ahead of it.
+        The program's thread notes its time just after the annotation and may be interrupted in
+        between, so the smallest difference is the true one."""
+        numbers = sorted(self.annotated_s)
+        ahead_s = min(self.annotated_s[n] - s for n, s in zip(numbers, annotations_s, strict=True))
+        # What ends inside backward is annotated later, and what closes the window marked later.
+        ends_s = [min(s, self.marked_s.get(n, s)) for n, s in sorted(self.annotated_s.items())]
+        return [end_s - ahead_s for end_s in ends_s], ahead_s

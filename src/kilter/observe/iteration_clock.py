@@ -175,6 +175,11 @@ class IterationClock:
         return statistics.median(self._recent) if self._recent else None
 
     @property
+    def device(self) -> Any:
+        """The CUDA device of the last iteration end; None for a program on CPUs."""
+        return self._device
+
+    @property
     def gpu_uuid(self) -> str | None:
         """Of the GPU that the iterations run on, as torch tells it (without the `GPU-` that NVML
         puts before); None without one."""

@@ -13,6 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kilter.core.errors import FileError
-from kilter.core.rank_trace import Collective, RankIteration, RankTimes, RankTrace
+from kilter.core.rank_trace import (
+    Collective,
+    IterationMarks,
+    RankIteration,
+    RankTimes,
+    RankTrace,
+)
 from kilter.model.intervals import union
+from kilter.observe.gpu_markers import GpuWork, markers
 from kilter.observe.kineto import ITERATION_END
 from kilter.observe.repetition import starts
 from kilter.observe.trace_events import Args, RawEvent, TraceFile
@@ -116,10 +124,17 @@ def read_ranks(
 
 
 def read_rank(
-    path: Path, *, table: KernelTable, iterations: int | None = None, otherwise: int = 0
+    path: Path,
+    *,
+    table: KernelTable,
+    iterations: int | None = None,
+    otherwise: int = 0,
+    marks: IterationMarks | None = None,
 ) -> RankTrace:
     """The trace of one rank. `iterations`: how many equal ones the file holds, where it has no
-    marks; `otherwise`: the rank's number if neither the file nor its name tells it."""
+    marks; `otherwise`: the rank's number if neither the file nor its name tells it. With `marks` of
+    a window of ours, iterations go from marker to marker of the GPU's stream, and `origin_s` is of
+    `time.monotonic()`."""
     file = TraceFile(path)
     timeline = _Timeline(str(path), table)
     for event in file:
@@ -138,6 +153,7 @@ def read_rank(
         device=names[0] if names else "",
         groups=_Groups(info.get("pg_config")),
         count=iterations,
+        marks=marks,
     )
 
 
@@ -262,7 +278,14 @@ class _Timeline:
     # After the last event.
 
     def finish(
-        self, *, rank: int, world_size: int | None, device: str, groups: _Groups, count: int | None
+        self,
+        *,
+        rank: int,
+        world_size: int | None,
+        device: str,
+        groups: _Groups,
+        count: int | None,
+        marks: IterationMarks | None,
     ) -> RankTrace:
         if not self._begin_us:
             raise FileError(
@@ -276,13 +299,18 @@ class _Timeline:
         origin = float(begin[own].min())
         begin_s, end_s = (begin - origin) * _US, (begin + length - origin) * _US
         warnings += self._unknown(kind, own)
-        windows, found_by = self._iterations(origin, begin_s, end_s, kind, own, count, warnings)
+        origin_s = origin * _US
+        if marks is None:
+            windows, found_by = self._iterations(origin, begin_s, end_s, kind, own, count, warnings)
+        else:
+            windows, origin_s = self._by_markers(marks, origin, end_s, kind, own)
+            found_by = "the marker of the GPU's stream"
         return RankTrace(
             source=self._where,
             rank=rank,
             world_size=world_size,
             device=device,
-            origin_s=origin * _US,
+            origin_s=origin_s,
             compute=_union(begin_s, end_s, own & (kind == _COMPUTE)),
             copies=_union(begin_s, end_s, own & (kind == _COPY)),
             collectives=self._collectives(begin_s, end_s, own, groups),
@@ -417,12 +445,9 @@ class _Timeline:
             numbers = list(range(len(edges) - 1))
         if len(edges) < 2 or not len(self._launched):
             return ()
-        launched, order = np.unique(np.array(self._launched), return_index=True)
-        at_us = np.array(self._launch_us)[order]
-        correlation = np.array(self._correlation)
-        place = np.searchsorted(launched, correlation).clip(0, len(launched) - 1)
-        known = own & (launched[place] == correlation)
-        step = np.searchsorted(np.array(edges), at_us[place], side="right") - 1
+        known, at_us = self._launches()
+        known &= own
+        step = np.searchsorted(np.array(edges), at_us, side="right") - 1
         windows: list[RankIteration] = []
         for i in reversed(range(len(numbers))):
             ours = known & (step == i)
@@ -433,6 +458,48 @@ class _Timeline:
             if begin < end:
                 windows.append(RankIteration(number=numbers[i], begin_s=begin, end_s=end))
         return tuple(reversed(windows))
+
+    def _by_markers(
+        self,
+        marks: IterationMarks,
+        origin: float,
+        end_s: NDArray[Any],
+        kind: NDArray[Any],
+        own: NDArray[Any],
+    ) -> tuple[tuple[RankIteration, ...], float]:
+        """From marker to marker; and `time.monotonic()` at time 0."""
+        annotations_s = sorted((us - origin) * _US for us in self._iteration_ends_us)
+        if len(annotations_s) != len(marks.annotated_s) or not len(self._launched):
+            raise FileError(
+                f"{self._where}: holds {len(annotations_s)} of {len(marks.annotated_s)} iteration "
+                f"ends and {len(self._launched)} launches"
+            )
+        ends_s, ahead_s = marks.on_clock_of(annotations_s)
+        known, at_us = self._launches()
+        known &= own
+        work = GpuWork(
+            launch_s=(at_us[known] - origin) * _US,
+            launch=np.array(self._correlation)[known],
+            end_s=end_s[known],
+            stream=np.array(self._stream)[known],
+            computes=kind[known] == _COMPUTE,
+        )
+        passed = list(zip(sorted(marks.annotated_s), markers(work, ends_s), strict=True))
+        windows = tuple(
+            RankIteration(number=number, begin_s=begin, end_s=end)
+            for (number, begin), (following, end) in pairwise(passed)
+            if begin is not None and end is not None and following == number + 1 and begin < end
+        )
+        if not windows:
+            raise FileError(f"{self._where}: holds no whole iteration of the GPU")
+        return windows, ahead_s
+
+    def _launches(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Of every event on a GPU: whether its launch is in the trace, and when that was."""
+        launched, order = np.unique(np.array(self._launched), return_index=True)
+        correlation = np.array(self._correlation)
+        place = np.searchsorted(launched, correlation).clip(0, len(launched) - 1)
+        return launched[place] == correlation, np.array(self._launch_us)[order][place]
 
 
 def _or_missing(value: object) -> int:

@@ -135,6 +135,8 @@ class SectionOccurrence(msgspec.Struct, frozen=True, kw_only=True):
     """Where one section was in one iteration, on the rank's clock."""
 
     iteration: int
+    marker_s: float
+    """Where that iteration begins."""
     key: str
     begin_s: float
     end_s: float
@@ -169,6 +171,7 @@ def places(trace: RankTrace) -> tuple[SectionOccurrence, ...]:
     return tuple(
         SectionOccurrence(
             iteration=window.number,
+            marker_s=trace.origin_s + window.begin_s,
             key=found.key,
             begin_s=trace.origin_s + window.begin_s + found.begin_s,
             end_s=trace.origin_s + window.begin_s + found.end_s,

@@ -74,6 +74,9 @@ class Commanded(msgspec.Struct, frozen=True, kw_only=True):
     """How long the call took; 0 in a dry run."""
     state: CommandState
     why: str = ""
+    marker_s: float | None = None
+    """The time of the marker from which the command's time was reckoned: that of its own iteration,
+    or of the one before if it leaves earlier. None: it belongs to no marker."""
 
 
 class RealEdge(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +86,8 @@ class RealEdge(msgspec.Struct, frozen=True, kw_only=True):
     edge: Edge
     key: str
     t_s: float
+    marker_s: float | None = None
+    """The marker of that iteration, in the same trace."""
 
 
 class EdgeErrors(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,7 +138,9 @@ def _commands(stretch: LowStretch, card: ClockCosts) -> tuple[Command, Command]:
 def edges(found: Iterable[SectionOccurrence]) -> list[RealEdge]:
     """Both edges of every section of every iteration."""
     return [
-        RealEdge(iteration=place.iteration, edge=edge, key=place.key, t_s=t_s)
+        RealEdge(
+            iteration=place.iteration, edge=edge, key=place.key, t_s=t_s, marker_s=place.marker_s
+        )
         for place in found
         for edge, t_s in _both(place)
     ]

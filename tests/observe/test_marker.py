@@ -291,5 +291,3 @@ def test_a_reader_outlives_a_program_that_is_killed_with_a_registered_page() -> 
         program.wait(TIMEOUT_S)
     reader.look()
     assert reader.look() is None
-
-

@@ -84,8 +84,11 @@ class IterationMarks(msgspec.Struct, frozen=True, kw_only=True):
         """The iteration ends on the clock of the trace, and what `time.monotonic()` is ahead of it.
         The program's thread notes its time just after the annotation and may be interrupted in
         between, so the smallest difference is the true one."""
-        numbers = sorted(self.annotated_s)
-        ahead_s = min(self.annotated_s[n] - s for n, s in zip(numbers, annotations_s, strict=True))
-        # What ends inside backward is annotated later, and what closes the window marked later.
-        ends_s = [min(s, self.marked_s.get(n, s)) for n, s in sorted(self.annotated_s.items())]
-        return [end_s - ahead_s for end_s in ends_s], ahead_s
+        noted = sorted(self.annotated_s.items())
+        ahead_s = min(t_s - at_s for (_, t_s), at_s in zip(noted, annotations_s, strict=True))
+        # An end inside backward is marked at once, and annotated later.
+        ends_s = [
+            at_s if self.marked_s.get(n, t_s) >= t_s else self.marked_s[n] - ahead_s
+            for (n, t_s), at_s in zip(noted, annotations_s, strict=True)
+        ]
+        return ends_s, ahead_s

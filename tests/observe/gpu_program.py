@@ -50,7 +50,7 @@ class GpuProgram:
         self.recording = False
 
     def run(self, iterations: range, *, recorded: range = range(0)) -> GpuProgram:
-        """A window of the profiler is open from the first iteration end in `recorded` to the last."""
+        """A window of the profiler is open from the first end in `recorded` to the last."""
         for number in iterations:
             self._iterate(number - 1)
             self.now_s += HOOKS_S

@@ -158,33 +158,46 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
-EDGES_RUN = '''
-"""`kilter run`, but for a long second window whose trace is kept, and a card with fast switches."""
-import json, os, shutil, sys
+EDGES_RUN = """
+import sys
+import edges_changes
+from kilter.app.cli.main import main
+sys.exit(main())
+"""
+
+EDGES_CHANGES = '''
+"""A long second window whose trace is kept, and a card with fast switches."""
+import os, shutil
 import msgspec
 from kilter.clocks import section_card, section_controller
 from kilter.core.errors import FileError
+from kilter.core.rank_trace import IterationMarks
 
-keep, window, switch_s = os.environ["EDGES_KEEP"], int(os.environ["EDGES_WINDOW"]), float(
-    os.environ["EDGES_SWITCH_S"])
-rank = os.environ.get("RANK", "0")
+keep, window = os.environ["EDGES_KEEP"], int(os.environ["EDGES_WINDOW"])
+switch_s = float(os.environ["EDGES_SWITCH_S"])
 section_controller.CHECK_ITERATIONS = 25
 section_controller.WINDOW_SHARE = 1e9
-read_marked, card_of, began = section_controller.read_marked, section_card.card_of, [0]
+reader_of, card_of, begun = section_controller._reader, section_card.card_of, [0]
 
 
-def read(path, marks, *, rank):
-    began[0] += 1
-    name = f"{keep}/window{began[0]}-rank{rank}"
-    if began[0] <= 2:
+def reader(seen, run, marked_s):
+    original = reader_of(seen, run, marked_s)
+    marks = IterationMarks(
+        annotated_s=seen.ends_s, marked_s={n: marked_s[n] for n in seen.ends_s if n in marked_s})
+
+    def read(path):
+        begun[0] += 1
+        name = f"{keep}/window{begun[0]}-rank{run.ranks.rank}"
         shutil.copyfile(path, name + ".json")
         with open(name + ".marks.json", "wb") as file:
             file.write(msgspec.json.encode(marks))
-    section_controller.GPU_WINDOW_ITERATIONS = window
-    if began[0] == 1:
-        return read_marked(path, marks, rank=rank)
-    section_controller.CHECK_ITERATIONS = 10**6
-    raise FileError("kept, and read when all is over")
+        section_controller.GPU_WINDOW_ITERATIONS = section_controller.WINDOW_ITERATIONS = window
+        if begun[0] == 1:
+            return original(path)
+        section_controller.CHECK_ITERATIONS = 10**6
+        raise FileError("kept, and read when all is over")
+
+    return read
 
 
 def card(profile, **options):
@@ -194,9 +207,7 @@ def card(profile, **options):
     return msgspec.structs.replace(found, calls_per_s=1e6)
 
 
-section_controller.read_marked, section_card.card_of = read, card
-from kilter.app.cli.main import main
-sys.exit(main())
+section_controller._reader, section_card.card_of = reader, card
 '''
 
 PROBE = '''
@@ -244,6 +255,9 @@ def marks(fill):
         if passed is not None:
             looks.append((passed.iteration, passed.t_s - begin, passed.within_s))
         time.sleep(0.0001)
+    passed = reader.look()
+    if passed is not None:
+        looks.append((passed.iteration, passed.t_s - begin, passed.within_s))
     torch.cuda.synchronize()
     by_event = [ends[0].elapsed_time(e) for e in ends]
     by_marker = [(t - looks[0][1]) * 1e3 for _, t, _ in looks] if looks else []
@@ -309,8 +323,10 @@ print(json.dumps(found))
 def environment(sockets: bool, folder: Path) -> dict[str, str]:
     """Of every child; nothing may be set on a device."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("KILTER")}
+    paths = [str(Path(__file__).resolve().parents[1] / "src"), kept.get("PYTHONPATH", "")]
     return {
         **kept,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         **(SOCKETS if sockets else {}),
         "KILTER_READ_ONLY": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -382,8 +398,10 @@ class Row:
         elif how == "edges":
             wrapper = self.folder / "edges_run.py"
             wrapper.write_text(EDGES_RUN)
+            wrapper.with_name("edges_changes.py").write_text(EDGES_CHANGES)
             environ["EDGES_KEEP"], environ["EDGES_WINDOW"] = str(folder), str(EDGES_WINDOW)
-            environ["EDGES_SWITCH_S"] = "0" if self.kind == "ddp" else str(FAST_SWITCH_S)
+            own = self.kind == "ddp" and not self.args.small
+            environ["EDGES_SWITCH_S"] = "0" if own else str(FAST_SWITCH_S)
             command = [*torchrun, str(wrapper), *kilter, *program]
         else:
             command = [*torchrun, *program]
@@ -438,7 +456,8 @@ class Row:
         ranks = run.pop("ranks")
         run["iteration_s"] = [median(rank["times_s"][25:]) for rank in ranks]
         run["report"] = report_of(self.folder / "edges" / "run")
-        run["errors"] = [attempted(rank_errors, self.folder / "edges", r) for r in range(2)]
+        folder, gloo = self.folder / "edges", self.args.small
+        run["errors"] = [attempted(rank_errors, folder, r, gloo) for r in range(2)]
         self.found["edges"] = run
 
 
@@ -524,13 +543,14 @@ def spread(values: list[float]) -> dict[str, Any]:
     }
 
 
-def rank_errors(folder: Path, rank: int) -> dict[str, Any]:
+def rank_errors(folder: Path, rank: int, gloo: bool) -> dict[str, Any]:
     """Every command of one rank against the edge that it was for."""
     import msgspec
 
     from kilter.clocks.plan.sections import places
     from kilter.clocks.plan.timing import Commanded, edges
     from kilter.core.rank_trace import IterationMarks
+    from kilter.observe.host_timeline import read_host_rank
     from kilter.observe.rank_traces import KernelTable, read_rank
 
     found: dict[str, Any] = {"files": sorted(p.name for p in folder.glob("*"))}
@@ -540,7 +560,10 @@ def rank_errors(folder: Path, rank: int) -> dict[str, Any]:
             found[f"window{number}_bytes"] = path.stat().st_size
     path = folder / f"window2-rank{rank}.json"
     marks = msgspec.json.decode(path.with_suffix(".marks.json").read_bytes(), type=IterationMarks)
-    trace = read_rank(path, table=KernelTable(), otherwise=rank, marks=marks)
+    if gloo:
+        trace = read_host_rank(path, marks.annotated_s, rank=rank)
+    else:
+        trace = read_rank(path, table=KernelTable(), otherwise=rank, marks=marks)
     lengths = [w.end_s - w.begin_s for w in trace.iterations]
     found["window_iterations"] = len(trace.iterations)
     found["window_iteration_s"] = median(lengths)

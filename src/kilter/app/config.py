@@ -155,7 +155,7 @@ OPTIONS = {
             "sections",
             _switch,
             "lower the clock in communication sections that are worth it, inside the iteration, in"
-            " place of one clock for the whole job; so far for programs that compute on CPUs",
+            " place of one clock for the whole job",
         ),
         Option("dry-run", _switch, "observe, plan and report, but set nothing"),
         Option(

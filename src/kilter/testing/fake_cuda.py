@@ -70,7 +70,7 @@ class FakeCuda:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
             raise AttributeError(name)
-        calls = {
+        calls: dict[str, Callable[..., None]] = {
             "cuMemHostRegister_v2": self._register,
             "cuMemHostGetDevicePointer_v2": self._pointer,
             "cuMemHostUnregister": self._unregister,

@@ -144,10 +144,12 @@ for p in trained.parameters():
     digest.update(local.detach().cpu().numpy().tobytes())
 times = [a.elapsed_time(b) * 1e-3 for a, b in zip(ends, ends[1:])] if cuda else [
     b - a for a, b in zip(host, host[1:])]
-collectives = {
-    name: group._get_sequence_number_for_group()
-    for group, name in dist.distributed_c10d._world.pg_names.items()
-}
+collectives = {}
+for group, name in dist.distributed_c10d._world.pg_names.items():
+    try:
+        collectives[name] = group._get_sequence_number_for_group()
+    except RuntimeError as error:
+        collectives[name] = str(error)[:80]
 with open(f"{out}/rank{rank}.json", "w") as file:
     json.dump({
         "times_s": times, "host_s": [b - a for a, b in zip(host, host[1:])], "losses": losses,

@@ -97,13 +97,13 @@ class FakeCuda:
 
     @staticmethod
     def _pointer(there: Any, address: int, _flags: int) -> None:
-        there._obj.value = address + _GPU_SEES_AT
+        ctypes.cast(there, ctypes.POINTER(ctypes.c_uint64))[0] = address + _GPU_SEES_AT
 
     def _unregister(self, address: int) -> None:
         self.registered.remove(address)
 
     def _attribute(self, can: Any, _attribute: int, _device: int) -> None:
-        can._obj.value = int(self._writes_values)
+        ctypes.cast(can, ctypes.POINTER(ctypes.c_int))[0] = int(self._writes_values)
 
     def _write_value(self, stream: int | None, there: int, number: int, _flags: int) -> None:
         self._write(stream, there, number, 8)

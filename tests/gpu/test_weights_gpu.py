@@ -139,6 +139,7 @@ def test_captured_graphs_keep_weights_where_they_are() -> None:
         assert not governed.report().moving
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # plain warns, too
 def test_several_streams_end_it() -> None:
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kilter.app.govern import govern
+    from kilter.connect.accelerate import AccelerateCallback as AccelerateCallback
+    from kilter.connect.huggingface import HuggingFaceCallback as HuggingFaceCallback
+    from kilter.connect.lightning import LightningCallback as LightningCallback
     from kilter.connect.share import share
     from kilter.memory.divided import divided
     from kilter.memory.size import size
@@ -22,8 +25,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "divided", "govern", "parallel", "share", "size"]
+"""Without the callbacks: `from kilter import *` must not ask for frameworks that are not there."""
 
 _HOMES = {
+    "AccelerateCallback": "kilter.connect.accelerate",
+    "HuggingFaceCallback": "kilter.connect.huggingface",
+    "LightningCallback": "kilter.connect.lightning",
     "divided": "kilter.memory.divided",
     "govern": "kilter.app.govern",
     "parallel": "kilter.parallel.calls",

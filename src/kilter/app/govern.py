@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from kilter.app.config import DEFAULT_MAX_SLOWDOWN
@@ -19,7 +18,6 @@ from kilter.session.lifecycle import Session
 from kilter.session.options import Options
 
 
-@contextmanager
 def govern(
     *,
     max_slowdown: float | None = None,
@@ -31,7 +29,7 @@ def govern(
     dry_run: bool = False,
     trace: bool = False,
     out: str | Path | None = None,
-) -> Iterator[Session]:
+) -> AbstractContextManager[Session]:
     """Save energy in the body of the `with`, at most `max_slowdown` (a fraction) slower; keep its
     training within a `memory_budget` (`"24GiB"`, bytes, `"75%"` of its peak, `"auto"`); or both.
     `gradients="consume"` lets a budget use them up as they arrive in backward, in a program that
@@ -52,8 +50,8 @@ def govern(
     `device` is `auto`, `nvml`, `sim:NAME`, `replay:PATH` or `null`; `dry_run` sets nothing;
     `trace` records the operations of one iteration also on a real device; `out` is the directory
     of the run's files (default: `runs/ID`). `KILTER=0` in the environment switches it off. Raises
-    `UsageError` for a wrong argument and `FileError` for a broken recording, and nothing else of
-    its own.
+    `UsageError` for a wrong argument; the `with` raises it for a device or a directory that cannot
+    be had and `FileError` for a broken recording, and nothing else of its own.
     """
     budget: MemoryBudget | None = None
     if memory_budget is not None:
@@ -75,8 +73,4 @@ def govern(
         trace=trace,
     )
     session = Session(options, ranks(os.environ), StderrListener())
-    if os.environ.get("KILTER") == "0":
-        yield session
-        return
-    with session:
-        yield session
+    return nullcontext(session) if os.environ.get("KILTER") == "0" else session

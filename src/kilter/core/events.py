@@ -244,13 +244,22 @@ def read_events(path: str | Path) -> Iterator[AnyEvent]:
     complete, rest = lines[:-1], lines[-1]
     for number, line in enumerate(complete, start=1):
         try:
-            event = _DECODER.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            event = decode_event(line, number, path)
+        except FileError:
             if number == len(complete) and not rest:
                 return
-            raise FileError(f"{path}:{number}: not an event of a run ({error})") from error
+            raise
         if number == 1 and not isinstance(event, Started):
             raise FileError(f"{path}: does not begin with the start of a run")
         yield event
     if not complete:
         raise FileError(f"{path}: empty; the run wrote nothing")
+
+
+def decode_event(line: bytes, number: int, path: str | Path) -> AnyEvent:
+    """One whole line of a file; `FileError` if it is no event."""
+    try:
+        event: AnyEvent = _DECODER.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FileError(f"{path}:{number}: not an event of a run ({error})") from error
+    return event

@@ -24,6 +24,7 @@ from kilter.core.ranks import ranks
 VERBS: dict[str, str] = {
     "run": "run a script, unmodified: less energy, less GPU memory, or both",
     "report": "what a run found, did and restored",
+    "top": "a run while it is under way, from the files in its folder",
     "size": "what memory a training iteration takes, from shapes",
     "sections": "communication sections of Kineto traces, all ranks",
     "plan": "plan clocks or memory from an iteration trace",

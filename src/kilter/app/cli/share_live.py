@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from kilter.app.cli.live import show_live
 from kilter.app.share_page import page
 from kilter.app.share_worker import ShareOptions, worker_command, worker_environment
 from kilter.connect.launch import add_torchrun_options, run_torchrun, run_without_kilter
@@ -263,20 +264,8 @@ def _top(args: argparse.Namespace) -> int:
     if args.once or not sys.stdout.isatty():
         print(table(summary))
         return 0
-    try:
-        from rich.live import Live
-        from rich.text import Text
-    except ImportError as error:
-        raise UsageError(
-            "the live view needs rich: pip install 'kilter[top]'; or: kilter share top --once"
-        ) from error
-    try:
-        with Live(Text(table(summary)), refresh_per_second=2, screen=True) as live:
-            while True:
-                time.sleep(0.5)
-                live.update(Text(table(_summary(args.endpoint))))
-    except KeyboardInterrupt:
-        return 0
+    show_live(lambda: table(_summary(args.endpoint)), otherwise="kilter share top --once")
+    return 0
 
 
 def _summary(endpoint: Path) -> Summary:

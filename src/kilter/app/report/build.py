@@ -207,13 +207,13 @@ def find_run(name: str, *, below: Path = Path("runs")) -> Path:
     runs = {file.parent for file in below.glob("*/events-rank*.jsonl")}
     if not runs:
         raise FileError(f"{below}: no run in here yet; make one with: kilter run SCRIPT")
-    return max(runs, key=lambda run: max(f.stat().st_mtime_ns for f in _event_files(run)))
+    return max(runs, key=lambda run: max(f.stat().st_mtime_ns for f in event_files(run)))
 
 
 def build(run_dir: str | Path) -> Report:
     """The report of a run. `FileError` if there is no record, or a malformed one."""
     directory = Path(run_dir)
-    files = _event_files(directory)
+    files = event_files(directory)
     if not directory.is_dir():
         raise FileError(f"{directory}: no such run")
     if not files:
@@ -237,7 +237,8 @@ def to_json(report: Report) -> bytes:
     return msgspec.json.encode(value) + b"\n"
 
 
-def _event_files(directory: Path) -> list[Path]:
+def event_files(directory: Path) -> list[Path]:
+    """The event files of a run in the order of their ranks."""
     numbered = [
         (int(match[1]), file)
         for file in directory.glob("events-rank*.jsonl")

@@ -1,0 +1,143 @@
+"""One training of a framework under `kilter.govern`: what the callbacks of all frameworks share.
+
+Behind the fence: whatever fails of ours, or of a logger that is given our rows, is told once on
+stderr, and the training goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import kilter
+from kilter.core.codec import read
+from kilter.core.errors import FileError
+from kilter.core.label import Label
+from kilter.core.ranks import ranks
+from kilter.session.fence import Fence
+from kilter.session.lifecycle import Session
+
+
+class Governing:
+    """`begin`, `mark` after each optimizer step, `end`; any number of trainings in turn. The
+    options are those of `kilter.govern`; a wrong one raises where the callback is made."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        kilter.govern(**options)
+        self._options = options
+        self._context: AbstractContextManager[Session] | None = None
+        self._session: Session | None = None
+        self._fence = Fence(_say)
+
+    def begin(self) -> None:
+        """The training is about to begin. One that was left by an exception is ended first."""
+        self.end()
+        self.hand(self._begin)
+
+    def _begin(self) -> None:
+        context = kilter.govern(**self._options)
+        self._session = context.__enter__()
+        self._context = context
+        # A framework without a callback for errors leaves the end to the end of the process.
+        atexit.register(self._leave)
+
+    def mark(self) -> None:
+        """An iteration ends here."""
+        if self._session is not None:
+            self._session.mark()
+
+    def end(self, error: BaseException | None = None) -> dict[str, float]:
+        """The training is over: restore, report. Returns the rows of the summary, on rank 0; none
+        if nothing was governed. Twice is once."""
+        context, session = self._context, self._session
+        self._context = self._session = None
+        if context is None or session is None:
+            return {}
+        atexit.unregister(self._leave)
+        self.hand(_close, context, error)
+        if session.run is None or ranks(os.environ).rank != 0:
+            return {}
+        found = self._fence.ask(rows, session.run)
+        return found[0] if found else {}
+
+    def hand(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call what may fail, a logger for example, on behalf of the training."""
+        self._fence.run(function, *args, **kwargs)
+
+    def _leave(self) -> None:
+        self.end(getattr(sys, "last_value", None))
+
+
+def _close(context: AbstractContextManager[Session], error: BaseException | None) -> None:
+    context.__exit__(None if error is None else type(error), error, None)
+
+
+def _say(where: str, error: str) -> None:
+    if sys.stderr is not None:
+        print(f"kilter: the training goes on without it ({where}): {error}", file=sys.stderr)
+
+
+class _Arm(msgspec.Struct):
+    iteration_s: float | None = None
+    energy_j: float | None = None
+
+
+class _Memory(msgspec.Struct):
+    label: Label
+    budget_bytes: int | None = None
+    peak_before_bytes: int | None = None
+    peak_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+class _Summary(msgspec.Struct):
+    """What is used of `report.json`."""
+
+    label: Label
+    baseline: _Arm
+    governed: _Arm
+    saving: float | None = None
+    slowdown: float | None = None
+    energy_j: float | None = None
+    memory: _Memory | None = None
+
+
+def rows(run: Path) -> dict[str, float]:
+    """The summary of a run as metrics for a logger: what is known of it, with its label in the
+    name, since a logger has no other place for it (`kilter/measured/saving`)."""
+    try:
+        found = msgspec.json.decode(read(run / "report.json"), type=_Summary)
+    except FileError:
+        return {}  # the session has said so
+    label = found.label.value
+    known: dict[str, float | None] = {
+        f"kilter/{label}/saving": found.saving,
+        f"kilter/{label}/slowdown": found.slowdown,
+        f"kilter/{label}/default_iteration_s": found.baseline.iteration_s,
+        f"kilter/{label}/default_energy_j": found.baseline.energy_j,
+        f"kilter/{label}/governed_iteration_s": found.governed.iteration_s,
+        f"kilter/{label}/governed_energy_j": found.governed.energy_j,
+        f"kilter/{label}/run_energy_j": found.energy_j,
+    }
+    if found.memory is not None:
+        memory = found.memory
+        label = memory.label.value
+        known |= {
+            f"kilter/{label}/memory_budget_bytes": memory.budget_bytes,
+            f"kilter/{label}/memory_default_peak_bytes": memory.peak_before_bytes,
+            f"kilter/{label}/memory_peak_bytes": memory.peak_bytes,
+            f"kilter/{label}/memory_host_bytes": memory.host_bytes,
+        }
+    return {
+        name: float(value)
+        for name, value in known.items()
+        if value is not None and math.isfinite(value)
+    }

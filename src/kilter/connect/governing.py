@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -26,9 +26,16 @@ from kilter.session.fence import Fence
 from kilter.session.lifecycle import Session
 
 
+class TrainingLeft(Exception):
+    """The training was left by an exception that its framework does not tell callbacks of."""
+
+
 class Governing:
     """`begin`, `mark` after each optimizer step, `end`; any number of trainings in turn. The
     options are those of `kilter.govern`; a wrong one raises where the callback is made."""
+
+    _open: ClassVar[Governing | None] = None
+    """One governs a process."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         kilter.govern(**options)
@@ -39,13 +46,15 @@ class Governing:
 
     def begin(self) -> None:
         """The training is about to begin. One that was left by an exception is ended first."""
-        self.end()
+        if Governing._open is not None:
+            Governing._open._leave()
         self.hand(self._begin)
 
     def _begin(self) -> None:
         context = kilter.govern(**self._options)
         self._session = context.__enter__()
         self._context = context
+        Governing._open = self
         # A framework without a callback for errors leaves the end to the end of the process.
         atexit.register(self._leave)
 
@@ -61,6 +70,7 @@ class Governing:
         self._context = self._session = None
         if context is None or session is None:
             return {}
+        Governing._open = None
         atexit.unregister(self._leave)
         self.hand(_close, context, error)
         if session.run is None or ranks(os.environ).rank != 0:
@@ -73,7 +83,7 @@ class Governing:
         self._fence.run(function, *args, **kwargs)
 
     def _leave(self) -> None:
-        self.end(getattr(sys, "last_value", None))
+        self.end(getattr(sys, "last_value", None) or TrainingLeft())
 
 
 def _close(context: AbstractContextManager[Session], error: BaseException | None) -> None:

@@ -23,7 +23,7 @@ KEYS = {
     *("schema", "label", "run", "device", "devices", "iterations", "baseline", "governed"),
     *("saving", "saving_ci95", "slowdown", "slowdown_ci95", "contract", "within_contract"),
     *("kept", "restored", "refused", "energy_method", "energy_disagreement"),
-    *("interval_method", "goal", "found", "memory"),
+    *("interval_method", "goal", "found", "memory", "footprint"),
     *("after", "choice", "evidence", "rehearsed_iterations", "rehearsed_share", "mode"),
     *("mode_reason", "outcome", "ranks", "command", "kilter", "wall_time", "duration_s"),
     *("overhead", "probes", "decisions", "errors", "prediction", "memory", "sections", "blocks"),

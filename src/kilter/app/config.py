@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kilter.app.factors import Factors
 from kilter.core.daemon_protocol import SOCKET_VARIABLE
 from kilter.core.errors import FileError, UsageError
 from kilter.core.files import read_file
@@ -191,6 +192,7 @@ def resolve(
                 except UsageError as error:
                     raise UsageError(f"{where}: {error}") from None
                 break
+    factors({}, file, entries)  # wrong ones are said now, and not when the report is written
     max_slowdown = given.get("max-slowdown")
     memory_budget = given.get("memory-budget")
     # A file or the environment may hold these for all runs; asked for here, they were meant.
@@ -222,6 +224,34 @@ def resolve(
     )
 
 
+FACTORS = ("grams_co2_per_kwh", "price_per_kwh", "currency")
+"""Keys of the table `report`, and flags of `kilter report`."""
+
+
+def factors(
+    flags: Mapping[str, str | None], file: Path | None, entries: Mapping[str, str]
+) -> Factors:
+    """What a kilowatt-hour emits and costs: flag > file; there is no default. `UsageError` names
+    the flag or the file that is wrong."""
+    given: dict[str, Any] = {}
+    wheres = []
+    for name in FACTORS:
+        flag, entry = flags.get(name), entries.get(f"report.{name}")
+        text = entry if flag is None else flag
+        if text is None:
+            continue
+        where = f"--{name.replace('_', '-')}" if flag is not None else f"{file}: report.{name}"
+        wheres.append(where)
+        try:
+            given[name] = text if name == "currency" else float(text)
+        except ValueError:
+            raise UsageError(f"{where}: {text!r} is not a number") from None
+    try:
+        return Factors(**given)
+    except UsageError as error:
+        raise UsageError(f"{', '.join(wheres)}: {error}") from None
+
+
 OTHER_VARIABLES = (
     "KILTER",
     "KILTER_READ_ONLY",
@@ -249,6 +279,14 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
             hint = f"did you mean {near[0]}?" if near else "kilter run --help lists those it reads"
             told.append(f"{name} is in the environment, and kilter reads no such variable; {hint}")
     return told
+
+
+def here() -> Path:
+    """Where configuration is looked for. Python runs a script in a deleted directory, too."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path("/")
 
 
 def find_file(directory: Path) -> tuple[Path | None, dict[str, str]]:
@@ -307,9 +345,14 @@ def _entries(file: Path, table: tuple[str, ...]) -> dict[str, str] | None:
         found = found.get(part, {})
         if not isinstance(found, dict):
             raise UsageError(f"{file}: expected a table [{'.'.join(table)}]")
-    unknown = [name for name in found if name not in OPTIONS]
+    factors = found.pop("report", {})
+    if not isinstance(factors, dict):
+        raise UsageError(f"{file}: expected a table [{'.'.join((*table, 'report'))}]")
+    found |= {f"report.{name}": value for name, value in factors.items()}
+    known = (*OPTIONS, *(f"report.{name}" for name in FACTORS))
+    unknown = [name for name in found if name not in known]
     if unknown:
-        raise UsageError(f"{file}: unknown key {unknown[0]!r}; known are {', '.join(OPTIONS)}")
+        raise UsageError(f"{file}: unknown key {unknown[0]!r}; known are {', '.join(known)}")
     for name, value in found.items():
         if not isinstance(value, str | int | float):
             raise UsageError(f"{file}: {name}: expected one value, found {value!r}")

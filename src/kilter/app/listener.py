@@ -16,6 +16,7 @@ from kilter.core.own_file import identity
 from kilter.session.options import Options
 
 if TYPE_CHECKING:
+    from kilter.app.factors import Factors
     from kilter.app.report.build import Report
 
 PROGRESS_EVERY_S = 1.0
@@ -25,7 +26,8 @@ _STDERR = 2
 class StderrListener:
     """What `kilter run` and `kilter.govern` say. stdout belongs to the script."""
 
-    def __init__(self) -> None:
+    def __init__(self, factors: Factors | None = None) -> None:
+        self._factors = factors
         self._descriptor = identity(_STDERR)
         self._said_s = 0.0
         self._progressed = False
@@ -58,7 +60,7 @@ class StderrListener:
         from kilter.app.report import build as report
         from kilter.app.report import summary
 
-        found = report.build(run)
+        found = report.build(run, self._factors)
         if keep:
             self._write(found, run)
         if options.json_summary:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import msgspec
 
+from kilter.app.config import factors, find_file, here
 from kilter.app.listener import StderrListener
 from kilter.connect.launch import run_governed
 from kilter.connect.script import Program, find_program
@@ -48,8 +49,9 @@ def received(
 if __name__ == "__main__":
     try:
         program, options = received(tuple(sys.argv[1:]), os.environ)
+        listener = StderrListener(factors({}, *find_file(here())))
     except KilterError as error:
         if sys.stderr is not None:  # else `print` would take stdout
             print(f"kilter run: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    run_governed(program, options, StderrListener())
+    run_governed(program, options, listener)

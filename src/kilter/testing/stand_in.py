@@ -101,14 +101,14 @@ def govern(arguments: Sequence[str]) -> None:
     """Run a script inside `with kilter.govern(...)`, given the options of `kilter run`."""
     import kilter
     from kilter.app.cli import run as verb
-    from kilter.app.config import OPTIONS, resolve
+    from kilter.app.config import OPTIONS, here, resolve
     from kilter.connect.script import find_program, run_program
 
     parser = argparse.ArgumentParser()
     verb.add_arguments(parser)
     given = parser.parse_args(arguments)
     flags = {name: getattr(given, name.replace("-", "_")) for name in OPTIONS}
-    options = resolve(flags, os.environ, verb._here(), tuple(given.command))
+    options = resolve(flags, os.environ, here(), tuple(given.command))
     program = find_program(given.command)
     with kilter.govern(
         max_slowdown=options.goal.max_slowdown,

@@ -7,9 +7,8 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 
-from kilter.app.config import OPTIONS, resolve
+from kilter.app.config import OPTIONS, factors, find_file, here, resolve
 from kilter.app.listener import StderrListener
 from kilter.app.worker import worker_command, worker_environment
 from kilter.connect.launch import (
@@ -110,13 +109,14 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
             return functools.partial(run_torchrun, arguments, command, {})
         return functools.partial(run_without_kilter, command)
     flags = {name: getattr(arguments, name.replace("-", "_")) for name in OPTIONS}
-    options = resolve(flags, os.environ, _here(), command)
+    options = resolve(flags, os.environ, here(), command)
     check_out(options.out, ranks(os.environ))
     if not arguments.torchrun:
         program = find_program(command)
         if options.out is not None:
             make_out(options.out)
-        return functools.partial(run_governed, program, options, StderrListener())
+        listener = StderrListener(factors({}, *find_file(here())))
+        return functools.partial(run_governed, program, options, listener)
     if arguments.no_python:
         raise UsageError("--no-python starts a program that is not Python: there is no way in")
     if command[0] == "-":
@@ -125,11 +125,3 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
     return functools.partial(
         run_torchrun, arguments, worker_command(command), worker_environment(options)
     )
-
-
-def _here() -> Path:
-    """Where configuration is looked for. Python runs a script in a deleted directory, too."""
-    try:
-        return Path.cwd()
-    except FileNotFoundError:
-        return Path("/")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from kilter.app.factors import Factors
 from kilter.app.report.evidence import (
     Arm,
     Evidence,
@@ -24,6 +25,7 @@ from kilter.app.report.evidence import (
     judge,
     within,
 )
+from kilter.app.report.footprint import Footprint, amount, footprint_of
 from kilter.app.report.idle import Idle, idle_of
 from kilter.app.report.memory import MemoryReport, as_json, memory_report
 from kilter.app.report.operations import OperationEnergy, attribute
@@ -140,6 +142,8 @@ class Report:
     energy_j: float | None
     """Of all devices over the whole run, with all that is not an iteration. None on a simulated
     device, which did none of the script's work."""
+    footprint: Footprint | None
+    """Carbon and cost; None if the user gave no factor."""
     interval_method: str
     goal: Goal
     found: Setting
@@ -210,7 +214,7 @@ def find_run(name: str, *, below: Path = Path("runs")) -> Path:
     return max(runs, key=lambda run: max(f.stat().st_mtime_ns for f in event_files(run)))
 
 
-def build(run_dir: str | Path) -> Report:
+def build(run_dir: str | Path, factors: Factors | None = None) -> Report:
     """The report of a run. `FileError` if there is no record, or a malformed one."""
     directory = Path(run_dir)
     files = event_files(directory)
@@ -227,6 +231,7 @@ def build(run_dir: str | Path) -> Report:
         run=directory.resolve().name,
         trace=codec.load(trace, IterationTrace) if trace.exists() else None,
         plan=codec.load(plan, Plan) if plan.exists() else None,
+        factors=factors,
     )
 
 
@@ -276,7 +281,12 @@ def sort_events(events: Iterable[AnyEvent]) -> Rank | None:
 
 
 def summarise(
-    ranks: Sequence[Rank], *, run: str, trace: IterationTrace | None, plan: Plan | None
+    ranks: Sequence[Rank],
+    *,
+    run: str,
+    trace: IterationTrace | None,
+    plan: Plan | None,
+    factors: Factors | None = None,
 ) -> Report:
     """The report from what was read. Pure."""
     lead = ranks[0].started
@@ -294,9 +304,11 @@ def summarise(
         trace if no_trace is None else None, judged.baseline.energy_j, lead.device
     )
     iterations, rehearsed_iterations = _iterations(ranks[0], stops, complete=complete)
+    label = _label(lead, memory, governed=choice.setting != lead.found, judged=judged)
+    energy_j = _run_energy_j(ranks)
     return Report(
         schema=SCHEMA,
-        label=_label(lead, memory, governed=choice.setting != lead.found, judged=judged),
+        label=label,
         run=run,
         device=_names(ranks),
         devices=tuple(rank.started.device for rank in _one_per_device(ranks)),
@@ -318,7 +330,17 @@ def summarise(
             key=abs,
             default=None,
         ),
-        energy_j=_run_energy_j(ranks),
+        energy_j=energy_j,
+        footprint=footprint_of(
+            factors,
+            run=None if energy_j is None else amount(factors, energy_j, lead.device.label),
+            judged=judged,
+            iterations=iterations,
+            label=label,
+            happened=lead.mode == "govern" and label is Label.MEASURED,
+            found=lead.found,
+            blocks=ranks[0].blocks,
+        ),
         interval_method=_INTERVAL_METHOD,
         goal=lead.goal,
         found=lead.found,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from kilter.app.report import glossary, memory_plots, svg
+from kilter.app.report import footprint, glossary, memory_plots, svg
 from kilter.app.report.build import Report
 from kilter.app.report.evidence import Probe, allowed_slowdown
 from kilter.app.report.memory import Timeline
@@ -54,6 +54,7 @@ def page(report: Report, memory: Timeline | None = None) -> str:
         trade_off(report),
         iteration_times(report),
         power(report),
+        _footprint(report),
         _operations(report),
         _tried(report),
         _decisions(report),
@@ -217,6 +218,14 @@ def _operations(report: Report) -> str:
         )
         + "</section>"
     )
+
+
+def _footprint(report: Report) -> str:
+    """Carbon and cost, where the user gave factors."""
+    if report.footprint is None:
+        return ""
+    text = escape(_capital(footprint.sentence(report.footprint)))
+    return f"<section id='footprint'><h2>Carbon and cost</h2><p>{text}.</p></section>"
 
 
 def _together(group: Sequence[OperationEnergy]) -> OperationEnergy:

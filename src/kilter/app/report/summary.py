@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from kilter.app.report import glossary, section_run
+from kilter.app.report import footprint, glossary, section_run
 from kilter.app.report import memory as memory_report
 from kilter.app.report.build import Report
 from kilter.app.report.evidence import Arm, Probe
@@ -93,6 +93,8 @@ def full(report: Report) -> str:
         lines += [f"  {name:<12}{text}" for name, text in memory_report.details(report.memory)]
     if report.memory is None or report.goal.max_slowdown is not None:
         lines += _clock_lines(report)
+    if report.footprint is not None:
+        lines.append(f"bill     {footprint.sentence(report.footprint)}")
     if (doubts := doubt(report)) is not None:
         lines.append(f"warning  {doubts}")
     if report.mode != "govern":

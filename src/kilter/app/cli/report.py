@@ -6,10 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
+import msgspec
+
 from kilter.app.config import FACTORS, factors, find_file, here
 from kilter.app.report import build as report
 from kilter.app.report import html, summary
 from kilter.app.report import memory as memory_report
+from kilter.app.report.chrome import chrome_of_run
 from kilter.core.codec import write_atomically
 
 HELP = "What a run found, what it saved and what it cost, what was set, restored and refused."
@@ -28,6 +31,7 @@ examples:
   kilter report latest
   kilter report latest --json | jq .saving
   kilter report runs/20261120-101500 --html report.html
+  kilter report latest --trace run.chrome.json
   kilter report latest --grams-co2-per-kwh 380 --price-per-kwh 0.31 --currency EUR
 """
 
@@ -37,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object, SI units, null unknown")
     form.add_argument("--html", metavar="FILE", type=Path, help="write one self-contained page")
+    form.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="write decisions, blocks, settings, power and memory over time as a Chrome trace, "
+        "which https://ui.perfetto.dev opens",
+    )
     of = parser.add_argument_group("carbon and cost, by your own factors (none is assumed)")
     of.add_argument("--grams-co2-per-kwh", metavar="G", help="of the electricity used: 380")
     of.add_argument("--price-per-kwh", metavar="P", help="in the currency: 0.31")
@@ -45,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     directory = report.find_run(arguments.run)
+    if arguments.trace is not None:
+        made = chrome_of_run(report.read_ranks(directory), run=directory.resolve().name)
+        write_atomically(arguments.trace, msgspec.json.encode(made))
+        print(arguments.trace)
+        return 0
     flags = {name: getattr(arguments, name) for name in FACTORS}
     found = report.build(directory, factors(flags, *find_file(here())))
     if arguments.json:

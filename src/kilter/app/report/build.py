@@ -217,14 +217,7 @@ def find_run(name: str, *, below: Path = Path("runs")) -> Path:
 def build(run_dir: str | Path, factors: Factors | None = None) -> Report:
     """The report of a run. `FileError` if there is no record, or a malformed one."""
     directory = Path(run_dir)
-    files = event_files(directory)
-    if not directory.is_dir():
-        raise FileError(f"{directory}: no such run")
-    if not files:
-        raise FileError(f"{directory}: not a run (it holds no events-rank*.jsonl)")
-    ranks = [rank for file in files if (rank := _read_rank(file)) is not None]
-    if not ranks:
-        raise FileError(f"{files[0]}: empty; the run ended before its first whole record")
+    ranks = read_ranks(directory)
     trace, plan = directory / "trace.json", directory / "plan.json"
     return summarise(
         ranks,
@@ -233,6 +226,19 @@ def build(run_dir: str | Path, factors: Factors | None = None) -> Report:
         plan=codec.load(plan, Plan) if plan.exists() else None,
         factors=factors,
     )
+
+
+def read_ranks(directory: Path) -> list[Rank]:
+    """The records of all ranks that have one. `FileError` if there is none, or a malformed one."""
+    files = event_files(directory)
+    if not directory.is_dir():
+        raise FileError(f"{directory}: no such run")
+    if not files:
+        raise FileError(f"{directory}: not a run (it holds no events-rank*.jsonl)")
+    ranks = [rank for file in files if (rank := _read_rank(file)) is not None]
+    if not ranks:
+        raise FileError(f"{files[0]}: empty; the run ended before its first whole record")
+    return ranks
 
 
 def to_json(report: Report) -> bytes:

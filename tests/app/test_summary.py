@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from kilter.app.report import build as report
 from kilter.app.report import html, summary
+from kilter.app.report.bound import IDLE_TOLD
 from kilter.app.report.glossary import WORDS
 from kilter.core.events import Started, Stopped
 from kilter.core.label import Label
@@ -65,11 +66,16 @@ def is_simulated(found: Json) -> bool:
 
 def idles(m: re.Match[str], found: Json) -> bool:
     idle = found["idle"]
+    waits = idle["waits_for_data"]
     return (
-        (m[1] == "would idle") == (idle["label"] == "simulated")
-        and m[2] == f"{100 * idle['share']:.0f}"
-        and idle["share"] >= summary.IDLE_TOLD
-        and m[3] == idle["label"]
+        m[1] == found["job"]["name"]
+        and (m[2] == "would idle") == (idle["label"] == "simulated")
+        and m[3] == f"{100 * idle['share']:.0f}"
+        and idle["share"] >= IDLE_TOLD
+        and (m[1] == "input-bound") == (waits is not None and waits > 0.5)
+        and (m[4] is None) == (m[1] == "idle")
+        and (m[4] is None or m[4] == f"{100 * waits:.0f}")
+        and m[5] == idle["label"]
     )
 
 
@@ -186,7 +192,11 @@ def is_doubt(m: re.Match[str], found: Json) -> bool:
 
 
 GRAMMAR: tuple[tuple[str, Callable[[re.Match[str], Json], bool]], ...] = (
-    (rf"the GPU (would idle|idles) (\d+) % of the time: feed it {LABEL}", idles),
+    (
+        r"(idle|input-bound): the GPU (would idle|idles) (\d+) % of the time"
+        rf"(?:, and the program waits for its data in (\d+) % of that)?: feed it {LABEL}",
+        idles,
+    ),
     (
         rf"(saved|would save) ({NUMBER}) % energy {INTERVAL}, slowdown ({NUMBER}) % {INTERVAL}, "
         rf"([^\[]*) {LABEL}",
@@ -321,9 +331,9 @@ def test_the_text_and_the_page_claim_no_saving_that_was_not_had(
     heading = page[page.index("<h1>") : page.index("</header>")]
     if " less energy per iteration" in heading or " more energy per iteration" in heading:
         assert ("Would take" in heading) != summary.happened(built)
-    if built.idle is not None and built.idle.share >= summary.IDLE_TOLD:
+    if built.idle is not None and built.idle.share >= IDLE_TOLD:
         first = heading[: heading.index("</h1>")]
-        assert "of the time: feed it" in first, "before any clock"
+        assert ": feed it" in first, "before any clock"
     if is_simulated(json.loads(report.to_json(built))):
         assert "the device's own sensors" not in page.lower()
         assert "tried on the job" not in page
@@ -342,7 +352,9 @@ def test_an_energy_that_nobody_measured_is_not_measured_by_none() -> None:
     text = summary.full(replace(built, baseline=replace(built.baseline, energy_j=None)))
     assert "energy   not measured" in text
     assert "governed" not in text
-    assert "unknown" not in text
+    job_class, _, rest = text.partition("\n")
+    assert "what bounds the job is unknown" in job_class
+    assert "unknown" not in rest
 
 
 def test_idle_time_is_known_from_utilisation_where_there_is_no_trace() -> None:
@@ -361,7 +373,7 @@ def test_idle_time_is_known_from_utilisation_where_there_is_no_trace() -> None:
     assert built.idle is not None
     assert (built.idle.source, built.idle.share) == ("utilisation", pytest.approx(0.76))
     first = summary.summary(built, None).splitlines()[0]
-    assert first == "kilter: the GPU idles 76 % of the time: feed it [measured]"
+    assert first == "kilter: idle: the GPU idles 76 % of the time: feed it [measured]"
 
 
 def test_facts_of_the_run_are_in_the_text_and_on_the_page() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from kilter.app.factors import Factors
+from kilter.app.report.bound import JobClass, job_class
 from kilter.app.report.evidence import (
     Arm,
     Evidence,
@@ -158,6 +159,8 @@ class Report:
     outcome: str | None
     unseen: str | None
     """Why no iteration was seen, and what to do about it; None if one was."""
+    job: JobClass
+    """What bounds the job."""
     idle: Idle | None
     """How much of the time the GPU has nothing to do."""
     ranks: str
@@ -312,6 +315,8 @@ def summarise(
     iterations, rehearsed_iterations = _iterations(ranks[0], stops, complete=complete)
     label = _label(lead, memory, governed=choice.setting != lead.found, judged=judged)
     energy_j = _run_energy_j(ranks)
+    idle = idle_of(trace, lead.device, ranks[0].samples, ranks[0].blocks)
+    sections = sections_report((rank.started.rank, rank.sectioned) for rank in ranks)
     return Report(
         schema=SCHEMA,
         label=label,
@@ -359,7 +364,18 @@ def summarise(
         mode_reason=lead.mode_reason,
         outcome=stops[0].outcome if complete else None,
         unseen=next((stop.unseen for stop in stops if stop.unseen), None),
-        idle=idle_of(trace, lead.device, ranks[0].samples, ranks[0].blocks),
+        job=job_class(
+            device=lead.device,
+            label=Label.SIMULATED if judged.rehearsed_share > 0.0 else lead.device.label,
+            idle=idle,
+            samples=ranks[0].samples,
+            blocks=ranks[0].blocks,
+            probes=judged.probes,
+            found=lead.found,
+            memory=memory,
+            sections=sections,
+        ),
+        idle=idle,
         ranks=_ranks_text(ranks),
         command=masked(lead.command),
         kilter=lead.kilter,
@@ -374,7 +390,7 @@ def summarise(
         errors=tuple(failure for rank in ranks for failure in rank.failed),
         prediction=_prediction(plan),
         memory=memory,
-        sections=sections_report((rank.started.rank, rank.sectioned) for rank in ranks),
+        sections=sections,
         blocks=ranks[0].blocks,
         series=tuple(_series(rank) for rank in _one_per_device(ranks)),
         operations=operations,

@@ -186,7 +186,7 @@ def _memory(rank: Rank, axis: _Axis) -> Iterator[dict[str, Any]]:
     for before, moved in pairwise(rank.moved):
         seconds = moved.t_s - before.t_s
         if seconds > 0.0:
-            rates = {
+            rates: dict[str, float | None] = {
                 "offload (GiB/s)": (moved.out_bytes - before.out_bytes) / GIB / seconds,
                 "prefetch (GiB/s)": (moved.in_bytes - before.in_bytes) / GIB / seconds,
             }

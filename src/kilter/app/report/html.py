@@ -19,13 +19,14 @@ from kilter.app.report.operations import OperationEnergy
 from kilter.app.report.page import document, table
 from kilter.app.report.plots import iteration_times, power, signed, strip, tag, trade_off
 from kilter.app.report.summary import (
+    ACTED_ON,
     NOTHING_SET,
+    bound,
     counted,
     doubt,
     ending,
     evidence,
     happened,
-    idle,
     interval,
     kind,
     less_one,
@@ -84,13 +85,15 @@ def _head(report: Report) -> str:
     tagged = tag(report) if alone is None else memory_plots.tag(alone.label)
     device = STAND_IN if alone and alone.record.backend == "stand-in" else plain_name(report.device)
     findings = _findings(report)
+    first = "" if report.job.name in ACTED_ON else f"<p class='finding'>{_class(report)}</p>"
     further = "".join(f"<p class='finding'>{finding}</p>" for finding in findings[1:])
     step = next_step(report)
     following = "" if step is None else f"<p class='next'>Next: {escape(step)}.</p>"
     facts = (f"{device}; {report.ranks}", whole_run(report), machine(report))
     return (
         f"<header><p class='kicker'>kilter report {tagged}</p>"
-        f"<h1>{findings[0]}</h1>{further}{following}<p class='lede'><code>{command}</code></p>"
+        f"{first}<h1>{findings[0]}</h1>{further}{following}"
+        f"<p class='lede'><code>{command}</code></p>"
         + "".join(f"<p class='facts'>{escape(fact)}</p>" for fact in facts)
         + "</header>"
     )
@@ -103,10 +106,16 @@ def _findings(report: Report) -> list[str]:
         label = report.prediction.label.value
         predicted = f" <span class='tag {label}'>predicted, {label}</span>"
     found = [f"{escape(_claim(report))}{predicted}"]
-    if (starved := idle(report)) is not None:
-        tagged = f"<span class='tag {starved.label}'>{starved.label}</span>"
-        found.insert(0, f"{escape(_capital(starved.text))} {tagged}")
+    if report.job.name in ACTED_ON:
+        found.insert(0, _class(report))
     return found
+
+
+def _class(report: Report) -> str:
+    """What bounds the job, as HTML."""
+    finding = bound(report)
+    tagged = f" <span class='tag {finding.label}'>{finding.label}</span>" if finding.label else ""
+    return f"{escape(_capital(finding.text))}{tagged}"
 
 
 def _claim(report: Report) -> str:

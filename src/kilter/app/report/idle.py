@@ -1,4 +1,5 @@
-"""How much of the time the GPU has nothing to do: where it is much, no clock is the problem."""
+"""How much of the time the GPU has nothing to do, and what the trace tells of the rest: where much
+is idle, no clock is the problem."""
 
 from __future__ import annotations
 
@@ -21,6 +22,10 @@ class Idle:
     share: float
     waits_for_data: float | None
     """Part of that share in which the program waits for its data loader; None: not known."""
+    communication: float | None = None
+    """Share of the time in which collectives run and nothing else; None: not known."""
+    memory: float | None = None
+    """Share of the busy time that the memory alone would take, by a model of the device."""
     source: str
     """`trace`, `model` (of a simulated device) or `utilisation`."""
     label: Label
@@ -70,12 +75,25 @@ def _modelled(trace: IterationTrace, name: str) -> Idle | None:
         op.duration_s for op in trace.operations if op.kind in (Kind.COPY, Kind.COLLECTIVE)
     )
     share = min(1.0, max(0.0, 1.0 - (cost.busy_s + moved_s) / cost.time_s))
-    return _idle(trace, share, cost.time_s, "model", Label.SIMULATED)
+    memory = min(1.0, cost.memory_s / cost.busy_s) if cost.busy_s > 0.0 else None
+    return _idle(trace, share, cost.time_s, "model", Label.SIMULATED, memory)
 
 
 def _idle(
-    trace: IterationTrace, share: float, iteration_s: float, source: str, label: Label
+    trace: IterationTrace,
+    share: float,
+    iteration_s: float,
+    source: str,
+    label: Label,
+    memory: float | None = None,
 ) -> Idle:
     waits_s = sum(op.duration_s for op in trace.operations if op.kind is Kind.DATA_WAIT)
-    part = min(1.0, waits_s / (share * iteration_s)) if share > 0.0 else 0.0
-    return Idle(share=share, waits_for_data=part, source=source, label=label)
+    collectives_s = sum(op.duration_s for op in trace.operations if op.kind is Kind.COLLECTIVE)
+    return Idle(
+        share=share,
+        waits_for_data=min(1.0, waits_s / (share * iteration_s)) if share > 0.0 else 0.0,
+        communication=min(1.0, collectives_s / iteration_s),
+        memory=memory,
+        source=source,
+        label=label,
+    )

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from kilter.app.report import footprint, glossary, section_run
 from kilter.app.report import memory as memory_report
+from kilter.app.report.bound import Bound, JobClass
 from kilter.app.report.build import Report
 from kilter.app.report.evidence import Arm, Probe
-from kilter.app.report.idle import Idle
 from kilter.app.report.operations import OperationEnergy
 from kilter.app.report.words import STAND_IN, Finding, allowed, ascii_line, wish
 from kilter.core.label import Label
@@ -28,8 +28,8 @@ from kilter.core.units import (
 from kilter.observe.sampler import DISAGREEMENT
 
 NOTHING_SET = "nothing was set"
-IDLE_TOLD = 0.3
-"""From this share of idle time on, feeding the GPU is worth more than any clock."""
+ACTED_ON = (Bound.INPUT, Bound.IDLE, Bound.THROTTLED, Bound.COMMUNICATION)
+"""Classes that call for something else than the clocks: said at the end of a run as well."""
 
 
 def summary(report: Report, run_dir: str | Path | None) -> str:
@@ -43,8 +43,8 @@ def summary(report: Report, run_dir: str | Path | None) -> str:
         lines = told if report.goal.max_slowdown is None else told + lines
     elif report.unseen is not None:
         lines = [headline(report)]
-    if (starved := idle(report)) is not None:
-        lines.insert(0, str(starved))
+    if report.job.name in ACTED_ON:
+        lines.insert(0, str(bound(report)))
     if (doubts := doubt(report)) is not None:
         lines.append(f"warning: {doubts}")
     lines += [f"refused: {refusal.what}: {refusal.reason}" for refusal in report.refused]
@@ -80,14 +80,13 @@ def full(report: Report) -> str:
     stand_in = report.memory is not None and report.memory.record.backend == "stand-in"
     alone = stand_in and report.goal.max_slowdown is None
     lines = [
+        f"class    {bound(report)}",
         f"run      {report.run}: {' '.join(report.command)}",
         f"took     {whole_run(report)}",
         f"on       {machine(report)}",
         f"device   {STAND_IN if alone else plain_name(report.device)} [{label}]; {report.ranks}",
         f"goal     {wish(report.goal)}",
     ]
-    if (starved := idle(report)) is not None:
-        lines.append(f"first    {starved}")
     if report.memory is not None:
         lines.append(memory_report.headline(report.memory).replace("memory:", "memory  "))
         lines += [f"  {name:<12}{text}" for name, text in memory_report.details(report.memory)]
@@ -181,14 +180,13 @@ def kind(operation: OperationEnergy) -> str:
     return "device idle" if operation.kind == "gap" else operation.kind.replace("_", " ")
 
 
-def idle(report: Report) -> Finding | None:
-    """That the GPU has little to do, where it has: the first thing to mend."""
-    found = report.idle
-    if found is None or found.share < IDLE_TOLD:
-        return None
-    idles = "would idle" if found.label is Label.SIMULATED else "idles"
-    share = f"{found.share * 100:.0f} % of the time"
-    return Finding(f"the GPU {idles} {share}: feed it", found.label.value)
+def bound(report: Report) -> Finding:
+    """What bounds the job, with the evidence."""
+    job = report.job
+    label = "" if job.label is None else job.label.value
+    if job.name is Bound.UNKNOWN:
+        return Finding(f"what bounds the job is unknown: {job.evidence}", label)
+    return Finding(f"{job.name.value}: {job.evidence}", label)
 
 
 def next_step(report: Report) -> str | None:
@@ -202,8 +200,8 @@ def next_step(report: Report) -> str | None:
         return None
     if report.outcome not in (None, "finished") and report.slowdown is None:
         return "mend the script, then run it again"
-    if idle(report) is not None and report.idle is not None:
-        return _how_to_feed(report.idle)
+    if report.job.name in (Bound.INPUT, Bound.IDLE):
+        return _how_to_feed(report.job)
     simulated = any(device.backend == "sim" for device in report.devices)
     refused = {refusal.what for refusal in report.refused}
     if "a complete rehearsal" in refused and simulated:
@@ -215,8 +213,8 @@ def next_step(report: Report) -> str | None:
     return None
 
 
-def _how_to_feed(found: Idle) -> str:
-    if found.waits_for_data is not None and found.waits_for_data > 0.5:
+def _how_to_feed(job: JobClass) -> str:
+    if job.name is Bound.INPUT:
         return "feed the GPU: the program waits for its data (more loader workers, prefetching)"
     return "feed the GPU: larger batches, torch.compile or CUDA graphs, data loaded ahead"
 

@@ -1,0 +1,237 @@
+"""What bounds a job: the reason why a clock helps or does not, from what its run recorded.
+
+The order of the rules is the order of the causes. A GPU that waits for copies, is throttled or has
+nothing to do says nothing about its kernels; only a busy one is bound by communication, by memory
+or by compute. Where the record does not tell, the answer is unknown. Pure.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kilter.app.report.evidence import Probe
+from kilter.app.report.idle import Idle
+from kilter.app.report.memory import MemoryReport
+from kilter.app.report.section_run import SectionsReport
+from kilter.core.events import Block, Sampled
+from kilter.core.label import Label
+from kilter.core.setting import DeviceInfo, Setting, Throttle
+from kilter.core.units import show_clock
+from kilter.model.intervals import union
+
+
+class Bound(enum.Enum):
+    """The classes of jobs."""
+
+    OFFLOADING = "offloading"
+    THROTTLED = "throttled"
+    INPUT = "input-bound"
+    IDLE = "idle"
+    COMMUNICATION = "communication-bound"
+    COMPUTE = "compute-bound"
+    MEMORY = "memory-bound"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobClass:
+    """What bounds a job, and how that is known."""
+
+    name: Bound
+    evidence: str
+    label: Label | None
+    """Where the evidence comes from; None where there is none."""
+    share: float | None = None
+    """What the evidence measures, between 0 and 1: of the time, of the readings, or of a change of
+    the clock that the time follows."""
+
+
+IDLE_TOLD = 0.3
+"""From this share of idle time on, feeding the GPU is worth more than any clock."""
+STALLED = 0.1
+"""Share of an iteration in waits for copies from which on offloading bounds the job."""
+HELD_DOWN = 0.5
+"""Share of readings at the default that name a limit."""
+COMMUNICATES = 0.2
+"""Share of an iteration in exposed communication: at less, other things bound the job more."""
+FOLLOWS, IGNORES = 0.5, 0.25
+"""How much of a change of the SM clock the iteration time follows: compute-bound from the first on,
+memory-bound up to the second."""
+LOWER_CLOCK = 0.95
+"""Of the default's clock: what is nearer cannot be told from noise."""
+FEWEST_READINGS = 5
+
+_LIMITS = {
+    Throttle.POWER_CAP.value: "its power cap",
+    Throttle.THERMAL.value: "its temperature",
+    Throttle.HARDWARE.value: "its hardware",
+}
+
+
+def job_class(
+    *,
+    device: DeviceInfo,
+    label: Label,
+    idle: Idle | None,
+    samples: Sequence[Sampled],
+    blocks: Sequence[Block],
+    probes: Sequence[Probe],
+    found: Setting,
+    memory: MemoryReport | None,
+    sections: SectionsReport | None,
+) -> JobClass:
+    """The first class whose evidence is there. `label` is that of the blocks' times."""
+    default = _at_default(samples, blocks, found)
+    return (
+        _offloading(memory)
+        or _throttled(default, device.label)
+        or _starved(idle)
+        or _communication(idle, sections)
+        or _clock(idle, probes, default, found, label)
+        or _modelled(idle)
+        or JobClass(name=Bound.UNKNOWN, evidence=_why_unknown(device, idle, blocks), label=None)
+    )
+
+
+def _at_default(
+    samples: Sequence[Sampled], blocks: Sequence[Block], found: Setting
+) -> list[Sampled]:
+    """Readings within blocks under the found setting."""
+    windows = union(
+        (block.device_begin_s, block.device_end_s) for block in blocks if block.setting == found
+    )
+    found_in, place = [], 0
+    for sample in sorted(samples, key=lambda sample: sample.device_t_s):
+        while place < len(windows) and windows[place][1] < sample.device_t_s:
+            place += 1
+        if place < len(windows) and windows[place][0] <= sample.device_t_s:
+            found_in.append(sample)
+    return found_in
+
+
+def _offloading(memory: MemoryReport | None) -> JobClass | None:
+    if memory is None or memory.plan is None or not memory.record.out_bytes:
+        return None
+    record, plan = memory.record, memory.plan
+    if record.backend == "cuda" and record.waited_s is not None and record.iteration_s:
+        share, label = record.waited_s / record.iteration_s, Label.MEASURED
+    elif plan.iteration_s > 0.0:
+        share, label = plan.stall_s / plan.iteration_s, Label.SIMULATED
+    else:
+        return None
+    if share < STALLED:
+        return None
+    share = min(1.0, share)
+    text = f"the GPU waits for copies to and from the host {_percent(share)} of an iteration"
+    return JobClass(name=Bound.OFFLOADING, evidence=text, label=label, share=share)
+
+
+def _throttled(default: Sequence[Sampled], label: Label) -> JobClass | None:
+    reasons = [sample.throttle for sample in default if sample.throttle is not None]
+    if len(reasons) < FEWEST_READINGS:
+        return None
+    counts = {name: sum(name in each for each in reasons) for name in _LIMITS}
+    name = max(counts, key=lambda name: counts[name])
+    share = counts[name] / len(reasons)
+    if share < HELD_DOWN:
+        return None
+    clock = _mean_clock(default)
+    at = "" if clock is None else f", at {show_clock(clock)} on average"
+    text = (
+        f"{_LIMITS[name]} holds the clock down in {_percent(share)} of {len(reasons)} readings at "
+        f"the default{at}"
+    )
+    return JobClass(name=Bound.THROTTLED, evidence=text, label=label, share=share)
+
+
+def _starved(idle: Idle | None) -> JobClass | None:
+    if idle is None or idle.share < IDLE_TOLD:
+        return None
+    idles = "would idle" if idle.label is Label.SIMULATED else "idles"
+    text = f"the GPU {idles} {_percent(idle.share)} of the time"
+    waits = idle.waits_for_data
+    if waits is not None and waits > 0.5:
+        text += f", and the program waits for its data in {_percent(waits)} of that"
+        name = Bound.INPUT
+    else:
+        name = Bound.IDLE
+    return JobClass(name=name, evidence=f"{text}: feed it", label=idle.label, share=idle.share)
+
+
+def _communication(idle: Idle | None, sections: SectionsReport | None) -> JobClass | None:
+    if sections is not None:
+        share, label = max(r.sections.exposed_share for r in sections.ranks), Label.MEASURED
+    elif idle is not None and idle.communication is not None:
+        share, label = idle.communication, idle.label
+    else:
+        return None
+    if share < COMMUNICATES:
+        return None
+    text = f"exposed communication takes {_percent(share)} of an iteration"
+    return JobClass(name=Bound.COMMUNICATION, evidence=text, label=label, share=share)
+
+
+def _clock(
+    idle: Idle | None,
+    probes: Sequence[Probe],
+    default: Sequence[Sampled],
+    found: Setting,
+    label: Label,
+) -> JobClass | None:
+    """How the time of a busy GPU follows the SM clock, as blocks at a lower one have shown."""
+    top_hz = found.sm_clock_hz or _mean_clock(default)
+    if top_hz is None:
+        return None
+    tried = [
+        (probe.setting.sm_clock_hz, probe.time_ratio)
+        for probe in probes
+        if probe.setting.sm_clock_hz is not None
+        and probe.setting == found.with_(sm_clock_hz=probe.setting.sm_clock_hz)
+        and 0.0 < probe.setting.sm_clock_hz <= LOWER_CLOCK * top_hz
+    ]
+    if not tried:
+        return None
+    clock_hz, time_ratio = min(tried)
+    follows = math.log(time_ratio) / math.log(top_hz / clock_hz)
+    text = (
+        f"{_percent(1.0 - clock_hz / top_hz)} less SM clock changes the time of an iteration by "
+        f"{100 * (time_ratio - 1.0):+.1f} %"
+    )
+    share = min(1.0, max(0.0, follows))
+    if follows >= FOLLOWS:
+        return JobClass(name=Bound.COMPUTE, evidence=text, label=label, share=share)
+    if follows <= IGNORES and idle is not None:  # else the GPU may be idle, and not busy
+        text += ", and the GPU is busy"
+        return JobClass(name=Bound.MEMORY, evidence=text, label=label, share=share)
+    return None
+
+
+def _modelled(idle: Idle | None) -> JobClass | None:
+    if idle is None or idle.memory is None:
+        return None
+    text = f"the memory alone would take {_percent(idle.memory)} of the busy time"
+    name = Bound.MEMORY if idle.memory >= 0.5 else Bound.COMPUTE
+    return JobClass(name=name, evidence=text, label=idle.label, share=idle.memory)
+
+
+def _why_unknown(device: DeviceInfo, idle: Idle | None, blocks: Sequence[Block]) -> str:
+    if device.backend == "null":
+        return "no GPU was seen"
+    if not blocks:
+        return "no block of iterations is on record"
+    if idle is None:
+        return "neither a trace nor the utilisation of the GPU is on record"
+    return "the GPU is busy, and no lower SM clock on record tells with what"
+
+
+def _mean_clock(samples: Sequence[Sampled]) -> float | None:
+    known = [sample.sm_clock_hz for sample in samples if sample.sm_clock_hz]
+    return statistics.fmean(known) if known else None
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -17,7 +17,7 @@ help:
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kilter needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)" -e ".[dev,exact]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)" -e ".[dev,exact,top]"
 	touch $@
 
 demo: $(STAMP)

@@ -181,7 +181,7 @@ def test_sections_run(tmp_path, capsys):
         )
     )
     text = once(runs.write(tmp_path, run), capsys)
-    assert "sections: low clocks in 2 sections would save 3 %" in text
+    assert "sections  low clocks in 2 sections would save 3 %" in text
     assert "7 clock calls written down, none sent" in text
 
 

@@ -219,7 +219,8 @@ def screen(found: Now) -> str:
         )
     if found.baseline.iteration_s is not None:
         lines.append(f"default   {summary.per_iteration(found.baseline)}")
-    lines += [*found.sections, *found.memory] or [f"result    {found.result}"]
+    told = [line.partition(": ") for line in (*found.sections, *found.memory)]
+    lines += [f"{name:<9} {text}" for name, _, text in told] or [f"result    {found.result}"]
     if found.memory and not found.sections and found.contract is not None:
         lines.append(f"result    {found.result}")
     lines += ["", *_ranks(found)]

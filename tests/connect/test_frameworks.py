@@ -59,12 +59,22 @@ def test_rows_of_the_summary_reach_the_logger_before_it_is_closed(trainings):
     found, _, out = trainings
     run = report.build(out / "whole")
     (row,) = [r for r in found["whole"]["rows"] if any(n.startswith("kilter/") for n in r)]
-    assert row["kilter/simulated/saving"] == pytest.approx(run.saving)
-    assert row["kilter/simulated/slowdown"] == pytest.approx(run.slowdown)
-    assert row["kilter/simulated/default_energy_j"] == pytest.approx(run.baseline.energy_j)
-    assert row["kilter/simulated/governed_iteration_s"] == pytest.approx(run.governed.iteration_s)
-    assert not any(name.startswith("kilter/measured/") for name in row)
-    assert "kilter/simulated/run_energy_j" not in row  # not known, so not logged as 0
+    known = {
+        "saving": run.saving,
+        "slowdown": run.slowdown,
+        "default_iteration_s": run.baseline.iteration_s,
+        "default_energy_j": run.baseline.energy_j,
+        "governed_iteration_s": run.governed.iteration_s,
+        "governed_energy_j": run.governed.energy_j,
+    }
+    assert known["default_energy_j"] is not None
+    assert run.energy_j is None  # not known on a simulated device, so not logged as 0
+    # A search that a busy machine has cut off has no saving, and no row of one.
+    assert {name: value for name, value in row.items() if name.startswith("kilter/")} == (
+        pytest.approx(
+            {f"kilter/simulated/{n}": value for n, value in known.items() if value is not None}
+        )
+    )
 
 
 def test_exception_of_the_training_passes_and_ends_the_run(trainings):
@@ -163,7 +173,7 @@ def step():
     optimizer.step()
 trainer.train(step, {STEPS}, 1)
 assert not any("kilter" in name for row in logger.rows for name in row)
-assert trainer.state.log_history[-1]["kilter/simulated/saving"] is not None
+assert "kilter/simulated/default_energy_j" in trainer.state.log_history[-1]
 assert trainer.state.log_history[-1]["step"] == {STEPS}
 """
     program = tmp_path / "program.py"

@@ -13,6 +13,7 @@ def test_words_are_found_as_they_stand_in_sentences() -> None:
     text = "passes: 18 passes, 9 under a plan; 3 deviations, 0 late, 18 on demand [simulated]"
     assert list(glossary.used(text)) == ["deviations", "late", "on demand", "pass", "simulated"]
     assert glossary.used("compass, plate, related") == {}
+    assert list(glossary.used("compute-bound")) == ["compute-bound"]
 
 
 def test_the_docs_say_the_same() -> None:

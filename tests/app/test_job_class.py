@@ -86,7 +86,7 @@ def test_between_the_two_is_unknown():
     found = built(watched(clock_share=0.3))
     assert found.job.name is Bound.UNKNOWN
     assert found.job.label is None
-    assert "what bounds the job is unknown" in summary.full(found).splitlines()[0]
+    assert "the class of the job is unknown" in summary.full(found).splitlines()[0]
 
 
 def test_idle_by_utilisation():

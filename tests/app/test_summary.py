@@ -353,7 +353,7 @@ def test_an_energy_that_nobody_measured_is_not_measured_by_none() -> None:
     assert "energy   not measured" in text
     assert "governed" not in text
     job_class, _, rest = text.partition("\n")
-    assert "what bounds the job is unknown" in job_class
+    assert "the class of the job is unknown" in job_class
     assert "unknown" not in rest
 
 

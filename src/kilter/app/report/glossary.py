@@ -11,13 +11,18 @@ WORDS = {
     "give its time and energy.",
     "bound": "The shortest time that any schedule of copies and recomputation could take. A plan "
     "close to it cannot be made much better.",
+    "communication-bound": "Collectives that nothing runs beside take a large part of an "
+    "iteration.",
+    "compute-bound": "The time of an iteration follows the SM clock.",
     "contract": "What the user allows, say 2 % slower. It is tested on the running job against "
     "the baseline; without evidence the baseline stands.",
     "deviations": "Passes that did something else than the plan expected and fell back to "
     "offloading on demand. Fewer is better; results are the same.",
     "hidden": "The share of the copies' time in which the device computes. 100 % costs no time.",
+    "input-bound": "The GPU has nothing to do while the program waits for its data.",
     "late": "Prefetches that were asked for after their tensor was needed. None is best.",
     "measured": "Read on the device that did the work.",
+    "memory-bound": "The GPU is busy, and the time of an iteration hardly follows the SM clock.",
     "offloaded": "Copied to the host and freed on the device, and copied back before its use.",
     "on demand": "Offloaded without a plan, since the budget was reached: while the job is still "
     "observed, and after a deviation. It keeps the budget and costs more time than a plan.",
@@ -35,5 +40,5 @@ WORDS = {
 def used(text: str) -> dict[str, str]:
     """The words of the glossary that stand in a text, in alphabetical order, with meanings."""
     lowered = text.lower()
-    found = (word for word in WORDS if re.search(rf"\b{re.escape(word)}(es|s)?\b", lowered))
+    found = (word for word in WORDS if re.search(rf"(?<![\w-]){re.escape(word)}(es|s)?\b", lowered))
     return {word: WORDS[word] for word in sorted(found)}

@@ -185,7 +185,7 @@ def bound(report: Report) -> Finding:
     job = report.job
     label = "" if job.label is None else job.label.value
     if job.name is Bound.UNKNOWN:
-        return Finding(f"what bounds the job is unknown: {job.evidence}", label)
+        return Finding(f"the class of the job is unknown: {job.evidence}", label)
     return Finding(f"{job.name.value}: {job.evidence}", label)
 
 

@@ -22,10 +22,13 @@ from kilter.core.plan import Goal, MemoryBudget
 from kilter.core.script_end import ScriptEnd, end_of
 from kilter.core.setting import DeviceInfo
 from kilter.core.units import GIB, MIB
-from kilter.memory import messages
+from kilter.memory import controller, messages
 from kilter.memory.controller import ALLOCATOR, MemoryController
 from kilter.memory.engine import CpuStandIn
+from kilter.memory.first_tensor import FirstTensor
 from kilter.memory.plan.problem import H200_PCIE5
+from kilter.memory.plan_log import PlanLog
+from kilter.memory.usable_bytes import card_memory
 from kilter.session.fence import Fence
 
 FINISHED = ScriptEnd()
@@ -51,20 +54,20 @@ class Card:
         for name, answer in answers.items():
             monkeypatch.setattr(cuda, name, lambda device, answer=answer: answer, raising=False)
 
-        def first(fitter: Any, tensor: torch.Tensor) -> bool:
-            fitter._kind = "cuda"
+        def first(waiting: Any, tensor: torch.Tensor) -> bool:
+            waiting.device_type = "cuda"
             return tensor.numel() * tensor.element_size() >= MIB and not tensor.is_leaf
 
-        monkeypatch.setattr(MemoryController, "_large", first)
-        monkeypatch.setattr(MemoryController, "_card", self.card)
+        monkeypatch.setattr(FirstTensor, "_governs", first)
+        monkeypatch.setattr(controller, "card_memory", self.memory)
         fake = types.ModuleType("kilter.memory.engine.cuda")
         fake.Cuda = types.SimpleNamespace(open=lambda index, host: CpuStandIn(host=host))  # type: ignore[attr-defined]
         fake.measure_link = lambda backend, size_bytes: H200_PCIE5  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "kilter.memory.engine.cuda", fake)
 
     @staticmethod
-    def card(fitter: Any, device: torch.device, original: Any = MemoryController._card) -> Any:
-        return original(fitter, torch.device("cuda", 0))
+    def memory(cuda: Any, device: torch.device, info: DeviceInfo) -> tuple[int | None, str]:
+        return card_memory(cuda, torch.device("cuda", 0), info)
 
 
 class Log:
@@ -211,12 +214,12 @@ def test_a_reason_is_told_once_with_the_number_of_its_data() -> None:
     def fail(where: str, error: str) -> None:
         raise AssertionError(f"{where}: {error}")
 
-    fitter = MemoryController(run_of(Fence(fail), events), MemoryBudget(share=0.5))
+    log = PlanLog(run_of(Fence(fail), events))
     few = [messages.recipe_differs(f"{number}: AddBackward0: (4,) float32") for number in range(3)]
     unreached = messages.of_error(BudgetTooSmall("the budget of 5 bytes is out of reach"))
     no_plan = messages.of_error(PlanError("the budget of an unknown kind"))
     for _ in range(2):
-        fitter._tell_refused((few[0], messages.FORWARD_MODE, few[1], unreached, no_plan, few[2]))
+        log.refuse_new((few[0], messages.FORWARD_MODE, few[1], unreached, no_plan, few[2]))
     told = [event for event in events if isinstance(event, Refused)]
     assert [(event.code, event.reason) for event in told] == [
         ("recipe_differs", "recomputed, it differs (3 data)"),
@@ -229,15 +232,15 @@ def test_a_bound_is_never_above_the_time_that_it_bounds(monkeypatch: pytest.Monk
     Card(total=80 * GIB, free=79 * GIB).install(monkeypatch)
 
     def longer(fitter: Any) -> None:
-        for record in fitter._swapper.records():
+        for record in fitter._job._swapper.records():
             record.operation_s = [2 * s for s in record.operation_s]
 
     def other(fitter: Any) -> None:
         """A larger kind of pass that was never planned."""
-        kind = next(kind for kind in fitter._swapper._kinds if kind.plan is not None)
+        kind = next(kind for kind in fitter._job._swapper._kinds if kind.plan is not None)
         record = replace(kind.record, operation_s=[9.0] * len(kind.record.operation_s))
         record.level_bytes = [2 * level for level in record.level_bytes]
-        fitter._swapper._kinds._by_events[(1, 2, 3)] = replace(kind, record=record, plan=None)
+        fitter._job._swapper._kinds._by_events[(1, 2, 3)] = replace(kind, record=record, plan=None)
 
     for change, known in ((lambda fitter: None, True), (longer, False), (other, True)):
         events = fit(MemoryBudget(share=0.5), at_end=change)

@@ -439,11 +439,11 @@ def test_two_ranks_set_both_cards_alike_and_write_one_report(tmp_path: Path) -> 
 
 # The job's data lie in the CPU's memory, so that is what is governed.
 ON_CPU = """
-import kilter.memory.controller
+import kilter.memory.first_tensor
 def large(self, tensor):
-    self._kind = "cpu"
+    self.device_type = "cpu"
     return tensor.numel() * tensor.element_size() >= 2**20 and not tensor.is_leaf
-kilter.memory.controller.MemoryController._large = large
+kilter.memory.first_tensor.FirstTensor._governs = large
 """
 
 LARGE_LOOP = LOOP.replace(

@@ -229,7 +229,7 @@ class StateAndWeightPolicy:
         """The largest pass, once its levels are known."""
         from kilter.memory.engine.kinds import ALLOCATION_ROUNDING_BYTES
 
-        record = max(self._swapper.records(), key=lambda r: r.peak_bytes, default=None)
+        record = self._swapper.largest_pass()
         if record is None or record.passes < KNOWN_PASSES:
             return None, None
         problem, _ = record.problem(

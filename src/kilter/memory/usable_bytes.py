@@ -9,6 +9,8 @@ from kilter.core.units import show_bytes
 if TYPE_CHECKING:
     import torch
 
+    from kilter.core.setting import DeviceInfo
+
 RESERVE = 0.1
 """Share that is left alone: fragments, and workspace that comes and goes between two looks."""
 
@@ -28,3 +30,11 @@ def usable_device_bytes(cuda: Any, device: torch.device) -> tuple[int, str]:
         f"{show_bytes(room_bytes)} of {show_bytes(total_bytes)} ({why}), "
         f"less {RESERVE * 100:g} % in reserve",
     )
+
+
+def card_memory(cuda: Any, device: torch.device, info: DeviceInfo) -> tuple[int | None, str]:
+    """What the card has for this process, and how that was found: the GPU that torch computes on,
+    or on a CPU the device that stands for one."""
+    if device.type == "cuda":
+        return usable_device_bytes(cuda, device)
+    return info.memory_bytes, f"{show_bytes(info.memory_bytes)} of {info.name}"

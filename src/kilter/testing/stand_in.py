@@ -65,20 +65,22 @@ def card() -> None:
     """Treat the memory of the CPU as a GPU's: the whole engine runs, on the stand-in."""
     import torch
 
-    from kilter.memory.controller import MemoryController
+    from kilter.memory import controller
     from kilter.memory.engine.backend import CpuStandIn
+    from kilter.memory.first_tensor import FirstTensor
     from kilter.memory.plan import problem
 
-    large = MemoryController._large
+    governs = FirstTensor._governs
 
-    def large_on_card(fitter: Any, tensor: Any) -> bool:
-        fitter._kind = "cpu"
-        found = large(fitter, tensor)
-        fitter._kind = "cuda"
+    def governs_on_card(first: Any, tensor: Any) -> bool:
+        first.device_type = "cpu"
+        found = governs(first, tensor)
+        first.device_type = "cuda"
         return found
 
-    fitter: Any = MemoryController
-    fitter._large, fitter._card = large_on_card, lambda fitter, device: (None, "")
+    replaced: Any = FirstTensor
+    replaced._governs = governs_on_card
+    vars(controller)["card_memory"] = lambda cuda, device, info: (None, "")
     fake: Any = types.ModuleType("kilter.memory.engine.cuda")
     fake.Cuda = types.SimpleNamespace(open=lambda index, host=None: CpuStandIn(host=host))
     fake.measure_link = lambda backend, size_bytes: problem.H200_PCIE5

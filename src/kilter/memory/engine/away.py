@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 from kilter.core.errors import UsageError
 from kilter.core.reasons import Reason
 from kilter.memory import messages
+from kilter.memory.engine.saved_hooks import OUR_MODULES, around_disabling, is_ours
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     import torch
-
-OUR_MODULES = "kilter."
 
 
 class WeightsMoved(RuntimeError):
@@ -138,7 +137,7 @@ class Doors(AbstractContextManager["Doors"]):
             raise UsageError("weights are moved already; one memory engine at a time")
         self._watch_data(torch)
         self._guard_hooks()
-        self._guard_functions(torch)
+        self._undo.append(around_disabling(self._functions_transformed))
         self._guard_graphs(torch)
         self._guard_streams(torch)
         return self
@@ -190,7 +189,7 @@ class Doors(AbstractContextManager["Doors"]):
         push = torch_internals.push_saved_hooks
 
         def pushed(pack: Any, unpack: Any) -> None:
-            push(pack, unpack if guarded(unpack) else self._guarded(unpack))
+            push(pack, unpack if is_ours(unpack) else self._guarded(unpack))
 
         self._replace(*torch_internals.holder_of("push_saved_hooks"), pushed)
 
@@ -202,18 +201,11 @@ class Doors(AbstractContextManager["Doors"]):
 
         return guarded_unpack
 
-    def _guard_functions(self, torch: Any) -> None:
+    @contextmanager
+    def _functions_transformed(self) -> Iterator[None]:
         """`torch.func.grad` and its kin wrap their arguments in C++."""
-        graph = torch.autograd.graph
-        disable = graph.disable_saved_tensors_hooks
-
-        @contextmanager
-        def disabled(error_message: str) -> Iterator[None]:
-            self._all_home(messages.USES_FUNC)
-            with disable(error_message):
-                yield
-
-        self._replace(graph, "disable_saved_tensors_hooks", disabled)
+        self._all_home(messages.USES_FUNC)
+        yield
 
     def _guard_graphs(self, torch: Any) -> None:
         """A captured graph knows addresses."""
@@ -257,8 +249,3 @@ class Doors(AbstractContextManager["Doors"]):
         self._replace(cuda, "set_stream", set_stream)
         if enter is not None:
             self._replace(cuda.Stream, "__enter__", entered)
-
-
-def guarded(unpack: Any) -> bool:
-    """This hook hands no parameter to backward whose bytes are away."""
-    return str(getattr(unpack, "__module__", "")).startswith(OUR_MODULES)

@@ -293,6 +293,10 @@ class Swapper(AbstractContextManager["Swapper"]):
         """What was observed, one record for each kind of pass."""
         return tuple(kind.record for kind in self._kinds)
 
+    def largest_pass(self) -> PassRecord | None:
+        """The record of the kind of pass with the largest plain peak."""
+        return max(self.records(), key=lambda record: record.peak_bytes, default=None)
+
     def plans(self) -> tuple[tuple[PassRecord, MemoryPlan, tuple[int, ...]], ...]:
         """For each kind of pass with a plan: its record, the plan, and the number of the datum
         behind each interval that the plan names."""

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from kilter.core.reasons import Reason
 from kilter.memory import messages
 from kilter.memory.engine.aliases import Holders, holders, shared_with_processes
-from kilter.memory.engine.away import away_class, guarded
+from kilter.memory.engine.away import away_class
 from kilter.memory.engine.backend import Backend, CopyEvent, HostMemoryError, owned
+from kilter.memory.engine.saved_hooks import is_ours
 from kilter.memory.engine.stream import Where, shaped
 from kilter.observe import torch_internals
 
@@ -211,7 +212,7 @@ class Shelf:
         if not owned(parameter.untyped_storage()):
             return False
         top = torch_internals.top_saved_hooks(True)
-        if top is not None and not guarded(top[1]):
+        if top is not None and not is_ours(top[1]):
             return False
         return not shared_with_processes(parameter.untyped_storage())
 

@@ -1,0 +1,195 @@
+"""Which budget is in force: a size, what the card has, or a share of the plain peak.
+
+A share needs the peak of the job with everything kept. So the job is observed first, and runs a few
+iterations without the engine, whose time and peak every later plan is held against.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kilter.core.plan import MemoryBudget
+from kilter.core.units import show_bytes
+from kilter.memory.iteration_times import IterationTimes
+
+if TYPE_CHECKING:
+    import torch
+
+    from kilter.memory.engine import Swapper
+
+UNLIMITED = 2**60
+"""More bytes than any device has."""
+SEEN_PASSES = 2
+"""Passes of one kind after which its peak is known: the first creates gradients and state."""
+UNTRIED = 6
+"""Iteration ends after which a share does not wait any longer for what can be recomputed."""
+PLAIN = 4
+"""Iterations without us, to know what they take; only where the budget is a share of that."""
+LARGER_PEAK = 1.01
+"""A plain peak that is larger than the largest so far by this factor makes another budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetInForce:
+    """What the device memory is kept within, and why."""
+
+    size_bytes: int | None
+    """None: not known yet."""
+    words: str
+    """Where the budget comes from."""
+
+    @classmethod
+    def at_begin(
+        cls, asked: MemoryBudget, card_bytes: int | None, card: str, *, on_gpu: bool
+    ) -> BudgetInForce:
+        """What is known before anything was observed. `card` says in words what the card has for
+        this process; it limits a size that was asked for only where it is the job's device."""
+        if asked.size_bytes is not None:
+            if card_bytes is not None and card_bytes < asked.size_bytes and on_gpu:
+                return cls(card_bytes, f"less than the {asked} asked for, to fit {card}")
+            return cls(asked.size_bytes, "as asked")
+        if asked.share is not None:
+            return cls(None, f"{asked} of the plain peak, which is being observed")
+        if card_bytes is not None:
+            return cls(card_bytes, f"to fit {card}")
+        return cls(None, "auto, but there is no card to fit: give a size or a share")
+
+
+class PlainIterations:
+    """Lets some iterations run without the engine. They fit, since the watched ones did.
+
+    Belongs to the thread that makes it, as the engine's hooks on saved tensors do.
+    """
+
+    def __init__(
+        self, swapper: Swapper, device: torch.device, cuda: Any, times: IterationTimes
+    ) -> None:
+        """`cuda` is `torch.cuda` where the device is a GPU, else None."""
+        self._swapper = swapper
+        self._device = device
+        self._cuda = cuda
+        self._times = times
+        self._thread = threading.get_ident()
+        self._left: int | None = None
+        """That are still to come; None: not begun."""
+        self.peak_bytes = 0
+        """As the allocator has seen it; 0: not measured."""
+
+    @property
+    def in_thread(self) -> bool:
+        """This is the thread in which the engine has its hooks."""
+        return self._thread == threading.get_ident()
+
+    def over(self) -> bool:
+        """At the end of an iteration: whether they have run, or cannot begin now because the
+        program has put hooks of its own above the engine's."""
+        from kilter.memory.engine.saved_hooks import innermost_are_ours
+
+        if self._left is None:
+            if not (self.in_thread and innermost_are_ours()):
+                return True
+            self._left = PLAIN
+            self._swapper.step_out()
+            if self._cuda is not None:
+                self._cuda.reset_peak_memory_stats(self._device)
+            return False
+        if self._left == 0:
+            return True
+        if not self.in_thread:
+            return False  # an iteration of another thread, which has no hooks to put back
+        self._times.was_plain()
+        self._left -= 1
+        if self._left > 0:
+            return False
+        self._swapper.step_in()
+        if self._cuda is not None:
+            self.peak_bytes = int(self._cuda.max_memory_allocated(self._device))
+        return True
+
+    def end(self) -> None:
+        """The script ended in the middle of them."""
+        if self._left:
+            self._swapper.step_in()
+
+
+class JobBudget:
+    """The budget that is in force in one job, and when a share becomes another number."""
+
+    def __init__(
+        self,
+        asked: MemoryBudget,
+        begin: BudgetInForce,
+        card_bytes: int,
+        swapper: Swapper,
+        plain: PlainIterations,
+        *,
+        dry_run: bool,
+    ) -> None:
+        self._asked = asked
+        self.in_force = begin
+        self._card_bytes = card_bytes
+        self._swapper = swapper
+        self._plain = plain
+        self._dry_run = dry_run
+        self._share_of_bytes: int | None = None
+        """The plain peak that the budget is a share of."""
+        self._untried = 0
+
+    def iteration_ended(self) -> None:
+        """Take the share once the plain peak is known, and again for a larger one."""
+        if self._asked.share is None:
+            return
+        if self.in_force.size_bytes is None:
+            self._take_first_share()
+        else:
+            self._raise_share()
+
+    def plain_peak_bytes(self) -> int:
+        """The largest peak with everything kept, of all kinds of passes."""
+        peaks = [record.peak_bytes for record in self._swapper.records()]
+        return max([self._plain.peak_bytes, *peaks])
+
+    def plain_peak_known(self) -> bool:
+        """Passes of one kind have repeated, or are known not to."""
+        if self._swapper.report().watched_every > 1:
+            return True
+        return any(record.passes >= SEEN_PASSES for record in self._swapper.records())
+
+    def _take_first_share(self) -> None:
+        if not self.plain_peak_known():
+            return
+        report = self._swapper.report()
+        if report.spilled > 0:
+            why = ", since the job does not fit without a plan"
+            self._take_share(self._card_bytes, "the card's", why)
+            return
+        if not (self._plain.over() and self._tried()):
+            return  # the budget stays the card's until all that is to be watched was watched
+        changing = f", the largest of {report.passes} passes of changing shapes"
+        self._share_of_bytes = self.plain_peak_bytes()
+        self._take_share(
+            self._share_of_bytes, "the plain peak,", changing if report.watched_every > 1 else ""
+        )
+
+    def _raise_share(self) -> None:
+        """Another kind of pass turned out to be larger than all that were seen when the share was
+        taken."""
+        peak_bytes = self.plain_peak_bytes()
+        if self._share_of_bytes is None or peak_bytes <= LARGER_PEAK * self._share_of_bytes:
+            return
+        self._share_of_bytes = peak_bytes
+        self._take_share(peak_bytes, "the largest plain peak,")
+
+    def _take_share(self, of_bytes: int, what: str, why: str = "") -> None:
+        assert self._asked.share is not None
+        size_bytes = int(self._asked.share * of_bytes)
+        words = f"{self._asked} of {what} {show_bytes(of_bytes)}{why}"
+        self.in_force = BudgetInForce(size_bytes, words)
+        if not self._dry_run:
+            self._swapper.limit(size_bytes)
+
+    def _tried(self) -> bool:
+        self._untried += 1
+        return self._swapper.tried or self._untried > UNTRIED

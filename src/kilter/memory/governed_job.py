@@ -1,0 +1,259 @@
+"""A job whose saved tensors the engine has taken: its budget, its plans, and what came of them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from kilter.controller import Run
+from kilter.core.errors import KilterError, PlanError
+from kilter.core.events import Moved
+from kilter.core.memory_record import MemoryCounts
+from kilter.core.plan import MemoryBudget
+from kilter.core.units import MIB, show_bytes
+from kilter.memory import messages
+from kilter.memory.budget import UNLIMITED, BudgetInForce, JobBudget, PlainIterations
+from kilter.memory.iteration_times import IterationTimes, median_s
+from kilter.memory.plan_log import PlanLog
+from kilter.memory.state_and_weights import StateAndWeightPolicy, words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kilter.memory.engine.backend import Backend
+    from kilter.memory.engine.pass_record import PassRecord
+    from kilter.memory.plan.choose import MemoryPlan
+    from kilter.memory.plan.problem import Link, Problem
+
+SETTLED = 3
+"""Iterations under a plan after which the job counts as settled; the peak is measured in them."""
+TELL_EVERY_S = 5.0
+"""The report of a killed run may be so old."""
+MOST_BOUND = 3000
+BOUND_S = 5.0
+"""Operations up to which the bound is computed, and for how long, at the end of the script."""
+BOUND_ROUNDING = 1e-6
+"""A bound may exceed the time that it bounds by this fraction: both are rounded."""
+
+
+class GovernedJob:
+    """From the first large saved tensor on. Belongs to the program's threads, but `conclude`."""
+
+    def __init__(
+        self,
+        run: Run,
+        asked: MemoryBudget,
+        backend: Backend,
+        link: Link,
+        times: IterationTimes,
+        log: PlanLog,
+        *,
+        cuda: Any,
+        card: tuple[int | None, str],
+    ) -> None:
+        """`cuda` is `torch.cuda` where the job's device is a GPU, else None; `card` is what the
+        card has for this process, in bytes and in words."""
+        from kilter.memory.engine import Swapper
+
+        self._run = run
+        self._backend = backend
+        self._link = link
+        self._times = times
+        self._log = log
+        self._cuda = cuda
+        card_bytes, card_words = card
+        on_gpu = cuda is not None
+        begin = BudgetInForce.at_begin(asked, card_bytes, card_words, on_gpu=on_gpu)
+        unplanned_bytes = UNLIMITED if card_bytes is None else card_bytes
+        self._limit_bytes = unplanned_bytes if begin.size_bytes is None else begin.size_bytes
+        self._swapper = Swapper(
+            backend,
+            budget_bytes=UNLIMITED if run.dry_run else self._limit_bytes,
+            link=link,
+            fence=run.fence,
+        )
+        self._swapper.may_plan = begin.size_bytes is not None or run.dry_run
+        self._plain = PlainIterations(self._swapper, backend.device, cuda, times)
+        self._budget = JobBudget(
+            asked, begin, unplanned_bytes, self._swapper, self._plain, dry_run=run.dry_run
+        )
+        self._policy: StateAndWeightPolicy | None = None
+        """None: gradients, state and weights stay."""
+        self._stopped = False
+        self._told_s = 0.0
+        self._plain_seen = False
+        """The job ran with everything kept, and its peak is known."""
+        self._peak_bytes: int | None = None
+        """As it was measured when the script ended."""
+
+    # Begin and end
+
+    def begin(self) -> None:
+        """In the thread whose tensors are governed."""
+        self._swapper.__enter__()
+
+    def move_state_and_weights(self, open_backend: Callable[[], Backend], gradients: str) -> None:
+        """Let gradients, optimizer state and weights make room as well, each on its own streams."""
+        self._policy = StateAndWeightPolicy(
+            self._swapper, open_backend, self._link, self._run.fence, gradients
+        )
+        self._policy.begin(self._backend.used_bytes() or 0, self._limit_bytes)
+
+    def stop(self) -> None:
+        """Decide nothing any more: the script is over, or this is a forked child."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """Take the hooks out, in the thread in which they are."""
+        self._peak_bytes = self._measured_peak_bytes()
+        if self._plain.in_thread:
+            self._plain.end()
+            if self._policy is not None:
+                self._policy.close()
+            self._swapper.__exit__(None, None, None)
+
+    def conclude(self) -> None:
+        """Tell what came of it, once all times are known."""
+        if self._run.dry_run:
+            self._plan_only()
+        else:
+            self._look()
+        self._tell(*self._bounds())
+
+    # While the program runs
+
+    @property
+    def was_planned(self) -> bool:
+        """Some pass has run under a plan."""
+        return self._swapper.report().planned > 0
+
+    @property
+    def settled(self) -> bool:
+        """The job runs as it is going to run."""
+        decided = self._policy is None or self._policy.settled
+        return decided and len(self._times.planned_s) >= SETTLED
+
+    def iteration_ended(self) -> None:
+        """An iteration of the program ends here, in its thread."""
+        self._look()
+        if self._run.log.now_s() - self._told_s > TELL_EVERY_S:
+            self._tell()
+
+    def _look(self) -> None:
+        """Record what is new at this iteration end; decide what follows from that."""
+        if not self._stopped:
+            self._budget.iteration_ended()
+        swapper, report = self._swapper, self._swapper.report()
+        if not self._plain_seen and not report.spilled:
+            self._plain_seen = self._budget.plain_peak_known()
+        self._times.planned(now=swapper.planned and not self._run.dry_run)
+        if not self._run.dry_run and (new := self._log.new(report.plans)):
+            for record, plan, numbers in swapper.plans():
+                if plan in new:
+                    self._log_plan(record, plan, numbers)
+        self._log.refuse_new(report.refused)
+        if report.watched_every > 1:
+            self._log.notice(messages.CHANGING_SHAPES)
+        budget_bytes = self._budget.in_force.size_bytes
+        if self._policy is not None and budget_bytes is not None and not self._stopped:
+            self._policy.iteration_ended(report, budget_bytes, self._run.log.now_s())
+            if self._policy.taken_back is not None:
+                self._log.refuse_new((self._policy.taken_back,))
+
+    def _log_plan(self, record: PassRecord, plan: MemoryPlan, numbers: tuple[int, ...]) -> None:
+        problem, every = self._problem(record, plan.budget_bytes)
+        budget = self._budget.in_force
+        self._log.add(
+            plan,
+            record,
+            problem,
+            [every.index(number) for number in numbers],
+            device="cpu" if self._cuda is None else self._run.info.name,
+            reason=f"a memory budget of {show_bytes(budget.size_bytes)}: {budget.words}",
+        )
+
+    def _problem(self, record: PassRecord, budget_bytes: int) -> tuple[Problem, tuple[int, ...]]:
+        return record.problem(link=self._link, budget_bytes=budget_bytes, min_bytes=MIB)
+
+    # What came of it
+
+    def _measured_peak_bytes(self) -> int | None:
+        """Of passes of all kinds, as they run now. Since the newest of them was measured, the
+        allocator alone knows."""
+        peak_bytes = self._swapper.report().highest_bytes
+        if self._cuda is not None and self._swapper.planned:
+            allocated_bytes = int(self._cuda.max_memory_allocated(self._backend.device))
+            peak_bytes = max(peak_bytes, allocated_bytes)
+        return peak_bytes or None
+
+    def _tell(self, least_bytes: int | None = None, bound_s: float | None = None) -> None:
+        self._told_s = self._run.log.now_s()
+        report = self._swapper.report()
+        state = None if self._policy is None else self._policy.report
+        weights = None if self._policy is None else self._policy.weights
+        movers = [moved for moved in (report, state, weights) if moved is not None]
+        if weights is not None:
+            self._log.refuse_new((*report.refused, *weights.refused))
+        if state is not None:
+            self._log.refuse_new((*report.refused, *state.refused))
+        counts = {name: getattr(report, name) for name in MemoryCounts.__struct_fields__}
+        for name in ("out_bytes", "in_bytes", "host_bytes"):
+            counts[name] = sum(getattr(moved, name) for moved in movers)
+        budget = self._budget.in_force
+        self._run.log(
+            Moved(
+                t_s=self._told_s,
+                backend="stand-in" if self._cuda is None else "cuda",
+                budget_bytes=budget.size_bytes,
+                budget=budget.words,
+                applied=not self._run.dry_run,
+                plain_peak_bytes=self._budget.plain_peak_bytes() or None,
+                plain_peak_seen=self._plain_seen,
+                peak_bytes=self._peak_bytes or self._measured_peak_bytes(),
+                least_bytes=least_bytes,
+                plain_iteration_s=median_s(self._times.plain_s),
+                iteration_s=median_s(self._times.planned_s),
+                consumed=0 if state is None else state.visits,
+                in_force=self._log.numbers_of(report.plans),
+                state="" if state is None else words(state, weights),
+                bound_s=bound_s,
+                **counts,
+            )
+        )
+
+    def _plan_only(self) -> None:
+        """What would have been done."""
+        from kilter.memory.plan.choose import plan
+
+        record = self._swapper.largest_pass()
+        budget_bytes = self._budget.in_force.size_bytes
+        if record is None or budget_bytes is None:
+            return
+        problem, numbers = self._problem(record, budget_bytes)
+        try:
+            self._log_plan(record, plan(problem), numbers)
+        except PlanError as error:
+            self._log.refuse(messages.of_error(error))
+
+    def _bounds(self) -> tuple[int | None, float | None]:
+        """For the largest pass that was planned, or seen: the smallest peak, and the time that no
+        schedule beats."""
+        planned = max(self._swapper.plans(), key=lambda p: p[1].peak_before_bytes, default=None)
+        record = self._swapper.largest_pass() if planned is None else planned[0]
+        budget_bytes = self._budget.in_force.size_bytes
+        if record is None or budget_bytes is None:
+            return None, None
+        problem, _ = self._problem(record, budget_bytes)
+        bound_s = None
+        if len(record.operation_s) <= MOST_BOUND and problem.floor_bytes <= problem.budget_bytes:
+            from kilter.memory.plan.exact import relax
+
+            # No solver installed, or not in time: the bound stays unknown.
+            with suppress(KilterError):
+                bound_s = relax(problem, limit_s=BOUND_S).bound_s
+        if bound_s is not None and planned is not None:
+            iteration_s = planned[1].iteration_s
+            # Where times have changed since, it is the bound of another plan.
+            retimed = bound_s > (1 + BOUND_ROUNDING) * iteration_s
+            bound_s = None if retimed else min(bound_s, iteration_s)
+        return problem.floor_bytes, bound_s

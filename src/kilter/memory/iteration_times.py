@@ -1,0 +1,48 @@
+"""How long iterations take with everything kept, and how long under a memory plan."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kilter.observe.iteration_clock import Iteration
+
+
+class IterationTimes:
+    """Durations by what the iteration was. Iterations are noted in the program's thread as they
+    end; their durations become known later, in the session's thread."""
+
+    def __init__(self) -> None:
+        self.index = -1
+        """The last iteration end."""
+        self._was_planned = False
+        self._durations_s: dict[int, deque[float]] = {}
+        """By iteration end, where the duration of the iteration that it ends belongs."""
+        self.plain_s: deque[float] = deque(maxlen=64)
+        """Of iterations with everything kept and without the engine."""
+        self.planned_s: deque[float] = deque(maxlen=512)
+        """Of iterations under a plan from their begin to their end."""
+
+    def was_plain(self) -> None:
+        """The iteration that ends here ran without the engine."""
+        self._durations_s[self.index] = self.plain_s
+
+    def planned(self, *, now: bool) -> None:
+        """Whether a plan is in force at this iteration end."""
+        if now and self._was_planned:
+            self._durations_s[self.index] = self.planned_s
+        self._was_planned = now
+
+    def add(self, finished: Sequence[Iteration], disturbed: Callable[[Iteration], bool]) -> None:
+        """Durations have become known; those of disturbed iterations do not count."""
+        for iteration in finished:
+            durations_s = self._durations_s.pop(iteration.index, None)
+            if durations_s is not None and not disturbed(iteration):
+                durations_s.append(iteration.duration_s)
+
+
+def median_s(durations_s: deque[float]) -> float | None:
+    """None where there are none. Durations may be added at the same time."""
+    known_s = list(durations_s)
+    return statistics.median(known_s) if known_s else None

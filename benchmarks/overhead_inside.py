@@ -110,7 +110,7 @@ class Pause:
         sampler = live._run.sampler
         pulse, poll = live._tick, sampler.poll
         live._tick = lambda: None if self.on else pulse()
-        sampler.poll = lambda: sampler.latest if self.on else poll()
+        sampler.poll = lambda: sampler.record.latest if self.on else poll()
 
 
 def main() -> int:

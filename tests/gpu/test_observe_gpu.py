@@ -147,7 +147,7 @@ def test_energy_is_that_of_the_counter():
         torch.cuda.synchronize()
     end_s = time.monotonic()
     time.sleep(0.3)
-    energy = sampler.energy_between(begin_s + 1.0, end_s)
+    energy = sampler.record.energy_between(begin_s + 1.0, end_s)
     sampler.stop()
     device.close()
     assert energy.method == "counter"

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kilter.core.errors import DeviceHung, DeviceLost
 from kilter.core.label import Label
 from kilter.core.setting import DeviceInfo, Sample, Setting, Supported, Throttle
-from kilter.observe.sampler import Sampler, integrate
+from kilter.observe.sampler import Sampler
+from kilter.observe.sensor_record import integrate
 
 TICK_S = 0.1
 CALL_S = 10e-6
@@ -87,17 +88,17 @@ def true_energy(power, begin_s, end_s, dt=1e-3):
 
 def test_a_long_interval_is_measured_by_the_counter():
     sampler = sampled(Scripted(wave, gain=1.05), 60.0)
-    energy = sampler.energy_between(7.0, 49.0)
+    energy = sampler.record.energy_between(7.0, 49.0)
     assert energy.method == "counter"
     assert energy.joules == pytest.approx(true_energy(wave, 7.0, 49.0), rel=0.01)
     assert energy.disagreement == pytest.approx(0.05, abs=0.015)
-    assert sampler.energy_method == "counter"
-    assert sampler.disagreement == energy.disagreement
+    assert sampler.record.energy_method == "counter"
+    assert sampler.record.disagreement == energy.disagreement
 
 
 def test_a_short_interval_is_the_integral_of_power():
     sampler = sampled(Scripted(wave), 30.0)
-    energy = sampler.energy_between(12.2, 14.7)
+    energy = sampler.record.energy_between(12.2, 14.7)
     assert energy.method == "power integral"
     assert energy.counter_j is None
     assert energy.joules == pytest.approx(true_energy(wave, 12.2, 14.7), rel=0.06)
@@ -114,7 +115,7 @@ def test_ends_on_ticks_make_a_shorter_interval_good_enough_for_the_counter():
         device.now_s += TICK_S
     sampler.read_counter()
     sampler.poll()
-    energy = sampler.energy_between(begin_s, device.now_s)
+    energy = sampler.record.energy_between(begin_s, device.now_s)
     assert energy.method == "counter"
     assert energy.joules == pytest.approx(true_energy(wave, begin_s, device.now_s), rel=0.03)
 
@@ -127,7 +128,7 @@ def test_the_counter_is_read_rarely_and_only_by_the_sampler():
 
 def test_a_device_without_a_counter():
     sampler = sampled(Scripted(wave, counter=False), 30.0)
-    energy = sampler.energy_between(5.0, 25.0)
+    energy = sampler.record.energy_between(5.0, 25.0)
     assert energy.method == "power integral"
     assert energy.joules == pytest.approx(true_energy(wave, 5.0, 25.0), rel=0.02)
     assert energy.disagreement is None
@@ -140,16 +141,16 @@ def test_a_counter_that_stands_still_does_not_count():
             joules = 5.0 if energy else None
             return Sample(t_s=sample.t_s, power_w=sample.power_w, energy_j=joules)
 
-    energy = sampled(Stuck(wave), 30.0).energy_between(1.0, 29.0)
+    energy = sampled(Stuck(wave), 30.0).record.energy_between(1.0, 29.0)
     assert energy.method == "power integral"
 
 
 @pytest.mark.parametrize(("begin_s", "end_s"), [(-5.0, 2.0), (5.0, 90.0), (200.0, 210.0)])
 def test_energy_outside_of_what_was_sampled_is_unknown(begin_s, end_s):
     sampler = sampled(Scripted(), 20.0)
-    assert sampler.energy_between(begin_s, end_s) is None
-    assert sampler.mean_power_w(begin_s, end_s) is None
-    assert sampler.energy_method == "none"
+    assert sampler.record.energy_between(begin_s, end_s) is None
+    assert sampler.record.mean_power_w(begin_s, end_s) is None
+    assert sampler.record.energy_method == "none"
 
 
 def test_a_hole_in_the_samples_is_not_bridged():
@@ -157,21 +158,21 @@ def test_a_hole_in_the_samples_is_not_bridged():
     sampler = sampled(device, 5.0)
     device.now_s += 4.0
     sampler.poll()
-    assert sampler.energy_between(4.0, 8.5) is None
-    assert sampler.energy_between(1.0, 4.0).joules == pytest.approx(900.0)
+    assert sampler.record.energy_between(4.0, 8.5) is None
+    assert sampler.record.energy_between(1.0, 4.0).joules == pytest.approx(900.0)
 
 
 def test_a_lost_device_ends_the_sampling_and_keeps_what_was_seen():
     sampler = sampled(Scripted(lost_at=8.0), 20.0)
     assert sampler.why_ended == "fell off the bus"
     assert sampler.poll() is None
-    assert sampler.mean_power_w(2.0, 6.0) == pytest.approx(300.0)
+    assert sampler.record.mean_power_w(2.0, 6.0) == pytest.approx(300.0)
 
 
 def test_the_sustained_clock_is_that_of_the_busy_device():
     sampler = sampled(Scripted(lambda t: 300.0 if int(t * 2) % 5 else 80.0), 20.0)
-    assert sampler.sustained() == Setting(sm_clock_hz=1.5e9, memory_clock_hz=3e9)
-    assert sampled(Scripted(lambda t: 80.0), 5.0).sustained() == Setting()
+    assert sampler.record.sustained() == Setting(sm_clock_hz=1.5e9, memory_clock_hz=3e9)
+    assert sampled(Scripted(lambda t: 80.0), 5.0).record.sustained() == Setting()
 
 
 def test_its_own_cost_is_known():
@@ -266,8 +267,8 @@ def test_the_energy_of_the_whole_run_is_known(counter):
     sampler = sampled(device, 30.0)
     sampler.read_counter()
     sampler.poll()
-    assert sampler.total_j == pytest.approx(true_energy(wave, 0.0, device.now_s), rel=0.03)
+    assert sampler.record.total_j == pytest.approx(true_energy(wave, 0.0, device.now_s), rel=0.03)
 
 
 def test_without_power_and_counter_the_energy_of_the_run_is_unknown():
-    assert Sampler(Scripted()).total_j is None
+    assert Sampler(Scripted()).record.total_j is None

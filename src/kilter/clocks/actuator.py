@@ -8,7 +8,8 @@ from kilter.core.errors import DeviceError
 from kilter.core.setting import DeviceInfo, Sample, Setting
 from kilter.lease.lease import Lease
 from kilter.observe.iteration_clock import IterationClock
-from kilter.observe.sampler import DEFAULT_PERIOD_S, Sampler
+from kilter.observe.sampler import Sampler
+from kilter.observe.sensor_record import DEFAULT_PERIOD_S
 
 LOW_SETTING_HOLD_S = 60.0
 HOLD_ITERATIONS = 5
@@ -39,7 +40,7 @@ class DeviceActuator:
             return
         if self._sampler.why_ended is not None:
             raise DeviceError(f"nobody can see what the device does: {self._sampler.why_ended}")
-        sample = self._sampler.latest
+        sample = self._sampler.record.latest
         if sample is not None and sample is not self._verified:
             self._verified = sample
             self.lease.verify(sample)
@@ -56,7 +57,7 @@ class DeviceActuator:
         return time.monotonic() >= self._set_s + self._latency_s
 
     def mean_power_w(self, begin_s: float, end_s: float) -> float | None:
-        return self._sampler.mean_power_w(begin_s, end_s)
+        return self._sampler.record.mean_power_w(begin_s, end_s)
 
     def sustained(self) -> Setting:
-        return self._sampler.sustained()
+        return self._sampler.record.sustained()

@@ -119,13 +119,13 @@ class LiveRun:
             found=run.lease.found,
             after=after,
             restored=restored,
-            energy_method="model" if sampler is None else sampler.energy_method,
+            energy_method="model" if sampler is None else sampler.record.energy_method,
             sampler_cost_s=sampler.cost_s if sampler else 0.0,
             hook_cost_s=run.iterations.cost_s,
             label=run.info.label,
-            energy_disagreement=sampler.disagreement if sampler else None,
+            energy_disagreement=sampler.record.disagreement if sampler else None,
             no_trace=None if run.trace.trace is not None else run.why_no_trace(),
-            energy_j=sampler.total_j if sampler else None,
+            energy_j=sampler.record.total_j if sampler else None,
             unseen=self._unseen.why(),
         )
 
@@ -178,7 +178,7 @@ class LiveRun:
 
     def _record_sample(self) -> None:
         run = self._run
-        sample = None if run.sampler is None else run.sampler.latest
+        sample = None if run.sampler is None else run.sampler.record.latest
         if sample is None or run.log.now_s() - self._sampled_s < RECORD_EVERY_S:
             return
         self._sampled_s = run.log.now_s()

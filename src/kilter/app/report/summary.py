@@ -25,7 +25,7 @@ from kilter.core.units import (
     show_fraction,
     show_time,
 )
-from kilter.observe.sampler import DISAGREEMENT
+from kilter.observe.sensor_record import DISAGREEMENT
 
 NOTHING_SET = "nothing was set"
 ACTED_ON = (Bound.INPUT, Bound.IDLE, Bound.THROTTLED, Bound.COMMUNICATION)

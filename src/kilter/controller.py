@@ -19,7 +19,8 @@ from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.units import show_count
 from kilter.device.protocol import Device
 from kilter.lease.run_lease import RunLease
-from kilter.observe.iteration_clock import Iteration, IterationClock
+from kilter.observe.end_times import Iteration
+from kilter.observe.iteration_clock import IterationClock
 from kilter.observe.run_files import RunFiles
 from kilter.observe.sampler import Sampler
 from kilter.observe.trace_source import TraceSource

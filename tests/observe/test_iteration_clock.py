@@ -136,7 +136,7 @@ class Wrapper(nn.Module):
     def __init__(self): super().__init__(); self.inner = model
     def forward(self, x): return self.inner(self.inner[0](x)[:, :8])
 wrapped = Wrapper()
-from kilter.observe import iteration_clock as marks
+from kilter.observe import inference_watch as marks
 until = time.monotonic() + marks.INFERENCE_AFTER_S + 0.5
 with torch.no_grad():
     while time.monotonic() < until: wrapped(x); time.sleep(0.01)
@@ -158,7 +158,7 @@ copies = [copy.deepcopy(wrapped.inner), pickle.loads(pickle.dumps(model))]
 def test_a_saved_model_carries_nothing_of_ours(tmp_path):
     program = f"""
 import time, torch.nn.functional
-from kilter.observe import iteration_clock as marks
+from kilter.observe import inference_watch as marks
 until = time.monotonic() + marks.INFERENCE_AFTER_S + 0.3
 with torch.no_grad():
     while time.monotonic() < until: model(x); time.sleep(0.01)
@@ -334,7 +334,7 @@ def test_compiled_inference_is_marked_without_a_recompilation(wrapped, late):
     """The outermost compiled module, if one is inside another; also after a long loading."""
     program = f"""
 import time, warnings
-from kilter.observe import iteration_clock as marks
+from kilter.observe import inference_watch as marks
 warnings.simplefilter("ignore")  # the compiler's own
 if {late}: time.sleep(1.5 * marks.INFERENCE_AFTER_S)
 compiled = torch.compile(model, backend="eager")
@@ -357,7 +357,7 @@ assert counters["stats"]["unique_graphs"] == graphs, counters
 def test_a_program_that_prepares_for_long_and_then_compiles_is_not_in_the_way():
     program = """
 import time, warnings, logging
-from kilter.observe import iteration_clock as marks
+from kilter.observe import inference_watch as marks
 time.sleep(marks.INFERENCE_AFTER_S + 0.5)
 model(x)
 logging.getLogger("torch").setLevel(logging.ERROR)

@@ -24,7 +24,7 @@ from kilter.core.plan import Goal
 from kilter.core.script_end import ScriptEnd
 from kilter.core.setting import DeviceInfo
 from kilter.device.sim.cards import names
-from kilter.observe.iteration_clock import Iteration
+from kilter.observe.end_times import Iteration
 
 if TYPE_CHECKING:
     from kilter.clocks.conductor import Conductor, GovernorProgram

@@ -27,7 +27,7 @@ from kilter.core.script_end import ScriptEnd
 from kilter.device.sim.cards import names
 from kilter.observe.collective_counts import CollectiveCounts, CollectiveKey
 from kilter.observe.cuda_driver import CudaDriver
-from kilter.observe.iteration_clock import Iteration
+from kilter.observe.end_times import Iteration
 from kilter.observe.marked_trace import read_marked
 from kilter.observe.marker import Marker
 from kilter.observe.stream_marker import StreamMarker

@@ -24,7 +24,7 @@ from kilter.memory.host_memory import HostLimit
 from kilter.memory.iteration_times import IterationTimes
 from kilter.memory.plan_log import PlanLog
 from kilter.memory.usable_bytes import card_memory
-from kilter.observe.iteration_clock import Iteration
+from kilter.observe.end_times import Iteration
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kilter.observe.iteration_clock import Iteration
+from kilter.observe.end_times import Iteration
 
 
 class IterationTimes:

@@ -2,62 +2,27 @@
 
 An iteration ends where an optimizer has stepped (`torch`'s global post-step hook), or where the
 program says so (`mark`), or, in a program that only infers, where its outermost module returns.
-On a GPU the times are the GPU's own: an event is recorded on the current stream at each iteration
-end and read a few iterations later, when it has passed, so that nobody ever waits for the GPU.
+On a GPU the times are the GPU's own (`end_times.py`).
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
-import statistics
 import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from kilter.observe import torch_internals
-from kilter.observe.cycle import Cycle
+from kilter.observe.end_times import EndTimes, Iteration, IterationEnd
 from kilter.observe.imports import after_import
+from kilter.observe.inference_watch import Fenced, InferenceWatch, ModuleMark
+from kilter.observe.stepped_optimizers import SteppedOptimizers, called_by_scaler
 
-Fenced = Callable[[Callable[..., None]], Callable[..., None]]
 AtIterationEnd = Callable[[int, float], None]
-
-INFERENCE_AFTER_S = 2.0
-"""A program that has not stepped any optimizer for so long after `import torch` may only infer."""
-
-_WATCHED_CALLS = 64
-"""Calls of outermost modules after which the search for one that infers ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Iteration:
-    """One finished iteration: from iteration end `index - 1` to iteration end `index`."""
-
-    index: int
-    end_s: float
-    """When the host passed the iteration end, on the clock of `IterationClock`."""
-    duration_s: float
-    timeline: str
-    """Whose clock `duration_s` is from: `gpu` or `host`."""
-    skipped: int = 0
-    """Optimizer steps that a gradient scaler left out: the interval holds so many more
-    iterations, and is not the time of one."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    index: int
-    t_s: float
-    event: Any
-    """A recorded CUDA event, or None."""
-    epoch: int
-    """Intervals between iteration ends of different epochs are not iterations."""
 
 
 class IterationClock:
@@ -90,22 +55,11 @@ class IterationClock:
         self.cost_s = 0.0
         """Time spent in our hooks, with what `on_iteration_end` took."""
         self.calls = 0
-        self._cycle = Cycle()
-        self._epoch = 0
-        self._scaled = False
-        self._device: Any = None
-        """The CUDA device of the last iteration end."""
-        self._shapes: list[str] = []
-        """Of the parameters that are stepped here, with their types."""
-        self._known: dict[int, Any] = {}
-        """id(optimizer) -> the CUDA device of its parameters, or None."""
-        self._pending: deque[_Pending] = deque()
-        self._finished: deque[Iteration] = deque(maxlen=4096)
-        self._recent: deque[float] = deque(maxlen=31)
-        self._pool: list[Any] = []
+        self._optimizers = SteppedOptimizers(timed=gpu_events)
+        self._times = EndTimes()
         self._handles: list[Any] = []
         self._waiting: after_import | None = None
-        self._watcher: _InferenceWatch | None = None
+        self._watcher: InferenceWatch | None = None
         self.torch_thread: int | None = None
         """The thread that imported torch; the main thread if it was imported before `start`."""
         self._running = False
@@ -164,34 +118,31 @@ class IterationClock:
 
     def finished(self) -> list[Iteration]:
         """Iterations whose time has become known since the last call, oldest first."""
-        done = []
-        while self._finished:
-            done.append(self._finished.popleft())
-        return done
+        return self._times.finished()
 
     @property
     def usual_s(self) -> float | None:
         """Median time of the last iterations (at most 31); None before the first."""
-        return statistics.median(self._recent) if self._recent else None
+        return self._times.usual_s
 
     @property
     def device(self) -> Any:
         """The CUDA device of the last iteration end; None for a program on CPUs."""
-        return self._device
+        return self._times.device
 
     @property
     def gpu_uuid(self) -> str | None:
         """Of the GPU that the iterations run on, as torch tells it (without the `GPU-` that NVML
         puts before); None without one."""
-        if self._device is None:
+        if self._times.device is None:
             return None
-        return str(sys.modules["torch"].cuda.get_device_properties(self._device).uuid)
+        return str(sys.modules["torch"].cuda.get_device_properties(self._times.device).uuid)
 
     @property
     def role(self) -> str:
         """The kind of work that this rank does, told by the shapes of the parameters that it
         steps: alike on all ranks of a data-parallel job, different on the stages of a pipeline."""
-        return hashlib.sha256(repr(sorted(self._shapes)).encode()).hexdigest()[:6]
+        return self._optimizers.role
 
     def _hook(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -204,7 +155,7 @@ class IterationClock:
             stepped(optimizer, args, kwargs)
 
         self._handles.append(register_optimizer_step_post_hook(torch_internals.uncompiled(hook)))
-        self._watcher = _InferenceWatch(self)
+        self._watcher = InferenceWatch(self._module_found, self._no_module, self.fence)
         self._watcher.start()
 
     def _stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -213,27 +164,43 @@ class IterationClock:
         begin = time.perf_counter()
         with self._lock:
             self._inside += 1
-            key = id(optimizer)
-            if key not in self._known:
-                self._meet(key, optimizer)
-            ended = self._iteration_ended(self._known[key]) if self._cycle.step(key) else None
+            optimizers = self._optimizers
+            if not optimizers.knows(optimizer):
+                self._meet(optimizer)
+            device = optimizers.device_of(optimizer)
+            ended = self._iteration_ended(device) if optimizers.step(optimizer) else None
         self._tell(ended, begin)
         with self._lock:
             self._inside -= 1
 
-    def _meet(self, key: int, optimizer: Any) -> None:
+    def _meet(self, optimizer: Any) -> None:
         if self.source != "optimizer":
             self._set_source("optimizer")
         self._note_thread()
-        if len(self._known) > 4096:
-            self._known.clear()
-        self._shapes += _shapes(optimizer)
-        self._known[key] = _cuda_device(optimizer) if self._gpu_events else None
-        self._scaled = self._scaled or _called_by_scaler()
+        self._optimizers.meet(optimizer)
+        self._times.scaled = self._times.scaled or called_by_scaler()
+
+    def _module_found(self, module: Any) -> None:
+        """The program infers: its iterations are the calls of this module."""
+        self._set_source("module")
+        device = next((p.device for p in module.parameters() if p.is_cuda), None)
+        hook = ModuleMark(self.fence(functools.partial(self._module_returned, device)))
+        self._handles.append(module.register_forward_hook(hook))
+
+    def _no_module(self, why_not: str) -> None:
+        self.why_not = why_not
+
+    def _module_returned(self, device: Any) -> None:
+        if not self._running or self.source != "module":
+            return
+        begin = time.perf_counter()
+        with self._lock:
+            ended = self._iteration_ended(device if self._gpu_events else None)
+        self._tell(ended, begin)
 
     def _set_source(self, source: str) -> None:
         self.source, self.why_not = source, None
-        self._epoch += 1
+        self._times.begin_anew()
         if self._watcher is not None:
             self._watcher.stop()
 
@@ -241,75 +208,19 @@ class IterationClock:
         thread = threading.get_ident()
         self._threads[thread] = self._threads.get(thread, False) or not in_backward()
 
-    def _iteration_ended(self, device: Any) -> _Pending:
-        if device != self._device:
-            # Events belong to the device on which they were recorded, and so do the times between.
-            self._device = device
-            self._pool.clear()
-            self._epoch += 1
-        event = self._record(device) if device is not None else None
-        now = self._clock()
+    def _iteration_ended(self, device: Any) -> IterationEnd:
+        event = self._times.record(device)
+        now_s = self._clock()
         self.index += 1
-        epoch = self._epoch + self._cycle.changed
-        ended = _Pending(self.index, now, event, epoch)
-        self._pending.append(ended)
-        self._harvest()
-        return ended
+        return self._times.end(self.index, now_s, event, self._optimizers.changed)
 
-    def _tell(self, ended: _Pending | None, begin: float) -> None:
+    def _tell(self, ended: IterationEnd | None, begin: float) -> None:
         """Not under the lock: what is done at the end of an iteration may take a while."""
         if ended is not None:
             self._on_iteration_end(ended.index, ended.t_s)
         with self._lock:
             self.calls += 1
             self.cost_s += time.perf_counter() - begin
-
-    def _record(self, device: Any) -> Any:
-        cuda = sys.modules["torch"].cuda
-        if cuda.is_current_stream_capturing():
-            return None
-        event = self._pool.pop() if self._pool else cuda.Event(enable_timing=True)
-        event.record(cuda.current_stream(device))
-        return event
-
-    def _harvest(self) -> None:
-        """Turn pairs of passed iteration ends into times.
-
-        Only here, in the program's own thread and never in another one: asking after an event
-        breaks a CUDA graph that the program captures at that moment. One pair at each iteration
-        end keeps up; the second catches up.
-        """
-        for _ in range(2):
-            if len(self._pending) < 2:
-                return
-            first, second = self._pending[0], self._pending[1]
-            if second.event is not None and not second.event.query():
-                return
-            self._pending.popleft()
-            if first.epoch == second.epoch:
-                self._finish(first, second)
-            if first.event is not None and first.epoch == self._pending[-1].epoch:
-                self._pool.append(first.event)
-
-    def _finish(self, first: _Pending, second: _Pending) -> None:
-        on_gpu = first.event is not None and second.event is not None
-        if on_gpu:
-            duration_s = first.event.elapsed_time(second.event) * 1e-3
-        else:
-            duration_s = second.t_s - first.t_s
-        skipped = self._skipped(duration_s) if self._scaled else 0
-        if not skipped:
-            self._recent.append(duration_s)
-        timeline = "gpu" if on_gpu else "host"
-        self._finished.append(Iteration(second.index, second.t_s, duration_s, timeline, skipped))
-
-    def _skipped(self, duration_s: float) -> int:
-        """How many steps a gradient scaler left out; it tells nobody, but the interval doubles."""
-        if len(self._recent) < 3:
-            return 0
-        ratio = duration_s / statistics.median(self._recent)
-        times = round(ratio)
-        return times - 1 if 2 <= times <= 8 and abs(ratio - times) < 0.2 * times else 0
 
 
 def _call(method: Callable[[], None] | None) -> None:
@@ -332,196 +243,3 @@ def _cuda_in_use() -> Any:
     if torch is None or not torch.cuda.is_initialized():
         return None
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _cuda_device(optimizer: Any) -> Any:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            return parameter.device if parameter.is_cuda else None
-    return None
-
-
-def _shapes(optimizer: Any) -> list[str]:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return [f"{tuple(p.shape)} {p.dtype}" for p in parameters]
-
-
-def _called_by_scaler() -> bool:
-    """Is this optimizer stepped by a `GradScaler`? Asked once per optimizer."""
-    frame = sys._getframe(1)
-    for _ in range(24):
-        if frame.f_code.co_filename.endswith("grad_scaler.py"):
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
-
-
-class _InferenceWatch(threading.Thread):
-    """Finds the module whose calls are the iterations of a program that has no optimizer.
-
-    Waits in a thread of its own until the program has gone `INFERENCE_AFTER_S` without a step,
-    then watches all modules for a few calls (torch's global hooks), picks the outermost one that
-    is called without gradients, hooks that one alone, and takes the global hooks out.
-
-    The compiler would trace these hooks, and warns of them. It is imported by whatever compiles,
-    and also by every optimizer: once it is there, only the modules that `torch.compile` has made
-    are watched, whose own hooks run outside of what is compiled. (`torch.jit.script`, which does
-    not import it, refuses a module with a hook of ours.) A program may take long to load what it
-    compiles, so modules that are compiled later are watched from when they are made.
-    """
-
-    def __init__(self, marks: IterationClock) -> None:
-        super().__init__(name="kilter-inference-watch", daemon=True)
-        self._marks = marks
-        self._fence = marks.fence
-        self._over = threading.Event()
-        self._compiler = after_import(torch_internals.COMPILER, self._fence(self._switch))
-        self._noting = after_import(torch_internals.COMPILED_MODULES, self._fence(self._note))
-        self._forget: Callable[[], None] = lambda: None
-        self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()
-        """What `torch.compile` has made of modules. Noted as it is made: to look for it with `gc`
-        from this thread could break a tuple that the program is building at that moment."""
-        self._only_compiled = False
-        """These are watched, and none else."""
-        self._handles: list[Any] = []
-        self._outer: dict[int, Any] = {}
-        """Thread -> the outermost module that it is in."""
-        self._counts: dict[int, int] = {}
-        self._calls = 0
-
-    def run(self) -> None:
-        if not self._over.wait(INFERENCE_AFTER_S):
-            self._fence(self._watch)()
-
-    def start(self) -> None:
-        self._noting.install()
-        super().start()
-
-    def stop(self) -> None:
-        self._over.set()
-        self._compiler.cancel()
-        self._noting.cancel()
-        self._forget()
-        self._unhook()
-
-    def _unhook(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _watch(self) -> None:
-        from torch.nn.modules.module import (
-            register_module_forward_hook,
-            register_module_forward_pre_hook,
-        )
-
-        if torch_internals.COMPILER not in sys.modules:
-            self._compiler.install()
-        if self._over.is_set():
-            return
-        if torch_internals.COMPILER in sys.modules:
-            self._watch_compiled()
-        else:
-            self._handles = [
-                register_module_forward_pre_hook(self._fence(self._enter)),
-                register_module_forward_hook(self._fence(self._leave), always_call=True),
-            ]
-        if self._over.is_set():
-            self.stop()
-
-    def _switch(self) -> None:
-        """The compiler has come while all modules were watched."""
-        if not self._over.is_set():
-            self._unhook()
-            self._watch_compiled()
-
-    def _note(self) -> None:
-        kind = torch_internals.OptimizedModule
-        made, compiled = kind.__init__, self._compiled
-
-        def note(module: Any, *args: Any, **kwargs: Any) -> None:
-            made(module, *args, **kwargs)
-            compiled.add(module)
-            if self._only_compiled and not self._over.is_set():
-                self._hook(module)
-
-        def forget() -> None:
-            if kind.__init__ is note:
-                kind.__init__ = made
-
-        kind.__init__ = note
-        self._forget = forget
-
-    def _watch_compiled(self) -> None:
-        self._only_compiled = True
-        compiled = list(self._compiled)
-        for module in compiled:
-            self._hook(module)
-        if not compiled:
-            self._marks.why_not = (
-                "no optimizer step yet; to time inference: with kilter.govern() as job, job.mark()"
-            )
-
-    def _hook(self, module: Any) -> None:
-        """Twice does no harm: the second finds that the module has been left."""
-        self._handles += (
-            module.register_forward_pre_hook(self._fence(self._enter)),
-            module.register_forward_hook(self._fence(self._leave), always_call=True),
-        )
-
-    def _enter(self, module: Any, _args: Any) -> None:
-        self._outer.setdefault(threading.get_ident(), module)
-
-    def _leave(self, module: Any, _args: Any, output: Any) -> None:
-        import torch
-
-        thread = threading.get_ident()
-        if self._outer.get(thread) is not module:
-            return
-        del self._outer[thread]
-        self._calls += 1
-        if self._calls >= _WATCHED_CALLS and output is not None:
-            self._marks.why_not = (
-                "no optimizer and no module that infers; with kilter.govern() as job, job.mark()"
-            )
-            self.stop()
-        # No output: the call has failed, and torch is walking through its table of hooks.
-        if output is None or torch.is_grad_enabled() or self._over.is_set():
-            return
-        calls = self._counts[id(module)] = self._counts.get(id(module), 0) + 1
-        if calls == 3:
-            self._choose(module)
-
-    def _choose(self, module: Any) -> None:
-        self.stop()
-        self._marks._set_source("module")
-        device = next((p.device for p in module.parameters() if p.is_cuda), None)
-        hook = _ModuleMark(self._fence(functools.partial(self._returned, device)))
-        self._marks._handles.append(module.register_forward_hook(hook))
-
-    def _returned(self, device: Any) -> None:
-        marks = self._marks
-        if not marks._running or marks.source != "module":
-            return
-        begin = time.perf_counter()
-        with marks._lock:
-            ended = marks._iteration_ended(device if marks._gpu_events else None)
-        marks._tell(ended, begin)
-
-
-class _ModuleMark:
-    """The hook on the program's own module.
-
-    The program may save or copy its module with all its hooks. A copy marks nothing, and a saved
-    one loads where kilter is not installed: the hook is pickled as a call without effect.
-    """
-
-    def __init__(self, mark: Callable[..., None]) -> None:
-        self._mark = mark
-
-    def __call__(self, module: Any, args: Any, output: Any) -> None:
-        self._mark()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (sys.audit, "kilter.mark")

@@ -31,7 +31,8 @@ from kilter.core.trace import IterationTrace
 from kilter.observe import torch_internals
 from kilter.observe.flops import torch_flops
 from kilter.observe.imports import after_import
-from kilter.observe.iteration_clock import Fenced, IterationClock, in_backward
+from kilter.observe.inference_watch import Fenced
+from kilter.observe.iteration_clock import IterationClock, in_backward
 from kilter.observe.kineto import ITERATION_END, MODULE, read_kineto
 
 WindowSeen = TypeVar("WindowSeen")

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from kilter.core.script_end import ScriptEnd
 from kilter.core.trace import IterationTrace
-from kilter.observe.iteration_clock import Iteration, IterationClock
+from kilter.observe.end_times import Iteration
+from kilter.observe.iteration_clock import IterationClock
 from kilter.observe.profiler_window import Window
 from kilter.observe.run_files import RunFiles
 

@@ -17,7 +17,7 @@ from kilter.core.events import Stopped, sampled
 from kilter.core.messages import MessagesGone
 from kilter.core.script_end import ScriptEnd
 from kilter.core.setting import Setting
-from kilter.observe.iteration_clock import Iteration
+from kilter.observe.end_times import Iteration
 from kilter.session.log import Ending
 from kilter.session.unseen import Unseen
 

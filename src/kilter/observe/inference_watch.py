@@ -1,0 +1,182 @@
+"""Finds the iterations of a program that only infers: the calls of its outermost module."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from kilter.observe import torch_internals
+from kilter.observe.imports import after_import
+
+Fenced = Callable[[Callable[..., None]], Callable[..., None]]
+
+INFERENCE_AFTER_S = 2.0
+"""A program that has not stepped any optimizer for so long after `import torch` may only infer."""
+
+_WATCHED_CALLS = 64
+"""Calls of outermost modules after which the search for one that infers ends."""
+
+
+class InferenceWatch(threading.Thread):
+    """Finds the module whose calls are the iterations of a program that has no optimizer.
+
+    Waits in a thread of its own until the program has gone `INFERENCE_AFTER_S` without a step,
+    then watches all modules for a few calls (torch's global hooks), picks the outermost one that
+    is called without gradients, hooks that one alone, and takes the global hooks out.
+
+    The compiler would trace these hooks, and warns of them. It is imported by whatever compiles,
+    and also by every optimizer: once it is there, only the modules that `torch.compile` has made
+    are watched, whose own hooks run outside of what is compiled. (`torch.jit.script`, which does
+    not import it, refuses a module with a hook of ours.) A program may take long to load what it
+    compiles, so modules that are compiled later are watched from when they are made.
+    """
+
+    def __init__(
+        self, found: Callable[[Any], None], failed: Callable[[str], None], fence: Fenced
+    ) -> None:
+        """`found` is called with the module, `failed` with why there is none."""
+        super().__init__(name="kilter-inference-watch", daemon=True)
+        self._found = found
+        self._failed = failed
+        self._fence = fence
+        self._over = threading.Event()
+        self._compiler = after_import(torch_internals.COMPILER, self._fence(self._switch))
+        self._noting = after_import(torch_internals.COMPILED_MODULES, self._fence(self._note))
+        self._forget: Callable[[], None] = lambda: None
+        self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()
+        """What `torch.compile` has made of modules. Noted as it is made: to look for it with `gc`
+        from this thread could break a tuple that the program is building at that moment."""
+        self._only_compiled = False
+        """These are watched, and none else."""
+        self._handles: list[Any] = []
+        self._outer: dict[int, Any] = {}
+        """Thread -> the outermost module that it is in."""
+        self._counts: dict[int, int] = {}
+        self._calls = 0
+
+    def run(self) -> None:
+        if not self._over.wait(INFERENCE_AFTER_S):
+            self._fence(self._watch)()
+
+    def start(self) -> None:
+        self._noting.install()
+        super().start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._compiler.cancel()
+        self._noting.cancel()
+        self._forget()
+        self._unhook()
+
+    def _unhook(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _watch(self) -> None:
+        from torch.nn.modules.module import (
+            register_module_forward_hook,
+            register_module_forward_pre_hook,
+        )
+
+        if torch_internals.COMPILER not in sys.modules:
+            self._compiler.install()
+        if self._over.is_set():
+            return
+        if torch_internals.COMPILER in sys.modules:
+            self._watch_compiled()
+        else:
+            self._handles = [
+                register_module_forward_pre_hook(self._fence(self._enter)),
+                register_module_forward_hook(self._fence(self._leave), always_call=True),
+            ]
+        if self._over.is_set():
+            self.stop()
+
+    def _switch(self) -> None:
+        """The compiler has come while all modules were watched."""
+        if not self._over.is_set():
+            self._unhook()
+            self._watch_compiled()
+
+    def _note(self) -> None:
+        kind = torch_internals.OptimizedModule
+        made, compiled = kind.__init__, self._compiled
+
+        def note(module: Any, *args: Any, **kwargs: Any) -> None:
+            made(module, *args, **kwargs)
+            compiled.add(module)
+            if self._only_compiled and not self._over.is_set():
+                self._hook(module)
+
+        def forget() -> None:
+            if kind.__init__ is note:
+                kind.__init__ = made
+
+        kind.__init__ = note
+        self._forget = forget
+
+    def _watch_compiled(self) -> None:
+        self._only_compiled = True
+        compiled = list(self._compiled)
+        for module in compiled:
+            self._hook(module)
+        if not compiled:
+            self._failed(
+                "no optimizer step yet; to time inference: with kilter.govern() as job, job.mark()"
+            )
+
+    def _hook(self, module: Any) -> None:
+        """Twice does no harm: the second finds that the module has been left."""
+        self._handles += (
+            module.register_forward_pre_hook(self._fence(self._enter)),
+            module.register_forward_hook(self._fence(self._leave), always_call=True),
+        )
+
+    def _enter(self, module: Any, _args: Any) -> None:
+        self._outer.setdefault(threading.get_ident(), module)
+
+    def _leave(self, module: Any, _args: Any, output: Any) -> None:
+        import torch
+
+        thread = threading.get_ident()
+        if self._outer.get(thread) is not module:
+            return
+        del self._outer[thread]
+        self._calls += 1
+        if self._calls >= _WATCHED_CALLS and output is not None:
+            self._failed(
+                "no optimizer and no module that infers; with kilter.govern() as job, job.mark()"
+            )
+            self.stop()
+        # No output: the call has failed, and torch is walking through its table of hooks.
+        if output is None or torch.is_grad_enabled() or self._over.is_set():
+            return
+        calls = self._counts[id(module)] = self._counts.get(id(module), 0) + 1
+        if calls == 3:
+            self._choose(module)
+
+    def _choose(self, module: Any) -> None:
+        self.stop()
+        self._found(module)
+
+
+class ModuleMark:
+    """The hook on the program's own module.
+
+    The program may save or copy its module with all its hooks. A copy marks nothing, and a saved
+    one loads where kilter is not installed: the hook is pickled as a call without effect.
+    """
+
+    def __init__(self, mark: Callable[..., None]) -> None:
+        self._mark = mark
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        self._mark()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (sys.audit, "kilter.mark")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import kilter
 from kilter.app.cli.main import main
 from kilter.clocks import actuator as actuator
-from kilter.clocks import conductor
+from kilter.clocks import conductor, search_leader
 from kilter.clocks.controller import ClocksController
 from kilter.core.errors import DeviceLost, UsageError
 from kilter.core.events import AnyEvent, Block, Failed, Refused, Started, Stopped, read_events
@@ -462,8 +462,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     monkeypatch.setattr(lifecycle, "open_device", lambda spec, ranks: made)
     monkeypatch.setattr(live, "TICK_S", 0.002)
     monkeypatch.setattr(actuator, "LOW_SETTING_HOLD_S", 0.05)
-    monkeypatch.setattr(conductor, "LEAST_BLOCK_S", 0.004)
-    monkeypatch.setattr(conductor, "SENSOR_PERIODS", 2)
+    monkeypatch.setattr(search_leader, "LEAST_BLOCK_S", 0.004)
+    monkeypatch.setattr(search_leader, "SENSOR_PERIODS", 2)
     return made
 
 

@@ -18,32 +18,21 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
-import msgspec
-
+from kilter.clocks.block_messages import BlockMessages, OrderNote, RankResult
 from kilter.clocks.plan.governor import BlockOutcome, Choice, Governor, Order, Phase
 from kilter.clocks.plan.job import space
 from kilter.clocks.plan.roles import MOST_ROLES, RoleGovernor
+from kilter.clocks.search_leader import MOST_ITERATIONS, SearchLeader
 from kilter.core.errors import DeviceError, FileError
-from kilter.core.events import AnyEvent, Block, Decided, Refused
+from kilter.core.events import AnyEvent, Refused
 from kilter.core.messages import RankMessages
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting, Supported
-from kilter.lease.journal import KNOBS
 
-LEAST_ITERATIONS = 5
-"""Of a block: its median has to survive an outlier or two."""
-SENSOR_PERIODS = 20
-"""Of a block: a mean power from fewer readings is worth little."""
-LEAST_BLOCK_S = 1.0
-"""Settings change at most about once a second: faster switching disturbs collectives
-(NVIDIA/nccl#1551)."""
-MOST_ITERATIONS = 100_000
-"""Of a block; more are not kept."""
 STALL = 3.0
 """A block with an iteration this many times as long as its median holds something else than the
 job's rhythm (a checkpoint, an evaluation): it is done again."""
-BLOCK_REPEATS = 2
-"""How often a block may be done again before it counts as it is."""
+STALLED = "an iteration far longer than the others"
 
 
 class TimedIteration(Protocol):
@@ -77,30 +66,6 @@ class Actuator(Protocol):
         """The clocks seen lately under load."""
 
 
-class _Note(msgspec.Struct, frozen=True):
-    """An order as the ranks see it."""
-
-    setting: Setting
-    """Only the knobs that are not as found: ranks may have found different limits."""
-    roles: dict[str, Setting]
-    """The same by role group; if not empty, a group that is not named is to be as found."""
-    iterations: int
-
-    def of(self, role: str) -> Setting:
-        return self.roles.get(role, Setting()) if self.roles else self.setting
-
-
-class _Result(msgspec.Struct, frozen=True):
-    """What one rank saw of a block."""
-
-    iteration_s: float
-    energy_j: float | None
-    why_not: str | None
-    """Why the block should be done again."""
-    refused: str | None
-    """Why this rank sets nothing any more."""
-
-
 class Conductor:
     """One per rank. Neither `iteration` nor `step` waits; they raise what the board raises.
 
@@ -126,33 +91,36 @@ class Conductor:
         refused: str | None = None,
     ) -> None:
         self._actuator = actuator
-        self._messages = messages
-        self._found = found
-        self._rank = rank
-        self._world_size = world_size
-        self._block_s = max(LEAST_BLOCK_S, SENSOR_PERIODS * sensor_period_s)
-        self._orders = orders
+        self._messages = BlockMessages(messages, rank=rank, world_size=world_size)
         self._record = record
         self._clock = clock
         self._role = role
         self.rehearsed = rehearsed
         self.refused = refused
-        self._given_up = refused is not None
-        self._number = 0
-        self._order: Order | None = None
-        self._note: _Note | None = None
+        self._leader: SearchLeader | None = None
+        if orders is not None:
+            self._leader = SearchLeader(
+                orders,
+                found=found,
+                sensor_period_s=sensor_period_s,
+                record=record,
+                clock=clock,
+                given_up=refused is not None,
+            )
+        self._note: OrderNote | None = None
+        """The order of the present block."""
         self._ready = False
         self._begin: int | None = None
+        """The first iteration of the present block."""
         self._seen: deque[TimedIteration] = deque(maxlen=MOST_ITERATIONS)
-        self._repeats = 0
-        self._iteration_s: float | None = None
-        self._decided: tuple[str, Setting, str] | None = None
         self.blocks = 0
 
     @property
     def phase(self) -> Phase | None:
         """Of the order that is being executed; None on other ranks than 0 and before the first."""
-        return self._order.phase if self._order else None
+        if self._leader is None or self._leader.order is None:
+            return None
+        return self._leader.order.phase
 
     def iteration(self, iteration: TimedIteration) -> None:
         """Take notice of one more iteration."""
@@ -177,81 +145,72 @@ class Conductor:
 
     def _advance(self) -> bool:
         """One step of the present block; False when something has to happen first."""
-        number = self._number
         if self._note is None:
-            if self._orders is not None and self._order is None:
-                self._issue(next(self._orders))
-            raw = self._messages.look(f"order/{number}")
-            if raw is None:
-                return False
-            if number == 0:
-                self._messages.post(f"role/{self._rank}", self._role.encode())
-            self._note = msgspec.json.decode(raw, type=_Note)
-            self._set(functools.partial(self._actuator.apply, self._note.of(self._role)))
-            return True
+            return self._take_order()
         if not self._ready:
-            if not self._seen or not self._actuator.settled():
-                return False
-            # the iteration that runs now began before the setting acted: it does not count
-            self._messages.post(f"ready/{number}/{self._rank}", b"%d" % (self._seen[-1].index + 2))
-            self._ready = True
-            return True
+            return self._get_ready()
         if self._begin is None:
-            if self._orders is not None:
-                ready = self._from_all("ready")
-                if ready is None:
-                    return False
-                self._messages.post(f"begin/{number}", b"%d" % max(int(r) for r in ready))
-            raw = self._messages.look(f"begin/{number}")
-            if raw is None:
-                return False
-            self._begin = int(raw)
-            return True
-        if self._messages.look(f"result/{number}/{self._rank}") is None:
-            if not self._seen or self._seen[-1].index < self._begin + self._note.iterations - 1:
-                return False
-            self._messages.post(
-                f"result/{number}/{self._rank}", msgspec.json.encode(self._measure())
-            )
-            if self._orders is None:
-                self._next()
-            return True
-        raws = self._from_all("result")
-        if raws is None:
+            return self._agree_on_begin()
+        if not self._messages.has_reported():
+            return self._report(self._begin + self._note.iterations - 1)
+        return self._conclude()
+
+    def _take_order(self) -> bool:
+        if self._leader is not None and self._leader.order is None:
+            self._messages.post_order(self._leader.first())
+        self._note = self._messages.order()
+        if self._note is None:
             return False
-        self._conclude([msgspec.json.decode(raw, type=_Result) for raw in raws])
+        if self._messages.number == 0:
+            self._messages.post_role(self._role)
+        self._set(functools.partial(self._actuator.apply, self._note.of(self._role)))
         return True
 
-    def _from_all(self, what: str) -> list[bytes] | None:
-        """The notes of all ranks, or None while one is missing."""
-        notes = []
-        for rank in range(self._world_size):
-            note = self._messages.look(f"{what}/{self._number}/{rank}")
-            if note is None:
-                return None
-            notes.append(note)
-        return notes
+    def _get_ready(self) -> bool:
+        if not self._seen or not self._actuator.settled():
+            return False
+        # the iteration that runs now began before the setting acted: it does not count
+        self._messages.post_ready(self._seen[-1].index + 2)
+        self._ready = True
+        return True
 
-    def _issue(self, order: Order) -> None:
-        """Tell the ranks what to run next."""
-        self._order = order
-        state = (order.phase.value, order.setting, order.reason)
-        if not order.baseline and state != self._decided:
-            self._decided = state
-            self._record(
-                Decided(
-                    t_s=self._clock(), state=state[0], setting=order.setting, reason=order.reason
-                )
-            )
-        iterations = LEAST_ITERATIONS
-        if self._iteration_s:
-            iterations = max(iterations, round(self._block_s / self._iteration_s))
-        note = _Note(
-            setting=_changes(self._found, order.setting),
-            roles={role: _changes(self._found, s) for role, s in order.roles.items()},
-            iterations=min(iterations, MOST_ITERATIONS),
+    def _agree_on_begin(self) -> bool:
+        if self._leader is not None:
+            ready = self._messages.ready()
+            if ready is None:
+                return False
+            self._messages.post_begin(max(ready))
+        self._begin = self._messages.begin()
+        return self._begin is not None
+
+    def _report(self, last: int) -> bool:
+        """Once the last iteration of the block has ended."""
+        if not self._seen or self._seen[-1].index < last:
+            return False
+        self._messages.post_result(self._measure())
+        if self._leader is None:
+            self._next()
+        return True
+
+    def _conclude(self) -> bool:
+        results = self._messages.results()
+        if results is None:
+            return False
+        assert self._leader is not None
+        assert self._note is not None
+        block = self._block() or [self._seen[-1]]
+        note = self._leader.conclude(
+            results,
+            number=self._messages.number,
+            iterations=self._note.iterations,
+            device_begin_s=block[0].end_s - block[0].duration_s,
+            device_end_s=block[-1].end_s,
+            rehearsed=self.rehearsed,
         )
-        self._messages.post(f"order/{self._number}", msgspec.json.encode(note))
+        self.blocks += 1
+        self._next()
+        self._messages.post_order(note)
+        return True
 
     def _block(self) -> list[TimedIteration]:
         """The iterations of the present block, less those that were not timed."""
@@ -260,96 +219,26 @@ class Conductor:
         end = self._begin + self._note.iterations
         return [i for i in self._seen if self._begin <= i.index < end]
 
-    def _measure(self) -> _Result:
+    def _measure(self) -> RankResult:
         block = self._block() or [self._seen[-1]]
         times = [i.duration_s for i in block]
         median = statistics.median(times)
         power_w = self._actuator.mean_power_w(block[0].end_s - times[0], block[-1].end_s)
-        return _Result(
+        return RankResult(
             iteration_s=median,
             energy_j=None if power_w is None else power_w * statistics.fmean(times),
-            why_not=_STALLED if max(times) > STALL * median else None,
+            why_not=STALLED if max(times) > STALL * median else None,
             refused=self.refused,
         )
 
-    def _conclude(self, results: list[_Result]) -> None:
-        """All ranks have reported: record the block, ask for the next order."""
-        assert self._order is not None
-        assert self._orders is not None
-        assert self._note is not None
-        order, note = self._order, self._note
-        energies = [r.energy_j for r in results]
-        known = [e for e in energies if e is not None]
-        outcome = BlockOutcome(
-            iteration_s=max(r.iteration_s for r in results),
-            energy_j=sum(known) if len(known) == len(energies) else None,
-        )
-        refused = None if self._given_up else _refusal(results)
-        why_not = refused or next((r.why_not for r in results if r.why_not), None)
-        if order.phase is Phase.WARM or self._repeats >= BLOCK_REPEATS:
-            why_not = refused
-        self._iteration_s = outcome.iteration_s
-        block = self._block() or [self._seen[-1]]
-        self._record(
-            Block(
-                t_s=self._clock(),
-                number=self._number,
-                pair=order.pair,
-                phase=order.phase.value,
-                arm="baseline" if order.baseline else "candidate",
-                setting=order.setting,
-                iterations=note.iterations,
-                iteration_s=outcome.iteration_s,
-                energy_j=outcome.energy_j,
-                device_begin_s=block[0].end_s - block[0].duration_s,
-                device_end_s=block[-1].end_s,
-                clean=why_not is None,
-                why_not=why_not,
-                rehearsed=self.rehearsed,
-            )
-        )
-        self.blocks += 1
-        self._next()
-        if refused:
-            self._given_up = True
-            order = self._orders.throw(DeviceError(refused))
-        elif why_not is None:
-            order = self._orders.send(outcome)
-        self._repeats = 0 if why_not is None else self._repeats + 1
-        self._issue(order)
-
     def _next(self) -> None:
-        """Forget the block and its iterations: the next one begins later on all ranks. Notes of
-        the block before can go: every rank has reported on this one, so has read those."""
-        before = self._number - 1
-        for name in (f"ready/{before}/{self._rank}", f"result/{before}/{self._rank}"):
-            self._messages.drop(name)
-        if self._orders is not None:
-            self._messages.drop(f"order/{before}")
-            self._messages.drop(f"begin/{before}")
-        self._number += 1
-        self._order = self._note = self._begin = None
+        """Forget the block and its iterations: the next one begins later on all ranks."""
+        self._messages.next_block(leads=self._leader is not None)
+        self._note = self._begin = None
         self._ready = False
         last = self._seen[-1]
         self._seen.clear()
         self._seen.append(last)
-
-
-_STALLED = "an iteration far longer than the others"
-
-
-def _changes(found: Setting, setting: Setting) -> Setting:
-    """The knobs of a setting that are not as found."""
-    knobs = {knob: getattr(setting, knob) for knob in KNOBS}
-    return Setting(**{k: value for k, value in knobs.items() if value != getattr(found, k)})
-
-
-def _refusal(results: Sequence[_Result]) -> str | None:
-    """Why a rank sets nothing any more, and which one, or None."""
-    for rank, result in enumerate(results):
-        if result.refused:
-            return result.refused if len(results) == 1 else f"rank {rank}: {result.refused}"
-    return None
 
 
 class GovernorProgram:

@@ -1,0 +1,142 @@
+"""Rank 0's part of a search: asks the governor, and judges what the ranks have seen of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+
+from kilter.clocks.block_messages import OrderNote, RankResult
+from kilter.clocks.plan.governor import BlockOutcome, Order, Phase
+from kilter.core.errors import DeviceError
+from kilter.core.events import AnyEvent, Block, Decided
+from kilter.core.setting import Setting
+from kilter.lease.journal import KNOBS
+
+LEAST_ITERATIONS = 5
+"""Of a block: its median has to survive an outlier or two."""
+SENSOR_PERIODS = 20
+"""Of a block: a mean power from fewer readings is worth little."""
+LEAST_BLOCK_S = 1.0
+"""Settings change at most about once a second: faster switching disturbs collectives
+(NVIDIA/nccl#1551)."""
+MOST_ITERATIONS = 100_000
+"""Of a block; more are not kept."""
+BLOCK_REPEATS = 2
+"""How often a block may be done again before it counts as it is."""
+
+
+class SearchLeader:
+    """Executes the governor's coroutine `orders`, which is thrown a `DeviceError` when a rank
+    cannot set."""
+
+    def __init__(
+        self,
+        orders: Generator[Order, BlockOutcome, None],
+        *,
+        found: Setting,
+        sensor_period_s: float,
+        record: Callable[[AnyEvent], None],
+        clock: Callable[[], float],
+        given_up: bool,
+    ) -> None:
+        self._orders = orders
+        self._found = found
+        self._block_s = max(LEAST_BLOCK_S, SENSOR_PERIODS * sensor_period_s)
+        self._record = record
+        self._clock = clock
+        self._given_up = given_up
+        """Nothing is set any more, and the governor knows."""
+        self._repeats = 0
+        """Of the present block."""
+        self._iteration_s: float | None = None
+        self._decided: tuple[str, Setting, str] | None = None
+        """What was recorded last."""
+        self.order: Order | None = None
+        """That is being executed."""
+
+    def first(self) -> OrderNote:
+        """The order of the first block."""
+        return self._noted(next(self._orders))
+
+    def conclude(
+        self,
+        results: Sequence[RankResult],
+        *,
+        number: int,
+        iterations: int,
+        device_begin_s: float,
+        device_end_s: float,
+        rehearsed: bool,
+    ) -> OrderNote:
+        """All ranks have reported: record the block, ask for the next order."""
+        assert self.order is not None
+        order = self.order
+        energies = [r.energy_j for r in results]
+        known = [e for e in energies if e is not None]
+        outcome = BlockOutcome(
+            iteration_s=max(r.iteration_s for r in results),
+            energy_j=sum(known) if len(known) == len(energies) else None,
+        )
+        refused = None if self._given_up else _refusal(results)
+        why_not = refused or next((r.why_not for r in results if r.why_not), None)
+        if order.phase is Phase.WARM or self._repeats >= BLOCK_REPEATS:
+            why_not = refused
+        self._iteration_s = outcome.iteration_s
+        self._record(
+            Block(
+                t_s=self._clock(),
+                number=number,
+                pair=order.pair,
+                phase=order.phase.value,
+                arm="baseline" if order.baseline else "candidate",
+                setting=order.setting,
+                iterations=iterations,
+                iteration_s=outcome.iteration_s,
+                energy_j=outcome.energy_j,
+                device_begin_s=device_begin_s,
+                device_end_s=device_end_s,
+                clean=why_not is None,
+                why_not=why_not,
+                rehearsed=rehearsed,
+            )
+        )
+        if refused:
+            self._given_up = True
+            order = self._orders.throw(DeviceError(refused))
+        elif why_not is None:
+            order = self._orders.send(outcome)
+        self._repeats = 0 if why_not is None else self._repeats + 1
+        return self._noted(order)
+
+    def _noted(self, order: Order) -> OrderNote:
+        """What the ranks are told to run next."""
+        self.order = order
+        state = (order.phase.value, order.setting, order.reason)
+        if not order.baseline and state != self._decided:
+            self._decided = state
+            self._record(
+                Decided(
+                    t_s=self._clock(), state=state[0], setting=order.setting, reason=order.reason
+                )
+            )
+        iterations = LEAST_ITERATIONS
+        if self._iteration_s:
+            iterations = max(iterations, round(self._block_s / self._iteration_s))
+        return OrderNote(
+            setting=_changes(self._found, order.setting),
+            roles={role: _changes(self._found, s) for role, s in order.roles.items()},
+            iterations=min(iterations, MOST_ITERATIONS),
+        )
+
+
+def _changes(found: Setting, setting: Setting) -> Setting:
+    """The knobs of a setting that are not as found."""
+    knobs = {knob: getattr(setting, knob) for knob in KNOBS}
+    return Setting(**{k: value for k, value in knobs.items() if value != getattr(found, k)})
+
+
+def _refusal(results: Sequence[RankResult]) -> str | None:
+    """Why a rank sets nothing any more, and which one, or None."""
+    for rank, result in enumerate(results):
+        if result.refused:
+            return result.refused if len(results) == 1 else f"rank {rank}: {result.refused}"
+    return None

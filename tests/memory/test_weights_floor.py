@@ -55,7 +55,7 @@ class Weighed(CpuStandIn):
 
     def used_bytes(self) -> int:
         mover = self.floor and self.floor._mover
-        weights = self.floor and self.floor._weights
+        weights = self.floor and self.floor._weights.mover
         state_bytes = mover._stream.held_bytes if mover else 2 * WEIGHT_BYTES
         weight_bytes = WEIGHT_BYTES - (weights._shelf.gone_bytes if weights else 0)
         store = self.swapper._store

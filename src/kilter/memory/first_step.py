@@ -1,0 +1,44 @@
+"""The first step of a job makes its optimizer state: does the second forward fit beside it?"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+FULL = 0.75
+"""Of the level at which data leave: what weights and state may take in the second iteration. Casts
+of weights and data on their way out need the rest."""
+
+
+class FirstStep:
+    """Sees which optimizers step in the first iteration. In the program's thread."""
+
+    def __init__(self, begun_bytes: int) -> None:
+        """`begun_bytes` are in use before the first step, by little more than weights."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        self._begun_bytes = begun_bytes
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        # A hook before the step: the end of an iteration is noticed in a hook after the step,
+        # and a hook of that kind cannot be removed from inside one.
+        self._hook = register_optimizer_step_pre_hook(
+            lambda optimizer, *_: self.optimizers.add(optimizer)
+        )
+
+    def remove(self) -> None:
+        """Take the hook out."""
+        self._hook.remove()
+
+    def room_bytes(self, level_bytes: int) -> int | None:
+        """For state, where data leave above `level_bytes` in use; None: the state that was just
+        made fits."""
+        state_bytes = sum(state_bytes_of(optimizer) for optimizer in self.optimizers)
+        if not state_bytes or self._begun_bytes + state_bytes <= FULL * level_bytes:
+            return None
+        return max(0, level_bytes - self._begun_bytes) // 2
+
+
+def state_bytes_of(optimizer: Any) -> int:
+    """Of the tensors that it keeps beside the parameters."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in values if hasattr(value, "nbytes"))

@@ -9,7 +9,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from kilter.core.reasons import Reason
 from kilter.memory import messages
@@ -17,9 +19,6 @@ from kilter.memory.engine.backend import CopyEvent
 from kilter.memory.engine.gradients import Followed, GradientPlace
 from kilter.memory.engine.stream import StateBucket, local_of
 from kilter.memory.plan.state import StatePlan
-
-if TYPE_CHECKING:
-    import torch
 
 ELEMENTWISE = frozenset(
     {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"}
@@ -36,21 +35,85 @@ class PassPhase(Enum):
     KEEPING = "keeping"
 
 
+class StateInBuckets:
+    """The state of one optimizer, and how it streams."""
+
+    def __init__(self) -> None:
+        self.buckets: list[StateBucket] = []
+        """In the order in which their gradients arrive; none where the optimizer cannot be run
+        bucket by bucket."""
+        self.bucket_of: dict[int, int] = {}
+        """By parameter."""
+        self.streams = False
+        self.room_bytes: int | None = None
+        """What the plan was made for."""
+        self.plan: StatePlan | None = None
+        self.anew = False
+        """After the next step a plan is made, whatever the room."""
+        self.due_s: tuple[float, ...] = ()
+        """When the buckets are visited, where somebody knows better than the watched iterations."""
+
+
+class RoundOfVisits:
+    """From the first gradient, or the begin of the step, to the end of the program's step."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.had_state: set[int] = set()
+        """Parameters that had state before this round."""
+        self.visited: set[int] = set()
+        self.updated: set[int] = set()
+        """Buckets of this round."""
+
+    def end(self) -> None:
+        """All updates are done."""
+        self.open = False
+        self.visited.clear()
+        self.updated.clear()
+
+
+class GradientEvidence:
+    """What one iteration shows of its gradients, from the first one to the step."""
+
+    def __init__(self) -> None:
+        self.settings: Any = None
+        """The groups' options when the first gradient arrived."""
+        self.seen: dict[int, tuple[int, int]] = {}
+        """Storage and version of gradients as they arrived."""
+        self.marks: list[tuple[int, CopyEvent]] = []
+        self.arrives_s: dict[int, float] = {}
+        """By parameter, from the first gradient on; of the last iteration that was watched."""
+        self.at: dict[int, int] = {}
+        """By parameter, the operation of the pass in which its gradient arrives."""
+
+    def arrived(self, parameter: Any, event: Callable[[], int | None]) -> None:
+        """A gradient was accumulated; `event` tells the operation of the pass, if it is known."""
+        if id(parameter) not in self.at and (at := event()) is not None:
+            self.at[id(parameter)] = at
+
+    def end(self, elapsed_s: Callable[[CopyEvent, CopyEvent], float]) -> None:
+        """The step is over, and what was issued until then can be timed."""
+        if self.marks:
+            zero = self.marks[0][1]
+            self.arrives_s = {key: max(0.0, elapsed_s(zero, mark)) for key, mark in self.marks}
+
+    def forget(self) -> None:
+        """What follows is another iteration."""
+        self.settings = None
+        self.marks.clear()
+        self.seen.clear()
+
+
 class Charge:
     """One optimizer and how far we are with it."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.phase = PassPhase.WATCHING
-        self.streams = False
         self.steps = 0
-        self.open = False
-        """A round of visits is under way."""
-        self.had_state: set[int] = set()
-        """Parameters that had state before this round."""
-        self.visited: set[int] = set()
-        self.updated: set[int] = set()
-        """Buckets of this round."""
+        self.state = StateInBuckets()
+        self.round = RoundOfVisits()
+        self.evidence = GradientEvidence()
         self.told = False
         """What others know: gradients are consumed."""
         self.followed: list[Followed] = []
@@ -60,24 +123,7 @@ class Charge:
             for index, group in enumerate(optimizer.param_groups)
             for p in group["params"]
         }
-        self.buckets: list[StateBucket] = []
-        self.bucket_of: dict[int, int] = {}
-        self.plan: StatePlan | None = None
-        self.room_bytes: int | None = None
-        """What the plan was made for."""
-        self.anew = False
-        """After the next step a plan is made, whatever the room."""
         self.refused: list[Reason] = []
-        self.settings: Any = None
-        """The groups' options when the first gradient arrived."""
-        self.marks: list[tuple[int, CopyEvent]] = []
-        self.arrives_s: dict[int, float] = {}
-        self.at: dict[int, int] = {}
-        """By parameter, the operation of the pass in which its gradient arrives."""
-        self.due_s: tuple[float, ...] = ()
-        """When the buckets are visited, where somebody knows better than `arrives_s`."""
-        self.seen: dict[int, tuple[int, int]] = {}
-        """Storage and version of gradients as they arrived."""
         self.stash: list[tuple[Any, torch.Tensor]] = []
         """Gradients hidden from the program's own step, which has nothing left to do with them."""
         self.handles: list[Any] = []
@@ -90,7 +136,7 @@ class Charge:
     @property
     def fit(self) -> bool:
         """It can be run bucket by bucket."""
-        return bool(self.buckets)
+        return bool(self.state.buckets)
 
     @property
     def took(self) -> bool:
@@ -124,16 +170,16 @@ class Charge:
 
     def note_state(self) -> None:
         """A round of visits begins."""
-        self.had_state = {id(p) for p in self.optimizer.state}
+        self.round.had_state = {id(p) for p in self.optimizer.state}
 
     def order_state(self) -> None:
         """Have the state that was made in a round of visits in the order in which the optimizer
         makes it at once."""
         states = self.optimizer.state
-        if len(states) > len(self.had_state):
+        if len(states) > len(self.round.had_state):
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
-                    if p in states and id(p) not in self.had_state:
+                    if p in states and id(p) not in self.round.had_state:
                         states[p] = states.pop(p)
             self.note_state()
 
@@ -144,7 +190,7 @@ class Charge:
             self.refused.append(reason)
 
     def keep_state(self, reason: Reason) -> None:
-        self.streams = False
+        self.state.streams = False
         self.say(messages.state_stays(reason))
 
     def watching(self) -> bool:
@@ -157,8 +203,6 @@ class Charge:
 
     def unfit(self, device: torch.device, followed: Mapping[int, Followed]) -> Reason | None:
         """Why this optimizer cannot be run bucket by bucket."""
-        import torch
-
         kind = type(self.optimizer)
         if kind.__name__ not in ELEMENTWISE or not kind.__module__.startswith("torch.optim."):
             return messages.unknown_optimizer(kind.__name__)
@@ -172,12 +216,9 @@ class Charge:
             if len({(p.dtype, p.device) for p in group["params"]}) > 1:
                 return messages.MIXED_GROUP
             for p in group["params"]:
-                plain = type(p) is torch.nn.Parameter or local_of(p) is not p
-                if not plain or p.is_sparse or p.is_complex():
-                    kind_name, dtype, layout = type(p).__name__, str(p.dtype), str(p.layout)
-                    return messages.unusual_parameter(kind_name, dtype, layout)
-                if p.device != device:
-                    return messages.parameters_elsewhere(str(p.device))
+                reason = _unusual(p, device)
+                if reason is not None:
+                    return reason
                 if id(p) in followed:
                     followed[id(p)].owner.object_to(messages.TWO_OPTIMIZERS)
                     return messages.TWO_OPTIMIZERS
@@ -185,8 +226,6 @@ class Charge:
 
     def watch(self, parameter: Any, gradient: torch.Tensor) -> None:
         """A gradient has arrived in a watched iteration."""
-        import torch
-
         if gradient.requires_grad or gradient.layout is not torch.strided:
             self.object_to(messages.SPARSE_OR_GRAPH)
             return  # there may be no storage to tell it by
@@ -194,13 +233,11 @@ class Charge:
         hooks = parameter._post_accumulate_grad_hooks.values()
         if not all(str(getattr(h, "__module__", "")).startswith("kilter.") for h in hooks):
             self.object_to(messages.GRADIENT_HOOKS)
-        self.seen[id(parameter)] = _state_of(gradient)
+        self.evidence.seen[id(parameter)] = _state_of(gradient)
 
     def judge(self, gradient_of: Callable[[Any], torch.Tensor | None], device_type: str) -> None:
         """What a watched iteration says when its step begins."""
-        import torch
-
-        if self.settings is not None and self.settings != self.options():
+        if self.evidence.settings is not None and self.evidence.settings != self.options():
             self.object_to(messages.OPTIONS_CHANGE)
         if getattr(self.optimizer, "grad_scale", None) is not None:
             self.object_to(messages.UNSCALED_BY_STEP)
@@ -210,11 +247,22 @@ class Charge:
             self.object_to(messages.SHARED_GRADIENTS)
         for f in self.followed:
             gradient = gradient_of(f.parameter)
-            before = self.seen.get(id(f.parameter))
+            before = self.evidence.seen.get(id(f.parameter))
             if gradient is None or before is None or gradient.is_sparse:
                 continue
             if before != _state_of(gradient):
                 self.object_to(messages.GRADIENTS_CHANGED)
+
+
+def _unusual(parameter: Any, device: torch.device) -> Reason | None:
+    """Why this parameter is not updated apart from the others."""
+    plain = type(parameter) is torch.nn.Parameter or local_of(parameter) is not parameter
+    if not plain or parameter.is_sparse or parameter.is_complex():
+        kind_name, dtype = type(parameter).__name__, str(parameter.dtype)
+        return messages.unusual_parameter(kind_name, dtype, str(parameter.layout))
+    if parameter.device != device:
+        return messages.parameters_elsewhere(str(parameter.device))
+    return None
 
 
 def _state_of(gradient: torch.Tensor) -> tuple[int, int]:

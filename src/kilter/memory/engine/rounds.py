@@ -47,14 +47,14 @@ class Rounds:
         """Visits that found their state offloaded and fetched it then and there."""
 
     def begin(self, charge: Charge) -> None:
-        charge.open = True
+        charge.round.open = True
         charge.note_state()
-        if charge.plan is not None:
-            self._prefetch_planned(charge, charge.plan.begin)
+        if charge.state.plan is not None:
+            self._prefetch_planned(charge, charge.state.plan.begin)
 
     def visit(self, charge: Charge, number: int, *, keep: bool) -> None:
         """Update the parameters of a bucket that have a gradient."""
-        bucket = charge.buckets[number]
+        bucket = charge.state.buckets[number]
         get, put = self._access.get, self._access.put
         found = [(p, get(p)) for p in bucket.members]
         ready = [p for p, gradient in found if gradient is not None]
@@ -70,14 +70,14 @@ class Rounds:
                     charge.stash.append((parameter, gradient))
                 else:
                     self._access.followed[id(parameter)].taken()
-            if charge.streams and charge.plan is None:
+            if charge.state.streams and charge.state.plan is None:
                 if bucket.host is None:
                     self._stream.adopt(bucket, charge.optimizer.state)
                 self.shed(charge)
             self._stream.note(bucket)
             if bucket.streamed:
                 self._offload(charge, bucket)
-            charge.updated.add(number)
+            charge.round.updated.add(number)
         self.pass_by(charge, number)
 
     def _update(
@@ -101,35 +101,35 @@ class Rounds:
 
     def written(self, charge: Charge) -> bool:
         """Somebody wrote to state after it was updated in this round."""
-        return any(self._stream.written(charge.buckets[number]) for number in charge.updated)
+        return any(
+            self._stream.written(charge.state.buckets[number]) for number in charge.round.updated
+        )
 
     def pass_by(self, charge: Charge, number: int) -> None:
         """What the plan issues after a visit."""
-        plan = charge.plan
-        if plan is None or number in charge.visited:
+        plan = charge.state.plan
+        if plan is None or number in charge.round.visited:
             return
-        charge.visited.add(number)
+        charge.round.visited.add(number)
         for i in plan.release[number]:
-            if charge.buckets[i].where is Where.OFFLOADING:
-                self._evict(charge, charge.buckets[i])
+            if charge.state.buckets[i].where is Where.OFFLOADING:
+                self._evict(charge, charge.state.buckets[i])
         self._prefetch_planned(charge, plan.load[number])
 
     def _prefetch_planned(self, charge: Charge, numbers: Iterable[int]) -> None:
-        assert charge.room_bytes is not None
-        assert charge.plan is not None
-        room_bytes = max(charge.room_bytes, charge.plan.peak_bytes)
+        assert charge.state.room_bytes is not None
+        assert charge.state.plan is not None
+        room_bytes = max(charge.state.room_bytes, charge.state.plan.peak_bytes)
         for i in numbers:
-            bucket = charge.buckets[i]
+            bucket = charge.state.buckets[i]
             fits = self._stream.held_bytes + bucket.size_bytes <= room_bytes
-            if bucket.where is Where.OFFLOADED and fits and i not in charge.visited:
+            if bucket.where is Where.OFFLOADED and fits and i not in charge.round.visited:
                 self._stream.prefetch(bucket)
 
     def end(self, charge: Charge) -> None:
         """All updates are done: what streams is evicted, whether it was used or not."""
-        charge.open = False
-        charge.visited.clear()
-        charge.updated.clear()
-        for bucket in charge.buckets:
+        charge.round.end()
+        for bucket in charge.state.buckets:
             bucket.missing = bucket.awaited
             if not self._stream.known(bucket, charge.optimizer.state):
                 self._know(charge, bucket)
@@ -141,26 +141,26 @@ class Rounds:
         """The optimizer has made more state, or the program has exchanged some."""
         self._settle(charge, bucket)
         self._stream.adopt(bucket, charge.optimizer.state)
-        charge.anew |= charge.streams  # its bytes are others than planned
+        charge.state.anew |= charge.state.streams  # its bytes are others than planned
 
     # To and fro
 
     def adopt(self, charge: Charge) -> None:
         """Know the state of all buckets."""
-        for bucket in charge.buckets:
+        for bucket in charge.state.buckets:
             if bucket.host is None:
                 self._stream.adopt(bucket, charge.optimizer.state)
 
     def cuts(self, charge: Charge) -> list[Bucket]:
         """Its buckets as planners see them. With gradients kept all are visited at once."""
-        due_s: Sequence[float] = charge.due_s or [
-            max(charge.arrives_s.get(id(p), 0.0) for p in bucket.members)
-            for bucket in charge.buckets
+        due_s: Sequence[float] = charge.state.due_s or [
+            max(charge.evidence.arrives_s.get(id(p), 0.0) for p in bucket.members)
+            for bucket in charge.state.buckets
         ]
         if charge.phase is PassPhase.KEEPING:
-            due_s = [0.0] * len(charge.buckets)
+            due_s = [0.0] * len(charge.state.buckets)
         cuts, first = [], 0
-        for bucket, bucket_due_s in zip(charge.buckets, due_s, strict=True):
+        for bucket, bucket_due_s in zip(charge.state.buckets, due_s, strict=True):
             cuts.append(
                 Bucket(
                     first=first,
@@ -174,21 +174,23 @@ class Rounds:
         return cuts
 
     def plan(self, charge: Charge) -> None:
-        assert charge.room_bytes is not None
-        mine_bytes = sum(b.size_bytes for b in charge.buckets if b.where is not Where.OFFLOADED)
-        room_bytes = max(0, charge.room_bytes - (self._stream.held_bytes - mine_bytes))
-        least_bytes = max(b.size_bytes for b in charge.buckets)
+        assert charge.state.room_bytes is not None
+        mine_bytes = sum(
+            b.size_bytes for b in charge.state.buckets if b.where is not Where.OFFLOADED
+        )
+        room_bytes = max(0, charge.state.room_bytes - (self._stream.held_bytes - mine_bytes))
+        least_bytes = max(b.size_bytes for b in charge.state.buckets)
         if room_bytes < least_bytes:
             charge.say(messages.little_room(least_bytes, room_bytes))
             room_bytes = least_bytes
         plan = plan_state(self.cuts(charge), room_bytes=room_bytes, link=self.link)
-        charge.plan = plan
-        for number, bucket in enumerate(charge.buckets):
+        charge.state.plan = plan
+        for number, bucket in enumerate(charge.state.buckets):
             bucket.streamed = number in plan.streamed
             if bucket.streamed:
                 self._offload(charge, bucket)
                 self._evict(charge, bucket)
-        for bucket in charge.buckets:
+        for bucket in charge.state.buckets:
             if not bucket.streamed:
                 self._settle(charge, bucket)
         self._changed()
@@ -196,9 +198,9 @@ class Rounds:
     def shed(self, charge: Charge) -> None:
         """State is being made and nothing is planned yet: the oldest is evicted while there is more
         than room for."""
-        assert charge.room_bytes is not None
-        for bucket in charge.buckets:
-            if self._stream.held_bytes <= charge.room_bytes:
+        assert charge.state.room_bytes is not None
+        for bucket in charge.state.buckets:
+            if self._stream.held_bytes <= charge.state.room_bytes:
                 return
             self._offload(charge, bucket)
             self._evict(charge, bucket)
@@ -222,8 +224,8 @@ class Rounds:
     def _bring(self, charge: Charge, bucket: StateBucket) -> None:
         """Have the state on the device from here on, even if nothing was prepared for that."""
         if bucket.where is Where.OFFLOADED:
-            self.late += charge.open
-            for other in charge.buckets:
+            self.late += charge.round.open
+            for other in charge.state.buckets:
                 if other.where is Where.OFFLOADING:
                     self._evict(charge, other)
         self._stream.bring(bucket)
@@ -238,8 +240,8 @@ class Rounds:
 
     def bring_home(self, charge: Charge) -> None:
         """All state on the device for good, or in host memory if it does not fit there."""
-        charge.plan = None
-        for bucket in charge.buckets:
+        charge.state.plan = None
+        for bucket in charge.state.buckets:
             self._settle(charge, bucket)
             bucket.streamed = False
             self._stream.adopt(bucket, charge.optimizer.state)

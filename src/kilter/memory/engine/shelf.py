@@ -92,6 +92,7 @@ class Shelf:
         """Some weight has no longer the address that it began with."""
         self._left: list[tuple[Any, Any]] = []
         """Sums over weights that left in this pass, and over their copies."""
+        self._falsified = False
         self._flag: Any = None
         self._flag_host: torch.Tensor | None = None
         self._counted = hasattr(torch.Tensor, "_use_count")
@@ -336,5 +337,8 @@ class Shelf:
         self._left.clear()
 
     def falsified(self) -> bool:
-        """A weight has left that was not what its copy is; known a little later."""
-        return self._flag_host is not None and bool(self._flag_host[0])
+        """Once, if a weight has left that was not what its copy is; known a little later."""
+        if self._falsified or self._flag_host is None or not self._flag_host[0]:
+            return False
+        self._falsified = True
+        return True

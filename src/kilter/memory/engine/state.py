@@ -21,16 +21,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from kilter.core.errors import UsageError
 from kilter.core.plan import GRADIENTS
 from kilter.core.reasons import Reason
 from kilter.core.units import MIB
 from kilter.memory import messages
-from kilter.memory.engine.aliases import Known
 from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.charge import Charge, PassPhase
 from kilter.memory.engine.engine import leave_uncompiled
 from kilter.memory.engine.gone import when_gone
+from kilter.memory.engine.gradient_hooks import GradientHooks
 from kilter.memory.engine.gradients import Followed, GradientConsumed, GradientPlace, Gradients
 from kilter.memory.engine.rounds import Rounds
 from kilter.memory.engine.stream import StateBucket, Stream, Where, size_of
@@ -39,8 +43,6 @@ from kilter.memory.plan.state import Bucket, StatePlan, Update, in_buckets
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
-    import torch
-
     from kilter.session.fence import Fence
 
 WATCHED_STEPS = 3
@@ -129,14 +131,8 @@ class StateMover(AbstractContextManager["StateMover"]):
         self._fence = fence
         self._charges: weakref.WeakKeyDictionary[Any, Charge] = weakref.WeakKeyDictionary()
         self._access = Gradients()
-        self._early: dict[int, Known] = {}
-        """Parameters whose gradient arrived before their optimizer was met, in this order."""
-        self._hooked: dict[int, Any] = {}
-        """By the parameter's identity, the handle of the hook on its gradient."""
-        self._hooks: list[Any] = []
-        """On gradients."""
+        self._hooks = GradientHooks(self._fenced(self._arrived))
         self._handles: list[Any] = []
-        self._search: Any = None
         self._guard: Any = None
         """On modules, between the first gradient and the step."""
         self._visits = 0
@@ -147,22 +143,14 @@ class StateMover(AbstractContextManager["StateMover"]):
     # Begin and end
 
     def __enter__(self) -> StateMover:
-        import torch
-        from torch.nn.modules.module import register_module_forward_pre_hook
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        self._torch = torch
-        self._before_modules = register_module_forward_pre_hook
-        self._keeps_graph = torch_internals.graph_task_keeps_graph
         self._access.__enter__()
         if self._kept is not None:
             self._access.ignore()
+            self._hooks.remove()
         else:
-            # Until the first step nobody knows the optimizers: modules show the parameters.
-            self._search = register_module_forward_pre_hook(self._fenced(self._before_module))
+            self._hooks.search(self._fenced)
         self._handles = [register_optimizer_step_pre_hook(self._fenced(self._meet))]
         leave_uncompiled()
-        self._arrived_hook = self._fenced(self._arrived)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -176,14 +164,9 @@ class StateMover(AbstractContextManager["StateMover"]):
                 handle.remove()
         for handle in self._handles:
             handle.remove()
-        self._stop_search()
+        self._hooks.stop_search()
         self._let_gradients_be()
         self._backend.close()
-
-    def _stop_search(self) -> None:
-        if self._search is not None:
-            self._search.remove()
-            self._search = None
 
     def _unguard(self) -> None:
         if self._guard is not None:
@@ -198,14 +181,12 @@ class StateMover(AbstractContextManager["StateMover"]):
     def _let_gradients_be(self) -> None:
         self._kept = self._kept or messages.EARLIER_OPTIMIZERS
         self._unguard()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.remove()
         self._access.ignore()
 
     def report(self) -> StateReport:
         charges = list(self._charges.values())
-        buckets = [b for charge in charges for b in charge.buckets]
+        buckets = [b for charge in charges for b in charge.state.buckets]
         away_bytes = sum(b.size_bytes for b in buckets if b.where is Where.OFFLOADED)
         return StateReport(
             consuming=any(c.phase is PassPhase.CONSUMING for c in charges),
@@ -218,12 +199,12 @@ class StateMover(AbstractContextManager["StateMover"]):
             gradient_bytes=sum(self._gradient_bytes(c) for c in charges),
             state_bytes=sum(b.size_bytes for b in buckets) - away_bytes,
             away_bytes=away_bytes,
-            plans=tuple(c.plan for c in charges if c.plan is not None),
+            plans=tuple(c.state.plan for c in charges if c.state.plan is not None),
             refused=tuple(dict.fromkeys(reason for c in charges for reason in c.refused)),
         )
 
     def _gradient_bytes(self, charge: Charge) -> int:
-        sizes = [b.gradient_bytes for b in charge.buckets]
+        sizes = [b.gradient_bytes for b in charge.state.buckets]
         if charge.phase is PassPhase.CONSUMING:
             return max(sizes, default=0)
         return sum(sizes)
@@ -252,25 +233,11 @@ class StateMover(AbstractContextManager["StateMover"]):
 
     def _give_up(self) -> None:
         for charge in self._charges.values():
-            if charge.streams or charge.phase is not PassPhase.KEEPING:
-                charge.phase, charge.streams = PassPhase.KEEPING, False
+            if charge.state.streams or charge.phase is not PassPhase.KEEPING:
+                charge.phase, charge.state.streams = PassPhase.KEEPING, False
                 self._rounds.bring_home(charge)
 
     # Who is there
-
-    def _before_module(self, module: Any, inputs: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            self._hook(parameter)
-
-    def _hook(self, parameter: Any) -> None:
-        hooked = self._hooked.get(id(parameter))
-        if not (parameter.requires_grad and parameter.is_leaf) or self._kept is not None:
-            return
-        if hooked is not None and hooked.id in (parameter._post_accumulate_grad_hooks or ()):
-            return
-        hooked = parameter.register_post_accumulate_grad_hook(self._arrived_hook)
-        self._hooked[id(parameter)] = hooked
-        self._hooks.append(hooked)
 
     def _meet(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """The step of an optimizer is about to begin, perhaps its first."""
@@ -278,7 +245,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         if charge is not None and not charge.altered:
             charge.stand_innermost()
             return
-        self._stop_search()
+        self._hooks.stop_search()
         if charge is not None:
             if charge.took:
                 raise GradientConsumed("the optimizer's parameters changed before the step")
@@ -298,25 +265,20 @@ class StateMover(AbstractContextManager["StateMover"]):
         charge = self._charges[optimizer]
         for f in charge.followed:
             f.steps()
-        if charge.streams:
+        if charge.state.streams:
             self._rounds.adopt(charge)
             self._rounds.plan(charge)
 
     def _charged(self, optimizer: Any) -> Charge:
         charge = Charge(optimizer)
-        known = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-        early = [key for key, same in self._early.items() if key in known and same(known[key])]
-        for key in early:
-            del self._early[key]
-        order = [known[key] for key in early]
-        order += [p for key, p in reversed(known.items()) if key not in early]
+        order = self._hooks.by_arrival([p for g in optimizer.param_groups for p in g["params"]])
         reason = charge.unfit(self._backend.device, self._access.followed)
         if reason is not None:
             charge.object_to(reason)
             charge.keep_state(reason)
             return charge
         for parameter in order:
-            self._hook(parameter)
+            self._hooks.follow(parameter)
             place = (
                 GradientPlace.NONE if self._access.get(parameter) is None else GradientPlace.THERE
             )
@@ -325,13 +287,13 @@ class StateMover(AbstractContextManager["StateMover"]):
         updates = [Update(gradient_bytes=size_of(p), state_bytes=0) for p in order]
         for number, cut in enumerate(in_buckets(updates, self._bucket_bytes)):
             members = order[cut.first : cut.first + cut.count]
-            charge.buckets.append(StateBucket(members))
-            charge.bucket_of.update((id(p), number) for p in members)
-        charge.room_bytes = self.room_bytes
-        charge.streams = self.room_bytes is not None
+            charge.state.buckets.append(StateBucket(members))
+            charge.state.bucket_of.update((id(p), number) for p in members)
+        charge.state.room_bytes = self.room_bytes
+        charge.state.streams = self.room_bytes is not None
         if self._kept is not None:
             charge.object_to(self._kept)
-        elif any(bucket.sharded for bucket in charge.buckets):
+        elif any(bucket.sharded for bucket in charge.state.buckets):
             charge.object_to(messages.SHARDED_PARAMETERS)
         charge.handles = [
             optimizer.register_step_pre_hook(self._fenced(self._before_step)),
@@ -346,9 +308,9 @@ class StateMover(AbstractContextManager["StateMover"]):
         for f in charge.followed:
             if self._access.followed.get(id(f.parameter)) is f:
                 del self._access.followed[id(f.parameter)]
-        for bucket in charge.buckets:
+        for bucket in charge.state.buckets:
             self._stream.disown(bucket)
-        charge.followed, charge.buckets = [], []
+        charge.followed, charge.state.buckets = [], []
 
     # Backward
 
@@ -356,7 +318,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         """A gradient was accumulated."""
         found = self._access.followed.get(id(parameter))
         if found is None:
-            self._early[id(parameter)] = Known(parameter)
+            self._hooks.note_early(parameter)
             return
         self._access.quiet = False  # a step that raised left it so
         found.arrives()
@@ -364,29 +326,30 @@ class StateMover(AbstractContextManager["StateMover"]):
         if charge.phase is PassPhase.KEEPING:
             return
         if self._guard is None:
-            self._guard = self._before_modules(self._module_runs)
+            self._guard = register_module_forward_pre_hook(self._module_runs)
         gradient = self._access.get(parameter)
         assert gradient is not None
-        if self._keeps_graph() and not charge.took:
+        if torch_internals.graph_task_keeps_graph() and not charge.took:
             charge.object_to(messages.GRAPH_KEPT)
-            charge.anew = True
+            charge.state.anew = True
             return
-        if charge.settings is None:
-            charge.settings = charge.options()
-        if id(parameter) not in charge.at:
-            event = self._event()
-            if event is not None:
-                charge.at[id(parameter)] = event
+        if charge.evidence.settings is None:
+            charge.evidence.settings = charge.options()
+        charge.evidence.arrived(parameter, self._event)
         if charge.phase is PassPhase.WATCHING:
-            charge.marks.append((id(parameter), self._backend.mark()))
+            charge.evidence.marks.append((id(parameter), self._backend.mark()))
             charge.watch(parameter, gradient)
             return
-        number = charge.bucket_of[id(parameter)]
-        bucket = charge.buckets[number]
+        self._count_down(charge, parameter, gradient)
+
+    def _count_down(self, charge: Charge, parameter: Any, gradient: torch.Tensor) -> None:
+        """Visit the bucket of this parameter if its gradient is the last one there."""
+        number = charge.state.bucket_of[id(parameter)]
+        bucket = charge.state.buckets[number]
         bucket.missing -= 1
-        if gradient.requires_grad or gradient.layout is not self._torch.strided:
+        if gradient.requires_grad or gradient.layout is not torch.strided:
             bucket.missing = len(bucket.members) + 1  # left to the step
-        if not charge.open:
+        if not charge.round.open:
             if charge.altered:
                 charge.object_to(messages.OTHER_PARAMETERS)
                 return
@@ -414,30 +377,35 @@ class StateMover(AbstractContextManager["StateMover"]):
             return
         if charge.phase is PassPhase.WATCHING:
             charge.judge(self._access.get, self._backend.device.type)
-        elif charge.took and charge.settings != charge.options():
-            raise GradientConsumed("the optimizer's options changed between backward and step")
-        elif charge.took and getattr(optimizer, "grad_scale", None) is not None:
-            raise GradientConsumed("gradients are to be unscaled")
-        elif charge.took and self._rounds.written(charge):
-            raise GradientConsumed("optimizer state was changed between backward and step")
+        elif charge.took:
+            self._check_unchanged(charge)
         for f in charge.followed:
             f.steps()
-        if charge.streams:
-            if not charge.open:
+        if charge.state.streams:
+            if not charge.round.open:
                 self._rounds.begin(charge)
-            for number, bucket in enumerate(charge.buckets):
-                if bucket.streamed or charge.plan is None:
+            for number, bucket in enumerate(charge.state.buckets):
+                if bucket.streamed or charge.state.plan is None:
                     self._rounds.visit(charge, number, keep=True)
                 else:  # left to the program's own step
                     self._rounds.pass_by(charge, number)
         self._rounds.end(charge)
         self._access.quiet = True
 
+    def _check_unchanged(self, charge: Charge) -> None:
+        """The step is to be the one that the updates in backward were made for."""
+        if charge.evidence.settings != charge.options():
+            raise GradientConsumed("the optimizer's options changed between backward and step")
+        if getattr(charge.optimizer, "grad_scale", None) is not None:
+            raise GradientConsumed("gradients are to be unscaled")
+        if self._rounds.written(charge):
+            raise GradientConsumed("optimizer state was changed between backward and step")
+
     def _before_closure(self, charge: Charge) -> None:
         if charge.took:
             raise GradientConsumed("optimizer.step was given a closure")
         charge.object_to(messages.CLOSURE)
-        if charge.streams:
+        if charge.state.streams:
             charge.keep_state(messages.CLOSURE)
             self._rounds.bring_home(charge)
 
@@ -453,35 +421,31 @@ class StateMover(AbstractContextManager["StateMover"]):
     def _settle(self, charge: Charge) -> None:
         """Between a step and the next backward: decide how it goes on."""
         charge.steps += 1
-        if charge.marks:
-            zero = charge.marks[0][1]
-            charge.arrives_s = {
-                key: max(0.0, self._backend.elapsed_s(zero, mark)) for key, mark in charge.marks
-            }
+        charge.evidence.end(self._backend.elapsed_s)
         armed = charge.phase is PassPhase.WATCHING and charge.steps >= WATCHED_STEPS
         if armed:
             charge.phase = PassPhase.CONSUMING
-            for bucket in charge.buckets:
-                bucket.missing = bucket.awaited = sum(id(p) in charge.seen for p in bucket.members)
-        if charge.fit and (charge.anew or self.room_bytes != charge.room_bytes):
-            charge.anew, charge.room_bytes = False, self.room_bytes
-            charge.streams = self.room_bytes is not None
-            if not charge.streams:
+            for bucket in charge.state.buckets:
+                bucket.missing = bucket.awaited = sum(
+                    id(p) in charge.evidence.seen for p in bucket.members
+                )
+        if charge.fit and (charge.state.anew or self.room_bytes != charge.state.room_bytes):
+            charge.state.anew, charge.state.room_bytes = False, self.room_bytes
+            charge.state.streams = self.room_bytes is not None
+            if not charge.state.streams:
                 self._rounds.bring_home(charge)
-            charge.plan = None
+            charge.state.plan = None
         charge.order_state()
         if charge.steps == 1:
             self._rounds.adopt(charge)
-        if charge.streams and (armed or charge.plan is None):
+        if charge.state.streams and (armed or charge.state.plan is None):
             self._rounds.plan(charge)
         consuming = charge.phase is PassPhase.CONSUMING
         if consuming != charge.told:
             self._changed()
         charge.told = consuming
         self._rest()
-        charge.settings = None
-        charge.marks.clear()
-        charge.seen.clear()
+        charge.evidence.forget()
 
     def visits(self) -> Visits | None:
         """What streams, or could, beside the computation: the state of the only optimizer, if its
@@ -491,14 +455,16 @@ class StateMover(AbstractContextManager["StateMover"]):
             return None
         (charge,) = charges
         at = []
-        for bucket in charge.buckets:
-            found = [charge.at[id(p)] for p in bucket.members if id(p) in charge.at]
+        for bucket in charge.state.buckets:
+            found = [
+                charge.evidence.at[id(p)] for p in bucket.members if id(p) in charge.evidence.at
+            ]
             if not found:
                 return None
             at.append(max(found))
         if at != sorted(at):
             return None
-        return Visits(tuple(self._rounds.cuts(charge)), tuple(at), charge.plan)
+        return Visits(tuple(self._rounds.cuts(charge)), tuple(at), charge.state.plan)
 
     def make_room(
         self, room_bytes: int, *, due_s: Sequence[float] | None = None, link: Link | None = None
@@ -510,8 +476,8 @@ class StateMover(AbstractContextManager["StateMover"]):
         if link is not None:
             self._rounds.link = link
         for charge in self._charges.values():
-            charge.due_s = charge.due_s if due_s is None else tuple(due_s)
-            charge.anew = True
+            charge.state.due_s = charge.state.due_s if due_s is None else tuple(due_s)
+            charge.state.anew = True
 
     def _unstash(self, charge: Charge) -> None:
         for parameter, gradient in charge.stash:
@@ -527,9 +493,9 @@ class StateMover(AbstractContextManager["StateMover"]):
     def _after_load(self, optimizer: Any) -> None:
         """The state is another now, and more of it than there is room for."""
         charge = self._charges[optimizer]
-        charge.plan = None
-        for bucket in charge.buckets:
+        charge.state.plan = None
+        for bucket in charge.state.buckets:
             bucket.streamed = False
             self._stream.adopt(bucket, optimizer.state)
-            if charge.streams:
+            if charge.state.streams:
                 self._rounds.shed(charge)

@@ -17,33 +17,43 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
 from kilter.core.reasons import Reason
 from kilter.core.units import MIB
 from kilter.memory import messages
 from kilter.memory.engine.away import Doors, WeightsMoved
-from kilter.memory.engine.backend import Backend, CopyEvent
+from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.shelf import MovedWeights, Shelf
 from kilter.memory.engine.store import kept, original_of, whole
+from kilter.memory.engine.weight_pass import RepeatedPass, Tick, WeightPass, WeightSchedule
 from kilter.memory.plan.problem import Link
-from kilter.memory.plan.weights import Weight, WeightPlan, plan_weights
+from kilter.memory.plan.weights import WeightPlan
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
-    import torch
-
     from kilter.session.fence import Fence
 
 WATCHED_PASSES = 2
 """Passes of one kind that are watched before weights leave."""
-TIMED_PASSES = 4
-"""Passes under a plan whose times are taken as well, before it is made anew with them."""
 FALSIFIED = "weights were written to past the framework, by their address"
+FAST_MODULES = (
+    torch.nn.TransformerEncoder,
+    torch.nn.TransformerEncoderLayer,
+    torch.nn.MultiheadAttention,
+)
+"""They may compute in C++ with the weights of the modules below them, which do not run then."""
 ALL = 2**62
 """Bytes: whatever can leave."""
-
-Tick = tuple[str, int, int]
-"""What happened, to whom, and for the how-many-th time in the pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +102,70 @@ class SavedView:
         return (self._parameter, self._version)[index]
 
 
+class MetWeights:
+    """The weights that modules have shown when they ran. `arrived` is the hook by which the need
+    of weights in backward is known, on one parameter of each module."""
+
+    def __init__(
+        self, shelf: Shelf, device: torch.device, min_bytes: int, arrived: Callable[[Any], None]
+    ) -> None:
+        self._shelf = shelf
+        self._device = device
+        self._min_bytes = min_bytes
+        self._arrived = arrived
+        self._known: dict[int, weakref.ref[Any]] = {}
+        """Parameters that were looked at."""
+        self._handles: list[Any] = []
+        self.used_by: dict[int, list[MovedWeights]] = {}
+        """By module, those that may ever leave."""
+
+    def of_module(self, module: Any) -> list[MovedWeights]:
+        """Those of this module; it is looked at when it runs first."""
+        mine = []
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            found = self._known.get(id(parameter))
+            if found is None or found() is not parameter:
+                self._known[id(parameter)] = weakref.ref(parameter)
+                self._meet(parameter, module)
+            weight = self._shelf.weights.get(id(parameter))
+            if weight is not None:
+                mine.append(weight)
+        if mine:
+            self.used_by[id(module)] = mine
+        return mine
+
+    def _meet(self, parameter: Any, module: Any) -> None:
+        trained = [
+            p
+            for p in module._parameters.values()
+            if p is not None and p.requires_grad and p.is_leaf
+        ]
+        marker = max(trained, key=lambda p: p.numel(), default=None)
+        if marker is parameter:
+            self._handles.append(marker.register_post_accumulate_grad_hook(self._arrived))
+        if (
+            type(parameter) is not torch.nn.Parameter
+            or not parameter.is_leaf
+            or parameter.device != self._device
+            or parameter.layout is not torch.strided
+            or parameter.is_conj()
+            or parameter.is_neg()
+            or parameter.nbytes < self._min_bytes
+            or parameter.untyped_storage().nbytes() != parameter.nbytes
+        ):
+            return
+        weight = self._shelf.add(parameter)
+        if marker is not None:
+            weight.marker = id(marker)
+
+    def close(self) -> None:
+        """Take the hooks out."""
+        for handle in self._handles:
+            handle.remove()
+
+
 class WeightMover(AbstractContextManager["WeightMover"]):
     """Keeps weights on the host over the end of forward, where training's memory peaks.
 
@@ -118,61 +192,29 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._own_hooks = own_hooks
         self._changed = changed or (lambda: None)
         self._fence = fence
-        self._known: dict[int, weakref.ref[Any]] = {}
-        """Parameters that were looked at."""
-        self._used_by: dict[int, list[MovedWeights]] = {}
-        """By module."""
         self._handles: list[Any] = []
         self._follows = False
         """There is a hook behind optimizer steps."""
         self._hooks: Any = None
         self._stopped = False
-        self._told = False
         self._reading = False
         """Hooks of ours read weights, not the program."""
         self._late = 0
-        # The present pass
-        self._passes = 0
-        self._ticks: list[Tick] = []
-        self._marks: list[CopyEvent] = []
-        self._turn: int | None = None
-        """Its first tick of backward."""
-        self._runs: dict[int, int] = {}
-        self._timing = True
+        self._pass = WeightPass()
         self._steps = 0
         self._iteration_ended = True
         """An optimizer has stepped, and no module has run since."""
         self._updated: list[MovedWeights] = []
         """In backward, and not copied yet."""
-        # What was watched
-        self._kind: tuple[tuple[Tick, ...], int] | None = None
-        self._seen = 0
-        self._gaps_s: list[float] = []
-        """Between ticks, the shortest each; the last up to the next pass."""
+        self._repeated = RepeatedPass()
         self._anew = False
-        self._timed = 0
-        self._plan: WeightPlan | None = None
-        self._release: dict[Tick, list[MovedWeights]] = {}
-        self._load: dict[Tick, list[MovedWeights]] = {}
+        """After the next step a plan is made."""
+        self._schedule: WeightSchedule | None = None
         self._refused: list[Reason] = []
 
     # Begin and end
 
     def __enter__(self) -> WeightMover:
-        import torch
-        from torch.nn.modules.module import (
-            register_module_forward_hook,
-            register_module_forward_pre_hook,
-        )
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        self._torch = torch
-        self._plain = torch.nn.Parameter
-        self._fast = (
-            torch.nn.TransformerEncoder,
-            torch.nn.TransformerEncoderLayer,
-            torch.nn.MultiheadAttention,
-        )
         shelf = self._shelf = Shelf(self._backend, late=self._was_late, say=self._say)
         self._doors = Doors(
             home=shelf.home,
@@ -182,7 +224,8 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             foreign=shelf.foreign,
         )
         self._doors.__enter__()
-        self._arrived_hook = torch.compiler.disable(self._fenced(self._arrived))
+        arrived = torch.compiler.disable(self._fenced(self._arrived))
+        self._met = MetWeights(shelf, self._backend.device, self._min_bytes, arrived)
         self._handles = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._fenced(self._after_module)),
@@ -202,6 +245,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             self._hooks.__exit__(*exception)
         for handle in self._handles:
             handle.remove()
+        self._met.close()
         self._doors.__exit__()
         self._backend.close()
         if not exception or exception[0] is None:
@@ -217,15 +261,14 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._shelf.bring_all()
         self._shelf.compare()
         self._shelf.settle()
-        self._release, self._load, self._plan = {}, {}, None
+        self._schedule = None
         self._updated.clear()
         if self._shelf.moved:
             self._changed()
 
     def _check(self) -> None:
         """Tell of a weight that was not what its copy is."""
-        if self._shelf.falsified() and not self._told:
-            self._told = True
+        if self._shelf.falsified():
             self.stop()
             raise WeightsMoved(FALSIFIED)
 
@@ -235,7 +278,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._anew = True
 
     def report(self) -> WeightReport:
-        plan, shelf = self._plan, self._shelf
+        plan, shelf = None if self._schedule is None else self._schedule.plan, self._shelf
         return WeightReport(
             moving=plan is not None,
             weights=0 if plan is None else len(plan.moved),
@@ -285,24 +328,24 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         if self._stopped or self._reading:
             return
         self._late += 1
-        if self._turn is not None:
-            before = len(self._ticks) if weight.needed_at is None else weight.needed_at
-            weight.needed_at = min(len(self._ticks), before)
+        now = len(self._pass.ticks)
+        if self._pass.turn is not None:
+            weight.needed_at = now if weight.needed_at is None else min(now, weight.needed_at)
             self._anew = True
-        elif weight.asked_in == self._passes - 1:
+        elif weight.asked_in == self._pass.number - 1:
             weight.stays = True
             self._say(messages.READ_LATER)
             self._anew = True
         else:
-            weight.asked_in = self._passes
+            weight.asked_in = self._pass.number
 
     def around(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Any:
         """Hooks on saved tensors that let views of weights go and hand out none that is away."""
-        shelf, plain = self._shelf, self._plain
+        shelf, plain_class = self._shelf, torch.nn.Parameter
 
         def pack_weight(tensor: torch.Tensor) -> Any:
             base = tensor._base
-            if type(base) is plain and shelf.weights.get(id(base)) and _strided(tensor, base):
+            if type(base) is plain_class and shelf.weights.get(id(base)) and _strided(tensor, base):
                 return SavedView(tensor, shelf.home)
             self._reading = True  # a recipe, perhaps, which looks at what it will need
             try:
@@ -335,54 +378,48 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             return
         for parameter in module._parameters.values():
             self._shelf.home(parameter)
-        if isinstance(module, self._fast):
+        if isinstance(module, FAST_MODULES):
             for parameter in module.parameters():
                 self._shelf.home(parameter)
 
     def _after_module(self, module: Any, inputs: Any, output: Any) -> None:
-        torch = self._torch
         if self._stopped or not module._parameters or not torch.is_grad_enabled():
             return
         if torch_internals.current_node() is not None:
             return  # recomputed in backward
-        mine = [w for p in module._parameters.values() if (w := self._met(p, module)) is not None]
+        mine = self._met.of_module(module)
         if not mine:
             return
-        if self._iteration_ended or self._turn is not None or not self._passes:
+        if self._iteration_ended or self._pass.turn is not None or not self._pass.number:
             self._begin_pass()
             if self._stopped:
                 return
-        run = self._runs[id(module)] = self._runs.get(id(module), 0) + 1
-        tick = ("forward", id(module), run)
-        self._used_by[id(module)] = mine
-        self._tick(tick)
-        for weight in self._release.get(tick, ()):
-            self._shelf.leave(weight)
+        tick = self._tick("forward", module)
+        if self._schedule is not None:
+            for weight in self._schedule.release.get(tick, ()):
+                self._shelf.leave(weight)
 
     def _arrived(self, parameter: Any) -> None:
         """A gradient was accumulated."""
-        if self._stopped or not self._passes:
+        if self._stopped or not self._pass.number:
             return
-        if self._turn is None:
-            self._turn = len(self._ticks)
-        run = self._runs[id(parameter)] = self._runs.get(id(parameter), 0) + 1
-        tick = ("backward", id(parameter), run)
-        self._tick(tick)
+        if self._pass.turn is None:
+            self._pass.turn = len(self._pass.ticks)
+        tick = self._tick("backward", parameter)
         self._shelf.compare()
         self._publish()
-        for weight in self._load.get(tick, ()):
-            self._shelf.load(weight)
+        if self._schedule is not None:
+            for weight in self._schedule.load.get(tick, ()):
+                self._shelf.load(weight)
 
-    def _tick(self, tick: Tick) -> None:
-        self._ticks.append(tick)
-        if self._timing:
-            self._marks.append(self._backend.mark())
-        if self._backend.device.type != "cuda":
-            return
-        if self._shelf.stream is None:
-            self._shelf.stream = self._torch.cuda.current_stream(self._backend.device)
-        elif self._shelf.elsewhere():
-            self.stop(messages.SEVERAL_STREAMS)
+    def _tick(self, what: str, whose: Any) -> Tick:
+        tick = self._pass.add(what, id(whose), self._backend.mark)
+        if self._backend.device.type == "cuda":
+            if self._shelf.stream is None:
+                self._shelf.stream = torch.cuda.current_stream(self._backend.device)
+            elif self._shelf.elsewhere():
+                self.stop(messages.SEVERAL_STREAMS)
+        return tick
 
     # Passes
 
@@ -393,20 +430,18 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         if reason is not None:
             self.stop(reason)
             return
-        if self._timing and self._turn is not None and self._steps:
-            self._file(self._backend.mark())
+        planned = self._schedule is not None
+        if self._pass.timed and self._pass.turn is not None and self._steps:
+            end = self._backend.mark()
+            elapsed_s = self._backend.elapsed_s
+            self._anew |= self._repeated.add(self._pass, end, elapsed_s, planned=planned)
         self._shelf.bring_all()  # what no backward has asked for
         self._shelf.compare()
-        self._passes += 1
+        self._pass.begin(timed=not planned or self._repeated.wants_times)
         self._iteration_ended = False
-        self._turn = None
-        self._ticks, self._marks = [], []
-        self._timing = self._plan is None or self._timed < TIMED_PASSES
-        self._runs.clear()
 
     def _unfit(self) -> Reason | None:
         """Why weights have to stay in this job."""
-        torch = self._torch
         distributed = torch.distributed
         if distributed.is_available() and distributed.is_initialized():
             return messages.OTHER_PROCESSES
@@ -414,113 +449,23 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             return messages.COMPILES
         return None
 
-    def _file(self, now: CopyEvent) -> None:
-        """A pass has ended: how long its parts took."""
-        assert self._turn is not None
-        kind = tuple(self._ticks), self._turn
-        if self._plan is not None and kind != self._kind:
-            return
-        if kind != self._kind:
-            self._kind, self._seen, self._gaps_s = kind, 0, []
-        if self._seen == 0:
-            self._seen = 1  # the first makes whatever is made once
-            return
-        ends = [*self._marks[1:], now]
-        gaps_s = [self._backend.elapsed_s(a, b) for a, b in zip(self._marks, ends, strict=True)]
-        self._gaps_s = [min(pair) for pair in zip(gaps_s, self._gaps_s or gaps_s, strict=True)]
-        self._seen += 1
-        if self._plan is not None:
-            self._timed += 1
-        if self._plan is None or self._timed == TIMED_PASSES:
-            self._anew = True
-
     def _make_plan(self) -> None:
         """Between two passes."""
-        assert self._kind is not None
         self._anew = False
         if not self._shelf.moved and graphs_may_exist(self._backend.device):
             self.stop(messages.GRAPHS_BEFORE)
             return
-        ticks, turn = self._kind
-        at_s = [0.0]
-        for gap_s in self._gaps_s:
-            at_s.append(at_s[-1] + gap_s)
-        period_s = at_s.pop()
-        arrivals = {key: i for i, (_, key, _) in enumerate(ticks) if i >= turn}
-        used_at = {
-            w: i for i, (_, key, _) in enumerate(ticks[:turn]) for w in self._used_by.get(key, ())
-        }
-        mine, weights = [], []
-        for weight in self._shelf.weights.values():
-            if weight.stays or weight not in used_at:
-                continue
-            needed_at = arrivals.get(weight.marker, len(ticks) - 1)
-            if weight.needed_at is not None:
-                needed_at = max(turn, min(needed_at, weight.needed_at))
-            mine.append(weight)
-            weights.append(
-                Weight(
-                    size_bytes=weight.size_bytes,
-                    used_at=used_at[weight],
-                    needed_at=needed_at,
-                    updated_at=weight.updated_at,
-                )
-            )
-        plan = plan_weights(
-            weights,
-            at_s=at_s,
-            turn=turn,
-            period_s=period_s,
+        self._schedule = self._repeated.schedule(
+            self._shelf.weights.values(),
+            self._met.used_by,
             away_bytes=self._away_bytes,
             link=self._link,
         )
-        self._plan = plan
-        self._release = {ticks[t]: [mine[i] for i in ns] for t, ns in plan.release.items()}
-        self._load = {ticks[t]: [mine[i] for i in ns] for t, ns in plan.load.items()}
-        for weights_here in self._release.values():
+        for weights_here in self._schedule.release.values():
             for weight in weights_here:
                 if weight.version < 0:
                     self._shelf.copy_out(weight)
         self._changed()
-
-    # Who may leave
-
-    def _met(self, parameter: Any, module: Any) -> MovedWeights | None:
-        """The weight, if it may ever leave; its module is looked at when it runs first."""
-        if parameter is None:
-            return None
-        key = id(parameter)
-        found = self._known.get(key)
-        if found is None or found() is not parameter:
-            self._known[key] = weakref.ref(parameter)
-            self._look(parameter, module)
-        return self._shelf.weights.get(key)
-
-    def _look(self, parameter: Any, module: Any) -> None:
-        torch = self._torch
-        trained = [
-            p
-            for p in module._parameters.values()
-            if p is not None and p.requires_grad and p.is_leaf
-        ]
-        marker = max(trained, key=lambda p: p.numel(), default=None)
-        if marker is parameter:
-            handle = marker.register_post_accumulate_grad_hook(self._arrived_hook)
-            self._handles.append(handle)
-        if (
-            type(parameter) is not self._plain
-            or not parameter.is_leaf
-            or parameter.device != self._backend.device
-            or parameter.layout is not torch.strided
-            or parameter.is_conj()
-            or parameter.is_neg()
-            or parameter.nbytes < self._min_bytes
-            or parameter.untyped_storage().nbytes() != parameter.nbytes
-        ):
-            return
-        weight = self._shelf.add(parameter)
-        if marker is not None:
-            weight.marker = id(marker)
 
     # Updates
 
@@ -537,7 +482,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
     def _publish(self) -> None:
         """Copy what was updated since the last gradient arrived."""
         for weight in self._updated:
-            weight.updated_at = len(self._ticks) - 1
+            weight.updated_at = len(self._pass.ticks) - 1
             if weight.version >= 0:
                 self._shelf.copy_out(weight)
                 weight.published = True
@@ -545,8 +490,6 @@ class WeightMover(AbstractContextManager["WeightMover"]):
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._follows:  # we may have begun within such a hook, where none can be set
-            from torch.optim.optimizer import register_optimizer_step_post_hook
-
             self._follows = True
             self._handles.append(register_optimizer_step_post_hook(self._fenced(self._after_step)))
         if self._shelf.absent:
@@ -567,15 +510,13 @@ class WeightMover(AbstractContextManager["WeightMover"]):
                 if not weight.published or parameter._version != weight.version or weight.lent:
                     self._shelf.copy_out(weight)
                 weight.published = False
-        if self._anew and not self._stopped and self._seen >= WATCHED_PASSES:
+        if self._anew and not self._stopped and self._repeated.seen >= WATCHED_PASSES:
             self._make_plan()
 
 
 def graphs_may_exist(device: torch.device) -> bool:
     """A CUDA graph keeps its memory in a pool of its own as long as it lives, and so it shows even
     if nobody was there when it was captured. Other private pools look the same."""
-    import torch
-
     if device.type != "cuda":
         return False
     pools = {segment.get("segment_pool_id", (0, 0)) for segment in torch.cuda.memory_snapshot()}

@@ -38,12 +38,12 @@ def slow_link(bytes_per_s: float) -> None:
 
 def small_tensors(min_bytes: int) -> None:
     """Let tensors of `min_bytes` count where the default is a MiB."""
-    from kilter.memory import controller as fitter
-    from kilter.memory import schedule
+    from kilter.memory import controller, first_tensor, governed_job, schedule
     from kilter.memory import state_and_weights as floor
     from kilter.memory.engine import engine, state, weights
 
-    fitter.MIB = schedule.MIB = min_bytes  # type: ignore[attr-defined]
+    for module in (controller, first_tensor, governed_job, schedule):
+        vars(module)["MIB"] = min_bytes
     for kind in (floor.StateAndWeightPolicy, engine.Swapper, state.StateMover, weights.WeightMover):
         _set_default(kind.__init__, "min_bytes", min_bytes)
     _set_default(state.StateMover.__init__, "bucket_bytes", 16 * min_bytes)

@@ -31,8 +31,6 @@ from kilter.observe import torch_internals
 
 DEPTH = 5
 """Longest chain of operations that are not saved in between."""
-EPS = "kilter.eps"
-"""Key in a node's metadata: the epsilon of a norm without weights, which nothing else tells."""
 COPIED_SHARE = 1 / 8
 """Of the bytes that a recipe spares, what it may copy of its sources."""
 

@@ -24,10 +24,11 @@ import torch
 from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.host import HostBlock, HostPool
+from kilter.memory.engine.layer_norms import LayerNorms
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.operations import HeldSource, Source
 from kilter.memory.engine.quiet import uncast, ungraded
-from kilter.memory.engine.recompute import EPS, Foreign, Recipe
+from kilter.memory.engine.recompute import Foreign, Recipe
 from kilter.memory.engine.waits import Waits
 from kilter.observe import torch_internals
 
@@ -267,8 +268,7 @@ class Store:
         self.segment_peak_bytes = 0
         self.waits: Waits | None = None
         """Who times waiting for copies, in a pass in which that is done."""
-        self.norms: dict[int, weakref.ref[Any]] = {}
-        """Layer norms of the program, by their weight."""
+        self.norms = LayerNorms()
         self.pool = HostPool(backend)
         """Host memory for what leaves without a plan."""
         self.out_bytes = 0
@@ -563,12 +563,7 @@ class Store:
     def epsilon(self, node: Any, weight: Source | None) -> float | None:
         """Of a layer norm: its node does not keep it. The module that has this weight tells."""
         leaf = weight.tensor if type(weight) is HeldSource else None
-        reference = self.norms.get(id(leaf))
-        module = None if reference is None else reference()
-        if module is not None and module.weight is leaf:
-            return float(module.eps)
-        eps: float | None = node.metadata.get(EPS)
-        return eps
+        return self.norms.epsilon(node, leaf)
 
     def kept_by(self, node: Any, name: str) -> tuple[Source, Saved | None] | None:
         """What a node saved under a name, as we packed it; nothing is unpacked, since the hooks of

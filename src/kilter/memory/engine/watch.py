@@ -39,6 +39,13 @@ SELDOM, RARELY = 8, 64
 vain as well, each so manieth."""
 
 
+DEVIATION_PATIENCE = 2
+"""Passes that may depart from every plan before some are watched again; one that keeps to its plan
+makes up for half of one."""
+LOOK = 4
+"""How many are watched then: kinds that take turns all get theirs."""
+
+
 class Attention:
     """Which of the passes without a plan are watched. Watching costs the device's time, and where
     shapes never come again it is of no use."""
@@ -74,6 +81,25 @@ class Attention:
             self._in_vain += 1
 
 
+class Deviations:
+    """Whether passes depart from their plans so often that some have to be watched again."""
+
+    def __init__(self) -> None:
+        self._misses = 0.0
+        self.to_watch = 0
+        """Passes still to be watched though there is a plan."""
+
+    def forget(self) -> None:
+        """There are other plans from here on."""
+        self._misses, self.to_watch = 0.0, 0
+
+    def pass_ended(self, *, deviated: bool) -> None:
+        """`deviated` says that it departed from its plan, or from every plan."""
+        self._misses = max(0.0, self._misses + (1 if deviated else -0.5))
+        if self._misses >= DEVIATION_PATIENCE:
+            self._misses, self.to_watch = 0.0, LOOK
+
+
 def described(tensor: torch.Tensor) -> str:
     """What made a tensor, its shape and its type, for people."""
     base = tensor._base if tensor._is_view() else tensor
@@ -82,14 +108,18 @@ def described(tensor: torch.Tensor) -> str:
 
 
 class Watch:
-    """One pass. In a `trial` every datum with a recipe is recomputed beside the real one."""
+    """One pass. In a `trial` every datum with a recipe is recomputed beside the real one.
+    `after_step` says that the pass began after an optimizer had stepped."""
 
-    def __init__(self, backend: Backend, store: Store, *, trial: bool = False) -> None:
+    def __init__(
+        self, backend: Backend, store: Store, *, trial: bool = False, after_step: bool = False
+    ) -> None:
         self._backend = backend
         self._store = store
         self._reader = Reader(store)
         self._recorder = PassRecorder()
         self.trial = trial
+        self.after_step = after_step
         self.refused: list[Reason] = []
         self.peak_bytes = 0
         """The most in use so far, where that is measured."""

@@ -1,0 +1,82 @@
+"""The moves that a plan has due at the events of the present pass."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from kilter.memory.engine.ready import Due, Ready
+from kilter.memory.engine.store import Saved, Store
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DueMoves:
+    """Issues what is due. What the program still holds is overdue until the program lets go."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._by_number: dict[int, weakref.ref[Saved]] = {}
+        """Data of the present pass that are followed."""
+        self.overdue: dict[int, torch.Tensor | None] = {}
+        """Those of them that should have left, and were held by the program. With the host memory
+        for the copy; None: to be recomputed."""
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._by_number.clear()
+        self.overdue.clear()
+
+    def follow(self, number: int, saved: Saved) -> None:
+        """This datum of the pass is the one that the plan calls `number`."""
+        self._by_number[number] = saved.itself
+
+    def followed(self, number: int) -> Saved | None:
+        """The datum of that number, while anybody may still ask for it."""
+        reference = self._by_number.get(number)
+        return None if reference is None else reference()
+
+    def carry_out(self, planned: Ready, due: Due) -> None:
+        """Issue what is due at one event."""
+        store = self._store
+        for number in due.leave:
+            saved = self.followed(number)
+            if saved is not None:
+                host = store.leave(saved, planned.hosts[number])
+                if host is not None:
+                    planned.hosts[number] = host
+                elif store.pending(saved):
+                    self.overdue[number] = planned.hosts[number]
+        for number in due.release:
+            saved = self.followed(number)
+            if saved is not None and number not in self.overdue:
+                store.release(saved)
+                if saved.recipe is not None and store.pending(saved):
+                    self.overdue[number] = None
+        for number in due.load:
+            self.overdue.pop(number, None)
+            saved = self.followed(number)
+            if saved is not None:
+                store.load(saved)
+
+    def catch_up(self) -> None:
+        """What should have left goes now, if the program has let go."""
+        store = self._store
+        for number, host in list(self.overdue.items()):
+            saved = self.followed(number)
+            if saved is not None:
+                if host is not None:
+                    store.leave(saved, host)
+                store.release(saved)
+            if saved is None or not store.pending(saved):
+                del self.overdue[number]
+
+    def on_host_alike(self, before: Ready, other: Ready) -> bool:
+        """What this pass has on the host lies where the other plan has it, too."""
+        left = [number for number in before.places if self._has_left(number)]
+        return all(other.places.get(number) == before.places[number] for number in left)
+
+    def _has_left(self, number: int) -> bool:
+        saved = self.followed(number)
+        return saved is not None and saved.host is not None

@@ -1,0 +1,155 @@
+"""Autograd's hooks on saved tensors: which tensors the engine takes, and which stay as they are.
+
+A pack hook decides in one look. Modes of the program, which count operations or change them, are
+not for what the engine does; and behind the fence an error of ours leaves only the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kilter.memory.engine import fused
+from kilter.memory.engine.backend import owned
+from kilter.memory.engine.modified import Modified
+from kilter.memory.engine.quiet import unseen
+from kilter.memory.engine.store import (
+    Saved,
+    Store,
+    View,
+    kept,
+    original_of,
+    sole,
+    whole,
+)
+from kilter.observe import torch_internals
+
+if TYPE_CHECKING:
+    from kilter.session.fence import Fence
+
+
+class TensorHooks:
+    """`save(tensor)` returns what autograd holds instead of a large tensor, `use(packed)` the
+    tensor again. Tensors below `min_bytes`, and those on another `device`, are kept."""
+
+    def __init__(
+        self,
+        store: Store,
+        device: torch.device,
+        min_bytes: int,
+        save: Callable[[torch.Tensor], Any],
+        use: Callable[[Any], torch.Tensor],
+        fence: Fence | None,
+    ) -> None:
+        self._store = store
+        self._device = device
+        self._min_bytes = min_bytes
+        self._save = save
+        self._use = use
+        self._fence = fence
+        self._save_large = save if fence is None else self._save_fenced
+        self._use_large = use if fence is None else self._use_fenced
+        self._hooks: Any = None
+
+    def enter(self) -> None:
+        """In this thread, from here on."""
+        self._store.unpack_hook = self._unpack
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._store.unpack_hook)
+        self._hooks.__enter__()
+
+    def exit(self, *exception: object) -> None:
+        """What is saved from here on is left to autograd."""
+        self._hooks.__exit__(*exception)
+
+    def step_in(self) -> None:
+        """Again, after `exit`, in the same thread."""
+        self._hooks.__enter__()
+
+    def stand_behind(self, around: Callable[[Any, Any], tuple[Any, Any]]) -> bool:
+        """Between passes: what `around` makes of our hooks takes their place. `False` if they are
+        not the innermost of this thread."""
+        top = torch_internals.top_saved_hooks(True)
+        if top is None or top[1] is not self._store.unpack_hook:
+            return False
+        self.exit(None, None, None)
+        pack, self._store.unpack_hook = around(self._pack, self._unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, self._store.unpack_hook)
+        self.step_in()
+        return True
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd holds instead of a tensor."""
+        if torch_internals.dispatch_mode_depth() or torch_internals.function_mode_depth():
+            return self._unseen(self._pack_tensor, tensor, type(tensor))
+        return self._pack_tensor(tensor)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        try:
+            if torch_internals.dispatch_mode_depth() or torch_internals.function_mode_depth():
+                tensor: torch.Tensor = self._unseen(self._unpack_tensor, packed, type(packed[0]))
+                return tensor
+            return self._unpack_tensor(packed)
+        except Modified as error:
+            plain = error.as_the_framework(packed, original_of(packed))
+        try:
+            raise plain
+        finally:
+            del plain  # its traceback would keep this frame alive
+
+    def _unseen(self, hook: Callable[[Any], Any], argument: Any, kind: type) -> Any:
+        """Modes of the program's, which count operations or change them, are not for ours. Those
+        that record or imitate the program have to see all; there nothing is moved."""
+        modes = torch_internals.DispatchModeKey
+        found = torch_internals.dispatch_mode_of
+        if any(found(key) for key in (modes.PROXY, modes.FUNCTIONAL, modes.FAKE)):
+            return kept(argument) if hook == self._pack_tensor else hook(argument)
+        if kind not in (torch.Tensor, torch.nn.Parameter, Saved):
+            return hook(argument)
+        return unseen(partial(hook, argument))
+
+    def _pack_tensor(self, tensor: torch.Tensor) -> Any:
+        if (
+            type(tensor) is torch.Tensor
+            and tensor.numel() * tensor.element_size() >= self._min_bytes
+            and tensor.device == self._device
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and not (tensor.is_leaf and tensor.requires_grad)
+            and type(tensor._base) is not torch.nn.Parameter
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            and tensor.untyped_storage().nbytes() >= self._min_bytes
+            and sole(tensor)
+            and owned(tensor.untyped_storage())
+        ):
+            return self._save_large(tensor)
+        return kept(tensor)
+
+    def _unpack_tensor(self, packed: Any) -> torch.Tensor:
+        return whole(packed) if len(packed) == 3 else self._use_large(packed)
+
+    def _save_fenced(self, tensor: torch.Tensor) -> Any:
+        assert self._fence is not None
+        packed = [] if self._fence.down else self._fence.ask(self._save, tensor)
+        return packed[0] if packed else kept(tensor)
+
+    def _use_fenced(self, packed: Any) -> torch.Tensor:
+        """After an error of ours only the way back is left; what fails there is the program's."""
+        assert self._fence is not None
+        found = [] if self._fence.down else self._fence.ask(self._use_or_modified, packed)
+        if not found:
+            self._store.waits = None
+            fused.refuse()
+            return self._store.hand_out(packed) if type(packed) is View else whole(packed)
+        if isinstance(found[0], Modified):
+            raise found[0]
+        return found[0]
+
+    def _use_or_modified(self, packed: Any) -> torch.Tensor | Modified:
+        try:
+            return self._use(packed)
+        except Modified as error:  # the program's own, not ours
+            return error

@@ -12,76 +12,94 @@ where memory would exceed the budget; and passes are limited. The rest is not im
 
 from __future__ import annotations
 
-from kilter.core.errors import BudgetTooSmall
 from kilter.memory.plan.place import releases
 from kilter.memory.plan.problem import Problem
 from kilter.memory.plan.simulate import Move, Schedule
 
 
-def literal(problem: Problem, *, max_passes: int = 50) -> Schedule:
-    """Swap only. `PlanError` if not even everything away fits the budget."""
-    intervals = problem.intervals
-    if problem.floor_bytes > problem.budget_bytes:
-        raise BudgetTooSmall(
-            f"the budget of {problem.budget_bytes} bytes is below {problem.floor_bytes}, which "
-            "operations need even when everything else is away"
-        )
-    in_s = [problem.link.in_s(interval.size_bytes) for interval in intervals]
-    out_s = [0.0 if j.clean else problem.link.out_s(j.size_bytes) for j in intervals]
-    at = {i: interval.before for i, interval in enumerate(intervals)}
-    busy_in = [0.0] * len(problem.operation_s)
-    busy_out = [0.0] * len(problem.operation_s)
-    arriving: list[list[int]] = [[] for _ in problem.operation_s]
-    for index, interval in enumerate(intervals):
-        busy_in[interval.before] += in_s[index]
-        busy_out[interval.after] += out_s[index]
-        arriving[interval.before].append(index)
-    level = problem.profile({i: (j.after + 1, j.before) for i, j in enumerate(intervals)})
+class _Search:
+    """Where each datum is swapped in, and how busy the operations are."""
 
-    def better_place(index: int, operation: int) -> int | None:
+    def __init__(self, problem: Problem) -> None:
+        intervals = problem.intervals
+        self._problem = problem
+        self._in_s = [problem.link.in_s(interval.size_bytes) for interval in intervals]
+        self._out_s = [0.0 if j.clean else problem.link.out_s(j.size_bytes) for j in intervals]
+        self.at = {i: interval.before for i, interval in enumerate(intervals)}
+        """Where data are swapped in; those whose commands were deleted are not in it."""
+        self._busy_in_s = [0.0] * len(problem.operation_s)
+        self._busy_out_s = [0.0] * len(problem.operation_s)
+        self._arriving: list[list[int]] = [[] for _ in problem.operation_s]
+        for index, interval in enumerate(intervals):
+            self._busy_in_s[interval.before] += self._in_s[index]
+            self._busy_out_s[interval.after] += self._out_s[index]
+            self._arriving[interval.before].append(index)
+        everything = {i: (j.after + 1, j.before) for i, j in enumerate(intervals)}
+        self._level = problem.profile(everything)
+
+    def improve(self) -> bool:
+        """One pass over all operations, from the last; whether the schedule has changed."""
+        changed = False
+        for operation in range(len(self._problem.operation_s) - 1, -1, -1):
+            for index in list(self._arriving[operation]):
+                if not self._is_excess(operation):
+                    break
+                target = self._better_place(index, operation)
+                if target is not None:
+                    changed = True
+                    self._move(index, operation, target)
+        return changed
+
+    def _is_excess(self, operation: int) -> bool:
+        busy_s = self._busy_in_s[operation] + self._busy_out_s[operation]
+        return busy_s > self._problem.operation_s[operation]
+
+    def _better_place(self, index: int, operation: int) -> int | None:
         """The preceding operation with the largest overlap; the swap-out's own operation means
         that the pair is to be deleted; None if there is no operation with any overlap."""
-        size = intervals[index].size_bytes
+        problem = self._problem
+        interval = problem.intervals[index]
         best, best_overlap = None, 0.0
-        for preceding in range(operation - 1, intervals[index].after - 1, -1):
-            if preceding == intervals[index].after:
+        for preceding in range(operation - 1, interval.after - 1, -1):
+            if preceding == interval.after:
                 return preceding
-            if int(level[preceding]) + size > problem.budget_bytes:
+            if int(self._level[preceding]) + interval.size_bytes > problem.budget_bytes:
                 break
-            free_s = problem.operation_s[preceding] - busy_in[preceding] - busy_out[preceding]
-            overlap = min(in_s[index], free_s)
+            busy_s = self._busy_in_s[preceding], self._busy_out_s[preceding]
+            free_s = problem.operation_s[preceding] - busy_s[0] - busy_s[1]
+            overlap = min(self._in_s[index], free_s)
             if overlap > best_overlap:
                 best, best_overlap = preceding, overlap
         return best
 
+    def _move(self, index: int, operation: int, target: int) -> None:
+        """Swap it in at `target` instead of `operation`, or not at all."""
+        interval = self._problem.intervals[index]
+        self._arriving[operation].remove(index)
+        self._busy_in_s[operation] -= self._in_s[index]
+        if target == interval.after:
+            self._busy_out_s[target] -= self._out_s[index]
+            self._level[target + 1 : operation] += interval.size_bytes
+            del self.at[index]
+        else:
+            self._level[target:operation] += interval.size_bytes
+            self._busy_in_s[target] += self._in_s[index]
+            self._arriving[target].append(index)
+            self.at[index] = target
+
+
+def literal(problem: Problem, *, max_passes: int = 50) -> Schedule:
+    """Swap only. `PlanError` if not even everything away fits the budget."""
+    problem.check_floor()
+    intervals = problem.intervals
+    search = _Search(problem)
     for _ in range(max_passes):
-        changed = False
-        for operation in range(len(problem.operation_s) - 1, -1, -1):
-            for index in list(arriving[operation]):
-                if busy_in[operation] + busy_out[operation] <= problem.operation_s[operation]:
-                    break  # no longer an excess unit operation
-                target = better_place(index, operation)
-                if target is None:
-                    continue
-                changed = True
-                arriving[operation].remove(index)
-                busy_in[operation] -= in_s[index]
-                after = intervals[index].after
-                if target == after:
-                    busy_out[after] -= out_s[index]
-                    level[after + 1 : operation] += intervals[index].size_bytes
-                    del at[index]
-                else:
-                    level[target:operation] += intervals[index].size_bytes
-                    busy_in[target] += in_s[index]
-                    arriving[target].append(index)
-                    at[index] = target
-        if not changed:
+        if not search.improve():
             break
     # The text swaps out "when the operation is completed", beside what follows: the memory is freed
     # as late as the budget allows, which favours it.
-    back = [at.get(i, interval.before) for i, interval in enumerate(intervals)]
-    leaving = sorted(i for i in at if back[i] > intervals[i].after + 1)
+    back = [search.at.get(i, interval.before) for i, interval in enumerate(intervals)]
+    leaving = sorted(i for i in search.at if back[i] > intervals[i].after + 1)
     away = {i: (intervals[i].after + 1, back[i]) for i in leaving}
     forced = releases(problem, leaving, back, problem.profile(away).tolist())
     return Schedule(

@@ -37,11 +37,7 @@ def mix(problem: Problem, reaches: Sequence[float] = REACHES) -> Schedule:
     """Swap, recompute and keep. `PlanError` if not even everything away fits the budget."""
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule()
-    if problem.floor_bytes > problem.budget_bytes:
-        raise BudgetTooSmall(
-            f"the budget of {problem.budget_bytes} bytes is below {problem.floor_bytes}, which "
-            "operations need even when everything else is away"
-        )
+    problem.check_floor()
     prices = by_price(problem)
     many = len(problem.intervals) > MANY
     found: list[tuple[Schedule, SimulatedPass]] = []

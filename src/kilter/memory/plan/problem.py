@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kilter.core.errors import PlanError, UsageError
+from kilter.core.errors import BudgetTooSmall, PlanError, UsageError
 from kilter.core.trace import IterationTrace
 
 Bytes = npt.NDArray[np.int64]
@@ -156,6 +156,14 @@ class Problem:
         """The smallest peak that any schedule reaches: everything away in all of its gap."""
         gaps = {i: (j.after + 1, j.before) for i, j in enumerate(self.intervals)}
         return int(self.profile(gaps).max())
+
+    def check_floor(self) -> None:
+        """`BudgetTooSmall` if no schedule fits the budget."""
+        if self.floor_bytes > self.budget_bytes:
+            raise BudgetTooSmall(
+                f"the budget of {self.budget_bytes} bytes is below {self.floor_bytes}, which "
+                "operations need even when everything else is away"
+            )
 
     def deadlines(self, recomputed: frozenset[int]) -> list[int]:
         """For each interval the operation at which it must be back: its next use, or earlier when

@@ -17,11 +17,11 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kilter.memory.plan.problem import Link, Problem
+from kilter.memory.plan.problem import IdleInterval, Link, Problem
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -158,122 +158,165 @@ class _Channels:
         self._event_s = self._now_s + self._span_s
 
 
+class _Timetable:
+    """What is due at each operation."""
+
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+        intervals = problem.intervals
+        recomputed = frozenset(schedule.recomputed)
+        self.due = problem.deadlines(recomputed)
+        self.leave: dict[int, list[Move]] = {}
+        self.release: dict[int, list[Move]] = {}
+        self.load: dict[int, list[Move]] = {}
+        for move in schedule.moves:
+            self.leave.setdefault(intervals[move.interval].after, []).append(move)
+            self.release.setdefault(move.release, []).append(move)
+            self.load.setdefault(move.load, []).append(move)
+        for moves in self.load.values():
+            moves.sort(key=lambda move: (self.due[move.interval], move.interval))
+        self.drop: dict[int, list[int]] = {}
+        self.recompute: dict[int, list[int]] = {}
+        for index in sorted(recomputed):
+            self.drop.setdefault(intervals[index].after, []).append(index)
+            self.recompute.setdefault(self.due[index], []).append(index)
+        self.touched = sorted({*recomputed, *(move.interval for move in schedule.moves)})
+        self.needed: dict[int, list[int]] = {}
+        for index in self.touched:
+            interval = intervals[index]
+            for operation in {interval.after, self.due[index], interval.before}:
+                self.needed.setdefault(operation, []).append(index)
+
+
+class _Iteration:
+    """One iteration as it runs: clock, memory, where the intervals are, and what was wrong."""
+
+    def __init__(self, problem: Problem, timetable: _Timetable) -> None:
+        self._problem = problem
+        self._timetable = timetable
+        self._state = dict.fromkeys(timetable.touched, _State.HERE)
+        self._spans: list[Span] = []
+        self._faults: list[str] = []
+        self._channels = _Channels(problem.link, self._spans.append)
+        self._clock_s = self._stall_s = self._recompute_s = 0.0
+        self._away_bytes = self._peak_bytes = self._out_bytes = self._in_bytes = 0
+
+    def run(self) -> SimulatedPass:
+        due = self._timetable
+        for operation, duration_s in enumerate(self._problem.operation_s):
+            self._release(operation, due.release.get(operation, ()))
+            self._load(operation, due.load.get(operation, ()))
+            users = due.needed.get(operation, ())
+            self._arrive(operation, users)
+            self._recompute(operation, due.recompute.get(operation, ()))
+            self._check(operation, users)
+            self._spans.append(
+                Span("compute", operation, self._clock_s, self._clock_s + duration_s)
+            )
+            self._clock_s += duration_s
+            self._leave(due.leave.get(operation, ()))
+            self._drop(due.drop.get(operation, ()))
+        for index, where in self._state.items():
+            if where is not _State.HERE:
+                name = self._problem.intervals[index].name
+                self._faults.append(f"{name}: {where.value} at the end of the iteration")
+        return SimulatedPass(
+            iteration_s=self._clock_s,
+            peak_bytes=self._peak_bytes,
+            stall_s=self._stall_s,
+            recompute_s=self._recompute_s,
+            out_bytes=self._out_bytes,
+            in_bytes=self._in_bytes,
+            spans=tuple(self._spans),
+            faults=tuple(self._faults),
+        )
+
+    def _stall(self, operation: int, until_s: float) -> None:
+        if until_s == math.inf:
+            self._faults.append(f"operation {operation} waits for a transfer that never starts")
+        elif until_s > self._clock_s:
+            self._spans.append(Span("stall", operation, self._clock_s, until_s))
+            self._stall_s += until_s - self._clock_s
+            self._clock_s = until_s
+
+    def _release(self, operation: int, moves: Sequence[Move]) -> None:
+        for move in moves:
+            interval = self._problem.intervals[move.interval]
+            if operation <= interval.after or self._state[move.interval] is not _State.HERE:
+                self._faults.append(
+                    f"{interval.name}: released at operation {operation} while in use"
+                )
+            if not interval.clean:
+                self._stall(operation, self._channels.wait("out", move.interval))
+            self._state[move.interval] = _State.AWAY
+            self._away_bytes += interval.size_bytes
+
+    def _load(self, operation: int, moves: Sequence[Move]) -> None:
+        for move in moves:
+            interval = self._problem.intervals[move.interval]
+            if self._state[move.interval] is not _State.AWAY:
+                self._faults.append(
+                    f"{interval.name}: loaded at operation {operation} before it left"
+                )
+            self._state[move.interval] = _State.COMING
+            self._away_bytes -= interval.size_bytes
+            self._in_bytes += interval.size_bytes
+            self._channels.put("in", move.interval, interval.size_bytes, self._clock_s)
+
+    def _arrive(self, operation: int, users: Sequence[int]) -> None:
+        for index in users:
+            if self._state[index] is _State.COMING and self._timetable.due[index] == operation:
+                self._stall(operation, self._channels.wait("in", index))
+                self._state[index] = _State.HERE
+
+    def _recompute(self, operation: int, indices: Sequence[int]) -> None:
+        for index in indices:
+            interval = self._problem.intervals[index]
+            if interval.recompute_s is None:
+                self._faults.append(f"{interval.name}: cannot be recomputed")
+                continue
+            self._check_sources(operation, interval)
+            end_s = self._clock_s + interval.recompute_s
+            self._spans.append(Span("recompute", index, self._clock_s, end_s))
+            self._clock_s = end_s
+            self._recompute_s += interval.recompute_s
+            if self._state[index] is not _State.AWAY:
+                self._faults.append(f"{interval.name}: recomputed but never dropped")
+            self._state[index] = _State.HERE
+            self._away_bytes -= interval.size_bytes
+
+    def _check_sources(self, operation: int, interval: IdleInterval) -> None:
+        for index in interval.needs:
+            source = self._problem.intervals[index]
+            covers = source.after < operation <= source.before
+            if covers and self._state.get(index, _State.HERE) is not _State.HERE:
+                self._faults.append(f"{interval.name}: recomputed while {source.name} is away")
+
+    def _check(self, operation: int, users: Sequence[int]) -> None:
+        """The operation runs now."""
+        for index in users:
+            if self._state[index] is not _State.HERE:
+                found = f"{self._problem.intervals[index].name}: {self._state[index].value}"
+                self._faults.append(f"{found} when operation {operation} uses it")
+        used_bytes = self._problem.resident_bytes[operation] - self._away_bytes
+        self._peak_bytes = max(self._peak_bytes, used_bytes)
+        if used_bytes > self._problem.budget_bytes:
+            self._faults.append(
+                f"operation {operation} needs {used_bytes} bytes of {self._problem.budget_bytes}"
+            )
+
+    def _leave(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            interval = self._problem.intervals[move.interval]
+            if not interval.clean:
+                self._out_bytes += interval.size_bytes
+                self._channels.put("out", move.interval, interval.size_bytes, self._clock_s)
+
+    def _drop(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._state[index] = _State.AWAY
+            self._away_bytes += self._problem.intervals[index].size_bytes
+
+
 def simulate(problem: Problem, schedule: Schedule) -> SimulatedPass:
     """Run one iteration of `problem` under `schedule`."""
-    intervals = problem.intervals
-    spans: list[Span] = []
-    faults: list[str] = []
-    channels = _Channels(problem.link, spans.append)
-    recomputed = frozenset(schedule.recomputed)
-    due = problem.deadlines(recomputed)
-
-    leave: dict[int, list[Move]] = {}
-    release: dict[int, list[Move]] = {}
-    load: dict[int, list[Move]] = {}
-    for move in schedule.moves:
-        leave.setdefault(intervals[move.interval].after, []).append(move)
-        release.setdefault(move.release, []).append(move)
-        load.setdefault(move.load, []).append(move)
-    for moves in load.values():
-        moves.sort(key=lambda move: (due[move.interval], move.interval))
-    drop: dict[int, list[int]] = {}
-    recompute: dict[int, list[int]] = {}
-    for index in sorted(recomputed):
-        drop.setdefault(intervals[index].after, []).append(index)
-        recompute.setdefault(due[index], []).append(index)
-    touched = {*recomputed, *(move.interval for move in schedule.moves)}
-    state = dict.fromkeys(sorted(touched), _State.HERE)
-    needed: dict[int, list[int]] = {}
-    for index in state:
-        for operation in {intervals[index].after, due[index], intervals[index].before}:
-            needed.setdefault(operation, []).append(index)
-
-    clock_s = 0.0
-    stall_s = 0.0
-    recompute_s = 0.0
-    away_bytes = 0
-    peak_bytes = 0
-    out_bytes = 0
-    in_bytes = 0
-
-    def stall(operation: int, until_s: float) -> None:
-        nonlocal clock_s, stall_s
-        if until_s == math.inf:
-            faults.append(f"operation {operation} waits for a transfer that never starts")
-        elif until_s > clock_s:
-            spans.append(Span("stall", operation, clock_s, until_s))
-            stall_s += until_s - clock_s
-            clock_s = until_s
-
-    for operation, duration_s in enumerate(problem.operation_s):
-        for move in release.get(operation, ()):
-            interval = intervals[move.interval]
-            if operation <= interval.after or state[move.interval] is not _State.HERE:
-                faults.append(f"{interval.name}: released at operation {operation} while in use")
-            if not interval.clean:
-                stall(operation, channels.wait("out", move.interval))
-            state[move.interval] = _State.AWAY
-            away_bytes += interval.size_bytes
-        for move in load.get(operation, ()):
-            interval = intervals[move.interval]
-            if state[move.interval] is not _State.AWAY:
-                faults.append(f"{interval.name}: loaded at operation {operation} before it left")
-            state[move.interval] = _State.COMING
-            away_bytes -= interval.size_bytes
-            in_bytes += interval.size_bytes
-            channels.put("in", move.interval, interval.size_bytes, clock_s)
-        users = needed.get(operation, ())
-        for index in users:
-            if state[index] is _State.COMING and due[index] == operation:
-                stall(operation, channels.wait("in", index))
-                state[index] = _State.HERE
-        for index in recompute.get(operation, ()):
-            interval = intervals[index]
-            if interval.recompute_s is None:
-                faults.append(f"{interval.name}: cannot be recomputed")
-                continue
-            for other in interval.needs:
-                covers = intervals[other].after < operation <= intervals[other].before
-                if covers and state.get(other, _State.HERE) is not _State.HERE:
-                    faults.append(
-                        f"{interval.name}: recomputed while {intervals[other].name} is away"
-                    )
-            spans.append(Span("recompute", index, clock_s, clock_s + interval.recompute_s))
-            clock_s += interval.recompute_s
-            recompute_s += interval.recompute_s
-            if state[index] is not _State.AWAY:
-                faults.append(f"{interval.name}: recomputed but never dropped")
-            state[index] = _State.HERE
-            away_bytes -= interval.size_bytes
-        for index in users:
-            if state[index] is not _State.HERE:
-                found = f"{intervals[index].name}: {state[index].value}"
-                faults.append(f"{found} when operation {operation} uses it")
-        used_bytes = problem.resident_bytes[operation] - away_bytes
-        peak_bytes = max(peak_bytes, used_bytes)
-        if used_bytes > problem.budget_bytes:
-            faults.append(
-                f"operation {operation} needs {used_bytes} bytes of {problem.budget_bytes}"
-            )
-        spans.append(Span("compute", operation, clock_s, clock_s + duration_s))
-        clock_s += duration_s
-        for move in leave.get(operation, ()):
-            if not intervals[move.interval].clean:
-                out_bytes += intervals[move.interval].size_bytes
-                channels.put("out", move.interval, intervals[move.interval].size_bytes, clock_s)
-        for index in drop.get(operation, ()):
-            state[index] = _State.AWAY
-            away_bytes += intervals[index].size_bytes
-    for index, where in state.items():
-        if where is not _State.HERE:
-            faults.append(f"{intervals[index].name}: {where.value} at the end of the iteration")
-    return SimulatedPass(
-        iteration_s=clock_s,
-        peak_bytes=peak_bytes,
-        stall_s=stall_s,
-        recompute_s=recompute_s,
-        out_bytes=out_bytes,
-        in_bytes=in_bytes,
-        spans=tuple(spans),
-        faults=tuple(faults),
-    )
+    return _Iteration(problem, _Timetable(problem, schedule)).run()

@@ -15,7 +15,7 @@ from itertools import product
 
 import numpy as np
 
-from kilter.core.errors import BudgetTooSmall, PlanError
+from kilter.core.errors import PlanError
 from kilter.memory.plan.place import judged
 from kilter.memory.plan.problem import Problem
 from kilter.memory.plan.simulate import Schedule, SimulatedPass
@@ -30,11 +30,7 @@ def spanning(problem: Problem) -> Schedule:
     """Swap only. `PlanError` if not even everything away fits the budget."""
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule()
-    if problem.floor_bytes > problem.budget_bytes:
-        raise BudgetTooSmall(
-            f"the budget of {problem.budget_bytes} bytes is below {problem.floor_bytes}, which "
-            "operations need even when everything else is away"
-        )
+    problem.check_floor()
     best = swap_rest(problem, frozenset())
     if best is None:
         raise PlanError(TOO_FEW)

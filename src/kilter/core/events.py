@@ -14,7 +14,7 @@ import msgspec
 from kilter.core.codec import read
 from kilter.core.errors import FileError
 from kilter.core.label import Label
-from kilter.core.memory_record import MemoryRecord
+from kilter.core.memory_record import MemoryRecord, PlanFigures
 from kilter.core.plan import Goal
 from kilter.core.setting import DeviceInfo, Sample, Setting
 
@@ -113,26 +113,13 @@ class Decided(Event, frozen=True, kw_only=True):
     energy_ratio: float | None = None
 
 
-class Fitted(Event, frozen=True, kw_only=True):
+class Fitted(PlanFigures, frozen=True, kw_only=True, tag_field="event", tag="fitted"):
     """A memory plan came into force. What the plan does is simulated, what it starts from was
     observed; the last one for the largest pass is in `plan.json`."""
 
-    planner: str
-    budget_bytes: int
-    feasible: bool
-    peak_before_bytes: int
-    peak_bytes: int
-    compute_s: float
-    """Forward and backward with everything kept."""
-    iteration_s: float
-    """Forward and backward under the plan."""
-    stall_s: float
-    recompute_s: float
-    out_bytes: int
-    in_bytes: int
+    t_s: float
     hidden: float
     """Share of the transfers' time that compute hides."""
-    host_bytes: int
     swapped: int
     recomputed: int = msgspec.field(name="remade")
     kept: int

@@ -6,6 +6,27 @@ from __future__ import annotations
 import msgspec
 
 
+class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What the simulator says about a memory plan, as planners and events have it."""
+
+    planner: str
+    budget_bytes: int
+    feasible: bool
+    """The peak is within the budget and no use finds its datum away."""
+    peak_before_bytes: int
+    peak_bytes: int
+    compute_s: float
+    """Forward and backward with everything kept."""
+    iteration_s: float
+    """Forward and backward under the plan."""
+    stall_s: float
+    recompute_s: float
+    out_bytes: int
+    in_bytes: int
+    host_bytes: int
+    """Host memory that the swapped data occupy at most at the same time."""
+
+
 class MemoryCounts(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine did since the start."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kilter.core.events import Fitted
 from kilter.core.label import Label
+from kilter.core.memory_record import PlanFigures
 from kilter.core.plan import Effect, MoveData, Plan
 from kilter.core.trace import IterationTrace
 from kilter.core.units import MIB
@@ -27,22 +28,11 @@ def fitted(plan: MemoryPlan, *, t_s: float, kept: int) -> Fitted:
     """The event: this plan is in force from here on."""
     return Fitted(
         t_s=t_s,
-        planner=plan.planner,
-        budget_bytes=plan.budget_bytes,
-        feasible=plan.feasible,
-        peak_before_bytes=plan.peak_before_bytes,
-        peak_bytes=plan.peak_bytes,
-        compute_s=plan.compute_s,
-        iteration_s=plan.iteration_s,
-        stall_s=plan.stall_s,
-        recompute_s=plan.recompute_s,
-        out_bytes=plan.out_bytes,
-        in_bytes=plan.in_bytes,
         hidden=plan.hidden,
-        host_bytes=plan.host_bytes,
         swapped=plan.swapped,
         recomputed=plan.recomputed,
         kept=kept,
+        **{name: getattr(plan, name) for name in PlanFigures.__struct_fields__},
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+
+from msgspec.structs import replace
 
 from kilter.core.errors import PlanError, UsageError
 from kilter.core.label import Label
+from kilter.core.memory_record import PlanFigures
 from kilter.memory.plan.delay_loads import delay_loads
 from kilter.memory.plan.exact import exact, relax
 from kilter.memory.plan.literal import literal
@@ -29,25 +31,12 @@ of optimizer state) under way, and so little that they need not wait behind a qu
 SWAP_ONLY = frozenset({"spanning", "literal"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
+class MemoryPlan(PlanFigures, frozen=True, kw_only=True):
     """A schedule, with what the simulator says about it. Predicted numbers, SI units."""
 
-    planner: str
     schedule: Schedule
-    feasible: bool
-    """The peak is within the budget and no use finds its datum away."""
-    budget_bytes: int
-    peak_bytes: int
-    peak_before_bytes: int
-    iteration_s: float
-    compute_s: float
-    stall_s: float
-    recompute_s: float
-    out_bytes: int
-    in_bytes: int
-    host_bytes: int
-    """Host memory that the swapped data occupy at most at the same time."""
+    transfer_s: float
+    """Time of all transfers, each direction on its own."""
     bound_s: float | None = None
     """No schedule of this kind is faster; None if it was not asked for or HiGHS is missing."""
     solve_s: float | None = None
@@ -66,9 +55,6 @@ class MemoryPlan:
         """Share of the transfers' time that compute hides, 1 when nothing moves."""
         moved = self.out_bytes + self.in_bytes
         return 1.0 if not moved else max(0.0, 1.0 - self.stall_s / self.transfer_s)
-
-    transfer_s: float = 0.0
-    """Time of all transfers, each direction on its own."""
 
 
 def plan(

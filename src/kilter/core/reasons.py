@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+CANNOT_SET = "cannot_set"
+"""Code: the clocks of the device are not set."""
+REHEARSAL_CUT = "rehearsal_cut"
+"""Code: the rehearsal ended before its evidence was in."""
+
 
 class Reason(msgspec.Struct, frozen=True):
     """A program compares `code`, a person reads `text`, and `subject` names what it is about: a

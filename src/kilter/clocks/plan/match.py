@@ -47,22 +47,20 @@ def match(traces: Sequence[RankTrace]) -> Matched:
     _one_run(traces)
     occurrences: list[list[Place]] = []
     left_out: list[str] = []
-    lanes = _lanes(traces)
-    comparable = 0
-    for lane, members in lanes.items():
+    differences: list[str] = []
+    for lane, members in _lanes(traces).items():
         if len(members) < 2:
             continue
-        comparable += 1
         found, unlike = _occurrences(traces, members)
         occurrences += found
-        if unlike and found:
-            left_out.append(f"{_name(lane)}: {unlike}; only what is equal was compared")
-        elif unlike:
-            left_out.append(f"{_name(lane)}: {unlike}; waiting is unknown there")
-    if comparable and not occurrences:
+        if unlike:
+            differences.append(unlike)
+            rest = "only what is equal was compared" if found else "waiting is unknown there"
+            left_out.append(f"{_name(lane)}: {unlike}; {rest}")
+    if differences and not occurrences:
         raise PlanError(
             f"{traces[0].source} and {traces[1].source} do not run the same collectives "
-            f"({left_out[0].partition(': ')[2].partition(';')[0]}): pass the traces of one run"
+            f"({differences[0]}): pass the traces of one run"
         )
     transfer_s: dict[Place, float] = {}
     for places in occurrences:

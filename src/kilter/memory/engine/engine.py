@@ -131,6 +131,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         )
         self._fence = fence
         self._moves = DueMoves(self._store)
+        self._followed, self._overdue = self._moves.followed, self._moves.overdue
         self._open = False
         self._measured = False
         self._boundary = False
@@ -314,7 +315,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._advance(planned, due)
             return *kept(tensor), use_code(number), within
         saved = store.find(tensor, within)
-        if saved is not self._moves.followed(number):
+        if saved is not self._followed(number):
             self._drop(planned)
             return self._save_unplanned(tensor, size_bytes, within)
         self._advance(planned, due)
@@ -392,7 +393,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _advance(self, planned: Ready, due: Due | None) -> None:
         """The clock goes on by one event, and what is due is done."""
         self._event += 1
-        if self._moves.overdue:
+        if self._overdue:
             self._moves.catch_up()
         if self._measured:
             self._weigh(planned, due)

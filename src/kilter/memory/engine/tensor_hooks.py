@@ -11,6 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, strided
+from torch.nn import Parameter
 
 from kilter.memory.engine import fused
 from kilter.memory.engine.backend import owned
@@ -40,8 +42,8 @@ class TensorHooks:
         store: Store,
         device: torch.device,
         min_bytes: int,
-        save: Callable[[torch.Tensor], Any],
-        use: Callable[[Any], torch.Tensor],
+        save: Callable[[Tensor], Any],
+        use: Callable[[Any], Tensor],
         fence: Fence | None,
     ) -> None:
         self._store = store
@@ -80,16 +82,16 @@ class TensorHooks:
         self.step_in()
         return True
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Any:
         """What autograd holds instead of a tensor."""
         if torch_internals.dispatch_mode_depth() or torch_internals.function_mode_depth():
             return self._unseen(self._pack_tensor, tensor, type(tensor))
         return self._pack_tensor(tensor)
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
+    def _unpack(self, packed: Any) -> Tensor:
         try:
             if torch_internals.dispatch_mode_depth() or torch_internals.function_mode_depth():
-                tensor: torch.Tensor = self._unseen(self._unpack_tensor, packed, type(packed[0]))
+                tensor: Tensor = self._unseen(self._unpack_tensor, packed, type(packed[0]))
                 return tensor
             return self._unpack_tensor(packed)
         except Modified as error:
@@ -106,19 +108,19 @@ class TensorHooks:
         found = torch_internals.dispatch_mode_of
         if any(found(key) for key in (modes.PROXY, modes.FUNCTIONAL, modes.FAKE)):
             return kept(argument) if hook == self._pack_tensor else hook(argument)
-        if kind not in (torch.Tensor, torch.nn.Parameter, Saved):
+        if kind not in (Tensor, Parameter, Saved):
             return hook(argument)
         return unseen(partial(hook, argument))
 
-    def _pack_tensor(self, tensor: torch.Tensor) -> Any:
+    def _pack_tensor(self, tensor: Tensor) -> Any:
         if (
-            type(tensor) is torch.Tensor
+            type(tensor) is Tensor
             and tensor.numel() * tensor.element_size() >= self._min_bytes
             and tensor.device == self._device
-            and tensor.layout is torch.strided
+            and tensor.layout is strided
             and not tensor.is_nested
             and not (tensor.is_leaf and tensor.requires_grad)
-            and type(tensor._base) is not torch.nn.Parameter
+            and type(tensor._base) is not Parameter
             and not tensor.is_conj()
             and not tensor.is_neg()
             and tensor.untyped_storage().nbytes() >= self._min_bytes
@@ -128,15 +130,15 @@ class TensorHooks:
             return self._save_large(tensor)
         return kept(tensor)
 
-    def _unpack_tensor(self, packed: Any) -> torch.Tensor:
+    def _unpack_tensor(self, packed: Any) -> Tensor:
         return whole(packed) if len(packed) == 3 else self._use_large(packed)
 
-    def _save_fenced(self, tensor: torch.Tensor) -> Any:
+    def _save_fenced(self, tensor: Tensor) -> Any:
         assert self._fence is not None
         packed = [] if self._fence.down else self._fence.ask(self._save, tensor)
         return packed[0] if packed else kept(tensor)
 
-    def _use_fenced(self, packed: Any) -> torch.Tensor:
+    def _use_fenced(self, packed: Any) -> Tensor:
         """After an error of ours only the way back is left; what fails there is the program's."""
         assert self._fence is not None
         found = [] if self._fence.down else self._fence.ask(self._use_or_modified, packed)
@@ -148,7 +150,7 @@ class TensorHooks:
             raise found[0]
         return found[0]
 
-    def _use_or_modified(self, packed: Any) -> torch.Tensor | Modified:
+    def _use_or_modified(self, packed: Any) -> Tensor | Modified:
         try:
             return self._use(packed)
         except Modified as error:  # the program's own, not ours

@@ -242,6 +242,17 @@ def _slower(memory: MemoryReport) -> str:
 
 def details(memory: MemoryReport) -> list[tuple[str, str]]:
     """Name and text of what else a reader may ask."""
+    lines = _conditions(memory)
+    if not memory.moves_nothing and memory.record.budget_bytes is not None:
+        lines.append(("time", _time(memory)))
+        lines += _beyond(memory)
+        lines += [(_name(memory, plan), _each_pass(plan)) for plan in memory.in_force[:MOST_KINDS]]
+        lines += _what_moved(memory)
+    return lines + _ranks(memory)
+
+
+def _conditions(memory: MemoryReport) -> list[tuple[str, str]]:
+    """Under what the job ran: budget, device, and peaks that the headline does not have."""
     record = memory.record
     lines = []
     if record.budget_bytes is not None:
@@ -255,11 +266,13 @@ def details(memory: MemoryReport) -> list[tuple[str, str]]:
     if record.applied and record.most_bytes > (record.peak_bytes or record.most_bytes):
         text = f"{show_bytes(record.most_bytes)} in passes before the present plans were in force"
         lines.append(("highest peak", text))
-    if memory.moves_nothing or record.budget_bytes is None:
-        return lines + _ranks(memory)
-    lines.append(("time", _time(memory)))
-    lines += _beyond(memory)
-    lines += [(_name(memory, plan), _each_pass(plan)) for plan in memory.in_force[:MOST_KINDS]]
+    return lines
+
+
+def _what_moved(memory: MemoryReport) -> list[tuple[str, str]]:
+    """Over all passes."""
+    record = memory.record
+    lines = []
     if record.applied:
         lines.append(("all passes", memory.moved or "nothing was moved"))
     if record.state:
@@ -276,7 +289,7 @@ def details(memory: MemoryReport) -> list[tuple[str, str]]:
         if record.hastened:
             waits += f"; {record.hastened} loads start earlier than planned, since they were late"
         lines.append(("waits for copies", waits))
-    return lines + _ranks(memory)
+    return lines
 
 
 def _name(memory: MemoryReport, plan: Fitted) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kilter.core.errors import UsageError
 from kilter.core.reasons import Reason
 from kilter.memory import messages
+from kilter.memory.engine.replacements import Replacements
 from kilter.memory.engine.saved_hooks import OUR_MODULES, around_disabling, is_ours
 from kilter.observe import torch_internals
 
@@ -52,15 +53,6 @@ def away_class(home: Callable[[Any], None]) -> type[torch.nn.Parameter]:
         tensor.register_post_accumulate_grad_hook,
     }
 
-    def visit(values: Iterable[Any]) -> None:
-        for value in values:
-            if type(value) is Away:
-                home(value)
-            elif isinstance(value, (list, tuple)):
-                visit(value)
-            elif isinstance(value, dict):
-                visit(value.values())
-
     class Away(torch.nn.Parameter):  # type: ignore[misc]
         """Only ever the class of an existing parameter; called, it makes an ordinary one."""
 
@@ -74,9 +66,9 @@ def away_class(home: Callable[[Any], None]) -> type[torch.nn.Parameter]:
             if func in untouched:
                 with torch_internals.DisableFunctionSubclass():
                     return func(*args, **(kwargs or {}))
-            visit(args)
+            _visit(args, Away, home)
             if kwargs:
-                visit(kwargs.values())
+                _visit(kwargs.values(), Away, home)
             return func(*args, **(kwargs or {}))
 
         def __deepcopy__(self, memo: Any) -> Any:
@@ -88,6 +80,17 @@ def away_class(home: Callable[[Any], None]) -> type[torch.nn.Parameter]:
             return self.__reduce_ex__(protocol)
 
     return Away
+
+
+def _visit(values: Iterable[Any], away: type, home: Callable[[Any], None]) -> None:
+    """Bring back every parameter of the class `away` among these values and what they contain."""
+    for value in values:
+        if type(value) is away:
+            home(value)
+        elif isinstance(value, (list, tuple)):
+            _visit(value, away, home)
+        elif isinstance(value, dict):
+            _visit(value.values(), away, home)
 
 
 _METADATA = (
@@ -125,7 +128,8 @@ class Doors(AbstractContextManager["Doors"]):
         """Some weight has not the address that it began with."""
         self._foreign = foreign
         """Modules do not compute on this stream."""
-        self._undo: list[Callable[[], None]] = []
+        self._replaced = Replacements()
+        self._end_around: Callable[[], None] = lambda: None
         self._graphs: set[int] = set()
         """Captured since all weights are home for good."""
 
@@ -137,29 +141,15 @@ class Doors(AbstractContextManager["Doors"]):
             raise UsageError("weights are moved already; one memory engine at a time")
         self._watch_data(torch)
         self._guard_hooks()
-        self._undo.append(around_disabling(self._functions_transformed))
+        self._end_around = around_disabling(self._functions_transformed)
         self._guard_graphs(torch)
         self._guard_streams(torch)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        """Until the end; left alone then if somebody has come after us."""
-        before = vars(owner).get(name)
-
-        def undo() -> None:
-            if vars(owner).get(name) is value:
-                if before is None:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, before)
-
-        setattr(owner, name, value)
-        self._undo.append(undo)
+        self._end_around()
+        self._end_around = lambda: None
+        self._replaced.undo()
 
     def _watch_data(self, torch: Any) -> None:
         plain: Any = torch.nn.Parameter.data
@@ -175,14 +165,14 @@ class Doors(AbstractContextManager["Doors"]):
             plain.__set__(parameter, value)
             wrote(parameter)
 
-        self._replace(torch.nn.Parameter, "data", property(read, write))
+        self._replaced.put(torch.nn.Parameter, "data", property(read, write))
         new = torch.nn.Parameter.__new__
 
         def made(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
             self._home(data)  # it compares classes
             return new(cls, data, requires_grad)
 
-        self._replace(torch.nn.Parameter, "__new__", staticmethod(made))
+        self._replaced.put(torch.nn.Parameter, "__new__", staticmethod(made))
 
     def _guard_hooks(self) -> None:
         """What somebody's hook hands to backward may be a parameter itself."""
@@ -191,7 +181,7 @@ class Doors(AbstractContextManager["Doors"]):
         def pushed(pack: Any, unpack: Any) -> None:
             push(pack, unpack if is_ours(unpack) else self._guarded(unpack))
 
-        self._replace(*torch_internals.holder_of("push_saved_hooks"), pushed)
+        self._replaced.put(*torch_internals.holder_of("push_saved_hooks"), pushed)
 
     def _guarded(self, unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def guarded_unpack(packed: Any) -> Any:
@@ -223,8 +213,8 @@ class Doors(AbstractContextManager["Doors"]):
                 raise WeightsMoved("a CUDA graph is replayed that was captured before")
             return replay(graph, *args, **kwargs)
 
-        self._replace(kind, "capture_begin", capture_begin)
-        self._replace(kind, "replay", replayed)
+        self._replaced.put(kind, "capture_begin", capture_begin)
+        self._replaced.put(kind, "replay", replayed)
 
     def _guard_streams(self, torch: Any) -> None:
         """Memory that a weight leaves is taken by what comes next on the modules' stream: another
@@ -246,6 +236,6 @@ class Doors(AbstractContextManager["Doors"]):
             leave_stream(stream)
             return enter(stream)
 
-        self._replace(cuda, "set_stream", set_stream)
+        self._replaced.put(cuda, "set_stream", set_stream)
         if enter is not None:
-            self._replace(cuda.Stream, "__enter__", entered)
+            self._replaced.put(cuda.Stream, "__enter__", entered)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from kilter.memory.engine.replacements import Replacements
 from kilter.memory.engine.store import LEAF, Itself, Store, View
 
 
@@ -24,32 +25,17 @@ class Reach(AbstractContextManager["Reach"]):
     def __init__(self, store: Store, guard: Callable[..., bool]) -> None:
         self._store = store
         self._guard = guard
-        self._undo: list[Callable[[], None]] = []
+        self._replaced = Replacements()
 
     def __enter__(self) -> Reach:
         self._saved: Any = BackwardCFunction.saved_tensors
         self._data: Any = torch.Tensor.data
-        self._stand(BackwardCFunction, "saved_tensors", property(self._read_saved))
-        self._stand(torch.Tensor, "data", property(self._read_data, self._write_data))
+        self._replaced.put(BackwardCFunction, "saved_tensors", property(self._read_saved))
+        self._replaced.put(torch.Tensor, "data", property(self._read_data, self._write_data))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-    def _stand(self, owner: Any, name: str, value: property) -> None:
-        before = vars(owner).get(name)
-
-        def undo() -> None:
-            if vars(owner).get(name) is not value:
-                return  # somebody stands in front of us
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-        setattr(owner, name, value)
-        self._undo.append(undo)
+        self._replaced.undo()
 
     # Tensor.data
 

@@ -225,6 +225,24 @@ def _solve(
         kinds = np.full(columns, highspy.HighsVarType.kContinuous, dtype=object)
         kinds[x] = kinds[r] = highspy.HighsVarType.kInteger
         model.integrality_ = kinds.tolist()
+    found = _run(model, problem, whole=whole, gap=gap, limit_s=limit_s)
+    if found is None:
+        return None
+    excess, value = found
+    return Relaxed(
+        bound_s=float((times.sum() + max(0.0, excess)) / second),
+        swapped=tuple(value[x].tolist()),
+        recomputed=tuple(value[r].tolist()),
+    )
+
+
+def _run(
+    model: Any, problem: Problem, *, whole: bool, gap: float, limit_s: float
+) -> tuple[float, np.ndarray] | None:
+    """HiGHS on the programme of `problem`: the bound of its objective, and the values of its
+    columns; None if there were none in time."""
+    import highspy
+
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("time_limit", limit_s)
@@ -243,10 +261,5 @@ def _solve(
     feasible = info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible)
     if not feasible or (not whole and status != highspy.HighsModelStatus.kOptimal):
         return None
-    value = np.asarray(solver.getSolution().col_value)
     excess = float(info.objective_function_value) if not whole else float(info.mip_dual_bound)
-    return Relaxed(
-        bound_s=float((times.sum() + max(0.0, excess)) / second),
-        swapped=tuple(value[x].tolist()),
-        recomputed=tuple(value[r].tolist()),
-    )
+    return excess, np.asarray(solver.getSolution().col_value)

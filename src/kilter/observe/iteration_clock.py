@@ -32,6 +32,9 @@ class IterationClock:
     iterations as they become known. `fence` wraps every
     function that the program calls without knowing it: errors of ours must end there.
     `stop()` takes everything out again; a forked child is without marks from its first line.
+
+    Durations, optimizers and the search for inference are objects of their own. What stays here
+    changes together, under one lock: the index, its source, the threads, the hooks and their cost.
     """
 
     def __init__(

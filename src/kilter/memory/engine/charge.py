@@ -51,7 +51,7 @@ class StateInBuckets:
         self.anew = False
         """After the next step a plan is made, whatever the room."""
         self.due_s: tuple[float, ...] = ()
-        """When the buckets are visited, where somebody knows better than the watched iterations."""
+        """When the buckets are visited, where that is planned rather than watched."""
 
 
 class RoundOfVisits:
@@ -105,7 +105,7 @@ class GradientEvidence:
 
 
 class Charge:
-    """One optimizer and how far we are with it."""
+    """One optimizer, what is known of it, and what is decided."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -115,7 +115,7 @@ class Charge:
         self.round = RoundOfVisits()
         self.evidence = GradientEvidence()
         self.told = False
-        """What others know: gradients are consumed."""
+        """Whether `changed` was last called while gradients were consumed."""
         self.followed: list[Followed] = []
         """In the order in which gradients arrive."""
         self.group_of = {
@@ -229,14 +229,14 @@ class Charge:
         if gradient.requires_grad or gradient.layout is not torch.strided:
             self.object_to(messages.SPARSE_OR_GRAPH)
             return  # there may be no storage to tell it by
-        # One of somebody might change what we have used already.
+        # A hook of the program might change a gradient that we have used already.
         hooks = parameter._post_accumulate_grad_hooks.values()
         if not all(str(getattr(h, "__module__", "")).startswith("kilter.") for h in hooks):
             self.object_to(messages.GRADIENT_HOOKS)
         self.evidence.seen[id(parameter)] = _state_of(gradient)
 
     def judge(self, gradient_of: Callable[[Any], torch.Tensor | None], device_type: str) -> None:
-        """What a watched iteration says when its step begins."""
+        """Object to whatever a watched iteration shows when its step begins."""
         if self.evidence.settings is not None and self.evidence.settings != self.options():
             self.object_to(messages.OPTIONS_CHANGE)
         if getattr(self.optimizer, "grad_scale", None) is not None:
@@ -266,5 +266,5 @@ def _unusual(parameter: Any, device: torch.device) -> Reason | None:
 
 
 def _state_of(gradient: torch.Tensor) -> tuple[int, int]:
-    """Whether a gradient is still the one it was."""
+    """Storage and version, by which a changed gradient is known."""
     return gradient.untyped_storage()._cdata, gradient._version

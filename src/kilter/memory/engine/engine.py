@@ -1,4 +1,4 @@
-"""The engine: stands in the saved-tensor hooks and carries a memory schedule out.
+"""The engine: carries a memory schedule out at the events of saved tensors.
 
 One *pass* is from the first save to the moment when nothing saved is alive any more: a forward with
 its backward. Passes are told apart by their events, the large tensors saved and used. A new kind of
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from kilter.session.fence import Fence
 
 HOPELESS_EVERY = 8
-"""Of passes that begin like one that cannot be planned, each so manieth is looked at again."""
+"""One in this many passes that begin like one that cannot be planned is watched again."""
 
 
 class SwapReport(MemoryCounts, frozen=True, kw_only=True):
@@ -122,9 +122,9 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._reader = Reader(self._store)
         self._demand = Demand(backend, self._store)
         self.budget_bytes = budget_bytes
-        """What the next plans are made for."""
+        """The budget for which the next plans are made."""
         self.may_plan = True
-        """Switched off, passes are watched and tried and data leave on demand, and that is all."""
+        """If False, no plans are made: passes are watched, data are offloaded on demand."""
         self._kinds = Kinds(backend, self._store, link=link, planner=planner, min_bytes=min_bytes)
         self._hooks = TensorHooks(
             self._store, backend.device, min_bytes, self._save, self._use, fence
@@ -162,7 +162,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop observing. Graphs that are still alive stay usable: their data find their way."""
+        """Stop observing. Graphs that are still alive stay usable: their data are fetched."""
         self._hooks.exit(*exception)
         self._reach.__exit__(*exception)
         for handle in self._handles:
@@ -209,7 +209,7 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     @property
     def leave_above_bytes(self) -> int:
-        """In use above which data leave without a plan; asked between two passes, in the next."""
+        """Bytes in use above which data are offloaded on demand in the next pass."""
         peak_bytes = None if self._watch is None else self._watch.peak_bytes
         return self._demand.leave_above_bytes(self.budget_bytes, peak_bytes)
 
@@ -267,12 +267,12 @@ class Swapper(AbstractContextManager["Swapper"]):
         self.before_update(p for group in optimizer.param_groups for p in group["params"])
 
     def before_update(self, parameters: Iterable[torch.Tensor]) -> None:
-        """A graph that outlives the update still needs what is made from the old parameters."""
+        """Recompute now what a graph that outlives the update needs of the old parameters."""
         for parameter in parameters:
             self._store.pay(parameter)
 
     def forget(self) -> None:
-        """What stays on the device takes more or less than before: watch and plan anew."""
+        """What stays on the device takes another amount of memory: watch and plan anew."""
         if self._store.within() is None:
             self._end_pass()
         self._kinds.forget()
@@ -391,7 +391,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         return tensor
 
     def _advance(self, planned: Ready, due: Due | None) -> None:
-        """The clock goes on by one event, and what is due is done."""
+        """Go on to the next event, and issue the moves that are due."""
         self._event += 1
         if self._overdue:
             self._moves.catch_up()
@@ -401,7 +401,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._moves.carry_out(planned, due)
 
     def _weigh(self, planned: Ready, due: Due | None) -> None:
-        """An event with the count of what is held: what is saved here comes after what is due."""
+        """The same in a pass that is measured: count what is held before and after the moves."""
         store, event = self._store, self._event - 1
         store.beside_bytes = min(planned.beside_bytes[event], store.beside_bytes)
         if due is not None:
@@ -410,7 +410,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         store.hold(0)
 
     def _switch(self, before: Ready, code: int) -> Ready | None:
-        """This pass is another than planned: take the plan of one that began alike, or none."""
+        """The pass departs from its plan: take the plan of one that began alike, or none."""
         other = self._kinds.branch(before, self._event, code)
         if other is not None and self._moves.on_host_alike(before, other):
             self._plan = other
@@ -478,7 +478,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             asked = attention.asks()
             self._deviations.to_watch -= asked
             return asked
-        # What lies in the plans' arena an older graph may still need.
+        # An older graph may still need data in the plans' host memory.
         if any(kind.plan for kind in alike) and not self._store.absent:
             return False
         hopeless = bool(alike) and all(kind.hopeless for kind in alike)

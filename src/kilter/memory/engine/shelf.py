@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class MovedWeights:
-    """One weight that may leave, and where its bytes are."""
+    """One weight that may be offloaded: where its bytes are, its copies, and what is known of its
+    use. One object, since each decision to offload compares all of them."""
 
     def __init__(self, parameter: torch.nn.Parameter, forget: Callable[[int], None]) -> None:
         key = id(parameter)
@@ -43,29 +44,34 @@ class MovedWeights:
         self.on_host: torch.Tensor | None = None
         """The host memory as a tensor of the device, in the parameter's shape."""
         self.incoming: torch.Tensor | None = None
-        """Device memory that it is copied to."""
+        """Device memory that the weight is copied back to."""
         self.version = -1
-        """Of the copy on the host; -1: there is none."""
+        """The parameter's version when it was copied to the host; -1: there is no copy."""
         self.lent = False
-        """Somebody has had `.data` since, or holds its bytes."""
+        """The program has had `.data` since the copy, or holds the bytes by another tensor."""
         self.departure: CopyEvent = None
         self.arrival: CopyEvent = None
         self.sum: Any = None
-        """Over the bits of the copy."""
+        """The sum over the bits of the copy."""
         self.published = False
-        """Copied since it was updated in backward."""
+        """The weight was copied since it was updated in backward."""
         self.marker = key
-        """The parameter by whose gradient its need is known."""
+        """Identity of the parameter whose gradient tells when backward needs the weight."""
         self.updated_at: int | None = None
         self.needed_at: int | None = None
-        """Earlier than by its gradient, since it was asked for."""
+        """The tick at which the weight was asked for, where that was before its gradient."""
         self.asked_in = -2
-        """Pass in which forward asked for it after it had left."""
+        """The last pass in which forward asked for the weight after it was offloaded."""
         self.stays = False
 
 
 class Shelf:
-    """Moves weights and counts. `late` is told of one that is asked for while it is away."""
+    """Moves weights and counts. `late` is called with a weight that is asked for while it is
+    offloaded.
+
+    One object: offloading a weight changes its class, its bytes, the counts and the sums that are
+    compared later in one step.
+    """
 
     def __init__(
         self, backend: Backend, late: Callable[[MovedWeights], None], say: Callable[[Reason], None]
@@ -79,19 +85,19 @@ class Shelf:
         self._plain = torch.nn.Parameter
         self._away = away_class(self.home)
         self.stream: Any = None
-        """The program's modules issue their work on it."""
+        """The stream on which the program's modules issue their work."""
         self.weights: dict[int, MovedWeights] = {}
         """By parameter."""
         self.absent = 0
         """Parameters that are `Away`."""
         self.gone_bytes = self.most_gone_bytes = 0
         self.stayed = 0
-        """Times that one could not leave because somebody else held it."""
+        """Times that a weight could not be offloaded because something else held its bytes."""
         self.out_bytes = self.in_bytes = self.host_bytes = 0
         self.moved = False
-        """Some weight has no longer the address that it began with."""
+        """Some weight no longer has the address that it began with."""
         self._left: list[tuple[Any, Any]] = []
-        """Sums over weights that left in this pass, and over their copies."""
+        """Sums over the weights that were offloaded in this pass, and over their copies."""
         self._falsified = False
         self._flag: Any = None
         self._flag_host: torch.Tensor | None = None
@@ -110,7 +116,7 @@ class Shelf:
         return weight
 
     def _forget(self, key: int) -> None:
-        """It is no more."""
+        """The parameter is gone."""
         weight = self.weights.pop(key, None)
         if weight is None:
             return
@@ -123,7 +129,7 @@ class Shelf:
         weight.where, weight.stays = Where.RESIDENT, True
 
     def home(self, parameter: Any) -> None:
-        """Have it here for what is issued from now on."""
+        """Have the parameter resident for what is issued from now on."""
         if type(parameter) is not self._away:
             return
         weight = self.weights.get(id(parameter))
@@ -163,16 +169,16 @@ class Shelf:
         self.absent -= 1
 
     def _have(self, parameter: Any, bytes_of: torch.Tensor) -> None:
-        """It has the bytes of another tensor from now on. Its version stays, as its value does."""
+        """Give the parameter the bytes of another tensor. Its version stays, as its value does."""
         data: Any = self._torch.Tensor.data
         data.__set__(parameter, bytes_of)
 
     def foreign(self, stream: Any) -> bool:
-        """Modules have run, and on another stream than this."""
+        """Modules have run on another stream than this."""
         return self.stream is not None and stream is not None and stream != self.stream
 
     def settle(self) -> None:
-        """What was brought back may be read by any stream."""
+        """Wait until weights that were copied back may be read by any stream."""
         if self.moved and self.stream is not None:
             self.stream.synchronize()
 
@@ -184,7 +190,7 @@ class Shelf:
         return bool(here != self.stream)
 
     def _undisturbed(self) -> Any:
-        """What the program has put around its operations does not meet ours."""
+        """A context in which the program's modes do not see our operations."""
         quiet = torch_internals.DisableFunction()
         modes = (
             torch_internals.dispatch_mode_depth() or torch_internals.functorch_level() is not None
@@ -199,13 +205,13 @@ class Shelf:
         return stack
 
     def wrote(self, parameter: Any) -> None:
-        """Somebody has `.data` of it."""
+        """The program has asked for the `.data` of a parameter."""
         weight = self.weights.get(id(parameter))
         if weight is not None:
             weight.lent = True
 
     def _unreachable(self, parameter: Any) -> bool:
-        """Nobody reaches its bytes but through the parameter."""
+        """The bytes can be reached through the parameter only."""
         if not self._counted:
             return False
         if holders(parameter).exceed(self._alone_of(parameter)):
@@ -231,7 +237,7 @@ class Shelf:
         return words.sum(dtype=torch.int64)
 
     def copy_out(self, weight: MovedWeights) -> None:
-        """Its value now is what the host is to have."""
+        """Copy the present value to the host."""
         parameter = weight.parameter()
         if parameter is None or weight.stays or weight.where is not Where.RESIDENT:
             return
@@ -276,7 +282,7 @@ class Shelf:
         self.host_bytes += weight.size_bytes
 
     def leave(self, weight: MovedWeights) -> None:
-        """Give its bytes up, if the host has them and nobody else can reach them."""
+        """Evict the weight, if the host has its bytes and they can be reached in no other way."""
         parameter = weight.parameter()
         if parameter is None or weight.stays or type(parameter) is not self._plain:
             return
@@ -305,7 +311,7 @@ class Shelf:
         self.most_gone_bytes = max(self.most_gone_bytes, self.gone_bytes)
 
     def load(self, weight: MovedWeights) -> None:
-        """Start its way to the device, if it is away."""
+        """Start the copy back to the device, if the weight is offloaded."""
         if weight.where is not Where.OFFLOADED:
             return
         assert weight.host is not None
@@ -322,7 +328,7 @@ class Shelf:
             self.home(weight.parameter())
 
     def compare(self) -> None:
-        """Hold what has left since the last time against its copies."""
+        """Compare the weights that were offloaded since the last call with their copies."""
         if not self._left:
             return
         torch = self._torch
@@ -337,7 +343,7 @@ class Shelf:
         self._left.clear()
 
     def falsified(self) -> bool:
-        """Once, if a weight has left that was not what its copy is; known a little later."""
+        """True once if an offloaded weight differed from its copy. The device finds out later."""
         if self._falsified or self._flag_host is None or not self._flag_host[0]:
             return False
         self._falsified = True

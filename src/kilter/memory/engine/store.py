@@ -1,4 +1,4 @@
-"""Where each saved storage is, and how it goes and comes back.
+"""Where each saved storage is, and how it is offloaded, evicted, prefetched and recomputed.
 
 A datum is *here*, *away*, or *coming*. Two rules keep its bytes right:
 
@@ -53,7 +53,7 @@ class Saved:
     )  # fmt: skip
 
     store: Store
-    """Set once the store has counted it."""
+    """Set once the store has counted this datum."""
 
     def __init__(self, within: Pass, number: int, tensor: torch.Tensor, size_bytes: int) -> None:
         self.itself = weakref.ref(self)
@@ -62,21 +62,21 @@ class Saved:
         self.size_bytes = size_bytes
         self.alias: torch.Tensor | None = tensor.detach()
         self.plain = False
-        """`alias` is the whole storage, in a layout that copies keep. Else it may be a part, and
-        what comes back is flat bytes."""
+        """`alias` is the whole storage, in a layout that copies keep. Otherwise `alias` may be a
+        part, and flat bytes are copied back."""
         self.version = tensor._version
         self.touched = False
-        """The program has asked for its `.data`. So it may have been written to without a trace,
-        and only a copy of its bytes is right."""
+        """The program has asked for the `.data` of this storage and may have written to it without
+        a trace, so the datum is not recomputed: only a copy of the bytes is right."""
         self.cast = False
         """Autograd's cast of a parameter, which autocast holds as well."""
         self.handed_out = False
-        """Backward has asked for it. Who has it since is not known, so it stays."""
+        """Backward has asked for this datum. It stays: who holds it since is not known."""
         self.key = tensor.untyped_storage()._cdata
         self.state = HERE
         self.host: torch.Tensor | None = None
         self.pooled: HostBlock | None = None
-        """Host memory to give back."""
+        """Host memory that is given back when the datum is gone."""
         self.departure: CopyEvent = None
         self.arrival: CopyEvent = None
         self.recipe: Recipe | None = None
@@ -88,14 +88,14 @@ class Saved:
 
     @property
     def unchanged(self) -> bool:
-        """Nobody has written to it since it was saved."""
+        """The storage was not written to since it was saved."""
         if self.touched:
             return False
         return self.alias is None or bool(self.alias._version == self.version)
 
     @property
     def closed(self) -> bool:
-        """Nobody but the engine can reach the bytes any more."""
+        """Only the engine can reach the bytes any more."""
         if self.alias is None or self.state != HERE:
             return True
         copied = self.departure is not None and not self.handed_out
@@ -122,7 +122,7 @@ class View(NamedTuple):
     itself: Itself
     dtype: torch.dtype
     size: torch.Size | None
-    """None: just as `saved.alias` does."""
+    """None: size, stride and offset are those of `saved.alias`."""
     stride: tuple[int, ...] = ()
     offset: int = 0
 
@@ -196,7 +196,7 @@ def _seen(
     stride: tuple[int, ...],
     offset: int,
 ) -> torch.Tensor:
-    """The storage of a tensor, looked at in another way."""
+    """Another view of a tensor's storage."""
     tensor = torch.empty(0, dtype=dtype, device=storage_of.device)
     tensor.set_(storage_of.untyped_storage(), offset, size, stride)
     set_version(tensor, storage_of._version)
@@ -204,7 +204,7 @@ def _seen(
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """So often the tensor has been written to, as far as anybody can see."""
+    """Set the counter of writes to a tensor, which autograd compares."""
     torch_internals.set_version_counter((tensor,), (version,))
 
 
@@ -217,7 +217,7 @@ def _lone() -> torch.Tensor:
 
 
 def flat(saved: Saved) -> torch.Tensor:
-    """The bytes of a datum that is here."""
+    """The bytes of a resident datum."""
     assert saved.alias is not None
     return _seen(saved.alias, torch.uint8, (saved.size_bytes,), (1,), 0)
 
@@ -228,7 +228,11 @@ def called(function: Callable[..., Any], *args: Any) -> bool:
 
 
 class Store:
-    """All data that the engine follows, on the device and away from it."""
+    """All data that the engine follows, resident and offloaded.
+
+    One object for all of it: each move changes the place of a datum, the index of storages and the
+    counts of bytes in one step, and an interrupted step must not leave them apart.
+    """
 
     def __init__(
         self,
@@ -243,40 +247,40 @@ class Store:
         self._over = over
         self._guard = guard
         self._stranded: list[torch.Tensor | None] = []
-        """Memory of which nobody knows whether a copy still uses it."""
+        """Memory that a copy may still use, after an error in waiting for that copy."""
         self.unpack_hook: Any = None
-        """Ours: it tells what we packed from what others did."""
+        """The engine's own: by it packed data are known from those of other hooks."""
         self.within = weakref.ref(Pass())
         """The present pass, while anything is left of it."""
         self._one = _users(_lone())
         self._here: dict[int, weakref.ref[Saved]] = {}
-        """By storage, those on the device: each holds its storage, so no key is ever reused."""
+        """By storage, the resident data. Each holds its storage, so no key is ever reused."""
         self._owed: dict[int, list[weakref.ref[Saved]]] = {}
-        """By identity of a parameter or a datum, those away that are to be recomputed from it."""
+        """By identity of a parameter or a datum, the evicted data that are recomputed from it."""
         self._touched: dict[int, StorageReference] = {}
-        """By storage, what the program has asked for the `.data` of in this pass."""
+        """By storage, the tensors whose `.data` the program has asked for in this pass."""
         self.alive = 0
-        """Data that somebody may still ask for."""
+        """How many data autograd may still ask for."""
         self.absent = 0
-        """Of them, those away or coming."""
+        """How many of them are not resident."""
         self.closing = False
         self.away_bytes = 0
         self.held_bytes = 0
         self.beside_bytes = 0
-        """Held as well, by tensors that nobody follows."""
+        """Held as well, by saved tensors that the engine does not follow."""
         self.held_peak_bytes = 0
         self.segment_peak_bytes = 0
         self.waits: Waits | None = None
-        """Who times waiting for copies, in a pass in which that is done."""
+        """Times the waits for copies; None in passes in which they are not timed."""
         self.norms = LayerNorms()
         self.pool = HostPool(backend)
-        """Host memory for what leaves without a plan."""
+        """Host memory for data that are offloaded without a plan."""
         self.out_bytes = 0
         self.in_bytes = 0
         self.recomputed = 0
 
     def begin(self) -> Pass:
-        """A new pass. Who saves something in it holds it."""
+        """Begin a pass. Everything that is saved in the pass holds the `Pass`."""
         within = Pass()
         self.within = weakref.ref(within, lambda _: self._guard(self._over))
         owed = {leaf: [r for r in found if r() is not None] for leaf, found in self._owed.items()}
@@ -323,14 +327,14 @@ class Store:
         return View(saved, itself, dtype, size, stride, tensor.storage_offset())
 
     def hand_out(self, view: View) -> torch.Tensor:
-        """What autograd is given in backward. `Modified` if somebody wrote to it."""
+        """The tensor that autograd is given in backward. `Modified` if it was written to."""
         tensor = self.look(view)
         view.saved.handed_out = True
         return tensor
 
     def lend(self, view: View) -> torch.Tensor:
-        """The same in a backward that retains its graph: the datum may leave again, as soon as who
-        has asked lets go. What that one has written to it is in another copy then."""
+        """The same in a backward that retains its graph. The datum may be evicted again as soon as
+        backward has let go of the tensor; writes to the tensor are in another copy then."""
         tensor, saved = self.look(view), view.saved
         assert saved.alias is not None
         saved.alias = saved.alias.detach()  # so that `alone` tells who else holds the bytes
@@ -340,7 +344,7 @@ class Store:
         return tensor
 
     def look(self, view: View) -> torch.Tensor:
-        """The tensor behind a view, fetched if it is away. `Modified` if somebody wrote to it."""
+        """The tensor behind a view, fetched if it is evicted. `Modified` if it was written to."""
         saved, _, dtype, size, stride, offset = view
         if saved.state != HERE:
             self.fetch(saved)
@@ -356,7 +360,7 @@ class Store:
             raise Modified(tensor, saved.version)
         return tensor
 
-    # Go and come back
+    # Offload, evict, prefetch, recompute
 
     def leave(self, saved: Saved, host: torch.Tensor) -> torch.Tensor | None:
         """Start the copy to the host; the datum stays until it is released. Returns the host memory
@@ -385,11 +389,12 @@ class Store:
         )
 
     def pending(self, saved: Saved) -> bool:
-        """Here, and to go as soon as the program lets go."""
+        """The datum is resident, and is evicted as soon as the program no longer holds it."""
         return saved.state == HERE and not saved.handed_out
 
     def leave_unplanned(self, saved: Saved) -> bool:
-        """To host memory that is found now, if it may go. `HostMemoryError` if there is none."""
+        """Offload the datum now, to host memory that is reserved for it, and evict it, if that is
+        allowed. `HostMemoryError` if there is no host memory."""
         alias = saved.alias
         if alias is None or not self._may_go(saved, alias) or not self.alone(alias):
             return False
@@ -423,7 +428,7 @@ class Store:
             read = [*recipe.sources, *(_root(held.tensor) for held in recipe.parameters)]
             for source in read:
                 self._owed.setdefault(id(source), []).append(saved.itself)
-        # Who is interrupted between two lines finds it here still, or away with its source known.
+        # Interrupted between two lines, the datum is resident, or evicted with a known source.
         saved.state = AWAY
         saved.alias = None
         self._here.pop(saved.key, None)
@@ -434,7 +439,7 @@ class Store:
             self._backend.evicted(alias.untyped_storage())
 
     def pay(self, source: object) -> None:
-        """This parameter or datum is about to change: have what is recomputed from it."""
+        """This parameter or datum is about to change: recompute what depends on it now."""
         for reference in self._owed.pop(id(source), ()):
             saved = reference()
             if saved is not None and saved.state == AWAY and saved.host is None:
@@ -468,7 +473,7 @@ class Store:
         self.away_bytes -= saved.size_bytes
 
     def fetch(self, saved: Saved) -> None:
-        """Bring it back now."""
+        """Have the datum resident now: wait for its copy, or recompute it."""
         recipe = saved.recipe if saved.state == AWAY and saved.host is None else None
         if recipe is not None:
             alias = self._with_room(lambda: self.made(recipe))
@@ -493,7 +498,8 @@ class Store:
             self.hold(saved.size_bytes)
 
     def _with_room(self, take: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Where memory is out, cycles of garbage that the collector was kept from may hold some."""
+        """Allocate. Where memory is exhausted, first collect the garbage that was left while the
+        collector was held back."""
         try:
             return take()
         except torch.OutOfMemoryError:
@@ -504,14 +510,14 @@ class Store:
         return take()
 
     def made(self, found: Recipe) -> torch.Tensor:
-        """What the recipe makes, recorded by nobody."""
+        """The result of the recipe, computed without a graph and outside of autocast."""
         device_type = self._backend.device.type
         if not torch.is_grad_enabled() and not torch.is_autocast_enabled(device_type):
             return found.make()  # as in every ordinary backward
         return uncast(device_type, lambda: ungraded(found.make))
 
     def alone(self, tensor: torch.Tensor) -> bool:
-        """Nobody else holds this tensor's storage. Compared with the count for one tensor alone,
+        """This tensor alone holds its storage. The count is compared with that of a lone tensor,
         since the framework's own wrapper counts too."""
         return _users(tensor) == self._one
 
@@ -524,7 +530,7 @@ class Store:
                 self.held_peak_bytes = held_bytes
 
     def gone(self, saved: Saved) -> None:
-        """Nobody will ask for this datum again. A copy in flight still uses its memory: what is
+        """Autograd has dropped this datum. A copy in flight still uses its memory: what is
         issued from now on must come after the copy, or the memory stays."""
         self.alive -= 1
         self.absent -= saved.state != HERE
@@ -545,7 +551,7 @@ class Store:
     # What recipes ask
 
     def mark(self, view: View, tensor: torch.Tensor) -> None:
-        """Leave a note at the node that produced the tensor: this is what became of its output."""
+        """Note at the node that produced the tensor which datum its output has become."""
         node = tensor.grad_fn
         if node is not None and tensor.output_nr == 0:
             node.metadata[OUTPUT] = (view[0].itself, view[1:])
@@ -553,7 +559,7 @@ class Store:
         view.saved.cast = base is not None and _is_cast_of_parameter(base.grad_fn)
 
     def produced_by(self, node: Any) -> tuple[Source, Saved] | None:
-        """A node's output, if an operation saved it and nobody wrote to it since."""
+        """A node's output, if an operation saved it and it was not written to since."""
         found = node.metadata.get(OUTPUT)
         saved = None if found is None else found[0]()
         if saved is None or saved.within is not self.within():
@@ -561,7 +567,7 @@ class Store:
         return (View(saved, *found[1]), saved) if saved.unchanged else None
 
     def epsilon(self, node: Any, weight: Source | None) -> float | None:
-        """Of a layer norm: its node does not keep it. The module that has this weight tells."""
+        """The epsilon of a layer norm, from the module that has this weight."""
         leaf = weight.tensor if type(weight) is HeldSource else None
         return self.norms.epsilon(node, leaf)
 

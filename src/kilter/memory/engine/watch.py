@@ -29,21 +29,21 @@ operations."""
 TRIAL_PAUSE_S = 4e-4
 """The same in a trial, and before each recomputing."""
 WATCH_REPEATS = 3
-"""Of making a datum again in a trial; the shortest counts."""
+"""How often a datum is recomputed in a trial; the shortest time counts."""
 IN_VAIN = 16
-"""Passes that are watched in vain before watching gets rare: they are unlike every one before, or
-there is a plan for them. One that is like an earlier one without a plan makes up for one of them.
+"""Passes that are watched in vain before watching becomes rare. A pass is watched in vain if it is
+unlike every pass before, or has a plan; a pass like an earlier one without a plan makes up for one.
 """
 SELDOM, RARELY = 8, 64
-"""Then of the passes without a plan each so manieth is watched; from the `IN_VAIN`th on that was in
-vain as well, each so manieth."""
+"""One in `SELDOM` of the passes without a plan is watched then; after `IN_VAIN` more passes that
+were watched in vain, one in `RARELY`."""
 
 
 DEVIATION_PATIENCE = 2
-"""Passes that may depart from every plan before some are watched again; one that keeps to its plan
-makes up for half of one."""
+"""Passes that may depart from every plan before some are watched again. A pass that keeps to its
+plan makes up for half of one that did not."""
 LOOK = 4
-"""How many are watched then: kinds that take turns all get theirs."""
+"""How many passes are watched then, so that kinds that alternate are all watched."""
 
 
 class Attention:
@@ -57,13 +57,13 @@ class Attention:
 
     @property
     def every(self) -> int:
-        """Each so manieth pass without a plan is watched."""
+        """One in this many passes without a plan is watched."""
         if self._left:
             return 1
         return SELDOM if self._in_vain < IN_VAIN else RARELY
 
     def asks(self) -> bool:
-        """A pass without a plan begins: whether it is to be watched."""
+        """Whether the pass without a plan that begins now is to be watched."""
         self._skipped += 1
         if self._skipped < self.every:
             return False
@@ -129,16 +129,16 @@ class Watch:
         self._read: dict[int, torch.UntypedStorage] = {}
         """By identity, storages of large parameters that recipes read."""
         self._emptied: set[int] = set()
-        """Those of them that somebody empties and fills again, as sharding does with weights."""
+        """Those of them that are emptied and filled again, as sharding does with weights."""
 
     @property
     def saved(self) -> int:
-        """Data so far."""
+        """How many data were saved so far."""
         return len(self._recorder.data)
 
     @property
     def event(self) -> int:
-        """Index of the present one."""
+        """Index of the present operation."""
         return self._recorder.event
 
     def enter(self, code: int, *, used: bool) -> None:
@@ -208,7 +208,7 @@ class Watch:
         )
 
     def _poll(self, event: int) -> None:
-        """Which saved storages nobody but autograd holds any more."""
+        """Note the saved storages that autograd alone still holds."""
         freed = []
         for number, (reference, storage) in self._held_by_others.items():
             saved = reference()
@@ -220,7 +220,7 @@ class Watch:
             del self._held_by_others[number]
 
     def _try(self, saved: Saved, datum: SavedDatum) -> None:
-        """Make a datum again beside the real one: how long it takes, and whether it is the same."""
+        """Recompute a datum beside the real one: note how long it takes and whether it is equal."""
         import torch
 
         found = saved.recipe

@@ -1,4 +1,4 @@
-"""Weights leave the device after their use in forward and come back for backward.
+"""Weights are offloaded after their use in forward and prefetched for backward.
 
 The host has a copy of a weight's value since its last update, so leaving is free. A weight that is
 away is an `Away` (see there): whoever asks for it gets it back first. The schedule hangs on two
@@ -53,7 +53,7 @@ FAST_MODULES = (
 )
 """They may compute in C++ with the weights of the modules below them, which do not run then."""
 ALL = 2**62
-"""Bytes: whatever can leave."""
+"""Bytes: every weight that can be offloaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +62,15 @@ class WeightReport:
 
     moving: bool
     weights: int
-    """That leave under the present plan."""
+    """How many are offloaded under the present plan."""
     away_bytes: int
-    """By the present plan, at the end of forward."""
+    """Offloaded at the end of forward, by the present plan."""
     most_away_bytes: int
-    """Away at one time, ever."""
+    """The most that was ever offloaded at one time."""
     late: int
-    """Times that a weight was asked for while it was away and not on its way."""
+    """Times that a weight was asked for while it was offloaded and not being prefetched."""
     stayed: int
-    """Times that one could not leave because somebody else held it."""
+    """Times that a weight could not be offloaded because something else held its bytes."""
     out_bytes: int
     in_bytes: int
     host_bytes: int
@@ -117,10 +117,10 @@ class MetWeights:
         """Parameters that were looked at."""
         self._handles: list[Any] = []
         self.used_by: dict[int, list[MovedWeights]] = {}
-        """By module, those that may ever leave."""
+        """By module, its weights that may be offloaded."""
 
     def of_module(self, module: Any) -> list[MovedWeights]:
-        """Those of this module; it is looked at when it runs first."""
+        """Those of this module, which is looked at when it first runs."""
         mine = []
         for parameter in module._parameters.values():
             if parameter is None:
@@ -171,7 +171,10 @@ class WeightMover(AbstractContextManager["WeightMover"]):
 
     At least `away_bytes` are away then, if there is so much; weights below `min_bytes` stay.
     Without `own_hooks` somebody else puts `around` about his hooks on saved tensors.
-    `changed` is told that the memory which weights take is another from now on.
+    `changed` is called when weights take another amount of memory from now on.
+
+    What moves the bytes, the present pass, the repeated pass and the weights that were met are
+    objects of their own; the rest is what was asked for, our hooks, and how far we are.
     """
 
     def __init__(
@@ -194,18 +197,18 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._fence = fence
         self._handles: list[Any] = []
         self._follows = False
-        """There is a hook behind optimizer steps."""
+        """Our hook behind optimizer steps was set."""
         self._hooks: Any = None
         self._stopped = False
         self._reading = False
-        """Hooks of ours read weights, not the program."""
+        """Weights are read by our own hooks at this moment, not by the program."""
         self._late = 0
         self._pass = WeightPass()
         self._steps = 0
         self._iteration_ended = True
         """An optimizer has stepped, and no module has run since."""
         self._updated: list[MovedWeights] = []
-        """In backward, and not copied yet."""
+        """Weights that were updated in backward and not copied yet."""
         self._repeated = RepeatedPass()
         self._anew = False
         """After the next step a plan is made."""
@@ -238,7 +241,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Bring everything home."""
+        """Have all weights on the device."""
         self._changed = lambda: None
         self.stop()
         if self._hooks is not None:
@@ -252,7 +255,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             self._check()
 
     def stop(self, reason: Reason | None = None) -> None:
-        """All weights are here from now on, for good."""
+        """Have all weights on the device from now on, for good."""
         if reason is not None:
             self._say(messages.weights_stay(reason))
         if self._stopped:
@@ -267,13 +270,13 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             self._changed()
 
     def _check(self) -> None:
-        """Tell of a weight that was not what its copy is."""
+        """Raise `WeightsMoved` if a weight differed from its copy when it was offloaded."""
         if self._shelf.falsified():
             self.stop()
             raise WeightsMoved(FALSIFIED)
 
     def make_room(self, away_bytes: int) -> None:
-        """From the next pass on so much is away at the end of forward."""
+        """From the next pass on, have `away_bytes` offloaded at the end of forward."""
         self._away_bytes = away_bytes
         self._anew = True
 
@@ -298,7 +301,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             self._refused.append(reason)
 
     def _fenced(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """Behind the fence an error of ours ends our work: weights come home and stay."""
+        """A hook behind the fence: after an error of ours, all weights are copied back and stay."""
         fence = self._fence
         if fence is None:
             return hook
@@ -324,7 +327,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
     # Who asks
 
     def _was_late(self, weight: MovedWeights) -> None:
-        """Somebody asks for a weight that is not on its way: next time it is."""
+        """A weight is asked for that is not being prefetched: the next plan has it in time."""
         if self._stopped or self._reading:
             return
         self._late += 1
@@ -340,7 +343,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             weight.asked_in = self._pass.number
 
     def around(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Any:
-        """Hooks on saved tensors that let views of weights go and hand out none that is away."""
+        """Hooks on saved tensors that hold no bytes of weights and hand out resident ones only."""
         shelf, plain_class = self._shelf, torch.nn.Parameter
 
         def pack_weight(tensor: torch.Tensor) -> Any:
@@ -373,7 +376,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
     # Ticks
 
     def _before_module(self, module: Any, inputs: Any) -> None:
-        """Modules have their weights as they know them: some look at the class."""
+        """Give a module its weights with their own class, which some modules look at."""
         if not self._shelf.absent:
             return
         for parameter in module._parameters.values():
@@ -498,7 +501,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
                     self._shelf.home(parameter)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Whatever the optimizer wrote, also where it does not say so."""
+        """Copy what the optimizer wrote, also where no version shows it."""
         self._steps += 1
         self._iteration_ended = True
         self._updated.clear()
@@ -524,5 +527,5 @@ def graphs_may_exist(device: torch.device) -> bool:
 
 
 def _strided(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Size and strides say all about the view."""
+    """Size and strides describe the view completely."""
     return view.dtype == base.dtype and not view.is_conj() and not view.is_neg()

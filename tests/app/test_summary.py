@@ -24,6 +24,7 @@ from kilter.app.report.bound import IDLE_TOLD
 from kilter.app.report.glossary import WORDS
 from kilter.core.events import Started, Stopped
 from kilter.core.label import Label
+from kilter.core.reasons import REHEARSAL_CUT
 from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.core.units import MHZ
@@ -257,8 +258,9 @@ def records(draw: st.DrawFn) -> tuple[list[Any], bool, float]:
         run.decide("decided", Setting(), "the default stands: nothing saves enough")
     elif mode == "shadow" and ending == "predicted":
         run.decide("predicted", CHOSEN, "safe on the simulated device")
-    for what in draw(st.lists(st.sampled_from(["setting clocks", "a complete rehearsal"]))):
-        run.refuse(what, "a reason: with a colon")
+    codes = {"setting clocks": None, "a complete rehearsal": REHEARSAL_CUT}
+    for what in draw(st.lists(st.sampled_from(list(codes)))):
+        run.refuse(what, "a reason: with a colon", codes[what])
     if draw(st.integers(0, 5)) == 0:
         run.fail("the sampler", "the disk is full")
     if draw(st.integers(0, 4)) > 0:

@@ -21,6 +21,7 @@ from kilter.core.events import Decided
 from kilter.core.label import Label
 from kilter.core.messages import MessagesGone, RankMessages
 from kilter.core.plan import Goal
+from kilter.core.reasons import REHEARSAL_CUT
 from kilter.core.script_end import ScriptEnd
 from kilter.core.setting import DeviceInfo
 from kilter.device.sim.cards import names
@@ -239,7 +240,7 @@ class ClocksController:
             why_not = "ended by Ctrl-C"
         log.rehearsal_ended()
         if not over:
-            log.refuse("a complete rehearsal", why_not)
+            log.refuse("a complete rehearsal", why_not, REHEARSAL_CUT)
 
     def _predict(self) -> None:
         """What would have been set: the loop on a simulated GPU of this kind."""

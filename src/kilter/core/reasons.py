@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-CANNOT_SET = "cannot_set"
-"""Code: the clocks of the device are not set."""
 REHEARSAL_CUT = "rehearsal_cut"
 """Code: the rehearsal ended before its evidence was in."""
 

@@ -175,8 +175,8 @@ class RunWriter:
             )
         )
 
-    def refuse(self, what: str, reason: str) -> None:
-        self.events.append(Refused(t_s=self.t_s, what=what, reason=reason))
+    def refuse(self, what: str, reason: str, code: str | None = None) -> None:
+        self.events.append(Refused(t_s=self.t_s, what=what, reason=reason, code=code))
 
     def fail(self, where: str, error: str) -> None:
         self.events.append(Failed(t_s=self.t_s, where=where, error=error))

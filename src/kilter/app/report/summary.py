@@ -17,6 +17,7 @@ from kilter.app.report.evidence import Arm, Probe
 from kilter.app.report.operations import OperationEnergy
 from kilter.app.report.words import STAND_IN, Finding, allowed, ascii_line, wish
 from kilter.core.label import Label
+from kilter.core.reasons import REHEARSAL_CUT
 from kilter.core.units import (
     KWH_J,
     show_count,
@@ -204,7 +205,7 @@ def next_step(report: Report) -> str | None:
         return _how_to_feed(report.job)
     simulated = any(device.backend == "sim" for device in report.devices)
     refused = {refusal.what for refusal in report.refused}
-    if "a complete rehearsal" in refused and simulated:
+    if any(refusal.code == REHEARSAL_CUT for refusal in report.refused) and simulated:
         return "give the rehearsal more time: --rehearse 60s"
     if report.mode == "shadow" and not simulated and "setting clocks" in refused:
         return "kilter doctor says how to allow it"

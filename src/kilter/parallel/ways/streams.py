@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kilter.parallel.candidates import Built, CandidateBuilder, Site
+from kilter.parallel.candidates import Built, Site
 from kilter.parallel.program import BranchProgram
 from kilter.parallel.streams import CudaStreams, ForkJoin
 from kilter.parallel.ways.way import ThreadedWay
@@ -15,9 +15,6 @@ class Streams(ThreadedWay):
     differentiable = True
     same_kernels = True
     calls_branches = True
-
-    def program(self, builder: CandidateBuilder) -> BranchProgram:
-        return builder.callables() if builder.request.loop.is_list else builder.forked_program()
 
     def build(self, program: BranchProgram, site: Site) -> Built:
         lanes = site.builder.lanes(self, site.streams)

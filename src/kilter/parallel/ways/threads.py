@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kilter.parallel.candidates import Built, CandidateBuilder, Site
+from kilter.parallel.candidates import Built, Site
 from kilter.parallel.program import BranchProgram, Unit, arguments, run_unit, store
 from kilter.parallel.streams import CudaStreams, share
 from kilter.parallel.ways.way import ThreadedWay
@@ -29,9 +29,6 @@ class Threads(ThreadedWay):
     differentiable = True
     same_kernels = True
     calls_branches = True
-
-    def program(self, builder: CandidateBuilder) -> BranchProgram:
-        return builder.callables() if builder.request.loop.is_list else builder.forked_program()
 
     def build(self, program: BranchProgram, site: Site) -> Built:
         threads = ThreadPool(site.request.device, site.streams)

@@ -75,6 +75,10 @@ def widest(make: Callable[[], BranchProgram]) -> int:
 class ThreadedWay(Way):
     """One thread or stream for each branch, launching the branch's own kernels."""
 
+    def program(self, builder: CandidateBuilder) -> BranchProgram:
+        """The branches themselves, where the loop lists them; otherwise their trace."""
+        return builder.callables() if builder.request.loop.is_list else builder.forked_program()
+
     def stream_counts(self, builder: CandidateBuilder) -> Sequence[int]:
         return (widest(lambda: builder.program(self)),)
 

@@ -23,6 +23,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -297,7 +298,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _save(self, tensor: torch.Tensor) -> Any:
         """A large tensor is saved."""
         store = self._store
-        if torch.autograd.forward_ad._current_level >= 0:
+        if forward_ad._current_level >= 0:
             self._demand.refuse(messages.FORWARD_MODE)
             return kept(tensor)
         size_bytes = tensor.untyped_storage().nbytes()

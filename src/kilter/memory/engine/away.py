@@ -1,4 +1,4 @@
-"""A parameter whose bytes are away, and who might meet it.
+"""A parameter whose bytes are offloaded, and the places where a program might meet it.
 
 While its bytes are on the host a parameter has another class, `Away`. It is the same object and
 still an `nn.Parameter`, but whatever Python code does with it goes through `__torch_function__`,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class WeightsMoved(RuntimeError):
-    """The program did what weights that come and go do not allow, and was not seen to before."""
+    """The program did what offloaded weights do not allow, and had not done so while watched."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -106,7 +106,7 @@ _METADATA = (
 
 
 class Doors(AbstractContextManager["Doors"]):
-    """The places at which somebody might reach a parameter's bytes past `Away`.
+    """The places at which a program might reach a parameter's bytes past `Away`.
 
     `home(parameter)` brings one back if it is away, `all_home(reason)` brings all back and lets
     none leave any more, `wrote(parameter)` is told of each access to `.data`.
@@ -125,16 +125,16 @@ class Doors(AbstractContextManager["Doors"]):
         self._all_home = all_home
         self._wrote = wrote
         self._moved = moved
-        """Some weight has not the address that it began with."""
+        """Whether some weight no longer has the address that it began with."""
         self._foreign = foreign
-        """Modules do not compute on this stream."""
+        """Whether modules compute on another stream than this."""
         self._replaced = Replacements()
         self._end_around: Callable[[], None] = lambda: None
         self._graphs: set[int] = set()
-        """Captured since all weights are home for good."""
+        """Identities of graphs that were captured since all weights stay on the device."""
 
     def __enter__(self) -> Doors:
-        """`UsageError` if somebody stands there already."""
+        """`UsageError` if another engine has replaced `Parameter.data` already."""
         import torch
 
         if "data" in vars(torch.nn.Parameter):
@@ -175,7 +175,7 @@ class Doors(AbstractContextManager["Doors"]):
         self._replaced.put(torch.nn.Parameter, "__new__", staticmethod(made))
 
     def _guard_hooks(self) -> None:
-        """What somebody's hook hands to backward may be a parameter itself."""
+        """A hook of the program may hand a parameter itself to backward."""
         push = torch_internals.push_saved_hooks
 
         def pushed(pack: Any, unpack: Any) -> None:
@@ -193,12 +193,12 @@ class Doors(AbstractContextManager["Doors"]):
 
     @contextmanager
     def _functions_transformed(self) -> Iterator[None]:
-        """`torch.func.grad` and its kin wrap their arguments in C++."""
+        """`torch.func.grad` and its kin wrap arguments in C++: all weights come back before."""
         self._all_home(messages.USES_FUNC)
         yield
 
     def _guard_graphs(self, torch: Any) -> None:
-        """A captured graph knows addresses."""
+        """A captured graph has the addresses of weights in it: they must not move any more."""
         kind = torch.cuda.CUDAGraph
         begin, replay = kind.capture_begin, kind.replay
 
@@ -217,8 +217,8 @@ class Doors(AbstractContextManager["Doors"]):
         self._replaced.put(kind, "replay", replayed)
 
     def _guard_streams(self, torch: Any) -> None:
-        """Memory that a weight leaves is taken by what comes next on the modules' stream: another
-        one may be reading the weight still."""
+        """Memory of an offloaded weight is reused by what comes next on the modules' stream, while
+        work on another stream may still be reading the weight."""
         cuda = torch.cuda
         change = cuda.set_stream
         enter: Any = getattr(cuda.Stream, "__enter__", None)

@@ -62,11 +62,11 @@ class StateReport:
     consuming: bool
     """Gradients of at least one optimizer are used up in backward."""
     watching: bool
-    """It is not decided yet whether those of another one may be."""
+    """It is not decided yet for another optimizer."""
     visits: int
     """Buckets updated in backward."""
     late: int
-    """Visits that found their state away and fetched it then and there."""
+    """Visits that found their state offloaded and fetched it then and there."""
     out_bytes: int
     in_bytes: int
     host_bytes: int
@@ -154,7 +154,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Bring the state home and forget about gradients."""
+        """Have all state on the device, and leave gradients alone."""
         for charge in self._charges.values():
             if charge.took:
                 charge.say(messages.NO_STEP_FOLLOWED)
@@ -174,7 +174,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._guard = None
 
     def _rest(self) -> None:
-        """Do not watch gradients any longer than somebody's may be consumed."""
+        """Stop watching gradients once no optimizer's may be consumed."""
         if all(charge.phase is PassPhase.KEEPING for charge in self._charges.values()):
             self._let_gradients_be()
 
@@ -210,7 +210,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         return sum(sizes)
 
     def _fenced(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """Behind the fence an error of ours ends our work: state comes home, gradients stay."""
+        """A hook behind the fence: after an error of ours state comes back and gradients stay."""
         fence = self._fence
         if fence is None:
             return hook
@@ -237,7 +237,7 @@ class StateMover(AbstractContextManager["StateMover"]):
                 charge.phase, charge.state.streams = PassPhase.KEEPING, False
                 self._rounds.bring_home(charge)
 
-    # Who is there
+    # Optimizers and their parameters
 
     def _meet(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """The step of an optimizer is about to begin, perhaps its first."""
@@ -259,8 +259,8 @@ class StateMover(AbstractContextManager["StateMover"]):
         when_gone(optimizer, self._forget, charge)
 
     def take_over(self, optimizer: Any) -> None:
-        """Between a step and the next forward: one that has made its state already. What there is
-        no room for leaves now."""
+        """Between a step and the next forward: follow an optimizer that has made its state already,
+        and offload at once what there is no room for."""
         self._meet(optimizer, (), {})
         charge = self._charges[optimizer]
         for f in charge.followed:
@@ -491,7 +491,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             raise GradientConsumed("state_dict was asked for between backward and step")
 
     def _after_load(self, optimizer: Any) -> None:
-        """The state is another now, and more of it than there is room for."""
+        """The program has loaded other state, which may be more than there is room for."""
         charge = self._charges[optimizer]
         charge.state.plan = None
         for bucket in charge.state.buckets:

@@ -44,7 +44,8 @@ class Pass:
 
 
 class Saved:
-    """One storage that autograd saved, and where its bytes are."""
+    """One storage that autograd saved, and where its bytes are. It has slots and no parts of its
+    own, since there is one for each large saved tensor."""
 
     __slots__ = (
         "__weakref__", "alias", "arrival", "cast", "departure", "handed_out", "host", "itself",

@@ -44,12 +44,12 @@ class Part:
 
     parameter: torch.nn.Parameter
     key: str
-    """What the optimizer calls it."""
+    """The optimizer's name for the tensor."""
     value: Any
     """What the optimizer holds: the tensor, or the sharded one (`DTensor`) that it is a part of."""
     tensor: torch.Tensor
     address: int
-    """Where we know its bytes to be. Somebody else may give it others."""
+    """The address at which its bytes were put last. The program may give it other bytes."""
     version: int = -1
     """When the last copy of it was started."""
     on_host: torch.Tensor | None = None
@@ -61,7 +61,7 @@ class Part:
         return bool(self.tensor.data_ptr() == self.address)
 
     def take(self, bytes_of: torch.Tensor) -> None:
-        """Have the bytes of another tensor from now on. The version stays, as the value does."""
+        """Give it the bytes of another tensor. The version stays, as the value does."""
         if self.ours:
             self.tensor.data = bytes_of
             self.address = bytes_of.data_ptr()
@@ -86,7 +86,7 @@ class StateBucket:
         self.without: list[torch.nn.Parameter] = []
         """Members that have no state yet."""
         self.flat: torch.Tensor | None = None
-        """Device memory for all of it, once it was prefetched for the first time."""
+        """Device memory for the whole bucket, once it was prefetched for the first time."""
         self.host: torch.Tensor | None = None
         self.arrival: CopyEvent = None
         self.departure: CopyEvent = None
@@ -107,7 +107,7 @@ class Stream:
         self.out_bytes = 0
         self.in_bytes = 0
 
-    # Whose it is
+    # Which tensors belong to a bucket
 
     def adopt(self, bucket: StateBucket, states: dict[Any, Any]) -> None:
         """Find the state of the bucket's parameters; nothing moves yet."""
@@ -135,7 +135,7 @@ class Stream:
         )
 
     def disown(self, bucket: StateBucket) -> None:
-        """Its tensors are somebody else's business from now on, wherever their bytes are."""
+        """Follow its tensors no longer, wherever their bytes are."""
         self._finish_copies(bucket)
         if bucket.where is not Where.OFFLOADED:
             self.held_bytes -= bucket.size_bytes
@@ -167,11 +167,11 @@ class Stream:
             part.version = part.tensor._version
 
     def written(self, bucket: StateBucket) -> bool:
-        """Somebody wrote to it since."""
+        """The program wrote to it since."""
         return any(part.version != part.tensor._version for part in bucket.parts)
 
     def _aliased(self, bucket: StateBucket) -> bool:
-        """Somebody has the address of a tensor's bytes, or gave the tensor others."""
+        """The program has the address of a tensor's bytes, or gave the tensor other bytes."""
         alone = self._alone
         if not all(part.ours for part in bucket.parts):
             return True
@@ -189,7 +189,7 @@ class Stream:
     # To the host
 
     def offload(self, bucket: StateBucket) -> bool:
-        """Start the copy of a resident bucket; `False` if somebody has an alias of some of it.
+        """Start the copy of a resident bucket; `False` if the program has an alias of a part.
         `HostMemoryError` if the host has no room; nothing happened then."""
         if self._aliased(bucket):
             return False
@@ -228,8 +228,8 @@ class Stream:
         self.host_bytes += bucket.size_bytes
 
     def evict(self, bucket: StateBucket) -> bool:
-        """Give its device memory up, once the bytes are on the host; `False` if somebody has an
-        alias of some of it, or has written to it since the copy was started."""
+        """Give its device memory up, once the bytes are on the host; `False` if the program has
+        an alias of a part, or has written to the bucket since the copy was started."""
         self._finish_copies(bucket)
         if bucket.where is Where.PREFETCHING:  # the bytes on the host are the valid ones
             self._empty_flat(bucket)
@@ -254,7 +254,7 @@ class Stream:
     # To the device
 
     def prefetch(self, bucket: StateBucket) -> None:
-        """Start the copy of an offloaded bucket, unless somebody has an alias of some of it."""
+        """Start the copy of an offloaded bucket, unless the program has an alias of a part."""
         if self._aliased(bucket):
             return
         assert bucket.host is not None
@@ -273,8 +273,8 @@ class Stream:
         self.in_bytes += bucket.size_bytes
 
     def bring(self, bucket: StateBucket) -> None:
-        """Have it on the device for what is issued from here on; what somebody has an alias of is
-        used where it lies."""
+        """Have it on the device for what is issued from here on; what the program has an
+        alias of is used where it lies."""
         if bucket.where is Where.OFFLOADING:
             bucket.where = Where.RESIDENT
         if bucket.where is Where.OFFLOADED:

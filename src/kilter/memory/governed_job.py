@@ -104,10 +104,12 @@ class GovernedJob:
         self._stopped = True
 
     def close(self) -> None:
-        """Take the hooks out, in the thread in which they are."""
+        """Take everything out, in the thread whose tensors are governed or after its end. While that
+        one goes on in the background, all stays as it is."""
         self._peak_bytes = self._measured_peak_bytes()
         if self._plain.in_thread:
             self._plain.end()
+        if self._plain.in_thread or self._swapper.thread_ended:
             if self._policy is not None:
                 self._policy.close()
             self._swapper.__exit__(None, None, None)

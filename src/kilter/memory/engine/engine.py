@@ -178,6 +178,11 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._store.alive == 0:
             self._backend.close()
 
+    @property
+    def thread_ended(self) -> bool:
+        """The thread whose tensors are governed has ended."""
+        return self._hooks.thread_ended
+
     def step_out(self) -> None:
         """Between passes: what is saved from here on is left to autograd."""
         self._hooks.exit(None, None, None)

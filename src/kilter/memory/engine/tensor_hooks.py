@@ -6,6 +6,7 @@ not for what the engine does; and behind the fence an error of ours leaves only 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -55,16 +56,24 @@ class TensorHooks:
         self._save_large = save if fence is None else self._save_fenced
         self._use_large = use if fence is None else self._use_fenced
         self._hooks: Any = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def thread_ended(self) -> bool:
+        """The thread in which they stood has ended, and they with it."""
+        return self._thread is not None and not self._thread.is_alive()
 
     def enter(self) -> None:
         """In this thread, from here on."""
+        self._thread = threading.current_thread()
         self._store.unpack_hook = self._unpack
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._store.unpack_hook)
         self._hooks.__enter__()
 
     def exit(self, *exception: object) -> None:
-        """What is saved from here on is left to autograd."""
-        self._hooks.__exit__(*exception)
+        """What is saved from here on is left to autograd. In the thread of `enter`, if it lives."""
+        if not self.thread_ended:
+            self._hooks.__exit__(*exception)
 
     def step_in(self) -> None:
         """Again, after `exit`, in the same thread."""

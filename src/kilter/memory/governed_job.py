@@ -104,7 +104,7 @@ class GovernedJob:
         self._stopped = True
 
     def close(self) -> None:
-        """Take everything out, in the thread whose tensors are governed or after its end. While that
+        """Take all out, in the thread whose tensors are governed or after its end. While that
         one goes on in the background, all stays as it is."""
         self._peak_bytes = self._measured_peak_bytes()
         if self._plain.in_thread:

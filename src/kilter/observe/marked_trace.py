@@ -18,7 +18,7 @@ import msgspec
 from kilter.core.errors import FileError
 from kilter.core.rank_trace import IterationMarks, RankTrace
 
-LONGEST_S = 120.0
+READ_TIMEOUT_S = 120.0
 _NICE = 5
 
 
@@ -42,7 +42,7 @@ def read_marked(path: Path, marks: IterationMarks, *, rank: int) -> RankTrace:
             command,
             input=msgspec.json.encode(marks),
             capture_output=True,
-            timeout=LONGEST_S,
+            timeout=READ_TIMEOUT_S,
             start_new_session=True,
         )
         answer: _Unreadable | _Read = _ANSWER.decode(done.stdout)

@@ -15,7 +15,7 @@ from typing import Any
 from kilter.observe.cuda_driver import CudaDriver
 from kilter.observe.marker import NONE, Marker
 
-PATIENCE_S = 0.5
+LAST_WRITE_S = 0.5
 """How long `close` waits for the last write. A page with a write outstanding stays registered."""
 _LOOK_S = 0.001
 
@@ -50,7 +50,7 @@ class StreamMarker:
     def close(self) -> None:
         """Unregister the page, unless the GPU may still write to it: then the end of the process
         does. Twice is once. Raises `DeviceError`."""
-        by_s = time.monotonic() + PATIENCE_S
+        by_s = time.monotonic() + LAST_WRITE_S
         while self._page.last != self._last and time.monotonic() < by_s:
             time.sleep(_LOOK_S)
         if self._there is not None and self._page.last == self._last:

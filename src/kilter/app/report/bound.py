@@ -52,7 +52,7 @@ class JobClass:
 
 IDLE_TOLD = 0.3
 """From this share of idle time on, feeding the GPU is worth more than any clock."""
-STALLED = 0.1
+STALLED_SHARE = 0.1
 """Share of an iteration in waits for copies from which on offloading bounds the job."""
 HELD_DOWN = 0.5
 """Share of readings at the default that name a limit."""
@@ -123,7 +123,7 @@ def _offloading(memory: MemoryReport | None) -> JobClass | None:
         share, label = plan.stall_s / plan.iteration_s, Label.SIMULATED
     else:
         return None
-    if share < STALLED:
+    if share < STALLED_SHARE:
         return None
     share = min(1.0, share)
     text = f"the GPU waits for copies to and from the host {_percent(share)} of an iteration"

@@ -191,7 +191,7 @@ def test_the_page_is_unregistered_when_the_last_write_is_done() -> None:
 def test_a_page_that_the_gpu_may_still_write_to_stays_registered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kilter.observe.stream_marker.PATIENCE_S", 0.01)
+    monkeypatch.setattr("kilter.observe.stream_marker.LAST_WRITE_S", 0.01)
     marking = Marking("write")
     marking.mark(0)
     marking.on_gpu.close()

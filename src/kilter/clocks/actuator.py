@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Protocol
 
 from kilter.core.errors import DeviceError
 from kilter.core.setting import DeviceInfo, Sample, Setting
 from kilter.lease.lease import Lease
-from kilter.observe.iteration_clock import IterationClock
-from kilter.observe.sampler import Sampler
-from kilter.observe.sensor_record import DEFAULT_PERIOD_S
+from kilter.observe.sensor_record import DEFAULT_PERIOD_S, SensorRecord
 
 LOW_SETTING_HOLD_S = 60.0
 HOLD_ITERATIONS = 5
 """Deadline of a low setting, renewed as long as iterations end: the longer of the two."""
 
 
-class DeviceActuator:
-    """A real device as the conductor sees it. Without a lease it only looks."""
+class Sensors(Protocol):
+    """Who reads the device: a `Sampler`, or whoever stands in for one."""
 
-    def __init__(self, sampler: Sampler, info: DeviceInfo, marks: IterationClock) -> None:
+    @property
+    def record(self) -> SensorRecord: ...
+    @property
+    def why_ended(self) -> str | None: ...
+
+
+class Paced(Protocol):
+    """Who tells how long an iteration takes: an `IterationClock`, or the telemetry."""
+
+    @property
+    def usual_s(self) -> float | None: ...
+
+
+class DeviceActuator:
+    """A device as the conductor sees it. Without a lease it only looks. `clock` is that of the
+    device: the monotonic one, or the virtual time of a simulated device."""
+
+    def __init__(
+        self,
+        sampler: Sensors,
+        info: DeviceInfo,
+        marks: Paced,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._sampler = sampler
         self._marks = marks
+        self._clock = clock
         self._latency_s = info.switch_latency_s or info.sensor_period_s or DEFAULT_PERIOD_S
         self._set_s = 0.0
         self._renewed_s = 0.0
@@ -33,7 +58,7 @@ class DeviceActuator:
             before = self.lease.setting
             self.lease.set(setting, hold_s=self._hold_s)
             if self.lease.setting != before:
-                self._set_s = time.monotonic()
+                self._set_s = self._clock()
 
     def check(self) -> None:
         if self.lease is None:
@@ -44,8 +69,8 @@ class DeviceActuator:
         if sample is not None and sample is not self._verified:
             self._verified = sample
             self.lease.verify(sample)
-        if time.monotonic() - self._renewed_s > LOW_SETTING_HOLD_S / 6:
-            self._renewed_s = time.monotonic()
+        if self._clock() - self._renewed_s > LOW_SETTING_HOLD_S / 6:
+            self._renewed_s = self._clock()
             self.lease.renew(hold_s=self._hold_s)
 
     @property
@@ -54,7 +79,7 @@ class DeviceActuator:
         return max(LOW_SETTING_HOLD_S, HOLD_ITERATIONS * (self._marks.usual_s or 0.0))
 
     def settled(self) -> bool:
-        return time.monotonic() >= self._set_s + self._latency_s
+        return self._clock() >= self._set_s + self._latency_s
 
     def mean_power_w(self, begin_s: float, end_s: float) -> float | None:
         return self._sampler.record.mean_power_w(begin_s, end_s)

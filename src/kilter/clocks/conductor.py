@@ -245,7 +245,7 @@ class GovernorProgram:
     """What rank 0's conductor is told to do: warm up, look at the device, then govern.
 
     `choice` is what stands at any moment; `roles` tells the role groups, and is asked once every
-    rank has run a block.
+    rank has run a block. `warm_blocks` come before the first probe (default: `WARM_BLOCKS`).
     """
 
     def __init__(
@@ -257,7 +257,9 @@ class GovernorProgram:
         *,
         seed: int,
         roles: Callable[[], Sequence[str]] = lambda: ("",),
+        warm_blocks: int | None = None,
     ) -> None:
+        self._warm_blocks = WARM_BLOCKS if warm_blocks is None else warm_blocks
         self._goal = goal
         self._found = found
         self._supported = supported
@@ -284,7 +286,7 @@ class GovernorProgram:
             yield from watching(self._found, self.choice.reason)
 
     def _govern(self) -> Generator[Order, BlockOutcome, None]:
-        for _ in range(WARM_BLOCKS):
+        for _ in range(self._warm_blocks):
             yield Order(
                 phase=Phase.WARM,
                 setting=self._found,

@@ -21,6 +21,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from kilter.core.setting import Sample
+
 Array = NDArray[np.float64]
 
 LEAST_PERIODS = 4
@@ -57,6 +59,9 @@ QUANTUM = 0.01
 """The step in which utilisation is reported (1 %); of power, far below its noise."""
 NOVEL = 3.0
 """How much further than the oddest known stretch (squared distance) a new one must be."""
+NEAR = (0.7, 1.5)
+"""Where `pace` looks for the period, as shares of the expected one: a setting slows down or, on a
+throttling GPU, speeds up, but by less."""
 PHASES = 32
 """Points per period at which single iterations are tracked."""
 
@@ -88,6 +93,26 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
     """Standard deviation of single iterations over the period, as far as the sensor shows them."""
 
 
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """The iterations of one stretch of telemetry, of which the period is roughly known."""
+
+    iteration_s: float
+    """Mean over the stretch."""
+    error_s: float
+    """Standard error of this mean as that of the job under the same setting: what the iterations
+    differ by, and what the sensor does not show."""
+    iterations: int
+    begin_s: float
+    end_s: float
+    """Whole iterations lie between the two."""
+    jitter_s: float
+    """Standard deviation of single iterations."""
+    edge_s: float
+    """Standard error of the time of one boundary between two iterations."""
+    interrupted: bool
+    """The stretch holds something else than iterations, too."""
+
+
 class _Grid(msgspec.Struct, frozen=True):
     """Channels on one even grid, each with mean 0 and variance 1."""
 
@@ -95,6 +120,22 @@ class _Grid(msgspec.Struct, frozen=True):
     values: Array
     """(channels, n)"""
     weights: Array
+
+
+def telemetry(samples: Sequence[Sample]) -> Telemetry:
+    """The channels of a device's samples."""
+
+    def channel(name: str) -> Array:
+        values = [getattr(sample, name) for sample in samples]
+        return np.array([math.nan if v is None else v for v in values], dtype=float)
+
+    return Telemetry(
+        t_s=channel("t_s"),
+        power_w=channel("power_w"),
+        sm_utilisation=channel("sm_utilisation"),
+        memory_utilisation=channel("memory_utilisation"),
+        energy_j=channel("energy_j"),
+    )
 
 
 def detect(telemetry: Telemetry) -> Detection:
@@ -132,6 +173,47 @@ def detect(telemetry: Telemetry) -> Detection:
             resolution_s=resolution_s,
         )
     return _tracked(grid, lag, resolution_s)
+
+
+def pace(telemetry: Telemetry, about_s: float) -> Pace | None:
+    """The mean iteration time in this telemetry, near an expected one; None where none is seen.
+
+    Boundaries between iterations are located one by one. Both ends of an interval are uncertain,
+    so that an early boundary makes one interval longer and the next one shorter: the covariance
+    of neighbours tells the sensor's part of their variance from the job's. In the mean over n
+    intervals the boundaries between them cancel; those at the two ends stay.
+    """
+    channels = _channels(telemetry)
+    if len(telemetry.t_s) < 16 or not channels:
+        return None
+    grid = _grid(telemetry.t_s, channels, _update(telemetry))
+    a = _autocorrelation(grid.values, grid.weights)
+    low, high = (int(about_s * f / grid.step_s) for f in NEAR)
+    near = a[low : high + 1]
+    if low < 1 or len(near) < 3 or near.max() < LEAST_LIKENESS:
+        return None
+    beats = _beats(grid, (low + int(np.argmax(near))) * grid.step_s)
+    intervals = np.diff(beats)
+    if len(intervals) < LEAST_PERIODS:
+        return None
+    off = np.abs(intervals - np.median(intervals))
+    kept = off <= max(6.0 * float(np.median(off)), 2 * FINE_FACTOR * grid.step_s)
+    n = int(kept.sum())
+    mean = float(intervals[kept].mean())
+    apart = np.where(kept, intervals - mean, 0.0)
+    runs = 1 + int((kept[1:] & ~kept[:-1]).sum())
+    edge = max(-float((apart[1:] * apart[:-1]).sum()) / max(n - runs, 1), 0.0)
+    jitter = max(float((apart**2).sum()) / max(n - 1, 1) - 2 * edge, 0.0)
+    return Pace(
+        iteration_s=mean,
+        error_s=math.sqrt(jitter / n + 2 * runs * edge / n**2),
+        iterations=n,
+        begin_s=float(telemetry.t_s[0] + beats[0]),
+        end_s=float(telemetry.t_s[0] + beats[-1]),
+        jitter_s=math.sqrt(jitter),
+        edge_s=math.sqrt(edge),
+        interrupted=n < len(intervals),
+    )
 
 
 def changed(reference: Telemetry, recent: Telemetry, period_s: float) -> bool:

@@ -131,6 +131,11 @@ class SensorRecord:
             added_j = passed_s * (last.power_w + sample.power_w) / 2
             self._integral_j = (self._integral_j or 0.0) + added_j
 
+    def since(self, begin_s: float) -> list[Sample]:
+        """The samples from a time on."""
+        with self._lock:
+            return self._samples[bisect_left(self._samples, begin_s, key=_time) :]
+
     def energy_between(self, begin_s: float, end_s: float) -> Energy | None:
         """Energy over an interval; None if neither witness covers it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kilter.controller import Hurried
@@ -28,7 +29,13 @@ class RunLog:
     """The events of one run, and what its user is told meanwhile. From any thread."""
 
     def __init__(
-        self, recorder: Recorder, listener: RunListener, ending: Ending, *, began_s: float
+        self,
+        recorder: Recorder,
+        listener: RunListener,
+        ending: Ending,
+        *,
+        began_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.recorder = recorder
         self.rehearsed_iterations = 0
@@ -36,13 +43,14 @@ class RunLog:
         self._listener = listener
         self._ending = ending
         self._began_s = began_s
+        self._clock = clock
 
     def __call__(self, event: AnyEvent) -> None:
         self.recorder(event)
 
     def now_s(self) -> float:
         """Seconds since the run began: the time of every event."""
-        return time.monotonic() - self._began_s
+        return self._clock() - self._began_s
 
     def refuse(self, subject: str, reason: str, code: str | None = None) -> None:
         """Something that the user asked for is not done; the summary says so."""

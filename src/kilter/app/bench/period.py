@@ -19,9 +19,8 @@ import numpy as np
 
 from kilter.app.bench.period_cases import KINDS, Change, PeriodCase, case, change
 from kilter.core.errors import FileError, UsageError
-from kilter.core.setting import Sample
 from kilter.device.sim.replay import load_recording
-from kilter.model.period import Detection, Telemetry, changed, detect
+from kilter.model.period import Detection, Telemetry, changed, detect, telemetry
 
 HELP = "detect the period of iterations from telemetry alone; check it against marks"
 EPILOG = """\
@@ -90,22 +89,6 @@ def run(args: argparse.Namespace) -> int:
         suffix = "" if error is None else f", relative error {error * 100:.2f} %"
         print(f"marks: {true_s:.4g} s per iteration{suffix}")
     return 0
-
-
-def telemetry(samples: Sequence[Sample]) -> Telemetry:
-    """The channels of recorded samples."""
-
-    def channel(name: str) -> np.ndarray:
-        values = [getattr(sample, name) for sample in samples]
-        return np.array([math.nan if v is None else v for v in values], dtype=float)
-
-    return Telemetry(
-        t_s=channel("t_s"),
-        power_w=channel("power_w"),
-        sm_utilisation=channel("sm_utilisation"),
-        memory_utilisation=channel("memory_utilisation"),
-        energy_j=channel("energy_j"),
-    )
 
 
 def load_marks(path: str) -> list[float]:

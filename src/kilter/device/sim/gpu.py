@@ -165,6 +165,8 @@ class SimGpu:
         self._counter_j: float | None = None
         self._idle_s = math.inf
         self._hot = False
+        self._read: Callable[[], None] | None = None
+        self._read_at_s = math.inf
 
     # The truth, which no sensor shows.
 
@@ -195,13 +197,17 @@ class SimGpu:
             memory_hz=knobs.memory_clocks_hz[-1],
         )
 
-    def run(self, work: Work) -> float:
-        """Run one iteration: the clock and the meters move on. Returns its time in seconds.
+    def run(self, *parts: Work) -> float:
+        """Run one iteration, in parts that follow each other: the clock and the meters move on.
+        Returns its time in seconds.
 
         A setting that begins to act on the way changes the speed from there on.
         """
         time_factor, power_factor = self._noise.draw()
         self._idle_s = 0.0
+        return sum(self._run(part, time_factor, power_factor) for part in parts)
+
+    def _run(self, work: Work, time_factor: float, power_factor: float) -> float:
         left, taken_s = 1.0, 0.0
         while left > 1e-12:
             self._reach()
@@ -217,6 +223,12 @@ class SimGpu:
             left -= share
             taken_s += step_s
         return taken_s
+
+    def at_each_tick(self, read: Callable[[], None]) -> None:
+        """Call `read` whenever the sensors have just changed, also inside an iteration: what a
+        process beside the job can see of it."""
+        self._read = read
+        self._read_at_s = self._now.t_s
 
     def idle(self, seconds: float) -> None:
         """Let virtual time pass without work: awake at first, later asleep."""
@@ -341,7 +353,8 @@ class SimGpu:
         edge = bisect.bisect_right(self._edges, now)
         next_edge = self._edges[edge] if edge < len(self._edges) else math.inf
         next_act = self._pending[0].acts_at_s if self._pending else math.inf
-        return min(next_edge - now, next_act - now, self.profile.thermal.time_constant_s / 10)
+        next_s = min(next_edge, next_act, max(self._read_at_s, now + _AFTER_TICK_S))
+        return min(next_s - now, self.profile.thermal.time_constant_s / 10)
 
     def _thermal(self) -> Thermal:
         hot_room_c = self._strength(Trouble.HOT_ROOM)
@@ -431,6 +444,10 @@ class SimGpu:
         self._past.append(self._now)
         while self._past[1].t_s < self._now.t_s - self._remember_s:
             self._past.popleft()
+        if self._read is not None and self._now.t_s >= self._read_at_s:
+            tick_s = self._tick(self._now.t_s + _AFTER_TICK_S)
+            self._read_at_s = tick_s + self.profile.sensor.period_s + _AFTER_TICK_S
+            self._read()
 
     def _tick(self, t_s: float) -> float:
         """The last moment up to `t_s` at which the sensors changed."""
@@ -480,6 +497,8 @@ class SimGpu:
             )
 
 
+_AFTER_TICK_S = 1e-6
+"""Whoever waits for a tick reads this much after it."""
 _TEMPERATURE_STEP_C = 2.0
 """Leakage is followed in steps of this, so that states can be kept."""
 _MOST_STATES = 10_000

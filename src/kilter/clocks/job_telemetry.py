@@ -1,0 +1,86 @@
+"""What the readings of a GPU's sensors show of the job on it, under one setting after another."""
+
+from __future__ import annotations
+
+from kilter.core.setting import Sample, Setting
+from kilter.model.period import Detection, Pace, changed, detect, pace, telemetry
+from kilter.observe.sensor_record import SensorRecord
+
+IDLE_S = 5.0
+IDLE_PERIODS = 3.0
+"""A GPU without work for so long, and for so many iterations, is idle."""
+REFERENCE_PERIODS = 40
+LEAST_REFERENCE = 12
+"""What iterations look like under a setting is learned from at least, and at most, so many."""
+RECENT_PERIODS = 2.2
+"""Compared with the reference."""
+
+
+class JobTelemetry:
+    """Reads `record`, to which somebody else adds. Times are the device's clock."""
+
+    def __init__(self, record: SensorRecord) -> None:
+        self._record = record
+        self._references: dict[Setting, list[Sample]] = {}
+
+    @property
+    def now_s(self) -> float:
+        """Time of the last reading; before the first, minus infinity."""
+        latest = self._record.latest
+        return float("-inf") if latest is None else latest.t_s
+
+    def idle(self, period_s: float = 0.0) -> bool:
+        """Whether the GPU has had nothing to do for a while. One that does not tell is not idle."""
+        long_s = max(IDLE_S, IDLE_PERIODS * period_s)
+        samples = self._record.since(self.now_s - long_s)
+        if not samples or samples[-1].t_s - samples[0].t_s < 0.8 * long_s:
+            return False
+        return all(sample.sm_utilisation == 0.0 for sample in samples)
+
+    def busy(self) -> bool:
+        """Whether the last reading shows work, or does not tell."""
+        latest = self._record.latest
+        return latest is not None and latest.sm_utilisation != 0.0
+
+    def detect(self, since_s: float) -> Detection:
+        """The verdict on the readings from a time on."""
+        return detect(telemetry(self._record.since(since_s)))
+
+    def pace(self, since_s: float, about_s: float) -> Pace | None:
+        """The iterations from a time on; None where they are not recognised."""
+        return pace(telemetry(self._record.since(since_s)), about_s)
+
+    def mean_power_w(self, seen: Pace) -> float | None:
+        return self._record.mean_power_w(seen.begin_s, seen.end_s)
+
+    def learn(self, setting: Setting, since_s: float, period_s: float) -> None:
+        """The readings from a time on show what iterations look like under this setting."""
+        self._references[setting] = self._reference(since_s, self.now_s, period_s)
+
+    def changed(self, setting: Setting, since_s: float, period_s: float) -> bool:
+        """Whether the last iterations look like none under this setting, which is in force since
+        `since_s`. False as long as too few have been seen under it."""
+        recent_s = RECENT_PERIODS * period_s
+        if self.now_s - since_s < recent_s:
+            return False
+        reference = self._reference(since_s, self.now_s - recent_s, period_s)
+        if not _long(reference, period_s):
+            reference = self._references.get(setting, [])
+        if not _long(reference, period_s):
+            return False
+        recent = self._record.since(self.now_s - recent_s)
+        return changed(telemetry(reference), telemetry(recent), period_s)
+
+    def forget(self) -> None:
+        """Another job, or another iteration: nothing learned holds any more."""
+        self._references.clear()
+
+    def _reference(self, since_s: float, until_s: float, period_s: float) -> list[Sample]:
+        begin_s = max(since_s, until_s - REFERENCE_PERIODS * period_s)
+        return [sample for sample in self._record.since(begin_s) if sample.t_s <= until_s]
+
+
+def _long(reference: list[Sample], period_s: float) -> bool:
+    if not reference:
+        return False
+    return reference[-1].t_s - reference[0].t_s >= LEAST_REFERENCE * period_s

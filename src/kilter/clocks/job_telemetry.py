@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from kilter.core.setting import Sample, Setting
-from kilter.model.period import Detection, Pace, changed, detect, pace, telemetry
+from kilter.core.setting import Setting
+from kilter.model.period import Detection, Familiar, Pace, detect, pace, telemetry
 from kilter.observe.sensor_record import SensorRecord
 
 IDLE_S = 5.0
 IDLE_PERIODS = 3.0
 """A GPU without work for so long, and for so many iterations, is idle."""
 REFERENCE_PERIODS = 40
-LEAST_REFERENCE = 12
+LEAST_REFERENCE = 8
 """What iterations look like under a setting is learned from at least, and at most, so many."""
 RECENT_PERIODS = 2.2
 """Compared with the reference."""
@@ -21,7 +21,7 @@ class JobTelemetry:
 
     def __init__(self, record: SensorRecord) -> None:
         self._record = record
-        self._references: dict[Setting, list[Sample]] = {}
+        self._familiar: dict[Setting, Familiar] = {}
 
     @property
     def now_s(self) -> float:
@@ -54,33 +54,27 @@ class JobTelemetry:
         return self._record.mean_power_w(seen.begin_s, seen.end_s)
 
     def learn(self, setting: Setting, since_s: float, period_s: float) -> None:
-        """The readings from a time on show what iterations look like under this setting."""
-        self._references[setting] = self._reference(since_s, self.now_s, period_s)
+        """The readings from a time on show what iterations look like under this setting, all but
+        the last ones, which may be the first of another kind."""
+        until_s = self.now_s - RECENT_PERIODS * period_s
+        begin_s = max(since_s, until_s - REFERENCE_PERIODS * period_s)
+        samples = [sample for sample in self._record.since(begin_s) if sample.t_s <= until_s]
+        if until_s - begin_s < LEAST_REFERENCE * period_s or not samples:
+            return
+        familiar = Familiar(telemetry(samples), period_s)
+        known = self._familiar.get(setting)
+        if known is None or familiar.periods >= known.periods - 1:
+            self._familiar[setting] = familiar
 
     def changed(self, setting: Setting, since_s: float, period_s: float) -> bool:
         """Whether the last iterations look like none under this setting, which is in force since
         `since_s`. False as long as too few have been seen under it."""
+        familiar = self._familiar.get(setting)
         recent_s = RECENT_PERIODS * period_s
-        if self.now_s - since_s < recent_s:
+        if familiar is None or self.now_s - since_s < recent_s:
             return False
-        reference = self._reference(since_s, self.now_s - recent_s, period_s)
-        if not _long(reference, period_s):
-            reference = self._references.get(setting, [])
-        if not _long(reference, period_s):
-            return False
-        recent = self._record.since(self.now_s - recent_s)
-        return changed(telemetry(reference), telemetry(recent), period_s)
+        return familiar.lacks(telemetry(self._record.since(self.now_s - recent_s)))
 
     def forget(self) -> None:
         """Another job, or another iteration: nothing learned holds any more."""
-        self._references.clear()
-
-    def _reference(self, since_s: float, until_s: float, period_s: float) -> list[Sample]:
-        begin_s = max(since_s, until_s - REFERENCE_PERIODS * period_s)
-        return [sample for sample in self._record.since(begin_s) if sample.t_s <= until_s]
-
-
-def _long(reference: list[Sample], period_s: float) -> bool:
-    if not reference:
-        return False
-    return reference[-1].t_s - reference[0].t_s >= LEAST_REFERENCE * period_s
+        self._familiar.clear()

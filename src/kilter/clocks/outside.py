@@ -23,7 +23,6 @@ from kilter.clocks.plan.rhythm import Rhythm, nothing_to_govern, rhythm
 from kilter.clocks.search_leader import SearchLeader
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting
-from kilter.core.units import show_time
 from kilter.model.period import Detection, Pace
 
 FIRST_LOOK_S = 10.0
@@ -75,10 +74,11 @@ class Observer:
         """Why nothing can be governed, as told; None: there is a period, or it is too early."""
 
     def wait_for_work(self) -> Readings:
-        if self._job.busy():
-            return
-        self._tell("the GPU is idle: waiting for work")
+        told = False
         while not self._job.busy():
+            if not told and self._job.idle():
+                self._tell("the GPU is idle: waiting for work")
+                told = True
             yield
 
     def observe(self, *, once: bool) -> Generator[None, None, Rhythm | None]:

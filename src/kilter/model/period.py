@@ -62,6 +62,8 @@ NOVEL = 3.0
 NEAR = (0.7, 1.5)
 """Where `pace` looks for the period, as shares of the expected one: a setting slows down or, on a
 throttling GPU, speeds up, but by less."""
+INTERRUPTED = 1.5
+"""An interval longer than so many iterations holds something else, too."""
 PHASES = 32
 """Points per period at which single iterations are tracked."""
 
@@ -212,8 +214,39 @@ def pace(telemetry: Telemetry, about_s: float) -> Pace | None:
         end_s=float(telemetry.t_s[0] + beats[-1]),
         jitter_s=math.sqrt(jitter),
         edge_s=math.sqrt(edge),
-        interrupted=n < len(intervals),
+        interrupted=bool((intervals > INTERRUPTED * mean).any()),
     )
+
+
+class Familiar:
+    """What the iterations of a stretch of telemetry look like. The stretch has to hold at least
+    `LEAST_PERIODS` of them. Made once, it may be asked often."""
+
+    def __init__(self, reference: Telemetry, period_s: float) -> None:
+        self._step_s = period_s / PHASES
+        old = _even(reference, self._step_s)
+        # a channel counts by how much it varies, but sensor noise on a steady one must not
+        least = np.maximum(FLAT * np.abs(old.mean(axis=1)), QUANTUM)
+        self._scale = np.maximum(old.std(axis=1), least)[:, None]
+        self._old = old / self._scale
+        self.periods = old.shape[1] / PHASES
+        own = (
+            _nearest(self._old, self._old[:, at : at + PHASES], skip=at)
+            for at in range(0, old.shape[1] - PHASES + 1, PHASES // 2)
+        )
+        self._oddest = max(own, default=math.inf)
+
+    def lacks(self, recent: Telemetry) -> bool:
+        """Whether each of the last two periods of `recent` looks like nothing in the reference."""
+        if recent.t_s[-1] - recent.t_s[0] < (2 * PHASES + 1) * self._step_s:
+            return False
+        # the stretch may fall between the points of the reference
+        trials = [_even(recent, self._step_s, s) / self._scale for s in (0, 0.25, 0.5, 0.75)]
+        for back in (2, 1):
+            stretches = (t[:, t.shape[1] - back * PHASES :][:, :PHASES] for t in trials)
+            if any(_nearest(self._old, each) <= NOVEL * self._oddest for each in stretches):
+                return False
+        return True
 
 
 def changed(reference: Telemetry, recent: Telemetry, period_s: float) -> bool:
@@ -224,25 +257,8 @@ def changed(reference: Telemetry, recent: Telemetry, period_s: float) -> bool:
     comes back. The distance is that of the nearest stretch of the reference, and it has to be
     `NOVEL` times the largest such distance among the reference's own stretches.
     """
-    step = period_s / PHASES
-    old = _even(reference, step)
-    enough = recent.t_s[-1] - recent.t_s[0] >= (2 * PHASES + 1) * step
-    if old.shape[1] < LEAST_PERIODS * PHASES or not enough:
-        return False
-    # a channel counts by how much it varies, but sensor noise on a steady one must not
-    scale = np.maximum(old.std(axis=1), np.maximum(FLAT * np.abs(old.mean(axis=1)), QUANTUM))
-    old = old / scale[:, None]
-    own = [
-        _nearest(old, old[:, at : at + PHASES], skip=at)
-        for at in range(0, old.shape[1] - PHASES + 1, PHASES // 2)
-    ]
-    for back in (2, 1):
-        # the stretch may fall between the points of the reference
-        trials = (_even(recent, step, shift) / scale[:, None] for shift in (0, 0.25, 0.5, 0.75))
-        stretches = [t[:, t.shape[1] - back * PHASES :][:, :PHASES] for t in trials]
-        if min(_nearest(old, stretch) for stretch in stretches) <= NOVEL * max(own):
-            return False
-    return True
+    familiar = Familiar(reference, period_s)
+    return familiar.periods >= LEAST_PERIODS and familiar.lacks(recent)
 
 
 def _even(telemetry: Telemetry, step_s: float, shift: float = 0.0) -> Array:

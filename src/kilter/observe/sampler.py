@@ -123,7 +123,8 @@ class Sampler:
         return self._wanted or age_s is None or age_s >= self._counter_every_s
 
     def _sample(self, *, energy: bool) -> Sample:
-        on_tick = energy and self._catch_tick()
+        # a counter that is read at every sample is never far behind its tick
+        on_tick = energy and self._counter_every_s > 0.0 and self._catch_tick()
         begin = time.perf_counter()
         sample = self._device.sample(energy=energy)
         self.cost_s += time.perf_counter() - begin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,8 +20,8 @@ class SimulatedSensors:
 
 
 class SimulatedSource:
-    """Runs `job` for `seconds` of virtual time. `events` are (virtual time, what happens to the
-    job then), in order."""
+    """Runs `job` for `seconds` of virtual time, or until `stop`. `events` are (virtual time, what
+    happens to the job then), in order."""
 
     def __init__(
         self,
@@ -28,6 +29,7 @@ class SimulatedSource:
         job: PhasedJob,
         *,
         seconds: float,
+        stop: threading.Event | None = None,
         events: Sequence[tuple[float, Callable[[], None]]] = (),
     ) -> None:
         self.device = gpu
@@ -35,6 +37,7 @@ class SimulatedSource:
         self.sensors.record.period_s = gpu.profile.sensor.period_s
         self._job = job
         self._seconds = seconds
+        self._stop = stop or threading.Event()
         self._events = list(events)
 
     def clock(self) -> float:
@@ -49,11 +52,13 @@ class SimulatedSource:
             goes_on = goes_on and step()
 
         self.device.at_each_tick(read)
-        while goes_on and self.device.now_s < self._seconds:
+        while goes_on and self.device.now_s < self._seconds and not self._stop.is_set():
             while self._events and self._events[0][0] <= self.device.now_s:
                 self._events.pop(0)[1]()
             self._job.iterate()
-        return "its time is over" if goes_on else ""
+        if not goes_on:
+            return ""
+        return "it was stopped" if self._stop.is_set() else "its time is over"
 
     def close(self) -> None:
         self.device.close()

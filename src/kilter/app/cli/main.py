@@ -23,6 +23,7 @@ from kilter.core.ranks import ranks
 
 VERBS: dict[str, str] = {
     "run": "run a script, unmodified: less energy, less GPU memory, or both",
+    "watch": "govern a job that kilter did not start, by telemetry alone",
     "report": "what a run found, did and restored",
     "top": "a run while it is under way, from the files in its folder",
     "size": "what memory a training iteration takes, from shapes",

@@ -43,8 +43,8 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True):
             f"iterations of {show_time(pace.iteration_s)} in the telemetry (single ones differ by "
             f"{show_fraction(pace.jitter_s / pace.iteration_s)}, their ends are seen to "
             f"{show_time(pace.edge_s)}); blocks of {self.block_iterations} iterations "
-            f"({self.block_iterations * pace.iteration_s:.0f} s), so that the time ratio of two has "
-            f"a standard error of {show_fraction(self.pair_error)}"
+            f"({self.block_iterations * pace.iteration_s:.0f} s), so that the time ratio of two "
+            f"has a standard error of {100 * self.pair_error:.2f} %"
         )
 
 
@@ -83,9 +83,7 @@ def nothing_to_govern(detection: Detection) -> str:
 def would_try(space: Space, goal: Goal) -> list[Setting]:
     """The first settings of a search, the most promising first."""
     contract = Contract(max_slowdown=goal.max_slowdown or 0.0)
-    ranked = forecasts(
-        space, {}, bound=contract.bound, objective=goal.objective, best=0.0
-    )
+    ranked = forecasts(space, {}, bound=contract.bound, objective=goal.objective, best=0.0)
     return [space.candidates[each.index] for each in ranked[:MOST_TOLD] if each.improvement > 0.0]
 
 

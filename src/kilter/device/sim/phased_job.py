@@ -18,6 +18,7 @@ class PhasedJob:
 
     def __init__(self, gpu: SimGpu, trace: IterationTrace) -> None:
         self._gpu = gpu
+        self.iterations = 0
         self._parts = [
             gpu.work(replace(trace, operations=tuple(part)))
             for _, part in groupby(trace.operations, key=_kind)
@@ -29,6 +30,7 @@ class PhasedJob:
 
     def iterate(self) -> float:
         """Run the next iteration; its time in (virtual) seconds. Raises `DeviceLost`."""
+        self.iterations += 1
         return self._gpu.run(*self._parts)
 
 

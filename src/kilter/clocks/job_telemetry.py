@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kilter.core.setting import Setting
-from kilter.model.period import Detection, Familiar, Pace, detect, pace, telemetry
+from kilter.model.period import Detection, Familiar, Pace, detect, doubt, pace, telemetry
 from kilter.observe.sensor_record import SensorRecord
 
 IDLE_S = 5.0
@@ -43,8 +45,13 @@ class JobTelemetry:
         return latest is not None and latest.sm_utilisation != 0.0
 
     def detect(self, since_s: float) -> Detection:
-        """The verdict on the readings from a time on."""
-        return detect(telemetry(self._record.since(since_s)))
+        """The verdict on the readings from a time on; what may be an alias is no period."""
+        seen = telemetry(self._record.since(since_s))
+        detection = detect(seen)
+        reason = doubt(seen, detection)
+        if reason is None:
+            return detection
+        return msgspec.structs.replace(detection, period_s=None, code="unresolvable", reason=reason)
 
     def pace(self, since_s: float, about_s: float) -> Pace | None:
         """The iterations from a time on; None where they are not recognised."""

@@ -29,6 +29,14 @@ LEAST_PERIODS = 4
 """Periods that a recording must hold: three comparisons of consecutive windows."""
 LEAST_SAMPLES = 2.0
 """Sensor updates per period below which nothing can be resolved (Nyquist)."""
+CERTAIN_SAMPLES = 4.0
+"""Sensor updates per period from which on the counter tells an alias from a period: of a period of
+four updates it passes 0.90 of the amplitude, of what is folded onto it at most 0.30."""
+MOST_SWING = 4.0 / math.pi
+"""Largest amplitude at the fundamental, over the mean: power that is on and off equally long."""
+FINER = 0.15
+"""Difference of the power reading and the mean power of the energy counter, as a share of the
+reading's variation, above which the reading is no mean over the whole interval of the counter."""
 LEAST_LIKENESS = 0.5
 """Likeness of consecutive windows (1 equal, 0 unrelated) below which telemetry is aperiodic."""
 FLAT = 0.005
@@ -175,6 +183,52 @@ def detect(telemetry: Telemetry) -> Detection:
             resolution_s=resolution_s,
         )
     return _tracked(grid, lag, resolution_s)
+
+
+def doubt(telemetry: Telemetry, detection: Detection) -> str | None:
+    """Why a detected period may be the alias of a shorter one, and must not be judged by; None if
+    it cannot be one.
+
+    The energy counter averages over its interval u. Of what is folded onto the frequency f, 1/u - f
+    or above, it passes sinc(1 - f u) at most, and no power, which is never negative, varies by more
+    than `MOST_SWING` of its mean: a larger amplitude is no alias. A smaller one is told from an
+    alias where the power reading averages over less than the counter, so that it would show more
+    of an alias (`_is_alias`); where both are the same mean, nobody can tell.
+    """
+    if detection.period_s is None or detection.resolution_s is None:
+        return None
+    at, counted = _power_of_counter(telemetry)
+    if len(at) < 16:
+        return (
+            f"power and utilisation repeat every {detection.period_s:.3g} s, but without a moving"
+            " energy counter this may be the alias of a shorter iteration"
+        )
+    interval_s = float(np.median(np.diff(at)))
+    share = interval_s / detection.period_s
+    largest = MOST_SWING * float(counted.mean()) * float(np.sinc(1.0 - min(share, 1.0)))
+    # of a Hann window's spectrum a sinusoid's line is a quarter of its amplitude
+    if 4.0 * _amplitude(at, counted, 1.0 / detection.period_s) > largest:
+        return None
+    if share <= 1.0 / CERTAIN_SAMPLES and _finer_than_counter(telemetry):
+        return None
+    return (
+        f"not resolvable from telemetry: power repeats every {detection.period_s:.3g} s, but this "
+        f"may be the alias of an iteration shorter than {detection.resolution_s * 1e3:.0f} ms"
+    )
+
+
+def _finer_than_counter(telemetry: Telemetry) -> bool:
+    """Whether the power reading is no mean over the whole interval of the energy counter, as seen
+    at either end of it."""
+    moved = np.flatnonzero(np.diff(telemetry.energy_j) > 0.0) + 1
+    length_s = np.diff(telemetry.t_s[moved])
+    counted = np.diff(telemetry.energy_j[moved]) / length_s
+    apart = []
+    for rows in (moved[:-1], moved[1:]):
+        read = telemetry.power_w[rows]
+        gain = float(read.mean() / counted.mean())
+        apart.append(float((read - gain * counted).std() / max(float(read.std()), 1e-12)))
+    return min(apart) > FINER
 
 
 def pace(telemetry: Telemetry, about_s: float) -> Pace | None:

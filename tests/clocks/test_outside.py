@@ -1,0 +1,210 @@
+"""A job governed from outside, on simulated cards in virtual time: what is seen, tried, undone."""
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from kilter.app.simulated_training import training_job
+from kilter.core.events import Block, Decided, Refused, Started, Stopped, read_events
+from kilter.core.plan import Goal
+from kilter.core.setting import Setting
+from kilter.device.sim.gpu import Fault, SimGpu, Trouble
+from kilter.device.sim.noise import Noise
+from kilter.device.sim.phased_job import PhasedJob
+from kilter.device.sim.profile import load_profile
+from kilter.session.listener import SilentListener
+from kilter.session.options import Options
+from kilter.session.simulated_job import SimulatedSource
+from kilter.session.watch import watch
+
+NOISE = Noise(white=0.01, power=0.01)
+
+
+class Listener(SilentListener):
+    def __init__(self):
+        self.said = []
+
+    def noticed(self, text):
+        self.said.append(text)
+
+
+def watched(tmp_path, gpu, job, *, seconds, bound=0.05, events=(), **options):
+    """(end, events, what was said) of a watch."""
+    listener = Listener()
+    source = SimulatedSource(gpu, job, seconds=seconds, events=events)
+    chosen = Options(
+        goal=Goal(max_slowdown=bound), out=tmp_path / "run", command=("watch",), **options
+    )
+    end = watch(source, chosen, listener)
+    return end, list(read_events(tmp_path / "run" / "events-rank0.jsonl")), listener.said
+
+
+def of(kind, events):
+    return [event for event in events if isinstance(event, kind)]
+
+
+def with_faults(card, *faults, workload="gpt"):
+    """The training job on a card on which something goes wrong."""
+    _, job = training_job(card, workload)
+    gpu = SimGpu(load_profile(card), noise=NOISE, faults=faults)
+    job._gpu = gpu
+    return gpu, job
+
+
+def test_it_saves_within_the_contract_and_restores(tmp_path):
+    gpu, job = training_job("h200", "gpt", noise=NOISE)
+    end, events, _ = watched(tmp_path, gpu, job, seconds=1500.0)
+    assert not end.failed
+    last = of(Decided, events)[-1]
+    assert last.state == "decided"
+    assert last.setting != Setting()
+    assert last.energy_ratio < 0.95
+    assert last.time_ratio < 1.05
+    assert gpu.settings() == Setting()
+    stopped = events[-1]
+    assert isinstance(stopped, Stopped)
+    assert stopped.restored
+    assert stopped.iterations == sum(block.iterations for block in of(Block, events))
+    assert stopped.iterations <= job.iterations
+
+
+def test_blocks_tell_the_time_and_energy_of_the_job(tmp_path):
+    gpu, job = training_job("h200", "vgg16", noise=NOISE)
+    times = []
+    iterate = job.iterate
+    job.iterate = lambda: times.append((gpu.now_s, iterate())) or times[-1][1]
+    _, events, _ = watched(tmp_path, gpu, job, seconds=600.0)
+    blocks = of(Block, events)
+    assert len(blocks) > 10
+    for block in blocks:
+        # an edge may fall beside a mark by an iteration's fraction: whole ones inside are the truth
+        inside = [s for t, s in times if block.device_begin_s - s < t < block.device_end_s]
+        true_s = math.fsum(inside) / len(inside)
+        assert block.iteration_s == pytest.approx(true_s, rel=0.02)
+        assert len(inside) == pytest.approx(block.iterations, abs=1.1)
+
+
+def test_a_dry_run_sets_nothing_and_says_what_it_would_try(tmp_path):
+    gpu, job = training_job("h200", "gpt", noise=NOISE)
+    end, events, said = watched(tmp_path, gpu, job, seconds=3600.0, dry_run=True)
+    assert end.tries
+    assert end.reason == ""
+    assert gpu.now_s < 120.0
+    assert gpu.settings() == Setting()
+    assert not of(Block, events)
+    assert of(Started, events)[0].mode == "shadow"
+    assert any("would try first" in text and str(end.tries[0]) in text for text in said)
+
+
+def test_iterations_below_the_resolution_are_left_alone(tmp_path):
+    gpu, job = training_job("h200", "gpt", noise=NOISE, compute_s=0.03)  # 180 ms in all
+    end, events, said = watched(tmp_path, gpu, job, seconds=200.0)
+    assert end.rhythm is None
+    assert end.verdict is not None
+    assert "kilter run" in end.verdict
+    assert said.count(end.verdict) == 1
+    assert not of(Block, events)
+    assert events[-1].unseen == end.verdict
+    assert gpu.settings() == Setting()
+
+
+def test_a_job_without_a_period_is_left_alone(tmp_path):
+    gpu, job = training_job("h200", "gpt", noise=NOISE)
+    chance, iterate, size = random.Random(0), job.iterate, [1.0]
+
+    def unequal():
+        new = chance.uniform(0.1, 3.0)
+        job.scale(new / size[0])
+        size[0] = new
+        return iterate()
+
+    job.iterate = unequal
+    end, events, _ = watched(tmp_path, gpu, job, seconds=400.0)
+    assert end.rhythm is None
+    assert end.detection.code in ("aperiodic", "unstable")
+    assert "nothing is set" in end.verdict
+    assert not of(Block, events)
+
+
+def test_a_changed_iteration_brings_the_default_back_within_three_periods(tmp_path):
+    gpu, job = training_job("h200", "gpt", noise=NOISE)
+    changed, sets = [], []
+    real_set = gpu.set
+    gpu.set = lambda setting: sets.append((gpu.now_s, setting)) or real_set(setting)
+
+    def larger_batch():
+        changed.append(gpu.now_s)
+        job.scale(1.8)
+
+    end, events, said = watched(tmp_path, gpu, job, seconds=2400.0, events=[(1200.0, larger_batch)])
+    held = [setting for t, setting in sets if t < changed[0]][-1]
+    assert held != Setting(), "a setting was held when the job changed"
+    back_s = next(t for t, setting in sets if t > changed[0])
+    assert next(setting for t, setting in sets if t > changed[0]) == Setting()
+    assert back_s - changed[0] <= 3 * 1.95
+    reopened = [d for d in of(Decided, events) if d.state == "reopened"]
+    assert len(reopened) == 1
+    assert any("opened again" in text for text in said)
+    after = [block for block in of(Block, events) if block.device_begin_s > back_s]
+    assert after
+    assert after[-1].iteration_s == pytest.approx(1.95, rel=0.06)
+    assert end.rhythm.pace.iteration_s == pytest.approx(1.95, rel=0.02)
+
+
+def test_a_pause_does_not_open_the_case_again(tmp_path):
+    gpu, job = training_job("h200", "gpt", noise=NOISE)
+    pauses = [(t, lambda: gpu.idle(4.0)) for t in (700.0, 1000.0)]
+    _, events, _ = watched(tmp_path, gpu, job, seconds=1500.0, events=pauses)
+    assert not [d for d in of(Decided, events) if d.state == "reopened"]
+    assert of(Decided, events)[-1].setting != Setting()
+
+
+def test_an_idle_gpu_is_waited_for_at_the_default(tmp_path):
+    gpu, job = training_job("h200", "gpt", noise=NOISE)
+    at = []
+
+    def rest():
+        gpu.idle(30.0)
+        at.append(gpu.in_force)
+        gpu.idle(60.0)
+
+    _, events, said = watched(tmp_path, gpu, job, seconds=1300.0, events=[(900.0, rest)])
+    assert at == [Setting()]
+    assert any("idle" in text for text in said)
+    assert [d.state for d in of(Decided, events)].count("reopened") == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(trouble=Trouble.SET_REFUSED, begin_s=10.0),
+        Fault(trouble=Trouble.SET_IGNORED, begin_s=10.0),
+        Fault(trouble=Trouble.LOST, begin_s=200.0),
+    ],
+    ids=lambda fault: fault.trouble.value,
+)
+def test_a_device_that_does_not_obey_ends_the_watch(tmp_path, fault):
+    gpu, job = with_faults("h200", fault)
+    end, events, _ = watched(tmp_path, gpu, job, seconds=3600.0)
+    assert end.failed
+    assert gpu.now_s < 3600.0
+    assert of(Refused, events)
+    assert isinstance(events[-1], Stopped)
+    assert of(Decided, events)[-1].setting == Setting()
+
+
+def test_the_phases_of_a_job_add_up_to_its_iteration():
+    gpu, job = training_job("v100", "resnet50", noise=Noise())
+    assert isinstance(job, PhasedJob)
+    assert job.iterate() == pytest.approx(1.15, rel=0.01)
+
+
+def test_nothing_is_written_where_the_gpu_cannot_be_had(tmp_path):
+    gpu, job = training_job("h200", "gpt", noise=NOISE)
+    (tmp_path / "run").mkdir()
+    Path(tmp_path / "run" / "events-rank0.jsonl").touch()
+    with pytest.raises(Exception, match="holds a run already"):
+        watched(tmp_path, gpu, job, seconds=10.0)
+    assert gpu.now_s == 0.0

@@ -110,6 +110,25 @@ def test_iterations_below_the_resolution_are_left_alone(tmp_path):
     assert gpu.settings() == Setting()
 
 
+@pytest.mark.parametrize("card", ["rtx3080ti", "h200", "a100"])
+@pytest.mark.parametrize("compute_s", [0.089, 0.109, 0.111])
+def test_the_alias_of_a_short_iteration_is_not_governed(tmp_path, card, compute_s):
+    """Sampled every 100 ms these repeat every 0.4 to 2 s, in the reading of the one card as in its
+    energy counter."""
+    gpu, job = training_job(card, "gpt", noise=NOISE, compute_s=compute_s, wait_s=0.02)
+    end, events, _ = watched(tmp_path, gpu, job, seconds=150.0)
+    assert end.rhythm is None
+    assert not of(Block, events)
+
+
+def test_without_an_energy_counter_a_period_is_not_trusted(tmp_path):
+    gpu, job = with_faults("h200", Fault(trouble=Trouble.COUNTER_STUCK))
+    end, events, _ = watched(tmp_path, gpu, job, seconds=150.0)
+    assert end.detection.code == "unresolvable"
+    assert "energy counter" in end.detection.reason
+    assert not of(Block, events)
+
+
 def test_a_job_without_a_period_is_left_alone(tmp_path):
     gpu, job = training_job("h200", "gpt", noise=NOISE)
     chance, iterate, size = random.Random(0), job.iterate, [1.0]
@@ -196,7 +215,7 @@ def test_a_device_that_does_not_obey_ends_the_watch(tmp_path, fault):
 
 
 def test_the_phases_of_a_job_add_up_to_its_iteration():
-    gpu, job = training_job("v100", "resnet50", noise=Noise())
+    _, job = training_job("v100", "resnet50", noise=Noise())
     assert isinstance(job, PhasedJob)
     assert job.iterate() == pytest.approx(1.15, rel=0.01)
 

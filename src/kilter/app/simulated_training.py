@@ -23,19 +23,25 @@ COMPUTE_S = 1.0
 """Of an iteration at the default clocks; the batch is made as large as that takes."""
 
 
-def training_trace(workload: str) -> IterationTrace:
+def training_trace(workload: str, wait_s: float = WAIT_S) -> IterationTrace:
     """One iteration of a network of `OPERATION_WORKLOADS`."""
     trace = iteration(OPERATION_WORKLOADS[workload](), element_bytes=4, training=True)
-    wait = Operation(name="loader", kind=Kind.DATA_WAIT, start_s=0.0, duration_s=WAIT_S)
+    wait = Operation(name="loader", kind=Kind.DATA_WAIT, start_s=0.0, duration_s=wait_s)
     return replace(trace, operations=(*trace.operations, wait))
 
 
 def training_job(
-    card: str, workload: str, *, seed: int = 0, noise: Noise = STEADY, compute_s: float = COMPUTE_S
+    card: str,
+    workload: str,
+    *,
+    seed: int = 0,
+    noise: Noise = STEADY,
+    compute_s: float = COMPUTE_S,
+    wait_s: float = WAIT_S,
 ) -> tuple[SimGpu, PhasedJob]:
     """The job on a fresh card, with iterations of `compute_s` and the wait."""
-    profile, trace = load_profile(card), training_trace(workload)
-    once_s = PhasedJob(SimGpu(profile, noise=QUIET), trace).iterate() - WAIT_S
+    profile, trace = load_profile(card), training_trace(workload, wait_s)
+    once_s = PhasedJob(SimGpu(profile, noise=QUIET), trace).iterate() - wait_s
     gpu = SimGpu(profile, seed=seed, noise=noise)
     job = PhasedJob(gpu, trace)
     job.scale(compute_s / once_s)

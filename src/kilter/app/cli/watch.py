@@ -82,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from kilter.session.watch import watch
 
+    if os.environ.get("KILTER") == "0":
+        raise UsageError("KILTER=0 in the environment switches kilter off: nothing is watched")
     seconds = _seconds(arguments.seconds)
     options = _options(arguments)
     check_out(options.out, Ranks())

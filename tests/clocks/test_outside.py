@@ -172,6 +172,18 @@ def test_a_changed_iteration_brings_the_default_back_within_three_periods(tmp_pa
     assert end.rhythm.pace.iteration_s == pytest.approx(1.95, rel=0.02)
 
 
+def test_a_watch_that_ends_after_a_change_holds_the_default(tmp_path):
+    gpu, job = training_job("h200", "gpt", noise=NOISE)
+    _, events, _ = watched(
+        tmp_path, gpu, job, seconds=1240.0, events=[(1200.0, lambda: job.scale(1.8))]
+    )
+    held = [d for d in of(Decided, events) if d.state == "hold"]
+    assert held[-1].setting != Setting()
+    last = of(Decided, events)[-1]
+    assert last.state == "reopened"
+    assert last.setting == Setting()
+
+
 def test_a_pause_does_not_open_the_case_again(tmp_path):
     gpu, job = training_job("h200", "gpt", noise=NOISE)
     pauses = [(t, lambda: gpu.idle(4.0)) for t in (700.0, 1000.0)]

@@ -31,6 +31,10 @@ class JobTelemetry:
         latest = self._record.latest
         return float("-inf") if latest is None else latest.t_s
 
+    @property
+    def sensor_period_s(self) -> float:
+        return self._record.period_s
+
     def idle(self, period_s: float = 0.0) -> bool:
         """Whether the GPU has had nothing to do for a while. One that does not tell is not idle."""
         long_s = max(IDLE_S, IDLE_PERIODS * period_s)

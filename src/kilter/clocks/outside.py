@@ -17,12 +17,14 @@ from enum import Enum
 
 from kilter.clocks.actuator import DeviceActuator
 from kilter.clocks.block_messages import RankResult
-from kilter.clocks.conductor import STALLED
+from kilter.clocks.conductor import STALLED, GovernorProgram
 from kilter.clocks.job_telemetry import JobTelemetry
+from kilter.clocks.plan.governor import Phase
 from kilter.clocks.plan.rhythm import Rhythm, nothing_to_govern, rhythm
 from kilter.clocks.search_leader import SearchLeader
+from kilter.core.events import AnyEvent
 from kilter.core.plan import Goal
-from kilter.core.setting import Setting
+from kilter.core.setting import Setting, Supported
 from kilter.model.period import Detection, Pace
 
 FIRST_LOOK_S = 10.0
@@ -41,6 +43,8 @@ RECHECK_PERIODS = 10
 SAME_PERIOD = 0.02
 SAME_POWER = 0.05
 """After an alarm: iterations that take as long, and as much power, are the same ones."""
+WARM_BLOCKS = 1
+"""Before the first probe: the observation has told what there is to learn."""
 LOST_BLOCKS = 3
 """Blocks in a row without recognisable iterations after which nothing more is tried."""
 
@@ -140,21 +144,36 @@ class Observer:
 
 
 class OutsideConductor:
-    """Runs the orders of one search, one block after the other, on iterations of this rhythm.
-    `found` is the setting as found; `apply` and `settled` are the actuator's."""
+    """One search, block after block, on iterations of the rhythm `steady`. `found` is the setting
+    as found; `record` takes the events, and `first_number` is that of the first block."""
 
     def __init__(
         self,
         job: JobTelemetry,
         actuator: DeviceActuator,
-        leader: SearchLeader,
         steady: Rhythm,
+        goal: Goal,
         *,
-        first_number: int,
+        found: Setting,
+        supported: Supported,
+        record: Callable[[AnyEvent], None],
+        clock: Callable[[], float],
+        seed: int,
+        first_number: int = 0,
     ) -> None:
+        self.program = GovernorProgram(
+            goal, found, supported, actuator, seed=seed, warm_blocks=WARM_BLOCKS
+        )
+        self._leader = SearchLeader(
+            self.program.orders(),
+            found=found,
+            sensor_period_s=job.sensor_period_s,
+            record=record,
+            clock=clock,
+            given_up=False,
+        )
         self._job = job
         self._actuator = actuator
-        self._leader = leader
         self._rhythm = steady
         self._setting: Setting | None = None
         """That was asked for last; its open knobs are as found."""
@@ -165,6 +184,11 @@ class OutsideConductor:
         self.number = first_number
         """Of the present block."""
         self.iterations = 0
+
+    @property
+    def phase(self) -> Phase | None:
+        """Of the order that is being executed; None before the first."""
+        return None if self._leader.order is None else self._leader.order.phase
 
     @property
     def usual_s(self) -> float:

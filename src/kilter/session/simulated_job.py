@@ -17,6 +17,7 @@ class SimulatedSensors:
 
     record: SensorRecord
     why_ended: str | None = None
+    cost_s: float = 0.0
 
 
 class SimulatedSource:

@@ -15,14 +15,12 @@ from typing import Protocol
 
 import kilter
 from kilter.clocks.actuator import DeviceActuator, Sensors
-from kilter.clocks.conductor import GovernorProgram
 from kilter.clocks.controller import SEED, mode_of
 from kilter.clocks.job_telemetry import JobTelemetry
 from kilter.clocks.outside import Lost, Observer, OutsideConductor, Unseen
 from kilter.clocks.plan.governor import Phase, plan_of
 from kilter.clocks.plan.job import space
 from kilter.clocks.plan.rhythm import Rhythm, would_try
-from kilter.clocks.search_leader import SearchLeader
 from kilter.core.errors import DeviceError, FileError, NoDevice
 from kilter.core.events import Decided, Started, Stopped, sampled
 from kilter.core.ranks import Ranks
@@ -75,15 +73,6 @@ class WatchEnd:
     """What a dry run would have tried first."""
     failed: bool
     """The lease or the device has ended the watch."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """One search, on iterations of one kind."""
-
-    program: GovernorProgram
-    leader: SearchLeader
-    conductor: OutsideConductor
 
 
 def watch(source: Source, options: Options, listener: RunListener) -> WatchEnd:
@@ -150,7 +139,8 @@ class _Watch:
         self._actuator.lease = lease.held
         self._rhythm: Rhythm | None = None
         self._tries: tuple[Setting, ...] = ()
-        self._case: _Case | None = None
+        self._case: OutsideConductor | None = None
+        """The search that is under way."""
         self._before = (0, 0)
         """Blocks and iterations of the cases before this one."""
         self._sampled_s = -RECORD_EVERY_S
@@ -158,7 +148,7 @@ class _Watch:
     @property
     def usual_s(self) -> float | None:
         """How long an iteration takes: as long as they end, low settings are prolonged."""
-        return None if self._case is None else self._case.conductor.usual_s
+        return None if self._case is None else self._case.usual_s
 
     def run(self) -> WatchEnd:
         flow = self._flow()
@@ -184,7 +174,7 @@ class _Watch:
                 after=after,
                 restored=restored,
                 energy_method=record.energy_method,
-                sampler_cost_s=0.0,
+                sampler_cost_s=self._source.sensors.cost_s,
                 hook_cost_s=0.0,
                 label=self._info.label,
                 energy_disagreement=record.disagreement,
@@ -240,28 +230,21 @@ class _Watch:
             self._job.forget()
 
     def _govern(self, steady: Rhythm) -> Generator[None, None, Lost]:
-        program = GovernorProgram(
-            self._goal,
-            self._lease.found,
-            self._source.device.supported(),
+        self._before = self._blocks
+        self._case = OutsideConductor(
+            self._job,
             self._actuator,
-            seed=SEED,
-            warm_blocks=1,
-        )
-        leader = SearchLeader(
-            program.orders(),
+            steady,
+            self._goal,
             found=self._lease.found,
-            sensor_period_s=self._source.sensors.record.period_s,
+            supported=self._source.device.supported(),
             record=self._log,
             clock=self._log.now_s,
-            given_up=False,
+            seed=SEED,
+            first_number=self._before[0],
         )
-        self._before = self._blocks
-        conductor = OutsideConductor(
-            self._job, self._actuator, leader, steady, first_number=self._before[0]
-        )
-        self._case = _Case(program, leader, conductor)
-        lost = yield from conductor.run()
+        lost = yield from self._case.run()
+        self._before, self._case = self._blocks, None
         self._decide("reopened", self._lease.found, f"the default stands: {lost.value}")
         return lost
 
@@ -270,8 +253,7 @@ class _Watch:
         """All blocks and iterations so far."""
         if self._case is None:
             return self._before
-        conductor = self._case.conductor
-        return conductor.number, self._before[1] + conductor.iterations
+        return self._case.number, self._before[1] + self._case.iterations
 
     def _say_what_would_be_tried(self, steady: Rhythm) -> None:
         supported = self._source.device.supported()
@@ -295,10 +277,10 @@ class _Watch:
         if refused is not None:
             self._decide("decided", found, f"the default stands: {refused}")
             return
-        if case is None or case.leader.order is None:
+        if case is None:
             return
         choice = case.program.choice
-        if choice.setting == found and case.leader.order.phase is not Phase.HOLD:
+        if choice.setting == found and case.phase is not Phase.HOLD:
             return  # the search is not over: nothing is decided
         self._files.save_clocks(plan_of(choice, found, self._info.label))
         self._log(

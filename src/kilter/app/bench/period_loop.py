@@ -15,12 +15,10 @@ import msgspec
 from kilter.app.bench.workloads import OPERATION_WORKLOADS
 from kilter.app.simulated_training import training_job
 from kilter.clocks.actuator import DeviceActuator
-from kilter.clocks.conductor import GovernorProgram
 from kilter.clocks.job_telemetry import JobTelemetry
 from kilter.clocks.outside import Observer, OutsideConductor
 from kilter.clocks.plan.governor import Choice, Phase
 from kilter.clocks.rehearsal import Rehearsal
-from kilter.clocks.search_leader import SearchLeader
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting
 from kilter.device.sim.noise import QUIET, Noise
@@ -100,14 +98,13 @@ def _outside(card: str, workload: str, seed: int, noise: float, goal: Goal) -> _
     source = SimulatedSource(gpu, job, seconds=MOST_S)
     telemetry = JobTelemetry(source.sensors.record)
     observer = Observer(telemetry, goal, lambda text: None)
-    program: GovernorProgram | None = None
-    leader: SearchLeader | None = None
+    conductor: OutsideConductor | None = None
     period_s: float | None = None
 
     with Lease(gpu) as lease:
 
         def flow() -> Iterator[None]:
-            nonlocal program, leader, period_s
+            nonlocal conductor, period_s
             while True:
                 steady = yield from observer.observe(once=False)
                 if steady is None:
@@ -115,18 +112,17 @@ def _outside(card: str, workload: str, seed: int, noise: float, goal: Goal) -> _
                 period_s = steady.pace.iteration_s
                 actuator = DeviceActuator(source.sensors, gpu.info(), _Paced(), clock=source.clock)
                 actuator.lease = lease
-                program = GovernorProgram(
-                    goal, lease.found, gpu.supported(), actuator, seed=seed, warm_blocks=1
-                )
-                leader = SearchLeader(
-                    program.orders(),
+                conductor = OutsideConductor(
+                    telemetry,
+                    actuator,
+                    steady,
+                    goal,
                     found=lease.found,
-                    sensor_period_s=source.sensors.record.period_s,
+                    supported=gpu.supported(),
                     record=lambda event: None,
                     clock=source.clock,
-                    given_up=False,
+                    seed=seed,
                 )
-                conductor = OutsideConductor(telemetry, actuator, leader, steady, first_number=0)
                 yield from conductor.run()
                 telemetry.forget()
 
@@ -134,13 +130,12 @@ def _outside(card: str, workload: str, seed: int, noise: float, goal: Goal) -> _
 
         def step() -> bool:
             next(steps)
-            order = None if leader is None else leader.order
-            return order is None or order.phase is not Phase.HOLD
+            return conductor is None or conductor.phase is not Phase.HOLD
 
         why = source.drive(step)
-    choice = Choice(setting=Setting(), reason="no period") if program is None else program.choice
+    no_choice = Choice(setting=Setting(), reason="no period")
     return _Found(
-        choice=choice,
+        choice=no_choice if conductor is None else conductor.program.choice,
         search_s=gpu.now_s if why == "" else None,
         iterations=job.iterations,
         period_s=period_s,

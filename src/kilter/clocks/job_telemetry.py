@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from kilter.core.setting import Setting
+from kilter.core.setting import Sample, Setting
 from kilter.model.period import Detection, Familiar, Pace, detect, doubt, pace, telemetry
 from kilter.observe.sensor_record import SensorRecord
 
 IDLE_S = 5.0
 IDLE_PERIODS = 3.0
 """A GPU without work for so long, and for so many iterations, is idle."""
-REFERENCE_PERIODS = 40
-LEAST_REFERENCE = 8
-"""What iterations look like under a setting is learned from at least, and at most, so many."""
+LEAST_REFERENCE = 20.0
+"""Iterations seen under a setting before the next ones are compared with them."""
+MOST_STRETCHES = 12
+"""Of which they are kept: blocks, mostly."""
 RECENT_PERIODS = 2.2
 """Compared with the reference."""
 
@@ -23,6 +24,7 @@ class JobTelemetry:
 
     def __init__(self, record: SensorRecord) -> None:
         self._record = record
+        self._stretches: dict[Setting, list[list[Sample]]] = {}
         self._familiar: dict[Setting, Familiar] = {}
 
     @property
@@ -64,28 +66,32 @@ class JobTelemetry:
     def mean_power_w(self, seen: Pace) -> float | None:
         return self._record.mean_power_w(seen.begin_s, seen.end_s)
 
-    def learn(self, setting: Setting, since_s: float, period_s: float) -> None:
-        """The readings from a time on show what iterations look like under this setting, all but
-        the last ones, which may be the first of another kind."""
-        until_s = self.now_s - RECENT_PERIODS * period_s
-        begin_s = max(since_s, until_s - REFERENCE_PERIODS * period_s)
-        samples = [sample for sample in self._record.since(begin_s) if sample.t_s <= until_s]
-        if until_s - begin_s < LEAST_REFERENCE * period_s or not samples:
+    def learn(
+        self, setting: Setting, begin_s: float, period_s: float, end_s: float | None = None
+    ) -> None:
+        """The readings from `begin_s` on show what iterations look like under this setting: until
+        `end_s`, or all but the last ones, which may be the first of another kind."""
+        if end_s is None:
+            end_s = self.now_s - RECENT_PERIODS * period_s
+        samples = [sample for sample in self._record.since(begin_s) if sample.t_s <= end_s]
+        if len(samples) < 2 or samples[-1].t_s - samples[0].t_s < 2 * period_s:
             return
-        familiar = Familiar(telemetry(samples), period_s)
-        known = self._familiar.get(setting)
-        if known is None or familiar.periods >= known.periods - 1:
-            self._familiar[setting] = familiar
+        stretches = [*self._stretches.get(setting, ()), samples][-MOST_STRETCHES:]
+        self._stretches[setting] = stretches
+        self._familiar[setting] = Familiar([telemetry(each) for each in stretches], period_s)
 
     def changed(self, setting: Setting, since_s: float, period_s: float) -> bool:
         """Whether the last iterations look like none under this setting, which is in force since
         `since_s`. False as long as too few have been seen under it."""
         familiar = self._familiar.get(setting)
         recent_s = RECENT_PERIODS * period_s
-        if familiar is None or self.now_s - since_s < recent_s:
+        if familiar is None or familiar.periods < LEAST_REFERENCE:
+            return False
+        if self.now_s - since_s < recent_s:
             return False
         return familiar.lacks(telemetry(self._record.since(self.now_s - recent_s)))
 
     def forget(self) -> None:
         """Another job, or another iteration: nothing learned holds any more."""
         self._familiar.clear()
+        self._stretches.clear()

@@ -179,6 +179,8 @@ class OutsideConductor:
         """That was asked for last; its open knobs are as found."""
         self._since_s = 0.0
         """From here on all readings belong to it."""
+        self._begin_s = 0.0
+        """Of the present block."""
         self._usual_s: dict[Setting, float] = {}
         """Iteration time under a setting, as far as seen."""
         self.number = first_number
@@ -216,9 +218,12 @@ class OutsideConductor:
                 )
                 self.number += 1
                 continue
+            begin_s, usual_s, alarm_s = self._begin_s, self.usual_s, self._job.now_s
             yield from self._apply(Setting())  # whatever it is: the default comes first
             if seen is Lost.IDLE or not (yield from self._is_the_same()):
                 return Lost.IDLE if seen is Lost.IDLE else Lost.CHANGED
+            # no other job: what was not known belongs to this one
+            self._job.learn(note.setting, begin_s, usual_s, alarm_s)
             lost += seen is Lost.UNSEEN
             if lost >= LOST_BLOCKS:
                 raise Unseen(f"at {note.setting} the telemetry does not show the iterations")
@@ -251,7 +256,8 @@ class OutsideConductor:
     def _block(self, setting: Setting) -> Generator[None, None, Pace | Lost]:
         job = self._job
         yield from self._apply(setting)
-        begin_s, usual_s = job.now_s, self.usual_s
+        self._begin_s = begin_s = job.now_s
+        usual_s = self.usual_s
         end_s = begin_s + (self._rhythm.block_iterations + 1) * usual_s
         look_s = begin_s
         while job.now_s < end_s:
@@ -266,7 +272,7 @@ class OutsideConductor:
         if seen is None or 2 * seen.iterations < self._rhythm.block_iterations:
             return Lost.UNSEEN
         self._usual_s[setting] = seen.iteration_s
-        job.learn(setting, self._since_s, seen.iteration_s)
+        job.learn(setting, begin_s, seen.iteration_s)
         return seen
 
     def _is_the_same(self) -> Generator[None, None, bool]:

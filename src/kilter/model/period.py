@@ -273,20 +273,23 @@ def pace(telemetry: Telemetry, about_s: float) -> Pace | None:
 
 
 class Familiar:
-    """What the iterations of a stretch of telemetry look like. The stretch has to hold at least
-    `LEAST_PERIODS` of them. Made once, it may be asked often."""
+    """What the iterations of some stretches of telemetry look like. Made once, it may be asked
+    often. The more iterations, the fewer false alarms: sensors see the same one in many ways."""
 
-    def __init__(self, reference: Telemetry, period_s: float) -> None:
+    def __init__(self, stretches: Sequence[Telemetry], period_s: float) -> None:
         self._step_s = period_s / PHASES
-        old = _even(reference, self._step_s)
+        pieces = [_even(stretch, self._step_s) for stretch in stretches]
+        old = np.concatenate(pieces, axis=1)
         # a channel counts by how much it varies, but sensor noise on a steady one must not
         least = np.maximum(FLAT * np.abs(old.mean(axis=1)), QUANTUM)
         self._scale = np.maximum(old.std(axis=1), least)[:, None]
         self._old = old / self._scale
         self.periods = old.shape[1] / PHASES
+        ends = np.cumsum([piece.shape[1] for piece in pieces])
         own = (
             _nearest(self._old, self._old[:, at : at + PHASES], skip=at)
-            for at in range(0, old.shape[1] - PHASES + 1, PHASES // 2)
+            for begin, end in zip([0, *ends[:-1]], ends, strict=True)
+            for at in range(begin, end - PHASES + 1, PHASES // 2)
         )
         self._oddest = max(own, default=math.inf)
 
@@ -311,7 +314,7 @@ def changed(reference: Telemetry, recent: Telemetry, period_s: float) -> bool:
     comes back. The distance is that of the nearest stretch of the reference, and it has to be
     `NOVEL` times the largest such distance among the reference's own stretches.
     """
-    familiar = Familiar(reference, period_s)
+    familiar = Familiar([reference], period_s)
     return familiar.periods >= LEAST_PERIODS and familiar.lacks(recent)
 
 

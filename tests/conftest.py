@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 
 from hypothesis import HealthCheck, settings
 
@@ -18,6 +19,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The stand-in for a device overwrites what was evicted, here and in each `kilter run` of a test.
 os.environ["KILTER_SPOIL_EVICTED"] = "1"
+
+# Fake cards have the same names in each test, and this machine's own locks are not for them.
+os.environ.setdefault("KILTER_LOCK_DIR", tempfile.mkdtemp(prefix="kilter-test-locks-"))
 
 # Started in the background of a shell or by nohup: what the tests start would never hear of Ctrl-C
 # or of the end of the terminal.

@@ -43,6 +43,7 @@ from kilter.lease.journal import (
     state_directory,
 )
 from kilter.lease.lease import Lease
+from kilter.lease.machine import GpuLock
 
 FOUND = Setting(power_limit_w=600.0)
 LOW = Setting(sm_clock_hz=1.2e9, power_limit_w=400.0)
@@ -494,9 +495,7 @@ def test_a_forked_child_neither_sets_nor_restores_nor_waits(world: World) -> Non
         lease.set(LOW)
         lock = lease._lock
         assert lock is not None
-        assert lock is not None
-        assert lock.number is not None
-        lease._lock = OwnFile(os.dup(lock.number))
+        lease._lock = GpuLock(OwnFile(os.dup(lock.numbers[0])))
         with lease._turn:
             lease._forget()
         pid, lease._pid = lease._pid, -1

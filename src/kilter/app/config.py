@@ -23,6 +23,7 @@ from kilter.core.units import MIB, parse_bytes, parse_fraction, parse_seconds
 from kilter.device.find import CHOICES
 from kilter.lease.baseline import BASELINE_VARIABLE
 from kilter.lease.journal import STATE_VARIABLE
+from kilter.lease.machine import LOCK_VARIABLE
 from kilter.session.options import REHEARSE_S, Options
 
 DEFAULT_MAX_SLOWDOWN = 0.02
@@ -256,6 +257,7 @@ OTHER_VARIABLES = (
     "KILTER",
     "KILTER_READ_ONLY",
     STATE_VARIABLE,
+    LOCK_VARIABLE,
     SOCKET_VARIABLE,
     BASELINE_VARIABLE,
     "KILTER_RUN",

@@ -3,6 +3,7 @@
 One directory, three files a GPU: `<uuid>.lock` (held with `flock` on an open file, so it dies with
 the processes that have it open and never goes stale), `<uuid>.json` (the journal; it exists only
 while something of ours is set), and `watcher.log`. Journals are replaced, never rewritten in place.
+With it goes a lock that all users of the machine share (`lease/machine.py`).
 
 The settings of a GPU vanish with a reboot, and so a journal of another boot is only thrown away.
 That is also why the directory belongs on a file system that a reboot clears.
@@ -32,11 +33,11 @@ from kilter.core.own_file import OwnFile, identity
 from kilter.core.setting import Sample, Setting
 from kilter.core.units import MHZ
 from kilter.device.protocol import Device
+from kilter.lease.machine import POLL_S, GpuLock, lock_of_machine, machine_directory
 
 STATE_VARIABLE = "KILTER_STATE_DIR"
 PATIENCE_S = 5.0
 """How long a lock is waited for whose holder is dead: its watcher is just putting things back."""
-POLL_S = 0.02
 MAX_JOURNAL_BYTES = 64 * 2**10
 """Of a journal; a kilter's own is a hundredth of it."""
 CLOCK_STEP_HZ = 16 * MHZ
@@ -156,6 +157,8 @@ class Holder:
     """On this machine's monotonic clock, renewals included; infinite: none."""
     kept_s: float
     """The last deadline at which the watcher has put the found setting back; NaN: none."""
+    ending: bool = False
+    """It is just putting things back, and lets the GPU go then."""
 
     @property
     def alive(self) -> bool:
@@ -175,6 +178,7 @@ class Holder:
 
 _LINE = 64
 """Bytes of one in a lock."""
+_ENDING = "ending"
 _ORPHANS = "the watcher or a child of a dead process"
 
 
@@ -187,12 +191,13 @@ def _write_line(lock: OwnFile, text: str, *, at: int) -> None:
 def _holder(raw: bytes) -> Holder | None:
     """What a lock tells; it is empty for a moment after it was taken."""
     try:
-        pid, ticks, deadline_s, kept_s = (*raw.split(), b"inf", b"nan")[:4]
+        pid, ticks, deadline_s, kept_s = (words := (*raw.split(), b"inf", b"nan"))[:4]
         return Holder(
             pid=int(pid),
             start_ticks=int(ticks),
             deadline_s=float(deadline_s),
             kept_s=float(kept_s),
+            ending=_ENDING.encode() in words,
         )
     except ValueError:
         return None
@@ -201,48 +206,52 @@ def _holder(raw: bytes) -> Holder | None:
 class JournalPlace:
     """The lock and the journal of one GPU. Constructing one touches nothing."""
 
-    def __init__(self, directory: Path, uuid: str) -> None:
+    def __init__(self, directory: Path, uuid: str, *, machine: Path | None = None) -> None:
+        """`machine`: where the locks of all users are; None: the lock is that of `directory`."""
         self.directory = directory
+        self.machine = machine
         self.uuid = uuid
         stem = re.sub(r"[^A-Za-z0-9._-]", "_", uuid)
         self.lock_path = directory / f"{stem}.lock"
         self.journal_path = directory / f"{stem}.json"
+        self.machine_path = None if machine is None else machine / f"{stem}.lock"
 
-    def lock(self, *, patience_s: float = PATIENCE_S) -> OwnFile:
-        """Take the GPU; the open file to keep. `Held` names the holder, or `FileError`.
+    def lock(self, *, patience_s: float = PATIENCE_S) -> GpuLock:
+        """Take the GPU; the open files to keep. `Held` names the holder, or `FileError`.
 
-        A live holder is not waited for. A dead one has a watcher that holds the lock until it has
-        put things back, and that is waited for.
+        A live holder is not waited for, unless it is just ending. A dead one has a watcher that
+        holds the lock until it has put things back, and that is waited for.
         """
         until_s = time.monotonic() + patience_s
         try:
-            lock = self._open_lock()
-            self._wait_for(lock, until_s)
+            lock = self._lock_own(until_s)
             while not self.names(lock):  # another one was put in its place meanwhile
                 lock.close()
-                lock = self._open_lock()
-                self._wait_for(lock, until_s)
+                lock = self._lock_own(until_s)
         except OSError as error:
             raise self._unusable(error) from error
         try:
-            if lock.number is not None:
-                os.ftruncate(lock.number, 0)
+            os.ftruncate(lock.numbers[0], 0)
             self.note_deadline(lock, math.inf)
             self.note_kept(lock, math.nan)
+            if self.machine_path is not None:
+                lock = GpuLock(lock.own, lock_of_machine(self.machine_path, until_s))
         except OSError as error:
             lock.close()
             raise self._unusable(error) from error
+        except (DeviceError, FileError):
+            lock.close()
+            raise
         return lock
 
-    def names(self, lock: OwnFile) -> bool:
-        """Whether the lock's name still leads to this open file: a cleaner of temporary files may
-        have removed it, and then the next job would lock another one."""
-        try:
-            status = self.lock_path.lstat()
-        except OSError:
-            return False
-        number = lock.number
-        return number is not None and identity(number) == (status.st_dev, status.st_ino)
+    def names(self, lock: GpuLock) -> bool:
+        """Whether the names still lead to the open files."""
+        return lock.named_by(self.lock_path, self.machine_path)
+
+    def _lock_own(self, until_s: float) -> GpuLock:
+        lock = self._open_lock()
+        self._wait_for(lock, until_s)
+        return GpuLock(lock)
 
     @contextmanager
     def turn(self, *, patience_s: float = PATIENCE_S) -> Iterator[None]:
@@ -277,24 +286,26 @@ class JournalPlace:
             raise FileError(f"{self.lock_path}: {flaw}; nothing is set")
         return lock
 
-    def unlock(self, lock: OwnFile) -> None:
-        """Let the GPU go, also for other processes that have the same open file."""
-        number = lock.number
-        if number is not None:
-            os.ftruncate(number, 0)
-            fcntl.flock(number, fcntl.LOCK_UN)
-            lock.close()
+    def unlock(self, lock: GpuLock) -> None:
+        """Let the GPU go, also for other processes that have the same open files."""
+        if lock.own.number is not None:
+            os.ftruncate(lock.own.number, 0)
+        lock.unlock()
 
-    def note_deadline(self, lock: OwnFile, deadline_s: float) -> None:
+    def note_deadline(self, lock: GpuLock, deadline_s: float) -> None:
         """Write into the lock who holds it and until when, for `kilter restore`. Not synced: it
         matters while the holder is frozen, and after a reboot nothing is set. Raises `OSError`."""
         me = os.getpid()
-        _write_line(lock, f"{me} {start_ticks(me)} {deadline_s!r}", at=0)
+        _write_line(lock.own, f"{me} {start_ticks(me)} {deadline_s!r}", at=0)
 
-    def note_kept(self, lock: OwnFile, deadline_s: float) -> None:
+    def note_kept(self, lock: GpuLock, deadline_s: float) -> None:
         """The watcher's line in the lock, beside the holder's: the found setting is back since this
         deadline has passed. Raises `OSError`."""
-        _write_line(lock, repr(deadline_s), at=_LINE)
+        _write_line(lock.own, repr(deadline_s), at=_LINE)
+
+    def note_ending(self, lock: GpuLock) -> None:
+        """The holder is about to let the GPU go, so that the next job waits. Raises `OSError`."""
+        _write_line(lock.own, _ENDING, at=2 * _LINE)
 
     def holder(self) -> Holder | None:
         """Who holds the lock, as the lock itself says; None if nobody does, or nobody has said."""
@@ -309,9 +320,10 @@ class JournalPlace:
                 fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                holder = _holder(os.pread(number, 2 * _LINE, 0))
+                holder = _holder(os.pread(number, 3 * _LINE, 0))
             alive = holder is not None and holder.alive
-            if alive or time.monotonic() > until_s:
+            stays = holder is not None and alive and not holder.ending
+            if stays or time.monotonic() > until_s:
                 lock.close()
                 who = f"process {holder.pid}" if holder and alive else _ORPHANS
                 raise Held(f"{self.uuid}: {who} controls this GPU; one kilter per GPU")
@@ -384,15 +396,21 @@ def boot_id() -> str:
         return ""
 
 
+_EXITING = 0x4
+"""PF_EXITING of the kernel: a killed process that has much memory to give back takes seconds."""
+
+
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in ticks since the boot; `None` if there is no such live process."""
+    """When a process started, in ticks since the boot; `None` if there is no such live process, or
+    if it is just exiting."""
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
     # The name is in parentheses and may hold any character; the state is the first word after it.
     words = status.rpartition(b")")[2].split()
-    return None if words[0] in (b"Z", b"X") else int(words[19])
+    gone = words[0] in (b"Z", b"X") or int(words[6]) & _EXITING
+    return None if gone else int(words[19])
 
 
 def over(found: Setting, setting: Setting) -> Setting:
@@ -534,6 +552,12 @@ class Entry:
     """Somebody holds the lock: the job, or its watcher, which is about to put things back."""
 
 
+def place_of(uuid: str, environ: Mapping[str, str]) -> JournalPlace:
+    """Where the lock and the journal of a GPU are for this process. Raises `FileError`."""
+    machine = machine_directory(environ)
+    return JournalPlace(state_directory(environ), uuid, machine=machine)
+
+
 def journals(directory: Path) -> Iterator[Entry]:
     """What is there, in order of the UUID."""
     for place in _places(directory):
@@ -546,8 +570,9 @@ def journals(directory: Path) -> Iterator[Entry]:
                 yield Entry(uuid=place.uuid, journal=journal, alive=_locked(place))
 
 
-def _places(directory: Path) -> list[JournalPlace]:
-    return [JournalPlace(directory, path.stem) for path in sorted(directory.glob("*.json"))]
+def _places(directory: Path, machine: Path | None = None) -> list[JournalPlace]:
+    found = sorted(directory.glob("*.json"))
+    return [JournalPlace(directory, path.stem, machine=machine) for path in found]
 
 
 def _locked(place: JournalPlace) -> bool:
@@ -568,6 +593,7 @@ def _locked(place: JournalPlace) -> bool:
 def restore_all(
     directory: Path,
     *,
+    machine: Path | None = None,
     uuids: frozenset[str] | None = None,
     force: bool = False,
     open_device: Callable[[Journal], Device] = open_journalled,
@@ -579,7 +605,7 @@ def restore_all(
 
     Nothing is raised for one GPU that would keep the next one from its turn.
     """
-    for place in _places(directory):
+    for place in _places(directory, machine):
         if uuids is not None and place.uuid not in uuids:
             continue
         outcome = _restore_one(place, open_device, force=force)
@@ -613,7 +639,7 @@ def _restore_one(
         )
 
 
-def _lock_or_force(place: JournalPlace, *, force: bool) -> OwnFile | None:
+def _lock_or_force(place: JournalPlace, *, force: bool) -> GpuLock | None:
     """The lock; None if it is held by what will not put anything back, and is not waited for.
 
     Raises `Held` if the job is alive and within its deadline, and says why not else.

@@ -60,7 +60,6 @@ from kilter.lease.journal import (
     BUSY,
     KNOBS,
     PATIENCE_S,
-    POLL_S,
     Journal,
     JournalPlace,
     RestoreOutcome,
@@ -71,11 +70,12 @@ from kilter.lease.journal import (
     lower,
     near,
     over,
+    place_of,
     put_back,
     recover,
     start_ticks,
-    state_directory,
 )
+from kilter.lease.machine import POLL_S, GpuLock
 from kilter.lease.own_socket import as_socket
 from kilter.lease.watcher import GOODBYE, MESSAGE
 
@@ -95,14 +95,15 @@ class Lease:
     """
 
     def __init__(self, device: Device, *, directory: Path | None = None) -> None:
-        """`directory` stands in for `state_directory(os.environ)`."""
+        """`directory` stands in for `state_directory(os.environ)`, and has no lock of the machine
+        beside it."""
         self._device = device
         self._directory = directory
         self._turn = threading.RLock()
         self._pid = 0
         self._uuid = self._backend = ""
         self._place: JournalPlace | None = None
-        self._lock: OwnFile | None = None
+        self._lock: GpuLock | None = None
         self._watcher: _Watcher | None = None
         self._journal: Journal | None = None
         self._found = Setting()
@@ -124,8 +125,10 @@ class Lease:
         self._uuid, self._backend = info.uuid, info.backend
         self._latency_s = info.switch_latency_s or SWITCH_LATENCY_S
         if info.persistent:
-            directory = self._directory or state_directory(os.environ)
-            self._place = JournalPlace(directory, info.uuid)
+            if self._directory is not None:
+                self._place = JournalPlace(self._directory, info.uuid)
+            else:
+                self._place = place_of(info.uuid, os.environ)
             self._lock = self._place.lock()
             _close_in_forked_children(self)
         self._pid = os.getpid()
@@ -255,7 +258,7 @@ class Lease:
         the end of the job: it puts the GPU back and lets others have it."""
         lock, watcher = self._lock, self._watcher
         return lock is not None and (
-            lock.number is None or (watcher is not None and not watcher.connected)
+            not lock.whole or (watcher is not None and not watcher.connected)
         )
 
     def _check_open(self) -> None:
@@ -410,6 +413,9 @@ class Lease:
             return RestoreOutcome(uuid=self._uuid, state="held", reason=reason)
         if self._closed_by_program:
             return self._leave_to_watcher()
+        if self._place is not None and self._lock is not None:
+            with suppress(OSError):
+                self._place.note_ending(self._lock)
         try:
             with self._alone():
                 outcome = self._undo()
@@ -521,7 +527,7 @@ class _Watcher:
         it was made and has the other end open, too."""
 
     @classmethod
-    def start(cls, place: JournalPlace, lock: OwnFile, journal: Journal) -> _Watcher:
+    def start(cls, place: JournalPlace, lock: GpuLock, journal: Journal) -> _Watcher:
         """Returns when the watcher is able to restore. It is nobody's child, so that a script that
         waits for all of its children does not wait for it, and in a session of its own, so that
         Ctrl-C does not reach it."""
@@ -569,9 +575,9 @@ class _Watcher:
         self._connection.close()
 
 
-def _spawn(place: JournalPlace, lock: OwnFile, journal: Journal, connection: OwnFile) -> None:
+def _spawn(place: JournalPlace, lock: GpuLock, journal: Journal, connection: OwnFile) -> None:
     """Start the watcher. Raises `OSError` or `TimeoutExpired`."""
-    handles = [number for file in (connection, lock) if (number := file.number) is not None]
+    handles = [number for number in (connection.number, *lock.numbers) if number is not None]
     arguments = [place.directory, place.uuid, journal.nonce, *handles]
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(os.open(place.directory / "watcher.log", flags, 0o600), "ab") as log:

@@ -1,6 +1,6 @@
 """The watcher: a small process that outlives the job just long enough to put its GPU back.
 
-    python -P -m kilter.lease.watcher DIRECTORY UUID NONCE CONNECTION LOCK
+    python -P -m kilter.lease.watcher DIRECTORY UUID NONCE CONNECTION LOCK [MACHINE_LOCK]
 
 Started by `kilter.lease.lease` and by nobody else. It knows that the job is dead from two sources:
 its end of the connection is closed (a process forked in C may keep that open), or the kernel says
@@ -10,7 +10,6 @@ still there. It holds the job's own lock, so nobody else gets the GPU before it 
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import select
@@ -24,7 +23,6 @@ from datetime import datetime
 from pathlib import Path
 
 from kilter.core.errors import FileError, KilterError
-from kilter.core.own_file import OwnFile
 from kilter.lease.journal import (
     Journal,
     JournalPlace,
@@ -34,6 +32,7 @@ from kilter.lease.journal import (
     recover,
     start_ticks,
 )
+from kilter.lease.machine import GpuLock
 
 MESSAGE = struct.Struct("=Qd")
 """Job to watcher: number, deadline (monotonic seconds; infinite: none). Watcher to job: first its
@@ -50,7 +49,7 @@ AGAIN_S = 5.0
 
 def main(arguments: list[str]) -> None:
     """Run until the job is dead or done."""
-    directory, uuid, nonce, connection, lock = arguments
+    directory, uuid, nonce, connection, *locks = arguments
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if os.fork():
@@ -65,13 +64,13 @@ def main(arguments: list[str]) -> None:
     except KilterError as error:
         _say(f"cannot watch: {error}")
         return
-    own_lock = OwnFile(int(lock))
+    lock = GpuLock.passed([int(number) for number in locks])
     memory = _Memory(place, journal)
     with socket.socket(fileno=int(connection)) as job:
         _tell(job, os.getpid())
-        if _watch(memory, job, own_lock):
+        if _watch(memory, job, lock):
             return
-    _finish(memory, own_lock)
+    _finish(memory, lock)
 
 
 class _Memory:
@@ -95,7 +94,7 @@ class _Memory:
         return self.journal
 
 
-def _watch(memory: _Memory, job: socket.socket, lock: OwnFile) -> bool:
+def _watch(memory: _Memory, job: socket.socket, lock: GpuLock) -> bool:
     """Until the job is dead, or has closed the connection. Returns whether it has said goodbye."""
     journal = memory.journal
     poll = select.poll()
@@ -143,7 +142,7 @@ def _receive(job: socket.socket) -> bytes:
 
 
 def _keep_deadline(
-    memory: _Memory, job: socket.socket, lock: OwnFile, number: int, deadline_s: float
+    memory: _Memory, job: socket.socket, lock: GpuLock, number: int, deadline_s: float
 ) -> float:
     """The job has not renewed in time. Put back what was found, but leave the journal: the job
     still holds the GPU. Returns when to try again."""
@@ -182,13 +181,12 @@ def _tell(job: socket.socket, number: int) -> None:
         job.send(MESSAGE.pack(number, 0.0), socket.MSG_NOSIGNAL)
 
 
-def _finish(memory: _Memory, lock: OwnFile) -> None:
+def _finish(memory: _Memory, lock: GpuLock) -> None:
     """The job is dead, or has given up: put back what it has left, if it has left anything."""
     for wait_s in TRIES_S:
         time.sleep(wait_s)
-        assert lock.number is not None
         try:
-            fcntl.flock(lock.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.retake()
         except BlockingIOError:
             return  # the job had let go in good order, and somebody else has the GPU now
         try:

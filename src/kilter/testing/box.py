@@ -45,12 +45,15 @@ class Box:
         self.root = root
         self.state_directory = root / "state"
         self.state_directory.mkdir(mode=0o700)
+        machine = root / "machine"
+        machine.mkdir()
+        machine.chmod(0o1777)
         self.fake = FakeNvml.create(
             root / "cards.json",
             *(Card(load=1.0, limit_mw=round(FOUND_LIMIT_W / MILLI)) for _ in range(cards)),
         )
         self.uuid = self.fake.state().cards[0].uuid
-        self.place = JournalPlace(self.state_directory, self.uuid)
+        self.place = JournalPlace(self.state_directory, self.uuid, machine=machine)
         self.names: dict[int, str] = {}
         """Who is who in the cards' log, by pid; the watcher's is not known."""
         self.notes: list[str] = []

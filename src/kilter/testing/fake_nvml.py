@@ -39,6 +39,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 
+from kilter.lease.machine import LOCK_VARIABLE
 from kilter.testing.fake_card import Call, Card, FakeState, Rule
 
 T = TypeVar("T")
@@ -205,6 +206,7 @@ class FakeNvml:
         paths = [str(shim_path()), result.get("PYTHONPATH", "")]
         result["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         result[FAKE_STATE_VARIABLE] = str(self.path.resolve())
+        result[LOCK_VARIABLE] = str(self.path.resolve().parent / "machine")
         return result
 
     def missing_privilege(self, process: Path | None = None) -> str | None:

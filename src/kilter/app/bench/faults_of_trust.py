@@ -17,6 +17,7 @@ import msgspec
 
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
+from kilter.lease.journal import STATE_VARIABLE
 from kilter.testing.box import FOUND, TIMEOUT_S, Box, find_watcher, kill_watcher
 from kilter.testing.fake_card import Rule
 
@@ -191,7 +192,68 @@ def damaged_beside_whole(box: Box) -> None:
     box.note(f"kilter restore: exit code {box.restore()}")
 
 
+def _elsewhere(box: Box) -> dict[str, str]:
+    """The environment of a job that has another state directory, as another user has."""
+    directory = box.root / "another state"
+    directory.mkdir(mode=0o700)
+    return {STATE_VARIABLE: str(directory)}
+
+
+def two_directories(box: Box) -> None:
+    """second job on the same GPU, with a state directory of its own"""
+    first = box.low("first job")
+    second = box.start("second job", **_elsewhere(box))
+    box.note(second.ask("enter")["error"])
+    second.end()
+    first.end()
+
+
+def next_waits_elsewhere(box: Box) -> None:
+    """SIGKILL of the job, the next one comes at once, with a state directory of its own"""
+    job = box.low("first job")
+    following = box.start("next job", **_elsewhere(box))
+    job.kill()
+    following.ask("enter")
+    following.ask("set", sm_mhz=900)
+    following.end()
+
+
+def next_while_ending(box: Box) -> None:
+    """job ends, the next one comes while the driver is still putting the first one's clocks back"""
+    job = box.low("first job")
+    with box.fake.edit() as state:
+        state.rules.append(Rule(call="nvmlDeviceReset*", hang_s=1.0, times=1))
+    following = box.start("next job")
+    ending = threading.Thread(target=job.end)
+    ending.start()
+    until(lambda: box.fake.state().rules[0].seen > 0)
+    answer = following.ask("enter")
+    if answer is not None:
+        box.wrong(f"the next job was told {answer}")
+    following.ask("set", sm_mhz=900)
+    following.end()
+    ending.join()
+
+
+def machine_lock_planted(box: Box) -> None:
+    """the machine's lock planted as a link to another file"""
+    victim = box.root / "victim"
+    victim.write_text("precious")
+    path = box.place.machine_path
+    assert path is not None
+    path.symlink_to(victim)
+    job = box.start()
+    box.note(job.ask("enter")["error"])
+    job.end()
+    box.note(f"the other file holds {victim.read_text()!r}")
+    path.unlink()
+
+
 TRUST_SCENARIOS: tuple[Accident, ...] = (
+    two_directories,
+    next_waits_elsewhere,
+    next_while_ending,
+    machine_lock_planted,
     state_deleted,
     state_deleted_in_use,
     journal_deleted,

@@ -24,7 +24,7 @@ from kilter.lease.baseline import (
     compared,
     load,
 )
-from kilter.lease.journal import JournalPlace, state_directory
+from kilter.lease.journal import JournalPlace, place_of
 
 HELP = f"""\
 Save, show or restore what each GPU should stand at when nobody governs it.
@@ -145,14 +145,13 @@ def _show(baseline: Baseline, gpus: list[Gpu]) -> Iterator[Shown]:
 
 
 def _restore(baseline: Baseline, gpus: list[Gpu]) -> Iterator[Shown]:
-    directory = state_directory(os.environ)
     for gpu in gpus:
         known = baseline.gpu.get(gpu.uuid)
         text, now_w = "no baseline; left as it is", None
         agrees = known is None
         if known is not None:
             try:
-                now_w = _put_back(gpu.uuid, known, JournalPlace(directory, gpu.uuid))
+                now_w = _put_back(gpu.uuid, known, place_of(gpu.uuid, os.environ))
                 agrees, text = True, f"put back: {known.setting}"
             except (DeviceError, FileError) as error:
                 text = f"not put back: {error}"

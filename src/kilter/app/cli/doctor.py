@@ -36,6 +36,7 @@ from kilter.device.find import CHOICES, daemon_socket, visible
 from kilter.device.nvidia import Gpu, NvidiaDevice, Survey, survey
 from kilter.device.protocol import Device
 from kilter.lease.journal import journals, state_directory
+from kilter.lease.risks import risks
 from kilter.observe import torch_internals
 from kilter.observe.torch_internals import Internal
 
@@ -270,9 +271,9 @@ def _ways(gpus: Sequence[GpuReport], environ: Mapping[str, str]) -> Iterator[Che
             text = "this process sets it, and a watcher process puts it back"
             if refusal is not None:
                 text = f"{text}; {refusal}"
-            shared = _watcher_may_die()
-            advice = OPERATOR if shared else None
-            yield _check(name, Status.FINE, text + shared, advice)
+            dangers = risks(environ)
+            status = Status.WARNING if dangers else Status.FINE
+            yield _check(name, status, "; ".join([text, *dangers]), OPERATOR if dangers else None)
         else:
             text = f"none: {refusal or 'no kilter daemon here, and this process may not set it'}"
             yield _check(name, Status.WARNING, text, None if path else OPERATOR)
@@ -285,15 +286,6 @@ def _refused_by_daemon(uuid: str, path: Path) -> str | None:
         return device.info().refusal
     finally:
         device.close()
-
-
-def _watcher_may_die() -> str:
-    """That the watcher shares the job's container, which takes both along; empty if it does not
-    look so."""
-    marks = (Path("/.dockerenv"), Path("/run/.containerenv"))
-    if any(mark.exists() for mark in marks):
-        return "; but the watcher and its journal die with this container"
-    return ""
 
 
 def _watch(device: Device) -> list[Sample]:

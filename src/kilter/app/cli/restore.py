@@ -13,6 +13,7 @@ from kilter.core.label import Label
 from kilter.device.find import visible
 from kilter.device.nvidia import survey
 from kilter.lease.journal import RestoreOutcome, journals, restore_all, state_directory
+from kilter.lease.machine import machine_directory
 
 HELP = """\
 Put back whatever a dead run left: the clocks and the power limit that it had found.
@@ -52,10 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    directory = state_directory(os.environ)
+    directory, machine = state_directory(os.environ), machine_directory(os.environ)
     left = {entry.uuid for entry in journals(directory)}
     chosen = frozenset(left if args.all else left & _visible(left, os.environ))
-    outcomes = list(restore_all(directory, uuids=chosen, force=args.force))
+    outcomes = list(restore_all(directory, machine=machine, uuids=chosen, force=args.force))
     others = sorted(left - chosen)
     if args.json:
         print(_as_json(directory, outcomes, others).decode())

@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 
 from kilter.core.errors import DeviceError, FileError, Held, NotObeyed
-from kilter.core.own_file import OwnFile
 from kilter.core.setting import Sample, Setting
 from kilter.device.nvidia import NvidiaDevice
 from kilter.lease.baseline import GpuBaseline, compared, of_gpu
@@ -36,6 +35,7 @@ from kilter.lease.journal import (
     recover,
     start_ticks,
 )
+from kilter.lease.machine import GpuLock
 
 
 @dataclass(slots=True)
@@ -45,8 +45,9 @@ class Holding:
     uuid: str
     device: NvidiaDevice
     directory: Path
+    machine: Path | None = None
     found: Setting = field(default_factory=Setting)
-    _lock: OwnFile | None = None
+    _lock: GpuLock | None = None
     _journal: Journal | None = None
     _baseline: GpuBaseline | None = None
 
@@ -121,7 +122,7 @@ class Holding:
 
     @property
     def _place(self) -> JournalPlace:
-        return JournalPlace(self.directory, self.uuid)
+        return JournalPlace(self.directory, self.uuid, machine=self.machine)
 
     def _new_journal(self, before: Setting, target: Setting) -> Journal:
         return Journal(

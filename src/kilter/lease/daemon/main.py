@@ -20,6 +20,7 @@ from kilter.lease.daemon.audit import Audit
 from kilter.lease.daemon.policy import DaemonPolicy, parse
 from kilter.lease.daemon.service import Service
 from kilter.lease.journal import restore_all
+from kilter.lease.machine import machine_directory, take_for_root
 
 CONFIG = Path("/etc/kilter/daemon.toml")
 AUDIT = Path("/var/log/kilter/audit.jsonl")
@@ -45,16 +46,21 @@ def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT; then everything is put back. Raises `FileError`, and
     `DeviceError` if another daemon serves already."""
+    # A reload that is asked for before we can hear it waits, and does not end the daemon.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     policy = load_policy(config)
     alone = _only_one(directory)
     log = Audit(audit)
     log.write("started", pid=os.getpid(), socket=str(socket_path), config=str(config))
-    for outcome in restore_all(directory):
+    machine = machine_directory(environ)
+    if machine is not None:
+        take_for_root(machine)
+    for outcome in restore_all(directory, machine=machine):
         log.note(
             outcome.state, gpu=outcome.uuid, why="left by a dead daemon", reason=outcome.reason
         )
     listener = passed_socket(environ) or listen(socket_path)
-    service = Service(policy, directory, log)
+    service = Service(policy, directory, machine, log)
     try:
         asyncio.run(_serve(service, listener, config, environ))
     finally:
@@ -71,6 +77,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     loop.add_signal_handler(signal.SIGHUP, _reload(service, config))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     with suppress(asyncio.CancelledError):
         await service.serve(listener, lambda: _tell_ready(environ))
 

@@ -101,10 +101,13 @@ class GovernedGpu:
 class Service:
     """Serves one socket until it is cancelled; then everything is put back."""
 
-    def __init__(self, policy: DaemonPolicy, directory: Path, audit: Audit) -> None:
+    def __init__(
+        self, policy: DaemonPolicy, directory: Path, machine: Path | None, audit: Audit
+    ) -> None:
         self.policy = policy
         """May be replaced while the service runs; leases in force stay."""
         self._directory = directory
+        self._machine = machine
         self._audit = audit
         self._gpus: dict[str, GovernedGpu] = {}
         self._surveyed_s = -math.inf
@@ -390,14 +393,18 @@ class Service:
         seen = await asyncio.get_running_loop().run_in_executor(None, survey)
         for one in seen.gpus:
             if one.uuid and one.uuid not in self._gpus:
-                self._gpus[one.uuid] = _new_gpu(one.uuid, self._directory)
+                self._gpus[one.uuid] = self._new_gpu(one.uuid)
 
-
-def _new_gpu(uuid: str, directory: Path) -> GovernedGpu:
-    holding = Holding(uuid=uuid, device=NvidiaDevice(uuid), directory=directory)
-    return GovernedGpu(
-        holding=holding, thread=ThreadPoolExecutor(1, thread_name_prefix="kilter-gpu")
-    )
+    def _new_gpu(self, uuid: str) -> GovernedGpu:
+        return GovernedGpu(
+            holding=Holding(
+                uuid=uuid,
+                device=NvidiaDevice(uuid),
+                directory=self._directory,
+                machine=self._machine,
+            ),
+            thread=ThreadPoolExecutor(1, thread_name_prefix="kilter-gpu"),
+        )
 
 
 def _check_occupants(holding: Holding, peer: Peer) -> None:

@@ -25,7 +25,7 @@ KEYS = {
     *("kept", "restored", "refused", "energy_method", "energy_disagreement"),
     *("interval_method", "goal", "found", "memory", "footprint"),
     *("after", "choice", "evidence", "rehearsed_iterations", "rehearsed_share", "mode"),
-    *("mode_reason", "outcome", "ranks", "command", "kilter", "wall_time", "duration_s"),
+    *("mode_reason", "outcome", "ranks", "command", "kilter", "wall_time", "config", "duration_s"),
     *("overhead", "probes", "decisions", "errors", "prediction", "memory", "sections", "blocks"),
     *("series", "operations", "operations_method"),
     *("host", "torch", "driver", "energy_j", "idle", "job", "unseen", "no_trace"),

@@ -111,6 +111,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         "                        goes\n"
         "  --out DIR             where the files of the run go (default: runs/ID)\n"
         "  --json                the summary at the end is one line of JSON, also on stderr\n"
+        "  --config FILE         read options from this file instead of the nearest kilter.toml"
+        " or\n"
+        "                        pyproject.toml\n"
         "  -m                    SCRIPT is the name of a module\n\n"
     )
     for word in ("torchrun", "KILTER=0", "KILTER_READ_ONLY=1", "kilter.toml", "[tool.kilter]"):
@@ -520,6 +523,31 @@ def test_a_fifo_or_anothers_file_is_no_configuration(tmp_path: Path) -> None:
     (shared / "kilter.toml").chmod(0o666)
     with pytest.raises(UsageError, match="writable by others"):
         find_file(shared)
+
+
+def test_a_named_file_is_read_instead_and_the_report_says_so(tmp_path: Path) -> None:
+    (tmp_path / "kilter.toml").write_text("nonsense = 1")
+    (tmp_path / "mine.toml").write_text("dry-run = true\nmax-slowdown = '7%'\n")
+    (tmp_path / "job.py").write_text("print('hello')")
+    command = ["--config", "mine.toml", "--device", "null", "--out", "run", "job.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kilter", "run", *command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+    found = report.build(tmp_path / "run")
+    assert found.config == str(tmp_path / "mine.toml")
+    assert found.contract == 0.07
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert f"options of {tmp_path / 'mine.toml'}" in page
+    with pytest.raises(UsageError, match="no such file"):
+        resolve({}, {}, tmp_path, (), tmp_path / "missing.toml")
+    os.mkfifo(tmp_path / "fifo.toml")
+    with pytest.raises(UsageError, match="not a regular file"):
+        resolve({}, {}, tmp_path, (), tmp_path / "fifo.toml")
 
 
 def test_the_search_ends_at_the_project_and_before_a_shared_directory(tmp_path: Path) -> None:

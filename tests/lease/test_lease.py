@@ -782,6 +782,18 @@ class TestStateDirectory:
         with pytest.raises(FileError, match="open to others"):
             state_directory({"XDG_RUNTIME_DIR": str(tmp_path)})
 
+    @pytest.mark.skipif(os.geteuid() != 0, reason="root alone has to look above")
+    def test_root_uses_none_that_another_user_could_replace(self, tmp_path: Path) -> None:
+        theirs = tmp_path / "theirs"
+        (theirs / "state").mkdir(parents=True, mode=0o700)
+        os.chown(theirs, 61003, 61003)
+        with pytest.raises(FileError, match="another user"):
+            state_directory({"KILTER_STATE_DIR": str(theirs / "state")})
+        link = tmp_path / "link"
+        link.symlink_to(theirs / "state")
+        with pytest.raises(FileError, match="another user"):
+            state_directory({"KILTER_STATE_DIR": str(link)})
+
     def test_one_that_cannot_be_made_names_the_variable(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(FileError, match="KILTER_STATE_DIR"):

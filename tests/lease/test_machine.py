@@ -59,7 +59,7 @@ def test_two_users_with_the_right_to_set_do_not_meet_on_a_gpu() -> None:
     """Each with a state directory of its own; the cards permit both."""
     with tempfile.TemporaryDirectory(prefix="kilter-machine-") as root:
         box = Box(Path(root))
-        box.root.chmod(0o777)
+        box.root.chmod(0o1777)
         for name in ("cards.json", "cards.json.lock", "cards.json.calls"):
             (box.root / name).touch()
             (box.root / name).chmod(0o666)

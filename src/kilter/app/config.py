@@ -1,15 +1,15 @@
 """What the user asked of `kilter run`: flag > environment > file > default, in that order.
 
 One table (`OPTIONS`) names every option. `--max-slowdown` is `KILTER_MAX_SLOWDOWN` in the
-environment and `max-slowdown` in `kilter.toml`, or in `[tool.kilter]` of `pyproject.toml`; the
-nearest such file is used, searched from the working directory upward.
+environment and `max-slowdown` in `kilter.toml`, or in `[tool.kilter]` of `pyproject.toml`: the file
+that `--config` names, or the nearest one from the working directory upward to the project's root.
 """
 
 from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,9 +177,11 @@ def resolve(
     environ: Mapping[str, str],
     directory: Path,
     command: tuple[str, ...],
+    config: Path | None = None,
 ) -> Options:
-    """The options of a run. `UsageError` names the flag, variable or file that is wrong."""
-    file, entries = find_file(directory)
+    """The options of a run. `UsageError` names the flag, variable or file that is wrong. `config`
+    is a file that the user names, whoever owns it; None: the nearest one."""
+    file, entries = find_file(directory) if config is None else _named(config)
     given: dict[str, Any] = {}
     for option in OPTIONS.values():
         for text, where in (
@@ -222,6 +224,7 @@ def resolve(
         trace=given.get("trace", False),
         sections=sections,
         rehearse_s=given.get("rehearse"),
+        config=file,
     )
 
 
@@ -302,12 +305,20 @@ def find_file(directory: Path) -> tuple[Path | None, dict[str, str]]:
         if folder != directory and not _own_folder(folder):
             break
         for file, table in ((folder / "kilter.toml", ()), (folder / "pyproject.toml", _TABLE)):
-            entries = _entries(file, table)
+            entries = _entries(file, table, owners={0, os.geteuid()})
             if entries is not None:
                 return file, entries
         if (folder / ".git").exists():
             break
     return None, {}
+
+
+def _named(file: Path) -> tuple[Path, dict[str, str]]:
+    table = _TABLE if file.name == "pyproject.toml" else ()
+    entries = _entries(file, table, owners=None)
+    if entries is None:
+        raise UsageError(f"--config {file}: there is no such file, or it has no [tool.kilter]")
+    return file.absolute(), entries
 
 
 def _own_folder(folder: Path) -> bool:
@@ -323,15 +334,16 @@ _TABLE = ("tool", "kilter")
 _MAX_BYTES = 2**20
 
 
-def _entries(file: Path, table: tuple[str, ...]) -> dict[str, str] | None:
+def _entries(
+    file: Path, table: tuple[str, ...], *, owners: Collection[int] | None
+) -> dict[str, str] | None:
     try:
         # A group may write: a user's own group can, by the default of many systems.
-        owners = {0, os.geteuid()}
         raw = read_file(file, max_bytes=_MAX_BYTES, owners=owners, closed_to=0o002)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except FileError as error:
-        if table:
+        if table and owners is not None:
             return None  # a pyproject.toml may be there for others
         raise UsageError(
             f"{error}: give it to yourself (chown, chmod go-w), or remove it"

@@ -46,6 +46,8 @@ class Started(Event, frozen=True, kw_only=True):
     """Name of the machine."""
     torch: str | None = None
     """Version, as installed; the program may not import it."""
+    config: str | None = None
+    """The configuration file that was read."""
 
 
 class Sampled(Event, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ read. A TOML file that root writes, by UUID:
 from __future__ import annotations
 
 import os
+import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,13 +25,16 @@ import msgspec
 
 from kilter.core.errors import FileError, Held
 from kilter.core.files import read_file
-from kilter.core.setting import Setting
+from kilter.core.setting import Setting, Throttle
 from kilter.core.units import MHZ
+from kilter.device.protocol import Device
 
 BASELINE = Path("/etc/kilter/baseline.toml")
 BASELINE_VARIABLE = "KILTER_BASELINE"
 MAX_BASELINE_BYTES = 2**20
 LIMIT_TOLERANCE_W = 1.0
+BUSY_UTILISATION = 0.9
+"""SM utilisation from which a low clock needs a reason."""
 
 
 class GpuBaseline(
@@ -92,6 +96,35 @@ def as_toml(baseline: Baseline) -> bytes:
             if value is not None:
                 parts.append(f"{key} = {msgspec.json.encode(value).decode()}")
     return ("\n".join(parts) + "\n").encode()
+
+
+LOOKS, LOOK_EVERY_S = 6, 0.1
+"""A clock that a power limit or heat keeps down moves meanwhile; a locked one does not."""
+
+
+def refuse_unknown_lock(device: Device, uuid: str, baseline: GpuBaseline | None) -> None:
+    """Raises `Held` if somebody seems to have locked the SM clock: busy, steady below the highest
+    clock, and the driver tells no reason but a setting. No call tells the value, so it could not be
+    put back. With a baseline there is nothing to guess."""
+    clocks_hz = device.supported().sm_clocks_hz
+    if baseline is not None or not clocks_hz:
+        return
+    seen: set[float] = set()
+    for look in range(LOOKS):
+        time.sleep(LOOK_EVERY_S if look else 0.0)
+        sample = device.sample()
+        clock_hz, reasons = sample.sm_clock_hz, sample.throttle
+        busy = (sample.sm_utilisation or 0.0) >= BUSY_UTILISATION
+        if clock_hz is None or reasons is None or clock_hz >= clocks_hz[-1] or not busy:
+            return
+        seen.add(clock_hz)
+        if len(seen) > 1 or not set(reasons) <= {Throttle.CLOCK_SETTING}:
+            return
+    raise Held(
+        f"{uuid}: somebody seems to have locked the SM clock at {seen.pop() / MHZ:.0f} MHz, which "
+        "no driver call tells, so that it could not be put back. As root: kilter baseline save "
+        "--sm-clock-mhz MHZ if it is to stay locked, else nvidia-smi -rgc and kilter baseline save"
+    )
 
 
 def compared(uuid: str, found: Setting, baseline: GpuBaseline | None) -> Setting:

@@ -17,6 +17,7 @@ import math
 import os
 import pwd
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -139,7 +140,24 @@ def state_directory(environ: Mapping[str, str]) -> Path:
             f"{path}: belongs to somebody else or is open to others; "
             f"choose another directory with {STATE_VARIABLE}"
         )
+    exposed = _exposed_parent(path) if os.geteuid() == 0 else None
+    if exposed is not None:
+        raise FileError(
+            f"{path}: {exposed} belongs to another user or is open to others, who could put "
+            f"another directory in its place; choose another one with {STATE_VARIABLE}"
+        )
     return path
+
+
+def _exposed_parent(path: Path) -> Path | None:
+    """A directory above that somebody else than root may rename entries of. What is sticky, as
+    `/tmp`, keeps root's own."""
+    for parent in path.resolve().parents:
+        status = parent.stat()
+        sticky = status.st_mode & stat.S_ISVTX
+        if status.st_uid != 0 or (status.st_mode & 0o022 and not sticky):
+            return parent
+    return None
 
 
 def _in_home() -> Path:
@@ -206,10 +224,19 @@ def _holder(raw: bytes) -> Holder | None:
 class JournalPlace:
     """The lock and the journal of one GPU. Constructing one touches nothing."""
 
-    def __init__(self, directory: Path, uuid: str, *, machine: Path | None = None) -> None:
-        """`machine`: where the locks of all users are; None: the lock is that of `directory`."""
+    def __init__(
+        self,
+        directory: Path,
+        uuid: str,
+        *,
+        machine: Path | None = None,
+        owner: int | None = None,
+    ) -> None:
+        """`machine`: where the locks of all users are; None: the lock is that of `directory`.
+        `owner`: the user whose files these are; None: this process's."""
         self.directory = directory
         self.machine = machine
+        self._owner = owner
         self.uuid = uuid
         stem = re.sub(r"[^A-Za-z0-9._-]", "_", uuid)
         self.lock_path = directory / f"{stem}.lock"
@@ -278,13 +305,18 @@ class JournalPlace:
 
     def _open_lock(self) -> OwnFile:
         """Raises `OSError` or `FileError`: a planted link must not lead us to another file."""
-        lock = OwnFile.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        make = os.O_CREAT if self._owner is None else 0
+        lock = OwnFile.open(self.lock_path, os.O_RDWR | make | os.O_NOFOLLOW)
         assert lock.number is not None
-        flaw = flaw_of(os.fstat(lock.number), owners={os.geteuid()})
+        flaw = flaw_of(os.fstat(lock.number), owners=self._owners)
         if flaw is not None:
             lock.close()
             raise FileError(f"{self.lock_path}: {flaw}; nothing is set")
         return lock
+
+    @property
+    def _owners(self) -> set[int]:
+        return {os.geteuid() if self._owner is None else self._owner}
 
     def unlock(self, lock: GpuLock) -> None:
         """Let the GPU go, also for other processes that have the same open files."""
@@ -333,9 +365,8 @@ class JournalPlace:
         """The journal, `None` if nothing of ours is set, `FileError` if it cannot be understood, or
         is not this user's own: whoever obeys a journal sets what it says."""
         try:
-            owners = {os.geteuid()}
             raw = read_file(
-                self.journal_path, max_bytes=MAX_JOURNAL_BYTES, owners=owners, follow=False
+                self.journal_path, max_bytes=MAX_JOURNAL_BYTES, owners=self._owners, follow=False
             )
             return msgspec.json.decode(raw, type=Journal)
         except (FileNotFoundError, NotADirectoryError):
@@ -570,9 +601,11 @@ def journals(directory: Path) -> Iterator[Entry]:
                 yield Entry(uuid=place.uuid, journal=journal, alive=_locked(place))
 
 
-def _places(directory: Path, machine: Path | None = None) -> list[JournalPlace]:
+def _places(
+    directory: Path, machine: Path | None = None, owner: int | None = None
+) -> list[JournalPlace]:
     found = sorted(directory.glob("*.json"))
-    return [JournalPlace(directory, path.stem, machine=machine) for path in found]
+    return [JournalPlace(directory, path.stem, machine=machine, owner=owner) for path in found]
 
 
 def _locked(place: JournalPlace) -> bool:
@@ -595,26 +628,33 @@ def restore_all(
     *,
     machine: Path | None = None,
     uuids: frozenset[str] | None = None,
+    owner: int | None = None,
     force: bool = False,
     open_device: Callable[[Journal], Device] = open_journalled,
+    trusted: Callable[[Journal], Journal] = lambda journal: journal,
 ) -> Iterator[RestoreOutcome]:
     """Put back what dead jobs have left, on these GPUs (`None`: all). Live holders are left alone.
+    `owner` is the user whose journals these are, `trusted` what is to be obeyed of one.
 
     Where the lock is still held although the job is dead, or has let its deadline pass, nothing is
     done without `force`.
 
     Nothing is raised for one GPU that would keep the next one from its turn.
     """
-    for place in _places(directory, machine):
+    for place in _places(directory, machine, owner):
         if uuids is not None and place.uuid not in uuids:
             continue
-        outcome = _restore_one(place, open_device, force=force)
+        outcome = _restore_one(place, open_device, trusted, force=force)
         if outcome is not None:
             yield outcome
 
 
 def _restore_one(
-    place: JournalPlace, open_device: Callable[[Journal], Device], *, force: bool
+    place: JournalPlace,
+    open_device: Callable[[Journal], Device],
+    trusted: Callable[[Journal], Journal],
+    *,
+    force: bool,
 ) -> RestoreOutcome | None:
     journal = None
     try:
@@ -624,6 +664,7 @@ def _restore_one(
             journal = place.read()
             if journal is None:
                 return None
+            journal = trusted(journal)
             with closing(open_device(journal)) as device:
                 return recover(place, journal, device)
         finally:

@@ -55,7 +55,7 @@ from kilter.core.files import flaw_of
 from kilter.core.own_file import OwnFile
 from kilter.core.setting import Sample, Setting
 from kilter.device.protocol import Device, KeptElsewhere
-from kilter.lease.baseline import GpuBaseline, compared, of_gpu
+from kilter.lease.baseline import GpuBaseline, compared, of_gpu, refuse_unknown_lock
 from kilter.lease.journal import (
     BUSY,
     KNOBS,
@@ -287,6 +287,8 @@ class Lease:
 
     def _change(self, setting: Setting, hold_s: float) -> None:
         first = self._journal is None
+        if first and self._place is not None and setting.sm_clock_hz is not None:
+            refuse_unknown_lock(self._device, self._uuid, self._baseline)
         journal, number = self._announce(over(self._found, setting), hold_s)
         now = self._look() if first else self._found  # a watcher takes its time to start
         if first and now != self._found:

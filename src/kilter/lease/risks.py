@@ -1,8 +1,8 @@
 """What could keep a GPU that this process sets itself from being put back.
 
 The watcher is started by the job. What ends all of a job's processes at once, as the end of a
-container or of a batch job does, ends the watcher, too, and a container takes the journal along. `kilter daemon` outlives
-both.
+container or of a batch job does, ends the watcher, too, and a container takes the journal along.
+`kilter daemon` on the host outlives both.
 """
 
 from __future__ import annotations

@@ -179,6 +179,7 @@ class Session:
             mode_reason=why,
             host=platform.node() or None,
             torch=_torch_version(),
+            config=None if self._options.config is None else str(self._options.config),
         )
 
     def _iteration_ended(self, index: int, t_s: float) -> None:

@@ -29,6 +29,8 @@ class Options:
     """Clocks inside the iteration, for communication sections, in place of the whole job's."""
     rehearse_s: float | None = None
     """Real seconds for a rehearsal after the script; None: `REHEARSE_S`."""
+    config: Path | None = None
+    """The file that some of these were read from."""
 
     @property
     def rehearsal_s(self) -> float:

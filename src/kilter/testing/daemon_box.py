@@ -39,7 +39,7 @@ class DaemonBox(Box):
         self, root: Path, *, cards: int = 1, uids: tuple[int, ...] = (), policy: str | None = None
     ) -> None:
         super().__init__(root, cards=cards)
-        root.chmod(0o777)
+        root.chmod(0o1777)
         for name in ("cards.json.lock", "cards.json.calls"):
             (root / name).touch()
             (root / name).chmod(0o666)

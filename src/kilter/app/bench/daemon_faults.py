@@ -22,7 +22,7 @@ from kilter.app.bench.faults_of_trust import until
 from kilter.core.daemon_protocol import Ask, Hello, Hold, Look, Release, encode
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
-from kilter.testing.box import FOUND, LOW
+from kilter.testing.box import FOUND, FOUND_LIMIT_W, LOW
 from kilter.testing.daemon_box import DaemonBox
 
 MESSAGES, CONNECTIONS, KILLS = 10_000, 2_000, 40
@@ -52,6 +52,17 @@ def daemon_killed(box: DaemonBox) -> None:
     box.start_daemon()
     box.note(f"renewal {job.ask('renew')}, set {job.ask('set', **LOW) or 'again'}")
     job.end()
+
+
+def daemon_clock_locked_by_site(box: DaemonBox) -> Setting:
+    """daemon: SM clock locked by `nvidia-smi -lgc` before the job, no baseline"""
+    with box.fake.edit() as state:
+        state.cards[0].sm_lock_mhz = (345, 1410)
+    job = box.job()
+    job.ask("enter")
+    box.note(job.ask("set", sm_mhz=1200)["error"])
+    job.end()
+    return Setting(sm_clock_hz=1410 * MHZ, power_limit_w=FOUND_LIMIT_W)
 
 
 def daemon_ended(box: DaemonBox) -> None:
@@ -236,11 +247,12 @@ def _open_files(box: DaemonBox) -> int:
     return len(os.listdir(f"/proc/{box.daemon.pid}/fd"))
 
 
-DaemonScenario = Callable[[DaemonBox], None]
+DaemonScenario = Callable[[DaemonBox], Setting | None]
 DAEMON_SCENARIOS: tuple[DaemonScenario, ...] = (
     daemon_job_killed,
     daemon_and_job_killed,
     daemon_killed,
+    daemon_clock_locked_by_site,
     daemon_ended,
     daemon_job_stopped,
     daemon_random_kills,

@@ -18,7 +18,7 @@ import msgspec
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
 from kilter.lease.journal import STATE_VARIABLE
-from kilter.testing.box import FOUND, TIMEOUT_S, Box, find_watcher, kill_watcher
+from kilter.testing.box import FOUND, FOUND_LIMIT_W, TIMEOUT_S, Box, find_watcher, kill_watcher
 from kilter.testing.fake_card import Rule
 
 Accident = Callable[[Box], Setting | None]
@@ -192,6 +192,17 @@ def damaged_beside_whole(box: Box) -> None:
     box.note(f"kilter restore: exit code {box.restore()}")
 
 
+def clock_locked_by_site(box: Box) -> Setting:
+    """SM clock locked by `nvidia-smi -lgc` before the job, no baseline"""
+    with box.fake.edit() as state:
+        state.cards[0].sm_lock_mhz = (345, 1410)
+    job = box.start()
+    job.ask("enter")
+    box.note(job.ask("set", sm_mhz=1200)["error"])
+    job.end()
+    return Setting(sm_clock_hz=1410 * MHZ, power_limit_w=FOUND_LIMIT_W)
+
+
 def _elsewhere(box: Box) -> dict[str, str]:
     """The environment of a job that has another state directory, as another user has."""
     directory = box.root / "another state"
@@ -250,6 +261,7 @@ def machine_lock_planted(box: Box) -> None:
 
 
 TRUST_SCENARIOS: tuple[Accident, ...] = (
+    clock_locked_by_site,
     two_directories,
     next_waits_elsewhere,
     next_while_ending,

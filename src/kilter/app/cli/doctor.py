@@ -35,6 +35,7 @@ from kilter.device.daemon import DaemonDevice
 from kilter.device.find import CHOICES, daemon_socket, visible
 from kilter.device.nvidia import Gpu, NvidiaDevice, Survey, survey
 from kilter.device.protocol import Device
+from kilter.lease.baseline import BUSY_UTILISATION
 from kilter.lease.journal import journals, state_directory
 from kilter.lease.risks import risks
 from kilter.observe import torch_internals
@@ -60,8 +61,6 @@ WATCH_S = 1.0
 SAMPLE_EVERY_S = 0.02
 POWER_DISAGREEMENT = 0.25
 """Of counter and integral of power. The counter moves every 0.1 s, so a second alone gives 10 %."""
-LOADED = 0.9
-"""SM utilisation from which a low clock needs a reason."""
 
 WITHOUT_GPU = "without a GPU, --device sim:v100 rehearses on a simulated one"
 
@@ -350,7 +349,7 @@ def _held(
     if limit_w is not None and largest_w is not None and limit_w < largest_w:
         text = f"power limit {limit_w:.0f} W is below the largest, {largest_w:.0f} W"
         yield _check(name, Status.FINE, f"{text}: kept, and restored, as found")
-    busy = (sample.sm_utilisation or 0.0) >= LOADED
+    busy = (sample.sm_utilisation or 0.0) >= BUSY_UTILISATION
     clock_hz, clocks_hz = sample.sm_clock_hz, supported.sm_clocks_hz
     if busy and clock_hz is not None and clocks_hz and clock_hz < clocks_hz[-1]:
         reasons = [reason.value for reason in sample.throttle or ()]

@@ -14,6 +14,7 @@ from kilter.device.find import visible
 from kilter.device.nvidia import survey
 from kilter.lease.journal import RestoreOutcome, journals, restore_all, state_directory
 from kilter.lease.machine import machine_directory
+from kilter.lease.others import restore_of_user, user_directories
 
 HELP = """\
 Put back whatever a dead run left: the clocks and the power limit that it had found.
@@ -34,7 +35,9 @@ examples:
   kilter restore --all --json    in a Slurm epilog: one line to log
 
 The journals are in KILTER_STATE_DIR, or /run/kilter for root, or a directory of the user's own:
-run it as the user whose run has died.
+run it as the user whose run has died. As root, --all looks into the directories of other users as
+well. Root believes no other user's journal: such a GPU is put to the baseline that the operator has
+saved (kilter baseline), and without one it is named, and the exit code is 1.
 """
 
 
@@ -57,6 +60,11 @@ def run(args: argparse.Namespace) -> int:
     left = {entry.uuid for entry in journals(directory)}
     chosen = frozenset(left if args.all else left & _visible(left, os.environ))
     outcomes = list(restore_all(directory, machine=machine, uuids=chosen, force=args.force))
+    if args.all and os.geteuid() == 0:
+        for other in user_directories():
+            outcomes += restore_of_user(
+                other, machine=machine, environ=os.environ, force=args.force
+            )
     others = sorted(left - chosen)
     if args.json:
         print(_as_json(directory, outcomes, others).decode())

@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             parser.add_argument(f"--{option.name}", metavar=option.metavar, help=option.help)
     parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="read options from this file instead of the nearest kilter.toml or pyproject.toml",
+    )
+    parser.add_argument(
         "-m", dest="module", action="store_true", help="SCRIPT is the name of a module"
     )
     parser.add_argument(
@@ -109,7 +115,7 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
             return functools.partial(run_torchrun, arguments, command, {})
         return functools.partial(run_without_kilter, command)
     flags = {name: getattr(arguments, name.replace("-", "_")) for name in OPTIONS}
-    options = resolve(flags, os.environ, here(), command)
+    options = resolve(flags, os.environ, here(), command, arguments.config)
     check_out(options.out, ranks(os.environ))
     if not arguments.torchrun:
         program = find_program(command)

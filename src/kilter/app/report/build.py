@@ -171,6 +171,8 @@ class Report:
     torch: str | None
     driver: str | None
     wall_time: str
+    config: str | None
+    """The configuration file that was read."""
     duration_s: float
     overhead: Overhead | None
     probes: tuple[Probe, ...]
@@ -383,6 +385,7 @@ def summarise(
         torch=lead.torch,
         driver=lead.device.driver,
         wall_time=lead.wall_time,
+        config=lead.config,
         duration_s=max(rank.last_s for rank in ranks),
         overhead=_overhead(stops, iterations) if complete else None,
         probes=judged.probes,

@@ -157,10 +157,11 @@ def whole_run(report: Report) -> str:
 
 
 def machine(report: Report) -> str:
-    """Host and versions, as far as the record knows them."""
+    """Host, versions and the configuration file, as far as the record knows them."""
     known = (("", report.host), ("torch ", report.torch), ("driver ", report.driver))
     facts = [f"{name}{value}" for name, value in known if value is not None]
-    return ", ".join([*facts, f"kilter {report.kilter}", report.wall_time])
+    options = [] if report.config is None else [f"options of {report.config}"]
+    return ", ".join([*facts, f"kilter {report.kilter}", report.wall_time, *options])
 
 
 def plain_name(device: str) -> str:

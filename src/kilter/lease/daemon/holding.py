@@ -19,7 +19,7 @@ import msgspec
 from kilter.core.errors import DeviceError, FileError, Held, NotObeyed
 from kilter.core.setting import Sample, Setting
 from kilter.device.nvidia import NvidiaDevice
-from kilter.lease.baseline import GpuBaseline, compared, of_gpu
+from kilter.lease.baseline import GpuBaseline, compared, of_gpu, refuse_unknown_lock
 from kilter.lease.journal import (
     BUSY,
     KNOBS,
@@ -77,6 +77,8 @@ class Holding:
         written, and what `Device.set` raises."""
         now = self.device.settings()
         if self._journal is None:
+            if setting.sm_clock_hz is not None:
+                refuse_unknown_lock(self.device, self.uuid, self._baseline)
             self.found = self._look()
         elif changed_by_others(self._journal, now, Sample(t_s=0.0)):
             raise Held(f"{self.uuid}: somebody else has changed the power limit to {now}")

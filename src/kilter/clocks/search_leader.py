@@ -8,6 +8,7 @@ from kilter.clocks.block_messages import OrderNote, RankResult
 from kilter.clocks.plan.governor import BlockOutcome, Order, Phase
 from kilter.core.errors import DeviceError
 from kilter.core.events import AnyEvent, Block, Decided
+from kilter.core.pace import Pace
 from kilter.core.setting import Setting
 from kilter.lease.journal import KNOBS
 
@@ -44,6 +45,7 @@ class SearchLeader:
         self._record = record
         self._clock = clock
         self._given_up = given_up
+        self._held_lines = HeldLines()
         """Nothing is set any more, and the governor knows."""
         self._repeats = 0
         """Of the present block."""
@@ -81,24 +83,27 @@ class SearchLeader:
         if order.phase is Phase.WARM or self._repeats >= BLOCK_REPEATS:
             why_not = refused
         self._iteration_s = outcome.iteration_s
-        self._record(
-            Block(
-                t_s=self._clock(),
-                number=number,
-                pair=order.pair,
-                phase=order.phase.value,
-                arm="baseline" if order.baseline else "candidate",
-                setting=order.setting,
-                iterations=iterations,
-                iteration_s=outcome.iteration_s,
-                energy_j=outcome.energy_j,
-                device_begin_s=device_begin_s,
-                device_end_s=device_end_s,
-                clean=why_not is None,
-                why_not=why_not,
-                rehearsed=rehearsed,
+        now_s, left_out = self._clock(), self._held_lines.left_out
+        if self._held_lines.due(order, iterations, now_s):
+            self._record(
+                Block(
+                    t_s=now_s,
+                    number=number,
+                    pair=order.pair,
+                    phase=order.phase.value,
+                    arm="baseline" if order.baseline else "candidate",
+                    setting=order.setting,
+                    iterations=iterations,
+                    iteration_s=outcome.iteration_s,
+                    energy_j=outcome.energy_j,
+                    device_begin_s=device_begin_s,
+                    device_end_s=device_end_s,
+                    clean=why_not is None,
+                    why_not=why_not,
+                    rehearsed=rehearsed,
+                    left_out=left_out,
+                )
             )
-        )
         if refused:
             self._given_up = True
             order = self._orders.throw(DeviceError(refused))
@@ -126,6 +131,29 @@ class SearchLeader:
             roles={role: _changes(self._found, s) for role, s in order.roles.items()},
             iterations=min(iterations, MOST_ITERATIONS),
         )
+
+
+class HeldLines:
+    """Which blocks have a line in the record: of a hold, which may last for weeks, fewer and fewer;
+    of a pair both or none, whatever they have come to."""
+
+    def __init__(self) -> None:
+        self._alone, self._pairs = Pace(), Pace()
+        self._pair: int | None = None
+        self._pair_due = True
+        self.left_out = 0
+        """Iterations without a line since the last one."""
+
+    def due(self, order: Order, iterations: int, now_s: float) -> bool:
+        due = order.phase is not Phase.HOLD
+        if not due and order.pair is None:
+            due = self._alone.due(now_s)
+        elif not due:
+            if order.pair != self._pair:
+                self._pair, self._pair_due = order.pair, self._pairs.due(now_s)
+            due = self._pair_due
+        self.left_out = 0 if due else self.left_out + iterations
+        return due
 
 
 def _changes(found: Setting, setting: Setting) -> Setting:

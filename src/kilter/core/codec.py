@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
 from kilter.core.errors import FileError
-from kilter.core.files import read_file
+from kilter.core.files import open_file, read_file
 from kilter.core.plan import Plan
 from kilter.core.trace import IterationTrace
 
@@ -84,6 +85,16 @@ def read(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> bytes:
             with open(path, "rb") as pipe:
                 return pipe.read(max_bytes)
         return read_file(path, max_bytes=max_bytes)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Iterator[BinaryIO]:
+    """The same as a file that is open while the block runs, for what is read line by line."""
+    try:
+        with open_file(path, max_bytes=max_bytes) as file:
+            yield file
     except OSError as error:
         raise FileError(f"{path}: cannot be read ({error.strerror})") from error
 

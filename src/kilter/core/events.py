@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from kilter.core.codec import read
+from kilter.core.codec import opened
 from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.core.memory_record import MemoryRecord, PlanFigures
@@ -51,7 +51,7 @@ class Started(Event, frozen=True, kw_only=True):
 
 
 class Sampled(Event, frozen=True, kw_only=True):
-    """One reading of the device's sensors, thinned to a few a second."""
+    """One reading of the device's sensors: two a second at first, then fewer and fewer."""
 
     device_t_s: float
     """The device's clock: virtual time of a simulated device."""
@@ -100,6 +100,8 @@ class Block(Event, frozen=True, kw_only=True):
     """Why the block does not count (switch in flight, throttled, stalled, late order)."""
     rehearsed: bool = False
     """Run on the simulated device with the trace, after the script had ended."""
+    left_out: int = 0
+    """Iterations of the blocks of a long hold before this one that have no line of their own."""
 
 
 class Decided(Event, frozen=True, kw_only=True):
@@ -223,25 +225,32 @@ AnyEvent = (
 )
 
 MAX_EVENTS_BYTES = 2**32
+MAX_LINE_BYTES = 2**24
 _DECODER = msgspec.json.Decoder(AnyEvent)
 
 
 def read_events(path: str | Path) -> Iterator[AnyEvent]:
-    """The events of one file in order. A broken last line (killed while writing) is left out; a
-    broken line elsewhere, or a file that does not begin with `Started`, is a `FileError`."""
-    lines = read(path, max_bytes=MAX_EVENTS_BYTES).split(b"\n")
-    complete, rest = lines[:-1], lines[-1]
-    for number, line in enumerate(complete, start=1):
-        try:
-            event = decode_event(line, number, path)
-        except FileError:
-            if number == len(complete) and not rest:
-                return
-            raise
-        if number == 1 and not isinstance(event, Started):
-            raise FileError(f"{path}: does not begin with the start of a run")
-        yield event
-    if not complete:
+    """The events of one file in order, a line at a time. A broken last line (killed while writing)
+    is left out; a broken line elsewhere, or a file that does not begin with `Started`, is a
+    `FileError`."""
+    number = 0
+    with opened(path, max_bytes=MAX_EVENTS_BYTES) as file:
+        line = file.readline(MAX_LINE_BYTES)
+        while line.endswith(b"\n"):
+            number, following = number + 1, file.readline(MAX_LINE_BYTES)
+            try:
+                event = decode_event(line, number, path)
+            except FileError:
+                if not following:
+                    return
+                raise
+            if number == 1 and not isinstance(event, Started):
+                raise FileError(f"{path}: does not begin with the start of a run")
+            yield event
+            line = following
+        if len(line) == MAX_LINE_BYTES:
+            raise FileError(f"{path}:{number + 1}: not an event of a run (a line without an end)")
+    if not number:
         raise FileError(f"{path}: empty; the run wrote nothing")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Collection
+from typing import BinaryIO
 
 from kilter.core.errors import FileError
 
@@ -27,6 +28,26 @@ def read_file(
     `closed_to`: it is writable by its owner alone. Without `follow` the last part of the path must
     not be a link. Raises `FileNotFoundError`, or `FileError` for everything else.
     """
+    file = open_file(path, max_bytes=max_bytes, owners=owners, closed_to=closed_to, follow=follow)
+    try:
+        with file:
+            raw = file.read(max_bytes + 1)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read ({error.strerror})") from error
+    if len(raw) > max_bytes:
+        raise FileError(f"{path}: more than {max_bytes} bytes; not read")
+    return raw
+
+
+def open_file(
+    path: str | os.PathLike[str],
+    *,
+    max_bytes: int,
+    owners: Collection[int] | None = None,
+    closed_to: int = 0o022,
+    follow: bool = True,
+) -> BinaryIO:
+    """The file of `read_file`, open to be read in parts."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
         handle = os.open(path, flags)
@@ -35,19 +56,11 @@ def read_file(
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise FileError(f"{path}: cannot be read ({why})") from error
-    try:
-        flaw = flaw_of(os.fstat(handle), max_bytes=max_bytes, owners=owners, closed_to=closed_to)
-        if flaw is not None:
-            raise FileError(f"{path}: {flaw}; not read")
-        with open(handle, "rb", closefd=False) as file:
-            raw = file.read(max_bytes + 1)
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read ({error.strerror})") from error
-    finally:
+    flaw = flaw_of(os.fstat(handle), max_bytes=max_bytes, owners=owners, closed_to=closed_to)
+    if flaw is not None:
         os.close(handle)
-    if len(raw) > max_bytes:
-        raise FileError(f"{path}: more than {max_bytes} bytes; not read")
-    return raw
+        raise FileError(f"{path}: {flaw}; not read")
+    return os.fdopen(handle, "rb")
 
 
 def flaw_of(

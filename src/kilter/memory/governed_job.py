@@ -9,6 +9,7 @@ from kilter.controller import Run
 from kilter.core.errors import KilterError, PlanError
 from kilter.core.events import Moved
 from kilter.core.memory_record import MemoryCounts
+from kilter.core.pace import Pace
 from kilter.core.plan import MemoryBudget
 from kilter.core.units import MIB, show_bytes
 from kilter.memory import messages
@@ -80,7 +81,7 @@ class GovernedJob:
         self._policy: StateAndWeightPolicy | None = None
         """None: gradients, state and weights stay."""
         self._stopped = False
-        self._told_s = 0.0
+        self._pace = Pace(TELL_EVERY_S)
         self._plain_seen = False
         """The job ran with everything kept, and its peak is known."""
         self._peak_bytes: int | None = None
@@ -138,7 +139,7 @@ class GovernedJob:
     def iteration_ended(self) -> None:
         """An iteration of the program ends here, in its thread."""
         self._look()
-        if self._run.log.now_s() - self._told_s > TELL_EVERY_S:
+        if self._pace.due(self._run.log.now_s()):
             self._tell()
 
     def _look(self) -> None:
@@ -189,7 +190,6 @@ class GovernedJob:
         return peak_bytes or None
 
     def _tell(self, least_bytes: int | None = None, bound_s: float | None = None) -> None:
-        self._told_s = self._run.log.now_s()
         report = self._swapper.report()
         state = None if self._policy is None else self._policy.report
         weights = None if self._policy is None else self._policy.weights
@@ -204,7 +204,7 @@ class GovernedJob:
         budget = self._budget.in_force
         self._run.log(
             Moved(
-                t_s=self._told_s,
+                t_s=self._run.log.now_s(),
                 backend="stand-in" if self._cuda is None else "cuda",
                 budget_bytes=budget.size_bytes,
                 budget=budget.words,

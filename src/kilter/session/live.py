@@ -15,6 +15,7 @@ from kilter.controller import Controller, Run
 from kilter.core.errors import FileError
 from kilter.core.events import Stopped, sampled
 from kilter.core.messages import MessagesGone
+from kilter.core.pace import Pace
 from kilter.core.script_end import ScriptEnd
 from kilter.core.setting import Setting
 from kilter.observe.end_times import Iteration
@@ -24,7 +25,7 @@ from kilter.session.unseen import Unseen
 TICK_S = 0.1
 """How often our thread looks: the sensors of today's GPUs change ten times a second."""
 RECORD_EVERY_S = 0.5
-"""Readings of the sensors that go into the events."""
+"""Readings of the sensors that go into the events, at the most."""
 OTHERS_S = 5.0
 """How long rank 0 waits for the ends of the other ranks before it sums up."""
 
@@ -43,7 +44,7 @@ class LiveRun:
         self._ending = ending
         self._trace_asked_for = trace_asked_for
         self._unseen = Unseen(run.iterations)
-        self._sampled_s = 0.0
+        self._pace = Pace(RECORD_EVERY_S)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -179,10 +180,9 @@ class LiveRun:
     def _record_sample(self) -> None:
         run = self._run
         sample = None if run.sampler is None else run.sampler.record.latest
-        if sample is None or run.log.now_s() - self._sampled_s < RECORD_EVERY_S:
-            return
-        self._sampled_s = run.log.now_s()
-        run.log(sampled(sample, self._sampled_s))
+        now_s = run.log.now_s()
+        if sample is not None and self._pace.due(now_s):
+            run.log(sampled(sample, now_s))
 
     def _wait_for_others(self) -> None:
         """The summary is about all ranks: rank 0 waits a little for the last lines of the rest."""

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -53,6 +54,8 @@ from kilter.core.plan import Goal, Plan
 from kilter.core.secrets import masked
 from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.trace import IterationTrace
+
+T = TypeVar("T")
 
 SCHEMA = "kilter.report/1"
 
@@ -272,22 +275,32 @@ def _read_rank(file: Path) -> Rank | None:
 
 def sort_events(events: Iterable[AnyEvent]) -> Rank | None:
     """Events of one rank by kind. None if there is none."""
-    record = list(events)
-    if not record or not isinstance(record[0], Started):
+    kinds: dict[Any, list[Any]] = {}
+    last_s = -math.inf
+    for event in events:
+        found = kinds.setdefault(type(event), [])
+        if isinstance(event, Moved | Sectioned | Stopped):
+            found.clear()  # the last one rules
+        found.append(event)
+        last_s = max(last_s, event.t_s)
+    if Started not in kinds:
         return None
-    stopped = [e for e in record if isinstance(e, Stopped)]
+
+    def of(kind: type[T]) -> tuple[T, ...]:
+        return tuple(kinds.get(kind, ()))
+
     return Rank(
-        started=record[0],
-        samples=tuple(e for e in record if isinstance(e, Sampled)),
-        blocks=tuple(e for e in record if isinstance(e, Block)),
-        decisions=tuple(e for e in record if isinstance(e, Decided)),
-        fitted=tuple(e for e in record if isinstance(e, Fitted)),
-        moved=tuple(e for e in record if isinstance(e, Moved)),
-        sectioned=tuple(e for e in record if isinstance(e, Sectioned)),
-        refused=tuple(e for e in record if isinstance(e, Refused)),
-        failed=tuple(e for e in record if isinstance(e, Failed)),
-        stopped=stopped[-1] if stopped else None,
-        last_s=max(e.t_s for e in record),
+        started=of(Started)[0],
+        samples=of(Sampled),
+        blocks=of(Block),
+        decisions=of(Decided),
+        fitted=of(Fitted),
+        moved=of(Moved),
+        sectioned=of(Sectioned),
+        refused=_once(of(Refused)),
+        failed=of(Failed),
+        stopped=of(Stopped)[0] if Stopped in kinds else None,
+        last_s=last_s,
     )
 
 
@@ -419,8 +432,9 @@ def _iterations(rank: Rank, stops: Sequence[Stopped], *, complete: bool) -> tupl
     iterations = max((stop.iterations for stop in stops), default=0)
     rehearsed = max((stop.rehearsed_iterations for stop in stops), default=0)
     if not complete:
-        iterations = max(iterations, sum(b.iterations for b in rank.blocks if not b.rehearsed))
-        rehearsed = sum(b.iterations for b in rank.blocks if b.rehearsed)
+        script = (b for b in rank.blocks if not b.rehearsed)
+        iterations = max(iterations, sum(b.iterations + b.left_out for b in script))
+        rehearsed = sum(b.iterations + b.left_out for b in rank.blocks if b.rehearsed)
     return iterations, rehearsed
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kilter.app.bench import daemon_faults
 from kilter.app.bench.daemon_faults import DAEMON_SCENARIOS, DaemonScenario
 from kilter.app.bench.faults import try_out_daemon
+from kilter.app.bench.random_faults import RANDOM_DAEMON_SCENARIOS
 from kilter.core.setting import Setting
 from kilter.testing.box import FOUND, LOW
 from kilter.testing.daemon_box import DaemonBox
@@ -338,9 +338,15 @@ def test_a_changed_policy_is_read_on_sighup(make_box: MakeBox) -> None:
 
 @pytest.mark.parametrize(
     "scenario",
-    [one for one in DAEMON_SCENARIOS if one is not daemon_faults.daemon_random_kills],
+    DAEMON_SCENARIOS,
     ids=lambda one: one.__name__,
 )
 def test_row_of_the_bench(scenario: DaemonScenario, tmp_path: Path) -> None:
     row = try_out_daemon(scenario, tmp_path)
+    assert row.ok, row
+
+
+@pytest.mark.parametrize("scenario", RANDOM_DAEMON_SCENARIOS, ids=lambda one: one.__name__)
+def test_random_moments(scenario: Callable[..., object], tmp_path: Path) -> None:
+    row = try_out_daemon(scenario, tmp_path, 5)  # type: ignore[arg-type]
     assert row.ok, row

@@ -23,6 +23,7 @@ import pytest
 
 from kilter.app.bench.faults import SCENARIOS, try_out
 from kilter.app.bench.faults_of_trust import Accident
+from kilter.app.bench.random_faults import RANDOM_SCENARIOS
 from kilter.device.nvidia import NvidiaDevice
 from kilter.lease.journal import Journal, restore_all, start_ticks
 from kilter.testing.box import FOUND, Box, find_watcher
@@ -232,4 +233,10 @@ def test_a_stopped_watcher_is_replaced_and_does_no_harm_when_it_goes_on(tmp_path
 def test_accidents(scenario: Accident, tmp_path: Path) -> None:
     """The rows of `kilter bench faults`."""
     row = try_out(scenario, tmp_path)
+    assert row.ok, row
+
+
+@pytest.mark.parametrize("scenario", RANDOM_SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_random_moments(scenario: Callable[..., Any], tmp_path: Path) -> None:
+    row = try_out(scenario, tmp_path, 5)
     assert row.ok, row

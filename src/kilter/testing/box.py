@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,8 @@ class BoxJob:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         code = self._process.wait(TIMEOUT_S)
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # what it was still to be told
+            self._process.stdin.close()
         self._process.stdout.close()
         return code
 

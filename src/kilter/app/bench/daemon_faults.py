@@ -25,8 +25,8 @@ from kilter.core.units import MHZ
 from kilter.testing.box import FOUND, FOUND_LIMIT_W, LOW
 from kilter.testing.daemon_box import DaemonBox
 
-MESSAGES, CONNECTIONS, KILLS = 10_000, 2_000, 40
-KILLS_SEED = 15
+MESSAGES, CONNECTIONS = 10_000, 2_000
+SEED = 15
 LOWEST = Setting(sm_clock_hz=600 * MHZ, power_limit_w=300.0)
 """What the policy of the box allows, at the least."""
 
@@ -78,38 +78,6 @@ def daemon_job_stopped(box: DaemonBox) -> None:
     job.ask("set", hold_s=0.5, **LOW)
     os.kill(job.pid, signal.SIGSTOP)
     until(lambda: box.setting() == FOUND)
-
-
-def daemon_random_kills(box: DaemonBox) -> None:
-    """daemon: SIGKILL of job, daemon or both at random moments, 40 times"""
-    chance = random.Random(KILLS_SEED)
-    left = 0
-    for _ in range(KILLS):
-        victims = chance.choice(("job", "daemon", "both"))
-        job = box.job()
-        job.ask("enter")
-        setting = threading.Thread(target=_ask_quietly, args=(job,))
-        setting.start()
-        time.sleep(chance.uniform(0.0, 0.05))
-        if victims != "job":
-            box.kill_daemon()
-        if victims != "daemon":
-            job.kill()
-        if victims != "job":
-            box.start_daemon()
-        setting.join()
-        job.kill()
-        with suppress(TimeoutError):
-            until(lambda: box.setting() == FOUND)
-        left += box.setting() != FOUND
-    box.note(f"{left} of {KILLS} left behind")
-    if left:
-        box.wrong("something was left behind")
-
-
-def _ask_quietly(job: object) -> None:
-    with suppress(OSError, ValueError):
-        job.ask("set", **LOW)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -178,7 +146,7 @@ def _honest(job: object, attack: Attack, over: threading.Event) -> None:
 
 def _send_messages(box: DaemonBox, attack: Attack) -> None:
     """As fast as the daemon takes them, on connections that it may close at any time."""
-    chance = random.Random(KILLS_SEED)
+    chance = random.Random(SEED)
     messages = _hostile(chance, box.uuid)
     while attack.sent < MESSAGES:
         with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
@@ -255,6 +223,5 @@ DAEMON_SCENARIOS: tuple[DaemonScenario, ...] = (
     daemon_clock_locked_by_site,
     daemon_ended,
     daemon_job_stopped,
-    daemon_random_kills,
     daemon_hostile,
 )

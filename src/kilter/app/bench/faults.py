@@ -10,16 +10,17 @@ import argparse
 import json
 import os
 import signal
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from kilter.app.bench import daemon_faults
 from kilter.app.bench import faults_of_trust as trust
+from kilter.app.bench.random_faults import RANDOM_DAEMON_SCENARIOS, RANDOM_SCENARIOS
+from kilter.core.errors import UsageError
 from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
@@ -43,9 +44,12 @@ No GPU is needed or touched: the cards are fake, the processes and their deaths 
 
 exit code: 0 if every scenario ends with the settings that it should, 1 otherwise
 
-example:
+examples:
   kilter bench faults
+  kilter bench faults --times 250 --only random      the four rows of random moments, at length
 """
+
+RANDOM_TIMES = 20
 
 HANG_S = CALL_TIMEOUT_S + 1.0
 
@@ -447,23 +451,20 @@ class FaultRow:
         return self.after == self.expected and not self.journal_left and not self.wrongs
 
 
-def try_out(scenario: trust.Accident, root: Path) -> FaultRow:
-    """Run one scenario in an empty directory."""
-    return _try_out(scenario, Box(root))
+def try_out(scenario: Callable[..., Setting | None], root: Path, *times: int) -> FaultRow:
+    """Run one scenario in an empty directory; one of random moments so many times."""
+    return _try_out(scenario, Box(root), *times)
 
 
-def try_out_daemon(scenario: daemon_faults.DaemonScenario, root: Path) -> FaultRow:
+def try_out_daemon(scenario: Callable[..., Setting | None], root: Path, *times: int) -> FaultRow:
     """The same with `kilter daemon` running, and two cards."""
-    return _try_out(scenario, DaemonBox(root, cards=2))
+    return _try_out(scenario, DaemonBox(root, cards=2), *times)
 
 
-B = TypeVar("B", bound=Box)
-
-
-def _try_out(scenario: Callable[[B], Setting | None], box: B) -> FaultRow:
+def _try_out(scenario: Callable[..., Setting | None], box: Box, *times: int) -> FaultRow:
     try:
         found = box.setting()
-        expected = scenario(box) or found
+        expected = scenario(box, *times) or found
         box.until_free()
         return FaultRow(
             scenario=scenario.__doc__ or scenario.__name__,
@@ -482,18 +483,45 @@ def _try_out(scenario: Callable[[B], Setting | None], box: B) -> FaultRow:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--times",
+        type=int,
+        default=RANDOM_TIMES,
+        metavar="N",
+        help=f"how often each row of random moments is tried (default: {RANDOM_TIMES})",
+    )
+    parser.add_argument(
+        "--only", metavar="WORD", default="", help="only the rows whose name holds this word"
+    )
+
+
+Act = Callable[..., FaultRow]
+_ROWS: tuple[tuple[Act, Sequence[Callable[..., Setting | None]], bool], ...] = (
+    (try_out, SCENARIOS, False),
+    (try_out, RANDOM_SCENARIOS, True),
+    (try_out_daemon, daemon_faults.DAEMON_SCENARIOS, False),
+    (try_out_daemon, RANDOM_DAEMON_SCENARIOS, True),
+)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.times < 1:
+        raise UsageError(f"--times {args.times}: at least once")
+    chosen = [
+        (act, scenario, (args.times,) if is_random else ())
+        for act, scenarios, is_random in _ROWS
+        for scenario in scenarios
+        if args.only in (scenario.__doc__ or "")
+    ]
+    if not chosen:
+        raise UsageError(f"--only {args.only!r}: no row has such a name")
     rows = []
-    for act in (
-        *(partial(try_out, scenario) for scenario in SCENARIOS),
-        *(partial(try_out_daemon, scenario) for scenario in daemon_faults.DAEMON_SCENARIOS),
-    ):
+    for act, scenario, times in chosen:
+        print(f"{scenario.__doc__} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(
             prefix="kilter-faults-", ignore_cleanup_errors=True
         ) as root:
-            rows.append(act(Path(root)))
+            rows.append(act(scenario, Path(root), *times))
     if args.json:
         summary = {"n": len(rows), "ok": sum(row.ok for row in rows)}
         table = [asdict(row) | {"ok": row.ok} for row in rows]

@@ -1,0 +1,129 @@
+"""Deaths and administrators at random moments, as rows of `kilter bench faults`; `--times` says how
+often. The docstring of each scenario is its row's name."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from kilter.app.bench.faults_of_trust import until
+from kilter.core.setting import Setting
+from kilter.core.units import MILLI
+from kilter.testing.box import FOUND, LOW, Box, BoxJob, kill_watcher
+from kilter.testing.daemon_box import DaemonBox
+
+SEED = 15
+THEIRS_W = 500.0
+"""What the administrator sets."""
+
+
+def random_kills(box: Box, times: int) -> None:
+    """SIGKILL of job, watcher or both at random moments; after both, `kilter restore`"""
+    chance, life_s = random.Random(SEED), _life_s(box.start())
+    left = 0
+    for _ in range(times):
+        victims = chance.choice(("job", "watcher", "both"))
+        job = box.start()
+        living = threading.Thread(target=_live, args=(job,))
+        living.start()
+        time.sleep(chance.uniform(0.0, life_s))
+        if victims != "job":
+            kill_watcher(box.state_directory)
+        if victims != "watcher":
+            job.kill()
+        living.join()
+        job.kill()
+        box.until_free()
+        if victims == "both" or box.place.journal_path.exists():
+            box.restore()
+        left += box.setting() != FOUND or box.place.journal_path.exists()
+    _count(box, left, times, "left behind")
+
+
+def random_changes(box: Box, times: int) -> Setting:
+    """administrator sets another limit at random moments of a job's life"""
+    return _changes(box, times, box.start)
+
+
+def daemon_random_kills(box: DaemonBox, times: int) -> None:
+    """daemon: SIGKILL of job, daemon or both at random moments; the daemon starts again"""
+    chance, life_s = random.Random(SEED), _life_s(box.job())
+    left = 0
+    for _ in range(times):
+        victims = chance.choice(("job", "daemon", "both"))
+        job = box.job()
+        living = threading.Thread(target=_live, args=(job,))
+        living.start()
+        time.sleep(chance.uniform(0.0, life_s))
+        if victims != "job":
+            box.kill_daemon()
+        if victims != "daemon":
+            job.kill()
+        if victims != "job":
+            box.start_daemon()
+        living.join()
+        job.kill()
+        with suppress(TimeoutError):
+            until(lambda: box.setting() == FOUND and not box.place.journal_path.exists())
+        left += box.setting() != FOUND
+    _count(box, left, times, "left behind")
+
+
+def daemon_random_changes(box: DaemonBox, times: int) -> Setting:
+    """daemon: administrator sets another limit at random moments of a job's life"""
+    return _changes(box, times, box.job)
+
+
+def _life_s(job: BoxJob) -> float:
+    """How long a life is here: random moments are drawn from it."""
+    begin_s = time.monotonic()
+    _live(job)
+    return time.monotonic() - begin_s
+
+
+def _live(job: BoxJob) -> None:
+    """Some life under a lease, which ends in good order unless the job is killed."""
+    with suppress(OSError, ValueError):
+        for verb, what in (
+            ("enter", {}),
+            ("set", LOW),
+            ("set", {"sm_mhz": 900}),
+            ("renew", {}),
+            ("set", LOW),
+        ):
+            job.ask(verb, **what)
+        job.end()
+
+
+def _changes(box: Box, times: int, start: Callable[[], BoxJob]) -> Setting:
+    chance, life_s = random.Random(SEED), _life_s(start())
+    theirs = Setting(power_limit_w=THEIRS_W)
+    overwritten = 0
+    for _ in range(times):
+        with box.fake.edit() as state:
+            state.cards[0].limit_mw = round(FOUND.power_limit_w / MILLI)  # type: ignore[operator]
+        job = start()
+        living = threading.Thread(target=_live, args=(job,))
+        living.start()
+        time.sleep(chance.uniform(0.0, life_s))
+        with box.fake.edit() as state:
+            state.cards[0].limit_mw = round(THEIRS_W / MILLI)
+        living.join()
+        job.kill()
+        box.until_free()
+        overwritten += box.setting() != theirs
+    _count(box, overwritten, times, "overwritten")
+    return theirs
+
+
+def _count(box: Box, wrong: int, times: int, word: str) -> None:
+    box.note(f"{wrong} of {times} {word}")
+    if wrong:
+        box.wrong(f"{wrong} {word}")
+
+
+RANDOM_SCENARIOS = (random_kills, random_changes)
+RANDOM_DAEMON_SCENARIOS = (daemon_random_kills, daemon_random_changes)

@@ -18,6 +18,7 @@ from kilter.core.errors import (
     DeviceHung,
     DeviceLost,
     DriverMismatch,
+    Held,
     NoDevice,
     NotPermitted,
     NotSupported,
@@ -140,6 +141,25 @@ def test_a_limit_set_by_the_administrator_is_found_and_put_back(make_fake: MakeF
     device.set(found)
     card = fake.state().cards[0]
     assert (card.sm_lock_mhz, card.limit_mw) == (None, 600_000)
+
+
+def test_a_limit_that_somebody_changes_between_look_and_set_is_not_overwritten(
+    make_fake: MakeFake,
+) -> None:
+    fake = make_fake(Card())
+    device = open_device(fake)
+    device.set(Setting(power_limit_w=650.0))  # also once this object has set one itself
+    found = device.settings()
+    with fake.edit() as state:
+        state.cards[0].limit_mw = 500_000
+    device.set(replace(found, sm_clock_hz=1.2e9))  # nothing is asked of the limit
+    assert fake.state().cards[0].limit_mw == 500_000
+    with pytest.raises(Held, match="500 W"):
+        device.set(Setting(power_limit_w=400.0))
+    assert fake.state().cards[0].limit_mw == 500_000
+    assert device.settings().power_limit_w == 500.0
+    device.set(Setting(power_limit_w=400.0))
+    assert fake.state().cards[0].limit_mw == 400_000
 
 
 def test_a_lock_that_this_object_has_not_made_is_left_alone_until_reset(

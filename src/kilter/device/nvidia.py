@@ -33,6 +33,7 @@ from kilter.core.errors import (
     DeviceHung,
     DeviceLost,
     DriverMismatch,
+    Held,
     NoDevice,
     NotPermitted,
     NotSupported,
@@ -301,9 +302,8 @@ class NvidiaDevice:
         """Why a change would reach beyond this job's GPU."""
         self._absent: set[tuple[Any, ...]] = set()
         """Sensors that the GPU or the driver lacks: asked for once."""
-        self._limit_is_ours = False
         self._told_limit_w: float | None = None
-        """The power limit that `settings` has told, as long as this object has set none."""
+        """The power limit that `settings` has told, or that this object has set since."""
         self._requested: dict[str, float | None] = {}
         """Clocks locked (Hz) or released (`None`) by this object; NaN where its own call may or may
         not have acted; no entry: not touched."""
@@ -325,8 +325,7 @@ class NvidiaDevice:
 
     def settings(self) -> Setting:
         limit_w = self._do(self._read_limit_w)
-        if not self._limit_is_ours:
-            self._told_limit_w = limit_w
+        self._told_limit_w = limit_w
         return Setting(
             sm_clock_hz=self._asked("Gpu"),
             memory_clock_hz=self._asked("Memory"),
@@ -567,16 +566,25 @@ class NvidiaDevice:
         self._requested[domain] = value_hz
 
     def _limit(self, value_w: float | None, handle: Any) -> None:
-        """A limit that this object has only told, and never set, is left as it is, even if it is
-        another by now: whoever has changed it since wants it so."""
-        if value_w is not None and value_w == self._told_limit_w and not self._limit_is_ours:
+        """A limit that is to stay as `settings` has told it is left as it is, even if it is another
+        by now: whoever has changed it since wants it so. One that is to change is looked at once
+        more; if it is another by now, that is somebody's wish, too, and `Held` is raised."""
+        told_w = self._told_limit_w
+        if value_w is not None and value_w == told_w:
             return
         now_mw = self._optional("nvmlDeviceGetPowerManagementLimit", handle)
         default_mw = self._optional("nvmlDeviceGetPowerManagementDefaultLimit", handle)
         wanted_mw = default_mw if value_w is None else round(value_w / MILLI)
-        if wanted_mw is not None and wanted_mw != now_mw:
-            self._limit_is_ours = True
+        if wanted_mw is None:
+            return
+        if wanted_mw != now_mw:
+            if value_w is not None and told_w is not None and now_mw != round(told_w / MILLI):
+                raise Held(
+                    f"{self._uuid}: somebody else has just changed the power limit to "
+                    f"{(now_mw or 0) * MILLI:g} W; left as it is"
+                )
             self._setter("nvmlDeviceSetPowerManagementLimit", handle, wanted_mw)
+        self._told_limit_w = wanted_mw * MILLI
 
     def _setter(self, name: str, *arguments: Any) -> None:
         """The only place that calls a setter of the vendor."""

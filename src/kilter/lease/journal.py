@@ -498,6 +498,13 @@ def put_back(device: Device, journal: Journal) -> RestoreOutcome:
     May be repeated. `device` may be another object than the one that has set. Raises what
     `Device.set` raises, and `NotObeyed`.
     """
+    try:
+        return _put_back(device, journal)
+    except Held:  # somebody has changed the limit at this moment, which is left then
+        return _put_back(device, journal)
+
+
+def _put_back(device: Device, journal: Journal) -> RestoreOutcome:
     now = device.settings()
     left = changed_by_others(journal, now, device.sample())
     target = replace(journal.found, **{knob: getattr(now, knob) for knob in left})

@@ -36,7 +36,13 @@ class DaemonBox(Box):
     """Starts with the daemon running, and everything allowed to the present user and to `uids`."""
 
     def __init__(
-        self, root: Path, *, cards: int = 1, uids: tuple[int, ...] = (), policy: str | None = None
+        self,
+        root: Path,
+        *,
+        cards: int = 1,
+        uids: tuple[int, ...] = (),
+        policy: str | None = None,
+        options: tuple[str, ...] = (),
     ) -> None:
         super().__init__(root, cards=cards)
         root.chmod(0o1777)
@@ -52,6 +58,7 @@ class DaemonBox(Box):
         self.config.chmod(0o644)
         self.audit = root / "audit.jsonl"
         self.socket = root / "kilter.sock"
+        self.options = options
         self.daemon = self.start_daemon()
 
     def environ(self, **more: str) -> dict[str, str]:
@@ -59,7 +66,15 @@ class DaemonBox(Box):
 
     def start_daemon(self) -> subprocess.Popen[bytes]:
         """Returns when it answers."""
-        arguments = ["--socket", self.socket, "--config", self.config, "--audit", self.audit]
+        arguments = [
+            "--socket",
+            self.socket,
+            "--config",
+            self.config,
+            "--audit",
+            self.audit,
+            *self.options,
+        ]
         with open(self.root / "daemon.log", "ab") as log:
             self.daemon = subprocess.Popen(
                 [sys.executable, "-m", "kilter", "daemon", *map(str, arguments)],

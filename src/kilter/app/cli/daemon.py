@@ -50,6 +50,9 @@ examples:
   kilter daemon check alice 0                may alice set GPU 0 now, and what?
   kilter daemon --socket /tmp/k.sock --config my.toml --audit /tmp/audit.jsonl
 
+For metrics, the unit needs `PrivateNetwork=no`, `RestrictAddressFamilies=AF_UNIX AF_INET` and the
+option --metrics 127.0.0.1:9465 in a drop-in (systemctl edit kilter.service).
+
 The socket is {SOCKET}; a container needs it mounted. KILTER_SOCKET names another one.
 """
 
@@ -75,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"the audit log (default: {daemon.AUDIT})",
     )
+    parser.add_argument(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="serve Prometheus metrics there, on a loopback address: leases, settings, energy by "
+        "user and job, refusals; every local user can read them (pip install 'kilter[metrics]')",
+    )
     parser.add_argument("--json", action="store_true", help="of check: one JSON object on stdout")
     parser.add_argument(
         "words",
@@ -94,7 +103,14 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError("expected nothing, or: check USER GPU, or: units DIR")
         return check(arguments.config, words[1], words[2], as_json=arguments.json)
     directory = state_directory(os.environ)
-    daemon.run(arguments.socket, arguments.config, arguments.audit, directory, os.environ)
+    daemon.run(
+        arguments.socket,
+        arguments.config,
+        arguments.audit,
+        directory,
+        os.environ,
+        metrics=arguments.metrics,
+    )
     return 0
 
 

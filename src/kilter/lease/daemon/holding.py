@@ -47,6 +47,9 @@ class Holding:
     directory: Path
     machine: Path | None = None
     found: Setting = field(default_factory=Setting)
+    energy_j: float | None = None
+    """Of the GPU since it was taken; None: it has no counter."""
+    _counter_j: float | None = None
     _lock: GpuLock | None = None
     _journal: Journal | None = None
     _baseline: GpuBaseline | None = None
@@ -54,6 +57,11 @@ class Holding:
     @property
     def held(self) -> bool:
         return self._lock is not None
+
+    @property
+    def setting(self) -> Setting:
+        """What is in force, as far as this object has set it."""
+        return self.found if self._journal is None else self._journal.last
 
     def take(self) -> None:
         """Take the GPU, put back what a dead holder has left, and note what is found. Raises
@@ -70,6 +78,17 @@ class Holding:
             lock.close()
             raise
         self._lock, self._journal = lock, None
+        self._counter_j = self.energy_j = None
+        self._count_energy()
+
+    def _count_energy(self) -> None:
+        """Add what the counter has counted since the last look; one that jumps back began anew."""
+        with suppress(DeviceError):
+            now_j = self.device.sample(energy=True).energy_j
+            if now_j is None:
+                return
+            used_j = 0.0 if self._counter_j is None else max(0.0, now_j - self._counter_j)
+            self.energy_j, self._counter_j = (self.energy_j or 0.0) + used_j, now_j
 
     def set(self, setting: Setting) -> None:
         """Set what is asked for; the knobs that are left open are as they were found. Raises
@@ -98,6 +117,7 @@ class Holding:
         journal = self._journal
         if journal is None:
             return
+        self._count_energy()
         sample = self.device.sample()
         if changed_by_others(journal, self.device.settings(), sample):
             raise Held(f"{self.uuid}: somebody else has changed its settings; they are left alone")
@@ -108,6 +128,7 @@ class Holding:
 
     def put_back(self) -> RestoreOutcome:
         """Put back what was found, and let the GPU go. Raises `DeviceError`; may be repeated."""
+        self._count_energy()
         if self._journal is None:
             outcome = RestoreOutcome(uuid=self.uuid, state="restored", reason="nothing was set")
         else:

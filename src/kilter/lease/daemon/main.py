@@ -17,6 +17,7 @@ from kilter.core.errors import DeviceError, FileError
 from kilter.core.files import read_file
 from kilter.core.own_file import OwnFile
 from kilter.lease.daemon.audit import Audit
+from kilter.lease.daemon.metrics import serve_metrics
 from kilter.lease.daemon.policy import DaemonPolicy, parse
 from kilter.lease.daemon.service import Service
 from kilter.lease.journal import restore_all
@@ -42,10 +43,17 @@ def load_policy(path: Path) -> DaemonPolicy:
 
 
 def run(
-    socket_path: Path, config: Path, audit: Path, directory: Path, environ: Mapping[str, str]
+    socket_path: Path,
+    config: Path,
+    audit: Path,
+    directory: Path,
+    environ: Mapping[str, str],
+    *,
+    metrics: str | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then everything is put back. Raises `FileError`, and
-    `DeviceError` if another daemon serves already."""
+    """Serve until SIGTERM or SIGINT; then everything is put back. `metrics` is the address at which
+    they are to be scraped. Raises `FileError`, and `DeviceError` if another daemon serves
+    already."""
     # A reload that is asked for before we can hear it waits, and does not end the daemon.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     policy = load_policy(config)
@@ -59,8 +67,10 @@ def run(
         log.note(
             outcome.state, gpu=outcome.uuid, why="left by a dead daemon", reason=outcome.reason
         )
-    listener = passed_socket(environ) or listen(socket_path)
     service = Service(policy, directory, machine, log)
+    if metrics is not None:
+        serve_metrics(service, metrics)
+    listener = passed_socket(environ) or listen(socket_path)
     try:
         asyncio.run(_serve(service, listener, config, environ))
     finally:

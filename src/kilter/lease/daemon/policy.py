@@ -106,6 +106,11 @@ def decide(policy: DaemonPolicy, user: User, uuid: str) -> Grant | Reason:
     return Reason("gpu_not_allowed", uuid, text)
 
 
+def is_named(policy: DaemonPolicy, user: User) -> bool:
+    """Whether some rule names this user."""
+    return any(_names(rule, user) for rule in policy.allow)
+
+
 def _names(rule: AllowRule, user: User) -> bool:
     if user.uid in rule.users or user.name in rule.users:
         return True

@@ -11,6 +11,7 @@ import asyncio
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -42,7 +43,7 @@ from kilter.device.nvidia import NvidiaDevice, survey
 from kilter.lease.daemon.audit import Audit
 from kilter.lease.daemon.holding import Holding
 from kilter.lease.daemon.peers import Peer, death_of, occupancy_refusal, peer_of, user_of
-from kilter.lease.daemon.policy import DaemonPolicy, User, decide
+from kilter.lease.daemon.policy import DaemonPolicy, User, decide, is_named
 
 T = TypeVar("T")
 
@@ -77,6 +78,22 @@ class RateBucket:
     at_s: float
 
 
+OTHERS = "others"
+"""In place of the names of users whom the policy does not name: those may be any number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What was done since the daemon began, by user."""
+
+    sets: Counter[str] = field(default_factory=Counter)
+    restores: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Also by the name of the error."""
+    energy_j: dict[str, float] = field(default_factory=dict)
+    """Of GPUs while under leases, as far as it has been counted."""
+
+
 @dataclass(slots=True, eq=False)
 class GovernedGpu:
     """One GPU, its thread, and who has the lease."""
@@ -86,6 +103,8 @@ class GovernedGpu:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     client: Client | None = None
     timer: asyncio.TimerHandle | None = None
+    billed_j: float = 0.0
+    """Of the present lease, as far as it is in the ledger."""
     stuck: bool = False
     """What was found could not be put back yet."""
 
@@ -117,6 +136,7 @@ class Service:
         self._buckets: dict[int, RateBucket] = {}
         self._users: dict[int, tuple[float, User]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.ledger = Ledger()
 
     async def serve(self, listener: Any, ready: Callable[[], None]) -> None:
         """`listener` is a listening Unix socket. Returns only by cancellation."""
@@ -130,6 +150,11 @@ class Service:
             server.close()
             for gpu in self._gpus.values():
                 await self._let_go(gpu, "the daemon ends")
+
+    def leases(self) -> list[tuple[Client, Holding]]:
+        """Those in force."""
+        gpus = list(self._gpus.values())
+        return [(client, gpu.holding) for gpu in gpus if (client := gpu.client) is not None]
 
     # Connections ----------------------------------------------------------------------------
 
@@ -188,6 +213,10 @@ class Service:
                 answer = await self._answer(client, request)
             except (DeviceError, FileError) as error:
                 answer = Answer(error=type(error).__name__, text=str(error))
+                named = is_named(self.policy, client.user)
+                self.ledger.refusals[
+                    client.user.name if named else OTHERS, type(error).__name__
+                ] += 1
             await _send(writer, _numbered(answer, request.number))
 
     async def _next(self, client: Client, reader: asyncio.StreamReader) -> DaemonRequest:
@@ -266,6 +295,7 @@ class Service:
         except (DeviceError, FileError) as error:
             await self._put_back(gpu, f"not set: {error}")
             raise
+        self.ledger.sets[client.user.name] += 1
         self._arm(gpu, client, hold_s)
         return Answer(found=gpu.holding.found, held=True)
 
@@ -310,6 +340,7 @@ class Service:
         except (DeviceError, FileError) as error:
             await self._put_back(gpu, str(error))
             raise
+        self._bill(gpu, client)
         self._arm(gpu, client, min(request.hold_s, grant.longest_hold_s))
         return Answer(found=gpu.holding.found, held=True)
 
@@ -354,7 +385,11 @@ class Service:
                 "not restored", **who, gpu=gpu.holding.uuid, why=why, reason=str(error)
             )
             return
+        finally:
+            self._bill(gpu, client)
         gpu.stuck = False
+        if client is not None and outcome.found is not None:  # something was set
+            self.ledger.restores[client.user.name] += 1
         self._audit.note(
             "restored",
             **who,
@@ -364,6 +399,17 @@ class Service:
             state=outcome.state,
             reason=outcome.reason,
         )
+
+    def _bill(self, gpu: GovernedGpu, client: Client | None) -> None:
+        """Add to the user's energy what was counted since the last time, and begin anew where the
+        lease has ended."""
+        used_j, energy_j = gpu.holding.energy_j or 0.0, self.ledger.energy_j
+        if client is not None:
+            name = client.user.name
+            energy_j[name] = energy_j.get(name, 0.0) + max(0.0, used_j - gpu.billed_j)
+        gpu.billed_j = used_j
+        if gpu.client is None:
+            gpu.holding.energy_j, gpu.billed_j = None, 0.0
 
     async def _try_again(self, gpu: GovernedGpu) -> None:
         while gpu.stuck:

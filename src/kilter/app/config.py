@@ -353,7 +353,7 @@ def _entries(
         return None
     try:
         found = tomllib.loads(raw.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{file}: not a TOML file ({error})") from None
     for part in table:
         found = found.get(part, {})

@@ -132,7 +132,7 @@ def read_request(line: bytes) -> DaemonRequest:
     """Raises `ValueError` for what is no request."""
     try:
         request = _REQUESTS.decode(line)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(str(error)) from error
     if isinstance(request, Ask | Hold) and not (
         math.isfinite(request.hold_s) and request.hold_s > 0
@@ -145,7 +145,7 @@ def read_answer(line: bytes) -> Answer:
     """Raises `DeviceError` for what is no answer."""
     try:
         return _ANSWERS.decode(line)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DeviceError(f"the daemon's answer cannot be understood ({error})") from error
 
 

@@ -371,7 +371,7 @@ class JournalPlace:
             return msgspec.json.decode(raw, type=Journal)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise FileError(
                 f"{self.journal_path}: cannot be understood ({error}); compare `nvidia-smi -q -d "
                 "CLOCK,POWER` with what you expect, then remove the file"

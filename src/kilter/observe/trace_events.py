@@ -13,14 +13,17 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
 import msgspec
 
 from kilter.core.errors import FileError
+from kilter.core.files import open_file
 
 CHUNK_BYTES = 4 << 20
+MOST_BYTES = 64 << 30
 MOST_HEAD_BYTES = 64 << 20
 """The keys before the events are decoded as a whole, up to this size."""
 _CUTS = 64
@@ -103,10 +106,16 @@ class TraceFile:
         except OSError as error:
             raise FileError(f"{self.path}: cannot be read ({error.strerror or error})") from error
 
-    def _open(self) -> IO[bytes]:
-        with open(self.path, "rb") as file:
+    @contextmanager
+    def _open(self) -> Iterator[IO[bytes]]:
+        with open_file(self.path, max_bytes=MOST_BYTES) as file:
             packed = file.read(2) == b"\x1f\x8b"
-        return cast(IO[bytes], gzip.open(self.path)) if packed else open(self.path, "rb")
+            file.seek(0)
+            if packed:
+                with gzip.GzipFile(fileobj=file) as unpacked:
+                    yield cast(IO[bytes], unpacked)
+            else:
+                yield file
 
     def _events(self, file: IO[bytes]) -> Iterator[RawEvent]:
         opening, buffer = self._head(file)
@@ -137,7 +146,7 @@ class TraceFile:
     def _keys(self, raw: bytes) -> dict[str, Any]:
         try:
             keys = msgspec.json.decode(_NOT_A_NUMBER.sub(b":null", raw))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FileError(f"{self.path}: not a complete JSON file ({error})") from error
         if not isinstance(keys, dict):
             raise FileError(f"{self.path}: not a Kineto or Chrome trace (no traceEvents)")
@@ -154,7 +163,7 @@ class TraceFile:
             for raw in self._as_numbers(b"[" + buffer[:cut] + b"]"):
                 try:
                     events = _decode_events(raw)
-                except msgspec.ValidationError as error:
+                except (msgspec.ValidationError, RecursionError) as error:
                     raise FileError(f"{self.path}: not a Kineto trace ({error})") from error
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     continue
@@ -175,14 +184,14 @@ class TraceFile:
             if opening == b"[":
                 return _decode_events(raw)
             file = _decode_file(raw)
-        except msgspec.ValidationError as error:
+            keys = msgspec.json.decode(raw)
+        except (msgspec.ValidationError, RecursionError) as error:
             raise FileError(f"{self.path}: not a Kineto trace ({error})") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise FileError(
                 f"{self.path}: not a complete JSON file: it breaks off behind event {self.count}; "
                 "copy the trace again, or let the profiler finish writing"
             ) from error
-        keys = msgspec.json.decode(raw)
         keys.pop("traceEvents")
         self.head |= keys
         return file.events

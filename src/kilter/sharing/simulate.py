@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from kilter.core.codec import read
 from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.sharing.model import Array, JobCost, Observation, TimePrediction, fit, jain, predict
@@ -36,6 +37,8 @@ from kilter.sharing.plan.snapshot import (
 
 PLACEMENT_SCHEMA = "kilter.sharing/1"
 _OBSERVATIONS = 16
+MOST_PERIODS = 100_000
+"""Of a rehearsal: each is a decision, and a stretch in the answer."""
 _EPSILON_S = 1e-9
 
 
@@ -146,10 +149,8 @@ class SharedOutcome(msgspec.Struct, frozen=True):
 def load(path: Path) -> Machine:
     """Read a rehearsal file; `FileError` with one line that says what is wrong."""
     try:
-        machine = msgspec.json.decode(path.read_bytes(), type=Machine)
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read ({error.strerror})") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        machine = msgspec.json.decode(read(path), type=Machine)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{path}: not a rehearsal of sharing ({error})") from error
     if (flaw := _flaw(machine)) is not None:
         raise FileError(f"{path}: {flaw}")
@@ -166,10 +167,20 @@ def _flaw(machine: Machine) -> str | None:
         return "there are no jobs"
     if not 0.0 < machine.period_s < math.inf or not 0.0 <= machine.noise < 1.0:
         return "period_s has to be above 0, and noise from 0 to below 1"
+    if machine.period_s * MOST_PERIODS < _longest_s(machine):
+        return f"the jobs would run for more than {MOST_PERIODS} periods of {machine.period_s:g} s"
     names = [job.name for job in machine.jobs]
     if len(set(names)) < len(names):
         return "two jobs have the same name"
     return next((flaw for job in machine.jobs if (flaw := _job_flaw(machine, job))), None)
+
+
+def _longest_s(machine: Machine) -> float:
+    """How long all jobs would take one after the other, and on one GPU."""
+    return math.fsum(
+        job.arrival_s + float(job.total_steps) * float(job.global_batch) * job.cost.sample_s
+        for job in machine.jobs
+    )
 
 
 def _job_flaw(machine: Machine, job: JobSpec) -> str | None:

@@ -12,7 +12,6 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -20,6 +19,7 @@ import numpy as np
 from kilter.app.bench.period_cases import KINDS, Change, PeriodCase, case, change
 from kilter.app.bench.period_loop import closed_loop, summarise
 from kilter.app.cli.options import fraction
+from kilter.core.codec import read
 from kilter.core.errors import FileError, UsageError
 from kilter.device.sim.cards import names
 from kilter.device.sim.replay import load_recording
@@ -153,10 +153,8 @@ def _closed_loop(args: argparse.Namespace) -> int:
 def load_marks(path: str) -> list[float]:
     """Iteration ends, ascending."""
     try:
-        marks = msgspec.json.decode(Path(path).read_bytes(), type=list[float])
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read ({error.strerror})") from error
-    except msgspec.DecodeError as error:
+        marks = msgspec.json.decode(read(path), type=list[float])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{path}: not a JSON list of times in seconds ({error})") from error
     if len(marks) < 2 or any(b <= a for a, b in itertools.pairwise(marks)):
         raise FileError(f"{path}: needs at least two marks, each later than the one before")

@@ -49,7 +49,7 @@ def decode(raw: bytes, kind: type[T], *, where: str) -> T:
         found = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{where}: not a complete JSON file ({error})") from error
-    _check_numbers(found, where)
+    check_numbers(found, where)
     if not isinstance(found, dict) or not isinstance(found.get("schema"), str):
         raise FileError(f'{where}: not a kilter file (no "schema" key); expected {name}')
     found_name, _, found_version = found.pop("schema").partition("/")
@@ -99,8 +99,9 @@ def opened(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Itera
         raise FileError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _check_numbers(found: Any, where: str) -> None:
-    """No number of ours is larger than `MAX_NUMBER`: sums and products stay finite."""
+def check_numbers(found: Any, where: str) -> None:
+    """No number of ours is larger than `MAX_NUMBER`: sums and products stay finite. Raises
+    `FileError`."""
     rest = [found]
     while rest:
         value = rest.pop()

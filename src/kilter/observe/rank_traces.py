@@ -146,7 +146,8 @@ def read_rank(
     if rank is None:
         rank = int(named[-1]) if named else otherwise
     devices = file.head.get("deviceProperties")
-    names = [str(d.get("name", "")) for d in devices or () if isinstance(d, dict)]
+    listed = devices if isinstance(devices, list) else []
+    names = [str(d.get("name", "")) for d in listed if isinstance(d, dict)]
     return timeline.finish(
         rank=rank,
         world_size=_integer(info.get("world_size")),

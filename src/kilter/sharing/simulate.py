@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kilter.core.codec import read
+from kilter.core.codec import check_numbers, read
 from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.sharing.model import Array, JobCost, Observation, TimePrediction, fit, jain, predict
@@ -149,8 +149,10 @@ class SharedOutcome(msgspec.Struct, frozen=True):
 def load(path: Path) -> Machine:
     """Read a rehearsal file; `FileError` with one line that says what is wrong."""
     try:
-        machine = msgspec.json.decode(read(path), type=Machine)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        found = msgspec.json.decode(read(path))
+        check_numbers(found, str(path))
+        machine = msgspec.convert(found, Machine)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{path}: not a rehearsal of sharing ({error})") from error
     if (flaw := _flaw(machine)) is not None:
         raise FileError(f"{path}: {flaw}")

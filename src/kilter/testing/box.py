@@ -34,6 +34,7 @@ FOUND = Setting(power_limit_w=FOUND_LIMIT_W)
 LOW = {"sm_mhz": 1200, "limit_w": 400}
 """What a job sets."""
 OWN = b"the program's own file"
+CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 TIMEOUT_S = 60.0
 """For a condition that is waited for; normally a fraction of a second."""
 
@@ -132,10 +133,10 @@ class Box:
         with self.fake.edit() as state:
             state.rules.clear()
 
-    def restore(self) -> int:
+    def restore(self, *options: str) -> int:
         """`kilter restore`, as a user or an epilog runs it; its exit code."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "kilter", "restore", "--all", "--json"],
+            [sys.executable, "-m", "kilter", "restore", "--all", "--json", *options],
             env=self.environ(),
             stdout=subprocess.DEVNULL,
         )
@@ -179,11 +180,23 @@ class BoxJob:
     """A process that holds a lease and does what it is told, line by line."""
 
     def __init__(
-        self, box: Box, environ: dict[str, str], *, uuid: str = "", uid: int | None = None
+        self,
+        box: Box,
+        environ: dict[str, str],
+        *,
+        uuid: str = "",
+        uid: int | None = None,
+        contained: bool = False,
     ) -> None:
+        """`contained`: in a pid namespace of its own, where the job is the init process."""
         served = f"serve({uuid or box.uuid!r}, uid={uid})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; {served}"],
+            [
+                *(CONTAINER if contained else ()),
+                sys.executable,
+                "-c",
+                f"from {__name__} import serve; {served}",
+            ],
             env=box.environ(**environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -201,6 +214,12 @@ class BoxJob:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         return json.loads(line) if line else {"error": "died"}
+
+    @property
+    def init_pid(self) -> int:
+        """Of a job in a container that has answered, from outside."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        return int(children.split()[0])
 
     def signal(self, number: int) -> None:
         """To the whole group, as the terminal does."""

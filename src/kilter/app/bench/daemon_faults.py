@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kilter.app.bench.faults_of_trust import until
+from kilter.app.bench.faults_of_trust import contained, until
 from kilter.core.daemon_protocol import Ask, Hello, Hold, Look, Release, encode
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
@@ -63,6 +63,20 @@ def daemon_clock_locked_by_site(box: DaemonBox) -> Setting:
     box.note(job.ask("set", sm_mhz=1200)["error"])
     job.end()
     return Setting(sm_clock_hz=1410 * MHZ, power_limit_w=FOUND_LIMIT_W)
+
+
+def daemon_container_killed(box: DaemonBox) -> None:
+    """daemon: SIGKILL of the init of the job's container"""
+    job = contained(box)
+    if job is None:
+        return
+    with box.fake.edit() as state:
+        state.cards[0].pids = (job.init_pid,)
+    answer = job.ask("set", **LOW)
+    if answer is not None:
+        box.wrong(f"the job was told {answer}")
+    os.kill(job.init_pid, signal.SIGKILL)
+    until(lambda: box.setting() == FOUND)
 
 
 def daemon_ended(box: DaemonBox) -> None:
@@ -220,6 +234,7 @@ DAEMON_SCENARIOS: tuple[DaemonScenario, ...] = (
     daemon_job_killed,
     daemon_and_job_killed,
     daemon_killed,
+    daemon_container_killed,
     daemon_clock_locked_by_site,
     daemon_ended,
     daemon_job_stopped,

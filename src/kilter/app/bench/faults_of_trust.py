@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,17 @@ import msgspec
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
 from kilter.lease.journal import STATE_VARIABLE
-from kilter.testing.box import FOUND, FOUND_LIMIT_W, TIMEOUT_S, Box, find_watcher, kill_watcher
+from kilter.testing.box import (
+    CONTAINER,
+    FOUND,
+    FOUND_LIMIT_W,
+    OWN,
+    TIMEOUT_S,
+    Box,
+    BoxJob,
+    find_watcher,
+    kill_watcher,
+)
 from kilter.testing.fake_card import Rule
 
 Accident = Callable[[Box], Setting | None]
@@ -203,6 +214,58 @@ def clock_locked_by_site(box: Box) -> Setting:
     return Setting(sm_clock_hz=1410 * MHZ, power_limit_w=FOUND_LIMIT_W)
 
 
+def container_killed(box: Box) -> None:
+    """SIGKILL of the init of the job's container takes the watcher along, then `kilter restore`"""
+    job = contained(box)
+    if job is None:
+        return
+    job.ask("set", sm_mhz=1200, limit_w=400)
+    os.kill(job.init_pid, signal.SIGKILL)
+    job.wait()
+    if box.setting() == FOUND:
+        box.wrong("nothing was left, so that this row shows nothing")
+    box.restore()
+
+
+def contained(box: Box) -> BoxJob | None:
+    """A job with a lease in a pid namespace of its own; None where there is no right to make one,
+    and the row says so."""
+    if shutil.which(CONTAINER[0]) is not None:
+        job = BoxJob(box, {}, contained=True)
+        box.jobs.append(job)
+        box.names[1] = "job"  # its own number in there
+        if job.ask("enter") is None:
+            return job
+    box.note("not tried: needs unshare(1) and the right to make a pid namespace")
+    return None
+
+
+def frozen(box: Box) -> None:
+    """the cgroup of job and watcher is frozen (SIGSTOP), the deadline passes, `restore --force`"""
+    job = box.start()
+    job.ask("enter")
+    job.ask("set", sm_mhz=1200, limit_w=400, hold_s=1.0)
+    watcher = find_watcher(box.state_directory)
+    assert watcher is not None
+    for pid in (job.pid, watcher):
+        os.kill(pid, signal.SIGSTOP)
+    until(lambda: (holder := box.place.holder()) is not None and holder.overdue)
+    box.note(f"kilter restore: exit code {box.restore()}")
+    box.restore("--force")
+    for pid in (watcher, job.pid):
+        os.kill(pid, signal.SIGKILL)
+
+
+def descriptors_reused(box: Box) -> None:
+    """the program closes all descriptors, and opens files of its own under their numbers"""
+    job = box.low()
+    job.ask("close_all")
+    box.note(job.ask("set", sm_mhz=900)["error"])
+    job.end()
+    if {path.read_bytes() for path in box.root.glob("own-*")} != {OWN}:
+        box.wrong("something was written into a file of the program")
+
+
 def _elsewhere(box: Box) -> dict[str, str]:
     """The environment of a job that has another state directory, as another user has."""
     directory = box.root / "another state"
@@ -261,6 +324,9 @@ def machine_lock_planted(box: Box) -> None:
 
 
 TRUST_SCENARIOS: tuple[Accident, ...] = (
+    container_killed,
+    frozen,
+    descriptors_reused,
     clock_locked_by_site,
     two_directories,
     next_waits_elsewhere,

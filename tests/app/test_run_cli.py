@@ -95,8 +95,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         "                        of half of what is free)\n"
         "  --objective NAME      what is minimised under the contract: energy (default), edp or"
         " ed2p\n"
-        "  --device DEVICE       auto (default), nvml, sim:NAME, replay:PATH of a recorded run, or"
-        " null\n"
+        "  --device DEVICE       auto (default), nvml, amdsmi, sim:NAME, replay:PATH of a recorded"
+        " run, or\n"
+        "                        null\n"
         "  --rehearse 60s        on a simulated device: how long to go on with the search after the"
         " script\n"
         "                        (default: 5s)\n"
@@ -301,8 +302,8 @@ def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
         (["--host-memory", "16", "train.py"], "is 16 bytes: write the unit, as in 16GiB"),
         (["--host-memory", "half", "train.py"], "--host-memory: 'half' is not a size"),
         (["--memory-budget", "1GiB", "--objective", "edp", "train.py"], "add --max-slowdown"),
-        (["--device", "gpu", "train.py"], "choose one of auto, nvml, null, sim:"),
-        (["--device", "sim:nothing", "train.py"], "choose one of auto, nvml, null, sim:"),
+        (["--device", "gpu", "train.py"], "choose one of auto, nvml, amdsmi, null, sim:"),
+        (["--device", "sim:nothing", "train.py"], "choose one of auto, nvml, amdsmi, null, sim:"),
         (["--device", "replay:nowhere", "train.py"], "no such recording"),
         (
             ["--gradients", "eat", "train.py"],

@@ -195,5 +195,5 @@ def test_a_lost_gpu_of_ours_is_told_and_one_of_others_is_not(fake: FakeNvml) -> 
 
 @pytest.mark.parametrize("spec", ["sim:v100", "cuda", ""])
 def test_an_unknown_spec_is_wrong_usage_and_lists_the_choices(spec: str) -> None:
-    with pytest.raises(UsageError, match="auto, nvml, null"):
+    with pytest.raises(UsageError, match="auto, nvml, amdsmi, null"):
         find(spec, environ={})

@@ -143,7 +143,7 @@ OPTIONS = {
         Option(
             "device",
             _device,
-            "auto (default), nvml, sim:NAME, replay:PATH of a recorded run, or null",
+            "auto (default), nvml, amdsmi, sim:NAME, replay:PATH of a recorded run, or null",
             "DEVICE",
         ),
         Option(

@@ -12,12 +12,13 @@ from typing import Any
 
 from kilter.core.daemon_protocol import SOCKET, SOCKET_VARIABLE
 from kilter.core.errors import DeviceError, NoDevice, UsageError
+from kilter.device.amd import AmdDevice, list_uuids
 from kilter.device.daemon import DaemonDevice
 from kilter.device.null import NullDevice
 from kilter.device.nvidia import Gpu, NvidiaDevice, survey
 from kilter.device.protocol import Device
 
-CHOICES = ("auto", "nvml", "null")
+CHOICES = ("auto", "nvml", "amdsmi", "null")
 
 
 def find(
@@ -33,15 +34,18 @@ def find(
     `auto` is the GPU if there is a usable one, else the null device, which tells the reason.
     `uuid` is what the framework itself says about its current GPU, and then nothing is guessed;
     without it the GPU is the visible one at `local_rank` (from `LOCAL_RANK` or `SLURM_LOCALID` if
-    not given). `nvml` stands in for the module `pynvml`.
+    not given). `nvml` stands in for the module `pynvml`. `amdsmi` is the AMD GPU of a machine that
+    has one.
 
-    Raises `UsageError` for another `spec`; with `nvml` also `NoDevice`, `DriverMismatch` and
-    `DeviceHung`.
+    Raises `UsageError` for another `spec`; with `nvml` and `amdsmi` also `NoDevice`,
+    `DriverMismatch` and `DeviceHung`.
     """
     if spec not in CHOICES:
         raise UsageError(f"--device {spec!r} is not known here: {', '.join(CHOICES)}, or sim:NAME")
     if spec == "null":
         return NullDevice()
+    if spec == "amdsmi":
+        return _only_amd_gpu()
     try:
         if uuid is None:
             mine = _mine(environ, nvml)
@@ -52,6 +56,16 @@ def find(
         if spec == "auto":
             return NullDevice(str(error))
         raise
+
+
+def _only_amd_gpu() -> Device:
+    """Which of several GPUs HIP gives to this process is not known outside of it, and none is set
+    by a guess."""
+    uuids = list_uuids()
+    if len(uuids) != 1:
+        text = f"amdsmi knows {len(uuids)} GPUs: which of them this process uses cannot be told"
+        raise NoDevice(text)
+    return AmdDevice(uuids[0])
 
 
 def daemon_socket(environ: Mapping[str, str]) -> Path | None:

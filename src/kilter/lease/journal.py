@@ -570,11 +570,14 @@ def recover(place: JournalPlace, journal: Journal, device: Device) -> RestoreOut
 
 def open_journalled(journal: Journal) -> Device:
     """The device of a journal, opened anew by its UUID."""
+    from kilter.device.amd import AmdDevice
     from kilter.device.nvidia import NvidiaDevice
 
-    if journal.backend != "nvml":
-        raise DeviceError(f"{journal.uuid}: no way to open a device of kind {journal.backend!r}")
-    return NvidiaDevice(journal.uuid)
+    if journal.backend == "nvml":
+        return NvidiaDevice(journal.uuid)
+    if journal.backend == "amdsmi":
+        return AmdDevice(journal.uuid)
+    raise DeviceError(f"{journal.uuid}: no way to open a device of kind {journal.backend!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from kilter.core.label import Label
 from kilter.core.setting import DeviceInfo, Sample, Supported, Throttle
 from kilter.core.units import MHZ, show_time
 from kilter.device.daemon import DaemonDevice
-from kilter.device.find import CHOICES, daemon_socket, visible
+from kilter.device.find import daemon_socket, visible
 from kilter.device.nvidia import Gpu, NvidiaDevice, Survey, survey
 from kilter.device.protocol import Device
 from kilter.lease.baseline import BUSY_UTILISATION
@@ -54,6 +54,7 @@ examples:
   kilter doctor --json | jq '.checks[] | select(.status != "fine")'
 """
 
+CHOICES = ("auto", "nvml", "null")
 IMPORT_S = 60.0
 """For torch to be imported, until that counts as hung."""
 WATCH_S = 1.0

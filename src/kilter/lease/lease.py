@@ -535,13 +535,14 @@ class _Watcher:
         Ctrl-C does not reach it."""
         ours, theirs = (OwnFile(end.detach()) for end in socket.socketpair())
         try:
-            _spawn(place, lock, journal, theirs)
+            try:
+                _spawn(place, lock, journal, theirs)
+            finally:
+                theirs.close()  # so that the death of a watcher that is just starting is seen
             pids = _received(ours, WATCHER_START_S)
         except (OSError, subprocess.TimeoutExpired) as error:
             ours.close()
             raise DeviceError(f"no watcher could be started: {error}") from error
-        finally:
-            theirs.close()
         if not pids:
             ours.close()
             raise DeviceError(

@@ -19,6 +19,7 @@ import msgspec
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
 from kilter.lease.journal import STATE_VARIABLE
+from kilter.lease.lease import WATCHER_START_S
 from kilter.testing.box import (
     CONTAINER,
     FOUND,
@@ -266,6 +267,19 @@ def descriptors_reused(box: Box) -> None:
         box.wrong("something was written into a file of the program")
 
 
+def watcher_killed_at_start(box: Box) -> None:
+    """SIGKILL of the watcher while it starts the driver, before the first set"""
+    job = box.start()
+    job.ask("enter")
+    with box.fake.edit() as state:  # the next to start the driver is the watcher
+        state.rules.append(Rule(call="nvmlInit", sigkill="before", times=1))
+    begin_s = time.monotonic()
+    box.note(job.ask("set", sm_mhz=1200, limit_w=400)["error"])
+    if time.monotonic() - begin_s > WATCHER_START_S / 2:
+        box.wrong("the job waited for a dead watcher")
+    job.end()
+
+
 def _elsewhere(box: Box) -> dict[str, str]:
     """The environment of a job that has another state directory, as another user has."""
     directory = box.root / "another state"
@@ -324,6 +338,7 @@ def machine_lock_planted(box: Box) -> None:
 
 
 TRUST_SCENARIOS: tuple[Accident, ...] = (
+    watcher_killed_at_start,
     container_killed,
     frozen,
     descriptors_reused,

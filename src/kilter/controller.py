@@ -7,6 +7,7 @@ reach the other ranks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -18,6 +19,7 @@ from kilter.core.script_end import ScriptEnd
 from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.units import show_count
 from kilter.device.protocol import Device
+from kilter.lease.risks import risks
 from kilter.lease.run_lease import RunLease
 from kilter.observe.end_times import Iteration
 from kilter.observe.iteration_clock import IterationClock
@@ -60,6 +62,12 @@ class Run:
         if why_not is not None:
             self.log.refuse("restoring", why_not)
         return after, restored
+
+    def tell_risks(self) -> None:
+        """Say what could keep a GPU from being put back, once it is about to be set from here."""
+        if self.info.persistent and not self.dry_run:
+            for risk in risks(os.environ):
+                self.log.notice(risk)
 
     def too_few(self, needed: int) -> str:
         """Why nothing was done in a script of fewer iterations than that."""

@@ -8,6 +8,7 @@ and ends when the test takes its lamp away; nothing here waits for a fixed time.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,7 +93,14 @@ class Box:
     def run(self) -> Path:
         return self.root / "run"
 
-    def start(self, source: str = LOOP, *flags: str, patch: str = "", **more: str) -> None:
+    def start(
+        self,
+        source: str = LOOP,
+        *flags: str,
+        patch: str = "",
+        wrapper: tuple[str, ...] = (),
+        **more: str,
+    ) -> None:
         uuids = [card.uuid.removeprefix("GPU-") for card in self.fake.state().cards]
         on_gpu = ON_ITS_GPU.format(uuids=uuids)
         (self.root / "job.py").write_text(source)
@@ -103,7 +111,7 @@ class Box:
         environ["PYTHONPATH"] = f"{self.root / 'faster'}{os.pathsep}{environ['PYTHONPATH']}"
         environ |= {"KILTER_STATE_DIR": str(self.root / "state"), "OMP_NUM_THREADS": "1"}
         environ.pop("KILTER_READ_ONLY", None)
-        command = [KILTER, "run", "--device", "nvml", "--max-slowdown", "50%"]
+        command = [*wrapper, KILTER, "run", "--device", "nvml", "--max-slowdown", "50%"]
         self.process = subprocess.Popen(
             [*command, "--out", str(self.run), *flags, "job.py"],
             cwd=self.root,
@@ -470,3 +478,16 @@ def test_clocks_are_judged_once_the_memory_plan_is_in_force(box: Box) -> None:
     assert "fitting and governing" in said
     assert "memory: peak" in said
     assert "restored" in said
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a pid namespace"
+)
+def test_a_start_in_a_container_says_that_the_watcher_dies_with_it(box: Box) -> None:
+    from kilter.testing.box import CONTAINER
+
+    box.start(wrapper=CONTAINER)
+    box.wait_for(blocks(box, 1))
+    code, _, err = box.end()
+    assert code == 0
+    assert "both are in one container; kilter daemon on the host outlives both" in err

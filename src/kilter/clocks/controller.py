@@ -9,7 +9,6 @@ What needs numpy is imported when it is needed: a script may still choose how nu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,7 +25,6 @@ from kilter.core.reasons import REHEARSAL_CUT
 from kilter.core.script_end import ScriptEnd
 from kilter.core.setting import DeviceInfo
 from kilter.device.sim.cards import names
-from kilter.lease.risks import risks
 from kilter.observe.end_times import Iteration
 
 if TYPE_CHECKING:
@@ -164,9 +162,7 @@ class ClocksController:
         except (DeviceError, FileError) as error:
             self._only_watch("setting clocks", str(error))
             return str(error)
-        if self._run.info.persistent:
-            for risk in risks(os.environ):
-                self._run.log.notice(risk)
+        self._run.tell_risks()
         return None
 
     def _conduct(self, conductor: Conductor, finished: Sequence[Iteration]) -> None:

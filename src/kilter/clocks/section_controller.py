@@ -159,6 +159,7 @@ class SectionsController:
             except DeviceError as error:
                 self._give_up("conducting", str(error))
                 return
+            self._run.tell_risks()
         if self._conducting is not None:
             self._conducting.follow(plan.schedule())
         self._say(plan)

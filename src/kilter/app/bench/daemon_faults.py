@@ -26,7 +26,7 @@ from kilter.testing.box import FOUND, FOUND_LIMIT_W, LOW
 from kilter.testing.daemon_box import DaemonBox
 
 MESSAGES, CONNECTIONS = 10_000, 2_000
-SEED = 15
+HOSTILE_SEED = 15
 LOWEST = Setting(sm_clock_hz=600 * MHZ, power_limit_w=300.0)
 """What the policy of the box allows, at the least."""
 
@@ -160,7 +160,7 @@ def _honest(job: object, attack: Attack, over: threading.Event) -> None:
 
 def _send_messages(box: DaemonBox, attack: Attack) -> None:
     """As fast as the daemon takes them, on connections that it may close at any time."""
-    chance = random.Random(SEED)
+    chance = random.Random(HOSTILE_SEED)
     messages = _hostile(chance, box.uuid)
     while attack.sent < MESSAGES:
         with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):

@@ -15,14 +15,14 @@ from kilter.core.units import MILLI
 from kilter.testing.box import FOUND, LOW, Box, BoxJob, kill_watcher
 from kilter.testing.daemon_box import DaemonBox
 
-SEED = 15
+MOMENTS_SEED = 15
 THEIRS_W = 500.0
 """What the administrator sets."""
 
 
 def random_kills(box: Box, times: int) -> None:
     """SIGKILL of job, watcher or both at random moments; after both, `kilter restore`"""
-    chance, life_s = random.Random(SEED), _life_s(box.start())
+    chance, life_s = random.Random(MOMENTS_SEED), _life_s(box.start())
     left = 0
     for _ in range(times):
         victims = chance.choice(("job", "watcher", "both"))
@@ -50,7 +50,7 @@ def random_changes(box: Box, times: int) -> Setting:
 
 def daemon_random_kills(box: DaemonBox, times: int) -> None:
     """daemon: SIGKILL of job, daemon or both at random moments; the daemon starts again"""
-    chance, life_s = random.Random(SEED), _life_s(box.job())
+    chance, life_s = random.Random(MOMENTS_SEED), _life_s(box.job())
     left = 0
     for _ in range(times):
         victims = chance.choice(("job", "daemon", "both"))
@@ -99,7 +99,7 @@ def _live(job: BoxJob) -> None:
 
 
 def _changes(box: Box, times: int, start: Callable[[], BoxJob]) -> Setting:
-    chance, life_s = random.Random(SEED), _life_s(start())
+    chance, life_s = random.Random(MOMENTS_SEED), _life_s(start())
     theirs = Setting(power_limit_w=THEIRS_W)
     overwritten = 0
     for _ in range(times):

@@ -54,7 +54,7 @@ examples:
   kilter doctor --json | jq '.checks[] | select(.status != "fine")'
 """
 
-CHOICES = ("auto", "nvml", "null")
+DOCTOR_CHOICES = ("auto", "nvml", "null")
 IMPORT_S = 60.0
 """For torch to be imported, until that counts as hung."""
 WATCH_S = 1.0
@@ -156,8 +156,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine(spec: str, environ: Mapping[str, str]) -> Examination:
     """Look at everything once. Raises `UsageError` for an unknown `spec`."""
-    if spec not in CHOICES:
-        raise UsageError(f"--device {spec!r}: choose one of {', '.join(CHOICES)}")
+    if spec not in DOCTOR_CHOICES:
+        raise UsageError(f"--device {spec!r}: choose one of {', '.join(DOCTOR_CHOICES)}")
     torch = _version("torch")
     checks = [_torch_check(torch), *_internals(torch), *_journals(environ), *_controllers()]
     seen: Survey | None = None

@@ -253,8 +253,8 @@ def frozen(box: Box) -> None:
     until(lambda: (holder := box.place.holder()) is not None and holder.overdue)
     box.note(f"kilter restore: exit code {box.restore()}")
     box.restore("--force")
-    for pid in (watcher, job.pid):
-        os.kill(pid, signal.SIGKILL)
+    job.kill()
+    kill_watcher(box.state_directory)
 
 
 def descriptors_reused(box: Box) -> None:

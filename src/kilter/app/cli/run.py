@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from kilter.app.config import OPTIONS, factors, find_file, here, resolve
 from kilter.app.listener import StderrListener

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from kilter.clocks.plan import rhythm as plan
 from kilter.core.plan import FREE_MARGIN, Goal
-from kilter.model.period import Pace
+from kilter.model.period import JobPace
 
 
 def seen(period_s, jitter, edge_s):
-    return Pace(
+    return JobPace(
         iteration_s=period_s,
         error_s=0.0,
         iterations=30,

@@ -35,8 +35,8 @@ kilter.device.nvidia.SENSOR_PERIOD_S = {9: 0.04}
 kilter.clocks.outside.FIRST_LOOK_S = 2.0
 kilter.clocks.outside.OBSERVED_PERIODS = 10
 kilter.clocks.job_telemetry.IDLE_S = 2.0
-kilter.clocks.plan.rhythm.LEAST_ITERATIONS = 8
-kilter.clocks.plan.rhythm.LEAST_BLOCK_S = 2.0
+kilter.clocks.plan.rhythm.LEAST_WATCHED_ITERATIONS = 8
+kilter.clocks.plan.rhythm.LEAST_WATCHED_BLOCK_S = 2.0
 kilter.clocks.plan.rhythm.MOST_BLOCK_S = 4.0
 """
 

@@ -181,7 +181,7 @@ def resolve(
 ) -> Options:
     """The options of a run. `UsageError` names the flag, variable or file that is wrong. `config`
     is a file that the user names, whoever owns it; None: the nearest one."""
-    file, entries = find_file(directory) if config is None else _named(config)
+    file, entries = find_file(directory, config)
     given: dict[str, Any] = {}
     for option in OPTIONS.values():
         for text, where in (
@@ -294,13 +294,16 @@ def here() -> Path:
         return Path("/")
 
 
-def find_file(directory: Path) -> tuple[Path | None, dict[str, str]]:
-    """The nearest configuration file at or above a directory, and its entries as text.
+def find_file(directory: Path, named: Path | None = None) -> tuple[Path | None, dict[str, str]]:
+    """The configuration file that the user names, or the nearest one at or above a directory, and
+    its entries as text.
 
     The search ends at the project's root (the first directory with a `.git`) and before the first
     directory of another user: what lies in a shared directory above is not this user's wish. Files
     of other users are not obeyed, and what is no regular file is not read.
     """
+    if named is not None:
+        return _named(named)
     for folder in (directory, *directory.parents):
         if folder != directory and not _own_folder(folder):
             break

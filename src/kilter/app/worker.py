@@ -49,7 +49,7 @@ def received(
 if __name__ == "__main__":
     try:
         program, options = received(tuple(sys.argv[1:]), os.environ)
-        listener = StderrListener(factors({}, *find_file(here())))
+        listener = StderrListener(factors({}, *find_file(here(), options.config)))
     except KilterError as error:
         if sys.stderr is not None:  # else `print` would take stdout
             print(f"kilter run: {error}", file=sys.stderr)

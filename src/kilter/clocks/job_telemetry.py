@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kilter.core.setting import Sample, Setting
-from kilter.model.period import Detection, Familiar, Pace, detect, doubt, pace, telemetry
+from kilter.model.period import Detection, Familiar, JobPace, detect, doubt, pace, telemetry
 from kilter.observe.sensor_record import SensorRecord
 
 IDLE_S = 5.0
@@ -13,7 +13,7 @@ IDLE_PERIODS = 3.0
 """A GPU without work for so long, and for so many iterations, is idle."""
 LEAST_REFERENCE = 20.0
 """Iterations seen under a setting before the next ones are compared with them."""
-MOST_STRETCHES = 12
+STRETCHES_KEPT = 12
 """Of which they are kept: blocks, mostly."""
 RECENT_PERIODS = 2.2
 """Compared with the reference."""
@@ -59,11 +59,11 @@ class JobTelemetry:
             return detection
         return msgspec.structs.replace(detection, period_s=None, code="unresolvable", reason=reason)
 
-    def pace(self, since_s: float, about_s: float) -> Pace | None:
+    def pace(self, since_s: float, about_s: float) -> JobPace | None:
         """The iterations from a time on; None where they are not recognised."""
         return pace(telemetry(self._record.since(since_s)), about_s)
 
-    def mean_power_w(self, seen: Pace) -> float | None:
+    def mean_power_w(self, seen: JobPace) -> float | None:
         return self._record.mean_power_w(seen.begin_s, seen.end_s)
 
     def learn(
@@ -76,7 +76,7 @@ class JobTelemetry:
         samples = [sample for sample in self._record.since(begin_s) if sample.t_s <= end_s]
         if len(samples) < 2 or samples[-1].t_s - samples[0].t_s < 2 * period_s:
             return
-        stretches = [*self._stretches.get(setting, ()), samples][-MOST_STRETCHES:]
+        stretches = [*self._stretches.get(setting, ()), samples][-STRETCHES_KEPT:]
         self._stretches[setting] = stretches
         self._familiar[setting] = Familiar([telemetry(each) for each in stretches], period_s)
 

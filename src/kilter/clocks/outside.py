@@ -25,7 +25,7 @@ from kilter.clocks.search_leader import SearchLeader
 from kilter.core.events import AnyEvent
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting, Supported
-from kilter.model.period import Detection, Pace
+from kilter.model.period import Detection, JobPace
 
 FIRST_LOOK_S = 10.0
 LOOK_FACTOR = 1.4
@@ -43,7 +43,7 @@ RECHECK_PERIODS = 10
 SAME_PERIOD = 0.02
 SAME_POWER = 0.05
 """After an alarm: iterations that take as long, and as much power, are the same ones."""
-WARM_BLOCKS = 1
+WATCHED_WARM_BLOCKS = 1
 """Before the first probe: the observation has told what there is to learn."""
 LOST_BLOCKS = 3
 """Blocks in a row without recognisable iterations after which nothing more is tried."""
@@ -60,7 +60,7 @@ class Lost(Enum):
     UNSEEN = "the iterations cannot be recognised any more"
 
 
-class Unseen(Exception):
+class PeriodLost(Exception):
     """Under some setting the telemetry does not show the iterations: nothing more is tried."""
 
 
@@ -162,7 +162,7 @@ class OutsideConductor:
         first_number: int = 0,
     ) -> None:
         self.program = GovernorProgram(
-            goal, found, supported, actuator, seed=seed, warm_blocks=WARM_BLOCKS
+            goal, found, supported, actuator, seed=seed, warm_blocks=WATCHED_WARM_BLOCKS
         )
         self._leader = SearchLeader(
             self.program.orders(),
@@ -200,12 +200,12 @@ class OutsideConductor:
 
     def run(self) -> Generator[None, None, Lost]:
         """Until the job is another one, or idle; the setting as found is then back. Raises
-        `Unseen`, and what the lease raises."""
+        `PeriodLost`, and what the lease raises."""
         note = self._leader.first()
         lost = 0
         while True:
             seen = yield from self._block(note.setting)
-            if isinstance(seen, Pace):
+            if isinstance(seen, JobPace):
                 lost = 0
                 self.iterations += seen.iterations
                 note = self._leader.conclude(
@@ -226,9 +226,9 @@ class OutsideConductor:
             self._job.learn(note.setting, begin_s, usual_s, alarm_s)
             lost += seen is Lost.UNSEEN
             if lost >= LOST_BLOCKS:
-                raise Unseen(f"at {note.setting} the telemetry does not show the iterations")
+                raise PeriodLost(f"at {note.setting} the telemetry does not show the iterations")
 
-    def _result(self, seen: Pace) -> RankResult:
+    def _result(self, seen: JobPace) -> RankResult:
         power_w = self._job.mean_power_w(seen)
         return RankResult(
             iteration_s=seen.iteration_s,
@@ -253,7 +253,7 @@ class OutsideConductor:
         while self._job.now_s < end_s:
             yield
 
-    def _block(self, setting: Setting) -> Generator[None, None, Pace | Lost]:
+    def _block(self, setting: Setting) -> Generator[None, None, JobPace | Lost]:
         job = self._job
         yield from self._apply(setting)
         self._begin_s = begin_s = job.now_s

@@ -103,7 +103,7 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
     """Standard deviation of single iterations over the period, as far as the sensor shows them."""
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
+class JobPace(msgspec.Struct, frozen=True, kw_only=True):
     """The iterations of one stretch of telemetry, of which the period is roughly known."""
 
     iteration_s: float
@@ -231,7 +231,7 @@ def _finer_than_counter(telemetry: Telemetry) -> bool:
     return min(apart) > FINER
 
 
-def pace(telemetry: Telemetry, about_s: float) -> Pace | None:
+def pace(telemetry: Telemetry, about_s: float) -> JobPace | None:
     """The mean iteration time in this telemetry, near an expected one; None where none is seen.
 
     Boundaries between iterations are located one by one. Both ends of an interval are uncertain,
@@ -260,7 +260,7 @@ def pace(telemetry: Telemetry, about_s: float) -> Pace | None:
     runs = 1 + int((kept[1:] & ~kept[:-1]).sum())
     edge = max(-float((apart[1:] * apart[:-1]).sum()) / max(n - runs, 1), 0.0)
     jitter = max(float((apart**2).sum()) / max(n - 1, 1) - 2 * edge, 0.0)
-    return Pace(
+    return JobPace(
         iteration_s=mean,
         error_s=math.sqrt(jitter / n + 2 * runs * edge / n**2),
         iterations=n,

@@ -17,7 +17,7 @@ import kilter
 from kilter.clocks.actuator import DeviceActuator, Sensors
 from kilter.clocks.controller import SEED, mode_of
 from kilter.clocks.job_telemetry import JobTelemetry
-from kilter.clocks.outside import Lost, Observer, OutsideConductor, Unseen
+from kilter.clocks.outside import Lost, Observer, OutsideConductor, PeriodLost
 from kilter.clocks.plan.governor import Phase, plan_of
 from kilter.clocks.plan.job import space
 from kilter.clocks.plan.rhythm import Rhythm, would_try
@@ -38,7 +38,7 @@ from kilter.session.recorder import Recorder
 from kilter.session.run_directory import check_out, events_name, run_directory
 
 
-class Source(Protocol):
+class WatchedJob(Protocol):
     """A job on a device, seen from outside."""
 
     @property
@@ -75,7 +75,7 @@ class WatchEnd:
     """The lease or the device has ended the watch."""
 
 
-def watch(source: Source, options: Options, listener: RunListener) -> WatchEnd:
+def watch(source: WatchedJob, options: Options, listener: RunListener) -> WatchEnd:
     """Govern the job of `source` until it is over. Raises `UsageError`, `FileError` and device
     errors before anything has begun: a GPU that somebody else governs is `Held`."""
     check_out(options.out, Ranks())
@@ -125,7 +125,7 @@ def _started(options: Options, info: DeviceInfo, found: Setting, mode: str, why:
 
 class _Watch:
     def __init__(
-        self, source: Source, options: Options, lease: RunLease, log: RunLog, files: RunFiles
+        self, source: WatchedJob, options: Options, lease: RunLease, log: RunLog, files: RunFiles
     ) -> None:
         self._source = source
         self._goal = options.goal
@@ -155,7 +155,7 @@ class _Watch:
         refused: str | None = None
         try:
             reason = self._source.drive(lambda: self._step(flow))
-        except (DeviceError, FileError, Unseen) as error:
+        except (DeviceError, FileError, PeriodLost) as error:
             refused = reason = str(error)
             self._log.refuse("setting clocks", reason)
         self._conclude(refused)

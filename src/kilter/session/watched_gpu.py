@@ -14,7 +14,7 @@ from kilter.device.nvidia import Gpu, NvidiaDevice, survey
 from kilter.lease.journal import start_ticks
 from kilter.observe.sampler import Sampler
 
-TICK_S = 0.05
+WATCH_EVERY_S = 0.05
 """How often to look for a new reading."""
 OCCUPANTS_EVERY_S = 0.5
 """How often to look who computes on the GPU."""
@@ -73,7 +73,7 @@ def _parent(pid: int) -> int:
 
 
 class WatchedGpu:
-    """A `Source` of `session.watch`: a GPU that somebody else uses. `stop` ends it from any thread
+    """A `WatchedJob` of `session.watch`: a GPU that somebody else uses. `stop` ends it from any thread
     or signal handler; `seconds` is the longest that it is watched."""
 
     def __init__(
@@ -99,7 +99,7 @@ class WatchedGpu:
     def drive(self, step: Callable[[], bool]) -> str:
         self.sensors.start()
         end_s, look_s, last = monotonic() + self._seconds, 0.0, None
-        while not self._stop.wait(TICK_S):
+        while not self._stop.wait(WATCH_EVERY_S):
             if monotonic() >= end_s:
                 return f"its time is over ({show_duration(self._seconds)})"
             if self.sensors.why_ended is not None:

@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
         program = find_program(command)
         if options.out is not None:
             make_out(options.out)
-        listener = StderrListener(factors({}, *find_file(here())))
+        listener = StderrListener(factors({}, *find_file(here(), options.config)))
         return functools.partial(run_governed, program, options, listener)
     if arguments.no_python:
         raise UsageError("--no-python starts a program that is not Python: there is no way in")

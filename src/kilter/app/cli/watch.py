@@ -23,7 +23,7 @@ from kilter.session.options import Options
 from kilter.session.run_directory import check_out, make_out
 
 if TYPE_CHECKING:
-    from kilter.session.watch import Source, WatchEnd
+    from kilter.session.watch import WatchedJob, WatchEnd
 
 HELP = """\
 Govern a job that kilter did not start, in any framework, language or container, from outside: less
@@ -139,7 +139,7 @@ def _options(arguments: argparse.Namespace) -> Options:
 
 def _source(
     arguments: argparse.Namespace, options: Options, seconds: float | None, stop: threading.Event
-) -> Source:
+) -> WatchedJob:
     kind, _, name = options.device.partition(":")
     if kind == "sim":
         from kilter.app.simulated_training import simulated_training

@@ -15,13 +15,13 @@ from kilter.clocks.plan.job import Space, forecasts
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting
 from kilter.core.units import show_fraction, show_time
-from kilter.model.period import Detection, Pace
+from kilter.model.period import Detection, JobPace
 
 PART_OF_BOUND = 0.25
 """Standard error of one pair of blocks, as a share of the bound."""
-LEAST_ITERATIONS = 12
+LEAST_WATCHED_ITERATIONS = 12
 """Of a block: the period is looked for again in each one, also where a setting makes it longer."""
-LEAST_BLOCK_S = 5.0
+LEAST_WATCHED_BLOCK_S = 5.0
 MOST_BLOCK_S = 120.0
 """A job of uneven iterations, or a tight bound, takes more pairs instead of longer blocks."""
 
@@ -29,7 +29,7 @@ MOST_BLOCK_S = 120.0
 class Rhythm(msgspec.Struct, frozen=True, kw_only=True):
     """The iterations of a job, as telemetry shows them under the setting as found."""
 
-    pace: Pace
+    pace: JobPace
     power_w: float
     """Mean over the same stretch."""
     block_iterations: int
@@ -48,11 +48,11 @@ class Rhythm(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def rhythm(pace: Pace, power_w: float, goal: Goal) -> Rhythm:
+def rhythm(pace: JobPace, power_w: float, goal: Goal) -> Rhythm:
     """The rhythm with the length of its blocks, for this goal."""
     period_s = pace.iteration_s
     bound = Contract(max_slowdown=goal.max_slowdown or 0.0).bound
-    least = max(LEAST_ITERATIONS, math.ceil(LEAST_BLOCK_S / period_s))
+    least = max(LEAST_WATCHED_ITERATIONS, math.ceil(LEAST_WATCHED_BLOCK_S / period_s))
     most = max(least, math.floor(MOST_BLOCK_S / period_s))
     iterations = next(
         (n for n in range(least, most) if _pair_error(pace, n) <= PART_OF_BOUND * bound), most
@@ -65,7 +65,7 @@ def rhythm(pace: Pace, power_w: float, goal: Goal) -> Rhythm:
     )
 
 
-def _pair_error(pace: Pace, iterations: int) -> float:
+def _pair_error(pace: JobPace, iterations: int) -> float:
     """Standard error of the log ratio of two blocks of so many iterations."""
     variance = pace.jitter_s**2 / iterations + 2 * pace.edge_s**2 / iterations**2
     return math.sqrt(2 * variance) / pace.iteration_s

@@ -73,7 +73,7 @@ def _parent(pid: int) -> int:
 
 
 class WatchedGpu:
-    """A `WatchedJob` of `session.watch`: a GPU that somebody else uses. `stop` ends it from any thread
+    """A `WatchedJob` of `session.watch`: a GPU of somebody else. `stop` ends it from any thread
     or signal handler; `seconds` is the longest that it is watched."""
 
     def __init__(

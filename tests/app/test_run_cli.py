@@ -48,6 +48,7 @@ def test_options_are_frozen() -> None:
         "max-slowdown": "KILTER_MAX_SLOWDOWN",
         "memory-budget": "KILTER_MEMORY_BUDGET",
         "gradients": "KILTER_GRADIENTS",
+        "weights": "KILTER_WEIGHTS",
         "host-memory": "KILTER_HOST_MEMORY",
         "objective": "KILTER_OBJECTIVE",
         "device": "KILTER_DEVICE",
@@ -90,6 +91,13 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         "                        the budget asks for it, they are used up as they arrive in"
         " backward: for a\n"
         "                        program that never clips them, reads them or skips a step)\n"
+        "  --weights NAME        keep (they stay on the device), or offload (where activations,"
+        " gradients\n"
+        "                        and state do not meet the budget, they are on the host between"
+        " forward and\n"
+        "                        backward; experimental: a program that writes to weights by their"
+        " address\n"
+        "                        ends)\n"
         "  --host-memory 16GiB   how much each process may offload to the host's memory"
         " (default: its part\n"
         "                        of half of what is free)\n"
@@ -298,6 +306,11 @@ def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
         (["--rehearse", "soon", "train.py"], "--rehearse: 'soon' is not a time: write 60s"),
         (["--objective", "speed", "train.py"], "choose one of energy, edp, ed2p"),
         (["--gradients", "keep", "train.py"], "add --memory-budget"),
+        (["--weights", "offload", "train.py"], "add --memory-budget"),
+        (
+            ["--memory-budget", "1GiB", "--weights", "away", "train.py"],
+            "--weights: 'away' is not one of keep, offload",
+        ),
         (["--host-memory", "1GiB", "train.py"], "add --memory-budget"),
         (["--host-memory", "16", "train.py"], "is 16 bytes: write the unit, as in 16GiB"),
         (["--host-memory", "half", "train.py"], "--host-memory: 'half' is not a size"),

@@ -38,7 +38,7 @@ def train():
 
 train()  # imports what torch imports late
 before = attributes()
-with kilter.govern(memory_budget="{share}", device="null", out={out!r}):
+with kilter.govern(memory_budget="{share}", weights="offload", device="null", out={out!r}):
     thread = threading.Thread(target=train)
     thread.start()
     thread.join()

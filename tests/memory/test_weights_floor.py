@@ -74,7 +74,10 @@ def fail(where: str, error: str) -> None:
 
 
 def train(
-    steps: int, budget_bytes: int | None = None, autocast: bool = False
+    steps: int,
+    budget_bytes: int | None = None,
+    autocast: bool = False,
+    weights: str = "offload",
 ) -> tuple[list[bytes], StateAndWeightPolicy | None, Swapper | None]:
     """A training under a swapper and a floor, or plain."""
     torch.manual_seed(0)
@@ -101,7 +104,9 @@ def train(
     else:
         backend = Weighed()
         swapper = Swapper(backend, budget_bytes=budget_bytes, link=H200_PCIE5, min_bytes=1024)
-        made = StateAndWeightPolicy(swapper, CpuStandIn, H200_PCIE5, fence, min_bytes=1024)
+        made = StateAndWeightPolicy(
+            swapper, CpuStandIn, H200_PCIE5, fence, weights=weights, min_bytes=1024
+        )
         backend.govern(swapper, made)
         with swapper:
             made.begin(0, budget_bytes)
@@ -148,3 +153,18 @@ def test_weights_stay_where_state_is_enough() -> None:
     assert made is not None
     assert made.weights is None
     assert made.settled
+
+
+def test_weights_stay_unless_they_are_allowed_to_leave() -> None:
+    values, made, _ = train(STEPS, WEIGHT_BYTES + LOSS_BYTES - MIB, weights="keep")
+    assert values == train(STEPS)[0]
+    assert made is not None
+    assert made.weights is None
+    assert made.weights_kept
+    assert made.settled
+
+
+def test_weights_that_nobody_needs_room_from_are_not_spoken_of() -> None:
+    _, made, _ = train(60, 2 * WEIGHT_BYTES + LOSS_BYTES, weights="keep")
+    assert made is not None
+    assert not made.weights_kept

@@ -260,8 +260,11 @@ def test_two_threads_that_mark_at_once_are_counted(observe):
     program = """
 import sys, threading
 sys.setswitchinterval(1e-6)
+together = threading.Barrier(4)  # one that has ended may give its number to the next
 def mark():
+    together.wait()
     for _ in range(2000): MARKS.mark()
+    together.wait()
 threads = [threading.Thread(target=mark) for _ in range(4)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()

@@ -18,7 +18,7 @@ from kilter.app.factors import Factors
 from kilter.core.daemon_protocol import SOCKET_VARIABLE
 from kilter.core.errors import FileError, UsageError
 from kilter.core.files import read_file
-from kilter.core.plan import GRADIENTS, Goal, MemoryBudget, Objective
+from kilter.core.plan import GRADIENTS, WEIGHTS, Goal, MemoryBudget, Objective
 from kilter.core.units import MIB, parse_bytes, parse_fraction, parse_seconds
 from kilter.device.find import CHOICES
 from kilter.lease.baseline import BASELINE_VARIABLE
@@ -64,6 +64,13 @@ def gradients(text: str) -> str:
     """`UsageError` for a word that is not one of `GRADIENTS`."""
     if text not in GRADIENTS:
         raise UsageError(f"{text!r} is not one of {', '.join(GRADIENTS)}")
+    return text
+
+
+def weights(text: str) -> str:
+    """`UsageError` for a word that is not one of `WEIGHTS`."""
+    if text not in WEIGHTS:
+        raise UsageError(f"{text!r} is not one of {', '.join(WEIGHTS)}")
     return text
 
 
@@ -125,6 +132,14 @@ OPTIONS = {
             "auto or keep (they stay until the step has used them), or consume (where the budget"
             " asks for it, they are used up as they arrive in backward: for a program that never"
             " clips them, reads them or skips a step)",
+            "NAME",
+        ),
+        Option(
+            "weights",
+            weights,
+            "keep (they stay on the device), or offload (where activations, gradients and state"
+            " do not meet the budget, they are on the host between forward and backward;"
+            " experimental: a program that writes to weights by their address ends)",
             "NAME",
         ),
         Option(
@@ -201,6 +216,8 @@ def resolve(
     # A file or the environment may hold these for all runs; asked for here, they were meant.
     if memory_budget is None and flags.get("gradients") is not None:
         raise UsageError("--gradients says what a memory budget may do: add --memory-budget")
+    if memory_budget is None and flags.get("weights") is not None:
+        raise UsageError("--weights says what a memory budget may move: add --memory-budget")
     if memory_budget is None and flags.get("host-memory") is not None:
         raise UsageError("--host-memory limits what a memory budget offloads: add --memory-budget")
     sections = given.get("sections", False)
@@ -221,6 +238,7 @@ def resolve(
         command=command,
         json_summary=given.get("json", False),
         gradients=given.get("gradients", "auto"),
+        weights=given.get("weights", "keep"),
         trace=given.get("trace", False),
         sections=sections,
         rehearse_s=given.get("rehearse"),

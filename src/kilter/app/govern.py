@@ -11,6 +11,7 @@ from kilter.app.config import DEFAULT_MAX_SLOWDOWN
 from kilter.app.config import gradients as parse_gradients
 from kilter.app.config import host_memory as parse_host_memory
 from kilter.app.config import objective as parse_objective
+from kilter.app.config import weights as parse_weights
 from kilter.app.listener import StderrListener
 from kilter.core.plan import Goal, MemoryBudget, Objective
 from kilter.core.ranks import ranks
@@ -23,6 +24,7 @@ def govern(
     max_slowdown: float | None = None,
     memory_budget: str | int | None = None,
     gradients: str = "auto",
+    weights: str = "keep",
     host_memory: str | int | None = None,
     objective: Objective | str = Objective.ENERGY,
     device: str = "auto",
@@ -34,6 +36,7 @@ def govern(
     training within a `memory_budget` (`"24GiB"`, bytes, `"75%"` of its peak, `"auto"`); or both.
     `gradients="consume"` lets a budget use them up as they arrive in backward, in a program that
     never clips them, reads them or skips a step; `auto` and `keep` keep them for the step.
+    `weights="offload"` (experimental) lets weights be on the host between forward and backward.
     `host_memory` (`"16GiB"`, bytes) limits what is offloaded to the host; the default is this
     process's part of half of what is free.
 
@@ -70,6 +73,7 @@ def govern(
         out=None if out is None else Path(out).absolute(),
         command=tuple(sys.argv),
         gradients=parse_gradients(gradients),
+        weights=parse_weights(weights),
         trace=trace,
     )
     session = Session(options, ranks(os.environ), StderrListener())

@@ -75,6 +75,7 @@ class MemoryBudget:
 
 
 GRADIENTS = ("auto", "consume", "keep")
+WEIGHTS = ("keep", "offload")
 """What a memory plan may do with gradients: keep them and say where more could be done, use them up
 as they arrive, or keep them."""
 

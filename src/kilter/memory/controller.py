@@ -44,11 +44,13 @@ LINK_BYTES = 64 * MIB
 class MemoryController:
     """Makes the program fit `budget`. All but `tick` and `end` belong to the program's threads."""
 
-    def __init__(self, run: Run, budget: MemoryBudget, *, gradients: str = "auto") -> None:
+    def __init__(
+        self, run: Run, budget: MemoryBudget, *, gradients: str = "auto", weights: str = "keep"
+    ) -> None:
         self._run = run
         self._budget = budget
         self._host = HostLimit(run.goal.host_memory_bytes)
-        self._gradients = gradients
+        self._gradients, self._weights = gradients, weights
         self._first = FirstTensor(self._meet, run.fence, on_gpu=run.info.backend == "nvml")
         self._grows = False
         """We have configured the framework's allocator."""
@@ -105,7 +107,7 @@ class MemoryController:
         job.begin()
         self._job = job
         if again is not None and not self._run.dry_run:  # a stand-in counts activations alone
-            job.move_state_and_weights(again, self._gradients)
+            job.move_state_and_weights(again, self._gradients, self._weights)
 
     def iteration_ended(self, index: int) -> None:
         """An iteration of the program ends here, in its thread."""

@@ -93,10 +93,12 @@ class GovernedJob:
         """In the thread whose tensors are governed."""
         self._swapper.__enter__()
 
-    def move_state_and_weights(self, open_backend: Callable[[], Backend], gradients: str) -> None:
+    def move_state_and_weights(
+        self, open_backend: Callable[[], Backend], gradients: str, weights: str
+    ) -> None:
         """Let gradients, optimizer state and weights make room as well, each on its own streams."""
         self._policy = StateAndWeightPolicy(
-            self._swapper, open_backend, self._link, self._run.fence, gradients
+            self._swapper, open_backend, self._link, self._run.fence, gradients, weights
         )
         self._policy.begin(self._backend.used_bytes() or 0, self._limit_bytes)
 
@@ -162,6 +164,8 @@ class GovernedJob:
             self._policy.iteration_ended(report, budget_bytes, self._run.log.now_s())
             if self._policy.taken_back is not None:
                 self._log.refuse_new((self._policy.taken_back,))
+            if self._policy.weights_kept:
+                self._log.refuse_new((messages.WEIGHTS_KEPT,))
 
     def _log_plan(self, record: PassRecord, plan: MemoryPlan, numbers: tuple[int, ...]) -> None:
         problem, every = self._problem(record, plan.budget_bytes)

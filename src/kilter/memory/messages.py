@@ -191,6 +191,10 @@ def _weights(code: str, text: str) -> Reason:
     return Reason(code, "weights", text)
 
 
+WEIGHTS_KEPT = _weights(
+    "weights_kept",
+    "weights stay on the device; --weights offload (experimental) lets them make room",
+)
 USES_FUNC = _weights("uses_func", "the program uses torch.func")
 CAPTURES_GRAPHS = _weights("captures_graphs", "the program captures CUDA graphs")
 GRAPHS_BEFORE = _weights("graphs_before", "CUDA graphs were captured before, which keep addresses")

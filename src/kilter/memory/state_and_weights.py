@@ -5,8 +5,8 @@ Gradients go first: they are used up as they arrive, where nothing forbids it; w
 once how much optimizer state streams: so much that activations and state together cost the least
 time (`memory/plan/joint.py`), or, where gradients are kept, so much as is missing for the budget.
 
-Where all of that is not enough, weights leave between their use in forward and their need in
-backward: so much as is missing.
+Where all of that is not enough and the user has allowed it, weights leave between their use in
+forward and their need in backward: so much as is missing.
 
 A job whose weights, gradients and state do not fit together would run out of memory in its first
 step. The size of its weights shows that: its state is then created bucket by bucket, and each
@@ -70,8 +70,10 @@ class StateAndWeightPolicy:
         link: Link,
         fence: Fence,
         gradients: str = "auto",
+        weights: str = "keep",
         min_bytes: int = MIB,
     ) -> None:
+        """`gradients` is one of `GRADIENTS`, `weights` one of `WEIGHTS`."""
         self._swapper = swapper
         self._backend = backend
         self._link = link
@@ -82,7 +84,8 @@ class StateAndWeightPolicy:
         self._first_step: FirstStep | None = None
         """None: it is over, or of no interest."""
         self._streaming = StateStreaming(swapper, link)
-        self._weights = WeightRoom(swapper, backend, link, fence, min_bytes)
+        offload = weights == "offload"
+        self._weights = WeightRoom(swapper, backend, link, fence, min_bytes, offload=offload)
         self._iteration_ends = 0
         """Since something was changed."""
         self._rooms = 0
@@ -209,6 +212,11 @@ class StateAndWeightPolicy:
             min_bytes=self._min_bytes,
         )
         return record, problem
+
+    @property
+    def weights_kept(self) -> bool:
+        """The budget is missed, and weights could make room but may not."""
+        return self._weights.kept
 
     def close(self) -> None:
         """Bring everything home."""

@@ -29,12 +29,18 @@ class WeightRoom:
         link: Link,
         fence: Fence,
         min_bytes: int,
+        *,
+        offload: bool,
     ) -> None:
+        """`offload`: weights may leave at all."""
         self._swapper = swapper
         self._backend = backend
         self._link = link
         self._fence = fence
         self._min_bytes = min_bytes
+        self._offload = offload
+        self.kept = False
+        """They were asked for room, and may not make any."""
         self._asked_bytes = 0
         """That are to be on the host at the end of forward."""
         self.mover: WeightMover | None = None
@@ -56,6 +62,9 @@ class WeightRoom:
         `taken` of the way to the device. `False` if no more can be had."""
         from kilter.memory.engine.weights import WeightMover
 
+        self.kept = not self._offload
+        if self.kept:
+            return False
         report = self.report
         if report is not None and (not report.moving or report.away_bytes < self._asked_bytes):
             return False  # what was asked for before is not there

@@ -27,7 +27,12 @@ def controllers_of(run: Run, options: Options) -> Sequence[Controller]:
     controllers: list[Controller] = []
     if run.goal.memory_budget is not None:
         controllers.append(
-            MemoryController(run, run.goal.memory_budget, gradients=options.gradients)
+            MemoryController(
+                run,
+                run.goal.memory_budget,
+                gradients=options.gradients,
+                weights=options.weights,
+            )
         )
     if options.sections and run.goal.max_slowdown is not None:
         controllers.append(SectionsController(run, max_slowdown=run.goal.max_slowdown))

@@ -23,6 +23,8 @@ class Options:
     json_summary: bool = False
     gradients: str = "auto"
     """One of `GRADIENTS`."""
+    weights: str = "keep"
+    """One of `WEIGHTS`."""
     trace: bool = False
     """Record the operations of an iteration also where nothing but the report needs them."""
     sections: bool = False

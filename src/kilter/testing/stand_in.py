@@ -116,6 +116,7 @@ def govern(arguments: Sequence[str]) -> None:
         max_slowdown=options.goal.max_slowdown,
         memory_budget=given.memory_budget,
         gradients=options.gradients,
+        weights=options.weights,
         device=options.device,
         dry_run=options.dry_run,
         out=options.out,

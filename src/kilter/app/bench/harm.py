@@ -97,7 +97,7 @@ OPTION_SETS: dict[str, OptionSet] = {
     "dry-run": OptionSet("run", (*SIM, "--memory-budget", "60%", "--dry-run")),
     "memory": OptionSet("run", ("--memory-budget", "60%")),
     "recompute": OptionSet("run", ("--memory-budget", "40%"), SLOW),
-    "state": OptionSet("run", ("--memory-budget", "10%"), ("--card",)),
+    "state": OptionSet("run", ("--memory-budget", "10%", "--weights", "offload"), ("--card",)),
     "all": OptionSet("run", (*SIM, "--memory-budget", "30%"), ("--card", *SLOW)),
     "govern": OptionSet("govern", (*SIM, "--memory-budget", "60%")),
     "nvml": OptionSet("run", ("--max-slowdown", "2%"), fake_nvml=True),

@@ -51,13 +51,15 @@ class Budget:
     as_card: bool
     share: str
     gradients: str
+    weights: str
 
 
 def budget_of(seed: int) -> Budget:
     draw = random.Random(f"budget {seed}")
     bytes_per_s, as_card = LINKS[seed % len(LINKS)]
     share = draw.choice(("15%" if as_card else "80%", "40%", "50%", "60%"))
-    return Budget(bytes_per_s, as_card, share, draw.choice(("auto", "auto", "keep")))
+    weights = "offload" if as_card and seed // len(LINKS) % 2 else "keep"
+    return Budget(bytes_per_s, as_card, share, draw.choice(("auto", "auto", "keep")), weights)
 
 
 def source_of(seed: int) -> str:
@@ -253,7 +255,11 @@ def _run_program(seed: int, out: Path | None) -> str:
     if out is not None:
         budget = budget_of(seed)
         governed = kilter.govern(
-            memory_budget=budget.share, gradients=budget.gradients, device="null", out=out
+            memory_budget=budget.share,
+            gradients=budget.gradients,
+            weights=budget.weights,
+            device="null",
+            out=out,
         )
     try:
         with contextlib.redirect_stdout(printed), governed:

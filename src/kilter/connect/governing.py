@@ -1,6 +1,6 @@
 """One training of a framework under `kilter.govern`: what the callbacks of all frameworks share.
 
-Behind the fence: whatever fails of ours, or of a logger that is given our rows, is told once on
+Behind the fence: whatever fails of ours, or of a logger that is given our rows, is reported once on
 stderr, and the training goes on.
 """
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HELP = """\
 Govern a job that kilter did not start, in any framework, language or container, from outside: less
-energy under the same contract as `kilter run`. What an iteration is, and how long it takes, is told
+energy under the same contract as `kilter run`. What an iteration is, and how long it takes, follows
 from the period of the GPU's power and utilisation. Where they show no period (iterations shorter
 than two readings of the sensors, which is 200 ms on an H200), nothing is set.
 """

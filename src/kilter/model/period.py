@@ -2,13 +2,13 @@
 
 The method follows the outline of GPOEO (Wang et al., TPDS 2022): a composite of power and
 utilisations, spectral candidates, the similarity of consecutive windows, refinement, stability.
-Five things are different. Windows are compared at their lag with a paired test, so that a
-sub-harmonic is taken only on evidence. What happens rarely (evaluation, checkpoint) is kept
-apart from what is a part of every iteration. Iterations of unequal length are tracked one by one
-(the dynamic program of beat tracking: Ellis, J. New Music Research 36(1), 2007). The resolution of the sensor
-is measured, and a period below it is refused. An alias is refused too: the energy counter
-integrates what the power reading only samples, so that a fluctuation which the counter does not
-show was folded down from a shorter period.
+Five things are different. Windows are compared at their lag with a paired test, so that a sub-
+harmonic is taken only on evidence. What happens rarely (evaluation, checkpoint) is kept apart from
+what is a part of every iteration. Iterations of unequal length are tracked one by one (the dynamic
+program of beat tracking: Ellis, J. New Music Research 36(1), 2007). The resolution of the sensor is
+measured, and a period below it is refused. An alias is refused too: the energy counter integrates
+what the power reading only samples, so that a fluctuation which the counter does not show was
+folded down from a shorter period.
 """
 
 from __future__ import annotations
@@ -190,10 +190,10 @@ def doubt(telemetry: Telemetry, detection: Detection) -> str | None:
     it cannot be one.
 
     The energy counter averages over its interval u. Of what is folded onto the frequency f, 1/u - f
-    or above, it passes sinc(1 - f u) at most, and no power, which is never negative, varies by more
-    than `MOST_SWING` of its mean: a larger amplitude is no alias. A smaller one is kept apart
-    from an alias where the power reading averages over less than the counter, so that it would show more
-    of an alias (`_is_alias`); where both are the same mean, nobody can tell.
+    or above, it passes sinc(1 - f u) at most, and no power, which is never negative, varies by
+    more than `MOST_SWING` of its mean: a larger amplitude is no alias. A smaller one is kept
+    apart from an alias where the power reading averages over less than the counter, so that it
+    would show more of an alias (`_is_alias`); where both are the same mean, nobody can tell.
     """
     if detection.period_s is None or detection.resolution_s is None:
         return None

@@ -3,8 +3,12 @@
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from kilter.testing.warm_python import WarmPython
 
 settings.register_profile(
     "kilter",
@@ -31,3 +35,11 @@ for number, usual in (
 ):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmPython]:
+    """Runs Python programs that do not test how Python starts."""
+    pytest.importorskip("torch")
+    with WarmPython(os.environ) as python:
+        yield python

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from kilter.app.bench import harm, harm_random
 from kilter.core.errors import UsageError
 from kilter.core.units import MIB
+from kilter.testing.warm_python import WarmPython
 
 PLAIN = harm.ProgramOutcome(
     exit="0",
@@ -55,17 +57,36 @@ def required(case: harm.Case) -> Any:
     return pytest.param(case, id=case.path.stem, marks=marks)
 
 
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Path]:
+    with harm.copied_programs() as place:
+        yield place
+
+
 @pytest.mark.parametrize("case", [required(case) for case in harm.cases()])
-def test_a_program_is_the_same_under_kilter(case: harm.Case) -> None:
+def test_a_program_is_the_same_under_kilter(
+    case: harm.Case, warm: WarmPython, programs: Path
+) -> None:
     """Under one set of options of each row; `kilter bench harm` tries them all."""
-    options = () if case.expect is not None else ("--options", case.run[-1])
-    found = bench("--only", case.name, *options)
-    assert len(found["rows"]) == 1
-    assert {
-        f"{row['row']} {row['options']}": row["differences"]
-        for row in found["rows"]
-        if not row["equal"]
-    } == {}
+    case = replace(case, path=programs / case.path.name)
+    [row] = harm.rows_of(case, case.run[-1:], warm)
+    assert row.differences == ()
+
+
+def test_the_table_of_one_row() -> None:
+    found = bench("--only", "2b", "--options", "memory")
+    [row] = found["rows"]
+    assert (row["row"], row["options"], row["differences"]) == ("2b", "memory", [])
+    assert "passes planned" in row["work"]
+    assert found["summary"] == {"n": 1, "equal": 1}
+
+
+def test_a_program_that_does_not_end_is_killed(warm: WarmPython, tmp_path: Path) -> None:
+    program = tmp_path / "r99_sleeps.py"
+    program.write_text("import time\ntime.sleep(600)\n")
+    case = harm.Case("99", program, "sleeps", within_s=0.5)
+    assert harm.run_one(case, None).exit == "did not end within 0.5 s"
+    assert harm.run_one(case, None, warm).exit == "did not end within 0.5 s"
 
 
 def test_random_programs_are_the_same_under_kilter() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kilter.app.cli.main import main
 from kilter.core import codec
 from kilter.core.events import Moved, Refused, read_events
 from kilter.core.trace import IterationTrace
+from kilter.testing.warm_python import WarmPython
 
 SCRIPT = """
 import os, sys, time, torch
@@ -46,25 +48,33 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def python(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=120, check=False
-    )
+Done = subprocess.CompletedProcess[str]
 
 
-def run(
-    budget: str, *arguments: str, script: str = SCRIPT, options: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    Path("train.py").write_text(script)
-    options = ("--memory-budget", budget, "--out", "run", "--device", "null", *options)
-    return python("-m", "kilter", "run", *options, "train.py", *arguments)
+@pytest.fixture
+def python(warm: WarmPython) -> Callable[..., Done]:
+    return lambda *command: warm.run(command, timeout_s=120)
+
+
+@pytest.fixture
+def run(python: Callable[..., Done]) -> Callable[..., Done]:
+    def run_governed(
+        budget: str, *arguments: str, script: str = SCRIPT, options: tuple[str, ...] = ()
+    ) -> Done:
+        Path("train.py").write_text(script)
+        options = ("--memory-budget", budget, "--out", "run", "--device", "null", *options)
+        return python("-m", "kilter", "run", *options, "train.py", *arguments)
+
+    return run_governed
 
 
 def moved() -> Moved:
     return [e for e in read_events("run/events-rank0.jsonl") if isinstance(e, Moved)][-1]
 
 
-def test_a_share_of_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_share_of_the_peak(
+    run: Callable[..., Done], python: Callable[..., Done], capsys: pytest.CaptureFixture[str]
+) -> None:
     done = run("50%", "24")
     assert done.returncode == 0
     assert done.stdout == python("train.py", "24").stdout
@@ -108,7 +118,9 @@ def test_a_share_of_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_memory_beside_clocks_on_a_simulated_card(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_beside_clocks_on_a_simulated_card(
+    run: Callable[..., Done], capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ("--max-slowdown", "2%", "--device", "sim:h200")
     done = run("50%", "40", options=options)
     assert done.returncode == 0
@@ -121,20 +133,22 @@ def test_memory_beside_clocks_on_a_simulated_card(capsys: pytest.CaptureFixture[
     assert "swapped" in capsys.readouterr().out
 
 
-def test_auto_does_nothing_while_the_job_fits() -> None:
+def test_auto_does_nothing_while_the_job_fits(run: Callable[..., Done]) -> None:
     done = run("auto", "20", options=("--device", "sim:h200"))
     assert "memory: the job fits: peak " in done.stderr
     assert "nothing was moved" in done.stderr
     assert moved().out_bytes == 0
 
 
-def test_auto_needs_a_card() -> None:
+def test_auto_needs_a_card(run: Callable[..., Done]) -> None:
     done = run("auto", "5")
     assert done.returncode == 0
     assert "there is no card to fit: give a size or a share" in done.stderr
 
 
-def test_a_budget_that_cannot_be_met_is_said_with_the_least_that_can() -> None:
+def test_a_budget_that_cannot_be_met_is_said_with_the_least_that_can(
+    run: Callable[..., Done], python: Callable[..., Done]
+) -> None:
     done = run("3MiB", "14")
     assert done.returncode == 0
     assert done.stdout == python("train.py", "14").stdout
@@ -144,7 +158,7 @@ def test_a_budget_that_cannot_be_met_is_said_with_the_least_that_can() -> None:
     assert "refused" not in done.stderr  # said once
 
 
-def test_a_dry_run_moves_nothing_and_says_what_it_would() -> None:
+def test_a_dry_run_moves_nothing_and_says_what_it_would(run: Callable[..., Done]) -> None:
     done = run("50%", "16", options=("--dry-run",))
     assert "would be" in done.stderr
     assert "nothing was moved" in done.stderr
@@ -153,7 +167,7 @@ def test_a_dry_run_moves_nothing_and_says_what_it_would() -> None:
     assert (trace.memory or trace).data
 
 
-def test_json_on_stderr() -> None:
+def test_json_on_stderr(run: Callable[..., Done]) -> None:
     done = run("50%", "14", options=("--json",))
     _, document = done.stderr.splitlines()
     assert json.loads(document)["memory"]["planned"] > 0
@@ -163,14 +177,18 @@ def test_json_on_stderr() -> None:
 
 
 def test_a_script_without_torch() -> None:
-    done = run("50%", script="print('hello')")
+    Path("train.py").write_text("print('hello')")
+    command = ["-m", "kilter", "run", "--memory-budget", "50%", "--out", "run", "train.py"]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "hello\n")
     assert "no iteration seen: the script did not import torch" in done.stderr
     assert "the script did not import torch" in done.stderr
     assert "clocks" not in done.stderr
 
 
-def test_a_script_that_saves_nothing_large() -> None:
+def test_a_script_that_saves_nothing_large(run: Callable[..., Done]) -> None:
     small = SCRIPT.replace("4096", "16")
     done = run("50%", "5", script=small)
     assert "no tensor of 1.0 MiB or more was saved for backward" in done.stderr
@@ -180,7 +198,9 @@ def test_a_script_that_saves_nothing_large() -> None:
     ("end", "code", "said"),
     [("raise ValueError('no')", 1, "ValueError: no"), ("sys.exit(7)", 7, "")],
 )
-def test_a_script_that_ends_early_keeps_its_exit_code(end: str, code: int, said: str) -> None:
+def test_a_script_that_ends_early_keeps_its_exit_code(
+    run: Callable[..., Done], end: str, code: int, said: str
+) -> None:
     lines = SCRIPT.replace("    loss.backward()", f"    if step == 14: {end}\n    loss.backward()")
     done = run("50%", "20", script=lines)
     assert done.returncode == code
@@ -209,7 +229,9 @@ def test_a_killed_run_has_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Device memory over one pass" in Path("page.html").read_text()
 
 
-def test_a_disk_that_is_full_is_not_the_scripts_business(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_is_not_the_scripts_business(
+    python: Callable[..., Done], tmp_path: Path
+) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     directory = tmp_path / "run"
@@ -223,7 +245,9 @@ def test_a_disk_that_is_full_is_not_the_scripts_business(tmp_path: Path) -> None
     assert "kilter: stepped aside" in done.stderr
 
 
-def test_an_error_of_ours_in_the_middle_of_a_pass_changes_no_number() -> None:
+def test_an_error_of_ours_in_the_middle_of_a_pass_changes_no_number(
+    run: Callable[..., Done], python: Callable[..., Done]
+) -> None:
     """The engine breaks while data are away: they come back, and the training goes on."""
     broken = """
 import kilter.memory.engine.engine as engine
@@ -242,7 +266,9 @@ engine.Swapper._use = use
     assert "KeyError" in done.stderr
 
 
-def test_too_little_host_memory_is_refused_before_it_is_taken() -> None:
+def test_too_little_host_memory_is_refused_before_it_is_taken(
+    run: Callable[..., Done], python: Callable[..., Done]
+) -> None:
     done = run("50%", "16", options=("--host-memory", "1MiB"))
     assert done.returncode == 0
     assert done.stdout == python("train.py", "16").stdout
@@ -273,7 +299,9 @@ for step in range(int(sys.argv[1])):
 """
 
 
-def test_a_share_where_shapes_keep_changing_is_of_the_largest_pass() -> None:
+def test_a_share_where_shapes_keep_changing_is_of_the_largest_pass(
+    run: Callable[..., Done], python: Callable[..., Done]
+) -> None:
     done = run("50%", "40", "aloud", script=CHANGING)
     assert done.returncode == 0
     lines = done.stderr.splitlines()
@@ -309,7 +337,10 @@ for step in range(12):
 
 @pytest.mark.parametrize("spoil", ["0", "1"])
 def test_a_memory_mapped_data_set_is_not_touched(
-    spoil: str, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Done],
+    python: Callable[..., Done],
+    spoil: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KILTER_SPOIL_EVICTED", spoil)
     data = bytes(range(64, 128)) * (4 * 4096 * 4)
@@ -321,7 +352,9 @@ def test_a_memory_mapped_data_set_is_not_touched(
     assert moved().spilled > 0
 
 
-def test_the_environment_can_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_can_ask_for_it(
+    python: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KILTER_MEMORY_BUDGET", "50%")
     Path("train.py").write_text(SCRIPT)
     done = python("-m", "kilter", "run", "--device", "null", "--out", "run", "train.py", "12")

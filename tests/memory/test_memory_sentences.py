@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kilter.core.events import Fitted, Moved, read_events
 from kilter.core.units import MIB, show_bytes
+from kilter.testing.warm_python import WarmPython
 
 JOB = """
 import torch
@@ -26,18 +24,13 @@ for step in range({steps}):
 """
 
 
-def ran(folder: Path, budget: str, rows: str, steps: int = 36) -> tuple[str, Moved, list[Fitted]]:
+def ran(
+    warm: WarmPython, folder: Path, budget: str, rows: str, steps: int = 36
+) -> tuple[str, Moved, list[Fitted]]:
     script = folder / "job.py"
     script.write_text(JOB.format(rows=rows, steps=steps))
-    command = [sys.executable, "-m", "kilter", "run", "--memory-budget", budget]
-    done = subprocess.run(
-        [*command, "--device", "null", "--out", "out", script.name],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    command = ["-m", "kilter", "run", "--memory-budget", budget, "--device", "null"]
+    done = warm.run([*command, "--out", "out", script.name], cwd=folder)
     assert done.returncode == 0, done.stderr
     (path,) = (folder / "out").glob("events*.jsonl")
     events = list(read_events(path))
@@ -45,8 +38,8 @@ def ran(folder: Path, budget: str, rows: str, steps: int = 36) -> tuple[str, Mov
     return done.stderr, moved[-1], [event for event in events if isinstance(event, Fitted)]
 
 
-def test_data_that_moved_only_in_early_passes_are_told(tmp_path: Path) -> None:
-    said, moved, plans = ran(tmp_path, "14MiB", "4096 if step >= 3 else 16000", 20)
+def test_data_that_moved_only_in_early_passes_are_told(warm: WarmPython, tmp_path: Path) -> None:
+    said, moved, plans = ran(warm, tmp_path, "14MiB", "4096 if step >= 3 else 16000", 20)
     assert moved.out_bytes > 0
     assert all(not plan.swapped and not plan.recomputed for plan in plans)
     assert "the job fits" not in said
@@ -55,9 +48,11 @@ def test_data_that_moved_only_in_early_passes_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", ["4096 * (1 + step % 2)", "4096 * (1 + step % 2 * (step > 20))"])
-def test_peak_and_share_are_of_the_largest_kind_of_pass(tmp_path: Path, rows: str) -> None:
+def test_peak_and_share_are_of_the_largest_kind_of_pass(
+    warm: WarmPython, tmp_path: Path, rows: str
+) -> None:
     """Passes of two sizes take turns, from the beginning or from later on."""
-    said, moved, plans = ran(tmp_path, "60%", rows)
+    said, moved, plans = ran(warm, tmp_path, "60%", rows)
     assert moved.plain_peak_bytes == 18 * MIB
     assert moved.budget_bytes == int(0.6 * 18 * MIB)
     assert moved.peak_bytes is not None
@@ -68,7 +63,7 @@ def test_peak_and_share_are_of_the_largest_kind_of_pass(tmp_path: Path, rows: st
         assert f"passes of {show_bytes(plans[number].peak_before_bytes)}: " in said
 
 
-def test_a_job_that_fits_moves_nothing(tmp_path: Path) -> None:
-    said, moved, _ = ran(tmp_path, "100MiB", "4096 * (1 + step % 2)")
+def test_a_job_that_fits_moves_nothing(warm: WarmPython, tmp_path: Path) -> None:
+    said, moved, _ = ran(warm, tmp_path, "100MiB", "4096 * (1 + step % 2)")
     assert moved.out_bytes == moved.in_bytes == moved.recomputed == moved.consumed == 0
     assert f"the job fits: peak {show_bytes(18 * MIB)} within 100.0 MiB, nothing was moved" in said

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from kilter.testing.warm_python import WarmPython
 
 PROGRAM = """
 import threading
@@ -50,13 +50,13 @@ print("as before")
 
 
 @pytest.mark.parametrize(("as_card", "share"), [(True, "15%"), (False, "50%")])
-def test_what_was_replaced_in_torch_is_put_back(as_card: bool, share: str, tmp_path: Path) -> None:
+def test_what_was_replaced_in_torch_is_put_back(
+    as_card: bool, share: str, tmp_path: Path, warm: WarmPython
+) -> None:
     program = textwrap.dedent(PROGRAM).format(
         as_card=as_card, share=share, out=str(tmp_path / "run")
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
-    )
+    done = warm.run(["-c", program])
     assert done.returncode == 0, done.stderr
     assert done.stdout == "as before\n"
     report = (tmp_path / "run" / "report.json").read_text()

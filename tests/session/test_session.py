@@ -45,6 +45,7 @@ from kilter.session.messages import StoreMessages
 from kilter.session.options import Options
 from kilter.session.recorder import Recorder
 from kilter.session.run_directory import check_out
+from kilter.testing.warm_python import WarmPython
 
 JOB_VARIABLES = ("KILTER", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 
@@ -279,7 +280,9 @@ for _ in range(20):
     [("--device", "sim:v100"), ("--device", "sim:v100", "--dry-run"), ("--device", "null"), None],
     ids=str,
 )
-def test_an_optimizer_that_steps_in_backward(flags: tuple[str, ...] | None) -> None:
+def test_an_optimizer_that_steps_in_backward(
+    flags: tuple[str, ...] | None, warm: WarmPython
+) -> None:
     """PyTorch's recipe; at least one of these ended with a segmentation fault."""
     Path("job.py").write_text(IN_BACKWARD)
     governed = "import kilter\nwith kilter.govern(device='sim:v100', out='run'):\n"
@@ -287,17 +290,7 @@ def test_an_optimizer_that_steps_in_backward(flags: tuple[str, ...] | None) -> N
         governed + "".join(f"    {line}\n" for line in IN_BACKWARD.splitlines())
     )
     ours = ["governed.py"] if flags is None else ["-m", "kilter", "run", *flags, "job.py"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    plain, seen = (
-        subprocess.run(
-            [sys.executable, *command],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env=environ,
-        )
-        for command in (["job.py"], ours)
-    )
+    plain, seen = (warm.run(command) for command in (["job.py"], ours))
     assert plain.returncode == 0
     assert (seen.returncode, seen.stdout) == (0, plain.stdout), seen.stderr
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kilter.core.daemon_protocol import SOCKET_VARIABLE
+from kilter.lease.daemon.peers import owner_of
 from kilter.testing.box import LOW, TIMEOUT_S, Box, BoxJob
 
 POLICY = """
@@ -110,9 +111,14 @@ class DaemonBox(Box):
     def job(
         self, name: str = "job", *, uid: int | None = None, card: int = 0, computes: bool = True
     ) -> BoxJob:
-        """A job that computes on a card, and has set nothing."""
+        """A job that computes on a card, and has set nothing. It is of the user `uid` already."""
         uuid = self.fake.state().cards[card].uuid
         job = BoxJob(self, {}, uuid=uuid, uid=uid)
+        give_up_s = time.monotonic() + TIMEOUT_S
+        while uid is not None and owner_of(job.pid) != uid:
+            if time.monotonic() > give_up_s:
+                raise TimeoutError(f"the job does not become user {uid}")
+            time.sleep(0.01)
         self.jobs.append(job)
         self.names[job.pid] = name
         if computes:

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kilter.core.errors import FileError, UsageError
 from kilter.core.events import AnyEvent, Failed, Moved, read_events
@@ -33,6 +33,7 @@ from kilter.core.units import KIB, MIB, show_bytes
 from kilter.lease.journal import STATE_VARIABLE
 from kilter.testing.fake_card import Card
 from kilter.testing.fake_nvml import FakeNvml
+from kilter.testing.warm_python import ProcessEnd, WarmPython
 
 PROGRAM_FILES = Path(__file__).with_name("harm_programs")
 WITHIN_S = 240.0
@@ -45,7 +46,7 @@ MMAP_FROM_BYTES = 128 * KIB
 first value. Unless it is set, `malloc` raises it to 32 MiB as the program frees larger blocks.
 Tensors on the CPU then lie in a heap whose gaps depend on chance: of the same plain program, three
 runs had peaks of 698, 2510 and 2573 MiB, and 341 MiB with the value set. What kilter holds cannot
-be told from that, so that both runs are made with the value set."""
+be told from that, so that programs with a growing heap are run with the value set, both times."""
 ON_GPU = Path("/dev/nvidiactl").exists()
 
 HELP = "The same programs plain and under kilter: exit codes, output, bits, memory, files."
@@ -80,6 +81,7 @@ class OptionSet:
     fake_nvml: bool = False
 
     def command(self, program: Path, out: Path) -> list[str]:
+        """The arguments of python."""
         stand_in = () if ON_GPU else self.stand_in
         options = list(self.options)
         if ON_GPU and not self.fake_nvml:
@@ -87,7 +89,7 @@ class OptionSet:
         plain = self.how == "run" and not stand_in
         launcher = ["kilter"] if plain else ["kilter.testing.stand_in", *stand_in]
         arguments = [self.how, *options, "--out", str(out), str(program)]
-        return [sys.executable, "-m", *launcher, *arguments]
+        return ["-m", *launcher, *arguments]
 
 
 SIM = ("--device", "sim:v100", "--max-slowdown", "2%")
@@ -126,6 +128,10 @@ class Case:
     more_mib: int = MORE_MIB
     close: tuple[int, ...] = ()
     """Descriptors that are closed when the program starts."""
+    cold: bool = False
+    """Whether it sees how its interpreter was started."""
+    mmap: bool = False
+    """Whether `malloc` keeps to `MMAP_FROM_BYTES`: slower, but the peak is the same each time."""
 
 
 CONSTANTS = {
@@ -136,6 +142,8 @@ CONSTANTS = {
     "WITHIN_S": "within_s",
     "MORE_MIB": "more_mib",
     "CLOSE": "close",
+    "COLD": "cold",
+    "MMAP": "mmap",
 }
 """Constant of a program -> field of `Case`."""
 
@@ -201,8 +209,10 @@ def copied_programs() -> Iterator[Path]:
         yield Path(place)
 
 
-def run_one(case: Case, options: OptionSet | None) -> ProgramOutcome:
-    """One process, in an empty directory of its own."""
+def run_one(
+    case: Case, options: OptionSet | None, warm: WarmPython | None = None
+) -> ProgramOutcome:
+    """One process, in an empty directory of its own; forked from `warm` where that is the same."""
     with tempfile.TemporaryDirectory(prefix="harm-") as place:
         root = Path(place)
         work, out, seen = root / "work", root / "out", root / "seen"
@@ -214,15 +224,17 @@ def run_one(case: Case, options: OptionSet | None) -> ProgramOutcome:
             STATE_VARIABLE: str(root / "state"),
             "HARM_SEEN": str(seen),
             "OMP_NUM_THREADS": "1",
-            "MALLOC_MMAP_THRESHOLD_": str(MMAP_FROM_BYTES),
             "PYTHONDONTWRITEBYTECODE": "1",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         }
         if options is not None and options.fake_nvml:
             environ = fake.environ(environ)
-        plain = [sys.executable, str(case.path)]
-        command = plain if options is None else options.command(case.path, out)
-        ending, peak_bytes = _run(command, case, root, environ)
+        command = [str(case.path)] if options is None else options.command(case.path, out)
+        if case.mmap:
+            environ["MALLOC_MMAP_THRESHOLD_"] = str(MMAP_FROM_BYTES)
+        if case.cold or case.close or case.mmap:
+            warm = None
+        ending, peak_bytes = _run(command, case, root, environ, warm)
         lines = (root / "stderr").read_text(errors="replace").splitlines()
         return ProgramOutcome(
             exit=ending,
@@ -242,20 +254,51 @@ def run_one(case: Case, options: OptionSet | None) -> ProgramOutcome:
 
 
 def _run(
-    command: Sequence[str], case: Case, root: Path, environ: dict[str, str]
+    command: Sequence[str],
+    case: Case,
+    root: Path,
+    environ: dict[str, str],
+    warm: WarmPython | None,
 ) -> tuple[str, int]:
-    """How the process ended, and its peak memory."""
+    """How `python COMMAND` ended, and its peak memory."""
+    with (
+        open(os.devnull, "rb") as nothing,
+        (root / "stdout").open("wb") as stdout,
+        (root / "stderr").open("wb") as stderr,
+    ):
+        streams = (nothing, stdout, stderr)
+        try:
+            if warm is None:
+                ended = _run_cold(command, case, root / "work", environ, streams)
+            else:
+                ended = warm.start(
+                    command, cwd=root / "work", environ=environ, streams=streams
+                ).wait(case.within_s)
+        except subprocess.TimeoutExpired:
+            return f"did not end within {case.within_s:g} s", 0
+    code = ended.returncode
+    name = f" ({signal.Signals(-code).name})" if code < 0 else ""
+    return f"{code}{name}", ended.peak_bytes
+
+
+def _run_cold(
+    command: Sequence[str],
+    case: Case,
+    work: Path,
+    environ: dict[str, str],
+    streams: tuple[IO[bytes], ...],
+) -> ProcessEnd:
+    """By an interpreter of its own; `subprocess.TimeoutExpired` after the case's time."""
     closing = " ".join(f"{number}>&-" for number in case.close)
-    with (root / "stdout").open("wb") as stdout, (root / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" {closing}', "sh", *command],
-            cwd=root / "work",
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
+    process = subprocess.Popen(
+        ["sh", "-c", f'exec "$@" {closing}', "sh", sys.executable, *command],
+        cwd=work,
+        env=environ,
+        stdin=streams[0],
+        stdout=streams[1],
+        stderr=streams[2],
+        start_new_session=True,
+    )
     late = threading.Event()
 
     def end() -> None:
@@ -266,11 +309,10 @@ def _run(
     timer.start()
     _, status, usage = os.wait4(process.pid, 0)
     timer.cancel()
-    process.returncode = code = os.waitstatus_to_exitcode(status)
+    process.returncode = os.waitstatus_to_exitcode(status)
     if late.is_set():
-        return f"did not end within {case.within_s:g} s", usage.ru_maxrss * KIB
-    name = f" ({signal.Signals(-code).name})" if code < 0 else ""
-    return f"{code}{name}", usage.ru_maxrss * KIB
+        raise subprocess.TimeoutExpired(command, case.within_s)
+    return ProcessEnd(process.returncode, usage.ru_maxrss * KIB)
 
 
 def _facts(seen: Path) -> dict[str, Any]:
@@ -385,15 +427,17 @@ def expectations(case: Case, outcome: ProgramOutcome) -> tuple[str, ...]:
     return tuple(found)
 
 
-def rows_of(case: Case, sets: Sequence[str] = ()) -> Iterable[HarmRow]:
+def rows_of(
+    case: Case, sets: Sequence[str] = (), warm: WarmPython | None = None
+) -> Iterable[HarmRow]:
     """Run a program in all its ways, or in those of them that are named."""
-    plain = run_one(case, None)
+    plain = run_one(case, None, warm)
     if case.expect is not None:
         sizes = (plain.peak_bytes, plain.peak_bytes)
         yield HarmRow(case.name, case.program, "", expectations(case, plain), "", sizes)
         return
     for name in (name for name in case.run if name in (sets or case.run)):
-        governed = run_one(case, OPTION_SETS[name])
+        governed = run_one(case, OPTION_SETS[name], warm)
         sizes = (plain.peak_bytes, governed.peak_bytes)
         found = differences(case, plain, governed)
         yield HarmRow(case.name, case.program, name, found, governed.work, sizes)

@@ -1,4 +1,4 @@
-"""400 iterations whose batches all have other lengths."""
+"""150 iterations whose batches all have other lengths."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import torch
 from seen import batch, layers, show_model
 
+MMAP = True
 RUN = ("memory", "all")
 WITHIN_S = 500
 
@@ -16,7 +17,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     lengths = random.Random(0)
     losses = []
-    for _ in range(400):
+    for _ in range(150):
         loss = model(batch(lengths.randrange(4096, 12_000))).square().mean()
         loss.backward()
         optimizer.step()

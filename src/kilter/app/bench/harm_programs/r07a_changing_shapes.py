@@ -1,10 +1,11 @@
-"""Shapes change in every iteration, in 300 of them."""
+"""Shapes change in every iteration, in 150 of them."""
 
 from __future__ import annotations
 
 import torch
 from seen import batch, layers, show_model
 
+MMAP = True
 RUN = ("memory", "all")
 
 
@@ -12,7 +13,7 @@ def main() -> None:
     model = layers(4)
     optimizer = torch.optim.AdamW(model.parameters())
     losses = []
-    for step in range(300):
+    for step in range(150):
         loss = model(batch(4096 + 8 * step)).square().mean()
         loss.backward()
         optimizer.step()

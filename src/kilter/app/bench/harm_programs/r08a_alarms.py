@@ -1,4 +1,4 @@
-"""A SIGALRM handler raises at 300 random moments of training: each exception arrives."""
+"""A SIGALRM handler raises at 150 random moments of training: each exception arrives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from seen import batch, layers, show
 
 RUN = ("memory", "all")
-ALARMS = 300
+ALARMS = 150
 
 
 class TooLong(Exception):

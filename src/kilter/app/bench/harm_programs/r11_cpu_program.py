@@ -15,7 +15,7 @@ def main() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(600):
+    for _ in range(300):
         model(torch.randn(8, 32)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

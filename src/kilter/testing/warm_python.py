@@ -1,0 +1,206 @@
+"""Starts Python programs without their imports of torch: forks them from a Python that has it.
+
+Importing torch takes seconds, and an optimizer's first step imports as much again. A suite that
+runs hundreds of small programs spends most of its time on that. Each program here is a process of
+its own, in a session of its own, forked from one that has done nothing but these imports; it runs
+as `python FILE ...`, `python -m MODULE ...` or `python -c CODE ...` would. What is read when an
+interpreter or a library starts (`OMP_NUM_THREADS`, interpreter flags) is the forked one's: whoever
+tests that starts a Python of their own.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from kilter.core.units import KIB
+
+PRELOADED = ("numpy", "torch", "torch._dynamo")
+_MOST_BYTES = 2**17
+"""Of a request: the arguments and the environment of a program."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnd:
+    """How a program came to its end."""
+
+    returncode: int
+    """As of `subprocess`: negative for a signal."""
+    peak_bytes: int
+
+
+class WarmProcess:
+    """A program that has been started."""
+
+    def __init__(self, pid: int, keeper: socket.socket) -> None:
+        self.pid = pid
+        self._keeper = keeper
+
+    def wait(self, timeout_s: float) -> ProcessEnd:
+        """Its end; `subprocess.TimeoutExpired` if it takes longer, and it is killed then with all
+        of its session."""
+        self._keeper.settimeout(timeout_s)
+        try:
+            told = self._keeper.recv(64)
+        except TimeoutError:
+            os.killpg(self.pid, signal.SIGKILL)
+            raise subprocess.TimeoutExpired(str(self.pid), timeout_s) from None
+        finally:
+            self._keeper.close()
+        status, peak_kib = map(int, told.split())
+        return ProcessEnd(os.waitstatus_to_exitcode(status), peak_kib * KIB)
+
+
+class WarmPython:
+    """A Python that has imported torch, from `__enter__` to `__exit__`.
+
+    Programs may be started from several threads.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = dict(environ)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> WarmPython:
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests = self._stack.enter_context(own)
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(other.fileno())],
+                env=self._environ,
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+        self._process.wait()
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        *,
+        cwd: Path,
+        environ: Mapping[str, str],
+        streams: Sequence[IO[bytes] | int],
+    ) -> WarmProcess:
+        """Start `python ARGUMENTS...` with these as its standard input, output and error."""
+        keeper, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        request = json.dumps([list(arguments), str(cwd), dict(environ)]).encode()
+        with other:
+            descriptors = [s if isinstance(s, int) else s.fileno() for s in streams]
+            socket.send_fds(self._requests, [request], [other.fileno(), *descriptors])
+        return WarmProcess(int(keeper.recv(64)), keeper)
+
+    def run(
+        self,
+        arguments: Sequence[str],
+        *,
+        cwd: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        timeout_s: float = 300.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """As `subprocess.run` with captured text and an empty standard input."""
+        cwd = Path.cwd() if cwd is None else cwd
+        environ = os.environ if environ is None else environ
+        with ExitStack() as stack:
+            places = [stack.enter_context(open(os.memfd_create(n), "w+b")) for n in ("out", "err")]
+            nothing = stack.enter_context(open(os.devnull, "rb"))
+            process = self.start(arguments, cwd=cwd, environ=environ, streams=[nothing, *places])
+            ended = process.wait(timeout_s)
+            told = []
+            for place in places:
+                place.seek(0)
+                told.append(place.read().decode(errors="replace"))
+        return subprocess.CompletedProcess(list(arguments), ended.returncode, *told)
+
+
+# The other side ---------------------------------------------------------------------------------
+
+
+def _serve(requests: socket.socket) -> list[str]:
+    """Fork a program for each request until there are no more. Returns in the programs only, with
+    what each is to run."""
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, 4)
+        if not request:
+            os._exit(0)
+        if os.fork() == 0:
+            requests.close()
+            arguments, cwd, environ = json.loads(request)
+            keeper, *streams = descriptors
+            program = os.fork()
+            if program == 0:
+                os.setsid()
+                os.close(keeper)
+                for number, descriptor in enumerate(streams):
+                    os.dup2(descriptor, number)
+                    os.close(descriptor)
+                os.chdir(cwd)
+                os.environ.clear()
+                os.environ.update(environ)
+                return list(arguments)
+            for descriptor in streams:
+                os.close(descriptor)
+            _keep(program, socket.socket(fileno=keeper))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        _reap()
+
+
+def _keep(program: int, told: socket.socket) -> None:
+    """Be the program's parent, and tell its number and its end."""
+    told.send(str(program).encode())
+    _, status, usage = os.wait4(program, 0)
+    try:
+        told.send(f"{status} {usage.ru_maxrss}".encode())
+    finally:
+        os._exit(0)
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return
+
+
+def _main() -> None:
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()  # what has been imported costs no program a collection, above all not at its end
+    arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
+
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in added if path and path not in sys.path]
+
+    from kilter.connect.script import Program, find_program, run_program
+
+    if arguments[0] == "-c":
+        code, argv = arguments[1], ("-c", *arguments[2:])
+        run_program(Program(argv=argv, path0="", file="<stdin>", body=code.encode()))
+    else:
+        run_program(find_program(arguments))
+
+
+if __name__ == "__main__":
+    _main()

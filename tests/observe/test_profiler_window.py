@@ -2,8 +2,10 @@
 
 import gc
 import os
+import stat
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -209,6 +211,32 @@ def test_a_patient_window_writes_nothing_before_the_program_is_over():
     assert flops(window.trace(), "head", Kind.FORWARD) == 2 * 4 * 8 * 10
     assert window.state == "done"
     assert not window._file.exists()
+
+
+def test_nobody_else_may_enter_where_the_profiler_writes(tmp_path, monkeypatch):
+    """The profiler opens its files by name and for everybody; others could plant a link there."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    marks = IterationClock(lambda index, t_s: window.iteration_ended(index))
+    window = Window(marks, after=1, patient=True)
+    marks.start()
+    model, x, y = fresh(Convnet)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while window.state != "held":
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    marks.stop()
+    before = os.umask(0)
+    try:
+        window._save()
+    finally:
+        os.umask(before)
+    (own,) = tmp_path.glob("*ki*")  # torch's compiler may have a directory of its own
+    assert (own.is_dir(), stat.S_IMODE(own.stat().st_mode)) == (True, 0o700)
+    assert window._file.parent == own
+    window.close()
+    assert flops(window.trace(), "head", Kind.FORWARD) == 2 * 4 * 8 * 10
+    assert not own.exists()
+    assert not list(Path("/tmp").glob(f"libkineto*{os.getpid()}*"))
 
 
 def test_flops_of_a_depthwise_convolution_do_not_grow_with_its_channels():

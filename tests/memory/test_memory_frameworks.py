@@ -8,9 +8,6 @@ survives.
 from __future__ import annotations
 
 import io
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kilter
 from kilter.core.events import AnyEvent, Failed, Fitted, Moved, read_events
+from kilter.testing.warm_python import WarmPython
 
 WIDTH, ROWS = 64, 4096
 """One activation is 1 MiB: smaller data are left alone."""
@@ -414,30 +412,15 @@ dist.destroy_process_group()
 """
 
 
-def both_ranks(tmp_path: Path, wrap: str) -> tuple[list[Moved], str]:
-    """Run it under torchrun, plainly and governed; what each rank moved, and stderr."""
+def both_ranks(warm: WarmPython, tmp_path: Path, wrap: str) -> tuple[list[Moved], str]:
+    """Run it plainly and governed; what each rank moved, and stderr."""
     script = tmp_path / "train.py"
     script.write_text(HEAD + wrap + TAIL)
-    torchrun = ["--standalone", "--nproc-per-node", "2"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    def start(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", *command],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stderr
-
-    start("torch.distributed.run", *torchrun, "train.py", "plain")
-    said = start(
-        *("kilter", "run", "--memory-budget", "50%", "--device", "null", "--out", "run"),
-        *(*torchrun, "train.py", "governed"),
-    )
+    ours = ("-m", "kilter", "run", "--memory-budget", "50%", "--device", "null", "--out", "run")
+    for command in (("train.py", "plain"), (*ours, "train.py", "governed")):
+        ranks = warm.run_ranks(2, command, cwd=tmp_path)
+        assert [done.returncode for done in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr
+    said = ranks[0].stderr + ranks[1].stderr
     moved = []
     for rank in range(2):
         assert (tmp_path / f"plain-{rank}").read_text() == (
@@ -449,22 +432,22 @@ def both_ranks(tmp_path: Path, wrap: str) -> tuple[list[Moved], str]:
     return moved, said
 
 
-def test_distributed_data_parallel(tmp_path: Path) -> None:
+def test_distributed_data_parallel(tmp_path: Path, warm: WarmPython) -> None:
     wrap = "model = nn.parallel.DistributedDataParallel(model)\n"
-    moved, said = both_ranks(tmp_path, wrap)
+    moved, said = both_ranks(warm, tmp_path, wrap)
     assert all(one.planned > 0 and one.out_bytes > 0 for one in moved)
     assert "ranks: peak of each: 0: " in said
     assert said.count("kilter: memory: peak") == 1
 
 
-def test_fully_sharded_data_parallel(tmp_path: Path) -> None:
+def test_fully_sharded_data_parallel(tmp_path: Path, warm: WarmPython) -> None:
     wrap = """
 from torch.distributed.fsdp import fully_shard
 for block in model:
     fully_shard(block)
 fully_shard(model)
 """
-    moved, _ = both_ranks(tmp_path, wrap)
+    moved, _ = both_ranks(warm, tmp_path, wrap)
     assert all(one.planned > 0 and one.out_bytes > 0 for one in moved)
 
 

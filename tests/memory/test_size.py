@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kilter.core.errors import UsageError
 from kilter.core.label import Label
 from kilter.memory.engine import CpuStandIn, Swapper
 from kilter.memory.plan.problem import H200_PCIE5
+from kilter.memory.size import MOST_BATCH, largest_batch
 
 WIDTH = 1024
 SQUARE = WIDTH * WIDTH * 4
@@ -310,3 +312,22 @@ def test_the_largest_batch_that_fits_is_the_answer(tiny, capsys):
     assert [row["fit"]["fits"] for row in rows[2:]] == [True, False]
     assert main(["size", "tiny.py:batched", "--memory-budget", "4MiB"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"largest batch      {count} as it")
+
+
+@pytest.mark.parametrize("largest", [0, 1, 7, 8, 9, 17, 35914, MOST_BATCH])
+@pytest.mark.parametrize(
+    "grown", [lambda x: x, lambda x: x**3, lambda x: x**0.3, lambda x: 0.9 if x < 1 else 1.1]
+)
+def test_the_largest_batch_however_sizes_grow(largest, grown):
+    budget_bytes = 2**40
+
+    def sized(batch):
+        peak_bytes = int(budget_bytes * grown(batch / (largest + 0.5)))
+        fits = peak_bytes <= budget_bytes
+        return SimpleNamespace(
+            peak_bytes=peak_bytes,
+            least_bytes=[("", peak_bytes)],
+            fit=lambda budget_bytes: SimpleNamespace(fits=fits, how=""),
+        )
+
+    assert largest_batch(sized, budget_bytes).as_it_is == largest

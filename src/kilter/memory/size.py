@@ -212,8 +212,9 @@ class LargestBatch:
 
 
 MOST_BATCH = 2**20
-MOST_SIZES = 40
-"""Batches asked for in one search: sizes grow nearly in proportion, so a few are enough."""
+MOST_SIZES = 80
+"""Batches asked for in one search, at most: sizes grow nearly in proportion, so six are enough.
+Every third guess halves what is left, so that any growth ends within this."""
 
 
 def largest_batch(sized: Callable[[int], Size], budget_bytes: int) -> LargestBatch:
@@ -234,22 +235,23 @@ def largest_batch(sized: Callable[[int], Size], budget_bytes: int) -> LargestBat
 
 
 def _largest(bytes_of: Callable[[int], int], fits: Callable[[int], bool], budget_bytes: int) -> int:
-    """The largest batch that fits, by bisection that guesses where the line through the ends of
-    what is known meets the budget."""
+    """The largest batch that fits: guessed where the line through two known sizes meets the budget,
+    within what is known to fit and not to fit."""
     low, high = 0, MOST_BATCH + 1
-    guess = 8
-    for _ in range(MOST_SIZES):
+    other, guess = 0, 8
+    for number in range(MOST_SIZES):
         if fits(guess):
-            low = guess
+            other, low = low, guess
         else:
-            high = guess
+            other = high = guess
         if high - low <= 1:
             break
-        guess = 2 * low if high > MOST_BATCH else (low + high) // 2
-        if low > 0 and high <= MOST_BATCH and bytes_of(high) > bytes_of(low):
-            slope = (bytes_of(high) - bytes_of(low)) / (high - low)
-            guess = low + int((budget_bytes - bytes_of(low)) / slope)
-        guess = min(max(guess, low + 1), min(high - 1, MOST_BATCH))
+        guess = (low + high) // 2 if high <= MOST_BATCH else 2 * low
+        halve = high <= MOST_BATCH and number % 3 == 2
+        if low > 0 < other and not halve and (more_bytes := bytes_of(other) - bytes_of(low)) != 0:
+            bytes_a_sample = more_bytes / (other - low)
+            guess = low + int((budget_bytes - bytes_of(low)) / bytes_a_sample)
+        guess = min(max(guess, low + 1), high - 1)
     return low
 
 

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,24 @@ class WarmPython:
                 place.seek(0)
                 told.append(place.read().decode(errors="replace"))
         return subprocess.CompletedProcess(list(arguments), ended.returncode, *told)
+
+    def run_ranks(
+        self, count: int, arguments: Sequence[str], *, cwd: Path, timeout_s: float = 300.0
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """The ranks of one job, each with the environment that torchrun would give."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        everywhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        everywhere |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+
+        def one(rank: int) -> subprocess.CompletedProcess[str]:
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environ = {**os.environ, **everywhere, **place}
+            return self.run(arguments, cwd=cwd, environ=environ, timeout_s=timeout_s)
+
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(one, range(count)))
 
 
 # The other side ---------------------------------------------------------------------------------

@@ -15,26 +15,23 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
-from kilter.core.errors import DeviceError, Held, NoDevice, NotPermitted, NotSupported
+from kilter.core.errors import DeviceError, NoDevice, NotPermitted, NotSupported
 from kilter.core.label import Label
 from kilter.core.setting import DeviceInfo, Sample, Setting, Supported
 from kilter.core.units import MHZ, MIB
-from kilter.device.nvidia import (
+from kilter.device.vendor import (
     CALL_TIMEOUT_S,
-    INIT_TIMEOUT_S,
-    LIMIT_STEPS,
-    READ_ONLY_REFUSAL,
+    VendorDevice,
+    VendorLibrary,
     check_clock,
     check_limit,
     forbid_if_read_only,
-    read_only,
+    limit_ladder,
+    try_all,
 )
-from kilter.device.worker import Worker
-
-T = TypeVar("T")
 
 MICRO = 1e-6
 CLOCK_STEP_MHZ = 50
@@ -51,16 +48,15 @@ _KINDS: dict[int, type[DeviceError]] = {
 }
 
 
-class AmdLibrary:
+class AmdLibrary(VendorLibrary):
     """amdsmi, with its errors in our words."""
 
     def __init__(self, binding: Any | None = None) -> None:
         """`binding` is the module to use in place of `amdsmi`. Nothing is loaded yet."""
+        super().__init__("amdsmi")
         self._binding = binding
-        self._calling = "nothing"
 
     def open(self) -> None:
-        """Load the library and connect. Raises `NoDevice`."""
         if self._binding is None:
             try:
                 self._binding = importlib.import_module("amdsmi")
@@ -69,15 +65,20 @@ class AmdLibrary:
                 raise NoDevice(text) from error
         self.call("amdsmi_init")
 
-    def describe(self) -> str:
-        return f"amdsmi: {self._calling}"
+    def close(self) -> None:
+        self.call("amdsmi_shut_down")
+
+    def handle_of(self, uuid: str) -> Any:
+        handle = self.handles().get(uuid)
+        if handle is None:
+            raise NoDevice(f"amdsmi knows no GPU {uuid}")
+        return handle
 
     def name(self, group: str, member: str) -> Any:
         """A member of one of the library's enumerations."""
         return getattr(getattr(self._binding, group), member)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """One vendor call."""
         function = getattr(self._binding, name, None)
         if function is None:
             raise NotSupported(f"{name} is not in this amdsmi")
@@ -97,23 +98,11 @@ class AmdLibrary:
 def list_uuids(amdsmi: Any | None = None) -> list[str]:
     """The AMD GPUs of this machine. Raises `NoDevice` or `DeviceHung`."""
     library = AmdLibrary(amdsmi)
-    worker = Worker(library.describe)
-
-    def look() -> list[str]:
-        library.open()
-        try:
-            return list(library.handles())
-        finally:
-            library.call("amdsmi_shut_down")
-
-    try:
-        return worker.do(look, INIT_TIMEOUT_S)
-    finally:
-        worker.stop()
+    return library.once(lambda: list(library.handles()))
 
 
-class AmdDevice:
-    """One GPU by its UUID. Thread-safe after the first call. Opens again if used when closed."""
+class AmdDevice(VendorDevice):
+    _library: AmdLibrary
 
     def __init__(
         self,
@@ -124,32 +113,14 @@ class AmdDevice:
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         """`amdsmi` and `privileged` stand in for the library and the kernel (for tests)."""
-        self._uuid = uuid
-        self._library = AmdLibrary(amdsmi)
+        super().__init__(uuid, AmdLibrary(amdsmi), timeout_s)
         self._privileged = privileged
-        self._timeout_s = timeout_s
-        self._worker: Worker | None = None
-        self._pid = 0
-        self._handle: Any = None
-        self._info: DeviceInfo | None = None
-        self._told_limit_w: float | None = None
-        """As in `NvidiaDevice`: the last limit that was told or set."""
         self._asked_sm_hz: float | None = None
         self._touched_sm = False
         self._never: str | None = None
         """Why nothing is set, whatever the level is."""
 
     # Reading --------------------------------------------------------------------------------
-
-    def info(self) -> DeviceInfo:
-        if self._info is None:
-            self._info = self._do(self._read_info)
-        if read_only():
-            return replace(self._info, can_set=False, refusal=READ_ONLY_REFUSAL)
-        return self._info
-
-    def sample(self, *, energy: bool = False) -> Sample:
-        return self._do(lambda handle: self._read_sample(handle, energy))
 
     def supported(self) -> Supported:
         return self._do(self._read_supported)
@@ -174,40 +145,7 @@ class AmdDevice:
         self._touched_sm = True
         self.set(Setting())
 
-    def close(self) -> None:
-        worker, handle = self._worker, self._handle
-        if worker is None or self._pid != os.getpid():
-            return
-        self._worker, self._handle = None, None
-        if handle is not None:
-            with suppress(DeviceError):
-                worker.do(lambda: self._library.call("amdsmi_shut_down"), self._timeout_s)
-        worker.stop()
-
     # In the worker's thread -----------------------------------------------------------------
-
-    def _do(self, act: Callable[[Any], T]) -> T:
-        if self._worker is None or self._pid != os.getpid():
-            self._worker = Worker(self._library.describe)
-            self._handle, self._pid = None, os.getpid()
-        timeout_s = INIT_TIMEOUT_S if self._handle is None else self._timeout_s
-        return self._worker.do(lambda: act(self._opened()), timeout_s)
-
-    def _opened(self) -> Any:
-        if self._handle is None:
-            self._library.open()
-            self._handle = self._library.handles().get(self._uuid)
-            if self._handle is None:
-                self._library.call("amdsmi_shut_down")
-                raise NoDevice(f"amdsmi knows no GPU {self._uuid}")
-        return self._handle
-
-    def _optional(self, name: str, *arguments: Any) -> Any:
-        """A reading, or None where the GPU lacks it."""
-        try:
-            return self._library.call(name, *arguments)
-        except (NotSupported, NotPermitted):
-            return None
 
     def _read_info(self, handle: Any) -> DeviceInfo:
         refusal = self._find_refusal(handle)
@@ -305,26 +243,17 @@ class AmdDevice:
 
     def _limits(self, handle: Any) -> tuple[float, ...]:
         found = self._optional("amdsmi_get_power_cap_info", handle)
-        if found is None or found["min_power_cap"] >= found["max_power_cap"]:
+        if found is None:
             return ()
-        lowest_w, highest_w = found["min_power_cap"] * MICRO, found["max_power_cap"] * MICRO
-        step_w = (highest_w - lowest_w) / LIMIT_STEPS
-        inner = {float(round(lowest_w + k * step_w)) for k in range(1, LIMIT_STEPS)}
-        return tuple(sorted(w for w in {lowest_w, highest_w} | inner if 0.0 < w <= highest_w))
+        ladder_w = limit_ladder(found["min_power_cap"] * MICRO, found["max_power_cap"] * MICRO)
+        return tuple(limit_w for limit_w in ladder_w if limit_w > 0.0)
 
     def _apply(self, handle: Any, setting: Setting) -> None:
         supported = self._read_supported(handle)
         check_clock("shader", setting.sm_clock_hz, supported.sm_clocks_hz)
         if setting.power_limit_w != self._read_limit_w(handle):
             check_limit(setting.power_limit_w, supported.power_limits_w)
-        errors: list[DeviceError] = []
-        for step in (self._cap_clock, self._limit):
-            try:
-                step(handle, setting)
-            except DeviceError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        try_all(partial(self._cap_clock, handle, setting), partial(self._limit, handle, setting))
 
     def _cap_clock(self, handle: Any, setting: Setting) -> None:
         """A level that this object has not touched is left alone."""
@@ -343,24 +272,15 @@ class AmdDevice:
         self._asked_sm_hz = wanted_hz
 
     def _limit(self, handle: Any, setting: Setting) -> None:
-        """As in `NvidiaDevice`: what is to stay is left, what is to change is looked at before."""
-        value_w, told_w = setting.power_limit_w, self._told_limit_w
         found = self._optional("amdsmi_get_power_cap_info", handle)
-        if found is None or (value_w is not None and value_w == told_w):
-            return
-        now_uw = found["power_cap"]
-        wanted_uw = found["default_power_cap"] if value_w is None else round(value_w / MICRO)
-        if wanted_uw != now_uw:
-            if value_w is not None and told_w is not None and now_uw != round(told_w / MICRO):
-                text = f"somebody else has just changed the power cap to {now_uw * MICRO:g} W"
-                raise Held(f"{self._uuid}: {text}; left as it is")
-            self._setter("amdsmi_set_power_cap", handle, 0, wanted_uw)
-        self._told_limit_w = wanted_uw * MICRO
-
-    def _setter(self, name: str, *arguments: Any) -> None:
-        """The only place that calls a setter of the vendor."""
-        forbid_if_read_only()
-        self._library.call(name, *arguments)
+        if found is not None:
+            self._change_limit(
+                setting.power_limit_w,
+                now=found["power_cap"],
+                default=found["default_power_cap"],
+                unit_w=MICRO,
+                change=partial(self._setter, "amdsmi_set_power_cap", handle, 0),
+            )
 
 
 def _number(value: Any) -> float | None:

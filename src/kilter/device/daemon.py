@@ -40,14 +40,14 @@ from kilter.core.daemon_protocol import (
 from kilter.core.errors import DeviceError, DeviceHung
 from kilter.core.own_file import OwnFile
 from kilter.core.setting import DeviceInfo, Sample, Setting, Supported
-from kilter.device.nvidia import (
+from kilter.device.protocol import Device
+from kilter.device.vendor import (
     READ_ONLY_REFUSAL,
     check_clock,
     check_limit,
     forbid_if_read_only,
     read_only,
 )
-from kilter.device.protocol import Device
 
 DAEMON_ANSWER_S = 30.0
 """A set takes milliseconds; the first call to a sleeping GPU may take much longer."""

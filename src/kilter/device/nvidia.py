@@ -4,11 +4,6 @@ Three clocks that are never mixed: *requested* (`settings`), *observed* (`sample
 (`supported`). NVML has no call that tells a locked clock, so requested clocks are what this object
 has set; what another tool has locked can only be noticed by observation.
 
-Every vendor call runs in one daemon thread per device, and the caller waits for it only so long:
-NVML calls are known to hang for ever (open-gpu-kernel-modules#1333), and neither the training nor
-its end may wait for them. One hop to that thread covers all reads of a sample, and costs about as
-much as they do: tens of microseconds. A forked child gets a thread and a session of its own.
-
 Setters: a clock is locked to the range from the lowest supported clock to the value, a cap. Under
 load the GPU runs at the cap; while it waits its governor may still drop, so that a stalled job
 does not burn the power of a pinned clock.
@@ -33,7 +28,6 @@ from kilter.core.errors import (
     DeviceHung,
     DeviceLost,
     DriverMismatch,
-    Held,
     NoDevice,
     NotPermitted,
     NotSupported,
@@ -42,16 +36,19 @@ from kilter.core.errors import (
 from kilter.core.label import Label
 from kilter.core.setting import DeviceInfo, Sample, Setting, Supported, Throttle
 from kilter.core.units import MHZ, MILLI
-from kilter.device.worker import Worker
+from kilter.device.vendor import (
+    CALL_TIMEOUT_S,
+    VendorDevice,
+    VendorLibrary,
+    check_clock,
+    check_limit,
+    forbid_if_read_only,
+    limit_ladder,
+    try_all,
+)
 
 T = TypeVar("T")
 
-READ_ONLY_VARIABLE = "KILTER_READ_ONLY"
-LIMIT_STEPS = 20
-"""Power limits are nearly continuous: this many steps between the smallest and the largest."""
-CALL_TIMEOUT_S = 5.0
-INIT_TIMEOUT_S = 60.0
-"""Without persistence mode the first call wakes every GPU of the machine, seconds for each."""
 POWER_NOW_OF_GPU = ((186, 0),)
 """NVML_FI_DEV_POWER_INSTANT with NVML_POWER_SCOPE_GPU: not averaged over a second, and without the
 CPU of a Grace Hopper module."""
@@ -70,8 +67,6 @@ PERMISSION_ADVICE = (
     "to set clocks and limits, run as root, or start the container with --cap-add SYS_ADMIN, or "
     "ask the administrator of this machine"
 )
-
-READ_ONLY_REFUSAL = f"{READ_ONLY_VARIABLE} is set in the environment; unset it to allow changes"
 
 _EXPLAINED: Mapping[str, tuple[type[DeviceError], str]] = {
     "UNINITIALIZED": (NoDevice, "NVML was shut down by somebody else in this process; start anew"),
@@ -111,16 +106,6 @@ _THROTTLE = (
 """NVML's clock event reasons, once named throttle reasons: the names changed, not the bits."""
 
 
-def read_only() -> bool:
-    """Whether the environment forbids every setter: `KILTER_READ_ONLY` not empty and not 0."""
-    return os.environ.get(READ_ONLY_VARIABLE, "") not in ("", "0")
-
-
-def forbid_if_read_only() -> None:
-    if read_only():
-        raise ReadOnly(READ_ONLY_REFUSAL)
-
-
 def missing_privilege(process: Path = Path("/proc/self")) -> str | None:
     """Why the kernel module would refuse this process, or `None`; found without asking it.
 
@@ -140,19 +125,17 @@ def missing_privilege(process: Path = Path("/proc/self")) -> str | None:
     return None
 
 
-class Library:
+class Library(VendorLibrary):
     """NVML, loaded and initialised, with its errors in our words."""
 
     def __init__(self, binding: Any | None = None, *, where: str = "NVML") -> None:
         """`binding` is the module to use in place of `pynvml`; `where` begins every message.
         Nothing is loaded yet."""
+        super().__init__(where)
         self._binding = binding
         self._explained: dict[int, tuple[type[DeviceError], str]] = {}
-        self._where = where
-        self._calling = "nothing"
 
     def open(self) -> None:
-        """Load the library and connect to the driver. Raises `NoDevice` or `DriverMismatch`."""
         if self._binding is None:
             self._binding = _import_binding()
         for name, explained in _EXPLAINED.items():
@@ -162,15 +145,12 @@ class Library:
         self.call("nvmlInit")
 
     def close(self) -> None:
-        """Disconnect once; other users of NVML in this process are not affected."""
         self.call("nvmlShutdown")
 
-    def describe(self) -> str:
-        """The call that runs now, for whoever waits for it."""
-        return f"{self._where}: {self._calling}"
+    def handle_of(self, uuid: str) -> Any:
+        return self.call("nvmlDeviceGetHandleByUUID", uuid)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """One vendor call. A call that this binding or driver lacks is `NotSupported`."""
         function = getattr(self._binding, name, None)
         if function is None:
             raise NotSupported(f"{name} is not in this nvidia-ml-py: pip install -U nvidia-ml-py")
@@ -224,23 +204,15 @@ class Survey:
 def survey(nvml: Any | None = None) -> Survey:
     """List driver and GPUs. Reads only; raises `NoDevice`, `DriverMismatch` or `DeviceHung`."""
     library = Library(nvml)
-    worker = Worker(library.describe)
 
     def look() -> Survey:
-        library.open()
-        try:
-            count = library.call("nvmlDeviceGetCount")
-            return Survey(
-                driver=library.call("nvmlSystemGetDriverVersion"),
-                gpus=tuple(_look_at(library, index) for index in range(count)),
-            )
-        finally:
-            library.close()
+        count = library.call("nvmlDeviceGetCount")
+        return Survey(
+            driver=library.call("nvmlSystemGetDriverVersion"),
+            gpus=tuple(_look_at(library, index) for index in range(count)),
+        )
 
-    try:
-        return worker.do(look, INIT_TIMEOUT_S)
-    finally:
-        worker.stop()
+    return library.once(look)
 
 
 def _look_at(library: Library, index: int) -> Gpu:
@@ -278,8 +250,8 @@ def _mig_uuids(library: Library, handle: Any) -> Iterator[str]:
         yield library.call("nvmlDeviceGetUUID", instance)
 
 
-class NvidiaDevice:
-    """One GPU by its UUID. Thread-safe after the first call. Opens again if used when closed."""
+class NvidiaDevice(VendorDevice):
+    _library: Library
 
     def __init__(
         self,
@@ -290,35 +262,17 @@ class NvidiaDevice:
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         """`nvml` stands in for `pynvml`, `privilege` for `missing_privilege` (both for tests)."""
-        self._uuid = uuid
-        self._library = Library(nvml, where=uuid)
+        super().__init__(uuid, Library(nvml, where=uuid), timeout_s)
         self._privilege = privilege
-        self._timeout_s = timeout_s
-        self._worker: Worker | None = None
-        self._pid = 0
-        self._handle: Any = None
-        self._info: DeviceInfo | None = None
         self._shared: str | None = None
         """Why a change would reach beyond this job's GPU."""
         self._absent: set[tuple[Any, ...]] = set()
         """Sensors that the GPU or the driver lacks: asked for once."""
-        self._told_limit_w: float | None = None
-        """The power limit that `settings` has told, or that this object has set since."""
         self._requested: dict[str, float | None] = {}
         """Clocks locked (Hz) or released (`None`) by this object; NaN where its own call may or may
         not have acted; no entry: not touched."""
 
     # Reading --------------------------------------------------------------------------------
-
-    def info(self) -> DeviceInfo:
-        if self._info is None:
-            self._info = self._do(self._read_info)
-        if read_only():
-            return replace(self._info, can_set=False, refusal=READ_ONLY_REFUSAL)
-        return self._info
-
-    def sample(self, *, energy: bool = False) -> Sample:
-        return self._do(lambda handle: self._read_sample(handle, energy))
 
     def supported(self) -> Supported:
         return self._do(lambda handle: self._read_supported(handle, self._requested.get("Memory")))
@@ -364,47 +318,17 @@ class NvidiaDevice:
         self._requested = {"Gpu": math.nan, "Memory": math.nan}
         self.set(Setting())
 
-    def close(self) -> None:
-        worker, handle = self._worker, self._handle
-        if worker is None or self._pid != os.getpid():
-            return
-        self._worker, self._handle = None, None
-        if handle is not None:
-            with suppress(DeviceError):
-                worker.do(self._library.close, self._timeout_s)
-        worker.stop()
-
     # In the worker's thread -----------------------------------------------------------------
-
-    def _do(self, act: Callable[[Any], T]) -> T:
-        """Run `act` on the GPU's handle in the worker; opens first if needed, also after a fork."""
-        if self._worker is None or self._pid != os.getpid():
-            self._worker = Worker(self._library.describe)
-            self._handle = None
-            self._pid = os.getpid()
-        timeout_s = INIT_TIMEOUT_S if self._handle is None else self._timeout_s
-        return self._worker.do(lambda: act(self._opened()), timeout_s)
-
-    def _opened(self) -> Any:
-        if self._handle is None:
-            self._library.open()
-            try:
-                self._handle = self._library.call("nvmlDeviceGetHandleByUUID", self._uuid)
-            except DeviceError:
-                self._library.close()
-                raise
-        return self._handle
 
     def _optional(self, name: str, *arguments: Any) -> Any:
         """A reading, or `None` for ever if the GPU or driver lacks it or forbids it."""
         asked = (name, *arguments[1:])
         if asked in self._absent:
             return None
-        try:
-            return self._library.call(name, *arguments)
-        except (NotSupported, NotPermitted):
+        found = super()._optional(name, *arguments)
+        if found is None:
             self._absent.add(asked)
-            return None
+        return found
 
     def _read_info(self, handle: Any) -> DeviceInfo:
         refusal = self._find_refusal(handle)
@@ -516,12 +440,7 @@ class NvidiaDevice:
 
     def _limit_ladder(self, handle: Any) -> tuple[float, ...]:
         span = self._optional("nvmlDeviceGetPowerManagementLimitConstraints", handle)
-        if span is None or span[0] >= span[1]:
-            return ()
-        lowest_w, highest_w = span[0] * MILLI, span[1] * MILLI
-        step_w = (highest_w - lowest_w) / LIMIT_STEPS
-        inner = {float(round(lowest_w + k * step_w)) for k in range(1, LIMIT_STEPS)}
-        return tuple(sorted({lowest_w, highest_w} | {w for w in inner if lowest_w < w < highest_w}))
+        return () if span is None else limit_ladder(span[0] * MILLI, span[1] * MILLI)
 
     def _read_compute_pids(self, handle: Any) -> tuple[int, ...]:
         """Clients of a multi-process service are listed apart from its server."""
@@ -536,22 +455,15 @@ class NvidiaDevice:
         if setting.power_limit_w != self._read_limit_w(handle):
             # one that cannot be set can still be left as it is
             check_limit(setting.power_limit_w, supported.power_limits_w)
-        steps = (
-            partial(self._lock, "Memory", setting.memory_clock_hz, supported.memory_clocks_hz),
-            partial(self._lock, "Gpu", setting.sm_clock_hz, supported.sm_clocks_hz),
-            partial(self._limit, setting.power_limit_w),
+        lock = partial(self._lock, handle)
+        try_all(
+            partial(lock, "Memory", setting.memory_clock_hz, supported.memory_clocks_hz),
+            partial(lock, "Gpu", setting.sm_clock_hz, supported.sm_clocks_hz),
+            partial(self._limit, handle, setting.power_limit_w),
         )
-        errors = []
-        for step in steps:
-            try:
-                step(handle)
-            except DeviceError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
 
     def _lock(
-        self, domain: str, value_hz: float | None, clocks_hz: tuple[float, ...], handle: Any
+        self, handle: Any, domain: str, value_hz: float | None, clocks_hz: tuple[float, ...]
     ) -> None:
         """Cap the clocks of a domain (in NVML's word), or release them."""
         if self._requested.get(domain) == value_hz:
@@ -565,52 +477,11 @@ class NvidiaDevice:
                 self._setter(f"nvmlDeviceReset{domain}LockedClocks", handle)
         self._requested[domain] = value_hz
 
-    def _limit(self, value_w: float | None, handle: Any) -> None:
-        """A limit that is to stay as `settings` has told it is left as it is, even if it is another
-        by now: whoever has changed it since wants it so. One that is to change is looked at once
-        more; if it is another by now, that is somebody's wish, too, and `Held` is raised."""
-        told_w = self._told_limit_w
-        if value_w is not None and value_w == told_w:
-            return
-        now_mw = self._optional("nvmlDeviceGetPowerManagementLimit", handle)
-        default_mw = self._optional("nvmlDeviceGetPowerManagementDefaultLimit", handle)
-        wanted_mw = default_mw if value_w is None else round(value_w / MILLI)
-        if wanted_mw is None:
-            return
-        if wanted_mw != now_mw:
-            if value_w is not None and told_w is not None and now_mw != round(told_w / MILLI):
-                raise Held(
-                    f"{self._uuid}: somebody else has just changed the power limit to "
-                    f"{(now_mw or 0) * MILLI:g} W; left as it is"
-                )
-            self._setter("nvmlDeviceSetPowerManagementLimit", handle, wanted_mw)
-        self._told_limit_w = wanted_mw * MILLI
-
-    def _setter(self, name: str, *arguments: Any) -> None:
-        """The only place that calls a setter of the vendor."""
-        forbid_if_read_only()
-        self._library.call(name, *arguments)
-
-
-def check_clock(knob: str, value_hz: float | None, accepted_hz: tuple[float, ...]) -> None:
-    if value_hz is None or value_hz in accepted_hz:
-        return
-    if not accepted_hz:
-        raise NotSupported(f"this GPU has no {knob} clock to lock")
-    below = max((hz for hz in accepted_hz if hz < value_hz), default=accepted_hz[0])
-    above = min((hz for hz in accepted_hz if hz > value_hz), default=accepted_hz[-1])
-    raise NotSupported(
-        f"{knob} clock {value_hz / MHZ:g} MHz is not supported; nearest are "
-        f"{below / MHZ:g} and {above / MHZ:g} MHz"
-    )
-
-
-def check_limit(value_w: float | None, accepted_w: tuple[float, ...]) -> None:
-    if value_w is None:
-        return
-    if not accepted_w:
-        raise NotSupported("this GPU has no power limit to set")
-    if not accepted_w[0] <= value_w <= accepted_w[-1]:
-        raise NotSupported(
-            f"power limit {value_w:g} W is outside {accepted_w[0]:g} to {accepted_w[-1]:g} W"
+    def _limit(self, handle: Any, value_w: float | None) -> None:
+        self._change_limit(
+            value_w,
+            now=self._optional("nvmlDeviceGetPowerManagementLimit", handle),
+            default=self._optional("nvmlDeviceGetPowerManagementDefaultLimit", handle),
+            unit_w=MILLI,
+            change=partial(self._setter, "nvmlDeviceSetPowerManagementLimit", handle),
         )

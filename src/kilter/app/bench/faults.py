@@ -24,7 +24,7 @@ from kilter.core.errors import UsageError
 from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
-from kilter.device.nvidia import CALL_TIMEOUT_S
+from kilter.device.vendor import CALL_TIMEOUT_S
 from kilter.lease.journal import Journal
 from kilter.testing.box import (
     FOUND,

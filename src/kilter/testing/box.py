@@ -100,26 +100,47 @@ class Box:
         self.names[job.pid] = name
         return job
 
-    def low(self, name: str = "job", **environ: str) -> BoxJob:
+    def entered(self, name: str = "job") -> BoxJob:
+        """A job that has a lease, and has set nothing."""
+        job = self.start(name)
+        job.ask("enter")
+        return job
+
+    def low(self, name: str = "job", *, hold_s: float = 60.0) -> BoxJob:
         """A job that has lowered both knobs."""
-        job = self.start(name, **environ)
-        for answer in (job.ask("enter"), job.ask("set", **LOW)):
+        return self.lowered_by(self.start(name), hold_s=hold_s)
+
+    def lowered_by(self, job: BoxJob, *, hold_s: float = 60.0) -> BoxJob:
+        for answer in (job.ask("enter"), job.ask("set", hold_s=hold_s, **LOW)):
             if isinstance(answer, dict):
                 raise RuntimeError(f"the scenario does not begin: {answer}")
         return job
 
     def killed_in_set(self) -> None:
         """A job that one of the rules kills while it sets."""
-        job = self.start()
-        job.ask("enter")
+        job = self.entered()
         job.ask("set", **LOW)
         job.wait()
 
-    def refuse(self, call: str, code: str = "NO_PERMISSION", **how: Any) -> None:
+    def refused_set(self) -> BoxJob:
+        """A job whose first set is refused; the row says how."""
+        job = self.entered()
+        self.note(job.ask("set", **LOW)["error"])
+        return job
+
+    def rule(self, call: str, **how: Any) -> None:
+        """How the cards answer some calls from now on."""
         with self.fake.edit() as state:
-            state.rules.append(
-                Rule(call=call, error=getattr(self.fake, f"NVML_ERROR_{code}"), **how)
-            )
+            state.rules.append(Rule(call=call, **how))
+
+    def refuse(self, call: str, code: str = "NO_PERMISSION", **how: Any) -> None:
+        self.rule(call, error=getattr(self.fake, f"NVML_ERROR_{code}"), **how)
+
+    def change(self, **fields: Any) -> None:
+        """What somebody else does to the first card, or the card to itself."""
+        with self.fake.edit() as state:
+            for name, value in fields.items():
+                setattr(state.cards[0], name, value)
 
     def note(self, text: str) -> None:
         """Something worth a word in the table."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from kilter.core.daemon_protocol import SOCKET_VARIABLE
 from kilter.lease.daemon.peers import owner_of
-from kilter.testing.box import LOW, TIMEOUT_S, Box, BoxJob
+from kilter.testing.box import TIMEOUT_S, Box, BoxJob
 
 POLICY = """
 [limits]
@@ -129,11 +129,7 @@ class DaemonBox(Box):
 
     def low_job(self, name: str = "job", *, uid: int | None = None, card: int = 0) -> BoxJob:
         """A job that has lowered both knobs through the daemon."""
-        job = self.job(name, uid=uid, card=card)
-        for answer in (job.ask("enter"), job.ask("set", **LOW)):
-            if isinstance(answer, dict):
-                raise RuntimeError(f"the scenario does not begin: {answer}")
-        return job
+        return self.lowered_by(self.job(name, uid=uid, card=card))
 
     def audited(self, event: str) -> list[dict[str, Any]]:
         """The lines of the audit log of one kind."""

@@ -18,17 +18,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kilter.app.bench.faults_of_trust import contained, until
+from kilter.app.bench.faults_of_trust import contained, locked_by_site, until
 from kilter.core.daemon_protocol import Ask, Hello, Hold, Look, Release, encode
 from kilter.core.setting import Setting
-from kilter.core.units import MHZ
-from kilter.testing.box import FOUND, FOUND_LIMIT_W, LOW
+from kilter.testing.box import FOUND, LOW
 from kilter.testing.daemon_box import DaemonBox
 
 MESSAGES, CONNECTIONS = 10_000, 2_000
 HOSTILE_SEED = 15
-LOWEST = Setting(sm_clock_hz=600 * MHZ, power_limit_w=300.0)
-"""What the policy of the box allows, at the least."""
 
 
 def daemon_job_killed(box: DaemonBox) -> None:
@@ -56,13 +53,7 @@ def daemon_killed(box: DaemonBox) -> None:
 
 def daemon_clock_locked_by_site(box: DaemonBox) -> Setting:
     """daemon: SM clock locked by `nvidia-smi -lgc` before the job, no baseline"""
-    with box.fake.edit() as state:
-        state.cards[0].sm_lock_mhz = (345, 1410)
-    job = box.job()
-    job.ask("enter")
-    box.note(job.ask("set", sm_mhz=1200)["error"])
-    job.end()
-    return Setting(sm_clock_hz=1410 * MHZ, power_limit_w=FOUND_LIMIT_W)
+    return locked_by_site(box, box.job())
 
 
 def daemon_container_killed(box: DaemonBox) -> None:
@@ -70,8 +61,7 @@ def daemon_container_killed(box: DaemonBox) -> None:
     job = contained(box)
     if job is None:
         return
-    with box.fake.edit() as state:
-        state.cards[0].pids = (job.init_pid,)
+    box.change(pids=(job.init_pid,))
     answer = job.ask("set", **LOW)
     if answer is not None:
         box.wrong(f"the job was told {answer}")
@@ -87,9 +77,7 @@ def daemon_ended(box: DaemonBox) -> None:
 
 def daemon_job_stopped(box: DaemonBox) -> None:
     """daemon: the job's cgroup is frozen (SIGSTOP), its deadline passes"""
-    job = box.job()
-    job.ask("enter")
-    job.ask("set", hold_s=0.5, **LOW)
+    job = box.lowered_by(box.job(), hold_s=0.5)
     os.kill(job.pid, signal.SIGSTOP)
     until(lambda: box.setting() == FOUND)
 
@@ -113,8 +101,7 @@ def daemon_hostile(box: DaemonBox) -> None:
     job.ask("enter")
     honest = threading.Thread(target=_honest, args=(job, attack, over))
     honest.start()
-    with box.fake.edit() as state:
-        state.cards[0].pids = (os.getpid(),)  # the attacker computes on a card of its own
+    box.change(pids=(os.getpid(),))  # the attacker computes on a card of its own
     _send_messages(box, attack)
     _open_connections(box, attack)
     over.set()

@@ -29,14 +29,12 @@ from kilter.lease.journal import Journal
 from kilter.testing.box import (
     FOUND,
     FOUND_LIMIT_W,
-    LOW,
     Box,
     BoxJob,
     find_watcher,
     kill_watcher,
 )
 from kilter.testing.daemon_box import DaemonBox
-from kilter.testing.fake_card import Rule
 
 HELP = "What is left on a GPU after each accident: killed jobs, killed watchers, refusals, losses."
 EPILOG = """\
@@ -86,23 +84,20 @@ def sigkill(box: Box) -> None:
 
 def sigkill_before_set(box: Box) -> None:
     """SIGKILL between journal and first set"""
-    with box.fake.edit() as state:
-        state.rules.append(Rule(call="nvmlDeviceSet*", sigkill="before", times=1))
+    box.rule(call="nvmlDeviceSet*", sigkill="before", times=1)
     box.killed_in_set()
 
 
 def sigkill_inside_set(box: Box) -> None:
     """SIGKILL between the two knobs of a set"""
-    with box.fake.edit() as state:
-        state.rules.append(Rule(call="nvmlDeviceSet*", sigkill="after", times=1))
+    box.rule(call="nvmlDeviceSet*", sigkill="after", times=1)
     box.killed_in_set()
 
 
 def sigkill_at_restore(box: Box) -> None:
     """SIGKILL in the middle of the job's own restore"""
     job = box.low()
-    with box.fake.edit() as state:
-        state.rules.append(Rule(call="nvmlDeviceReset*", sigkill="after", times=1))
+    box.rule(call="nvmlDeviceReset*", sigkill="after", times=1)
     job.end()
 
 
@@ -148,16 +143,12 @@ def both_killed_then_next(box: Box) -> None:
     both = box.low()
     kill_watcher(box.state_directory)
     both.kill()
-    job = box.start("next job")
-    job.ask("enter")
-    job.end()
+    box.entered("next job").end()
 
 
 def hangs(box: Box) -> None:
     """job hangs, its deadline passes"""
-    job = box.start()
-    job.ask("enter")
-    job.ask("set", hold_s=0.05, **LOW)
+    job = box.low(hold_s=0.05)
     trust.until(lambda: box.setting() == FOUND)
     box.note("put back while the job hung")
     job.kill()
@@ -187,29 +178,20 @@ def forked_child_alone(box: Box) -> None:
 def refused_at_start(box: Box) -> None:
     """setter refused at the first set"""
     box.refuse("nvmlDeviceSet*")
-    job = box.start()
-    job.ask("enter")
-    box.note(job.ask("set", **LOW)["error"])
-    job.end()
+    box.refused_set().end()
 
 
 def refused_outright(box: Box) -> None:
     """every setter refused from the first set on"""
     box.refuse("nvmlDeviceSet*")
     box.refuse("nvmlDeviceReset*")
-    job = box.start()
-    job.ask("enter")
-    box.note(job.ask("set", **LOW)["error"])
-    box.note(job.end()["reason"])
+    box.note(box.refused_set().end()["reason"])
 
 
 def refused_in_the_middle(box: Box) -> None:
     """second setter of a set refused"""
     box.refuse("nvmlDeviceSetPowerManagementLimit", times=1)
-    job = box.start()
-    job.ask("enter")
-    box.note(job.ask("set", **LOW)["error"])
-    job.end()
+    box.refused_set().end()
 
 
 def refused_at_restore(box: Box) -> None:
@@ -233,15 +215,13 @@ def lost_at_restore(box: Box) -> None:
 def hung_at_restore(box: Box) -> None:
     """setter hangs at restore, once"""
     job = box.low()
-    with box.fake.edit() as state:
-        state.rules.append(Rule(call="nvmlDeviceReset*", hang_s=HANG_S, pretend=True, times=1))
+    box.rule(call="nvmlDeviceReset*", hang_s=HANG_S, pretend=True, times=1)
     job.end()
 
 
 def not_obeyed(box: Box) -> None:
     """clock accepted but not obeyed"""
-    with box.fake.edit() as state:
-        state.cards[0].clips_sm_mhz = (1600, 1980)
+    box.change(clips_sm_mhz=(1600, 1980))
     job = box.low()
     box.note(job.ask("verify")["error"])
     job.end()
@@ -249,26 +229,20 @@ def not_obeyed(box: Box) -> None:
 
 def not_obeyed_and_killed(box: Box) -> None:
     """clock accepted but not obeyed, SIGKILL of the job"""
-    with box.fake.edit() as state:
-        state.cards[0].clips_sm_mhz = (1600, 1980)
+    box.change(clips_sm_mhz=(1600, 1980))
     box.low().kill()
 
 
 def limit_not_taken(box: Box) -> None:
     """power limit reported as set, but is not"""
-    with box.fake.edit() as state:
-        state.rules.append(Rule(call="nvmlDeviceSetPower*", pretend=True, times=1))
-    job = box.start()
-    job.ask("enter")
-    box.note(job.ask("set", **LOW)["error"])
-    job.end()
+    box.rule(call="nvmlDeviceSetPower*", pretend=True, times=1)
+    box.refused_set().end()
 
 
 def limit_changed(box: Box) -> Setting:
     """administrator sets another power limit meanwhile, job ends"""
     job = box.low()
-    with box.fake.edit() as state:
-        state.cards[0].limit_mw = 500_000
+    box.change(limit_mw=500_000)
     job.end()
     return Setting(power_limit_w=500.0)
 
@@ -276,8 +250,7 @@ def limit_changed(box: Box) -> Setting:
 def limit_changed_and_killed(box: Box) -> Setting:
     """administrator sets another power limit meanwhile, SIGKILL of the job"""
     job = box.low()
-    with box.fake.edit() as state:
-        state.cards[0].limit_mw = 500_000
+    box.change(limit_mw=500_000)
     job.kill()
     return Setting(power_limit_w=500.0)
 
@@ -286,29 +259,19 @@ def clock_changed(box: Box) -> Setting:
     """somebody locks another SM clock meanwhile, job ends"""
     job = box.low()
     job.ask("verify")
-    with box.fake.edit() as state:
-        state.cards[0].sm_lock_mhz = (345, 1500)
+    box.change(sm_lock_mhz=(345, 1500))
     job.end()
     return Setting(sm_clock_hz=1500 * MHZ, power_limit_w=FOUND_LIMIT_W)
 
 
 def two_at_once(box: Box) -> None:
     """second job on the same GPU"""
-    first = box.low("first job")
-    second = box.start("second job")
-    box.note(second.ask("enter")["error"])
-    second.end()
-    first.end()
+    trust.two_jobs(box)
 
 
 def next_waits(box: Box) -> None:
     """SIGKILL of the job, the next one comes at once"""
-    job = box.low("first job")
-    following = box.start("next job")
-    job.kill()
-    following.ask("enter")
-    following.ask("set", sm_mhz=900)
-    following.end()
+    trust.next_job(box)
 
 
 def other_boot(box: Box) -> None:
@@ -333,10 +296,7 @@ def no_state_directory(box: Box) -> None:
 def journal_blocked(box: Box) -> None:
     """journal cannot be replaced at the first set"""
     _block_journal(box)
-    job = box.start()
-    job.ask("enter")
-    box.note(job.ask("set", **LOW)["error"])
-    job.end()
+    box.refused_set().end()
 
 
 def journal_blocked_later(box: Box) -> None:

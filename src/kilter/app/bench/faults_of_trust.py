@@ -13,6 +13,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -31,7 +33,6 @@ from kilter.testing.box import (
     find_watcher,
     kill_watcher,
 )
-from kilter.testing.fake_card import Rule
 
 Accident = Callable[[Box], Setting | None]
 LOG_BYTES = 2**30
@@ -82,9 +83,7 @@ def journal_damaged(box: Box) -> None:
 
 def journal_deleted_and_late(box: Box) -> None:
     """journal deleted, the job hangs, its deadline passes"""
-    job = box.start()
-    job.ask("enter")
-    job.ask("set", sm_mhz=1200, limit_w=400, hold_s=0.5)
+    job = box.low(hold_s=0.5)
     box.place.journal_path.unlink()
     until(lambda: box.setting() == FOUND)
     box.note("put back while the job hung")
@@ -93,14 +92,19 @@ def journal_deleted_and_late(box: Box) -> None:
 
 def lock_planted(box: Box) -> None:
     """lock planted as a link to another file"""
+    _plant(box, box.place.lock_path)
+
+
+def _plant(box: Box, lock: Path) -> None:
+    """A job begins where its lock is a link to another file."""
     victim = box.root / "victim"
     victim.write_text("precious")
-    box.place.lock_path.symlink_to(victim)
+    lock.symlink_to(victim)
     job = box.start()
     box.note(job.ask("enter")["error"])
     job.end()
     box.note(f"the other file holds {victim.read_text()!r}")
-    box.place.lock_path.unlink()
+    lock.unlink()
 
 
 def journal_forged(box: Box) -> None:
@@ -123,9 +127,7 @@ def journal_forged(box: Box) -> None:
 
 def log_full(box: Box) -> None:
     """watcher's log cannot grow any more, the deadline passes, SIGKILL of the job"""
-    job = box.start()
-    job.ask("enter")
-    job.ask("set", sm_mhz=1200, limit_w=400, hold_s=1.0)
+    job = box.low(hold_s=1.0)
     watcher = find_watcher(box.state_directory)
     assert watcher is not None
     os.truncate(box.state_directory / "watcher.log", LOG_BYTES)
@@ -137,11 +139,9 @@ def log_full(box: Box) -> None:
 
 def set_while_late(box: Box) -> None:
     """deadline passes, and the job sets again while the watcher starts the driver"""
-    job = box.start()
-    job.ask("enter")
-    job.ask("set", sm_mhz=1200, limit_w=400, hold_s=3.0)
-    with box.fake.edit() as state:  # the next to start the driver is the watcher
-        state.rules.append(Rule(call="nvmlInit", hang_s=1.0, times=1))
+    job = box.low(hold_s=3.0)
+    # the next to start the driver is the watcher
+    box.rule(call="nvmlInit", hang_s=1.0, times=1)
     until(lambda: box.fake.state().rules[0].seen > 0)
     job.ask("set", sm_mhz=900, limit_w=300)
     time.sleep(1.5)
@@ -151,20 +151,8 @@ def set_while_late(box: Box) -> None:
 
 def limit_changed_at_first_set(box: Box) -> Setting:
     """administrator sets another limit while the first set of an SM clock waits for its watcher"""
-    job = box.start()
-    job.ask("enter")
-    with box.fake.edit() as state:
-        state.rules.append(Rule(call="nvmlInit", hang_s=1.0, times=1))
-
-    def administrator() -> None:
-        until(lambda: box.fake.state().rules[0].seen > 0)
-        with box.fake.edit() as state:
-            state.cards[0].limit_mw = 500_000
-
-    at_work = threading.Thread(target=administrator)
-    at_work.start()
-    job.ask("set", sm_mhz=1200)
-    at_work.join()
+    job = box.entered()
+    _set_under_administrator(box, job, at="nvmlInit")
     box.note(f"then {box.setting()} in force")
     job.end()
     return Setting(power_limit_w=500.0)
@@ -172,24 +160,28 @@ def limit_changed_at_first_set(box: Box) -> Setting:
 
 def limit_never_asked_for(box: Box) -> Setting:
     """administrator sets another limit in the middle of a set of the SM clock alone"""
-    job = box.start()
-    job.ask("enter")
-    with box.fake.edit() as state:
-        state.rules.append(Rule(call="nvmlDeviceSetGpuLockedClocks", hang_s=1.0, times=1))
+    job = box.entered()
+    answer = _set_under_administrator(box, job, at="nvmlDeviceSetGpuLockedClocks")
+    if box.setting() != Setting(sm_clock_hz=1200 * MHZ, power_limit_w=500.0):
+        box.note(f"then {box.setting()} in force, the job was told {answer}")
+    job.end()
+    return Setting(power_limit_w=500.0)
+
+
+def _set_under_administrator(box: Box, job: BoxJob, *, at: str) -> Any:
+    """The job's answer to a set of the SM clock; a call of it takes a second, in which an
+    administrator sets another power limit."""
+    box.rule(at, hang_s=1.0, times=1)
 
     def administrator() -> None:
         until(lambda: box.fake.state().rules[0].seen > 0)
-        with box.fake.edit() as state:
-            state.cards[0].limit_mw = 500_000
+        box.change(limit_mw=500_000)
 
     at_work = threading.Thread(target=administrator)
     at_work.start()
     answer = job.ask("set", sm_mhz=1200)
     at_work.join()
-    if box.setting() != Setting(sm_clock_hz=1200 * MHZ, power_limit_w=500.0):
-        box.note(f"then {box.setting()} in force, the job was told {answer}")
-    job.end()
-    return Setting(power_limit_w=500.0)
+    return answer
 
 
 def damaged_beside_whole(box: Box) -> None:
@@ -206,9 +198,12 @@ def damaged_beside_whole(box: Box) -> None:
 
 def clock_locked_by_site(box: Box) -> Setting:
     """SM clock locked by `nvidia-smi -lgc` before the job, no baseline"""
-    with box.fake.edit() as state:
-        state.cards[0].sm_lock_mhz = (345, 1410)
-    job = box.start()
+    return locked_by_site(box, box.start())
+
+
+def locked_by_site(box: Box, job: BoxJob) -> Setting:
+    """What is found, and stays: the job's set is refused."""
+    box.change(sm_lock_mhz=(345, 1410))
     job.ask("enter")
     box.note(job.ask("set", sm_mhz=1200)["error"])
     job.end()
@@ -243,9 +238,7 @@ def contained(box: Box) -> BoxJob | None:
 
 def frozen(box: Box) -> None:
     """the cgroup of job and watcher is frozen (SIGSTOP), the deadline passes, `restore --force`"""
-    job = box.start()
-    job.ask("enter")
-    job.ask("set", sm_mhz=1200, limit_w=400, hold_s=1.0)
+    job = box.low(hold_s=1.0)
     watcher = find_watcher(box.state_directory)
     assert watcher is not None
     for pid in (job.pid, watcher):
@@ -269,10 +262,9 @@ def descriptors_reused(box: Box) -> None:
 
 def watcher_killed_at_start(box: Box) -> None:
     """SIGKILL of the watcher while it starts the driver, before the first set"""
-    job = box.start()
-    job.ask("enter")
-    with box.fake.edit() as state:  # the next to start the driver is the watcher
-        state.rules.append(Rule(call="nvmlInit", sigkill="before", times=1))
+    job = box.entered()
+    # the next to start the driver is the watcher
+    box.rule(call="nvmlInit", sigkill="before", times=1)
     begin_s = time.monotonic()
     box.note(job.ask("set", sm_mhz=1200, limit_w=400)["error"])
     if time.monotonic() - begin_s > WATCHER_START_S / 2:
@@ -289,8 +281,12 @@ def _elsewhere(box: Box) -> dict[str, str]:
 
 def two_directories(box: Box) -> None:
     """second job on the same GPU, with a state directory of its own"""
+    two_jobs(box, **_elsewhere(box))
+
+
+def two_jobs(box: Box, **environ: str) -> None:
     first = box.low("first job")
-    second = box.start("second job", **_elsewhere(box))
+    second = box.start("second job", **environ)
     box.note(second.ask("enter")["error"])
     second.end()
     first.end()
@@ -298,8 +294,12 @@ def two_directories(box: Box) -> None:
 
 def next_waits_elsewhere(box: Box) -> None:
     """SIGKILL of the job, the next one comes at once, with a state directory of its own"""
+    next_job(box, **_elsewhere(box))
+
+
+def next_job(box: Box, **environ: str) -> None:
     job = box.low("first job")
-    following = box.start("next job", **_elsewhere(box))
+    following = box.start("next job", **environ)
     job.kill()
     following.ask("enter")
     following.ask("set", sm_mhz=900)
@@ -309,8 +309,7 @@ def next_waits_elsewhere(box: Box) -> None:
 def next_while_ending(box: Box) -> None:
     """job ends, the next one comes while the driver is still putting the first one's clocks back"""
     job = box.low("first job")
-    with box.fake.edit() as state:
-        state.rules.append(Rule(call="nvmlDeviceReset*", hang_s=1.0, times=1))
+    box.rule(call="nvmlDeviceReset*", hang_s=1.0, times=1)
     following = box.start("next job")
     ending = threading.Thread(target=job.end)
     ending.start()
@@ -325,16 +324,9 @@ def next_while_ending(box: Box) -> None:
 
 def machine_lock_planted(box: Box) -> None:
     """the machine's lock planted as a link to another file"""
-    victim = box.root / "victim"
-    victim.write_text("precious")
     path = box.place.machine_path
     assert path is not None
-    path.symlink_to(victim)
-    job = box.start()
-    box.note(job.ask("enter")["error"])
-    job.end()
-    box.note(f"the other file holds {victim.read_text()!r}")
-    path.unlink()
+    _plant(box, path)
 
 
 TRUST_SCENARIOS: tuple[Accident, ...] = (

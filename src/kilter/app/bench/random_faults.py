@@ -6,8 +6,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from kilter.app.bench.faults_of_trust import until
 from kilter.core.setting import Setting
@@ -22,25 +22,14 @@ THEIRS_W = 500.0
 
 def random_kills(box: Box, times: int) -> None:
     """SIGKILL of job, watcher or both at random moments; after both, `kilter restore`"""
-    chance, life_s = random.Random(MOMENTS_SEED), _life_s(box.start())
-    left = 0
-    for _ in range(times):
-        victims = chance.choice(("job", "watcher", "both"))
-        job = box.start()
-        living = threading.Thread(target=_live, args=(job,))
-        living.start()
-        time.sleep(chance.uniform(0.0, life_s))
-        if victims != "job":
-            kill_watcher(box.state_directory)
-        if victims != "watcher":
-            job.kill()
-        living.join()
-        job.kill()
+
+    def recover(victims: str) -> bool:
         box.until_free()
         if victims == "both" or box.place.journal_path.exists():
             box.restore()
-        left += box.setting() != FOUND or box.place.journal_path.exists()
-    _count(box, left, times, "left behind")
+        return box.setting() == FOUND and not box.place.journal_path.exists()
+
+    _kills(box, times, box.start, "watcher", lambda: kill_watcher(box.state_directory), recover)
 
 
 def random_changes(box: Box, times: int) -> Setting:
@@ -50,26 +39,13 @@ def random_changes(box: Box, times: int) -> Setting:
 
 def daemon_random_kills(box: DaemonBox, times: int) -> None:
     """daemon: SIGKILL of job, daemon or both at random moments; the daemon starts again"""
-    chance, life_s = random.Random(MOMENTS_SEED), _life_s(box.job())
-    left = 0
-    for _ in range(times):
-        victims = chance.choice(("job", "daemon", "both"))
-        job = box.job()
-        living = threading.Thread(target=_live, args=(job,))
-        living.start()
-        time.sleep(chance.uniform(0.0, life_s))
-        if victims != "job":
-            box.kill_daemon()
-        if victims != "daemon":
-            job.kill()
-        if victims != "job":
-            box.start_daemon()
-        living.join()
-        job.kill()
+
+    def recover(victims: str) -> bool:
         with suppress(TimeoutError):
             until(lambda: box.setting() == FOUND and not box.place.journal_path.exists())
-        left += box.setting() != FOUND
-    _count(box, left, times, "left behind")
+        return box.setting() == FOUND
+
+    _kills(box, times, box.job, "daemon", box.kill_daemon, recover, box.start_daemon)
 
 
 def daemon_random_changes(box: DaemonBox, times: int) -> Setting:
@@ -98,21 +74,53 @@ def _live(job: BoxJob) -> None:
         job.end()
 
 
+def _kills(
+    box: Box,
+    times: int,
+    start: Callable[[], BoxJob],
+    other: str,
+    kill_other: Callable[[], None],
+    recover: Callable[[str], bool],
+    start_other: Callable[[], object] = lambda: None,
+) -> None:
+    """Kill a job, the `other` process that puts back, or both; `recover` says whether all is as
+    found after that."""
+    chance, life_s = random.Random(MOMENTS_SEED), _life_s(start())
+    left = 0
+    for _ in range(times):
+        victims = chance.choice(("job", other, "both"))
+        job = start()
+        with _living(job, chance.uniform(0.0, life_s)):
+            if victims != "job":
+                kill_other()
+            if victims != other:
+                job.kill()
+            if victims != "job":
+                start_other()
+        left += not recover(victims)
+    _count(box, left, times, "left behind")
+
+
+@contextmanager
+def _living(job: BoxJob, moment_s: float) -> Iterator[None]:
+    """What happens at a moment of the job's life; its life is over afterwards."""
+    living = threading.Thread(target=_live, args=(job,))
+    living.start()
+    time.sleep(moment_s)
+    yield
+    living.join()
+    job.kill()
+
+
 def _changes(box: Box, times: int, start: Callable[[], BoxJob]) -> Setting:
     chance, life_s = random.Random(MOMENTS_SEED), _life_s(start())
     theirs = Setting(power_limit_w=THEIRS_W)
     overwritten = 0
     for _ in range(times):
-        with box.fake.edit() as state:
-            state.cards[0].limit_mw = round(FOUND.power_limit_w / MILLI)  # type: ignore[operator]
+        box.change(limit_mw=round(FOUND.power_limit_w / MILLI))  # type: ignore[operator]
         job = start()
-        living = threading.Thread(target=_live, args=(job,))
-        living.start()
-        time.sleep(chance.uniform(0.0, life_s))
-        with box.fake.edit() as state:
-            state.cards[0].limit_mw = round(THEIRS_W / MILLI)
-        living.join()
-        job.kill()
+        with _living(job, chance.uniform(0.0, life_s)):
+            box.change(limit_mw=round(THEIRS_W / MILLI))
         box.until_free()
         overwritten += box.setting() != theirs
     _count(box, overwritten, times, "overwritten")

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,14 +20,11 @@ import msgspec
 from kilter.app.factors import Factors
 from kilter.app.report.bound import JobClass, job_class
 from kilter.app.report.evidence import (
-    Arm,
-    Evidence,
     Judgement,
-    Probe,
     judge,
     within,
 )
-from kilter.app.report.footprint import Footprint, amount, footprint_of
+from kilter.app.report.footprint import Amount, Footprint, amount, footprint_of
 from kilter.app.report.idle import Idle, idle_of
 from kilter.app.report.memory import MemoryReport, as_json, memory_report
 from kilter.app.report.operations import OperationEnergy, attribute
@@ -111,8 +108,9 @@ class Overhead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Everything a reader may ask of a run. `None` is unknown, never zero."""
+class Report(Judgement):
+    """Everything a reader may ask of a run: the judgement, and what else is on record. `None` is
+    unknown, never zero. `saving` and `slowdown` are 0 if the default stands."""
 
     schema: str
     label: Label
@@ -122,15 +120,6 @@ class Report:
     devices: tuple[DeviceInfo, ...]
     iterations: int
     """Of the script; of a killed run, as far as the record goes."""
-    baseline: Arm
-    governed: Arm
-    """Under the setting that ruled at the end. The default's own values if the default stands."""
-    saving: float | None
-    """Fraction of the baseline's energy per iteration. 0 if the default stands, with the reason in
-    `choice`; None if nothing was concluded."""
-    saving_ci95: tuple[float, float] | None
-    slowdown: float | None
-    slowdown_ci95: tuple[float, float] | None
     contract: float | None
     """The allowed slowdown."""
     within_contract: bool | None
@@ -153,10 +142,7 @@ class Report:
     found: Setting
     after: Setting | None
     choice: ChosenSetting
-    evidence: Evidence
     rehearsed_iterations: int
-    rehearsed_share: float
-    """Of the evidence's iterations: run on the simulated device after the script had ended."""
     mode: str
     mode_reason: str
     outcome: str | None
@@ -178,7 +164,6 @@ class Report:
     """The configuration file that was read."""
     duration_s: float
     overhead: Overhead | None
-    probes: tuple[Probe, ...]
     decisions: tuple[Decided, ...]
     errors: tuple[Failed, ...]
     prediction: Prediction | None
@@ -323,13 +308,12 @@ def summarise(
         lead.goal.memory_budget,
         [(rank.started.rank, rank.fitted, rank.moved) for rank in ranks],
     )
-    no_trace = ranks[0].stopped.no_trace if ranks[0].stopped is not None else None
-    operations, operations_method = attribute(
-        trace if no_trace is None else None, judged.baseline.energy_j, lead.device
-    )
     iterations, rehearsed_iterations = _iterations(ranks[0], stops, complete=complete)
+    end = _end(ranks, iterations)
+    operations, operations_method = attribute(
+        trace if end["no_trace"] is None else None, judged.baseline.energy_j, lead.device
+    )
     label = _label(lead, memory, governed=choice.setting != lead.found, judged=judged)
-    energy_j = _run_energy_j(ranks)
     idle = idle_of(trace, lead.device, ranks[0].samples, ranks[0].blocks)
     sections = sections_report((rank.started.rank, rank.sectioned) for rank in ranks)
     return Report(
@@ -339,27 +323,16 @@ def summarise(
         device=_names(ranks),
         devices=tuple(rank.started.device for rank in _one_per_device(ranks)),
         iterations=iterations,
-        baseline=judged.baseline,
-        governed=judged.governed,
-        saving=judged.saving,
-        saving_ci95=judged.saving_ci95,
-        slowdown=judged.slowdown,
-        slowdown_ci95=judged.slowdown_ci95,
+        **taken(judged, (field.name for field in fields(judged))),
+        **taken(lead, _OF_STARTED),
+        **end,
         contract=lead.goal.max_slowdown,
         within_contract=within(lead.goal, judged.slowdown_ci95),
         kept=_kept(lead, choice),
-        restored=_restored(stops, complete=complete),
         refused=_once(refusal for rank in ranks for refusal in rank.refused),
-        energy_method=" and ".join(sorted({stop.energy_method for stop in stops})) or None,
-        energy_disagreement=max(
-            (s.energy_disagreement for s in stops if s.energy_disagreement is not None),
-            key=abs,
-            default=None,
-        ),
-        energy_j=energy_j,
         footprint=footprint_of(
             factors,
-            run=None if energy_j is None else amount(factors, energy_j, lead.device.label),
+            run=_used(factors, ranks),
             judged=judged,
             iterations=iterations,
             label=label,
@@ -368,17 +341,8 @@ def summarise(
             blocks=ranks[0].blocks,
         ),
         interval_method=_INTERVAL_METHOD,
-        goal=lead.goal,
-        found=lead.found,
-        after=stops[0].after if complete else None,
         choice=choice,
-        evidence=judged.evidence,
         rehearsed_iterations=rehearsed_iterations,
-        rehearsed_share=judged.rehearsed_share,
-        mode=lead.mode,
-        mode_reason=lead.mode_reason,
-        outcome=stops[0].outcome if complete else None,
-        unseen=next((stop.unseen for stop in stops if stop.unseen), None),
         job=job_class(
             device=lead.device,
             label=Label.SIMULATED if judged.rehearsed_share > 0.0 else lead.device.label,
@@ -393,15 +357,8 @@ def summarise(
         idle=idle,
         ranks=_ranks_text(ranks),
         command=masked(lead.command),
-        kilter=lead.kilter,
-        host=lead.host,
-        torch=lead.torch,
         driver=lead.device.driver,
-        wall_time=lead.wall_time,
-        config=lead.config,
         duration_s=max(rank.last_s for rank in ranks),
-        overhead=_overhead(stops, iterations) if complete else None,
-        probes=judged.probes,
         decisions=ranks[0].decisions,
         errors=tuple(failure for rank in ranks for failure in rank.failed),
         prediction=_prediction(plan),
@@ -411,8 +368,43 @@ def summarise(
         series=tuple(_series(rank) for rank in _one_per_device(ranks)),
         operations=operations,
         operations_method=operations_method,
-        no_trace=no_trace,
     )
+
+
+_OF_STARTED = (
+    "goal",
+    "found",
+    "mode",
+    "mode_reason",
+    "kilter",
+    "host",
+    "torch",
+    "wall_time",
+    "config",
+)
+
+
+def taken(value: object, names: Iterable[str]) -> dict[str, Any]:
+    """Attributes that another value has under the same names."""
+    return {name: getattr(value, name) for name in names}
+
+
+def _end(ranks: Sequence[Rank], iterations: int) -> dict[str, Any]:
+    """What the report says about how the run has ended, as far as that is on record."""
+    stops = [rank.stopped for rank in ranks if rank.stopped is not None]
+    complete = len(stops) == len(ranks)
+    apart = [s.energy_disagreement for s in stops if s.energy_disagreement is not None]
+    return {
+        "restored": _restored(stops, complete=complete),
+        "energy_method": " and ".join(sorted({stop.energy_method for stop in stops})) or None,
+        "energy_disagreement": max(apart, key=abs, default=None),
+        "energy_j": _run_energy_j(ranks),
+        "after": stops[0].after if complete else None,
+        "outcome": stops[0].outcome if complete else None,
+        "unseen": next((stop.unseen for stop in stops if stop.unseen), None),
+        "overhead": _overhead(stops, iterations) if complete else None,
+        "no_trace": None if ranks[0].stopped is None else ranks[0].stopped.no_trace,
+    }
 
 
 def _label(
@@ -440,6 +432,11 @@ def _iterations(rank: Rank, stops: Sequence[Stopped], *, complete: bool) -> tupl
 
 def _kept(lead: Started, choice: ChosenSetting) -> bool:
     return choice.setting != lead.found and lead.mode == "govern" and choice.state != "predicted"
+
+
+def _used(factors: Factors | None, ranks: Sequence[Rank]) -> Amount | None:
+    energy_j = _run_energy_j(ranks)
+    return None if energy_j is None else amount(factors, energy_j, ranks[0].started.device.label)
 
 
 def _run_energy_j(ranks: Sequence[Rank]) -> float | None:

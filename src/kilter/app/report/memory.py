@@ -209,6 +209,11 @@ def headline(memory: MemoryReport) -> str:
     return f"memory: {result(memory)}"
 
 
+def lines(memory: MemoryReport) -> list[str]:
+    """The headline, and a line for each detail."""
+    return [headline(memory), *(f"{name}: {text}" for name, text in details(memory))]
+
+
 def result(memory: MemoryReport) -> Finding:
     """What came of it."""
     record = memory.record

@@ -35,12 +35,11 @@ ACTED_ON = (Bound.INPUT, Bound.IDLE, Bound.THROTTLED, Bound.COMMUNICATION)
 
 def summary(report: Report, run_dir: str | Path | None) -> str:
     """The few lines at the end of a run; `run_dir` is None where no record of it is kept."""
-    lines = _sections(report) or [headline(report), ending(report)]
+    lines = sections(report) or [headline(report), ending(report)]
     if report.blocks:
         lines.insert(1, f"evidence: {evidence(report)}")
     if report.memory is not None:
-        told = [f"{name}: {text}" for name, text in memory_report.details(report.memory)]
-        told.insert(0, memory_report.headline(report.memory))
+        told = memory_report.lines(report.memory)
         lines = told if report.goal.max_slowdown is None else told + lines
     elif report.unseen is not None:
         lines = [headline(report)]
@@ -64,7 +63,7 @@ def summary(report: Report, run_dir: str | Path | None) -> str:
 _MOST_ERRORS = 3
 
 
-def _sections(report: Report) -> list[str]:
+def sections(report: Report) -> list[str]:
     """In place of the whole job's clocks; empty where nobody looked for sections."""
     if report.sections is None:
         return []
@@ -114,7 +113,7 @@ def full(report: Report) -> str:
 
 def _clock_lines(report: Report) -> list[str]:
     if report.sections is not None:
-        return _sections(report)
+        return sections(report)
     base, ours = report.baseline, report.governed
     lines = [f"result   {headline(report)}"]
     if base.iteration_s is not None:

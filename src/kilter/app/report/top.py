@@ -7,12 +7,13 @@ of the sensors are added. Pure: from what was read to what is shown.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from kilter.app.report import build as report
 from kilter.app.report import memory as memory_report
-from kilter.app.report import section_run, summary
+from kilter.app.report import summary
 from kilter.app.report.build import Rank, Report
 from kilter.app.report.evidence import Arm
 from kilter.app.report.words import ascii_line, wish
@@ -111,38 +112,19 @@ def now(ranks: Sequence[Rank], *, run: str, silent_s: float) -> Now:
     block = found.blocks[-1] if found.blocks else None
     return Now(
         schema=TOP_SCHEMA,
-        label=found.label,
-        run=run,
         state=state,
         silent_s=silent_s,
-        duration_s=found.duration_s,
-        command=found.command,
-        device=found.device,
         goal=wish(found.goal),
-        mode=found.mode,
-        mode_reason=found.mode_reason,
-        outcome=found.outcome,
-        iterations=found.iterations,
+        **_shared(found, Now, but=("schema", "goal", "memory", "sections", "ranks")),
         setting=None if block is None else block.setting,
         phase=None if block is None else block.phase,
         last=None if block is None else Arm(iteration_s=block.iteration_s, energy_j=block.energy_j),
-        baseline=found.baseline,
-        governed=found.governed,
-        saving=found.saving,
-        saving_ci95=found.saving_ci95,
-        slowdown=found.slowdown,
-        slowdown_ci95=found.slowdown_ci95,
-        contract=found.contract,
-        within_contract=found.within_contract,
         pairs=found.evidence.pairs,
         result=_result(found, ended=ended),
-        memory=_memory(found),
-        sections=_sections(found),
+        memory=() if found.memory is None else tuple(memory_report.lines(found.memory)),
+        sections=tuple(summary.sections(found)),
         ranks=tuple(_rank(rank) for rank in ranks),
         power_w=_power(ranks),
-        decisions=found.decisions,
-        refused=found.refused,
-        errors=found.errors,
     )
 
 
@@ -160,19 +142,12 @@ def _result(found: Report, *, ended: bool) -> str:
     return f"no verdict yet: {show_count(tried, 'setting')} compared with the default"
 
 
-def _memory(found: Report) -> tuple[str, ...]:
-    if found.memory is None:
-        return ()
-    details = [f"{name}: {text}" for name, text in memory_report.details(found.memory)]
-    return (memory_report.headline(found.memory), *details)
-
-
-def _sections(found: Report) -> tuple[str, ...]:
-    if found.sections is None:
-        return ()
-    simulated = any(device.backend == "sim" for device in found.devices)
-    details = section_run.details(found.sections, simulated=simulated)
-    return (section_run.headline(found.sections), *details)
+def _shared(
+    value: object, kind: type[msgspec.Struct], *, but: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What a value has under the names of a struct's fields."""
+    names = (name for name in kind.__struct_fields__ if name not in but)
+    return report.taken(value, (name for name in names if hasattr(value, name)))
 
 
 def _rank(rank: Rank) -> RankNow:
@@ -182,12 +157,7 @@ def _rank(rank: Rank) -> RankNow:
         rank=rank.started.rank,
         device=rank.started.device.name,
         outcome=None if rank.stopped is None else rank.stopped.outcome,
-        power_w=sample.power_w,
-        sm_clock_hz=sample.sm_clock_hz,
-        memory_clock_hz=sample.memory_clock_hz,
-        sm_utilisation=sample.sm_utilisation,
-        temperature_c=sample.temperature_c,
-        throttle=sample.throttle,
+        **_shared(sample, RankNow),
         budget_bytes=None if moved is None else moved.budget_bytes,
         peak_bytes=None if moved is None else moved.peak_bytes,
     )

@@ -16,8 +16,8 @@ from kilter.app.report.build import Report
 from kilter.app.report.evidence import Probe, allowed_slowdown
 from kilter.app.report.memory import Timeline
 from kilter.app.report.operations import OperationEnergy
-from kilter.app.report.page import document, table
-from kilter.app.report.plots import iteration_times, power, signed, strip, tag, trade_off
+from kilter.app.report.page import definitions, document, table, tag, tile
+from kilter.app.report.plots import iteration_times, power, signed, strip, trade_off
 from kilter.app.report.summary import (
     ACTED_ON,
     NOTHING_SET,
@@ -69,11 +69,8 @@ def page(report: Report, memory: Timeline | None = None) -> str:
 
 def _words(page: str) -> str:
     """What the words of this page mean."""
-    meanings = "".join(
-        f"<dt>{escape(word)}</dt><dd>{escape(meaning)}</dd>"
-        for word, meaning in glossary.used(page).items()
-    )
-    return f"<section id='words'><h2>Words</h2><dl>{meanings}</dl></section>"
+    meanings = definitions(glossary.used(page).items())
+    return f"<section id='words'><h2>Words</h2>{meanings}</section>"
 
 
 # The top: what a reader in a hurry takes away.
@@ -82,7 +79,7 @@ def _words(page: str) -> str:
 def _head(report: Report) -> str:
     command = escape(" ".join(report.command))
     alone = report.memory if report.goal.max_slowdown is None else None
-    tagged = tag(report) if alone is None else memory_plots.tag(alone.label)
+    tagged = tag(report.label if alone is None else alone.label)
     device = STAND_IN if alone and alone.record.backend == "stand-in" else plain_name(report.device)
     findings = _findings(report)
     first = "" if report.job.name in ACTED_ON else f"<p class='finding'>{_class(report)}</p>"
@@ -140,23 +137,23 @@ def _tiles(report: Report) -> str:
         as_found = "per iteration, as found"
         terms = f"Goal: {contract(report.goal)}."
         tiles = [
-            _tile(report, "Energy", _energy(base.energy_j), as_found, _energy_method(report)),
-            _tile(report, "Time", _time(base.iteration_s), as_found, terms),
+            tile(report.label, "Energy", _energy(base.energy_j), as_found, _energy_method(report)),
+            tile(report.label, "Time", _time(base.iteration_s), as_found, terms),
         ]
     else:
         less = None if report.saving is None else -report.saving
         ends = _negated(report.saving_ci95)
         tiles = [
-            _tile(
-                report,
+            tile(
+                report.label,
                 "Energy per iteration",
                 signed(less),
                 _spread(ends),
                 f"{_energy(base.energy_j)} by default, {_energy(ours.energy_j)} governed.",
                 strip("energy", ends, less, None),
             ),
-            _tile(
-                report,
+            tile(
+                report.label,
                 "Time per iteration",
                 signed(report.slowdown),
                 _spread(report.slowdown_ci95),
@@ -177,19 +174,11 @@ def _evidence_tile(report: Report) -> str:
         value = show_count(e.pairs, "pair")
         rehearsed = " rehearsed" if report.rehearsed_share == 1.0 else ""
         spread = f"{e.iterations}{rehearsed} iterations; {report.iterations} of the script timed"
-    return _tile(report, "Evidence", value, spread, f"{_capital(evidence(report))}.")
+    return tile(report.label, "Evidence", value, spread, f"{_capital(evidence(report))}.")
 
 
 def _spread(ends: tuple[float, float] | None) -> str:
     return interval(ends).strip(" ()").replace("-", "\u2212")
-
-
-def _tile(report: Report, name: str, value: str, spread: str, text: str, drawing: str = "") -> str:
-    return (
-        f"<div class='tile'><h2>{escape(name)}</h2>"
-        f"<p class='value'>{escape(value)} {tag(report)}</p>"
-        f"<p class='spread'>{escape(spread)}</p>{drawing}<p>{escape(text)}</p></div>"
-    )
 
 
 # Tables.
@@ -212,7 +201,7 @@ def _operations(report: Report) -> str:
         rows.append(_operation_row(f"{len(group)} more", _together(group), largest))
     return (
         "<section><h2>Where the energy of an iteration goes</h2>"
-        f"<p>{escape(_capital(report.operations_method or ''))}. {tag(report)}</p>"
+        f"<p>{escape(_capital(report.operations_method or ''))}. {tag(report.label)}</p>"
         + table(
             (
                 ("Operation", "name"),
@@ -263,7 +252,7 @@ def _tried(report: Report) -> str:
     if not report.probes:
         return ""
     return (
-        f"<section><h2>Settings tried</h2><p>Relative to the default. {tag(report)}</p>"
+        f"<section><h2>Settings tried</h2><p>Relative to the default. {tag(report.label)}</p>"
         + table(
             (
                 ("Setting", ""),
@@ -303,7 +292,7 @@ def _decisions(report: Report) -> str:
     rows = [
         (
             f"{decision.t_s:.1f} s",
-            f"{escape(decision.state)} {memory_plots.tag(_decided_by(report, decision))}",
+            f"{escape(decision.state)} {tag(_decided_by(report, decision))}",
             escape(decision.setting),
             escape(decision.reason),
         )
@@ -400,11 +389,8 @@ def _energy_method(report: Report) -> str:
     return f"{_capital(_ENERGY.get(method, method))}.{warning}"
 
 
-def _list(entries: Iterable[tuple[str, str]]) -> str:
-    items = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(_capital(text))}</dd>" for name, text in entries
-    )
-    return f"<dl>{items}</dl>"
+def _list(named: Iterable[tuple[str, str]]) -> str:
+    return definitions((name, _capital(text)) for name, text in named)
 
 
 # Numbers and words.

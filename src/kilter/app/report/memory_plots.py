@@ -8,7 +8,8 @@ from itertools import groupby
 
 from kilter.app.report import svg
 from kilter.app.report.memory import MemoryReport, Timeline, details, result
-from kilter.app.report.plots import NARROW, figure
+from kilter.app.report.page import definitions, table, tag, tile
+from kilter.app.report.plots import NARROW, figure, plain, signed
 from kilter.app.report.svg import Frame, escape
 from kilter.core.label import Label
 from kilter.core.units import GIB, KIB, MIB, show_bytes, show_fraction, show_pace, show_time
@@ -34,14 +35,11 @@ def section(memory: MemoryReport | None, found: Timeline | None) -> str:
     if memory is None:
         return ""
     drawn = "" if found is None else _picture(memory, found)
-    entries = "".join(
-        f"<dt>{escape(name.capitalize())}</dt><dd>{escape(text)}</dd>"
-        for name, text in details(memory)
-    )
+    numbers = definitions((name.capitalize(), text) for name, text in details(memory))
     return (
         f"<section class='tiles' aria-label='Memory'>{_tiles(memory)}</section>{drawn}"
         f"{_kinds(memory)}"
-        f"<section><h2>Memory in numbers</h2><dl>{entries}</dl></section>"
+        f"<section><h2>Memory in numbers</h2>{numbers}</section>"
     )
 
 
@@ -62,7 +60,7 @@ def claim(memory: MemoryReport) -> str:
 
 def _tiles(memory: MemoryReport) -> str:
     record = memory.record
-    own, simulated = tag(memory.label), tag(Label.SIMULATED)
+    own, simulated = memory.label, Label.SIMULATED
     plan = memory.plan
     before = show_bytes(record.plain_peak_bytes)
     peak = record.peak_bytes
@@ -70,7 +68,7 @@ def _tiles(memory: MemoryReport) -> str:
     if peak is None:
         value, spread = before, "with everything kept"
     budget = f"Budget {show_bytes(record.budget_bytes)}: {record.budget}."
-    tiles = [_tile("Peak memory", value, own, spread, budget)]
+    tiles = [tile(own, "Peak memory", value, spread, budget)]
     known, change = memory.slowdown is not None, memory.slowdown
     if not known:
         change = memory.pass_slowdown
@@ -83,10 +81,10 @@ def _tiles(memory: MemoryReport) -> str:
     )
     bound = "" if record.bound_s is None else f"bound {show_time(record.bound_s)} a pass"
     tiles.append(
-        _tile(
-            "Time per iteration" if known else "Time of a pass",
-            _change(change),
+        tile(
             own if known else simulated,
+            "Time per iteration" if known else "Time of a pass",
+            signed(change),
             bound,
             times,
         )
@@ -102,7 +100,7 @@ def _tiles(memory: MemoryReport) -> str:
             f"{plan.swapped} tensors offloaded, {plan.recomputed} recomputed, {plan.kept} kept; "
         )
     host = f"{counts}{show_bytes(memory.host_bytes)} of host memory."
-    tiles.append(_tile("Offloaded in a pass", offloaded, simulated, copied, host))
+    tiles.append(tile(simulated, "Offloaded in a pass", offloaded, copied, host))
     return "".join(tiles)
 
 
@@ -111,37 +109,24 @@ def _kinds(memory: MemoryReport) -> str:
     plans = {plan.peak_before_bytes: plan for plan in memory.plans}
     if len(plans) < 2:
         return ""
-    rows = "".join(
-        f"<tr><td class='n'>{show_bytes(before)}</td><td class='n'>{show_bytes(plan.peak_bytes)}"
-        f"</td><td>{'yes' if plan.feasible else 'no'}</td><td class='n'>{plan.swapped}</td>"
-        f"<td class='n'>{plan.recomputed}</td><td class='n'>"
-        f"{_change(plan.iteration_s / plan.compute_s - 1) if plan.compute_s else ''}</td></tr>"
+    rows = [
+        (
+            show_bytes(before),
+            show_bytes(plan.peak_bytes),
+            "yes" if plan.feasible else "no",
+            str(plan.swapped),
+            str(plan.recomputed),
+            signed(plan.iteration_s / plan.compute_s - 1) if plan.compute_s else "",
+        )
         for before, plan in sorted(plans.items(), reverse=True)
-    )
+    ]
     heads = ("Peak as it is", "Under its plan", "Fits", "Offloaded", "Recomputed", "Time")
+    columns = [(head, "" if head == "Fits" else "n") for head in heads]
     return (
         f"<section><h2>Kinds of passes</h2><p>{len(plans)} kinds of iterations differ in their "
-        f"peak; each has its own plan. {tag(Label.SIMULATED)}</p><div class='scroll' tabindex='0'>"
-        "<table><caption>Plans by kind of pass</caption><thead><tr>"
-        + "".join(f"<th scope='col' class='{'' if h == 'Fits' else 'n'}'>{h}</th>" for h in heads)
-        + f"</tr></thead><tbody>{rows}</tbody></table></div></section>"
+        f"peak; each has its own plan. {tag(Label.SIMULATED)}</p>"
+        f"{table(columns, rows, 'Plans by kind of pass')}</section>"
     )
-
-
-def _change(fraction: float | None) -> str:
-    return show_fraction(fraction, signed=True).replace("-", "\u2212")
-
-
-def _tile(name: str, value: str, tagged: str, spread: str, text: str) -> str:
-    return (
-        f"<div class='tile'><h2>{escape(name)}</h2><p class='value'>{escape(value)} {tagged}</p>"
-        f"<p class='spread'>{escape(spread)}</p><p>{escape(text)}</p></div>"
-    )
-
-
-def tag(label: Label) -> str:
-    """Where the numbers beside it come from."""
-    return f"<span class='tag {label.value}'>{label.value}</span>"
 
 
 def _picture(memory: MemoryReport, found: Timeline) -> str:
@@ -151,7 +136,7 @@ def _picture(memory: MemoryReport, found: Timeline) -> str:
     before, after = max(found.before_bytes), max(found.after_bytes)
     swapped, recomputed = len(found.schedule.moves), len(found.schedule.recomputed)
     return figure(
-        tag(Label.SIMULATED),
+        Label.SIMULATED,
         "memory",
         "Device memory over one pass, and the schedule",
         "Forward (light), then backward (dark); beneath them what is recomputed, where compute "
@@ -194,8 +179,8 @@ def _draw(found: Timeline, width: float) -> tuple[float, str]:
         upper.axes(
             x_title="",
             y_title=f"device memory, {unit}",
-            x_text=_plain,
-            y_text=_plain,
+            x_text=plain,
+            y_text=plain,
             x_labels=False,
         ),
         _levels(upper, found, found.after_bytes, factor, size, "planned", closed=True),
@@ -211,7 +196,7 @@ def _draw(found: Timeline, width: float) -> tuple[float, str]:
     for value in values:
         x = lower.x(value)
         parts.append(svg.line(x, bottom, x, bottom + 4, "axis"))
-        shown = _plain(value, svg.decimals(values))
+        shown = plain(value, svg.decimals(values))
         parts.append(svg.text(x, bottom + 19, shown, "tick", anchor="middle"))
     parts.append(svg.text(right, bottom + 38, f"time in the pass, {time}", "title", anchor="end"))
     return bottom + 46, "".join(parts)
@@ -304,7 +289,3 @@ def _unit(size_bytes: int) -> tuple[str, float]:
         if size_bytes >= size:
             return unit, float(size)
     return "KiB", float(KIB)
-
-
-def _plain(value: float, decimals: int) -> str:
-    return f"{value:.{decimals}f}"

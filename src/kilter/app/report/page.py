@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 
 from kilter.app.report.svg import escape
+from kilter.core.label import Label
 
 
 def document(title: str, body: str) -> str:
@@ -38,3 +39,23 @@ def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], cap
         f"<div class='scroll' tabindex='0'><table><caption>{escape(caption)}</caption>"
         f"<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+
+
+def tag(label: Label) -> str:
+    """Where the numbers beside it come from."""
+    return f"<span class='tag {label.value}'>{label.value}</span>"
+
+
+def tile(label: Label, name: str, value: str, spread: str, text: str, drawing: str = "") -> str:
+    """One number that a reader in a hurry takes away, and what belongs to it."""
+    return (
+        f"<div class='tile'><h2>{escape(name)}</h2>"
+        f"<p class='value'>{escape(value)} {tag(label)}</p>"
+        f"<p class='spread'>{escape(spread)}</p>{drawing}<p>{escape(text)}</p></div>"
+    )
+
+
+def definitions(named: Iterable[tuple[str, str]]) -> str:
+    """Names with texts, one below the other."""
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in named)
+    return f"<dl>{items}</dl>"

@@ -9,6 +9,7 @@ from itertools import groupby, pairwise
 from kilter.app.report import svg
 from kilter.app.report.build import Report, Series
 from kilter.app.report.evidence import JUDGED, Probe, allowed_slowdown
+from kilter.app.report.page import tag
 from kilter.app.report.summary import interval, less_one
 from kilter.app.report.svg import Frame, escape
 from kilter.core.events import Block
@@ -21,12 +22,6 @@ WIDE, NARROW = 860.0, 400.0
 
 MOST_BLOCKS = 600
 """Blocks drawn; of more, every n-th."""
-
-
-def tag(report: Report) -> str:
-    """Where the numbers beside it come from."""
-    value = report.label.value
-    return f"<span class='tag {value}'>{value}</span>"
 
 
 def strip(
@@ -58,7 +53,7 @@ def strip(
 
 
 def figure(
-    tagged: str,
+    label: Label,
     key: str,
     title: str,
     lede: str,
@@ -73,7 +68,7 @@ def figure(
         drawings.append(f"<div class='{name}'>{drawing}</div>")
     return (
         f"<section><h2>{escape(title)}</h2><p>{escape(lede)}</p><figure>{''.join(drawings)}"
-        f"<figcaption>{escape(caption)} {tagged}</figcaption></figure></section>"
+        f"<figcaption>{escape(caption)} {tag(label)}</figcaption></figure></section>"
     )
 
 
@@ -98,7 +93,7 @@ def trade_off(report: Report) -> str:
     if chosen is not None:
         lede += f" {chosen.setting} was chosen and then judged anew, on pairs of its own."
     return figure(
-        tag(report),
+        report.label,
         "tradeoff",
         "Energy against time",
         lede,
@@ -299,7 +294,7 @@ def iteration_times(report: Report) -> str:
     every = _thinning(report)
     thinned = f" One block in {every} is drawn." if every > 1 else ""
     return figure(
-        tag(report),
+        report.label,
         "times",
         "Iteration time, block by block",
         lede,
@@ -353,8 +348,8 @@ def _draw_iteration_times(
             x_title="block",
             y_title=f"iteration time, {unit}",
             lift=38,
-            x_text=_plain,
-            y_text=_plain,
+            x_text=plain,
+            y_text=plain,
         )
     )
     places = svg.spread(
@@ -441,7 +436,7 @@ def power(report: Report) -> str:
     held_text = " Shaded: a setting was held." if held else ""
     devices = "one line per device" if len(series) > 1 else series[0].device
     return figure(
-        tag(report),
+        report.label,
         "power",
         "Power and clock over the run",
         "What the simulated device's sensors would have said."
@@ -473,7 +468,7 @@ def _draw_power(report: Report, series: Sequence[Series], width: float) -> tuple
     parts = [_held(report, upper, factor)]
     parts.append(
         upper.axes(
-            x_title=x_title, y_title="power, W", x_text=_plain, y_text=_plain, x_labels=not clocks
+            x_title=x_title, y_title="power, W", x_text=plain, y_text=plain, x_labels=not clocks
         )
     )
     parts += [_trace(upper, one, one.power_w, factor, 1.0, "trace") for one in series]
@@ -488,7 +483,7 @@ def _draw_power(report: Report, series: Sequence[Series], width: float) -> tuple
         )
         parts.append(_held(report, lower, factor))
         parts.append(
-            lower.axes(x_title=x_title, y_title="SM clock, MHz", x_text=_plain, y_text=_plain)
+            lower.axes(x_title=x_title, y_title="SM clock, MHz", x_text=plain, y_text=plain)
         )
         parts += [
             _trace(lower, one, one.sm_clock_hz, factor, 1 / MHZ, "trace clock") for one in series
@@ -534,7 +529,8 @@ def signed(value: float | None) -> str:
     return show_fraction(value, signed=True).replace("-", "\u2212")
 
 
-def _plain(value: float, decimals: int) -> str:
+def plain(value: float, decimals: int) -> str:
+    """The text of a number on an axis."""
     return f"{value:.{decimals}f}"
 
 

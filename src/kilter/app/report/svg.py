@@ -73,11 +73,6 @@ class Frame:
     def y(self, value: float) -> float:
         return self.bottom - _part(value, self.y_range) * (self.bottom - self.top)
 
-    def holds(self, x: float, y: float) -> bool:
-        """Whether values lie inside."""
-        (a, b), (c, d) = self.x_range, self.y_range
-        return a <= x <= b and c <= y <= d
-
     def axes(
         self,
         *,

@@ -24,7 +24,7 @@ from kilter.app.report.bound import IDLE_TOLD
 from kilter.app.report.glossary import WORDS
 from kilter.core.events import Started, Stopped
 from kilter.core.label import Label
-from kilter.core.reasons import REHEARSAL_CUT
+from kilter.core.reasons import CLOCKS_REFUSED, REHEARSAL_CUT
 from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.core.units import MHZ
@@ -258,7 +258,7 @@ def records(draw: st.DrawFn) -> tuple[list[Any], bool, float]:
         run.decide("decided", Setting(), "the default stands: nothing saves enough")
     elif mode == "shadow" and ending == "predicted":
         run.decide("predicted", CHOSEN, "safe on the simulated device")
-    codes = {"setting clocks": None, "a complete rehearsal": REHEARSAL_CUT}
+    codes = {"setting clocks": CLOCKS_REFUSED, "a complete rehearsal": REHEARSAL_CUT}
     for what in draw(st.lists(st.sampled_from(list(codes)))):
         run.refuse(what, "a reason: with a colon", codes[what])
     if draw(st.integers(0, 5)) == 0:

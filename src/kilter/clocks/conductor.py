@@ -27,6 +27,7 @@ from kilter.core.errors import DeviceError, FileError
 from kilter.core.events import AnyEvent, Refused
 from kilter.core.messages import RankMessages
 from kilter.core.plan import Goal
+from kilter.core.reasons import CLOCKS_REFUSED
 from kilter.core.setting import Setting, Supported
 
 STALL = 3.0
@@ -141,7 +142,14 @@ class Conductor:
             act()
         except (DeviceError, FileError) as error:
             self.refused = str(error)
-            self._record(Refused(t_s=self._clock(), what="setting clocks", reason=self.refused))
+            self._record(
+                Refused(
+                    t_s=self._clock(),
+                    what="setting clocks",
+                    reason=self.refused,
+                    code=CLOCKS_REFUSED,
+                )
+            )
 
     def _advance(self) -> bool:
         """One step of the present block; False when something has to happen first."""

@@ -21,7 +21,7 @@ from kilter.core.events import Decided
 from kilter.core.label import Label
 from kilter.core.messages import MessagesGone, RankMessages
 from kilter.core.plan import Goal
-from kilter.core.reasons import REHEARSAL_CUT
+from kilter.core.reasons import CLOCKS_REFUSED, REHEARSAL_CUT
 from kilter.core.script_end import ScriptEnd
 from kilter.core.setting import DeviceInfo
 from kilter.device.sim.cards import names
@@ -73,7 +73,7 @@ class ClocksController:
 
     def begin(self) -> None:
         if self._mode == "shadow" and not self._run.dry_run:
-            self._run.log.refuse("setting clocks", self._why)
+            self._run.log.refuse("setting clocks", self._why, CLOCKS_REFUSED)
         if self._simulates or self._mode == "shadow":
             self._want_trace()
 
@@ -160,7 +160,7 @@ class ClocksController:
         try:
             actuator.lease = self._run.lease.take()
         except (DeviceError, FileError) as error:
-            self._only_watch("setting clocks", str(error))
+            self._only_watch("setting clocks", str(error), CLOCKS_REFUSED)
             return str(error)
         self._run.tell_risks()
         return None
@@ -179,10 +179,10 @@ class ClocksController:
             self._mode = "shadow"
             self._run.restore()
 
-    def _only_watch(self, subject: str, reason: str) -> None:
+    def _only_watch(self, subject: str, reason: str, code: str | None = None) -> None:
         """Set nothing from now on; what would have been set is predicted from a trace."""
         self._mode = "shadow"
-        self._run.log.refuse(subject, reason)
+        self._run.log.refuse(subject, reason, code)
         self._want_trace()
 
     # On a simulated device ------------------------------------------------------------------

@@ -23,6 +23,7 @@ from kilter.controller import Run
 from kilter.core.errors import DeviceError
 from kilter.core.events import Sectioned
 from kilter.core.rank_trace import IterationMarks, RankTrace
+from kilter.core.reasons import CLOCKS_REFUSED
 from kilter.core.script_end import ScriptEnd
 from kilter.device.sim.cards import names
 from kilter.observe.collective_counts import CollectiveCounts, CollectiveKey
@@ -72,7 +73,7 @@ class SectionsController:
         if self._run.dry_run or self._run.info.can_set:
             return
         reason = self._run.info.refusal or "this device cannot be set"
-        self._run.log.refuse("setting clocks", reason)
+        self._run.log.refuse("setting clocks", reason, CLOCKS_REFUSED)
 
     def iteration_ended(self, index: int) -> None:
         if not self._off:
@@ -131,7 +132,7 @@ class SectionsController:
 
         refused = why_not_this_gpu(run.info, run.iterations.gpu_uuid)
         if refused is not None:
-            self._give_up("setting clocks", refused)
+            self._give_up("setting clocks", refused, CLOCKS_REFUSED)
             return None
         name = run.info.uuid.split("-")[1] if run.info.backend == "sim" else None
         name = name or profile_of(run.info.name)
@@ -205,11 +206,11 @@ class SectionsController:
             )
         )
 
-    def _give_up(self, subject: str, reason: str) -> None:
+    def _give_up(self, subject: str, reason: str, code: str | None = None) -> None:
         self._off = self._given_up = True
         if self._conducting is not None:
             self._conducting.pause()
-        self._run.log.refuse(subject, reason)
+        self._run.log.refuse(subject, reason, code)
 
     def _why_unseen(self) -> str:
         return self._observation.why_not or self._run.too_few(self._observation.needed)

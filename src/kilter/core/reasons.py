@@ -6,6 +6,8 @@ import msgspec
 
 REHEARSAL_CUT = "rehearsal_cut"
 """Code: the rehearsal ended before its evidence was in."""
+CLOCKS_REFUSED = "clocks_refused"
+"""Code: clocks may not be set here, or can be set no longer."""
 
 
 class Reason(msgspec.Struct, frozen=True):

@@ -24,6 +24,7 @@ from kilter.clocks.plan.rhythm import Rhythm, would_try
 from kilter.core.errors import DeviceError, FileError, NoDevice
 from kilter.core.events import Decided, Started, Stopped, sampled
 from kilter.core.ranks import Ranks
+from kilter.core.reasons import CLOCKS_REFUSED
 from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.units import show_duration
 from kilter.device.protocol import Device
@@ -96,7 +97,7 @@ def watch(source: WatchedJob, options: Options, listener: RunListener) -> WatchE
         if elsewhere is not None:
             log.notice(f"{elsewhere}: the files of this watch are in {directory}")
         if mode == "shadow" and not options.dry_run:
-            log.refuse("setting clocks", why)
+            log.refuse("setting clocks", why, CLOCKS_REFUSED)
         files = RunFiles(directory, command=options.command, writes=True)
         end = _Watch(source, options, lease, log, files).run()
         recorder.close()
@@ -157,7 +158,7 @@ class _Watch:
             reason = self._source.drive(lambda: self._step(flow))
         except (DeviceError, FileError, PeriodLost) as error:
             refused = reason = str(error)
-            self._log.refuse("setting clocks", reason)
+            self._log.refuse("setting clocks", reason, CLOCKS_REFUSED)
         self._conclude(refused)
         after, restored, why_not = self._lease.restore()
         if why_not is not None:

@@ -494,7 +494,9 @@ def _choice(rank: Rank, *, complete: bool) -> ChosenSetting:
     last = rank.decisions[-1] if rank.decisions else None
     if rank.failed:
         return ChosenSetting(
-            setting=found, state="restored", reason="kilter stepped aside after an error"
+            setting=found,
+            state="restored",
+            reason="the default stands: kilter stepped aside after an error",
         )
     if last is not None and last.state not in _SEARCHING:
         return ChosenSetting(setting=last.setting, state=last.state, reason=last.reason)

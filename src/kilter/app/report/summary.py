@@ -17,7 +17,7 @@ from kilter.app.report.evidence import Arm, Probe
 from kilter.app.report.operations import OperationEnergy
 from kilter.app.report.words import STAND_IN, Finding, allowed, ascii_line, wish
 from kilter.core.label import Label
-from kilter.core.reasons import REHEARSAL_CUT
+from kilter.core.reasons import CLOCKS_REFUSED, REHEARSAL_CUT
 from kilter.core.units import (
     KWH_J,
     show_count,
@@ -204,10 +204,10 @@ def next_step(report: Report) -> str | None:
     if report.job.name in (Bound.INPUT, Bound.IDLE):
         return _how_to_feed(report.job)
     simulated = any(device.backend == "sim" for device in report.devices)
-    refused = {refusal.what for refusal in report.refused}
-    if any(refusal.code == REHEARSAL_CUT for refusal in report.refused) and simulated:
+    codes = {refusal.code for refusal in report.refused}
+    if REHEARSAL_CUT in codes and simulated:
         return "give the rehearsal more time: --rehearse 60s"
-    if report.mode == "shadow" and not simulated and "setting clocks" in refused:
+    if report.mode == "shadow" and not simulated and CLOCKS_REFUSED in codes:
         return "kilter doctor says how to allow it"
     if simulated and report.saving:
         return "run it so on a real GPU: nothing is saved on a simulated one"
@@ -248,8 +248,7 @@ def result(report: Report) -> Finding:
     if report.saving is None and report.slowdown is None:
         return _without_result(report)
     if report.choice.setting == report.found:
-        reason = report.choice.reason.removeprefix("the default stands: ")
-        return Finding(f"the default stands: {reason}", label)
+        return Finding(report.choice.reason, label)
     slowdown = f"slowdown {show_fraction(report.slowdown)}{interval(report.slowdown_ci95)}"
     if report.saving is None:
         return Finding(f"energy unknown, {slowdown}, {verdict(report)}", label)

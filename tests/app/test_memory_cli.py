@@ -153,7 +153,12 @@ def test_a_budget_that_cannot_be_met_is_said_with_the_least_that_can(
     assert done.returncode == 0
     assert done.stdout == python("train.py", "14").stdout
     assert "3.0 MiB cannot be met, " in done.stderr
-    assert "is the least that is possible" in done.stderr
+    assert "is the least that is possible; the best plan takes " in done.stderr
+    least_bytes, peak_bytes = moved().least_bytes, moved().peak_bytes
+    assert least_bytes is not None
+    assert peak_bytes is not None
+    assert least_bytes <= peak_bytes <= 1.01 * least_bytes
+    assert moved().planned > 0
     assert "on demand" in done.stderr
     assert "refused" not in done.stderr  # said once
 

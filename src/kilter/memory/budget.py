@@ -10,14 +10,16 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kilter.core.errors import BudgetTooSmall
 from kilter.core.plan import MemoryBudget
-from kilter.core.units import show_bytes
+from kilter.core.units import MIB, show_bytes
 from kilter.memory.iteration_times import IterationTimes
 
 if TYPE_CHECKING:
     import torch
 
     from kilter.memory.engine import Swapper
+    from kilter.memory.plan.problem import Link
 
 UNLIMITED = 2**60
 """More bytes than any device has."""
@@ -29,6 +31,8 @@ PLAIN = 4
 """Iterations without us, to know what they take; only where the budget is a share of that."""
 LARGER_PEAK = 1.01
 """A plain peak that is larger than the largest so far by this factor makes another budget."""
+LEAST_ROOM = 1.003
+"""Times the least possible peak: a plan leaves 1/512 of its budget to rounded allocations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,22 @@ class JobBudget:
         self._share_of_bytes: int | None = None
         """The plain peak that the budget is a share of."""
         self._untried = 0
+        self._least_asked = False
+        """Passes are planned for the least peak, since no plan keeps the budget."""
+
+    def settle_for_least(self, link: Link) -> None:
+        """Where no plan keeps the budget, plan for the least peak that any schedule reaches. Only
+        to be called once nothing else can make room."""
+        report = self._swapper.report()
+        refused = any(reason.code == BudgetTooSmall.code for reason in report.refused)
+        if self._least_asked or self._dry_run or report.plans or not refused:
+            return
+        self._least_asked = True
+        floors = [
+            record.problem(link=link, budget_bytes=1, min_bytes=MIB)[0].floor_bytes
+            for record in self._swapper.records()
+        ]
+        self._swapper.limit(int(LEAST_ROOM * max(floors)))
 
     def iteration_ended(self) -> None:
         """Take the share once the plain peak is known, and again for a larger one."""

@@ -166,6 +166,8 @@ class GovernedJob:
                 self._log.refuse_new((self._policy.taken_back,))
             if self._policy.weights_kept:
                 self._log.refuse_new((messages.WEIGHTS_KEPT,))
+        if not self._stopped and (self._policy is None or self._policy.settled):
+            self._budget.settle_for_least(self._link)
 
     def _log_plan(self, record: PassRecord, plan: MemoryPlan, numbers: tuple[int, ...]) -> None:
         problem, every = self._problem(record, plan.budget_bytes)

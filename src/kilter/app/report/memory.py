@@ -66,10 +66,15 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     def feasible(self) -> bool | None:
         """There is a plan within the budget; None: none was asked for, or it is not known."""
         if self.in_force:
-            return all(plan.feasible for plan in self.in_force)
+            return all(map(self.fits, self.in_force))
         least_bytes, budget_bytes = self.record.least_bytes, self.record.budget_bytes
         unreached = least_bytes is not None and budget_bytes is not None
         return False if unreached and least_bytes > budget_bytes else None  # type: ignore[operator]
+
+    def fits(self, plan: Fitted) -> bool:
+        """Where no plan keeps the budget, the best one is made for more than that."""
+        budget_bytes = self.record.budget_bytes
+        return plan.feasible and (budget_bytes is None or plan.budget_bytes <= budget_bytes)
 
     @property
     def within(self) -> bool | None:
@@ -226,8 +231,13 @@ def result(memory: MemoryReport) -> Finding:
         return Finding(f"the job fits: peak {before} within {budget}, nothing was moved", label)
     if memory.feasible is False:
         least = show_bytes(record.least_bytes)
+        text = f"{budget} cannot be met, {least} is the least that is possible"
+        if record.applied and memory.in_force and record.peak_bytes is not None:
+            after = show_bytes(record.peak_bytes)
+            text += f"; the best plan takes {after} of {before}{_slower(memory)}"
+            return Finding(text, label)
         did = "; data were offloaded on demand" if record.spilled else ""
-        return Finding(f"{budget} cannot be met, {least} is the least that is possible{did}", label)
+        return Finding(f"{text}{did}", label)
     if memory.feasible is None:
         return Finding(f"no plan yet: peak {before}, budget {budget}", label)
     if not record.applied:

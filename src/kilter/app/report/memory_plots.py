@@ -113,7 +113,7 @@ def _kinds(memory: MemoryReport) -> str:
         (
             show_bytes(before),
             show_bytes(plan.peak_bytes),
-            "yes" if plan.feasible else "no",
+            "yes" if memory.fits(plan) else "no",
             str(plan.swapped),
             str(plan.recomputed),
             signed(plan.iteration_s / plan.compute_s - 1) if plan.compute_s else "",

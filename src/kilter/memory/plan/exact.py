@@ -120,120 +120,176 @@ def _solve(
         raise UsageError(
             "the exact planner and the bound need HiGHS: pip install 'kilter[exact]'"
         ) from error
-    operations, intervals = len(problem.operation_s), problem.intervals
-    count = len(intervals)
-    if count == 0:
+    if not problem.intervals:
         if problem.peak_bytes > problem.budget_bytes:
             raise PlanError("nothing can leave the device, and the peak exceeds the budget")
         return Relaxed(problem.compute_s, (), ())
-
-    # Scaled so that sizes and times are near 1: bytes in budgets, times in compute times.
-    byte = 1.0 / problem.budget_bytes
-    second = 1.0 / problem.compute_s if problem.compute_s > 0 else 1.0
-    size = np.array([j.size_bytes for j in intervals]) * byte
-    cost = np.array([(j.recompute_s or 0.0) for j in intervals]) * second
-    possible = np.array([recompute and j.recompute_s is not None for j in intervals])
-    dirty = np.array([not j.clean for j in intervals])
-    after = np.array([j.after for j in intervals])
-    before = np.array([j.before for j in intervals])
-    times = np.array(problem.operation_s) * second
-    level = problem.resident * byte
-    rate = byte / second
-    out_rate = problem.link.to_host_bytes_per_s * rate
-    in_rate = problem.link.to_device_bytes_per_s * rate
-    both_rate = (problem.link.to_host_bytes_per_s + problem.link.to_device_bytes_per_s) * (
-        problem.link.shared * rate
-    )
-
-    k = np.arange(operations)
-    each = np.arange(count)
-    # Running sums are columns of their own, which keeps the rows short: bytes of swapped intervals
-    # whose gap has begun (gone: with a transfer; ready: without), those needed by now, the level
-    # taken away by what is recomputed, the time spent on making, what of it is owed and allowed.
-    names = ["stall", "making", "out", "in"]
-    names += ["gone", "ready", "needed", "dropped", "spent", "owed", "allowed"]
-    block = {name: number * operations + k for number, name in enumerate(names)}
-    stall, making, out, back = (block[name] for name in names[:4])
-    gone, ready, needed, dropped, spent, owed, allowed = (block[name] for name in names[4:])
-    x = len(names) * operations + each
-    r = x + count
-    columns = len(names) * operations + 2 * count
-
+    scaled = _Scaled(problem, recompute=recompute)
+    columns = _Columns(len(problem.operation_s), len(problem.intervals))
     rows = _Rows()
-    one = np.ones(operations)
-
-    def running(total: np.ndarray, parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None:
-        """total[k] = total[k-1] + parts of row k."""
-        entries = [(k, total, one), (k[1:], total[:-1], -one[1:])]
-        entries += [(row, column, -value) for row, column, value in parts]
-        rows.add(operations, entries, 0.0, 0.0)
-
-    running(gone, [(after[dirty] + 1, x[dirty], size[dirty])])
-    running(ready, [(after[~dirty] + 1, x[~dirty], size[~dirty])])
-    running(needed, [(before, x, size)])
-    running(dropped, [(after + 1, r, size), (before, r, -size)])
-    rows.add(operations, [(k, out, one), (k, gone, -one)], -np.inf, 0.0)
-    rows.add(operations, [(k, back, one), (k, out, -one), (k, ready, -one)], -np.inf, 0.0)
-    rows.add(operations, [(k, back, one), (k, needed, -one)], 0.0, np.inf)
-    rows.add(
-        operations,
-        [(k, dropped, -one), (k, out, -one), (k, ready, -one), (k, back, one)],
-        -np.inf,
-        1.0 - level,
-    )
-    # What moves between the starts of two operations; before the first nothing has moved yet.
-    past = np.concatenate(([0.0], times[:-1]))
-    for limit, lanes in ((out_rate, [out]), (in_rate, [back]), (both_rate, [out, back])):
-        entries = [(k, stall, -limit * one), (k, making, -limit * one)]
-        for lane in lanes:
-            entries += [(k, lane, one), (k[1:], lane[:-1], -one[1:])]
-        rows.add(operations, entries, -np.inf, limit * past)
-    # Making again comes at the interval's next use, or earlier if another is made from it.
-    makers = frozenset(each[possible].tolist())
-    earliest = np.array(problem.deadlines(makers))
-    running(spent, [(k, making, one)])
-    running(owed, [(before[possible], r[possible], cost[possible])])
-    running(allowed, [(earliest[possible], r[possible], cost[possible])])
-    rows.add(operations, [(k, spent, one), (k, owed, -one)], 0.0, np.inf)
-    rows.add(operations, [(k, spent, one), (k, allowed, -one)], -np.inf, 0.0)
-    rows.add(count, [(each, x, np.ones(count)), (each, r, np.ones(count))], -np.inf, 1.0)
-
-    lower = np.zeros(columns)
-    upper = np.full(columns, np.inf)
-    lower[dropped] = -np.inf
-    upper[x] = np.array([j.to_host for j in intervals], dtype=float)
-    upper[r] = possible.astype(float)
-    objective = np.zeros(columns)
-    objective[stall] = 1.0
-    objective[making] = 1.0
-    if whole:
-        # The programme does not follow single intervals, so it cannot see that a short gap is hard
-        # to cross with two transfers. Among choices of nearly equal time: swap long gaps, make
-        # short ones again, and move no more than is of use.
-        length = (before - after) / operations
-        objective[x] = TIE * size / size.sum() * (2.0 - length)
-        objective[r] = TIE * size / size.sum() * length
+    _keep_bytes(rows, columns, scaled)
+    _keep_rates(rows, columns, scaled)
+    _recompute_in_time(rows, columns, scaled)
 
     model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = columns, rows.count
-    model.col_cost_, model.col_lower_, model.col_upper_ = objective, lower, upper
+    model.num_col_, model.num_row_ = columns.count, rows.count
+    model.col_cost_ = _objective(columns, scaled, whole=whole)
+    model.col_lower_, model.col_upper_ = _bounds(columns, scaled)
     model.row_lower_, model.row_upper_ = np.concatenate(rows.lower), np.concatenate(rows.upper)
     starts, indices, values = rows.compressed()
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = starts, indices, values
     if whole:
-        kinds = np.full(columns, highspy.HighsVarType.kContinuous, dtype=object)
-        kinds[x] = kinds[r] = highspy.HighsVarType.kInteger
+        kinds = np.full(columns.count, highspy.HighsVarType.kContinuous, dtype=object)
+        kinds[columns.swap] = kinds[columns.recompute] = highspy.HighsVarType.kInteger
         model.integrality_ = kinds.tolist()
     found = _run(model, problem, whole=whole, gap=gap, limit_s=limit_s)
     if found is None:
         return None
     excess, value = found
     return Relaxed(
-        bound_s=float((times.sum() + max(0.0, excess)) / second),
-        swapped=tuple(value[x].tolist()),
-        recomputed=tuple(value[r].tolist()),
+        bound_s=float((scaled.times.sum() + max(0.0, excess)) / scaled.second),
+        swapped=tuple(value[columns.swap].tolist()),
+        recomputed=tuple(value[columns.recompute].tolist()),
     )
+
+
+class _Scaled:
+    """The numbers of a problem, scaled so that sizes and times are near 1: bytes in budgets, times
+    in compute times. Arrays of intervals, but for `times` and `level`, which are of operations."""
+
+    def __init__(self, problem: Problem, *, recompute: bool) -> None:
+        intervals, link = problem.intervals, problem.link
+        byte = 1.0 / problem.budget_bytes
+        self.second = 1.0 / problem.compute_s if problem.compute_s > 0 else 1.0
+        self.times = np.array(problem.operation_s) * self.second
+        self.level = problem.resident * byte
+        self.size = np.array([j.size_bytes for j in intervals]) * byte
+        self.cost = np.array([(j.recompute_s or 0.0) for j in intervals]) * self.second
+        self.possible = np.array([recompute and j.recompute_s is not None for j in intervals])
+        """To recompute."""
+        self.dirty = np.array([not j.clean for j in intervals])
+        self.to_host = np.array([j.to_host for j in intervals], dtype=float)
+        self.after = np.array([j.after for j in intervals])
+        self.before = np.array([j.before for j in intervals])
+        makers = np.flatnonzero(self.possible).tolist()
+        self.earliest = np.array(problem.deadlines(frozenset(makers)))
+        """When an interval is recomputed that another one is made from."""
+        rate = byte / self.second
+        out, back = link.to_host_bytes_per_s, link.to_device_bytes_per_s
+        self.rates = out * rate, back * rate, (out + back) * (link.shared * rate)
+
+
+class _Columns:
+    """The variables of the programme: for each operation those of `NAMES`, then for each interval
+    which share of it is swapped, and which is recomputed.
+
+    Running sums are columns of their own, which keeps the rows short: bytes of swapped intervals
+    whose gap has begun (gone: with a transfer; ready: without), those needed by now, the level
+    taken away by what is recomputed, the time spent on recomputing, what of it is owed and allowed.
+    """
+
+    NAMES = (
+        *("stall", "making", "out", "back"),
+        *("gone", "ready", "needed", "dropped", "spent", "owed", "allowed"),
+    )
+
+    def __init__(self, operations: int, intervals: int) -> None:
+        self.k = np.arange(operations)
+        self.one = np.ones(operations)
+        self.each = np.arange(intervals)
+        self._of = {name: number * operations + self.k for number, name in enumerate(self.NAMES)}
+        self.swap = len(self.NAMES) * operations + self.each
+        self.recompute = self.swap + intervals
+        self.count = len(self.NAMES) * operations + 2 * intervals
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The columns of one name, one for each operation."""
+        return self._of[name]
+
+    def terms(self, **factors: float) -> list[tuple[np.ndarray, np.ndarray, Any]]:
+        """A row for each operation with these factors of its columns."""
+        return [(self.k, self[name], factor * self.one) for name, factor in factors.items()]
+
+    def before(self, name: str, factor: float) -> tuple[np.ndarray, np.ndarray, Any]:
+        """The same of the operation before."""
+        return self.k[1:], self[name][:-1], factor * self.one[1:]
+
+
+def _running(
+    rows: _Rows,
+    columns: _Columns,
+    total: str,
+    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
+) -> None:
+    """total[k] = total[k-1] + parts of row k."""
+    entries = [*columns.terms(**{total: 1.0}), columns.before(total, -1.0)]
+    entries += [(row, column, -value) for row, column, value in parts]
+    rows.add(len(columns.k), entries, 0.0, 0.0)
+
+
+def _keep_bytes(rows: _Rows, columns: _Columns, scaled: _Scaled) -> None:
+    """What moves is there to be moved, what is needed is back, and the level keeps the budget."""
+    x, r, count = columns.swap, columns.recompute, len(columns.k)
+    size, dirty = scaled.size, scaled.dirty
+    after, before = scaled.after, scaled.before
+    _running(rows, columns, "gone", [(after[dirty] + 1, x[dirty], size[dirty])])
+    _running(rows, columns, "ready", [(after[~dirty] + 1, x[~dirty], size[~dirty])])
+    _running(rows, columns, "needed", [(before, x, size)])
+    _running(rows, columns, "dropped", [(after + 1, r, size), (before, r, -size)])
+    rows.add(count, columns.terms(out=1.0, gone=-1.0), -np.inf, 0.0)
+    rows.add(count, columns.terms(back=1.0, out=-1.0, ready=-1.0), -np.inf, 0.0)
+    rows.add(count, columns.terms(back=1.0, needed=-1.0), 0.0, np.inf)
+    level = columns.terms(dropped=-1.0, out=-1.0, ready=-1.0, back=1.0)
+    rows.add(count, level, -np.inf, 1.0 - scaled.level)
+
+
+def _keep_rates(rows: _Rows, columns: _Columns, scaled: _Scaled) -> None:
+    """What moves between the starts of two operations; before the first nothing has moved yet."""
+    past = np.concatenate(([0.0], scaled.times[:-1]))
+    lanes_of = (("out",), ("back",), ("out", "back"))
+    for limit, lanes in zip(scaled.rates, lanes_of, strict=True):
+        entries = columns.terms(stall=-limit, making=-limit)
+        for lane in lanes:
+            entries += [*columns.terms(**{lane: 1.0}), columns.before(lane, -1.0)]
+        rows.add(len(columns.k), entries, -np.inf, limit * past)
+
+
+def _recompute_in_time(rows: _Rows, columns: _Columns, scaled: _Scaled) -> None:
+    """An interval is recomputed at its next use, or earlier if another is made from it; no more
+    than all of it is swapped or recomputed."""
+    x, r, each, count = columns.swap, columns.recompute, columns.each, len(columns.k)
+    possible = scaled.possible
+    made, cost = r[possible], scaled.cost[possible]
+    _running(rows, columns, "spent", columns.terms(making=1.0))
+    _running(rows, columns, "owed", [(scaled.before[possible], made, cost)])
+    _running(rows, columns, "allowed", [(scaled.earliest[possible], made, cost)])
+    rows.add(count, columns.terms(spent=1.0, owed=-1.0), 0.0, np.inf)
+    rows.add(count, columns.terms(spent=1.0, allowed=-1.0), -np.inf, 0.0)
+    whole = np.ones(len(each))
+    rows.add(len(each), [(each, x, whole), (each, r, whole)], -np.inf, 1.0)
+
+
+def _bounds(columns: _Columns, scaled: _Scaled) -> tuple[np.ndarray, np.ndarray]:
+    lower, upper = np.zeros(columns.count), np.full(columns.count, np.inf)
+    lower[columns["dropped"]] = -np.inf
+    upper[columns.swap] = scaled.to_host
+    upper[columns.recompute] = scaled.possible.astype(float)
+    return lower, upper
+
+
+def _objective(columns: _Columns, scaled: _Scaled, *, whole: bool) -> np.ndarray:
+    """The time beyond compute. The programme does not follow single intervals, so it cannot see
+    that a short gap is hard to cross with two transfers. Among `whole` choices of nearly equal
+    time: swap long gaps, recompute short ones, and move no more than is of use."""
+    objective = np.zeros(columns.count)
+    objective[columns["stall"]] = objective[columns["making"]] = 1.0
+    if whole:
+        length = (scaled.before - scaled.after) / len(columns.k)
+        share = TIE * scaled.size / scaled.size.sum()
+        objective[columns.swap] = share * (2.0 - length)
+        objective[columns.recompute] = share * length
+    return objective
 
 
 def _run(

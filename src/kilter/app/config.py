@@ -129,24 +129,26 @@ OPTIONS = {
         Option(
             "gradients",
             gradients,
-            "auto or keep (they stay until the step has used them), or consume (where the budget"
-            " asks for it, they are used up as they arrive in backward: for a program that never"
-            " clips them, reads them or skips a step)",
+            "auto or keep (gradients stay until the optimizer's step has used them), or consume"
+            " (where the budget asks for it, the optimizer uses and frees each gradient as it"
+            " arrives in backward: for a program that never clips or reads gradients and never"
+            " skips a step)",
             "NAME",
         ),
         Option(
             "weights",
             weights,
-            "keep (they stay on the device), or offload (where activations, gradients and state"
-            " do not meet the budget, they are on the host between forward and backward;"
-            " experimental: a program that writes to weights by their address ends)",
+            "keep (weights stay on the device), or offload (where moving activations, gradients and"
+            " optimizer state does not meet the budget, weights are on the host between forward"
+            " and backward; experimental: a program that writes to weights by their address"
+            " fails)",
             "NAME",
         ),
         Option(
             "host-memory",
             host_memory,
-            "how much each process may offload to the host's memory (default: its part of half of"
-            " what is free)",
+            "how much each process may offload to the host's memory (default: half of the free"
+            " host memory, divided among the processes)",
             "16GiB",
         ),
         Option(

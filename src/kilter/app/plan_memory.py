@@ -1,4 +1,4 @@
-"""`kilter plan memory TRACE`: what leaves the device, what comes back when, what is recomputed.
+"""`kilter plan memory TRACE`: what is offloaded, when it is prefetched, and what is recomputed.
 
 All planners work on the same problem and the event simulator judges each; every predicted number is
 labelled simulated. `--chrome FILE` writes the schedule as a Chrome trace with the memory level
@@ -26,7 +26,7 @@ from kilter.memory.plan.choose import PLANNERS, MemoryPlan, plan
 from kilter.memory.plan.problem import H200_PCIE5, Link, Problem, problem_of
 from kilter.memory.plan.simulate import Schedule, simulate
 
-HELP = "what to swap, to recompute and to keep, so that an iteration fits a memory budget"
+HELP = "what to offload, recompute and keep, so that an iteration fits a memory budget"
 EPILOG = """\
 The link's rates default to those measured on one H200 with PCIe 5 x16; give your machine's own.
 
@@ -42,10 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-budget", required=True, metavar="B", help="24GiB, or 60%% of the trace's peak"
     )
-    parser.add_argument("--planner", choices=list(PLANNERS), default="mix", help="(mix)")
+    parser.add_argument(
+        "--planner", choices=list(PLANNERS), default="mix", help="how to plan (mix)"
+    )
     add_link_arguments(parser)
     parser.add_argument(
-        "--min-bytes", type=size, default=MIB, metavar="N", help="smaller data stay (1MiB)"
+        "--min-bytes",
+        type=size,
+        default=MIB,
+        metavar="N",
+        help="data smaller than this are kept on the device (1MiB)",
     )
     parser.add_argument("--chrome", type=Path, metavar="FILE", help="write a Chrome trace here")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -54,9 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_link_arguments(parser: argparse.ArgumentParser) -> None:
     """The table of the link, in GB/s."""
     rates = (
-        ("--to-host", H200_PCIE5.to_host_bytes_per_s, "device to host alone"),
-        ("--to-device", H200_PCIE5.to_device_bytes_per_s, "host to device alone"),
-        ("--both", H200_PCIE5.both_bytes_per_s, "the two together, both at once"),
+        ("--to-host", H200_PCIE5.to_host_bytes_per_s, "rate of copies from device to host alone"),
+        (
+            "--to-device",
+            H200_PCIE5.to_device_bytes_per_s,
+            "rate of copies from host to device alone",
+        ),
+        (
+            "--both",
+            H200_PCIE5.both_bytes_per_s,
+            "sum of both rates while copies run in both directions",
+        ),
     )
     for option, rate, meaning in rates:
         parser.add_argument(

@@ -17,7 +17,7 @@ _FIRST = 3
 
 
 class OwnFile:
-    """One descriptor; from here on nobody else of ours closes it."""
+    """One descriptor, which only this object closes."""
 
     def __init__(self, number: int) -> None:
         self._what = identity(number)

@@ -18,7 +18,7 @@ class Kind(enum.Enum):
     COPY = "copy"
     COLLECTIVE = "collective"
     GAP = "gap"
-    """The device has nothing to do and nobody of the above is the reason."""
+    """The device has nothing to do, for none of the reasons above."""
     OTHER = "other"
 
 

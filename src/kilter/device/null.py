@@ -13,7 +13,7 @@ from kilter.core.setting import DeviceInfo, Sample, Setting, Supported
 
 
 class NullDevice:
-    """Knows the time, and that is all."""
+    """A device with a clock, and without sensors and knobs."""
 
     def __init__(self, reason: str = "there is no device to set") -> None:
         """`reason` says why there is none; users read it."""

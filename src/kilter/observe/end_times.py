@@ -126,7 +126,8 @@ class EndTimes:
         self._finished.append(Iteration(second.index, second.t_s, duration_s, timeline, skipped))
 
     def _skipped(self, duration_s: float) -> int:
-        """How many steps a gradient scaler left out; it tells nobody, but the interval doubles."""
+        """How many steps a gradient scaler left out. The scaler does not report them, but the
+        interval between steps doubles."""
         if len(self._recent) < 3:
             return 0
         ratio = duration_s / statistics.median(self._recent)

@@ -46,7 +46,7 @@ class Marker:
         self._words[_NUMBER] = index + 1
 
     def without_times(self) -> None:
-        """From here on somebody else writes the number alone."""
+        """From here on only another writer (the GPU's stream) changes the number."""
         self._words[_TIME] = 0
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ LOOK_S = 0.01
 
 
 class TraceSource:
-    """Nothing is recorded until somebody calls `want`. `trace` is None until it has been read."""
+    """Nothing is recorded before `want` is called. `trace` is None until it has been read."""
 
     def __init__(
         self,

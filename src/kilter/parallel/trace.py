@@ -152,7 +152,7 @@ class _Watch(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
     def _note_reads(self, given: tuple[Any, ...]) -> None:
-        """Note the line at which a tensor is read that nobody watches."""
+        """Note the line at which a tensor is read that is not watched for replacement."""
         for one in given:
             if isinstance(one, (tuple, list)):
                 self._note_reads(tuple(one))

@@ -1,4 +1,5 @@
-"""Who is told about a run while it happens. Only rank 0's session has a listener that speaks."""
+"""The interface through which a session reports a run while it goes on. Only the listener of rank 0
+prints anything."""
 
 from __future__ import annotations
 

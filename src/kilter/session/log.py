@@ -22,11 +22,11 @@ class Ending:
     rehearses: bool = False
     """A rehearsal is under way, so that a Ctrl-C is meant for it."""
     by_s: float = float("inf")
-    """`time.monotonic()` by which we wait for nobody any more."""
+    """`time.monotonic()` after which kilter waits for no other rank and no thread."""
 
 
 class RunLog:
-    """The events of one run, and what its user is told meanwhile. From any thread."""
+    """The events of one run, and the notices that its user reads. May be used from any thread."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class RunLog:
         self._ending.rehearses = True
 
     def rehearsing(self, seconds: float) -> None:
-        """Simulated seconds so far. Raises `Hurried` where nobody waits for the rest."""
+        """Simulated seconds so far. Raises `Hurried` where the user does not wait for the rest."""
         if self._ending.hurry.is_set():
             raise Hurried
         self._listener.rehearsing(seconds)

@@ -54,11 +54,17 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="FILE.py:FUNCTION", help="or MODULE:FUNCTION")
-    parser.add_argument("--batch", metavar="N,N", help="sizes to ask FUNCTION for")
+    parser.add_argument(
+        "--batch", metavar="N,N", help="batch sizes; FUNCTION is called once with each"
+    )
     parser.add_argument("--memory-budget", metavar="B", help="24GiB, or 75%% of the peak")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="(adamw)")
-    parser.add_argument("--autocast", choices=list(AUTOCAST), default="bf16", help="(bf16)")
-    parser.add_argument("--card", choices=names(), default="h200", help="whose times (h200)")
+    parser.add_argument(
+        "--autocast", choices=list(AUTOCAST), default="bf16", help="data type of autocast (bf16)"
+    )
+    parser.add_argument(
+        "--card", choices=names(), default="h200", help="the card whose times are simulated (h200)"
+    )
     add_link_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

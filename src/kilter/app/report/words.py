@@ -52,7 +52,7 @@ def _doing(started: Started) -> str:
             return f"fitting {STAND_IN} [simulated]"
         return "fitting the program's own device" if device.backend == "sim" else f"fitting {name}"
     if device.backend == "null":
-        doing = "no GPU: iterations are timed, no more"
+        doing = "no GPU: iterations are only timed"
     elif started.mode == "observe":
         doing = f"watching {name}"
     else:

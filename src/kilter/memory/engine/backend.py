@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 CopyEvent = Any
-"""Marks the end of a copy, or a moment; only its backend knows what it is."""
+"""Marks the end of a copy, or a moment. Its type is the backend's own."""
 
 
 SPOIL = "KILTER_SPOIL_EVICTED"
@@ -46,9 +46,9 @@ class Backend(Protocol):
 
     device: torch.device
     host: HostLimit
-    """What `reserve` may take."""
+    """Bytes that `reserve` may take."""
     spoils: bool
-    """`evicted` does something."""
+    """Whether `evicted` has an effect."""
     shows_waits: bool
     """Two marks around a `wait` tell how long the device stood still for the copy."""
 
@@ -59,7 +59,8 @@ class Backend(Protocol):
         """Device memory of the same type and layout."""
 
     def reserve(self, size_bytes: int) -> torch.Tensor:
-        """Host memory that copies reach at full speed; `HostMemoryError` before harm is done."""
+        """Host memory that copies reach at full speed. Raises `HostMemoryError` before the host
+        runs short of memory."""
 
     def give_back(self, host: torch.Tensor) -> None:
         """Host memory that `reserve` gave is not needed any more; no copy of it is under way. What
@@ -77,10 +78,10 @@ class Backend(Protocol):
         """Start copying host bytes to the device."""
 
     def wait(self, event: CopyEvent) -> None:
-        """What is issued from now on runs after the copy."""
+        """Let everything that is issued from now on run after the copy."""
 
     def evicted(self, storage: torch.UntypedStorage) -> None:
-        """The engine gives this storage up, and nobody else holds it."""
+        """The engine gives up this storage, which nothing else holds."""
 
     def mark(self) -> CopyEvent:
         """This moment on the device's timeline."""
@@ -114,7 +115,7 @@ class CpuStandIn:
 
     POISON = 0xCD
     shows_waits = False
-    """The CPU itself copies, when somebody waits."""
+    """The CPU copies by itself, at the moment at which the copy is waited for."""
 
     def __init__(
         self, *, host: HostLimit | None = None, lag: int = 8, spoil: bool | None = None
@@ -126,7 +127,7 @@ class CpuStandIn:
         self.host = HostLimit() if host is None else host
         self._reserved_bytes = 0
         self._mapped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        """By address: what has become part of the device's memory."""
+        """By address, the memory that has become part of the device's."""
         self._lag = lag
         self._pending: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
         self._issued = 0

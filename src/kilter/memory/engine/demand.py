@@ -1,4 +1,4 @@
-"""Without a plan: data leave as soon as the budget is reached, the patent's demand swapping."""
+"""Offloading on demand: without a plan, data are offloaded as soon as the budget is reached."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from kilter.memory.engine.backend import Backend, HostMemoryError
 from kilter.memory.engine.store import Saved, Store
 
 UNSEEN_SHARE = 0.6
-"""Of the budget, what may be in use in the first pass before data leave: nobody knows yet what
-comes on top that cannot leave (the logits of a language model are often the largest)."""
+"""Share of the budget above which data are offloaded in the first pass. The rest is for data that
+cannot be offloaded and have not been seen yet (the logits of a language model are often the
+largest)."""
 
 
 class Demand:
-    """Lets data go, and notes how far passes go above the level at which they do."""
+    """Offloads data above a level of memory, and learns how far a pass goes above that level."""
 
     def __init__(self, backend: Backend, store: Store) -> None:
         self._backend = backend
         self._store = store
         self._surge_bytes: int | None = None
-        """How far a pass went above that level, once one was seen."""
+        """How far a pass went above the level; None before the first pass has ended."""
         self._chosen: list[weakref.ref[Saved]] = []
-        """Data that go as soon as the program lets go of them."""
+        """Data that are offloaded as soon as the program holds them no longer."""
         self.spilled = 0
         self.refused: list[Reason] = []
 
@@ -37,7 +38,7 @@ class Demand:
         self._surge_bytes = max(self._surge_bytes or 0, over_bytes)
 
     def saved(self, saved: Saved, budget_bytes: int) -> bool:
-        """If the budget is reached, this datum goes to the host at a later event."""
+        """If the budget is reached, this datum is offloaded at a later event."""
         used_bytes = self._backend.used_bytes()
         if used_bytes is None:
             store = self._store
@@ -53,7 +54,7 @@ class Demand:
             self.refused.append(reason)
 
     def event(self) -> None:
-        """Move what nobody else uses any more; the rest stays until a later event."""
+        """Offload the chosen data that nothing else uses; the others wait for a later event."""
         if not self._chosen:
             return
         still = []
@@ -72,7 +73,8 @@ class Demand:
         self._chosen = still
 
     def leave_above_bytes(self, budget_bytes: int, peak_bytes: int | None = None) -> int:
-        """In use above which data leave; in the next pass, if the first one's peak was this."""
+        """Bytes in use above which data are offloaded. `peak_bytes` is the peak of the first pass,
+        for the level of the next one."""
         first_bytes = int(UNSEEN_SHARE * budget_bytes)
         surge_bytes = self._surge_bytes
         if surge_bytes is None and peak_bytes is not None:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class GradientConsumed(RuntimeError):
-    """The program did what it never did while it was watched, after its gradient was used up."""
+    """After a gradient was used up, the program did something with it that it had not done while it
+    was watched."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -44,7 +45,7 @@ class GradientPlace(IntEnum):
     STEPPED = 2
     """Used by the step, not zeroed yet."""
     TAKEN = 3
-    """Used up in backward; the program has not called step yet."""
+    """Used up in backward, before the program has called step."""
     GONE = 4
 
 
@@ -52,7 +53,7 @@ class Owner(Protocol):
     """Who decides whether an optimizer's gradients may be consumed."""
 
     def watching(self) -> bool:
-        """Objections still count."""
+        """Whether an objection can still keep the gradients from being consumed."""
 
     def object_to(self, reason: Reason) -> None:
         """Something was seen that forbids consuming, and no harm is done yet."""
@@ -68,7 +69,7 @@ class Followed:
         self.owner = owner
         self.place = place
         self.version: int = parameter._version
-        """Of the parameter, when its gradient arrived or was taken."""
+        """The version of the parameter when its gradient arrived or was taken."""
 
     def arrives(self) -> None:
         """Its gradient was accumulated."""
@@ -120,10 +121,10 @@ class Gradients(AbstractContextManager["Gradients"]):
     def __init__(self) -> None:
         self.followed: dict[int, Followed] = {}
         self.quiet = False
-        """An optimizer's own step is running: the reads are its."""
+        """An optimizer's own step is running, and reads the gradients."""
 
     def __enter__(self) -> Gradients:
-        """`UsageError` if somebody stands there already."""
+        """Install the property. `UsageError` if the class has one of that name already."""
         import torch
 
         if "grad" in vars(torch.nn.Parameter):

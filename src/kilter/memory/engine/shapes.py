@@ -61,7 +61,7 @@ class Shapes:
     used_up: PassRecord
     """The same with gradients used up as they arrive."""
     bucket_state_bytes: int
-    """State that is on the device at one time at least, if it streams."""
+    """The least optimizer state that is on the device at any time if the state is streamed."""
 
 
 class _Memory:
@@ -102,7 +102,7 @@ class _Memory:
         return found[1]
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's storage from now until nobody has it any more."""
+        """Count a tensor's storage until its last reference is gone."""
         storage = tensor.untyped_storage()
         key, size_bytes = storage._cdata, storage.nbytes()
         if key in self._known or tensor.device.type != self.device.type:
@@ -174,7 +174,7 @@ def shapes_of(
 
 
 def _counting(memory: _Memory) -> Any:
-    """A dispatch mode that tells `memory` of every operation below autograd."""
+    """A dispatch mode that reports every operation below autograd to `memory`."""
     import torch
     from torch.utils.flop_counter import flop_registry
 
@@ -244,7 +244,7 @@ class _Job:
         self._within: Pass | None = None
 
     def run(self) -> Shapes | None:
-        """None if nothing was kept for backward that is large enough to be recorded."""
+        """The record of the pass; None if no datum that was kept for backward is large enough."""
         memory = self._memory
         self._iteration()  # makes gradients and state
         record = self._iteration()
@@ -358,7 +358,7 @@ class _Job:
 
 
 def _used_up(bucket: Sequence[Any]) -> Callable[[Any], None]:
-    """Gives the gradients of a bucket up when all are there."""
+    """Frees the gradients of a bucket once all of them have arrived."""
     missing = len(bucket)
 
     def arrived(parameter: Any) -> None:

@@ -49,12 +49,11 @@ _KINDS: dict[int, type[DeviceError]] = {
 
 
 class AmdLibrary(VendorLibrary):
-    """amdsmi, with its errors in our words."""
+    raises = "AmdSmiLibraryException"
+    package = "amdsmi"
 
     def __init__(self, binding: Any | None = None) -> None:
-        """`binding` is the module to use in place of `amdsmi`. Nothing is loaded yet."""
-        super().__init__("amdsmi")
-        self._binding = binding
+        super().__init__(binding, "amdsmi")
 
     def open(self) -> None:
         if self._binding is None:
@@ -78,16 +77,9 @@ class AmdLibrary(VendorLibrary):
         """A member of one of the library's enumerations."""
         return getattr(getattr(self._binding, group), member)
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        function = getattr(self._binding, name, None)
-        if function is None:
-            raise NotSupported(f"{name} is not in this amdsmi")
-        self._calling = name
-        try:
-            return function(*arguments)
-        except self._binding.AmdSmiLibraryException as error:  # type: ignore[union-attr]
-            code = error.get_error_code()
-            raise _KINDS.get(code, DeviceError)(f"amdsmi: {name}: {error}") from error
+    def explained(self, name: str, error: Any) -> DeviceError:
+        kind = _KINDS.get(error.get_error_code(), DeviceError)
+        return kind(f"amdsmi: {name}: {error}")
 
     def handles(self) -> dict[str, Any]:
         """The GPUs by UUID."""

@@ -126,13 +126,11 @@ def missing_privilege(process: Path = Path("/proc/self")) -> str | None:
 
 
 class Library(VendorLibrary):
-    """NVML, loaded and initialised, with its errors in our words."""
+    raises = "NVMLError"
+    package = "nvidia-ml-py: pip install -U nvidia-ml-py"
 
     def __init__(self, binding: Any | None = None, *, where: str = "NVML") -> None:
-        """`binding` is the module to use in place of `pynvml`; `where` begins every message.
-        Nothing is loaded yet."""
-        super().__init__(where)
-        self._binding = binding
+        super().__init__(binding, where)
         self._explained: dict[int, tuple[type[DeviceError], str]] = {}
 
     def open(self) -> None:
@@ -150,15 +148,8 @@ class Library(VendorLibrary):
     def handle_of(self, uuid: str) -> Any:
         return self.call("nvmlDeviceGetHandleByUUID", uuid)
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        function = getattr(self._binding, name, None)
-        if function is None:
-            raise NotSupported(f"{name} is not in this nvidia-ml-py: pip install -U nvidia-ml-py")
-        self._calling = name
-        try:
-            return function(*arguments)
-        except self._binding.NVMLError as error:  # type: ignore[union-attr]
-            raise self.explain(name, error.value) from error
+    def explained(self, name: str, error: Any) -> DeviceError:
+        return self.explain(name, error.value)
 
     def explain(self, name: str, code: int) -> DeviceError:
         """Our error for a vendor's code, with what to do about it."""

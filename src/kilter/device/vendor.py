@@ -45,8 +45,15 @@ def forbid_if_read_only() -> None:
 class VendorLibrary(ABC):
     """A vendor's Python binding, with its errors in our words."""
 
-    def __init__(self, where: str) -> None:
-        """`where` begins every message. Nothing is loaded yet."""
+    raises: str
+    """What the binding calls the class of its errors."""
+    package: str
+    """Where its calls come from, and how to get a newer one."""
+
+    def __init__(self, binding: Any | None, where: str) -> None:
+        """`binding` is used in place of the vendor's module; `where` begins every message. Nothing
+        is loaded yet."""
+        self._binding = binding
         self._where = where
         self._calling = "nothing"
 
@@ -63,8 +70,19 @@ class VendorLibrary(ABC):
         """The vendor's handle of a GPU. Raises `NoDevice`."""
 
     @abstractmethod
+    def explained(self, name: str, error: Any) -> DeviceError:
+        """Our error for one that a call has raised."""
+
     def call(self, name: str, *arguments: Any) -> Any:
         """One vendor call. A call that the binding or the driver lacks is `NotSupported`."""
+        function = getattr(self._binding, name, None)
+        if function is None:
+            raise NotSupported(f"{name} is not in this {self.package}")
+        self._calling = name
+        try:
+            return function(*arguments)
+        except getattr(self._binding, self.raises) as error:
+            raise self.explained(name, error) from error
 
     def describe(self) -> str:
         """The call that runs now, for whoever waits for it."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kilter.memory.engine.backend import Backend
+    from kilter.memory.engine.engine import SwapReport
     from kilter.memory.engine.pass_record import PassRecord
     from kilter.memory.plan.choose import MemoryPlan
     from kilter.memory.plan.problem import Link, Problem
@@ -159,14 +160,19 @@ class GovernedJob:
         self._log.refuse_new(report.refused)
         if report.watched_every > 1:
             self._log.notice(messages.CHANGING_SHAPES)
-        budget_bytes = self._budget.in_force.size_bytes
-        if self._policy is not None and budget_bytes is not None and not self._stopped:
-            self._policy.iteration_ended(report, budget_bytes, self._run.log.now_s())
-            if self._policy.taken_back is not None:
-                self._log.refuse_new((self._policy.taken_back,))
-            if self._policy.weights_kept:
+        if not self._stopped:
+            self._make_room(report)
+
+    def _make_room(self, report: SwapReport) -> None:
+        """Beside activations: gradients, state and weights; then the least possible peak."""
+        policy, budget_bytes = self._policy, self._budget.in_force.size_bytes
+        if policy is not None and budget_bytes is not None:
+            policy.iteration_ended(report, budget_bytes, self._run.log.now_s())
+            if policy.taken_back is not None:
+                self._log.refuse_new((policy.taken_back,))
+            if policy.weights_kept:
                 self._log.refuse_new((messages.WEIGHTS_KEPT,))
-        if not self._stopped and (self._policy is None or self._policy.settled):
+        if policy is None or policy.settled:
             self._budget.settle_for_least(self._link)
 
     def _log_plan(self, record: PassRecord, plan: MemoryPlan, numbers: tuple[int, ...]) -> None:

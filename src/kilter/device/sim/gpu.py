@@ -114,7 +114,8 @@ class SimGpu:
     """One simulated GPU. Same seed, same calls, same results.
 
     `noise` and `faults` are scripts; `seed` also draws the board's sensor gain and the switching
-    delays. Not thread-safe.
+    delays. Not thread-safe. It has more than 20 attributes, because settings, heat and sensors are
+    read at every step of one virtual time.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ WORDS = {
     "offloading on demand. Fewer is better; results are the same.",
     "hidden": "The share of the copies' time in which the device computes. 100 % costs no time.",
     "input-bound": "The GPU has nothing to do while the program waits for its data.",
-    "late": "Prefetches that were asked for after their tensor was needed. None is best.",
+    "late": "Prefetches that began after their tensor was needed. 0 is best.",
     "measured": "Read on the device that did the work.",
     "memory-bound": "The GPU is busy, and the time of an iteration hardly follows the SM clock.",
     "offloaded": "Copied to the host and freed on the device, and copied back before its use.",

@@ -117,11 +117,7 @@ class TensorHooks:
                 return tensor
             return self._unpack_tensor(packed)
         except Modified as error:
-            plain = error.as_the_framework(packed, original_of(packed))
-        try:
-            raise plain
-        finally:
-            del plain  # its traceback would keep this frame alive
+            error.raise_in_the_program(packed, original_of(packed))
 
     def _apart(self, hook: Callable[[Any], Any], argument: Any, kind: type) -> Any:
         """Modes of the program's, which count operations or change them, are not for ours, and

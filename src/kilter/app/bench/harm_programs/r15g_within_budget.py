@@ -1,5 +1,4 @@
-"""Batched gradients, forward-mode derivatives and a budget: the peak is within it, but for tangents,
-which are told."""
+"""Batched gradients, forward-mode derivatives, a budget: the peak is within, or it is told why."""
 
 from __future__ import annotations
 

@@ -396,6 +396,18 @@ def test_a_strided_nested_tensor_is_left_alone_and_the_rest_is_not() -> None:
     assert ours.report.planned > 0
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_view_of_a_tensor_subclass_is_left_alone() -> None:
+    def step(net: Net, x: Tensor, number: int) -> Tensor:
+        parts = torch.nested.nested_tensor([x[:100], x[100:]], layout=torch.jagged)
+        return backward(net.layers[0](parts).sin().values().square().mean() + net(x).mean())
+
+    plain = train(step, None)
+    ours = train(step, 0.5)
+    assert ours.same(plain)
+    assert not ours.told
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by the framework itself
 def test_under_forward_mode_tangents_stay_and_are_told() -> None:
     def step(net: Net, x: Tensor, number: int) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,7 +151,7 @@ class TensorHooks:
             and tensor.layout is strided
             and not tensor.is_nested
             and not (tensor.is_leaf and tensor.requires_grad)
-            and type(tensor._base) is not Parameter
+            and type(tensor._base) in (NoneType, Tensor)  # not of a parameter, nor of a subclass
             and not tensor.is_conj()
             and not tensor.is_neg()
             and not tensor._is_zerotensor()

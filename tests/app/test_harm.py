@@ -45,25 +45,13 @@ def bench(*words: str) -> Any:
     return found
 
 
-OPEN = {
-    "15g": "dual tensors of forward AD stay: autograd keeps their tangents where no hook sees them",
-}
-"""Rows that differ still, and how. Whoever mends one takes it out."""
-
-
-def required(case: harm.Case) -> Any:
-    reason = OPEN.get(case.name)
-    marks = [] if reason is None else [pytest.mark.xfail(strict=False, reason=reason)]
-    return pytest.param(case, id=case.path.stem, marks=marks)
-
-
 @pytest.fixture(scope="module")
 def programs() -> Iterator[Path]:
     with harm.copied_programs() as place:
         yield place
 
 
-@pytest.mark.parametrize("case", [required(case) for case in harm.cases()])
+@pytest.mark.parametrize("case", harm.cases(), ids=lambda case: case.path.stem)
 def test_a_program_is_the_same_under_kilter(
     case: harm.Case, warm: WarmPython, programs: Path
 ) -> None:

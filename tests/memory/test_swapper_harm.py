@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from kilter.core.units import show_bytes
 from kilter.memory.engine import CpuStandIn, Swapper, SwapReport
 from kilter.memory.plan.problem import Link
 from kilter.session.fence import Fence
@@ -395,20 +396,44 @@ def test_a_strided_nested_tensor_is_left_alone_and_the_rest_is_not() -> None:
     assert ours.report.planned > 0
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_view_of_a_tensor_subclass_is_left_alone() -> None:
+    def step(net: Net, x: Tensor, number: int) -> Tensor:
+        parts = torch.nested.nested_tensor([x[:100], x[100:]], layout=torch.jagged)
+        return backward(net.layers[0](parts).sin().values().square().mean() + net(x).mean())
+
+    plain = train(step, None)
+    ours = train(step, 0.5)
+    assert ours.same(plain)
+    assert not ours.told
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by the framework itself
-def test_forward_mode_derivatives_are_left_alone_and_said() -> None:
+def test_under_forward_mode_tangents_stay_and_are_told() -> None:
     def step(net: Net, x: Tensor, number: int) -> Tensor:
         with forward_ad.dual_level():
             y = net(forward_ad.make_dual(x, torch.ones_like(x)))
             tangent = forward_ad.unpack_dual(y).tangent
             return backward(y.square().mean() + tangent.square().mean())
 
+    tangents: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        tangent = forward_ad.unpack_dual(tensor).tangent
+        if tangent is not None and not tangent._is_zerotensor():
+            tangents[tangent.data_ptr()] = tangent.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        step(Net(), torch.randn(ROWS, WIDTH), 0)
     plain = train(step, None)
     ours = train(step, 0.5)
     assert ours.same(plain)
     assert not ours.told
     assert ours.report is not None
-    assert any(reason.code == "forward_mode" for reason in ours.report.refused)
+    assert ours.report.out_bytes > 0
+    (told,) = [reason for reason in ours.report.refused if reason.code == "forward_mode"]
+    assert told.text.startswith(f"{show_bytes(sum(tangents.values()))} of a pass are tangents")
 
 
 def test_a_batched_backward_gives_the_same_numbers() -> None:

@@ -78,12 +78,13 @@ class FirstTensor:
         here = threading.get_ident()
         if self.torch is None or self._ended or here in self._hooks:
             return
+        from kilter.memory.engine.quiet import unseen
         from kilter.memory.engine.store import kept, read_kept
 
         def pack(tensor: Any) -> Any:
             waiting = not self._ended and threading.get_ident() in self._hooks
             if waiting and self._governs(tensor):
-                self._fence(self._met)(tensor)
+                unseen(lambda: self._fence(self._met)(tensor))
             return kept(tensor)
 
         disable = torch_internals.uncompiled  # Dynamo would compile our own frames

@@ -23,11 +23,16 @@ CHANGING_SHAPES = Reason(
     "passes keep differing from those seen before: few of them are watched from here on, and where "
     "there is no plan, data are offloaded as soon as the budget is reached",
 )
-FORWARD_MODE = Reason(
-    "forward_mode",
-    "passes",
-    "forward-mode derivatives keep their tensors: those passes stay",
-)
+
+
+def tangents_stay(size_bytes: int) -> Reason:
+    """What the saved tensors of a pass had as tangents."""
+    return Reason(
+        "forward_mode",
+        "tangents",
+        f"{show_bytes(size_bytes)} of a pass are tangents of forward-mode derivatives, which "
+        "autograd keeps beside the saved tensors: they stay on the device",
+    )
 
 
 def slower_link(out: float, back: float) -> Reason:

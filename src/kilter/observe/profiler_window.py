@@ -263,7 +263,7 @@ class Window:
             if self.state != "waiting":
                 return
             self.state = "ready"
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        cuda = torch.cuda.is_initialized()
         self._iterations = self._iterations or (1 if cuda else 2)
         # Without use_kineto there would be no kernels in the trace, and no word about it.
         self._profile = profile(

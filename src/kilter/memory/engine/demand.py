@@ -50,7 +50,8 @@ class Demand:
         return over
 
     def refuse(self, reason: Reason) -> None:
-        if reason not in self.refused:
+        """Of a kind of reason the first is told."""
+        if all(reason.code != known.code for known in self.refused):
             self.refused.append(reason)
 
     def event(self) -> None:

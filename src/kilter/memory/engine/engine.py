@@ -23,7 +23,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -303,9 +302,6 @@ class Swapper(AbstractContextManager["Swapper"]):
     def _save(self, tensor: torch.Tensor) -> Any:
         """A large tensor is saved."""
         store = self._store
-        if forward_ad._current_level >= 0:
-            self._demand.refuse(messages.FORWARD_MODE)
-            return kept(tensor)
         size_bytes = tensor.untyped_storage().nbytes()
         within = store.within()
         if within is None or self._boundary:
@@ -520,6 +516,10 @@ class Swapper(AbstractContextManager["Swapper"]):
                 if waits is not None:
                     self._kinds.waited(planned, waits)
         self._deviations.pass_ended(deviated=self._deviated)
+        tangents = self._hooks.tangents
+        if tangents:
+            self._demand.refuse(messages.tangents_stay(sum(tangents.values())))
+            tangents.clear()
         if self._watch is not None:
             self._file(self._watch)
         self._watch = self._plan = None

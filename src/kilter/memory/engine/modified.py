@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -29,8 +29,8 @@ class Modified(Exception):
         self.tensor = tensor
         self.version = version
 
-    def as_the_framework(self, packed: Any, original: torch.Tensor | None) -> RuntimeError:
-        """What is raised in the program. `packed` is what autograd was given for the tensor, and
+    def raise_in_the_program(self, packed: Any, original: torch.Tensor | None) -> NoReturn:
+        """What the framework raises. `packed` is what autograd was given for the tensor, and
         `original` the program's own tensor, if it is alive."""
         text = [_TEXT]
         maker = _maker(packed, original)
@@ -38,7 +38,12 @@ class Modified(Exception):
         asked = threading.Thread(target=_ask, args=(self.tensor, self.version, maker, text))
         asked.start()
         asked.join()
-        return RuntimeError(text[-1])
+        plain = RuntimeError(text[-1])
+        try:
+            raise plain
+        finally:
+            plain.__context__ = None  # this error, which the program does not know
+            del self, packed, original, asked, plain  # the traceback keeps this frame alive
 
 
 def _maker(packed: Any, original: torch.Tensor | None) -> str:

@@ -38,6 +38,16 @@ def uncast(device_type: str, function: Callable[[], T]) -> T:
         torch.set_autocast_enabled(device_type, before)
 
 
+def untangented(function: Callable[[], T]) -> T:
+    """Call it without forward-mode derivatives: what it makes has no tangents."""
+    before = torch_internals.is_forward_mode_enabled()
+    try:
+        torch_internals.set_forward_mode_enabled(False)
+        return function()
+    finally:
+        torch_internals.set_forward_mode_enabled(before)
+
+
 def unseen(function: Callable[[], T]) -> T:
     """Call it past the program's modes; both guards are written in C."""
     with torch_internals.DisableDispatch(), torch_internals.DisableFunction():

@@ -167,11 +167,7 @@ def read_kept(held: tuple[Any, ...]) -> torch.Tensor:
     try:
         return whole(held)
     except Modified as error:
-        plain = error.as_the_framework(held, original_of(held))
-    try:
-        raise plain
-    finally:
-        del plain  # its traceback would keep this frame alive
+        error.raise_in_the_program(held, original_of(held))
 
 
 def sole(tensor: torch.Tensor) -> bool:

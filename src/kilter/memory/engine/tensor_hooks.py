@@ -9,16 +9,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, strided
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from kilter.memory.engine import fused
 from kilter.memory.engine.backend import owned
 from kilter.memory.engine.modified import Modified
-from kilter.memory.engine.quiet import unseen
+from kilter.memory.engine.quiet import unseen, untangented
 from kilter.memory.engine.store import (
     Saved,
     Store,
@@ -32,6 +34,15 @@ from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     from kilter.session.fence import Fence
+
+
+def _under_a_mode() -> bool:
+    """The program's operations are counted, changed or recorded, or have tangents."""
+    return bool(
+        torch_internals.dispatch_mode_depth()
+        or torch_internals.function_mode_depth()
+        or forward_ad._current_level >= 0
+    )
 
 
 class TensorHooks:
@@ -55,6 +66,9 @@ class TensorHooks:
         self._fence = fence
         self._save_large = save if fence is None else self._save_fenced
         self._use_large = use if fence is None else self._use_fenced
+        self.tangents: dict[int, int] = {}
+        """By storage, the bytes of tangents of saved tensors. Autograd keeps them beside what hooks
+        give for a tensor, and asks no hook."""
         self._hooks: Any = None
         self._thread: threading.Thread | None = None
 
@@ -93,26 +107,28 @@ class TensorHooks:
 
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd holds instead of a tensor."""
-        if torch_internals.dispatch_mode_depth() or torch_internals.function_mode_depth():
-            return self._unseen(self._pack_tensor, tensor, type(tensor))
+        if _under_a_mode():
+            return self._apart(self._pack_tensor, tensor, type(tensor))
         return self._pack_tensor(tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
         try:
-            if torch_internals.dispatch_mode_depth() or torch_internals.function_mode_depth():
-                tensor: Tensor = self._unseen(self._unpack_tensor, packed, type(packed[0]))
+            if _under_a_mode():
+                tensor: Tensor = self._apart(self._unpack_tensor, packed, type(packed[0]))
                 return tensor
             return self._unpack_tensor(packed)
         except Modified as error:
-            plain = error.as_the_framework(packed, original_of(packed))
-        try:
-            raise plain
-        finally:
-            del plain  # its traceback would keep this frame alive
+            error.raise_in_the_program(packed, original_of(packed))
 
-    def _unseen(self, hook: Callable[[Any], Any], argument: Any, kind: type) -> Any:
-        """Modes of the program's, which count operations or change them, are not for ours. Those
-        that record or imitate the program have to see all; there nothing is moved."""
+    def _apart(self, hook: Callable[[Any], Any], argument: Any, kind: type) -> Any:
+        """Modes of the program's, which count operations or change them, are not for ours, and
+        nothing that we make has a tangent. Modes that record or imitate the program have to see
+        all; there nothing is moved."""
+        if forward_ad._current_level >= 0 and torch_internals.is_forward_mode_enabled():
+            done = untangented(lambda: self._apart(hook, argument, kind))
+            if hook == self._pack_tensor:
+                self._note_tangent(argument)
+            return done
         modes = torch_internals.DispatchModeKey
         found = torch_internals.dispatch_mode_of
         if any(found(key) for key in (modes.PROXY, modes.FUNCTIONAL, modes.FAKE)):
@@ -120,6 +136,12 @@ class TensorHooks:
         if kind not in (Tensor, Parameter, Saved):
             return hook(argument)
         return unseen(partial(hook, argument))
+
+    def _note_tangent(self, tensor: Tensor) -> None:
+        tangent = forward_ad.unpack_dual(tensor).tangent
+        if tangent is not None and tangent.layout is strided and not tangent._is_zerotensor():
+            storage = tangent.untyped_storage()
+            self.tangents[storage._cdata] = storage.nbytes()
 
     def _pack_tensor(self, tensor: Tensor) -> Any:
         if (
@@ -129,9 +151,10 @@ class TensorHooks:
             and tensor.layout is strided
             and not tensor.is_nested
             and not (tensor.is_leaf and tensor.requires_grad)
-            and type(tensor._base) is not Parameter
+            and type(tensor._base) in (NoneType, Tensor)  # not of a parameter, nor of a subclass
             and not tensor.is_conj()
             and not tensor.is_neg()
+            and not tensor._is_zerotensor()
             and tensor.untyped_storage().nbytes() >= self._min_bytes
             and sole(tensor)
             and owned(tensor.untyped_storage())

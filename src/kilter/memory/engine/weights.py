@@ -360,16 +360,12 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             try:
                 tensor: torch.Tensor = packed() if type(packed) is SavedView else unpack(packed)
             except Modified as error:
-                original = None if type(packed) is SavedView else original_of(packed)
-                plain = error.as_the_framework(packed, original)
-            else:
-                if type(packed) is not SavedView:
-                    shelf.home(tensor)
-                return tensor
-            try:
-                raise plain
-            finally:
-                del plain  # its traceback would keep this frame alive
+                error.raise_in_the_program(
+                    packed, None if type(packed) is SavedView else original_of(packed)
+                )
+            if type(packed) is not SavedView:
+                shelf.home(tensor)
+            return tensor
 
         return pack_weight, unpack_weight
 

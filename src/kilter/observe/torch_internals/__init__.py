@@ -59,6 +59,8 @@ TABLE = {
         "torch._C._autograd._get_current_graph_task_keep_graph", NO_MEMORY
     ),
     "set_grad_enabled": Internal("torch._C._set_grad_enabled", NO_MEMORY),
+    "is_forward_mode_enabled": Internal("torch._C._is_fwd_grad_enabled", NO_MEMORY),
+    "set_forward_mode_enabled": Internal("torch._C._set_fwd_grad_enabled", NO_MEMORY),
     # Hooks on saved tensors
     "top_saved_hooks": Internal("torch._C._autograd._top_saved_tensors_default_hooks", NO_MEMORY),
     "pop_saved_hooks": Internal("torch._C._autograd._pop_saved_tensors_default_hooks", NO_MEMORY),
@@ -152,6 +154,7 @@ ATTRIBUTES = {
     "_version": "tensors: how often one was written to in place",
     "_base": "tensors: the tensor that a view is of",
     "_is_view": "tensors: whether one is a view",
+    "_is_zerotensor": "tensors: whether one is all zeros and has no memory",
     "_use_count": "tensors: how many hold one (without it weights are not offloaded)",
     "_cdata": "storages: the address of what autograd and Python share",
     "_weak_ref": "storages: a reference that does not keep the memory",

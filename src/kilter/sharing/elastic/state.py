@@ -58,7 +58,7 @@ class RankState:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
             optimizer.state.clear()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def _device(self) -> torch.device:

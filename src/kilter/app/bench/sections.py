@@ -23,7 +23,7 @@ from kilter.app.bench.section_jobs import (
 from kilter.app.bench.switch_times import tell_switches
 from kilter.app.cli.options import fraction, simulated
 from kilter.clocks.plan.guard import Contract
-from kilter.clocks.plan.section_search import Depths, Search, search, stepwise
+from kilter.clocks.plan.section_search import Depths, FoundDepths, Search, search, stepwise
 from kilter.clocks.plan.worth import ClockCosts
 from kilter.clocks.section_card import card_of
 from kilter.core.errors import UsageError
@@ -198,12 +198,12 @@ def play(
 
 def _played(orders: Search, job: SectionJob) -> Depths:
     try:
-        trial = next(orders)
+        trials = next(orders)
         while True:
-            trial = orders.send(job.run(trial.depths))
+            trials = orders.send(tuple(job.run(trial.depths) for trial in trials))
     except StopIteration as end:
-        found: Depths = end.value
-        return found
+        found: FoundDepths = end.value
+        return found.depths
 
 
 def _summary(rows: Sequence[SectionsRow]) -> dict[str, Any]:

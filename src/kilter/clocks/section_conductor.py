@@ -23,13 +23,20 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import IO, NamedTuple, Protocol
 
 import msgspec
 
-from kilter.clocks.plan.timing import Command, Commanded, CommandSchedule, CommandState
+from kilter.clocks.plan.timing import (
+    NOTHING,
+    Arm,
+    Command,
+    Commanded,
+    CommandSchedule,
+    CommandState,
+)
 from kilter.core.errors import KilterError
 from kilter.core.setting import Setting
 from kilter.device.protocol import Device
@@ -63,9 +70,10 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Follow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the conductor: the commands from here on."""
+    """To the conductor: the commands from here on, and from later iterations on."""
 
     schedule: CommandSchedule
+    arms: tuple[Arm, ...] = ()
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -141,8 +149,6 @@ class _Pending(NamedTuple):
     """The time of the marker that `due_s` was reckoned from."""
 
 
-NOTHING = CommandSchedule(number=0, commands=(), iteration_s=0.0, calls_per_s=0.0)
-"""The default stands."""
 INTERVALS = 9
 """Times between markers of which the median is the time to the next one."""
 
@@ -161,6 +167,7 @@ class SectionConductor:
         self._record = record
         self._clock = clock
         self._schedule = NOTHING
+        self._arms: tuple[Arm, ...] = ()
         self._pending: list[_Pending] = []
         """In order of their time."""
         self._last: tuple[int, float] | None = None
@@ -192,17 +199,21 @@ class SectionConductor:
     @property
     def _expected_s(self) -> float:
         """From the last marker to the next one."""
-        known = len(self._intervals) == INTERVALS
-        return statistics.median(self._intervals) if known else self._schedule.iteration_s
+        if len(self._intervals) == INTERVALS:
+            return statistics.median(self._intervals)
+        planned = (self._schedule, *(arm.schedule for arm in self._arms))
+        return max(schedule.iteration_s for schedule in planned)
 
     @property
     def idle(self) -> bool:
         """There is nothing to send, whatever the marker says."""
-        return not self._schedule.commands and not self.low
+        coming = any(arm.schedule.commands for arm in self._arms)
+        return not self._schedule.commands and not coming and not self.low
 
-    def follow(self, schedule: CommandSchedule) -> None:
-        """From the next marker on. What is low is put back: the new schedule may not do so."""
-        self._schedule = schedule
+    def follow(self, schedule: CommandSchedule, arms: Sequence[Arm] = ()) -> None:
+        """From the next marker on, and the arms from their iterations on, in order. What is low is
+        put back: the new schedule may not do so."""
+        self._schedule, self._arms = schedule, tuple(arms)
         self._drop("the schedule has changed")
         if self.low:
             self._put_back("the schedule has changed")
@@ -215,15 +226,23 @@ class SectionConductor:
         ahead = [p for p in self._pending if p.iteration == iteration]
         self._pending = [p for p in self._pending if p.iteration != iteration]
         self._drop("the iteration was over before")
+        while self._arms and self._arms[0].first <= iteration:
+            self._schedule, self._arms = self._arms[0].schedule, self._arms[1:]
         next_s = t_s + self._expected_s
         for late in ahead:  # the marker came earlier than was expected
             self._send(late)
         for command in self._schedule.commands:
+            if command.at_s >= 0.0:
+                self._pending.append(_Pending(t_s + command.at_s, iteration, command, t_s))
+        for command in self._after(iteration).commands:
             if command.at_s < 0.0:
                 self._pending.append(_Pending(next_s + command.at_s, iteration + 1, command, t_s))
-            else:
-                self._pending.append(_Pending(t_s + command.at_s, iteration, command, t_s))
         self._pending.sort(key=lambda p: p.due_s)
+
+    def _after(self, iteration: int) -> CommandSchedule:
+        """The schedule of the iteration that follows this one."""
+        due = [arm.schedule for arm in self._arms if arm.first <= iteration + 1]
+        return due[-1] if due else self._schedule
 
     def act(self) -> None:
         """Send what is due."""
@@ -261,7 +280,8 @@ class SectionConductor:
 
     def _next_up_s(self, down: _Pending) -> float:
         """When the command leaves that puts this one's clock back."""
-        at_s = (c.at_s for c in self._schedule.commands if c.edge == "up")
+        commands = (*self._schedule.commands, *self._after(down.iteration - 1).commands)
+        at_s = (c.at_s for c in commands if c.edge == "up")
         length_s = min((s - down.command.at_s for s in at_s if s > down.command.at_s), default=0.0)
         return down.due_s + length_s
 
@@ -416,7 +436,7 @@ class _Lines:
             if isinstance(order, Stop):
                 return False
             if isinstance(order, Follow):
-                conductor.follow(order.schedule)
+                conductor.follow(order.schedule, order.arms)
         return bool(found)
 
     def say(self, answer: Answers) -> None:

@@ -173,9 +173,7 @@ class _Search:
                     found = _with(found, j, waiting, depth)
         return (yield from self._confirmed(found))
 
-    def _descend(
-        self, j: int, ranks: Sequence[int], good: int
-    ) -> Generator[Trials, Outcomes, int]:
+    def _descend(self, j: int, ranks: Sequence[int], good: int) -> Generator[Trials, Outcomes, int]:
         """The lowest safe depth of these ranks in section `j` from a safe one on: coarse steps down
         to the first that is not safe, then halving between the last safe depth and that one. What
         ends the descent is tested once more, since a single wrong "no" early on would cost many
@@ -233,9 +231,7 @@ class _Search:
             if verdict is Verdict.DEGRADED:
                 return None
             if verdict is Verdict.SAFE and not self._looks_too_long(lengths, j):
-                return FoundDepths(
-                    depths=depths, log_time=tuple(steps), log_energy=tuple(energies)
-                )
+                return FoundDepths(depths=depths, log_time=tuple(steps), log_energy=tuple(energies))
         return None
 
     def pairs(

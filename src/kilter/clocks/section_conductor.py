@@ -147,6 +147,7 @@ class _Pending(NamedTuple):
     command: Command
     marker_s: float | None
     """The time of the marker that `due_s` was reckoned from."""
+    schedule: CommandSchedule
 
 
 INTERVALS = 9
@@ -233,10 +234,13 @@ class SectionConductor:
             self._send(late)
         for command in self._schedule.commands:
             if command.at_s >= 0.0:
-                self._pending.append(_Pending(t_s + command.at_s, iteration, command, t_s))
-        for command in self._after(iteration).commands:
+                due_s = t_s + command.at_s
+                self._pending.append(_Pending(due_s, iteration, command, t_s, self._schedule))
+        after = self._after(iteration)
+        for command in after.commands:
             if command.at_s < 0.0:
-                self._pending.append(_Pending(next_s + command.at_s, iteration + 1, command, t_s))
+                due_s = next_s + command.at_s
+                self._pending.append(_Pending(due_s, iteration + 1, command, t_s, after))
         self._pending.sort(key=lambda p: p.due_s)
 
     def _after(self, iteration: int) -> CommandSchedule:
@@ -270,8 +274,9 @@ class SectionConductor:
                 self._leave_out(pending, "the clock is as found already")
         elif now_s + command.lead_s >= self._next_up_s(pending):
             self._leave_out(pending, "too late to act before the clock is put back")
-        elif not self._may_call(now_s):
-            self._leave_out(pending, f"at most {self._schedule.calls_per_s:g} calls per second")
+        elif not self._may_call(now_s, pending.schedule.calls_per_s):
+            why = f"at most {pending.schedule.calls_per_s:g} calls per second"
+            self._leave_out(pending, why)
         else:
             assert command.sm_clock_hz is not None
             self._low_until_s = now_s + command.hold_s
@@ -280,16 +285,15 @@ class SectionConductor:
 
     def _next_up_s(self, down: _Pending) -> float:
         """When the command leaves that puts this one's clock back."""
-        commands = (*self._schedule.commands, *self._after(down.iteration - 1).commands)
-        at_s = (c.at_s for c in commands if c.edge == "up")
+        at_s = (c.at_s for c in down.schedule.commands if c.edge == "up")
         length_s = min((s - down.command.at_s for s in at_s if s > down.command.at_s), default=0.0)
         return down.due_s + length_s
 
-    def _may_call(self, now_s: float) -> bool:
+    def _may_call(self, now_s: float, calls_per_s: float) -> bool:
         """There is room for this call and for the one that puts the clock back."""
         while self._calls and self._calls[0] <= now_s - RATE_WINDOW_S:
             self._calls.popleft()
-        return len(self._calls) + 2 <= self._schedule.calls_per_s * RATE_WINDOW_S
+        return len(self._calls) + 2 <= calls_per_s * RATE_WINDOW_S
 
     def _up(self, pending: _Pending, why: str) -> None:
         now_s = self._clock()
@@ -301,7 +305,7 @@ class SectionConductor:
         """Without a command of the schedule."""
         now_s = self._clock()
         command = Command(edge="up", key="", sm_clock_hz=None, at_s=0.0, lead_s=0.0, hold_s=0.0)
-        self._up(_Pending(now_s, -1, command, None), why)
+        self._up(_Pending(now_s, -1, command, None, NOTHING), why)
 
     def _note(self, pending: _Pending, now_s: float, why: str) -> None:
         self._calls.append(now_s)

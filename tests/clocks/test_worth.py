@@ -26,7 +26,13 @@ FAST = Latency(median_s=1e-3, spread=0.0)
 def card(latency=FAST, levels=(0.75, 0.5), calls_per_s=math.inf):
     return ClockCosts(
         levels=tuple(
-            Level(sm_clock_hz=2e9 * f, saved_w=60.0 * (1 - f), waiting_w=60 + 60 * f, stretch=1 / f)
+            Level(
+                sm_clock_hz=2e9 * f,
+                saved_w=60.0 * (1 - f),
+                waiting_w=60 + 60 * f,
+                computing_w=60 + 640 * f,
+                stretch=1 / f,
+            )
             for f in levels
         ),
         down=latency,

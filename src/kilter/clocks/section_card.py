@@ -24,16 +24,25 @@ def card_of(profile: Profile, *, switch_s: float | None = None, levels: int = LE
     if switch_s is not None:
         latency = Latency(median_s=switch_s, spread=0.0)
 
+    computing_w = knobs.limit_highest_w * knobs.limit_kept
+    # Work per second that draws the limit at the highest clock; less of it at a lower one.
+    alone_w = float(power.work_j(0.0, 0.0, 1.0, top_hz))
+    flops = (computing_w - waiting_w - alone_w) / float(power.work_j(1.0, 0.0, 0.0, top_hz))
+
     def level(hz: float) -> Level:
         there_w = float(power.waiting_w(hz, memory_hz, LEAKAGE_AT_C))
         return Level(
-            sm_clock_hz=hz, saved_w=waiting_w - there_w, waiting_w=there_w, stretch=top_hz / hz
+            sm_clock_hz=hz,
+            saved_w=waiting_w - there_w,
+            waiting_w=there_w,
+            computing_w=there_w + float(power.work_j(flops * hz / top_hz, 0.0, 1.0, hz)),
+            stretch=top_hz / hz,
         )
 
     return ClockCosts(
         levels=tuple(level(hz) for hz in clocks if hz < top_hz),
         down=latency,
         up=latency,
-        computing_w=knobs.limit_highest_w * knobs.limit_kept,
+        computing_w=computing_w,
         waiting_w=waiting_w,
     )

@@ -52,8 +52,6 @@ AHEAD_S = 0.3
 MOST_AHEAD_S = 10.0
 WATCHED_SHARE = 0.01
 """Of the iterations after the search: run at the default, to see whether the bound still holds."""
-REHEARSED_BLOCKS = 20_000
-"""At most, after the script."""
 
 Follow = Callable[[Sequence[int], Sequence[tuple[int, Sequence[int]]]], None]
 """Has the conductor follow these depths of this rank's stretches, and others from the iterations on
@@ -160,16 +158,17 @@ class SectionAgreement:
         """A rank has said so."""
         return self._messages.look(f"{self._name}/again") is not None
 
-    def step(self, index: int) -> None:
-        """Do what can be done now; `index` is the last iteration end whose time is known."""
-        while self._advance(index):
+    def step(self, index: int, passed: int | None = None) -> None:
+        """Do what can be done now; `index` is the last iteration end whose time is known, `passed`
+        the last one that the program has passed: on a GPU times become known later."""
+        while self._advance(index, index if passed is None else passed):
             pass
 
-    def _advance(self, index: int) -> bool:
+    def _advance(self, index: int, passed: int) -> bool:
         if self._targets is None:
             return self._take_targets()
         if self._order is None:
-            return self._take_order(index)
+            return self._take_order(passed)
         return self._report(index)
 
     def _take_targets(self) -> bool:
@@ -361,11 +360,13 @@ class SectionLeader:
         self.blocks += len(outcomes)
         self._go_on(tuple(outcomes))
 
-    def rehearse(self, ranks: SimulatedRanks) -> SectionsFound | None:
+    def rehearse(
+        self, ranks: SimulatedRanks, goes_on: Callable[[], bool] = lambda: True
+    ) -> SectionsFound | None:
         """The script is over and the search is not: go on with simulated ranks alone."""
         if self._searching is None:
             return self.found
-        end, blocks = finish(self._searching, self._trials, ranks, REHEARSED_BLOCKS)
+        end, blocks = finish(self._searching, self._trials, ranks, goes_on)
         self.blocks += blocks
         self._searching = None
         if end is not None:

@@ -152,13 +152,13 @@ class Conducting:
         """No commands: the default stands."""
         self.follow(NOTHING)
 
-    def look(self) -> None:
-        """Has the conductor ended on its own?"""
-        if self._process is None:
-            return
-        for answer in self._process.answers():
+    def look(self) -> str | None:
+        """Has the conductor ended on its own? Why, then."""
+        for answer in () if self._process is None else self._process.answers():
             if isinstance(answer, Ended):
                 self._ended(answer)
+                return answer.refused or "the conductor has ended"
+        return None
 
     def stop(self) -> None:
         """Have the found clock put back."""

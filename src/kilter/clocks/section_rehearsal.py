@@ -9,7 +9,7 @@ for what it loses while it waits, and communication keeps its pace unless `truth
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -129,6 +129,8 @@ class SimulatedRanks:
         truth: Mapping[str, Truth] | None = None,
     ) -> None:
         self._offers, self._targets = offers, targets
+        self.now_s = 0.0
+        """Of the slowest rank's time."""
         self._ranks = [
             SimulatedRank(offer, targets, card, switch, seed=seed, noise=noise, truth=truth)
             for offer in offers
@@ -144,6 +146,7 @@ class SimulatedRanks:
                 seen = [rank.iterate(depths) for _ in range(SETTLING + BLOCK)]
                 by_rank.append(block_of(seen[SETTLING:]))
             outcomes.append(slowest(by_rank))
+            self.now_s += (SETTLING + BLOCK) * outcomes[-1].step_s
         return tuple(outcomes)
 
 
@@ -169,13 +172,16 @@ def slowest(ranks: Sequence[Seen]) -> Seen:
 
 
 def finish(
-    orders: Generator[Trials, Outcomes, T], trials: Trials, ranks: SimulatedRanks, most: int
+    orders: Generator[Trials, Outcomes, T],
+    trials: Trials,
+    ranks: SimulatedRanks,
+    goes_on: Callable[[], bool],
 ) -> tuple[T | None, int]:
-    """Go on with a search on simulated ranks alone: its end, or None after so many blocks; and how
-    many blocks were run."""
+    """Go on with a search on simulated ranks alone: its end, or None if that takes too long; and
+    how many blocks were run."""
     blocks = 0
     try:
-        while blocks < most:
+        while goes_on():
             blocks += len(trials)
             trials = orders.send(ranks.run(trials))
     except StopIteration as end:

@@ -94,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--iterations", type=int, default=250, metavar="N", help=f"of {DRY_RUN} (250)"
     )
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
     parser.add_argument("--noise", type=fraction, default=0.01, metavar="S", help="(1%%)")
     parser.add_argument("--max-slowdown", type=fraction, default=0.01, metavar="B", help="(1%%)")
     parser.add_argument(
@@ -105,6 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.seeds < 1:
         raise UsageError(f"--seeds {args.seeds}: at least 1")
+    if args.first_seed < 0:
+        raise UsageError(f"--first-seed {args.first_seed}: at least 0")
     profile = args.device or load_profile("h200")
     if args.scenario == SWITCHES:
         return tell_switches(profile, seed=args.seeds, as_json=args.json)
@@ -129,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(args: argparse.Namespace, card: ClockCosts) -> Iterator[SectionsRow]:
     for name in () if args.scenario == PIPELINE else names(args.scenario):
-        for seed in range(args.seeds):
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
             if sys.stderr.isatty():
                 print(f"\r\033[K{name}, seed {seed}", end="", file=sys.stderr)
             for policy in SEARCHES:
@@ -147,7 +150,8 @@ def _rows(args: argparse.Namespace, card: ClockCosts) -> Iterator[SectionsRow]:
 
 
 def _pipeline(args: argparse.Namespace, profile: Profile) -> Iterator[SectionsRow]:
-    for seed in range(args.seeds if args.scenario in ("all", PIPELINE) else 0):
+    count = args.seeds if args.scenario in ("all", PIPELINE) else 0
+    for seed in range(args.first_seed, args.first_seed + count):
         found = savings(profile, seed=seed, max_slowdown=0.0)
         for policy, (saving, slowdown) in found.items():
             yield SectionsRow(

@@ -172,7 +172,7 @@ def _sections(found: Report) -> tuple[str, ...]:
         return ()
     simulated = any(device.backend == "sim" for device in found.devices)
     details = section_run.details(found.sections, simulated=simulated)
-    return (section_run.headline(found.sections), *details)
+    return (section_run.headline(found.sections, simulated=simulated), *details)
 
 
 def _rank(rank: Rank) -> RankNow:

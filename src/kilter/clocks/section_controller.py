@@ -23,10 +23,11 @@ import msgspec
 
 from kilter.clocks.own_gpu import why_not_this_gpu
 from kilter.controller import Controller, Hurried, Run
+from kilter.core.codec import write_atomically
 from kilter.core.errors import DeviceError
 from kilter.core.events import Sectioned
 from kilter.core.messages import MessagesGone
-from kilter.core.rank_trace import IterationMarks, RankTrace
+from kilter.core.rank_trace import WINDOW_FILE, IterationMarks, RankTrace
 from kilter.core.reasons import REHEARSAL_CUT
 from kilter.core.script_end import ScriptEnd
 from kilter.device.sim.cards import names
@@ -197,6 +198,8 @@ class SectionsController:
 
     def _take(self, plan: _Plan, trace: RankTrace) -> None:
         """A window has been read: plan anew, and hold the commands so far against it."""
+        path = self._run.files.directory / WINDOW_FILE.format(rank=self._run.ranks.rank)
+        write_atomically(path, msgspec.json.encode(trace))
         if self._conducting is not None:
             self._conducting.compare(trace)
         search = self._search

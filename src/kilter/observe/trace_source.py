@@ -55,8 +55,8 @@ class TraceSource:
             self._window.start()
 
     def observe(self, iterations: int) -> Window | None:
-        """A further window with times alone, of so many iterations from the next ones on; None while
-        another one is under way. There is no need to close it."""
+        """A further window with times alone, of so many iterations from the next ones on; None
+        while another one is under way. There is no need to close it."""
         if any(window is not None and not window.over for window in self._windows):
             return None
         after = max(OPENS_AT, self._iterations.index + 2)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 
+from kilter.clocks.plan.sections import Analysis, analyse
+from kilter.core.codec import read
+from kilter.core.errors import FileError, PlanError
 from kilter.core.events import Sectioned
+from kilter.core.rank_trace import WINDOW_FILE, RankTrace
 from kilter.core.section_record import SectionsFound
 from kilter.core.units import show_count, show_fraction, show_pace, show_time
+
+MOST_WINDOW_BYTES = 1 << 28
+_TRACE = msgspec.json.Decoder(RankTrace)
 
 
 class RankSectioned(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +70,21 @@ def sections_report(ranks: Iterable[tuple[int, Sequence[Sectioned]]]) -> Section
         blocks=max(each.sections.blocks for each in last),
         ranks=tuple(last),
     )
+
+
+def windows(directory: Path) -> Analysis | None:
+    """The last windows of all ranks of a run together; None if there are none that can be read, or
+    if they do not belong together."""
+    traces = []
+    for path in sorted(directory.glob(WINDOW_FILE.format(rank="*"))):
+        try:
+            traces.append(_TRACE.decode(read(path, max_bytes=MOST_WINDOW_BYTES)))
+        except (FileError, msgspec.MsgspecError):
+            continue
+    try:
+        return analyse(traces) if traces else None
+    except PlanError:
+        return None
 
 
 def headline(report: SectionsReport, *, simulated: bool) -> str:

@@ -273,6 +273,19 @@ def test_nothing_to_slow_down_ends_at_once() -> None:
     assert found.blocks == 0
 
 
+def test_after_the_death_of_a_rank_the_others_are_back_at_the_default() -> None:
+    """Whatever block was running: its arms end with the default, and no order follows."""
+    for dies_at in (4, 20, 30, 45, 60):
+        job = Job(ddp(3), delayed=lambda rank, index, at=dies_at: rank == 1 and index >= at)
+        job.iterate(300)
+        for told in (job.told[0], job.told[2]):
+            now, arms = told[-1] if told else ((0,), [])
+            assert now == (0,)
+            assert not arms or arms[-1][1] == (0,)
+            assert not arms or arms[-1][0] < 150
+        assert job.ranks[0].found is None
+
+
 def test_a_change_that_one_rank_sees_reaches_all() -> None:
     job = Job(ddp())
     job.iterate(5)

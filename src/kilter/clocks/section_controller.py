@@ -11,6 +11,7 @@ process groups, and, while there are commands, moves the marker or has its GPU's
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter, deque
@@ -24,7 +25,7 @@ import msgspec
 from kilter.clocks.own_gpu import why_not_this_gpu
 from kilter.controller import Controller, Hurried, Run
 from kilter.core.codec import write_atomically
-from kilter.core.errors import DeviceError
+from kilter.core.errors import DeviceError, FileError
 from kilter.core.events import Sectioned
 from kilter.core.messages import MessagesGone
 from kilter.core.rank_trace import WINDOW_FILE, IterationMarks, RankTrace
@@ -41,6 +42,7 @@ from kilter.observe.stream_marker import StreamMarker
 if TYPE_CHECKING:
     from kilter.clocks.joint_search import JointSearch
     from kilter.clocks.plan.sections import RankSections
+    from kilter.clocks.plan.switching import Calibration
     from kilter.clocks.plan.timing import CommandSchedule
     from kilter.clocks.plan.worth import ClockCosts, Worth
     from kilter.clocks.section_process import Conducting
@@ -177,7 +179,17 @@ class SectionsController:
                 f"how fast {run.info.name} changes its clocks is not known: --device {known}",
             )
             return None
-        return _Plan(name, self._max_slowdown)
+        return _Plan(name, self._max_slowdown, self._switches())
+
+    def _switches(self) -> Calibration | None:
+        """The device's own switch times, where somebody has measured and kept them."""
+        from kilter.clocks.section_store import SectionStore
+
+        try:
+            return SectionStore(os.environ).switches(self._run.info)
+        except FileError as error:
+            self._run.log.refuse("using the measured switch times", str(error))
+            return None
 
     def _observe(self, plan: _Plan) -> None:
         """Windows of the profiler: at the start, after a change, and now and then while nothing is
@@ -322,6 +334,7 @@ class SectionsController:
                 exposed_share=found.exposed_share,
                 longest_s=found.longest_s,
                 break_even_s=plan.card.break_even_s,
+                calibrated=plan.calibrated,
                 saving=found.saving,
                 slowdown=found.slowdown,
                 stretches=len(found.stretches),
@@ -495,12 +508,17 @@ def _reader(window: Window, run: Run, marked_s: Mapping[int, float]) -> Callable
 class _Plan:
     """The plan for the sections as the last window saw them."""
 
-    def __init__(self, profile: str, max_slowdown: float) -> None:
+    def __init__(
+        self, profile: str, max_slowdown: float, calibration: Calibration | None = None
+    ) -> None:
         from kilter.clocks.section_card import card_of
         from kilter.device.sim.profile import load_profile
 
         self.profile: Profile = load_profile(profile)
-        self.card: ClockCosts = card_of(self.profile, levels=SEARCHED_LEVELS)
+        self.calibrated = calibration is not None
+        self.card: ClockCosts = card_of(
+            self.profile, levels=SEARCHED_LEVELS, calibration=calibration
+        )
         self.rank: RankSections | None = None
         self.found: Worth | None = None
         self._max_slowdown = max_slowdown

@@ -17,6 +17,7 @@ import numpy as np
 from kilter.clocks.plan.section_job import BLOCK, SETTLING, RankOffer, key_of, own_depths
 from kilter.clocks.plan.section_search import Outcomes, SearchTarget, Seen, Trials
 from kilter.clocks.plan.worth import ClockCosts, LowStretch
+from kilter.core.setting import Setting
 from kilter.device.sim.gpu import STEADY
 from kilter.device.sim.noise import Noise, NoiseSource
 from kilter.device.sim.profile import Switch
@@ -60,10 +61,8 @@ class SimulatedRank:
         }
         self._switches, jitter = np.random.default_rng([seed, offer.rank]).spawn(2)
         self._noise = NoiseSource(noise, jitter)
-        # The profile's spread between target clocks: the same in every switch to one of them.
-        self._medians = switch.median_s * np.exp(
-            self._switches.normal(0.0, switch.target_spread, len(card.levels) + 1)
-        )
+        targets_hz = (None, *(level.sm_clock_hz for level in card.levels))
+        self._medians = [switch.median_to_s(Setting(sm_clock_hz=hz)) for hz in targets_hz]
 
     def iterate(self, depths: Sequence[int]) -> Seen:
         """One iteration with the rank's stretches at these depths. Sections in the targets' order;
@@ -111,7 +110,7 @@ class SimulatedRank:
     def _takes(self, depth: int) -> float:
         """Of a switch to the clock of this depth."""
         spread = math.exp(self._switches.normal(0.0, self._switch.spread))
-        return float(self._medians[depth]) * spread
+        return self._medians[depth] * spread
 
 
 class SimulatedRanks:

@@ -148,6 +148,8 @@ class Sectioned(Event, frozen=True, kw_only=True):
     longest_s: float
     """Longest section there."""
     break_even_s: float
+    calibrated: bool = False
+    """The break-even is by the device's own switch times; False: by those of its profile."""
     saving: float
     slowdown: float
     stretches: int

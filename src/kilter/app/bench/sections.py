@@ -95,6 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--iterations", type=int, default=250, metavar="N", help=f"of {DRY_RUN} (250)"
     )
     parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
+    parser.add_argument(
+        "--keep", action="store_true", help=f"keep what {SWITCHES} finds, for runs on that device"
+    )
     parser.add_argument("--noise", type=fraction, default=0.01, metavar="S", help="(1%%)")
     parser.add_argument("--max-slowdown", type=fraction, default=0.01, metavar="B", help="(1%%)")
     parser.add_argument(
@@ -110,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--first-seed {args.first_seed}: at least 0")
     profile = args.device or load_profile("h200")
     if args.scenario == SWITCHES:
-        return tell_switches(profile, seed=args.seeds, as_json=args.json)
+        return tell_switches(profile, seed=args.first_seed, as_json=args.json, keep=args.keep)
     if args.scenario == DRY_RUN:
         return dry_run(profile.name, args.iterations, as_json=args.json)
     rows = [*_rows(args, card_of(profile, levels=STEPS)), *_pipeline(args, profile)]

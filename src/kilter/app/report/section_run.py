@@ -139,6 +139,9 @@ def details(report: SectionsReport, *, simulated: bool) -> list[str]:
             f"edges: {show_count(report.edges, 'command')} within "
             f"{show_time(report.edge_error_p95_s)} (95 %) of the real edges [measured]"
         )
+    first = report.ranks[0].sections
+    whose = "the device's own switch times" if first.calibrated else "the profile's switch times"
+    lines.append(f"break-even: {show_time(first.break_even_s)} by {whose}")
     windows = max(each.sections.windows for each in report.ranks)
     reopened = max(each.sections.reopened for each in report.ranks)
     cost_s = max(each.sections.window_cost_s + each.sections.key_cost_s for each in report.ranks)

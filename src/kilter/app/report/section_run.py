@@ -101,11 +101,16 @@ def answer(report: SectionsReport) -> str:
         return f"The search was not over after {blocks}: the default stood. {report.summary}"
     if found is None:
         return report.summary
+    return outcome(found) if found.taken == "sections" else f"{report.summary} {outcome(found)}"
+
+
+def outcome(found: SectionsFound) -> str:
+    """What a search has come to."""
     if found.taken == "sections":
         return f"{_held(found)} {_instead_of(found)}"
     if found.taken == "whole job":
-        return f"{report.summary} One clock for the whole job pays more: {found.reason}."
-    return f"The default stands: {found.reason}. {report.summary}"
+        return f"One clock for the whole job pays more: {found.reason}."
+    return f"The default stands: {found.reason}."
 
 
 def _held(found: SectionsFound) -> str:

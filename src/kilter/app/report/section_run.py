@@ -121,8 +121,8 @@ def _held(found: SectionsFound) -> str:
         text += f": {show_pace(found.time_ratio - 1.0)} ({low} to {high})"
     if found.energy_ratio is not None:
         text += f" with {show_fraction(1.0 - found.energy_ratio)} less energy"
-    what = "of an earlier run, confirmed" if found.known else "confirmed"
-    return f"{text}, {what} in {show_count(found.pairs, 'pair')} of blocks."
+    what = "clocks of an earlier run, confirmed" if found.known else "confirmed"
+    return f"{text}; {what} in {show_count(found.pairs, 'pair')} of blocks."
 
 
 def _instead_of(found: SectionsFound) -> str:

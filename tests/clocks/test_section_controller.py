@@ -148,7 +148,9 @@ def run_on(uuid: str | None, *, info: Any) -> tuple[Any, Log]:
 
 
 def gpu(uuid: str = "GPU-aaaa") -> Any:
-    return SimpleNamespace(backend="nvml", uuid=uuid, name="NVIDIA H200", can_set=True)
+    return SimpleNamespace(
+        backend="nvml", uuid=uuid, name="NVIDIA H200", can_set=True, driver="580", vbios=None
+    )
 
 
 def never() -> Any:

@@ -94,6 +94,10 @@ def test_what_one_run_finds_the_next_one_confirms_and_holds(tmp_path: Path) -> N
     assert search["taken"] == "sections"
     assert search["rehearsed"]
     assert search["whole_job_saving"] < search["sections_saving"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.index("Would hold") < page.index("Clocks held") < page.index("One iteration")
+    for part in ("rank 0", "rank 1", "exposed communication", "all_reduce/stream host/1"):
+        assert part in page
     (kept,) = (tmp_path / "state" / "kilter" / "sections").iterdir()
     assert json.loads(kept.read_text())["depths"] == search["depths"]
 

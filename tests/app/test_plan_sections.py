@@ -59,6 +59,20 @@ def test_the_answer_in_words(tmp_path, capsys):
     assert "A lower clock in 1 stretch" in (tmp_path / "s.html").read_text()
 
 
+def test_the_search_of_a_run_on_simulated_ranks(tmp_path, capsys):
+    slow = [slow_network(tmp_path / "a.json", 270.0), "--max-slowdown", "1%", "--search"]
+    found = planned(capsys, *slow)["search"]
+    assert found["taken"] == "sections"
+    assert found["energy_ratio"] < 0.95
+    assert found["time_ratio_ci95"][0] < 1.01
+    assert planned(capsys, *slow)["search"] == found
+    assert main(["plan", "sections", *slow, *DEVICE]) == 0
+    assert "Search: Would hold" in capsys.readouterr().out.splitlines()[-1]
+    fast = planned(capsys, slow_network(tmp_path / "b.json", 0.5), "--search")["search"]
+    assert fast["taken"] != "sections"
+    assert fast["depths"] == []
+
+
 def test_wrong_usage(tmp_path, capsys):
     path = str(write(tmp_path / "t.json", job(0)))
     assert main(["plan", "sections", path, *DEVICE, "--switch-latency-s=-1"]) == 2

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kilter.clocks.plan.timing import Command, Commanded, CommandSchedule
-from kilter.clocks.section_conductor import NOTHING, SectionConductor
+from kilter.clocks.plan.timing import NOTHING, Command, Commanded, CommandSchedule, ScheduleArm
+from kilter.clocks.section_conductor import SectionConductor
 from kilter.core.errors import Held
 from kilter.testing.box import FOUND, TIMEOUT_S, Box
 
@@ -151,6 +151,25 @@ def test_another_schedule_puts_the_clock_back() -> None:
     assert bench.low
     bench.conductor.follow(NOTHING)
     assert not bench.low
+    assert bench.conductor.idle
+
+
+@pytest.mark.parametrize("down_s", [0.4, -0.05])
+def test_arms_rule_from_their_iterations_on(down_s: float) -> None:
+    bench = Bench()
+    low = made(down_s=down_s)
+    bench.conductor.follow(
+        NOTHING, [ScheduleArm(first=2, schedule=low), ScheduleArm(first=4, schedule=NOTHING)]
+    )
+    assert not bench.conductor.idle
+    for i in range(6):
+        bench.mark(i, i * T)
+    assert [(edge, i) for edge, i, _ in bench.sent()] == [
+        ("down", 2),
+        ("up", 2),
+        ("down", 3),
+        ("up", 3),
+    ]
     assert bench.conductor.idle
 
 

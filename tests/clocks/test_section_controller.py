@@ -148,14 +148,20 @@ def run_on(uuid: str | None, *, info: Any) -> tuple[Any, Log]:
 
 
 def gpu(uuid: str = "GPU-aaaa") -> Any:
-    return SimpleNamespace(backend="nvml", uuid=uuid, name="NVIDIA H200", can_set=True)
+    return SimpleNamespace(
+        backend="nvml", uuid=uuid, name="NVIDIA H200", can_set=True, driver="580", vbios=None
+    )
+
+
+def never() -> Any:
+    raise AssertionError("nothing takes over")
 
 
 @pytest.fixture
 def begun() -> Callable[..., tuple[SectionsController, Log]]:
     def begin(uuid: str | None, **info: Any) -> tuple[SectionsController, Log]:
         run, log = run_on(uuid, info=gpu(**info))
-        controller = SectionsController(run, max_slowdown=0.02)
+        controller = SectionsController(run, max_slowdown=0.02, otherwise=never, rehearse_s=0.0)
         controller.begin()
         controller.tick([], settled=True)
         return controller, log

@@ -20,13 +20,13 @@ def drive(orders, block):
     """Run a search against a function from depths to (step, lengths of sections)."""
     tried = []
     try:
-        trial = next(orders)
+        trials = next(orders)
         while True:
-            tried.append(trial.depths)
-            step_s, section_s = block(trial.depths)
-            trial = orders.send(Seen(step_s=step_s, section_s=section_s))
+            tried += [trial.depths for trial in trials]
+            seen = (block(trial.depths) for trial in trials)
+            trials = orders.send(tuple(Seen(step_s=step, section_s=own) for step, own in seen))
     except StopIteration as end:
-        return end.value, tried
+        return end.value.depths, tried
 
 
 def noiseless(harmless):

@@ -16,7 +16,9 @@ from kilter.clocks.plan.worth import (
     candidates,
     choose,
     job,
+    retimed,
     summary,
+    whole_job,
     worth,
 )
 
@@ -26,7 +28,13 @@ FAST = Latency(median_s=1e-3, spread=0.0)
 def card(latency=FAST, levels=(0.75, 0.5), calls_per_s=math.inf):
     return ClockCosts(
         levels=tuple(
-            Level(sm_clock_hz=2e9 * f, saved_w=60.0 * (1 - f), waiting_w=60 + 60 * f, stretch=1 / f)
+            Level(
+                sm_clock_hz=2e9 * f,
+                saved_w=60.0 * (1 - f),
+                waiting_w=60 + 60 * f,
+                computing_w=60 + 640 * f,
+                stretch=1 / f,
+            )
             for f in levels
         ),
         down=latency,
@@ -89,6 +97,33 @@ def rank(found, *, presence=1.0):
         short_sections=Short(count=0.0, exposed_s=0.0),
         clock_offset_s=0.0,
     )
+
+
+@given(
+    lengths=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4),
+    gap=st.floats(0.01, 1.0),
+    slowdowns=st.tuples(st.floats(0.0, 0.2), st.floats(0.0, 0.2)),
+)
+def test_one_clock_for_the_job_saves_more_the_more_it_may_cost(lengths, gap, slowdowns):
+    found = worth(rank(sections(lengths, [gap] * len(lengths))), card(), max_slowdown=0.01)
+    low, high = (whole_job([found], card(), max_slowdown=s) for s in sorted(slowdowns))
+    assert 0.0 <= low <= high + 1e-12
+    assert whole_job([found], card(), max_slowdown=0.0) == pytest.approx(0.0, abs=1e-12)
+    assert whole_job([found], card(levels=()), max_slowdown=0.2) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_stretches_take_the_times_of_a_newer_window():
+    before = rank(sections([0.3, 0.3], [0.2, 0.2]))
+    found = worth(before, card(), max_slowdown=0.01).stretches
+    assert found
+    newer = rank(sections([0.4, 0.4], [0.1, 0.1]))
+    after = retimed(found, newer, card())
+    assert after is not None
+    assert [s.first for s in after] == [s.first for s in found]
+    assert after[0].end_s - after[0].start_s > found[0].end_s - found[0].start_s
+    assert retimed(found, rank(sections([0.4], [0.1])), card()) is None
+    assert retimed(found, rank(sections([0.001, 0.001], [0.1, 0.1])), card()) is None
+    assert retimed((), before, card()) == ()
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.3, 0.8])

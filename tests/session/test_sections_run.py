@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ def start(command: list[str], where: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=where,
-        env=environ | {"OMP_NUM_THREADS": "1"},
+        env=environ | {"OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(where / "state")},
         timeout=TIMEOUT_S,
     )
 
@@ -33,6 +34,7 @@ def losses(output: str) -> list[str]:
 
 def governed(where: Path, *options: str, job: list[str]) -> tuple[list[str], dict[str, Any], str]:
     """Hashes of the losses, the report, and what was said."""
+    shutil.rmtree(where / "out", ignore_errors=True)
     kilter = [sys.executable, "-m", "kilter", "run", "--sections", "--out", str(where / "out")]
     done = start([*kilter, *options, *JOB, *job], where)
     assert done.returncode == 0, done.stderr
@@ -61,7 +63,7 @@ def test_a_waiting_rank_gets_a_plan_and_the_losses_stay_the_same(tmp_path: Path)
 
 def test_nothing_to_gain_is_an_answer(tmp_path: Path) -> None:
     job = ["--iterations", "40", "--late-s", "0"]
-    _, found, said = governed(tmp_path, "--device", "sim:h200", job=job)
+    _, found, said = governed(tmp_path, "--dry-run", "--device", "sim:h200", job=job)
     assert not found["planned"]
     assert found["commands"] == 0
     assert "sections: rank" in said
@@ -71,13 +73,46 @@ def test_nothing_to_gain_is_an_answer(tmp_path: Path) -> None:
 
 def test_another_sequence_of_collectives_reopens_the_case(tmp_path: Path) -> None:
     job = ["--iterations", "75", "--late-s", "0.3", "--more-from", "40"]
-    _, found, said = governed(tmp_path, "--device", "sim:h200", job=job)
+    _, found, _ = governed(tmp_path, "--dry-run", "--device", "sim:h200", job=job)
     last = found["ranks"][0]["sections"]
     assert last["reopened"] == 1
     assert last["windows"] == 2
     assert last["collectives"] == 2
     assert found["restored"]
+
+
+def test_what_one_run_finds_the_next_one_confirms_and_holds(tmp_path: Path) -> None:
+    """Rank 0 waits for rank 1, which computes. The first script is too short: rank 0 goes on with
+    simulated ranks. The second one confirms what was kept, and holds it."""
+    job = ["--late-s", "0.22", "--busy", "--iterations"]
+    device = ["--device", "sim:h200", "--max-slowdown", "1%"]
+    _, first, said = governed(tmp_path, *device, job=[*job, "26"])
+    assert "Would hold" in said
+    assert "less energy" in said
+    assert "One clock for the whole job was expected to save" in said
+    search = first["search"]
+    assert search["taken"] == "sections"
+    assert search["rehearsed"]
+    assert search["whole_job_saving"] < search["sections_saving"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.index("Would hold") < page.index("Clocks held") < page.index("One iteration")
+    for part in ("rank 0", "rank 1", "exposed communication", "all_reduce/stream host/1"):
+        assert part in page
+    (kept,) = (tmp_path / "state" / "kilter" / "sections").iterdir()
+    assert json.loads(kept.read_text())["depths"] == search["depths"]
+
+    _, second, said = governed(tmp_path, *device, job=[*job, "115"])
+    search = second["search"]
+    assert search["known"]
+    assert not search["rehearsed"]
+    assert {rank["sections"]["search"] == search for rank in second["ranks"]} == {True}
+    assert "kilter: sections: Held" in said
+    assert "of an earlier run, confirmed in" in said
     assert "to the simulated device; the found clock is back" in said
+    log = (tmp_path / "out" / "commands-rank0.jsonl").read_text().splitlines()
+    sent = [json.loads(line) for line in log if '"state":"set"' in line]
+    last = max(each["iteration"] for each in sent)
+    assert last >= 110  # until the end
 
 
 def test_without_a_device_the_run_says_what_to_name(tmp_path: Path) -> None:

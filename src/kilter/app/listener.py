@@ -70,12 +70,15 @@ class StderrListener:
 
     def _write(self, found: Report, run: Path) -> None:
         from kilter.app.report import build as report
-        from kilter.app.report import html
+        from kilter.app.report import html, section_run
         from kilter.app.report import memory as memory_report
 
         pass_ = memory_report.timeline(run)
         write_atomically(run / "report.json", report.to_json(found))
-        write_atomically(run / "report.html", html.page(found, pass_).encode("utf-8", "replace"))
+        write_atomically(
+            run / "report.html",
+            html.page(found, pass_, section_run.windows(run)).encode("utf-8", "replace"),
+        )
         if pass_ is not None:
             chrome = msgspec.json.encode(memory_report.chrome_of(pass_))
             write_atomically(run / "memory.chrome.json", chrome)

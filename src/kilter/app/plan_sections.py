@@ -9,9 +9,15 @@ from typing import Any
 import msgspec
 
 from kilter.app.cli.sections import add_device_arguments, add_trace_arguments, analysed, card
+from kilter.app.report import section_run
+from kilter.clocks.plan.guard import Contract
+from kilter.clocks.plan.section_job import offer_of
 from kilter.clocks.plan.sections import Analysis
 from kilter.clocks.plan.worth import ClockCosts, Worth, job, summary, worth
+from kilter.clocks.section_agreement import SectionLeader
+from kilter.clocks.section_rehearsal import SimulatedRanks
 from kilter.core.label import Label
+from kilter.core.section_record import SectionsFound
 from kilter.core.units import show_clock, show_count, show_energy, show_fraction, show_time
 
 HELP = "which communication sections are worth a lower clock"
@@ -19,7 +25,8 @@ EPILOG = """\
 A section pays if it is longer than two switches take; neighbouring sections may share a stretch of
 a low clock within the slowdown. The times are those of the traces, the device's clocks and power
 are simulated: computing is taken to draw the power limit, and communication to keep its pace at a
-lower clock, which the running job has to confirm.
+lower clock, which the running job has to confirm. With --search the clocks are searched on
+simulated ranks as `kilter run --sections` searches them.
 
 examples:
   kilter plan sections rank*.json.gz --device sim:h200
@@ -34,20 +41,51 @@ MOST_STRETCHES = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trace_arguments(parser)
     add_device_arguments(parser, required=True)
+    parser.add_argument(
+        "--search", action="store_true", help="search the clocks on simulated ranks, as a run does"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the search (0)")
 
 
 def run(args: argparse.Namespace) -> int:
     device, analysis = card(args), analysed(args)
     found = [worth(rank, device, max_slowdown=args.max_slowdown) for rank in analysis.ranks]
+    searched = _searched(args, device, analysis, found) if args.search else None
     if args.json:
         result = _as_json(found, device, analysis) | {
             "device": args.device.name,
             "max_slowdown": args.max_slowdown,
+            "search": msgspec.to_builtins(searched),
         }
         print(msgspec.json.encode(result).decode())
     else:
         _tell(found, device, analysis)
+        if searched is not None:
+            print(f"Search: {section_run.outcome(searched)} [simulated]")
     return 0
+
+
+def _searched(
+    args: argparse.Namespace, device: ClockCosts, analysis: Analysis, found: Sequence[Worth]
+) -> SectionsFound | None:
+    """What the search of a run comes to on simulated ranks with these sections."""
+    ranks = zip(analysis.ranks, found, strict=True)
+    renumbered = [
+        (msgspec.structs.replace(rank, rank=n), msgspec.structs.replace(own, rank=n))
+        for n, (rank, own) in enumerate(ranks)
+    ]
+    offers = [offer_of(rank, own, "") for rank, own in renumbered]
+    leader = SectionLeader(
+        device,
+        Contract(max_slowdown=args.max_slowdown),
+        device=args.device.name,
+        saved=lambda signature: None,
+        save=lambda signature, found: None,
+        seed=args.seed,
+    )
+    targets = leader.begin(offers)
+    simulated = SimulatedRanks(offers, targets, device, args.device.switch, seed=args.seed)
+    return leader.rehearse(simulated)
 
 
 def _as_json(found: Sequence[Worth], device: ClockCosts, analysis: Analysis) -> dict[str, Any]:

@@ -78,7 +78,11 @@ def calibrate(
                 switches.append(found)
     info = bench.info()
     return Calibration(
-        uuid=info.uuid, driver=info.driver, label=info.label, switches=tuple(switches)
+        uuid=info.uuid,
+        driver=info.driver,
+        vbios=info.vbios,
+        label=info.label,
+        switches=tuple(switches),
     )
 
 

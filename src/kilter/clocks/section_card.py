@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kilter.clocks.plan.switching import Calibration
 from kilter.clocks.plan.worth import ClockCosts, Latency, Level
 from kilter.device.sim.profile import Profile
 from kilter.model.power import LEAKAGE_AT_C
@@ -10,9 +11,16 @@ LEVELS = 6
 """Clocks that are planned with, in equal ratios from the highest to the lowest."""
 
 
-def card_of(profile: Profile, *, switch_s: float | None = None, levels: int = LEVELS) -> ClockCosts:
-    """The card of a profile, with so many clocks below the highest. A switch takes the profile's
-    latency, of which the spread between targets is taken as calibrated, or always `switch_s`."""
+def card_of(
+    profile: Profile,
+    *,
+    switch_s: float | None = None,
+    levels: int = LEVELS,
+    calibration: Calibration | None = None,
+) -> ClockCosts:
+    """The card of a profile, with so many clocks below the highest. A switch takes what was
+    calibrated, or always `switch_s`, or else the profile's latency, of which the spread between
+    targets is taken as calibrated."""
     knobs, power = profile.knobs, profile.power
     memory_hz, top_hz = knobs.memory_clocks_hz[-1], knobs.sm_highest_hz
     ratio = (knobs.sm_lowest_hz / top_hz) ** (1 / levels)
@@ -23,17 +31,29 @@ def card_of(profile: Profile, *, switch_s: float | None = None, levels: int = LE
     latency = Latency(median_s=profile.switch.median_s, spread=profile.switch.spread)
     if switch_s is not None:
         latency = Latency(median_s=switch_s, spread=0.0)
+    down = up = None
+    if calibration is not None:
+        down, up = (calibration.latency(down=each) for each in (True, False))
+
+    computing_w = knobs.limit_highest_w * knobs.limit_kept
+    # Work per second that draws the limit at the highest clock; less of it at a lower one.
+    alone_w = float(power.work_j(0.0, 0.0, 1.0, top_hz))
+    flops = (computing_w - waiting_w - alone_w) / float(power.work_j(1.0, 0.0, 0.0, top_hz))
 
     def level(hz: float) -> Level:
         there_w = float(power.waiting_w(hz, memory_hz, LEAKAGE_AT_C))
         return Level(
-            sm_clock_hz=hz, saved_w=waiting_w - there_w, waiting_w=there_w, stretch=top_hz / hz
+            sm_clock_hz=hz,
+            saved_w=waiting_w - there_w,
+            waiting_w=there_w,
+            computing_w=there_w + float(power.work_j(flops * hz / top_hz, 0.0, 1.0, hz)),
+            stretch=top_hz / hz,
         )
 
     return ClockCosts(
         levels=tuple(level(hz) for hz in clocks if hz < top_hz),
-        down=latency,
-        up=latency,
-        computing_w=knobs.limit_highest_w * knobs.limit_kept,
+        down=down or latency,
+        up=up or latency,
+        computing_w=computing_w,
         waiting_w=waiting_w,
     )

@@ -23,13 +23,20 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import IO, NamedTuple, Protocol
 
 import msgspec
 
-from kilter.clocks.plan.timing import Command, Commanded, CommandSchedule, CommandState
+from kilter.clocks.plan.timing import (
+    NOTHING,
+    Command,
+    Commanded,
+    CommandSchedule,
+    CommandState,
+    ScheduleArm,
+)
 from kilter.core.errors import KilterError
 from kilter.core.setting import Setting
 from kilter.device.protocol import Device
@@ -63,9 +70,10 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Follow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the conductor: the commands from here on."""
+    """To the conductor: the commands from here on, and from later iterations on."""
 
     schedule: CommandSchedule
+    arms: tuple[ScheduleArm, ...] = ()
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -139,10 +147,9 @@ class _Pending(NamedTuple):
     command: Command
     marker_s: float | None
     """The time of the marker that `due_s` was reckoned from."""
+    schedule: CommandSchedule
 
 
-NOTHING = CommandSchedule(number=0, commands=(), iteration_s=0.0, calls_per_s=0.0)
-"""The default stands."""
 INTERVALS = 9
 """Times between markers of which the median is the time to the next one."""
 
@@ -161,6 +168,7 @@ class SectionConductor:
         self._record = record
         self._clock = clock
         self._schedule = NOTHING
+        self._arms: tuple[ScheduleArm, ...] = ()
         self._pending: list[_Pending] = []
         """In order of their time."""
         self._last: tuple[int, float] | None = None
@@ -192,17 +200,21 @@ class SectionConductor:
     @property
     def _expected_s(self) -> float:
         """From the last marker to the next one."""
-        known = len(self._intervals) == INTERVALS
-        return statistics.median(self._intervals) if known else self._schedule.iteration_s
+        if len(self._intervals) == INTERVALS:
+            return statistics.median(self._intervals)
+        planned = (self._schedule, *(arm.schedule for arm in self._arms))
+        return max(schedule.iteration_s for schedule in planned)
 
     @property
     def idle(self) -> bool:
         """There is nothing to send, whatever the marker says."""
-        return not self._schedule.commands and not self.low
+        coming = any(arm.schedule.commands for arm in self._arms)
+        return not self._schedule.commands and not coming and not self.low
 
-    def follow(self, schedule: CommandSchedule) -> None:
-        """From the next marker on. What is low is put back: the new schedule may not do so."""
-        self._schedule = schedule
+    def follow(self, schedule: CommandSchedule, arms: Sequence[ScheduleArm] = ()) -> None:
+        """From the next marker on, and the arms from their iterations on, in order. What is low is
+        put back: the new schedule may not do so."""
+        self._schedule, self._arms = schedule, tuple(arms)
         self._drop("the schedule has changed")
         if self.low:
             self._put_back("the schedule has changed")
@@ -215,15 +227,26 @@ class SectionConductor:
         ahead = [p for p in self._pending if p.iteration == iteration]
         self._pending = [p for p in self._pending if p.iteration != iteration]
         self._drop("the iteration was over before")
+        while self._arms and self._arms[0].first <= iteration:
+            self._schedule, self._arms = self._arms[0].schedule, self._arms[1:]
         next_s = t_s + self._expected_s
         for late in ahead:  # the marker came earlier than was expected
             self._send(late)
         for command in self._schedule.commands:
+            if command.at_s >= 0.0:
+                due_s = t_s + command.at_s
+                self._pending.append(_Pending(due_s, iteration, command, t_s, self._schedule))
+        after = self._after(iteration)
+        for command in after.commands:
             if command.at_s < 0.0:
-                self._pending.append(_Pending(next_s + command.at_s, iteration + 1, command, t_s))
-            else:
-                self._pending.append(_Pending(t_s + command.at_s, iteration, command, t_s))
+                due_s = next_s + command.at_s
+                self._pending.append(_Pending(due_s, iteration + 1, command, t_s, after))
         self._pending.sort(key=lambda p: p.due_s)
+
+    def _after(self, iteration: int) -> CommandSchedule:
+        """The schedule of the iteration that follows this one."""
+        due = [arm.schedule for arm in self._arms if arm.first <= iteration + 1]
+        return due[-1] if due else self._schedule
 
     def act(self) -> None:
         """Send what is due."""
@@ -251,8 +274,9 @@ class SectionConductor:
                 self._leave_out(pending, "the clock is as found already")
         elif now_s + command.lead_s >= self._next_up_s(pending):
             self._leave_out(pending, "too late to act before the clock is put back")
-        elif not self._may_call(now_s):
-            self._leave_out(pending, f"at most {self._schedule.calls_per_s:g} calls per second")
+        elif not self._may_call(now_s, pending.schedule.calls_per_s):
+            why = f"at most {pending.schedule.calls_per_s:g} calls per second"
+            self._leave_out(pending, why)
         else:
             assert command.sm_clock_hz is not None
             self._low_until_s = now_s + command.hold_s
@@ -261,15 +285,15 @@ class SectionConductor:
 
     def _next_up_s(self, down: _Pending) -> float:
         """When the command leaves that puts this one's clock back."""
-        at_s = (c.at_s for c in self._schedule.commands if c.edge == "up")
+        at_s = (c.at_s for c in down.schedule.commands if c.edge == "up")
         length_s = min((s - down.command.at_s for s in at_s if s > down.command.at_s), default=0.0)
         return down.due_s + length_s
 
-    def _may_call(self, now_s: float) -> bool:
+    def _may_call(self, now_s: float, calls_per_s: float) -> bool:
         """There is room for this call and for the one that puts the clock back."""
         while self._calls and self._calls[0] <= now_s - RATE_WINDOW_S:
             self._calls.popleft()
-        return len(self._calls) + 2 <= self._schedule.calls_per_s * RATE_WINDOW_S
+        return len(self._calls) + 2 <= calls_per_s * RATE_WINDOW_S
 
     def _up(self, pending: _Pending, why: str) -> None:
         now_s = self._clock()
@@ -281,7 +305,7 @@ class SectionConductor:
         """Without a command of the schedule."""
         now_s = self._clock()
         command = Command(edge="up", key="", sm_clock_hz=None, at_s=0.0, lead_s=0.0, hold_s=0.0)
-        self._up(_Pending(now_s, -1, command, None), why)
+        self._up(_Pending(now_s, -1, command, None, NOTHING), why)
 
     def _note(self, pending: _Pending, now_s: float, why: str) -> None:
         self._calls.append(now_s)
@@ -416,7 +440,7 @@ class _Lines:
             if isinstance(order, Stop):
                 return False
             if isinstance(order, Follow):
-                conductor.follow(order.schedule)
+                conductor.follow(order.schedule, order.arms)
         return bool(found)
 
     def say(self, answer: Answers) -> None:

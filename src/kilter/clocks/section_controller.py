@@ -3,13 +3,15 @@
     profiler window -> sections -> plan -> commands -> conductor's process -> lease -> device
     process groups' numbers (cheap) -> has the sequence of collectives changed? -> a new window
 
-Each rank plans for its own device from what it sees itself: no message and no collective is added.
+Each rank plans for its own device from what it sees itself, and the ranks agree by messages through
+the job's key-value store; no collective is added.
 Between two windows the program's thread does two things per iteration: it reads the numbers of its
 process groups, and, while there are commands, moves the marker or has its GPU's stream move it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter, deque
@@ -18,12 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kilter.clocks.own_gpu import why_not_this_gpu
-from kilter.controller import Run
-from kilter.core.errors import DeviceError
+from kilter.controller import Controller, Hurried, Run
+from kilter.core.codec import write_atomically
+from kilter.core.errors import DeviceError, FileError
 from kilter.core.events import Sectioned
-from kilter.core.rank_trace import IterationMarks, RankTrace
-from kilter.core.reasons import CLOCKS_REFUSED
+from kilter.core.messages import MessagesGone
+from kilter.core.rank_trace import WINDOW_FILE, IterationMarks, RankTrace
+from kilter.core.reasons import CLOCKS_REFUSED, REHEARSAL_CUT
 from kilter.core.script_end import ScriptEnd
 from kilter.device.sim.cards import names
 from kilter.observe.collective_counts import CollectiveCounts, CollectiveKey
@@ -34,9 +40,13 @@ from kilter.observe.marker import Marker
 from kilter.observe.stream_marker import StreamMarker
 
 if TYPE_CHECKING:
+    from kilter.clocks.joint_search import JointSearch
+    from kilter.clocks.plan.sections import RankSections
+    from kilter.clocks.plan.switching import Calibration
     from kilter.clocks.plan.timing import CommandSchedule
     from kilter.clocks.plan.worth import ClockCosts, Worth
     from kilter.clocks.section_process import Conducting
+    from kilter.device.sim.profile import Profile
     from kilter.observe.profiler_window import Window
 
 WINDOW_ITERATIONS = 10
@@ -51,23 +61,45 @@ CHANGED_ITERATIONS = 3
 """So many iterations in a row with another key are a change of the sequence."""
 WINDOW_FAILURES = 3
 """After so many windows without a trace nothing more is tried."""
+SEARCHED_LEVELS = 12
+"""Clocks below the default, in equal ratios down to the lowest."""
 MARKS_KEPT = 1024
 """Of as many iteration ends the time is remembered, for the windows."""
 
 
 class SectionsController:
-    """The sections of one rank, at most `max_slowdown` slower by what is planned."""
+    """The sections of one rank, at most `max_slowdown` slower.
 
-    settled = True
+    A device that may be set: the ranks search together (`JointSearch`), and what is found is held.
+    Otherwise the plan of each rank is written down by its conductor as it stands. `otherwise` makes
+    the controller of the whole job's clock, which takes over where that is expected to pay more.
+    `rehearse_s`: the real time that a search on simulated devices may take after the script.
+    """
 
-    def __init__(self, run: Run, *, max_slowdown: float) -> None:
+    def __init__(
+        self,
+        run: Run,
+        *,
+        max_slowdown: float,
+        otherwise: Callable[[], Controller],
+        rehearse_s: float,
+    ) -> None:
         self._run = run
         self._max_slowdown = max_slowdown
+        self._otherwise = otherwise
+        self._rehearse_s = rehearse_s
+        self._instead: Controller | None = None
         self._off = self._given_up = False
         self._keys = _Keys()
         self._plan: _Plan | None = None
         self._observation = _Observation()
         self._conducting: Conducting | None = None
+        self._search: JointSearch | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Nothing comes after clocks."""
+        return True
 
     def begin(self) -> None:
         if self._run.dry_run or self._run.info.can_set:
@@ -80,6 +112,9 @@ class SectionsController:
             self._keys.iteration_ended(index, self._run.iterations.device)
 
     def tick(self, finished: Sequence[Iteration], *, settled: bool) -> None:
+        if self._instead is not None:
+            self._instead.tick(finished, settled=settled)
+            return
         if self._off or not settled:
             return
         if self._plan is None:
@@ -87,22 +122,18 @@ class SectionsController:
             if self._plan is None:
                 return
         if self._conducting is not None:
-            self._conducting.look()
+            self._look(self._conducting)
         if self._keys.failed is not None:
             self._give_up("marking iterations for the conductor", self._keys.failed)
             return
-        seen = self._observation.take(self._run, self._keys.marked_s)
-        if seen is not None:
-            self._take(self._plan, seen)
-        elif self._observation.failures >= WINDOW_FAILURES:
-            self._give_up("observing sections", self._observation.why_not)
-        elif self._keys.changed and not self._observation.open:
-            self._reopen()
-        elif self._observation.due(self._run):
-            self._observation.begin(self._run)
+        self._observe(self._plan)
+        if self._search is not None and not self._off:
+            self._go_on(self._plan, self._search, finished)
 
     def script_ended(self) -> None:
         """The hooks are those of the iteration clock and of the profiler's window."""
+        if self._instead is not None:
+            self._instead.script_ended()
         self._off = True
         self._keys.script_ended()
 
@@ -118,8 +149,13 @@ class SectionsController:
             return
         if self._plan.found is None:
             self._run.log.refuse("looking for sections", self._why_unseen())
-        else:
-            self._say(self._plan)
+            return
+        search = self._search
+        if search is not None and search.simulated and search.found is None and outcome.finished:
+            self._rehearse(search)
+        self._say(self._plan)
+        if self._instead is not None:
+            self._instead.end(finished, outcome)
 
     # Steps ----------------------------------------------------------------------------------
 
@@ -143,31 +179,143 @@ class SectionsController:
                 f"how fast {run.info.name} changes its clocks is not known: --device {known}",
             )
             return None
-        return _Plan(name, self._max_slowdown)
+        return _Plan(name, self._max_slowdown, self._switches())
+
+    def _switches(self) -> Calibration | None:
+        """The device's own switch times, where somebody has measured and kept them."""
+        from kilter.clocks.section_store import SectionStore
+
+        try:
+            return SectionStore(os.environ).switches(self._run.info)
+        except FileError as error:
+            self._run.log.refuse("using the measured switch times", str(error))
+            return None
+
+    def _observe(self, plan: _Plan) -> None:
+        """Windows of the profiler: at the start, after a change, and now and then while nothing is
+        tried out, which they would disturb."""
+        search = self._search
+        searching = search is not None and search.open_and_undecided
+        seen = self._observation.take(self._run, self._keys.marked_s)
+        if seen is not None:
+            self._take(plan, seen)
+        elif self._observation.failures >= WINDOW_FAILURES:
+            self._give_up("observing sections", self._observation.why_not)
+        elif not self._observation.open and (
+            self._keys.changed or (search is not None and search.reopened)
+        ):
+            self._reopen()
+        elif self._observation.due(self._run) and not searching:
+            self._observation.begin(self._run)
 
     def _take(self, plan: _Plan, trace: RankTrace) -> None:
         """A window has been read: plan anew, and hold the commands so far against it."""
+        path = self._run.files.directory / WINDOW_FILE.format(rank=self._run.ranks.rank)
+        write_atomically(path, msgspec.json.encode(trace))
         if self._conducting is not None:
             self._conducting.compare(trace)
+        search = self._search
+        if search is not None and search.found is not None:
+            self._keys.accept()
+            if not plan.retime(trace):
+                self._reopen()
+            elif self._conducting is not None:
+                self._conducting.follow(plan.schedule(search.own))
+            return
         plan.make(trace)
         self._keys.accept()
-        if plan.stretches and self._conducting is None:
-            self._keys.marking = True
-            from kilter.clocks.section_process import Conducting
-
-            try:
-                self._conducting = Conducting(self._run, self._keys.marker, plan.profile)
-            except DeviceError as error:
-                self._give_up("conducting", str(error))
-                return
-            self._run.tell_risks()
-        if self._conducting is not None:
+        if plan.stretches and self._conducting is None and not self._begin_conducting(plan):
+            return
+        if self._run.info.can_set and not self._run.dry_run:
+            self._open_search(plan)
+        elif self._conducting is not None:
             self._conducting.follow(plan.schedule())
         self._say(plan)
+
+    def _begin_conducting(self, plan: _Plan) -> bool:
+        self._keys.marking = True
+        from kilter.clocks.section_process import Conducting
+
+        try:
+            self._conducting = Conducting(self._run, self._keys.marker, plan.profile.name)
+        except DeviceError as error:
+            self._give_up("conducting", str(error))
+            return False
+        self._run.tell_risks()
+        return True
+
+    def _open_search(self, plan: _Plan) -> None:
+        """Offer this rank's stretches to the others."""
+        assert plan.rank is not None
+        assert plan.found is not None
+        if self._search is None:
+            messages = self._run.messages()
+            if messages is None:
+                reason = "the ranks have no process group to agree through"
+                self._give_up("searching section clocks", reason)
+                return
+            from kilter.clocks.joint_search import JointSearch
+
+            self._search = JointSearch(
+                self._run,
+                messages,
+                plan.card,
+                plan.profile.switch,
+                max_slowdown=self._max_slowdown,
+                follow=self._follow,
+            )
+        self._search.open(plan.rank, plan.found)
+
+    def _follow(self, now: Sequence[int], arms: Sequence[tuple[int, Sequence[int]]]) -> None:
+        plan = self._plan
+        if self._conducting is None or plan is None:
+            return
+        from kilter.clocks.plan.timing import ScheduleArm
+
+        later = [ScheduleArm(first=first, schedule=plan.schedule(depths)) for first, depths in arms]
+        self._conducting.follow(plan.schedule(now), later)
+
+    def _go_on(self, plan: _Plan, search: JointSearch, finished: Sequence[Iteration]) -> None:
+        before = search.found
+        try:
+            search.tick(finished)
+        except MessagesGone as error:
+            self._give_up("going on with the other ranks", str(error))
+            return
+        if search.found is before:
+            return
+        self._say(plan)
+        if search.found is not None and search.found.taken == "whole job":
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """One clock for the whole job is expected to pay more. The conductor lets the device go."""
+        self._off = True
+        self._keys.marking = False
+        if self._conducting is not None:
+            self._conducting.stop()
+        self._instead = self._otherwise()
+        self._instead.begin()
+
+    def _rehearse(self, search: JointSearch) -> None:
+        log = self._run.log
+        log.rehearsal_begins()
+        try:
+            search.rehearse(self._rehearse_s, log.rehearsing)
+        except Hurried:
+            log.refuse("a complete rehearsal", "ended by Ctrl-C", REHEARSAL_CUT)
+        log.rehearsal_ended()
+
+    def _look(self, conducting: Conducting) -> None:
+        refused = conducting.look()
+        if refused is not None and self._search is not None:
+            self._search.refuse(refused)
 
     def _reopen(self) -> None:
         """The collectives are not those that were planned for."""
         self._keys.forget()
+        if self._search is not None:
+            self._search.close()
         if self._conducting is not None:
             self._conducting.pause()
         self._observation.begin(self._run)
@@ -175,7 +323,7 @@ class SectionsController:
     def _say(self, plan: _Plan) -> None:
         found = plan.found
         assert found is not None
-        conducting = self._conducting
+        conducting, search = self._conducting, self._search
         counts = conducting.counts if conducting is not None else Counter()
         errors = conducting.errors if conducting is not None else None
         self._run.log(
@@ -186,6 +334,7 @@ class SectionsController:
                 exposed_share=found.exposed_share,
                 longest_s=found.longest_s,
                 break_even_s=plan.card.break_even_s,
+                calibrated=plan.calibrated,
                 saving=found.saving,
                 slowdown=found.slowdown,
                 stretches=len(found.stretches),
@@ -203,6 +352,8 @@ class SectionsController:
                 window_cost_s=self._observation.cost_s,
                 key_cost_s=self._keys.cost_s,
                 conductor_cpu_s=None if conducting is None else conducting.cpu_s,
+                search=None if search is None else search.found,
+                blocks=0 if search is None else search.blocks,
             )
         )
 
@@ -357,12 +508,18 @@ def _reader(window: Window, run: Run, marked_s: Mapping[int, float]) -> Callable
 class _Plan:
     """The plan for the sections as the last window saw them."""
 
-    def __init__(self, profile: str, max_slowdown: float) -> None:
+    def __init__(
+        self, profile: str, max_slowdown: float, calibration: Calibration | None = None
+    ) -> None:
         from kilter.clocks.section_card import card_of
         from kilter.device.sim.profile import load_profile
 
-        self.profile = profile
-        self.card: ClockCosts = card_of(load_profile(profile))
+        self.profile: Profile = load_profile(profile)
+        self.calibrated = calibration is not None
+        self.card: ClockCosts = card_of(
+            self.profile, levels=SEARCHED_LEVELS, calibration=calibration
+        )
+        self.rank: RankSections | None = None
         self.found: Worth | None = None
         self._max_slowdown = max_slowdown
         self._number = 0
@@ -371,18 +528,35 @@ class _Plan:
         from kilter.clocks.plan.sections import analyse
         from kilter.clocks.plan.worth import worth
 
-        (rank,) = analyse([trace]).ranks
-        self.found = worth(rank, self.card, max_slowdown=self._max_slowdown)
+        (self.rank,) = analyse([trace]).ranks
+        self.found = worth(self.rank, self.card, max_slowdown=self._max_slowdown)
         self._number += 1
 
-    def schedule(self) -> CommandSchedule:
-        """The commands of every iteration."""
-        from kilter.clocks.plan.timing import schedule
+    def retime(self, trace: RankTrace) -> bool:
+        """The same stretches at the times of a newer window. False: they are not there any more,
+        or the rank has others to offer where it had none."""
+        from kilter.clocks.plan.worth import retimed
 
         assert self.found is not None
-        return schedule(
-            self.found.stretches, self.card, self.found.iteration_s, number=self._number
-        )
+        before = self.found
+        self.make(trace)
+        assert self.rank is not None
+        if bool(self.found.stretches) != bool(before.stretches):
+            return False
+        stretches = retimed(before.stretches, self.rank, self.card)
+        if stretches is None:
+            return False
+        self.found = msgspec.structs.replace(self.found, stretches=stretches)
+        return True
+
+    def schedule(self, depths: Sequence[int] | None = None) -> CommandSchedule:
+        """The commands of every iteration: at the planned clocks, or at these depths."""
+        from kilter.clocks.plan.timing import at_depths, schedule
+
+        assert self.found is not None
+        found = self.found.stretches
+        stretches = found if depths is None else at_depths(found, depths, self.card)
+        return schedule(stretches, self.card, self.found.iteration_s, number=self._number)
 
     @property
     def stretches(self) -> bool:

@@ -12,20 +12,23 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from kilter.clocks.plan.sections import places
 from kilter.clocks.plan.timing import (
+    NOTHING,
     Commanded,
     CommandSchedule,
     EdgeErrors,
+    ScheduleArm,
     differences,
     edge_errors,
     edges,
 )
-from kilter.clocks.section_conductor import NOTHING, Answers, Begin, Ended, Follow, Orders, Stop
+from kilter.clocks.section_conductor import Answers, Begin, Ended, Follow, Orders, Stop
 from kilter.controller import Run
 from kilter.core.errors import DeviceError
 from kilter.core.own_file import OwnFile
@@ -69,9 +72,9 @@ class SectionProcess:
         self._connection = ours
         self._say(begin)
 
-    def follow(self, schedule: CommandSchedule) -> None:
-        """The commands from here on."""
-        self._say(Follow(schedule=schedule))
+    def follow(self, schedule: CommandSchedule, arms: Sequence[ScheduleArm] = ()) -> None:
+        """The commands from here on, and from later iterations on."""
+        self._say(Follow(schedule=schedule, arms=tuple(arms)))
 
     def answers(self) -> list[Answers]:
         """What has come since the last call. The end of the connection is an `Ended`, too."""
@@ -139,23 +142,23 @@ class Conducting:
             ),
         )
 
-    def follow(self, schedule: CommandSchedule) -> None:
-        """The commands from here on."""
-        self._schedule = schedule
+    def follow(self, schedule: CommandSchedule, arms: Sequence[ScheduleArm] = ()) -> None:
+        """The commands from here on, and from later iterations on."""
+        self._schedule = arms[-1].schedule if arms else schedule
         if self._process is not None:
-            self._process.follow(schedule)
+            self._process.follow(schedule, arms)
 
     def pause(self) -> None:
         """No commands: the default stands."""
         self.follow(NOTHING)
 
-    def look(self) -> None:
-        """Has the conductor ended on its own?"""
-        if self._process is None:
-            return
-        for answer in self._process.answers():
+    def look(self) -> str | None:
+        """Has the conductor ended on its own? Why, then."""
+        for answer in () if self._process is None else self._process.answers():
             if isinstance(answer, Ended):
                 self._ended(answer)
+                return answer.refused or "the conductor has ended"
+        return None
 
     def stop(self) -> None:
         """Have the found clock put back."""

@@ -18,6 +18,7 @@ import msgspec
 from kilter.core.errors import FileError
 from kilter.core.files import open_file, read_file
 from kilter.core.plan import Plan
+from kilter.core.section_record import SectionsFound
 from kilter.core.trace import IterationTrace
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ MAX_NUMBER = 1e18
 _GZIP = b"\x1f\x8b"
 
 SCHEMAS: dict[type[Any], tuple[str, int]] = {
+    SectionsFound: ("kilter.sections-found", 1),
     IterationTrace: ("kilter.trace", 1),
     Plan: ("kilter.plan", 1),
 }

@@ -16,6 +16,7 @@ from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.core.memory_record import MemoryRecord, PlanFigures
 from kilter.core.plan import Goal
+from kilter.core.section_record import SectionsFound
 from kilter.core.setting import DeviceInfo, Sample, Setting
 
 
@@ -147,6 +148,8 @@ class Sectioned(Event, frozen=True, kw_only=True):
     longest_s: float
     """Longest section there."""
     break_even_s: float
+    calibrated: bool = False
+    """The break-even is by the device's own switch times; False: by those of its profile."""
     saving: float
     slowdown: float
     stretches: int
@@ -176,6 +179,10 @@ class Sectioned(Event, frozen=True, kw_only=True):
     """What the numbers of the process groups and the marker have taken of it."""
     conductor_cpu_s: float | None = None
     """At the end: processor time of the conductor, beside the program. None: it did not run."""
+    search: SectionsFound | None = None
+    """What the ranks' search has come to; None: it is not over, or nothing may be set."""
+    blocks: int = 0
+    """Blocks of iterations that rank 0 has judged in it."""
 
 
 class Refused(Event, frozen=True, kw_only=True):

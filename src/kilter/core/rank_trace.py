@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+WINDOW_FILE = "window-rank{rank}.json"
+"""In the directory of a run: the last window of the profiler for sections, a `RankTrace`."""
+
 RankTimes = list[tuple[float, float]]
 
 

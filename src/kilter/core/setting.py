@@ -109,5 +109,7 @@ class DeviceInfo:
     """How long a set takes to act, at the 95th percentile, where known."""
     memory_bytes: int | None = None
     driver: str | None = None
+    vbios: str | None = None
+    """Version of the card's own firmware, where the vendor tells it."""
     index: int | None = None
     """The vendor's index, for messages only: it is not the framework's index."""

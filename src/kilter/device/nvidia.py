@@ -335,6 +335,7 @@ class NvidiaDevice(VendorDevice):
             sensor_period_s=SENSOR_PERIOD_S.get(self._architecture(handle)),
             memory_bytes=None if memory is None else int(memory.total),
             driver=self._library.call("nvmlSystemGetDriverVersion"),
+            vbios=self._optional("nvmlDeviceGetVbiosVersion", handle),
             index=self._optional("nvmlDeviceGetIndex", handle),
         )
 

@@ -66,6 +66,9 @@ class Window:
     A `patient` window has its trace when the program is over, not earlier; a program that is killed
     has none.
 
+    A `plain` window has times alone: neither shapes nor modules, with which switching the profiler
+    off takes three times as long.
+
     `run` calls a function behind the fence, also after an error of ours: a profiler that is on has
     to be switched off all the same.
 
@@ -81,6 +84,7 @@ class Window:
         after: int = 5,
         iterations: int | None = None,
         patient: bool = False,
+        plain: bool = False,
         run: Callable[[Callable[[], None]], object] = lambda function: function(),
     ) -> None:
         if after < 1 or (iterations is not None and iterations < 1):
@@ -90,6 +94,7 @@ class Window:
         self._after = after
         self._iterations = iterations
         self._patient = patient
+        self._plain = plain
         self.state = "waiting"
         self.why_not: str | None = None
         """Why it ends, or has ended, without a trace."""
@@ -267,7 +272,7 @@ class Window:
         self._iterations = self._iterations or (1 if cuda else 2)
         # Without use_kineto there would be no kernels in the trace, and no word about it.
         self._profile = profile(
-            use_device="cuda" if cuda else None, use_kineto=True, record_shapes=True
+            use_device="cuda" if cuda else None, use_kineto=True, record_shapes=not self._plain
         )
         assert self._guard is not None
         with self._guard.ours(), self._timed("prepare"):
@@ -277,7 +282,8 @@ class Window:
         with self._timed("open"), _quiet_kineto():
             self._profile._start_trace()
             self._annotations.install(
-                modules=not torch_internals.anything_compiled(), inside=self._outside.module
+                modules=not (self._plain or torch_internals.anything_compiled()),
+                inside=self._outside.module,
             )
         self.state = "open"
         self.opened_at = index

@@ -55,13 +55,13 @@ class TraceSource:
             self._window.start()
 
     def observe(self, iterations: int) -> Window | None:
-        """A further window, of so many iterations from the next ones on; None while another one is
-        under way. There is no need to close it."""
+        """A further window with times alone, of so many iterations from the next ones on; None
+        while another one is under way. There is no need to close it."""
         if any(window is not None and not window.over for window in self._windows):
             return None
         after = max(OPENS_AT, self._iterations.index + 2)
         self._observing = Window(
-            self._iterations, after=after, iterations=iterations, run=self._run_fenced
+            self._iterations, after=after, iterations=iterations, plain=True, run=self._run_fenced
         )
         self._observing.start()
         return self._observing

@@ -35,7 +35,14 @@ def controllers_of(run: Run, options: Options) -> Sequence[Controller]:
             )
         )
     if options.sections and run.goal.max_slowdown is not None:
-        controllers.append(SectionsController(run, max_slowdown=run.goal.max_slowdown))
+        controllers.append(
+            SectionsController(
+                run,
+                max_slowdown=run.goal.max_slowdown,
+                otherwise=lambda: ClocksController(run, rehearse_s=options.rehearsal_s),
+                rehearse_s=options.rehearsal_s,
+            )
+        )
     else:
         controllers.append(ClocksController(run, rehearse_s=options.rehearsal_s))
     return controllers

@@ -394,6 +394,9 @@ class FakeNvml:
     def nvmlDeviceGetIndex(self, handle: _Handle) -> int:
         return self._on_card("nvmlDeviceGetIndex", handle, lambda _: handle.card)
 
+    def nvmlDeviceGetVbiosVersion(self, handle: _Handle) -> str:
+        return self._on_card("nvmlDeviceGetVbiosVersion", handle, lambda _: "96.00.74.00.11")
+
     def nvmlDeviceGetName(self, handle: _Handle) -> str:
         return self._on_card("nvmlDeviceGetName", handle, lambda card: card.name)
 

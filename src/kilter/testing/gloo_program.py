@@ -4,7 +4,8 @@
 
 Rank 0 says itself where its exposed communication begins (the last gradient is there) and ends
 (backward returns): a witness beside the profiler. Every rank prints a hash of its losses and
-parameters. `--more-from N` has a second exchange in every iteration from N on.
+parameters. `--more-from N` has a second exchange in every iteration from N on; with `--busy` the
+late rank computes for as long as it would else have slept.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--late-s", type=float, default=0.25)
     parser.add_argument("--edges", type=Path)
     parser.add_argument("--more-from", type=int)
+    parser.add_argument("--busy", action="store_true")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -37,6 +39,7 @@ def main() -> None:
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(parallel.parameters(), 0.01)
     gradient_s = 0.0
+    matrix = torch.eye(256)
 
     def note(parameter: torch.Tensor) -> None:
         nonlocal gradient_s
@@ -51,7 +54,11 @@ def main() -> None:
     for step in range(args.iterations):
         optimizer.zero_grad()
         loss = parallel(torch.randn(64, 256)).square().mean()
-        if rank == 1:
+        if rank == 1 and args.busy:
+            until_s = time.monotonic() + args.late_s
+            while time.monotonic() < until_s:
+                torch.mm(matrix, matrix)
+        elif rank == 1:
             time.sleep(args.late_s)
         loss.backward()
         end_s = time.monotonic()

@@ -81,6 +81,26 @@ SECTION_SCENARIOS: dict[str, SectionScenario] = {
         roles=(_role(0, 16),),
         waiting=_role(1, 15),
     ),
+    "fsdp_tp_32": SectionScenario(
+        what="FSDP of 4 nodes of 8 tensor-parallel GPUs, of which one node is late, 2.5 s per step",
+        iteration_s=2.5,
+        shares=(0.18, 0.11, 0.05),
+        roles=(_role(0, 32),),
+        waiting=_role(8, 24),
+    ),
+    "pp_uneven_6": SectionScenario(
+        what="6 pipeline stages of one GPU each, of which 4 wait, 1.6 s per step",
+        iteration_s=1.6,
+        shares=(0.3, 0.09),
+        roles=tuple(_role(stage, 1) for stage in range(6)),
+        waiting=(1, 2, 4, 5),
+    ),
+    "dp_pp_12": SectionScenario(
+        what="3 stages of 4 data-parallel GPUs over a slow network, 6 s per step",
+        iteration_s=6.0,
+        shares=(0.22, 0.07, 0.03),
+        roles=tuple(_role(4 * stage, 4) for stage in range(3)),
+    ),
     "mix_64": SectionScenario(
         what="64 GPUs: DDP of 4 stages with a late node, 5 s per step",
         iteration_s=5.0,

@@ -23,7 +23,7 @@ from kilter.app.bench.section_jobs import (
 from kilter.app.bench.switch_times import tell_switches
 from kilter.app.cli.options import fraction, simulated
 from kilter.clocks.plan.guard import Contract
-from kilter.clocks.plan.section_search import Depths, Search, search, stepwise
+from kilter.clocks.plan.section_search import Depths, FoundDepths, Search, search, stepwise
 from kilter.clocks.plan.worth import ClockCosts
 from kilter.clocks.section_card import card_of
 from kilter.core.errors import UsageError
@@ -94,6 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--iterations", type=int, default=250, metavar="N", help=f"of {DRY_RUN} (250)"
     )
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
+    parser.add_argument(
+        "--keep", action="store_true", help=f"keep what {SWITCHES} finds, for runs on that device"
+    )
     parser.add_argument("--noise", type=fraction, default=0.01, metavar="S", help="(1%%)")
     parser.add_argument("--max-slowdown", type=fraction, default=0.01, metavar="B", help="(1%%)")
     parser.add_argument(
@@ -105,9 +109,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.seeds < 1:
         raise UsageError(f"--seeds {args.seeds}: at least 1")
+    if args.first_seed < 0:
+        raise UsageError(f"--first-seed {args.first_seed}: at least 0")
     profile = args.device or load_profile("h200")
     if args.scenario == SWITCHES:
-        return tell_switches(profile, seed=args.seeds, as_json=args.json)
+        return tell_switches(profile, seed=args.first_seed, as_json=args.json, keep=args.keep)
     if args.scenario == DRY_RUN:
         return dry_run(profile.name, args.iterations, as_json=args.json)
     rows = [*_rows(args, card_of(profile, levels=STEPS)), *_pipeline(args, profile)]
@@ -129,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(args: argparse.Namespace, card: ClockCosts) -> Iterator[SectionsRow]:
     for name in () if args.scenario == PIPELINE else names(args.scenario):
-        for seed in range(args.seeds):
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
             if sys.stderr.isatty():
                 print(f"\r\033[K{name}, seed {seed}", end="", file=sys.stderr)
             for policy in SEARCHES:
@@ -147,7 +153,8 @@ def _rows(args: argparse.Namespace, card: ClockCosts) -> Iterator[SectionsRow]:
 
 
 def _pipeline(args: argparse.Namespace, profile: Profile) -> Iterator[SectionsRow]:
-    for seed in range(args.seeds if args.scenario in ("all", PIPELINE) else 0):
+    count = args.seeds if args.scenario in ("all", PIPELINE) else 0
+    for seed in range(args.first_seed, args.first_seed + count):
         found = savings(profile, seed=seed, max_slowdown=0.0)
         for policy, (saving, slowdown) in found.items():
             yield SectionsRow(
@@ -198,12 +205,12 @@ def play(
 
 def _played(orders: Search, job: SectionJob) -> Depths:
     try:
-        trial = next(orders)
+        trials = next(orders)
         while True:
-            trial = orders.send(job.run(trial.depths))
+            trials = orders.send(tuple(job.run(trial.depths) for trial in trials))
     except StopIteration as end:
-        found: Depths = end.value
-        return found
+        found: FoundDepths = end.value
+        return found.depths
 
 
 def _summary(rows: Sequence[SectionsRow]) -> dict[str, Any]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 from kilter.clocks.calibrator import SimulatedBench, calibrate
 from kilter.clocks.plan.switching import Calibration
 from kilter.clocks.section_card import card_of
+from kilter.clocks.section_store import SectionStore
 from kilter.core.label import Label
+from kilter.core.setting import DeviceInfo
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.core.units import show_clock, show_time
 from kilter.device.sim.gpu import SimGpu
@@ -18,9 +22,11 @@ KERNEL_FLOPS = 5e11
 """A millisecond or so: a switch is seen at the beginning of the next kernel."""
 
 
-def tell_switches(profile: Profile, *, seed: int, as_json: bool) -> int:
-    """Measure, and print the percentiles of each clock in both directions."""
-    found = measured(profile, seed=seed)
+def tell_switches(profile: Profile, *, seed: int, as_json: bool, keep: bool = False) -> int:
+    """Measure, print the percentiles of each clock in both directions, and `keep` them for the runs
+    on that device."""
+    info, found = measured(profile, seed=seed)
+    kept = SectionStore(os.environ).keep_switches(info, found) if keep else None
     if as_json:
         result = {"schema": "kilter.bench.sections/1", "scenario": "switch_times"}
         fields = msgspec.to_builtins(found) | {"label": found.label.value}
@@ -39,10 +45,12 @@ def tell_switches(profile: Profile, *, seed: int, as_json: bool) -> int:
         even_s = down.quantile(0.95) + up.quantile(0.95)
         assumed = show_time(card_of(profile).break_even_s)
         print(f"\nBreak-even {show_time(even_s)}, by the profile {assumed} [{found.label.value}]")
+    if kept is not None:
+        print(f"Kept for runs on {info.uuid}: {kept}")
     return 0
 
 
-def measured(profile: Profile, *, seed: int) -> Calibration:
+def measured(profile: Profile, *, seed: int) -> tuple[DeviceInfo, Calibration]:
     """The clocks that sections are planned with, on a simulated GPU, under a lease."""
     kernel = Operation(
         name="matmul", kind=Kind.FORWARD, start_s=0.0, duration_s=1e-3, flops=KERNEL_FLOPS
@@ -54,7 +62,7 @@ def measured(profile: Profile, *, seed: int) -> Calibration:
         device=profile.name,
         label=Label.SIMULATED,
     )
-    gpu = SimGpu(profile, seed=seed)
+    gpu = SimGpu(profile, seed=seed, index=seed)  # that of the rank of this number
     clocks = [level.sm_clock_hz for level in card_of(profile).levels]
     with Lease(gpu) as lease:
-        return calibrate(SimulatedBench(gpu, trace, lease.set), clocks)
+        return gpu.info(), calibrate(SimulatedBench(gpu, trace, lease.set), clocks)

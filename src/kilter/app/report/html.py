@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from kilter.app.report import footprint, glossary, memory_plots, svg
+from kilter.app.report import footprint, glossary, memory_plots, section_run, svg
+from kilter.app.report import sections as section_page
 from kilter.app.report.build import Report
 from kilter.app.report.evidence import Probe, allowed_slowdown
 from kilter.app.report.memory import Timeline
@@ -39,6 +40,7 @@ from kilter.app.report.summary import (
 )
 from kilter.app.report.svg import escape
 from kilter.app.report.words import STAND_IN, contract
+from kilter.clocks.plan.sections import Analysis
 from kilter.core.events import Decided
 from kilter.core.label import Label
 from kilter.core.units import show_count, show_energy, show_fraction, show_pace, show_time
@@ -46,12 +48,14 @@ from kilter.core.units import show_count, show_energy, show_fraction, show_pace,
 MOST_OPERATIONS = 12
 
 
-def page(report: Report, memory: Timeline | None = None) -> str:
-    """The whole page; `memory` is the pass that the memory plan was made for."""
+def page(report: Report, memory: Timeline | None = None, windows: Analysis | None = None) -> str:
+    """The whole page; `memory` is the pass that the memory plan was made for, `windows` what the
+    profiler saw of the ranks' communication sections."""
     sections = [
         _head(report),
         _tiles(report),
         memory_plots.section(report.memory, memory),
+        _communication(report, windows),
         trade_off(report),
         iteration_times(report),
         power(report),
@@ -71,6 +75,13 @@ def _words(page: str) -> str:
     """What the words of this page mean."""
     meanings = definitions(glossary.used(page).items())
     return f"<section id='words'><h2>Words</h2>{meanings}</section>"
+
+
+def _communication(report: Report, windows: Analysis | None) -> str:
+    if report.sections is None:
+        return ""
+    found = report.sections.search
+    return section_page.in_report(windows, section_run.answer(report.sections), found)
 
 
 # The top: what a reader in a hurry takes away.

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 
+from kilter.clocks.plan.sections import Analysis, analyse
+from kilter.core.codec import read
+from kilter.core.errors import FileError, PlanError
 from kilter.core.events import Sectioned
-from kilter.core.units import show_count, show_fraction, show_time
+from kilter.core.rank_trace import WINDOW_FILE, RankTrace
+from kilter.core.section_record import SectionsFound
+from kilter.core.units import show_count, show_fraction, show_pace, show_time
+
+MOST_WINDOW_BYTES = 1 << 28
+_TRACE = msgspec.json.Decoder(RankTrace)
 
 
 class RankSectioned(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +40,10 @@ class SectionsReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of the worst rank."""
     restored: bool | None
     """None: no conductor ran, or the record has no end."""
+    search: SectionsFound | None
+    """What the ranks' search has come to; None: it was not over, or nothing could be set."""
+    blocks: int
+    """Blocks of iterations that were judged in it."""
     ranks: tuple[RankSectioned, ...]
 
 
@@ -53,13 +66,72 @@ def sections_report(ranks: Iterable[tuple[int, Sequence[Sectioned]]]) -> Section
         edges=sum(each.sections.edges for each in last),
         edge_error_p95_s=max(errors, default=None),
         restored=all(ends) if ends else None,
+        search=next((each.sections.search for each in last if each.sections.search), None),
+        blocks=max(each.sections.blocks for each in last),
         ranks=tuple(last),
     )
 
 
-def headline(report: SectionsReport) -> str:
-    """The answer. What it would save is simulated; what is exposed was measured."""
-    return f"sections: {report.summary} [simulated; exposed: measured]"
+def windows(directory: Path) -> Analysis | None:
+    """The last windows of all ranks of a run together; None if there are none that can be read, or
+    if they do not belong together."""
+    traces = []
+    for path in sorted(directory.glob(WINDOW_FILE.format(rank="*"))):
+        try:
+            traces.append(_TRACE.decode(read(path, max_bytes=MOST_WINDOW_BYTES)))
+        except (FileError, msgspec.MsgspecError):
+            continue
+    try:
+        return analyse(traces) if traces else None
+    except PlanError:
+        return None
+
+
+def headline(report: SectionsReport, *, simulated: bool) -> str:
+    """The answer. What the plan would save is simulated; what is exposed was measured."""
+    label = "simulated; exposed: measured" if simulated or report.search is None else "measured"
+    return f"sections: {answer(report)} [{label}]"
+
+
+def answer(report: SectionsReport) -> str:
+    """What was taken and why, or what would be, in one or two sentences."""
+    found = report.search
+    if found is None and report.blocks and not report.dry_run:
+        blocks = show_count(report.blocks, "block")
+        return f"The search was not over after {blocks}: the default stood. {report.summary}"
+    if found is None:
+        return report.summary
+    return outcome(found) if found.taken == "sections" else f"{report.summary} {outcome(found)}"
+
+
+def outcome(found: SectionsFound) -> str:
+    """What a search has come to."""
+    if found.taken == "sections":
+        return f"{_held(found)} {_instead_of(found)}"
+    if found.taken == "whole job":
+        return f"One clock for the whole job pays more: {found.reason}."
+    return f"The default stands: {found.reason}."
+
+
+def _held(found: SectionsFound) -> str:
+    verb = "Would hold" if found.rehearsed else "Held"
+    text = f"{verb} {found.reason}"
+    if found.time_ratio is not None and found.time_ratio_ci95 is not None:
+        low, high = (show_fraction(ratio - 1.0) for ratio in found.time_ratio_ci95)
+        text += f": {show_pace(found.time_ratio - 1.0)} ({low} to {high})"
+    if found.energy_ratio is not None:
+        text += f" with {show_fraction(1.0 - found.energy_ratio)} less energy"
+    what = "clocks of an earlier run, confirmed" if found.known else "confirmed"
+    return f"{text}; {what} in {show_count(found.pairs, 'pair')} of blocks."
+
+
+def _instead_of(found: SectionsFound) -> str:
+    if found.whole_job_saving is None or found.sections_saving is None:
+        return ""
+    return (
+        f"One clock for the whole job was expected to save {show_fraction(found.whole_job_saving)} "
+        f"within the bound, the sections {show_fraction(found.sections_saving)}."
+    )
 
 
 def details(report: SectionsReport, *, simulated: bool) -> list[str]:
@@ -72,6 +144,9 @@ def details(report: SectionsReport, *, simulated: bool) -> list[str]:
             f"edges: {show_count(report.edges, 'command')} within "
             f"{show_time(report.edge_error_p95_s)} (95 %) of the real edges [measured]"
         )
+    first = report.ranks[0].sections
+    whose = "the device's own switch times" if first.calibrated else "the profile's switch times"
+    lines.append(f"break-even: {show_time(first.break_even_s)} by {whose}")
     windows = max(each.sections.windows for each in report.ranks)
     reopened = max(each.sections.reopened for each in report.ranks)
     cost_s = max(each.sections.window_cost_s + each.sections.key_cost_s for each in report.ranks)

@@ -9,7 +9,8 @@ from kilter.app.report.page import document, table
 from kilter.app.report.svg import Frame, escape
 from kilter.clocks.plan.sections import Analysis, RankSections, SectionLane
 from kilter.core.rank_trace import RankTimes
-from kilter.core.units import show_bytes, show_count, show_fraction, show_time
+from kilter.core.section_record import SectionsFound
+from kilter.core.units import show_bytes, show_clock, show_count, show_fraction, show_time
 from kilter.model.intervals import join
 
 MOST_LANES = 16
@@ -51,6 +52,31 @@ def page(analysis: Analysis, answer: str, reasons: Sequence[str] = ()) -> str:
         f"{_timelines(analysis)}{_ranks(analysis)}{_sections(analysis)}"
     )
     return document("kilter sections", body)
+
+
+def in_report(analysis: Analysis | None, answer: str, found: SectionsFound | None) -> str:
+    """The sections of a run, inside its page."""
+    drawn = ""
+    if analysis is not None:
+        drawn = f"{_STYLE}{_timelines(analysis)}{_ranks(analysis)}{_sections(analysis)}"
+    return (
+        "<section id='sections'><h2>Communication sections</h2>"
+        f"<p class='finding'>{escape(answer)}</p></section>{_clocks(found)}{drawn}"
+    )
+
+
+def _clocks(found: SectionsFound | None) -> str:
+    """Which rank has which clock in which section."""
+    if found is None or not found.held:
+        return ""
+    rows = [
+        (escape(key), show_clock(found.clocks_hz[depth - 1]) if depth else "as found", ranks)
+        for key, row in zip(found.keys, found.depths, strict=True)
+        for depth in sorted(set(row), reverse=True)
+        for ranks in [", ".join(str(rank) for rank, own in enumerate(row) if own == depth)]
+    ]
+    columns = (("Section", "name"), ("Clock", "n"), ("Ranks", "n"))
+    return f"<section><h2>Clocks held</h2>{table(columns, rows, 'Clocks in sections')}</section>"
 
 
 def _timelines(analysis: Analysis) -> str:

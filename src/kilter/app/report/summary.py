@@ -35,7 +35,9 @@ ACTED_ON = (Bound.INPUT, Bound.IDLE, Bound.THROTTLED, Bound.COMMUNICATION)
 
 def summary(report: Report, run_dir: str | Path | None) -> str:
     """The few lines at the end of a run; `run_dir` is None where no record of it is kept."""
-    lines = sections(report) or [headline(report), ending(report)]
+    lines = sections(report)
+    if not lines or _instead_of_sections(report):
+        lines += [headline(report), ending(report)]
     if report.blocks:
         lines.insert(1, f"evidence: {evidence(report)}")
     if report.memory is not None:
@@ -64,14 +66,25 @@ _MOST_ERRORS = 3
 
 
 def sections(report: Report) -> list[str]:
-    """In place of the whole job's clocks; empty where nobody looked for sections."""
+    """Empty where nobody looked for sections. What became of the whole job's clock stands below,
+    where that was taken in their place."""
     if report.sections is None:
         return []
     simulated = any(device.backend == "sim" for device in report.devices)
     return [
-        section_run.headline(report.sections),
+        section_run.headline(report.sections, simulated=simulated),
         *section_run.details(report.sections, simulated=simulated),
     ]
+
+
+def _instead_of_sections(report: Report) -> bool:
+    """One clock for the whole job was searched after all."""
+    sections = report.sections
+    return (
+        sections is not None
+        and sections.search is not None
+        and sections.search.taken == "whole job"
+    )
 
 
 def full(report: Report) -> str:
@@ -112,10 +125,11 @@ def full(report: Report) -> str:
 
 
 def _clock_lines(report: Report) -> list[str]:
-    if report.sections is not None:
-        return sections(report)
+    told = sections(report)
+    if told and not _instead_of_sections(report):
+        return told
     base, ours = report.baseline, report.governed
-    lines = [f"result   {headline(report)}"]
+    lines = [*told, f"result   {headline(report)}"]
     if base.iteration_s is not None:
         lines.append(f"default  {per_iteration(base)}")
     if ours.iteration_s is not None and report.choice.setting != report.found:
@@ -241,8 +255,10 @@ def result(report: Report) -> Finding:
     label = report.label.value
     if report.unseen is not None:
         return Finding(report.unseen)
-    if report.sections is not None:
-        return Finding(report.sections.summary, Label.SIMULATED.value)
+    if report.sections is not None and not _instead_of_sections(report):
+        simulated = report.label is Label.SIMULATED or report.sections.search is None
+        label = Label.SIMULATED.value if simulated else label
+        return Finding(section_run.answer(report.sections), label)
     if report.goal.max_slowdown is None and report.goal.memory_budget is not None:
         return Finding(_no_memory_record(report), label)
     if report.saving is None and report.slowdown is None:

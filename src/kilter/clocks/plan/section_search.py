@@ -1,8 +1,8 @@
 """The lowest harmless clock of each section and GPU, searched on the running job. Pure.
 
-Coroutines that yield a `SectionTrial` (run a block of iterations at these depths) and are sent what
-was `Seen`. A depth is a number of steps below the default clock, 0 for the default itself. Two
-searches:
+Coroutines that yield `SectionTrial`s (run a block of iterations at each of these depths, one after
+the other) and are sent what was `Seen` of each. A depth is a number of steps below the default
+clock, 0 for the default itself. Two searches:
 
 `stepwise` is the patent's (US 2025/0264922, S221 to S227), taken literally: for each section of
 each GPU lower the clock by one step, run, compare with the run before, and stop at the minimum or
@@ -15,7 +15,10 @@ sensor, sharper for short sections, which may only reject: each section has its 
 slowdown budget. Ranks of one role move together while all others stay at the default, so that the
 losses of one search do not hide in another; then those of them that wait for the rest go deeper
 alone. Depths are tried coarsely first. What was found is confirmed as a whole on fresh pairs, or
-given back section by section until it is.
+given back section by section until it is. Depths that an earlier run has found are only confirmed.
+
+`bench/sections` plays these coroutines against simulated jobs; `clocks/section_agreement` runs them
+on the ranks of a job.
 """
 
 from __future__ import annotations
@@ -39,6 +42,9 @@ SPENT = 0.6
 be confirmed, and then sections give up steps that were harmless."""
 LEAST_PAIRS = 3
 """Pairs before a section's own time may reject."""
+PAIRS_AT_ONCE = 3
+"""Pairs between two judgements: on a running job each judgement takes messages between the ranks.
+"""
 COARSE_STEP = 3
 """Steps between the depths that are tried first."""
 WAITING = 0.1
@@ -55,9 +61,9 @@ class SearchTarget(msgspec.Struct, frozen=True, kw_only=True):
     share: float
     """Its length over the iteration's."""
     roles: tuple[tuple[int, ...], ...]
-    """Ranks that do the same work in it."""
+    """Ranks that do the same work in it; a rank without this section is in none."""
     wait: tuple[float, ...]
-    """By rank: share of the section's length that it waits for others."""
+    """By rank of the job: share of the section's length that it waits for others."""
 
 
 class SectionTrial(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,39 +77,76 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """What a block gave: medians over its iterations, of the slowest rank."""
 
     step_s: float
-    section_s: tuple[float, ...]
+    section_s: tuple[float, ...] = ()
+    """By section; empty where nobody sees the sections' own times."""
+    energy_j: float | None = None
+    """Of all ranks per iteration; None: not known."""
 
 
-Search = Generator[SectionTrial, Seen, Depths]
+class FoundDepths(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a search."""
+
+    depths: Depths
+    log_time: tuple[float, ...] = ()
+    """Of the pairs that confirmed the whole: log of its step time over the default's."""
+    log_energy: tuple[float, ...] = ()
+    """The same of the energy, where it is known."""
+
+
+Trials = tuple[SectionTrial, ...]
+Outcomes = tuple[Seen, ...]
+Search = Generator[Trials, Outcomes, FoundDepths]
 
 
 def stepwise(targets: Sequence[SearchTarget], *, lowest: int, threshold: float) -> Search:
     """The patent's search. `threshold`: a block slower than the one before by this share has
     degraded."""
-    ranks = sum(len(role) for role in targets[0].roles) if targets else 0
-    depths = [[0] * ranks for _ in targets]
+    depths = [list(row) for row in default_depths(targets)]
     for place, target in enumerate(targets):
-        for rank in range(ranks):
-            last = (
-                yield SectionTrial(depths=_frozen(depths), reason=f"{target.key}: as it is")
-            ).step_s
+        for rank in sorted(rank for role in target.roles for rank in role):
+            trial = SectionTrial(depths=_frozen(depths), reason=f"{target.key}: as it is")
+            (seen,) = yield (trial,)
+            last = seen.step_s
             while depths[place][rank] < lowest:
                 depths[place][rank] += 1
                 reason = f"{target.key}, rank {rank}: one step lower"
-                step_s = (yield SectionTrial(depths=_frozen(depths), reason=reason)).step_s
-                if step_s > last * (1.0 + threshold):
+                (seen,) = yield (SectionTrial(depths=_frozen(depths), reason=reason),)
+                if seen.step_s > last * (1.0 + threshold):
                     depths[place][rank] -= 1
                     break
-                last = step_s
-    return _frozen(depths)
+                last = seen.step_s
+    return FoundDepths(depths=_frozen(depths))
 
 
 def search(
-    targets: Sequence[SearchTarget], *, lowest: int, contract: Contract, seed: int = 0
+    targets: Sequence[SearchTarget],
+    *,
+    lowest: int,
+    contract: Contract,
+    seed: int = 0,
+    known: Depths | None = None,
 ) -> Search:
-    """Ours: interleaved, sequential, coarse to fine, by role, then by waiting, then confirmed."""
-    found = yield from _Search(targets, lowest, contract, seed).run()
-    return found
+    """Ours: interleaved, sequential, coarse to fine, by role, then by waiting, then confirmed.
+    `known`: what an earlier run of the same job has found, which is only confirmed."""
+    return (yield from _Search(targets, lowest, contract, seed).run(known))
+
+
+def watch(
+    found: Depths, targets: Sequence[SearchTarget], *, contract: Contract, seed: int = 0
+) -> Generator[Trials, Outcomes, str]:
+    """Pairs of what is held and the default for as long as the job runs; returns why the default
+    has to stand again, once there is evidence that the bound is broken."""
+    pairs = _Search(targets, 0, contract, seed)
+    log_time: list[float] = []
+    while not contract.broken(log_time):
+        seen = yield from pairs.pairs(found, 1)
+        log_time += [math.log(candidate.step_s / default.step_s) for candidate, default in seen]
+    return f"slower than allowed in {len(log_time)} comparisons while it was held"
+
+
+def default_depths(targets: Sequence[SearchTarget]) -> Depths:
+    """No section is slowed down."""
+    return tuple((0,) * len(target.wait) for target in targets)
 
 
 class _Search:
@@ -114,10 +157,11 @@ class _Search:
         self._lowest = lowest
         self._contract = contract
         self._random = random.Random(seed)
-        ranks = sum(len(role) for role in targets[0].roles) if targets else 0
-        self._default = tuple((0,) * ranks for _ in targets)
+        self._default = default_depths(targets)
 
-    def run(self) -> Search:
+    def run(self, known: Depths | None) -> Search:
+        if known is not None:
+            return (yield from self._confirmed(known))
         found = self._default
         for j, target in enumerate(self._targets):
             for role in target.roles:
@@ -129,9 +173,7 @@ class _Search:
                     found = _with(found, j, waiting, depth)
         return (yield from self._confirmed(found))
 
-    def _descend(
-        self, j: int, ranks: Sequence[int], good: int
-    ) -> Generator[SectionTrial, Seen, int]:
+    def _descend(self, j: int, ranks: Sequence[int], good: int) -> Generator[Trials, Outcomes, int]:
         """The lowest safe depth of these ranks in section `j` from a safe one on: coarse steps down
         to the first that is not safe, then halving between the last safe depth and that one. What
         ends the descent is tested once more, since a single wrong "no" early on would cost many
@@ -145,7 +187,7 @@ class _Search:
             elif bad - good == 1:
                 depth = bad
                 doubted.add(depth)
-            if not (yield from self._safe(_with(self._default, j, ranks, depth), j)):
+            if (yield from self._safe(_with(self._default, j, ranks, depth), j)) is None:
                 bad = depth
                 continue
             good = depth
@@ -160,42 +202,52 @@ class _Search:
         tests = 0
         while found != self._default:
             tests += 1
-            if (yield from self._safe(found, None, tests=tests)):
-                break
+            evidence = yield from self._safe(found, None, tests=tests)
+            if evidence is not None:
+                return msgspec.structs.replace(evidence, depths=found)
             j = order[(tests - 1) % len(order)]
             found = (*found[:j], tuple(max(0, depth - 1) for depth in found[j]), *found[j + 1 :])
-        return found
+        return FoundDepths(depths=found)
 
     def _safe(
         self, depths: Depths, j: int | None, *, tests: int = 1
-    ) -> Generator[SectionTrial, Seen, bool]:
-        """Pairs of the candidate and the default until there is evidence. With a section, its own
-        time may reject early."""
+    ) -> Generator[Trials, Outcomes, FoundDepths | None]:
+        """Pairs of the candidate and the default until there is evidence; None: not safe. With a
+        section, its own time may reject early."""
         error = self._contract.share(tests) if j is None else self._contract.error_probability
         steps: list[float] = []
+        energies: list[float] = []
         lengths: list[float] = []
         while len(steps) < (SECTION_CONFIRM_PAIRS if j is None else PAIRS):
-            candidate, default = yield from self._pair(depths)
-            steps.append(math.log(candidate.step_s / default.step_s))
-            if j is not None:
-                lengths.append(math.log(candidate.section_s[j] / default.section_s[j]))
-                if self._too_long(lengths, j):
-                    return False
+            for candidate, default in (yield from self.pairs(depths, PAIRS_AT_ONCE)):
+                steps.append(math.log(candidate.step_s / default.step_s))
+                if candidate.energy_j and default.energy_j:
+                    energies.append(math.log(candidate.energy_j / default.energy_j))
+                if j is not None and candidate.section_s:
+                    lengths.append(math.log(candidate.section_s[j] / default.section_s[j]))
+            if j is not None and self._too_long(lengths, j):
+                return None
             verdict = self._contract.judge(steps, error_probability=error)
             if verdict is Verdict.DEGRADED:
-                return False
+                return None
             if verdict is Verdict.SAFE and not self._looks_too_long(lengths, j):
-                return True
-        return False
+                return FoundDepths(depths=depths, log_time=tuple(steps), log_energy=tuple(energies))
+        return None
 
-    def _pair(self, depths: Depths) -> Generator[SectionTrial, Seen, tuple[Seen, Seen]]:
-        seen: dict[bool, Seen] = {}
-        for default in self._random.sample([True, False], 2):
-            arm = self._default if default else depths
-            seen[default] = yield SectionTrial(
-                depths=arm, reason="default" if default else "candidate"
-            )
-        return seen[False], seen[True]
+    def pairs(
+        self, depths: Depths, count: int
+    ) -> Generator[Trials, Outcomes, list[tuple[Seen, Seen]]]:
+        """(candidate, default) of so many pairs, each in random order."""
+        orders = [self._random.sample([True, False], 2) for _ in range(count)]
+        seen = yield tuple(
+            SectionTrial(depths=self._default, reason="default")
+            if default
+            else SectionTrial(depths=depths, reason="candidate")
+            for order in orders
+            for default in order
+        )
+        both = zip(seen[::2], seen[1::2], orders, strict=True)
+        return [(b, a) if order[0] else (a, b) for a, b, order in both]
 
     def _allowed(self, j: int) -> float:
         """Log ratio of the section's time that uses up its share of the budget."""
@@ -209,9 +261,8 @@ class _Search:
         return evidence >= math.log(1.0 / self._contract.error_probability)
 
     def _looks_too_long(self, lengths: Sequence[float], j: int | None) -> bool:
-        return j is not None and (
-            len(lengths) < LEAST_PAIRS or statistics.fmean(lengths) > self._allowed(j)
-        )
+        """A section whose own time nobody sees is judged by the step alone."""
+        return j is not None and bool(lengths) and statistics.fmean(lengths) > self._allowed(j)
 
 
 def _with(depths: Depths, j: int, ranks: Sequence[int], depth: int) -> Depths:

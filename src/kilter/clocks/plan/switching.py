@@ -37,10 +37,11 @@ class SwitchTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """The switch times of one device, which hold for its driver alone."""
+    """The switch times of one device, which hold for its driver and VBIOS alone."""
 
     uuid: str
     driver: str | None
+    vbios: str | None = None
     label: Label
     switches: tuple[SwitchTimes, ...]
 

@@ -55,6 +55,14 @@ class CommandSchedule(msgspec.Struct, frozen=True, kw_only=True):
     calls_per_s: float
 
 
+class ScheduleArm(msgspec.Struct, frozen=True, kw_only=True):
+    """Commands that rule from one iteration on."""
+
+    first: int
+    """Number of the iteration end with which that iteration begins."""
+    schedule: CommandSchedule
+
+
 class Commanded(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the conductor's log: a command that left, or that was left out. Times are
     `time.monotonic()` of the machine."""
@@ -98,6 +106,21 @@ class EdgeErrors(msgspec.Struct, frozen=True, kw_only=True):
     p95_s: float
     bias_s: float
     """Median of expected minus real: below zero, the commands come early."""
+
+
+NOTHING = CommandSchedule(number=0, commands=(), iteration_s=0.0, calls_per_s=0.0)
+"""The default stands."""
+
+
+def at_depths(
+    stretches: Sequence[LowStretch], depths: Sequence[int], card: ClockCosts
+) -> tuple[LowStretch, ...]:
+    """The stretches at so many steps below the default clock; those at the default are left out."""
+    return tuple(
+        msgspec.structs.replace(stretch, sm_clock_hz=card.levels[depth - 1].sm_clock_hz)
+        for stretch, depth in zip(stretches, depths, strict=True)
+        if depth
+    )
 
 
 def schedule(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from statistics import NormalDist
 
 import msgspec
@@ -70,6 +71,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     saved_w: float
     """Power in communication by default minus here."""
     waiting_w: float
+    computing_w: float
     stretch: float
     """Time of computation over that by default, at most: as if no kernel waited for memory."""
 
@@ -104,6 +106,8 @@ class LowStretch(msgspec.Struct, frozen=True, kw_only=True):
     down_at_s: float
     """When the commands leave, from the beginning of the iteration; may be in the one before."""
     up_at_s: float
+    computed_s: float
+    """Computation between its sections."""
     saved_j: float
     delay_s: float
 
@@ -115,6 +119,7 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True):
     exposed_share: float
     longest_s: float
     iteration_s: float
+    compute_s: float
     iteration_j: float
     """Assumed: computing draws `Card.computing_w`, everything else `Card.waiting_w`."""
     stretches: tuple[LowStretch, ...]
@@ -142,11 +147,54 @@ def worth(rank: RankSections, card: ClockCosts, *, max_slowdown: float) -> Worth
         exposed_share=rank.exposed_share,
         longest_s=max((s.length_s for s in rank.sections), default=0.0),
         iteration_s=mean.iteration_s,
+        compute_s=mean.compute_s,
         iteration_j=mean.compute_s * card.computing_w
         + (mean.iteration_s - mean.compute_s) * card.waiting_w,
         stretches=chosen,
         refused=(*_rare(rare, card), *_refused(sections, chosen, card, most)),
     )
+
+
+def retimed(
+    stretches: Sequence[LowStretch], rank: RankSections, card: ClockCosts
+) -> tuple[LowStretch, ...] | None:
+    """The same stretches by the times of a newer window; None where one of them is not there."""
+    places = {section.key: n for n, section in enumerate(rank.sections)}
+    newer = []
+    for stretch in stretches:
+        a, b = places.get(stretch.first), places.get(stretch.last)
+        if a is None or b is None or a > b:
+            return None
+        inside = rank.sections[a : b + 1]
+        computed_s = sum(section.gap_compute_s for section in inside[:-1])
+        level = next(x for x in card.levels if x.sm_clock_hz == stretch.sm_clock_hz)
+        end_s = _end_s(inside[-1])
+        if end_s - inside[0].start_s < card.break_even_s:
+            return None
+        newer.append(_stretch(inside, level, card, inside[0].start_s, end_s, computed_s))
+    return tuple(newer)
+
+
+def whole_job(found: Sequence[Worth], card: ClockCosts, *, max_slowdown: float) -> float:
+    """Share of the energy that one clock for the whole iteration would save within the slowdown, by
+    the same assumptions: computation takes as much longer as the clock is lower, communication
+    keeps its pace. What lies between two levels is linear."""
+    share = max(w.compute_s / w.iteration_s for w in found)
+    lowest = card.levels[-1].stretch if card.levels else 1.0
+    stretch = lowest if share == 0.0 else min(lowest, 1.0 + max_slowdown / share)
+    steps = [(1.0, card.computing_w, card.waiting_w)]
+    steps += [(level.stretch, level.computing_w, level.waiting_w) for level in card.levels]
+    computing_w, waiting_w = steps[0][1:]
+    for (a, *low), (b, *high) in pairwise(steps):
+        if a <= stretch <= b and b > a:
+            part = (stretch - a) / (b - a)
+            computing_w, waiting_w = (x + part * (y - x) for x, y in zip(low, high, strict=True))
+    default_j = sum(w.iteration_j for w in found)
+    low_j = sum(
+        w.compute_s * stretch * computing_w + (w.iteration_s - w.compute_s) * waiting_w
+        for w in found
+    )
+    return max(0.0, 1.0 - low_j / default_j)
 
 
 def _most_stretches(card: ClockCosts, iteration_s: float) -> int | None:
@@ -287,6 +335,7 @@ def _stretch(
         end_s=end_s,
         down_at_s=start_s - down.quantile(0.05),
         up_at_s=end_s - up.quantile(0.95),
+        computed_s=computed_s,
         saved_j=level.saved_w * low_s - card.computing_w * mistimed_s - level.waiting_w * slower_s,
         delay_s=slower_s + mistimed_s,
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import enum
 import math
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -481,9 +480,8 @@ class SimGpu:
     def _delay_s(self, setting: Setting) -> float:
         """A draw of the switching delay. The median belongs to the target, the rest is chance."""
         switch = self.profile.switch
-        target = np.random.default_rng(zlib.crc32(repr(setting).encode())).standard_normal()
         chance = self._delays.standard_normal()
-        return switch.median_s * math.exp(switch.target_spread * target + switch.spread * chance)
+        return switch.median_to_s(setting) * math.exp(switch.spread * chance)
 
     def _require(
         self,

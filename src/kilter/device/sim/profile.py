@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import re
 import tomllib
+import zlib
 from dataclasses import dataclass
 from importlib import resources
 
 import msgspec
+import numpy as np
 
 from kilter.core.errors import FileError, NoDevice
-from kilter.core.setting import Supported
+from kilter.core.setting import Setting, Supported
 from kilter.device.sim.cards import names
 from kilter.model.power import Power, Thermal
 from kilter.model.roofline import Roofline, require_positive
@@ -98,6 +100,11 @@ class Switch:
 
     def __post_init__(self) -> None:
         require_positive(self, or_zero=("target_spread", "spread"))
+
+    def median_to_s(self, setting: Setting) -> float:
+        """Of the switches to one target, which has a median of its own."""
+        target = np.random.default_rng(zlib.crc32(repr(setting).encode())).standard_normal()
+        return self.median_s * math.exp(self.target_spread * float(target))
 
     @property
     def p95_s(self) -> float:

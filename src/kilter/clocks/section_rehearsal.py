@@ -1,0 +1,189 @@
+"""A rank of a job on a simulated GPU: what low clocks in its sections do to its iterations.
+
+The times of the iteration and of its sections are those that the rank has measured. What a clock
+does to them is simulated: each switch takes a time drawn from the device's profile, computation
+under a low clock takes as much longer as the clock is lower, a rank that waits for others makes up
+for what it loses while it waits, and communication keeps its pace unless `truth` says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from kilter.clocks.plan.section_job import BLOCK, SETTLING, RankOffer, key_of, own_depths
+from kilter.clocks.plan.section_search import Outcomes, SearchTarget, Seen, Trials
+from kilter.clocks.plan.worth import ClockCosts, LowStretch
+from kilter.core.setting import Setting
+from kilter.device.sim.gpu import STEADY
+from kilter.device.sim.noise import Noise, NoiseSource
+from kilter.device.sim.profile import Switch
+
+T = TypeVar("T")
+
+
+class Truth(NamedTuple):
+    """How the communication of a section depends on the clock."""
+
+    harmless: float = 0.0
+    """The clock, over the highest, down to which it keeps its pace."""
+    exponent: float = 1.0
+    """Below, its time grows with this power of the clock's period."""
+
+
+KEEPS_PACE = Truth()
+
+
+class SimulatedRank:
+    """Iterations of one rank. Same seed, same calls, same results."""
+
+    def __init__(
+        self,
+        offer: RankOffer,
+        targets: Sequence[SearchTarget],
+        card: ClockCosts,
+        switch: Switch,
+        *,
+        seed: int = 0,
+        noise: Noise = STEADY,
+        truth: Mapping[str, Truth] | None = None,
+    ) -> None:
+        self._offer = offer
+        self._targets = targets
+        self._card = card
+        self._switch = switch
+        self._truth = truth or {}
+        self._wait_s = {
+            t.key: t.wait[offer.rank] * t.share * offer.found.iteration_s for t in targets
+        }
+        self._switches, jitter = np.random.default_rng([seed, offer.rank]).spawn(2)
+        self._noise = NoiseSource(noise, jitter)
+        targets_hz = (None, *(level.sm_clock_hz for level in card.levels))
+        self._medians = [switch.median_to_s(Setting(sm_clock_hz=hz)) for hz in targets_hz]
+
+    def iterate(self, depths: Sequence[int]) -> Seen:
+        """One iteration with the rank's stretches at these depths. Sections in the targets' order;
+        those that the rank does not have take no time."""
+        delay_s = saved_j = 0.0
+        lengths = dict.fromkeys((t.key for t in self._targets), 0.0)
+        for stretch, depth in zip(self._offer.found.stretches, depths, strict=True):
+            own_s, later_s, joules = self._stretch(stretch, depth)
+            lengths[key_of(stretch)] = own_s
+            delay_s += later_s
+            saved_j += joules
+        time, power = self._noise.draw()
+        found = self._offer.found
+        return Seen(
+            step_s=(found.iteration_s + delay_s) * time,
+            section_s=tuple(length_s * time for length_s in lengths.values()),
+            energy_j=(found.iteration_j - saved_j) * power,
+        )
+
+    def _stretch(self, stretch: LowStretch, depth: int) -> tuple[float, float, float]:
+        """Length of a stretch, delay of the iteration, joules saved."""
+        length_s = stretch.end_s - stretch.start_s
+        if depth == 0:
+            return length_s, 0.0, 0.0
+        level = self._card.levels[depth - 1]
+        low_s = stretch.down_at_s + self._takes(depth)
+        high_s = stretch.up_at_s + self._takes(0)
+        early_s = max(0.0, stretch.start_s - low_s)
+        late_s = max(0.0, high_s - stretch.end_s)
+        inside_s = max(0.0, min(high_s, stretch.end_s) - max(low_s, stretch.start_s))
+        mistimed_s = (early_s + late_s) * (1.0 - 1.0 / level.stretch)
+        slower_s = stretch.computed_s * (level.stretch - 1.0)
+        harmless, exponent = self._truth.get(key_of(stretch), KEEPS_PACE)
+        keeps = max(1.0, harmless * level.stretch) ** exponent
+        longer_s = (length_s - stretch.computed_s) * (keeps - 1.0)
+        made_up_s = min(mistimed_s + slower_s, self._wait_s.get(key_of(stretch), 0.0))
+        joules = level.saved_w * max(0.0, inside_s - stretch.computed_s)
+        joules -= self._card.computing_w * mistimed_s + level.waiting_w * (slower_s + longer_s)
+        return (
+            length_s + slower_s + longer_s,
+            mistimed_s + slower_s + longer_s - made_up_s,
+            joules,
+        )
+
+    def _takes(self, depth: int) -> float:
+        """Of a switch to the clock of this depth."""
+        spread = math.exp(self._switches.normal(0.0, self._switch.spread))
+        return self._medians[depth] * spread
+
+
+class SimulatedRanks:
+    """All ranks of a job in one process, for a search that the script was too short for."""
+
+    def __init__(
+        self,
+        offers: Sequence[RankOffer],
+        targets: Sequence[SearchTarget],
+        card: ClockCosts,
+        switch: Switch,
+        *,
+        seed: int = 0,
+        noise: Noise = STEADY,
+        truth: Mapping[str, Truth] | None = None,
+    ) -> None:
+        self._offers, self._targets = offers, targets
+        self.now_s = 0.0
+        """Of the slowest rank's time."""
+        self._ranks = [
+            SimulatedRank(offer, targets, card, switch, seed=seed, noise=noise, truth=truth)
+            for offer in offers
+        ]
+
+    def run(self, trials: Trials) -> Outcomes:
+        """The blocks of these trials, one after the other."""
+        outcomes = []
+        for trial in trials:
+            own = [own_depths(self._targets, trial.depths, offer) for offer in self._offers]
+            by_rank = []
+            for rank, depths in zip(self._ranks, own, strict=True):
+                seen = [rank.iterate(depths) for _ in range(SETTLING + BLOCK)]
+                by_rank.append(block_of(seen[SETTLING:]))
+            outcomes.append(slowest(by_rank))
+            self.now_s += (SETTLING + BLOCK) * outcomes[-1].step_s
+        return tuple(outcomes)
+
+
+def block_of(seen: Sequence[Seen]) -> Seen:
+    """A rank's block: medians of the times, mean of the energy."""
+    energies = [s.energy_j for s in seen if s.energy_j is not None]
+    return Seen(
+        step_s=float(np.median([s.step_s for s in seen])),
+        section_s=tuple(np.median([s.section_s for s in seen], axis=0).tolist()),
+        energy_j=float(np.mean(energies)) if len(energies) == len(seen) else None,
+    )
+
+
+def slowest(ranks: Sequence[Seen]) -> Seen:
+    """The job's block: the slowest rank's times, the energy of all."""
+    energies = [seen.energy_j for seen in ranks if seen.energy_j is not None]
+    lengths = [seen.section_s for seen in ranks]
+    return Seen(
+        step_s=max(seen.step_s for seen in ranks),
+        section_s=tuple(max(own) for own in zip(*lengths, strict=True)) if all(lengths) else (),
+        energy_j=sum(energies) if len(energies) == len(ranks) else None,
+    )
+
+
+def finish(
+    orders: Generator[Trials, Outcomes, T],
+    trials: Trials,
+    ranks: SimulatedRanks,
+    goes_on: Callable[[], bool],
+) -> tuple[T | None, int]:
+    """Go on with a search on simulated ranks alone: its end, or None if that takes too long; and
+    how many blocks were run."""
+    blocks = 0
+    try:
+        while goes_on():
+            blocks += len(trials)
+            trials = orders.send(ranks.run(trials))
+    except StopIteration as end:
+        found: T = end.value
+        return found, blocks
+    return None, blocks

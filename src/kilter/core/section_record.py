@@ -1,0 +1,54 @@
+"""What the search for the clocks of a job's communication sections has come to: `SectionsFound`.
+
+Rank 0 tells the other ranks, the record of the run keeps it, and the next run of the same job reads
+it from a file of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Taken = Literal["sections", "whole job", "default"]
+
+
+class SectionsFound(msgspec.Struct, frozen=True, kw_only=True):
+    """Clocks by section and rank, and the evidence for them."""
+
+    taken: Taken
+    """`whole job`: one clock for the whole iteration is expected to save more, and is searched."""
+    reason: str
+    """In words."""
+    keys: tuple[str, ...] = ()
+    """The sections whose clocks were searched."""
+    depths: tuple[tuple[int, ...], ...] = ()
+    """By section and rank: steps below the default clock; 0 is the default."""
+    clocks_hz: tuple[float, ...] = ()
+    """The clock of each step: the first one is one step below the default."""
+    sections_saving: float | None = None
+    """Expected from the plan before the search, of the job's energy."""
+    whole_job_saving: float | None = None
+    """Expected of one clock for the whole iteration, within the same bound."""
+    blocks: int = 0
+    """Blocks of iterations that the search has taken."""
+    pairs: int = 0
+    """Pairs of blocks that confirmed the whole; the ratios are over them."""
+    time_ratio: float | None = None
+    """Step time of the slowest rank over that of the default."""
+    time_ratio_ci95: tuple[float, float] | None = None
+    energy_ratio: float | None = None
+    """Of all ranks."""
+    known: bool = False
+    """The clocks were those of an earlier run, and only confirmed."""
+    rehearsed: bool = False
+    """The search went on with simulated ranks after the script had ended."""
+
+    @property
+    def held(self) -> bool:
+        """Some section of some rank has a lower clock."""
+        return any(depth for row in self.depths for depth in row)
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """The depths of one rank, by section."""
+        return tuple(row[rank] for row in self.depths)

@@ -22,7 +22,10 @@ class RatioSchedule:
         return next(r for begin, r in reversed(self._changes) if begin <= iteration)
 
     def change(self, iteration: int, ratios: Ratios | None) -> None:
-        """Put a ratio in force from an iteration on that is not before the last change."""
+        """Put a ratio in force from an iteration on that is not before the last change. Twice is
+        once."""
+        if self._changes[-1] == (iteration, ratios):
+            return
         if iteration < self._changes[-1][0]:
             raise ValueError(f"iteration {iteration} lies before the last change")
         self._changes.append((iteration, ratios))

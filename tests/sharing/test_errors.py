@@ -1,4 +1,4 @@
-"""Errors of ours in the loop of a job: it trains on, at its last ratio and then as without kilter."""
+"""An error of ours in the loop of a job: the job trains on, and no number changes."""
 
 import json
 import os

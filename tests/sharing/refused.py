@@ -1,11 +1,16 @@
 """Scripts whose ratio cannot be changed, by name: each has to train on as without kilter."""
 
 import argparse
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ranks import ENDED
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out")
@@ -83,3 +88,4 @@ for step, (x, y) in enumerate(loader):
         break
 assert steps == (8 if kind in ("no-sync", "accumulation") else 16 if kind != "own-sampler" else 8)
 dist.destroy_process_group()
+print(ENDED, file=sys.stderr, flush=True)

@@ -68,7 +68,8 @@ def _find(options: ShareOptions) -> None:
     def attached(job: ElasticJob) -> None:
         if job.share is not None and job.facts is not None and job.share.rank == 0:
             identity = Identity(options.name, options.gpus, options.alone_step_s, options.ratios)
-            DaemonLink(Path(options.endpoint), job.share, job.facts, identity).start()
+            endpoint = Path(options.endpoint)
+            DaemonLink(endpoint, job.share, job.facts, identity, job.guard).start()
 
     find_in_script(
         ElasticJob(

@@ -81,7 +81,7 @@ def share(
 
     def attached(job: ElasticJob) -> None:
         if job.share is not None and job.facts is not None and job.share.rank == 0:
-            DaemonLink(file, job.share, job.facts, identity).start()
+            DaemonLink(file, job.share, job.facts, identity, job.guard).start()
 
     job = ElasticJob(
         guard=Fence,
@@ -95,7 +95,7 @@ def share(
     job.watch(model)
     job.optimizers.append(optimizer)
     job.others += others
-    optimizer.register_step_post_hook(lambda *stepped: job.stepped())
+    optimizer.register_step_post_hook(lambda *stepped: job.guard.run(job.stepped, optimizer))
     return Shared(job, global_batch, total_steps)
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from kilter.core.errors import KilterError
 from kilter.sharing.elastic.agreement import propose
-from kilter.sharing.elastic.share import Share, connect
+from kilter.sharing.elastic.share import Guard, Share, connect
 from kilter.sharing.messages import Facts, JobStatus, RankStatus
 from kilter.sharing.plan.snapshot import Ratios
 from kilter.sharing.store import TIMEOUT, Channel, read_endpoint
@@ -46,9 +46,11 @@ class DaemonLink(threading.Thread):
         share: Share,
         facts: Facts,
         identity: Identity,
+        guard: Guard,
     ) -> None:
         super().__init__(name="kilter-share", daemon=True)
         self._file, self._share, self._facts, self._identity = file, share, facts, identity
+        self._guard = guard
         self._begun_s = time.monotonic()
         self._stopped = threading.Event()
         self._store = connect(share.address)
@@ -61,6 +63,9 @@ class DaemonLink(threading.Thread):
         self._proposals = 0
 
     def run(self) -> None:
+        self._guard.run(self._follow)
+
+    def _follow(self) -> None:
         atexit.register(self._leave)
         if self._identity.ratios is not None:
             self._change(self._identity.ratios)

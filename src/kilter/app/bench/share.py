@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     rows = []
     if not args.json:
-        print(f"{'placement':<10} {'policy':<15} max SD  max/min   Jain  busy     makespan  moves")
+        print(
+            f"{'placement':<10} {'policy':<15} max SD  max/min   Jain  max rho  busy     "
+            "makespan  samples/s  moves"
+        )
     for name in args.placements:
         machine = placement(name)
         for policy in args.policies:
@@ -70,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
                     busy, makespan = show_fraction(outcome.utilisation), outcome.makespan_s
                     print(
                         f"{name:<10} {policy:<15} {row['max_slowdown']:6.2f}  "
-                        f"{row['max_over_min']:7.2f}  {outcome.jain:.3f}  {busy:<7}  "
-                        f"{show_duration(makespan):>8}  {len(outcome.decisions):5}",
+                        f"{row['max_over_min']:7.2f}  {outcome.jain:.3f}  "
+                        f"{row['max_rho']:7.2f}  {busy:<7}  {show_duration(makespan):>8}  "
+                        f"{outcome.samples_per_s:9.0f}  {len(outcome.decisions):5}",
                         flush=True,
                     )
     if args.json:

@@ -27,6 +27,9 @@ ITERATIONS_AHEAD = 4
 ANSWER_TIMEOUT_S = 120.0
 """After this time without an answer of all ranks a proposal is off."""
 
+HELD = "held"
+"""The key that a rank sets after an error: from then on every proposal is off."""
+
 _WAIT = timedelta(seconds=2 * ANSWER_TIMEOUT_S)
 
 
@@ -48,21 +51,26 @@ def propose(
 ) -> Agreement:
     """Carry a proposal through and return its verdict. Proposals are numbered from 1, and only one
     is carried through at a time."""
-    store.set(f"proposal/{number}", msgspec.json.encode(ratios))
     answers = [f"answer/{number}/{rank}" for rank in range(world)]
     deadline = time.monotonic() + timeout_s
-    while not (complete := store.check(answers)):
-        if time.monotonic() > deadline or stop():
-            break
-        time.sleep(0.002)
-    at = max(int(store.get(key)) for key in answers) + ITERATIONS_AHEAD if complete else None
-    verdict = Agreement(ratios, at)
-    store.set(f"verdict/{number}", msgspec.json.encode(verdict))
+    verdict = Agreement(ratios, None)
+    store.set(f"proposal/{number}", msgspec.json.encode(ratios))
+    try:
+        while not (complete := store.check(answers)):
+            if time.monotonic() > deadline or stop() or store.check([HELD]):
+                break
+            time.sleep(0.002)
+        if complete and not store.check([HELD]):
+            at = max(int(store.get(key)) for key in answers) + ITERATIONS_AHEAD
+            verdict = Agreement(ratios, at)
+    finally:
+        # Whatever happened: a rank that has answered waits for the verdict.
+        store.set(f"verdict/{number}", msgspec.json.encode(verdict))
     return verdict
 
 
 class Listener:
-    """The side of one rank."""
+    """The side of one rank. After an error in the middle, the same call again does it all."""
 
     def __init__(self, store: Store, rank: int, apply: Callable[[Agreement], None]) -> None:
         self._store, self._rank, self._apply = store, rank, apply
@@ -96,7 +104,7 @@ class Listener:
 
     def _take(self, raw: bytes) -> None:
         verdict = msgspec.json.decode(raw, type=Agreement)
-        self._number += 1
-        self._limit = None
         if verdict.at is not None:
             self._apply(verdict)
+        self._number += 1
+        self._limit = None

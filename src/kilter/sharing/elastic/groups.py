@@ -23,13 +23,18 @@ class Groups:
     """
 
     def __init__(self, whole: ProcessGroup, world: int, *, subsets: bool) -> None:
+        self._everyone = tuple(range(world))
+        self._subsets = subsets
+        self._made: dict[tuple[int, ...], ProcessGroup] = {self._everyone: whole}
+
+    def make(self) -> None:
+        """Make all groups; every rank has to call it. Those that are there are not made again."""
         import torch.distributed as dist
 
-        everyone = tuple(range(world))
-        self._made: dict[tuple[int, ...], ProcessGroup] = {everyone: whole}
-        for size in range(2, world) if subsets else ():
-            for ranks in itertools.combinations(everyone, size):
-                self._made[ranks] = dist.new_group(list(ranks))
+        for size in range(2, len(self._everyone)) if self._subsets else ():
+            for ranks in itertools.combinations(self._everyone, size):
+                if ranks not in self._made:
+                    self._made[ranks] = dist.new_group(list(ranks))
 
     def of(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """The group of these ranks; None for one rank, which needs none."""
@@ -44,12 +49,17 @@ class Reduction:
     """
 
     def __init__(self, whole: ProcessGroup) -> None:
-        self.weight = 1.0 / whole.size()
-        self.group: ProcessGroup | None = whole
-        self.on_last: Callable[[], None] = _nothing
+        self._whole = whole
+        self.plain()
+        self.on_last: Callable[[], object] = _nothing
         """Called when the last bucket of a backward pass is ready: the rank's own work is done."""
-        self.on_reduced: Callable[[], None] = _nothing
+        self.on_reduced: Callable[[], object] = _nothing
         """Called when the last bucket is summed over the ranks."""
+
+    def plain(self) -> None:
+        """The mean over all ranks, as without kilter."""
+        self.weight = 1.0 / self._whole.size()
+        self.group: ProcessGroup | None = self._whole
 
     def __call__(self, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         import torch

@@ -4,20 +4,30 @@ ratio may change."""
 from __future__ import annotations
 
 import hashlib
+import pickle
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kilter.core.reasons import Reason
 from kilter.observe import torch_internals
-from kilter.sharing.elastic.groups import MOST_RANKS_WITH_IDLE, Reduction
-from kilter.sharing.elastic.schedule import Index
-from kilter.sharing.elastic.share import Share
+from kilter.sharing.elastic.groups import MOST_RANKS_WITH_IDLE, Groups, Reduction
+from kilter.sharing.elastic.schedule import GlobalBatches, Index
+from kilter.sharing.elastic.share import (
+    POLL_S,
+    Guard,
+    Share,
+    listening_store,
+    own_address,
+)
 from kilter.sharing.elastic.state import RankState
+from kilter.sharing.elastic.votes import Votes
 from kilter.sharing.messages import Facts
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader
 
@@ -27,13 +37,6 @@ WARM_UP_STEPS = 2
 _SEES_NO_MODEL_AFTER = 3
 
 T = TypeVar("T")
-
-
-class Guard(Protocol):
-    """What keeps our errors from the script: the fence of the session."""
-
-    def ask(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Its result, or nothing if it failed, which has been told then."""
 
 
 class ElasticJob:
@@ -61,18 +64,31 @@ class ElasticJob:
         self._min_samples, self._total_steps = min_samples, total_steps
         self._attached, self._say = attached, say
         self.guard = guard(self._failed)
+        self._broken: str | None = None
+        self._votes = Votes()
+        self._hosted: TCPStore | None = None
         self._hooks: list[Any] = []
         self._synced = self._unsynced = 0
         self.steps = 0
+
+    def sure(self, function: Callable[..., T], *args: Any) -> T:
+        """A step that the other ranks rely on. After an error of ours it is run a second time: it
+        goes on where it was. The data ratio then stays as it is until the pass ends."""
+        found = self.guard.ask(function, *args)
+        return found[0] if found else function(*args)
 
     # What the script makes.
 
     def watch(self, model: DistributedDataParallel) -> None:
         """A model of the script, before its first step."""
         self.models.append(model)
-        self._hooks.append(model.register_forward_pre_hook(self._forward))
 
-    def _forward(self, model: Any, _: object) -> None:
+        def forward(model: Any, _: object) -> None:
+            self.guard.run(self._forward, model)
+
+        self._hooks.append(model.register_forward_pre_hook(forward))
+
+    def _forward(self, model: Any) -> None:
         import torch
 
         if model.training and torch.is_grad_enabled():
@@ -81,19 +97,30 @@ class ElasticJob:
             else:
                 self._unsynced += 1
 
-    def stepped(self) -> None:
+    def stepped(self, optimizer: Any) -> None:
         """An optimizer has made a step."""
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
         self.steps += 1
 
     def refuse(self, code: str, text: str) -> None:
         """The job trains as it would without kilter, and says why, once."""
         if self.refused is None:
             self.refused = Reason(code, "job", text)
-            self._say(f"{text}; the job trains as it would without kilter")
             self._forget_hooks()
+            self._votes.decline()
+            self._say(f"{text}; the job trains as it would without kilter")
 
     def _failed(self, where: str, error: str) -> None:
-        self.refuse("error", f"kilter could not take part ({error})")
+        self._broken = error
+        if self.share is None:
+            self.refuse("error", f"kilter could not take part ({error})")
+            return
+        self.share.hold()
+        self._say(
+            f"an error of kilter ({error}); the data ratio stays as it is for the rest of this "
+            "pass over the data"
+        )
 
     def _forget_hooks(self) -> None:
         for hook in self._hooks:
@@ -106,12 +133,16 @@ class ElasticJob:
         """One pass over a loader of the script; `plain` iterates as without kilter."""
         import torch.distributed as dist
 
-        usable = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if self.refused is not None or not usable:
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return plain()
-        if (reason := loader_flaw(loader)) is not None:
-            return self._watched(loader, plain(), reason)
-        return _Pass(self, loader).batches()
+        if self.refused is not None:
+            self.guard.run(self._votes.decline)
+            return plain()
+        if not (found := self.guard.ask(loader_flaw, loader)):
+            return plain()
+        if found[0] is not None:
+            return self._watched(loader, plain(), found[0])
+        return self.sure(_Pass, self, loader).batches()
 
     def _watched(self, loader: Any, batches: Iterator[Any], reason: Reason) -> Iterator[Any]:
         """A loader that cannot be divided; said only if the model trains on it."""
@@ -119,7 +150,7 @@ class ElasticJob:
         for batch in batches:
             yield batch
             if self._synced > before:
-                self.refuse(reason.code, reason.text)
+                self.guard.run(self.refuse, reason.code, reason.text)
                 before = self._synced + 2**60
 
     def marks(self) -> tuple[int, int, int]:
@@ -159,24 +190,66 @@ class ElasticJob:
         return any(hasattr(other, "get_scale") for other in self.others)
 
     def attach(self, drawn: list[list[Index]]) -> bool:
-        """Make the job elastic; all ranks are in the same place of the script. False if refused."""
+        """Make the job elastic: all ranks do, or none. They are in the same place of the script.
+        Process groups are made only where every rank has said that it will, and nothing that may
+        fail stands between the answers and that."""
         import torch.distributed as dist
 
         if (flaw := self._model_flaw()) is not None:
             self.refuse(*flaw)
             return False
-        control = dist.new_group(backend="gloo")
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self._fingerprint(drawn), group=control)
-        if len(set(everyone)) > 1:
+        prints = self.sure(self._agreed, "model", self._fingerprint(drawn))
+        if prints is None:
+            return False
+        if len(set(prints)) > 1:
             self.refuse(
                 "ranks-disagree",
                 "the ranks disagree about the model, the number of batches or the optimizers; "
                 "make them the same on every rank",
             )
             return False
+        control = dist.new_group(backend="gloo")
         self._forget_hooks()
         reduction = Reduction(self.models[0].process_group)
+        if not self._reduces_by(reduction):
+            return False
+        self._may_idle = self._may_idle and self._idle_is_possible()
+        groups = Groups(self.models[0].process_group, _world(), subsets=self._may_idle)
+        state = RankState(self.models, self.optimizers, self.others)
+        host = own_address()
+        if dist.get_rank() == 0:
+            self._hosted = listening_store(host)
+        port = self._hosted.port if self._hosted is not None else 0
+        where = self.sure(self._agreed, "store", f"{host} {port}")
+        if where is None:
+            return False
+        self.sure(groups.make)
+        host, port_of_store = where[0].split()
+        share = Share(
+            self.models,
+            state,
+            reduction,
+            control,
+            (host, int(port_of_store)),
+            groups,
+            self.guard,
+            release=self._release,
+        )
+        if self.sure(self._agreed, "share", "ready") is None:
+            return False
+        self.sure(share.take_over)
+        self.share = share
+        return True
+
+    def _agreed(self, question: str, answer: str) -> list[str] | None:
+        """The answers of all ranks. Refuses if one of them takes no part."""
+        self._votes.say(question, answer)
+        answers = self._votes.hear(question, _world())
+        if answers is None:
+            self.refuse("other-rank", "another rank of the job cannot take part")
+        return answers
+
+    def _reduces_by(self, reduction: Reduction) -> bool:
         try:
             for model in self.models:
                 # Without annotations: DDP compares those of a hook with its own classes.
@@ -187,17 +260,30 @@ class ElasticJob:
                 "the model has a communication hook of its own; take it out of the script",
             )
             return False
-        state = RankState(self.models, self.optimizers, self.others)
-        self._may_idle = self._may_idle and self._idle_is_possible()
-        self.share = Share(
-            self.models,
-            state,
-            reduction,
-            control,
-            may_idle=self._may_idle,
-            release=self._release,
-        )
         return True
+
+    def draw(self, drawn: list[list[Index]]) -> GlobalBatches | None:
+        """The batches of all ranks, from the beginning of a pass on; every rank has to call it.
+        None if all ranks train on as without kilter: after an error on one of them, or because the
+        batches are too small."""
+        if self.share is None:
+            return None
+        said = pickle.dumps((self._broken, drawn))
+        heard = [pickle.loads(each) for each in self.share.exchange(said)]
+        broken = [f"rank {r}: {error}" for r, (error, _) in enumerate(heard) if error is not None]
+        batches = GlobalBatches([mine for _, mine in heard])
+        global_batch = len(batches.all_of(0)) if batches.count else self.share.world
+        if broken:
+            reason = "error", f"kilter had an error ({broken[0]})"
+        elif global_batch < self.share.world:
+            text = f"a batch of {global_batch} samples is smaller than the {self.share.world} ranks"
+            reason = "small-batch", f"{text}; use a larger batch_size"
+        else:
+            return batches
+        self.share.give_up()
+        self.refuse(*reason)
+        self.share = None
+        return None
 
     def describe(self, global_batch: int) -> None:
         """The facts of the job, once its first global batch is known."""
@@ -206,7 +292,7 @@ class ElasticJob:
         fewest = self._min_samples or (2 if self._has_batch_norm() else 1)
         world = self.share.world
         self.facts = Facts(world, global_batch, self._total_steps, fewest, self._may_idle)
-        self._attached(self)
+        self.guard.run(self._attached, self)
 
     def _idle_is_possible(self) -> bool:
         """DDP's search for unused parameters is a collective of all ranks."""
@@ -279,27 +365,35 @@ def loader_flaw(loader: DataLoader[Any]) -> Reason | None:
 
 
 class _Pass:
-    """One pass over a loader: plain at first, divided by the schedule once the job is elastic."""
+    """One pass over a loader: plain at first, divided by the schedule once the job is elastic.
+
+    What the script does (its sampler, its data set) is called outside of the fence, so that its
+    errors are its own."""
 
     def __init__(self, job: ElasticJob, loader: DataLoader[Any]) -> None:
         self._job, self._loader = job, loader
         self._own: Iterator[Any] = iter(())
-        self._elastic = self._trains = False
+        self._share: Share | None = None
+        """Once the pass is divided."""
+        self._number = 0
+        self._trains = False
         self._handed: deque[tuple[int, list[Index]]] = deque()
         """Handed out to the loader, not yet to the script: (iteration, samples)."""
         self._position = 0
         self._begun = 0
 
     def batches(self) -> Iterator[Any]:
-        job, count, since = self._job, 0, self._job.marks()
+        job, count, since = self._job, 0, self._job.sure(self._job.marks)
         self._own = iter(self._loader.batch_sampler)
         self._trains = getattr(self._loader, "_kilter_trains", False) and job.share is not None
-        loader = _over(self._loader, self)
+        loader = job.sure(_over, self._loader, self)
         whole, first = False, True
         try:
             while True:
                 for batch in self._one_stretch(loader, first):
-                    self._begin()
+                    if self._share is not None:
+                        job.sure(self._advance, self._handed[0][0])
+                    self._handed.popleft()
                     yield batch
                     count += 1
                     self._end(since, count)
@@ -308,7 +402,12 @@ class _Pass:
                     break
             whole = True
         finally:
-            self._close(whole)
+            if self._share is not None:
+                job.guard.run(
+                    job.sure,
+                    self._share.end_pass if whole else self._share.leave_pass,
+                    self._number,
+                )
 
     def _one_stretch(self, loader: Any, first: bool) -> Iterator[Any]:
         """Batches until the pass ends or the rank's ratio is 0. A further one must not draw from
@@ -334,8 +433,7 @@ class _Pass:
             # batch is asked for, after the loader has drawn its own.
             self._trains = False
             self._convert([])
-        share = self._job.share
-        if not self._elastic or share is None:
+        if self._share is None:
             samples = next(self._own, None)
             if samples is None:
                 return None
@@ -343,8 +441,8 @@ class _Pass:
             self._handed.append((self._position, samples))
             self._position += 1
             return samples
-        while self._position < share.last:
-            found = share.next_samples(self._position)
+        while self._position < self._share.last:
+            found = self._job.sure(self._share.next_samples, self._position)
             if found is None:
                 return None
             self._position += 1
@@ -355,23 +453,18 @@ class _Pass:
 
     # Around each batch.
 
-    def _begin(self) -> None:
-        iteration, _ = self._handed.popleft()
-        if self._elastic and self._job.share is not None:
-            self._advance(iteration)
-
     def _advance(self, iteration: int) -> None:
         """Begin an iteration, after those in which the rank had an empty shard."""
-        assert self._job.share is not None
+        assert self._share is not None
         while self._begun <= iteration:
-            self._job.share.begin(self._begun)
+            self._share.begin(self._begun)
             self._begun += 1
 
     def _end(self, since: tuple[int, int, int], count: int) -> None:
         job = self._job
-        if self._elastic and job.share is not None:
-            job.share.end()
-        elif job.trains(since, count):
+        if self._share is not None:
+            job.sure(self._share.end, self._begun - 1)
+        elif job.refused is None and job.guard.ask(job.trains, since, count) == [True]:
             self._loader._kilter_trains = True
             self._convert([samples for _, samples in self._handed])
 
@@ -382,50 +475,39 @@ class _Pass:
         rest = [list(samples) for samples in islice(self._own, length)]
         drawn = [*handed, *rest]
         self._own = iter(rest)
-        if job.share is None and job.guard.ask(job.attach, drawn) != [True]:
-            return
+        if job.share is None:
+            job.guard.run(job.attach, drawn)
+        batches = job.sure(job.draw, drawn)
+        if batches is not None and batches.count > 0:
+            job.sure(self._divide, batches, handed)
+
+    def _divide(self, batches: GlobalBatches, handed: list[list[Index]]) -> None:
+        """The rest of the pass follows the schedule."""
+        job = self._job
         share = job.share
         assert share is not None
-        batches = share.gather(drawn)
-        if batches.count == 0:
-            return
         share.begin_pass(batches)
-        self._elastic = True
         self._handed = deque((share.iteration + i, samples) for i, samples in enumerate(handed))
         self._position = share.iteration + len(handed)
         self._begun = share.iteration
-        global_batch = len(batches.all_of(0))
-        if global_batch < share.world:
-            job.refuse(
-                "small-batch",
-                f"a batch of {global_batch} samples is smaller than the {share.world} ranks; use a "
-                "larger batch_size",
-            )
-            return
-        job.describe(global_batch)
+        self._share, self._number = share, share.pass_number
+        job.describe(len(batches.all_of(0)))
 
     def _waits(self) -> bool:
         """After a stretch: whether the pass goes on for this rank, after a time of idleness."""
-        share = self._job.share
-        if not self._elastic or share is None:
+        job, share = self._job, self._share
+        if share is None:
             return False
-        self._advance(self._position - 1)  # an empty shard at the end
+        job.sure(self._advance, self._position - 1)  # an empty shard at the end
         if self._position >= share.last:
             return False
-        back = share.idle_until(self._position)
-        if back is None:
-            return False
+        job.sure(share.leave, self._position)
+        while (found := job.sure(share.awaited, self._position)) is None:
+            time.sleep(POLL_S)
+        back, goes_on = found
+        job.sure(share.come_back, back, self._position)
         self._position = self._begun = back
-        return True
-
-    def _close(self, whole: bool) -> None:
-        share = self._job.share
-        if not self._elastic or share is None:
-            return
-        if whole:
-            share.end_pass()
-        else:
-            share.leave_pass()
+        return goes_on
 
 
 def _over(loader: DataLoader[Any], batch_sampler: Any) -> Any:

@@ -21,8 +21,15 @@ class RatioSchedule:
         """The ratio in force."""
         return next(r for begin, r in reversed(self._changes) if begin <= iteration)
 
+    def ratios(self) -> list[Ratios]:
+        """Those that were put in force, in order."""
+        return [ratios for _, ratios in self._changes if ratios is not None]
+
     def change(self, iteration: int, ratios: Ratios | None) -> None:
-        """Put a ratio in force from an iteration on that is not before the last change."""
+        """Put a ratio in force from an iteration on that is not before the last change. Twice is
+        once."""
+        if self._changes[-1] == (iteration, ratios):
+            return
         if iteration < self._changes[-1][0]:
             raise ValueError(f"iteration {iteration} lies before the last change")
         self._changes.append((iteration, ratios))

@@ -18,9 +18,12 @@ def find_in_script(job: ElasticJob) -> None:
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim.lr_scheduler import LRScheduler
 
-    _after_init(DistributedDataParallel, job.watch)
-    _after_init(LRScheduler, job.others.append)
-    _after_init(GradScaler, job.others.append)
+    for kind, found in (
+        (DistributedDataParallel, job.watch),
+        (LRScheduler, job.others.append),
+        (GradScaler, job.others.append),
+    ):
+        _after_init(kind, functools.partial(job.guard.run, found))
     _watch_steps(job)
     _watch_losses(job)
     _replace_iteration(job)
@@ -44,9 +47,7 @@ def _watch_steps(job: ElasticJob) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not any(optimizer is known for known in job.optimizers):
-            job.optimizers.append(optimizer)
-        job.stepped()
+        job.guard.run(job.stepped, optimizer)
 
     register_optimizer_step_post_hook(stepped)
 
@@ -57,13 +58,17 @@ def _watch_losses(job: ElasticJob) -> None:
 
     backward = torch.Tensor.backward
 
-    @functools.wraps(backward)
-    def watched(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        if job.share is None and job.refused is None and loss_is_sum(self.grad_fn):
+    def look(loss: torch.Tensor) -> None:
+        if loss_is_sum(loss.grad_fn):
             job.refuse(
                 "sum-loss",
                 "the loss is a sum over the samples of a batch; use the mean (reduction='mean')",
             )
+
+    @functools.wraps(backward)
+    def watched(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if job.share is None and job.refused is None:
+            job.guard.run(look, self)
         if job.share is not None or job.refused is not None:
             torch.Tensor.backward = backward
         backward(self, *args, **kwargs)

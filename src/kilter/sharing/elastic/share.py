@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from kilter.sharing.elastic.agreement import Agreement, Listener
+from kilter.sharing.elastic.agreement import HELD, Agreement, Listener
 from kilter.sharing.elastic.groups import Groups, Reduction
 from kilter.sharing.elastic.meter import Meter
 from kilter.sharing.elastic.schedule import GlobalBatches, Index, RatioSchedule, active
@@ -28,13 +28,28 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, TCPStore
     from torch.nn.parallel import DistributedDataParallel
 
-_POLL_S = 0.02
+T = TypeVar("T")
+
+POLL_S = 0.02
 _LEFT_TOGETHER_S = 10.0
 _STORE_TIMEOUT = timedelta(seconds=600)
 
 
+class Guard(Protocol):
+    """What keeps our errors from the script: the fence of the session."""
+
+    def ask(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """Its result, or nothing if it failed, which has been told then."""
+
+    def run(self, function: Callable[..., Any], *args: Any) -> bool:
+        """Whether it came to its end."""
+
+
 class Share:
-    """One rank's part. Make it on all ranks, after the first backward passes of the models."""
+    """One rank's part. Make it on all ranks, after the first backward passes of the models.
+
+    Every method may be called again with the same arguments after an error in it: what is done is
+    not done twice, in particular no collective."""
 
     def __init__(
         self,
@@ -42,65 +57,67 @@ class Share:
         state: RankState,
         reduction: Reduction,
         control: ProcessGroup,
+        address: tuple[str, int],
+        groups: Groups,
+        guard: Guard,
         *,
-        may_idle: bool = False,
         release: bool = False,
     ) -> None:
         import torch
         import torch.distributed as dist
 
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._everyone = tuple(range(self.world))
-        self._release = release
-        self.state = state
-        self.control = control
-        self.address = self._host()
-        self.store = connect(self.address)
+        self.address = address
+        self.store = connect(address)
         self.schedule = RatioSchedule()
         self.iteration = 0
-        self._groups = Groups(models[0].process_group, self.world, subsets=may_idle)
-        self._reduction = reduction
-        syncs = any(model.broadcast_buffers for model in models)
-        self._buffers = Buffers(models if syncs else [])
+        self.state = state
+        self._everyone = tuple(range(self.world))
+        self._release, self._control, self._groups = release, control, groups
+        self._models, self._reduction, self._guard = models, reduction, guard
+        syncs = [model for model in models if model.broadcast_buffers]
+        self._syncs, self._buffers = syncs, Buffers(models if syncs else [])
         self._listener = Listener(self.store, self.rank, self._apply)
         cuda = next(models[0].parameters()).is_cuda and torch.cuda.is_available()
-        self.cuda = cuda
         self._meter = Meter(cuda, self._publish)
-        reduction.on_last, reduction.on_reduced = self._meter.work_done, self._meter.reduced
         self._batches: GlobalBatches | None = None
+        self._drawn: tuple[int, list[bytes]] | None = None
         self._first = 0
-        self._pass = 0
+        self.pass_number = 0
         self._before: tuple[int, ...] = self._everyone
-        for model in models:
+
+    def take_over(self) -> None:
+        """From here on the share reduces gradients and averages buffers; on all ranks at once."""
+        guard, meter, reduction = self._guard, self._meter, self._reduction
+        reduction.on_last = lambda: guard.run(meter.work_done)
+        reduction.on_reduced = lambda: guard.run(meter.reduced)
+        for model in self._syncs:
             model.broadcast_buffers = False
 
-    # The store of the job, hosted by rank 0.
+    def give_up(self) -> None:
+        """The models train as without kilter; on all ranks at once, while all are up to date."""
+        self._reduction.plain()
+        for model in self._syncs:
+            model.broadcast_buffers = True
 
-    def _host(self) -> tuple[str, int]:
-        """Rank 0 opens the store and tells the others where."""
-        import torch.distributed as dist
-
-        where: list[Any] = [None]
-        if self.rank == 0:
-            host = _address()
-            self._hosted = listening_store(host)
-            where[0] = (host, self._hosted.port)
-        dist.broadcast_object_list(where, 0, group=self.control)
-        address: tuple[str, int] = where[0]
-        return address
+    def hold(self) -> None:
+        """No further change of the data ratio, on any rank."""
+        self.store.set(HELD, "1")
 
     def _publish(self, status: RankStatus) -> None:
         self.store.set(f"status/{self.rank}", msgspec.json.encode(status))
 
     # A pass over the data.
 
-    def gather(self, drawn: Sequence[Sequence[Index]]) -> GlobalBatches:
-        """The batches of all ranks from the next iteration on; every rank has to call it."""
+    def exchange(self, said: bytes) -> list[bytes]:
+        """What all ranks say at the beginning of a pass; every rank has to call it."""
         import torch.distributed as dist
 
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, list(drawn), group=self.control)
-        return GlobalBatches(everyone)
+        if self._drawn is None or self._drawn[0] != self.pass_number:
+            everyone: list[Any] = [None] * self.world
+            dist.all_gather_object(everyone, said, group=self._control)
+            self._drawn = self.pass_number, everyone
+        return self._drawn[1]
 
     def begin_pass(self, batches: GlobalBatches) -> None:
         """What follows are these batches. Every rank is up to date here."""
@@ -136,90 +153,103 @@ class Share:
         joining = tuple(rank for rank in now if rank not in self._before)
         if joining:
             current = [rank for rank in self._before if rank in now] or self._before
-            self._bring_up_to_date(current[0], joining)
+            self._bring_up_to_date(current[0], joining, iteration)
         self._before = now
         self.iteration = iteration
         if self.rank not in now:
             return
         self._reduction.group = self._groups.of(now)
         self._reduction.weight = counts[self.rank] / sum(counts)
-        self._meter.begin(counts[self.rank])
+        self._guard.run(self._meter.begin, counts[self.rank])
 
-    def _bring_up_to_date(self, root: int, joining: Iterable[int]) -> None:
+    def _bring_up_to_date(self, root: int, joining: Iterable[int], occasion: object) -> None:
         members = tuple(sorted({root, *joining}))
         if self.rank in members:
             group = self._groups.of(members)
             assert group is not None
-            self.state.broadcast(root, group)
+            self.state.broadcast(root, group, occasion)
 
-    def end(self) -> None:
+    def end(self, iteration: int) -> None:
         """The iteration that was begun is over."""
-        self._buffers.average(self._reduction.weight, self._reduction.group)
-        self._meter.end(self.iteration)
-        self.iteration += 1
+        self._buffers.average(self._reduction.weight, self._reduction.group, iteration)
+        self._guard.run(self._meter.end, iteration)
+        self.iteration = iteration + 1
 
-    def idle_until(self, iteration: int) -> int | None:
-        """Wait, without work and without collectives, from an iteration in which the rank has ratio
-        0. Returns the iteration in which it takes part again, or None if the pass has ended."""
-        self.begin(iteration)  # the last duty: bring those up to date who take over
-        self._meter.idle(iteration)
+    # A time without samples.
+
+    def leave(self, iteration: int) -> None:
+        """The rank's ratio is 0 from this iteration on. Its last duty: bring those up to date who
+        take over."""
+        self.begin(iteration)
+        self._guard.run(self._meter.idle, iteration)
         if self._release:
             self.state.release()
-        ended = f"ended/{self._pass}"
-        while True:
-            if self.store.check([ended]):
-                self._resume(int(self.store.get(ended)), iteration)
-                return None
-            self._listener.poll(iteration)
-            back = self.schedule.next_share_of(self.rank, after=iteration)
-            if back is not None and back < self.last and self.store.check([f"reached/{back}"]):
-                self._resume(back, iteration)
-                return back
-            time.sleep(_POLL_S)
 
-    def _resume(self, iteration: int, idle_since: int) -> None:
+    def awaited(self, idle_since: int) -> tuple[int, bool] | None:
+        """Whether an idle rank has to go on: at which iteration, and whether the pass goes on
+        there. Asked again and again; needs no work and no collective."""
+        ended = f"ended/{self.pass_number}"
+        if self.store.check([ended]):
+            return int(self.store.get(ended)), False
+        self._listener.poll(idle_since)
+        back = self.schedule.next_share_of(self.rank, after=idle_since)
+        if back is not None and back < self.last and self.store.check([f"reached/{back}"]):
+            return back, True
+        return None
+
+    def come_back(self, iteration: int, idle_since: int) -> None:
+        """An idle rank goes on at this iteration."""
         if iteration > idle_since:
             self._before = active(self.counts(iteration - 1))
         self.iteration = iteration
         self._listener.resume(iteration)
 
-    def end_pass(self) -> None:
-        """All batches of the pass are done, or the others have left it (`idle_until` says where).
+    # The end of a pass.
+
+    def end_pass(self, number: int) -> None:
+        """All batches of the pass are done, or the others have left it (`awaited` said where).
         Brings every rank up to date."""
+        if number != self.pass_number:
+            return
         end = min(self.last, self.iteration)
-        if self.rank in self._before:
-            self.store.set(f"ended/{self._pass}", str(end))
-        self._all_up_to_date()
+        if self.rank in self._before and self._before != self._everyone:
+            # Only then somebody waits for it, and the process of rank 0, which has the store, is
+            # there for as long as that.
+            self.store.set(f"ended/{number}", str(end))
+        self._all_up_to_date(number)
         self._next_pass(end)
 
-    def leave_pass(self) -> None:
+    def leave_pass(self, number: int) -> None:
         """The script has left the loop within an iteration: by `break`, or by an error. An error on
         one rank must not keep the process from ending, so the ranks meet only where some are idle,
         and only after all active ones have said that they left in the same iteration."""
+        if number != self.pass_number:
+            return
         end = self.iteration + 1
         if self._before != self._everyone:
-            self.store.set(f"left/{self._pass}/{end}/{self.rank}", "1")
-            left = [f"left/{self._pass}/{end}/{rank}" for rank in self._before]
+            self.store.set(f"left/{number}/{end}/{self.rank}", "1")
+            left = [f"left/{number}/{end}/{rank}" for rank in self._before]
             deadline = time.monotonic() + _LEFT_TOGETHER_S
             while not self.store.check(left):
                 if time.monotonic() > deadline:
                     return
-                time.sleep(_POLL_S)
-            self.store.set(f"ended/{self._pass}", str(end))
-            self._all_up_to_date()
+                time.sleep(POLL_S)
+            self.store.set(f"ended/{number}", str(end))
+            self._all_up_to_date(number)
         self._next_pass(end)
 
-    def _all_up_to_date(self) -> None:
+    def _all_up_to_date(self, number: int) -> None:
         if self._before != self._everyone:
             group = self._groups.of(self._everyone)
             assert group is not None
-            self.state.broadcast(self._before[0], group)
+            self.state.broadcast(self._before[0], group, f"pass {number}")
 
     def _next_pass(self, iteration: int) -> None:
+        self._reduction.plain()
         self._before = self._everyone
         self.iteration = iteration
         self._batches = None
-        self._pass += 1
+        self.pass_number += 1
 
     # Changes.
 
@@ -228,7 +258,7 @@ class Share:
         self.schedule.change(verdict.at, verdict.ratios)
 
 
-def _address() -> str:
+def own_address() -> str:
     """Loopback for a job of one machine, else this machine's name."""
     import os
 

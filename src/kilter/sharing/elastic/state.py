@@ -21,35 +21,49 @@ class RankState:
         others: Sequence[Any],
     ) -> None:
         self.modules, self.optimizers, self.others = list(modules), list(optimizers), list(others)
+        self._occasion: object = None
+        self._received: tuple[Any, list[torch.Tensor]] | None = None
 
-    def broadcast(self, root: int, group: ProcessGroup) -> None:
-        """From `root` to all others of the group. Every member has to call it."""
+    def broadcast(self, root: int, group: ProcessGroup, occasion: object) -> None:
+        """From `root` to all others of the group. Every member has to call it.
+
+        What may fail without the other ranks stands before or after the collectives: after an error
+        there, the same call again (of the same occasion) goes on where it has failed."""
+        if self._occasion != occasion:
+            self._exchange(root, group, occasion)
+        if self._received is not None:
+            self._load(*self._received)
+            self._received = None
+
+    def _exchange(self, root: int, group: ProcessGroup, occasion: object) -> None:
         import torch
         import torch.distributed as dist
 
         sends = dist.get_rank() == root
-        with torch.no_grad():
-            for module in self.modules:
-                for tensor in (*module.parameters(), *module.buffers()):
-                    dist.broadcast(tensor.data, root, group=group)
+        tensors = [t.data for m in self.modules for t in (*m.parameters(), *m.buffers())]
+        device = tensors[0].device
         big: list[torch.Tensor] = []
         outline: list[Any] = [None]
         if sends:
             states = [optimizer.state_dict() for optimizer in self.optimizers]
-            outline[0] = (_outline(states, big), [other.state_dict() for other in self.others])
+            states, others = _outline(states, big), [other.state_dict() for other in self.others]
+            outline[0] = (states, others, [(tensor.shape, tensor.dtype) for tensor in big])
+        for tensor in tensors:
+            dist.broadcast(tensor, root, group=group)
         dist.broadcast_object_list(outline, root, group=group)
-        states, others = outline[0]
-        device = self._device()
         if not sends:
-            big = [torch.empty(s.shape, dtype=s.dtype, device=device) for s in _stand_ins(states)]
+            big = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outline[0][2]]
         for tensor in big:
             dist.broadcast(tensor, root, group=group)
-        if not sends:
-            filled = _filled(states, iter(big))
-            for optimizer, state in zip(self.optimizers, filled, strict=True):
-                optimizer.load_state_dict(state)
-            for other, state in zip(self.others, others, strict=True):
-                other.load_state_dict(state)
+        self._received = None if sends else (outline[0][:2], big)
+        self._occasion = occasion
+
+    def _load(self, states: tuple[Any, Any], big: list[torch.Tensor]) -> None:
+        filled = _filled(states[0], iter(big))
+        for optimizer, state in zip(self.optimizers, filled, strict=True):
+            optimizer.load_state_dict(state)
+        for other, state in zip(self.others, states[1], strict=True):
+            other.load_state_dict(state)
 
     def release(self) -> None:
         """Give back what an idle rank does not need: gradients and the state of the optimizers."""
@@ -61,15 +75,9 @@ class RankState:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
-    def _device(self) -> torch.device:
-        return next(self.modules[0].parameters()).device
-
 
 class _StandIn:
     """In the outline, for a tensor that follows by itself."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
 
 
 _SMALL = 64
@@ -84,21 +92,12 @@ def _outline(value: Any, big: list[torch.Tensor]) -> Any:
         if value.numel() <= _SMALL:
             return value.detach().cpu()
         big.append(value.detach().contiguous())
-        return _StandIn(tuple(value.shape), value.dtype)
+        return _StandIn()
     if isinstance(value, dict):
         return {key: _outline(item, big) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_outline(item, big) for item in value)
     return value
-
-
-def _stand_ins(value: Any) -> list[_StandIn]:
-    if isinstance(value, _StandIn):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value
-    return (
-        [s for i in items for s in _stand_ins(i)] if isinstance(value, dict | list | tuple) else []
-    )
 
 
 def _filled(value: Any, big: Any) -> Any:
@@ -123,18 +122,22 @@ class Buffers:
             for buffer in module.buffers()
             if buffer.is_floating_point()
         ]
+        self._averaged = -1
+        self._flat: torch.Tensor
 
-    def average(self, weight: float, group: ProcessGroup | None) -> None:
+    def average(self, weight: float, group: ProcessGroup | None, iteration: int) -> None:
+        """Every rank of the group has to call it. After an error, the same call again does what is
+        missing."""
         import torch
         import torch.distributed as dist
 
         if group is None or not self._tensors:
             return
-        flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in self._tensors])
-        flat.mul_(weight)
-        dist.all_reduce(flat, group=group)
-        position = 0
-        for tensor in self._tensors:
-            part = flat[position : position + tensor.numel()]
+        if self._averaged != iteration:
+            flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in self._tensors])
+            flat.mul_(weight)
+            dist.all_reduce(flat, group=group)
+            self._flat, self._averaged = flat, iteration
+        parts = self._flat.split([tensor.numel() for tensor in self._tensors])
+        for tensor, part in zip(self._tensors, parts, strict=True):
             tensor.data.copy_(part.reshape(tensor.shape))
-            position += tensor.numel()

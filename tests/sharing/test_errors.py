@@ -1,0 +1,25 @@
+"""An error of ours in the loop of a job: the job trains on, and no number changes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+HERE = Path(__file__).parent
+TIMEOUT_S = 1500 if os.environ.get("KILTER_TEST_EVERY_CALL") else 300
+
+
+def test_an_error_at_any_call_ends_no_job_and_changes_no_number(tmp_path):
+    out = tmp_path / "found.json"
+    command = [sys.executable, str(HERE / "errors_worker.py"), str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    found = json.loads(out.read_text())
+    assert found["wrong"] == []
+    assert found["cases"] > 50
+    # Whoever has the error tells of it, or, after it has ended the sharing, another rank.
+    assert found["told"] == found["cases"]

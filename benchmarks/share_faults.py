@@ -89,7 +89,7 @@ class Churn:
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
         self._started = 0
-        self._jobs: dict[Path, tuple[forked.Ranks, int]] = {}
+        self._jobs: dict[Path, tuple[forked.ForkedRanks, int]] = {}
         self._ended: dict[int, int] = {}
         self._doomed: dict[Path, float] = {}
         self._paused: dict[Path, float] = {}
@@ -119,7 +119,7 @@ class Churn:
         out = self.folder / f"job{self._started}"
         self._started += 1
         passes, pause_s = self.random.randint(4, 16), self.random.uniform(0.005, 0.03)
-        ranks = forked.Ranks(len(GPUS), job, self.file, out, passes, pause_s)
+        ranks = forked.ForkedRanks(len(GPUS), job, self.file, out, passes, pause_s)
         self._jobs[out] = ranks, passes
         self.counts["jobs"] += 1
 

@@ -159,7 +159,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
-        if any(forked.Ranks(args.ranks, rank, out).wait()):
+        if any(forked.ForkedRanks(args.ranks, rank, out).wait()):
             return 1
         text = out.read_text()
     if args.json:

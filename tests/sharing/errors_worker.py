@@ -198,5 +198,5 @@ def worker(rank, out):
 
 
 if __name__ == "__main__":
-    codes = forked.Ranks(2, worker, sys.argv[1]).wait()
+    codes = forked.ForkedRanks(2, worker, sys.argv[1]).wait()
     sys.exit(max(map(abs, codes)))

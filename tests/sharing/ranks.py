@@ -1,11 +1,7 @@
-"""Starts the ranks of a job as processes, for tests."""
+"""Runs the ranks of a job as processes, for tests."""
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -14,45 +10,14 @@ ENDED = "the script has ended"
 """On stderr, as a script's last act."""
 
 
-def start(world, out, plan, *arguments, script="script.py", **environment):
-    """One process a rank; `plan` is None for a run without kilter."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable]
+def run(warm, world, out, plan, *arguments, script="script.py"):
+    """What each rank wrote on stderr; `plan` is None for a run without kilter. A rank that fails
+    or hangs fails the test."""
+    command = [str(HERE / script), "--out", str(out), *arguments]
     if plan is not None:
-        command += [str(HERE / "elastic_worker.py"), json.dumps(plan)]
-    ranks = []
-    for rank in range(world):
-        place = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "OMP_NUM_THREADS": 1,
-        }
-        ranks.append(
-            subprocess.Popen(
-                [*command, str(HERE / script), "--out", str(out), *arguments],
-                env=os.environ | environment | {key: str(value) for key, value in place.items()},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    return ranks
-
-
-def finish(ranks):
-    """What each rank wrote on stderr. A rank that fails or hangs fails the test."""
-    told = []
-    try:
-        told = [rank.communicate(timeout=TIMEOUT_S)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        command = [str(HERE / "elastic_worker.py"), json.dumps(plan), *command]
+    ranks = warm.run_ranks(world, command, cwd=Path.cwd(), timeout_s=TIMEOUT_S)
+    told = [rank.stderr for rank in ranks]
     assert all(map(_right, ranks, told)), "\n".join(told)
     return told
 
@@ -68,10 +33,10 @@ def _right(rank, told):
     )
 
 
-def train(world, out, plan, *arguments, **environment):
+def train(warm, world, out, plan, *arguments):
     """The results of all ranks, and what rank 0 said."""
     out.mkdir()
-    told = finish(start(world, out, plan, *arguments, **environment))
+    told = run(warm, world, out, plan, *arguments)
     found = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world)]
     return found, told[0]
 

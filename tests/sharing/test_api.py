@@ -8,17 +8,20 @@ import pytest
 
 pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parent))
-from ranks import finish, start
+import ranks
 
 
-def run(out, *arguments):
+def run(warm, out, *arguments):
     out.mkdir()
-    finish(start(2, out, None, *arguments, script="api_script.py"))
+    ranks.run(warm, 2, out, None, *arguments, script="api_script.py")
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_three_lines_train_the_same_at_any_ratio(tmp_path):
-    even, skewed = run(tmp_path / "even"), run(tmp_path / "skewed", "--ratios", "7,3")
+def test_three_lines_train_the_same_at_any_ratio(warm, tmp_path):
+    even, skewed = (
+        run(warm, tmp_path / "even"),
+        run(warm, tmp_path / "skewed", "--ratios", "7,3"),
+    )
     for a, b in zip(even[0]["parameters"], skewed[0]["parameters"], strict=True):
         assert a == pytest.approx(b, abs=1e-5)
     # 40 steps, the batch of 90 % 16 = 10 samples at the end of each pass included.

@@ -24,14 +24,14 @@ def samples_of_epoch(ranks):
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return train(3, tmp_path_factory.mktemp("plain") / "out", None, "--epochs", "4")[0]
+def plain(warm, tmp_path_factory):
+    return train(warm, 3, tmp_path_factory.mktemp("plain") / "out", None, "--epochs", "4")[0]
 
 
-def test_any_ratios_train_as_without_kilter(tmp_path, plain):
+def test_any_ratios_train_as_without_kilter(warm, tmp_path, plain):
     """Ranks leave and come back; nothing is lost or seen twice; the state is whole at each end of
     a pass; gradients, learning rate and data are what they were."""
-    ranks, told = train(3, tmp_path / "out", PLAN, "--epochs", "4", *SLOW)
+    ranks, told = train(warm, 3, tmp_path / "out", PLAN, "--epochs", "4", *SLOW)
     agreed = changes(told)
     assert [ratios for _, ratios in agreed[1:]] == PLAN
     assert difference(ranks[0]["parameters"], plain[0]["parameters"]) < 1e-5
@@ -53,10 +53,10 @@ def test_any_ratios_train_as_without_kilter(tmp_path, plain):
     ],
     ids=["plain-loader", "drop-last-and-workers", "break"],
 )
-def test_other_ways_to_load(tmp_path, arguments, plan):
+def test_other_ways_to_load(warm, tmp_path, arguments, plan):
     arguments = (*arguments, "--epochs", "4", "--samples", "120")
-    alone, _ = train(2, tmp_path / "alone", None, *arguments)
-    ranks, told = train(2, tmp_path / "shared", plan, *arguments, *SLOW)
+    alone, _ = train(warm, 2, tmp_path / "alone", None, *arguments)
+    ranks, told = train(warm, 2, tmp_path / "shared", plan, *arguments, *SLOW)
     assert len(changes(told)) >= 3
     assert difference(ranks[0]["parameters"], alone[0]["parameters"]) < 1e-5
     assert ranks[0]["parameters"] == ranks[1]["parameters"]
@@ -67,11 +67,11 @@ def test_other_ways_to_load(tmp_path, arguments, plan):
         assert samples_of_epoch(ranks) == samples_of_epoch(alone)
 
 
-def test_batch_norm_statistics_are_those_of_the_global_batch(tmp_path):
+def test_batch_norm_statistics_are_those_of_the_global_batch(warm, tmp_path):
     plan = [[7, 3], [3, 7]]
     arguments = ("--batch-norm", "--epochs", "2", "--samples", "256", "--batch", "16")
-    alone, _ = train(2, tmp_path / "alone", None, *arguments)
-    ranks, _ = train(2, tmp_path / "shared", plan, *arguments, *SLOW)
+    alone, _ = train(warm, 2, tmp_path / "alone", None, *arguments)
+    ranks, _ = train(warm, 2, tmp_path / "shared", plan, *arguments, *SLOW)
     assert ranks[0]["buffers"] == ranks[1]["buffers"]
     # The shards normalise by themselves, as under any DDP: close, and not the same.
     assert difference(ranks[0]["parameters"], alone[0]["parameters"]) < 0.2

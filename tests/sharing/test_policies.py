@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
@@ -164,6 +164,15 @@ def test_maxmin_leaves_a_job_alone_that_was_just_moved():
     found=st.lists(costs, min_size=2, max_size=3),
     batch=st.integers(16, 128),
     ratios=st.lists(st.sampled_from(compositions(2)), min_size=3, max_size=3),
+)
+@example(
+    found=[
+        JobCost(sample_s=0.001953125, fixed_s=0.0, host_s=0.015625, comm_s=0.0),
+        JobCost(sample_s=0.0028, fixed_s=0.0, host_s=0.0, comm_s=0.015625, contention=1.0),
+        JobCost(sample_s=0.00046, fixed_s=0.015625, host_s=0.0195, comm_s=0.0, contention=1.0),
+    ],
+    batch=19,
+    ratios=[(0, 10)] * 3,
 )
 def test_maxmin_is_as_good_as_brute_force(found, batch, ratios):
     alone = [alone_s(cost, even_shards(2, batch)) for cost in found]

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 sys.path.insert(0, str(Path(__file__).parent))
-from ranks import finish, start
+from ranks import run
 
 SENTENCES = {
     "no-ddp": "not wrapped in torch.nn.parallel.DistributedDataParallel; wrap it",
@@ -24,8 +24,8 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("kind", SENTENCES)
-def test_refused_with_a_sentence_and_trains_on(tmp_path, kind):
-    told = finish(start(2, tmp_path, [[7, 3]], kind, script="refused.py"))
+def test_refused_with_a_sentence_and_trains_on(warm, tmp_path, kind):
+    told = run(warm, 2, tmp_path, [[7, 3]], kind, script="refused.py")
     said = [line for line in told[0].splitlines() if line.startswith("kilter:")]
     assert len(said) == 1
     assert SENTENCES[kind] in said[0]
@@ -33,7 +33,7 @@ def test_refused_with_a_sentence_and_trains_on(tmp_path, kind):
     assert "changes [[0, null]]" in told[0] or "changes" not in told[0]
 
 
-def test_an_own_sampler_is_right(tmp_path):
-    told = finish(start(2, tmp_path, [[7, 3]], "own-sampler", script="refused.py"))
+def test_an_own_sampler_is_right(warm, tmp_path):
+    told = run(warm, 2, tmp_path, [[7, 3]], "own-sampler", script="refused.py")
     assert "kilter:" not in told[0]
     assert "[7, 3]" in told[0]

@@ -1,4 +1,4 @@
-"""Ranks of jobs that are forked from a process that has imported torch once: a start costs
+"""ForkedRanks of jobs that are forked from a process that has imported torch once: a start costs
 milliseconds instead of seconds."""
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-TIMEOUT_S = 240.0
+HANG_TIMEOUT_S = 240.0
 
 
-class Ranks:
+class ForkedRanks:
     """Processes that run `function(rank, *arguments)` with a process group of torch (gloo). A rank
-    that hangs for `TIMEOUT_S` says where, and ends with code 1."""
+    that hangs for `HANG_TIMEOUT_S` says where, and ends with code 1."""
 
     def __init__(self, world: int, function: Callable[..., object], *arguments: Any) -> None:
         from torch.distributed import TCPStore
@@ -42,12 +42,12 @@ def fork(function: Callable[..., object], *arguments: Any) -> int:
         return child
     code = 1
     try:
-        faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
+        faulthandler.dump_traceback_later(HANG_TIMEOUT_S, exit=True)
         function(*arguments)
         code = 0
-    except Exception:
-        traceback.print_exc()
     finally:
+        if code:
+            traceback.print_exc()
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -1,14 +1,15 @@
 """The policy `maxmin`: the largest predicted slow-down as small as possible, then the next, and so
 on (lexicographic), under the fitted time model.
 
-Search: from the ratios in force and from the even split, one job after another gets the best of
-all its ratios with the others held, then the slowest exchanges tenths with another, until nothing
-is better.
+Search: from the ratios in force, from the even split and from one GPU for each job, one job after
+another gets the best of all its ratios with the others held, then the slowest exchanges tenths with
+another, until nothing is better. Where there are few states, the best of all of them is found.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -47,6 +48,8 @@ _ALL_RATIOS_UP_TO = 4
 """GPUs up to which every ratio of a job is tried (286 for 4); beyond, moves and even splits."""
 _STEPS = (1, 2, 3, 5)
 """Tenths that each of two jobs gives the other's GPU in an exchange."""
+_ALL_STATES_UP_TO = 5000
+"""States of all jobs together up to which each is looked at: three jobs on two GPUs have 1331."""
 _ROUNDS = 20
 _DIGITS = 4
 
@@ -63,7 +66,8 @@ def policy(snapshot: Snapshot, *, caution: Caution | None = None) -> tuple[Decis
     now = problem.state
     before = problem.slowdowns(now)
     best = min((problem.descend(seed) for seed in problem.seeds()), key=problem.key)
-    best = problem.fewest_moves(problem.descend(best, exchanges=True))
+    best = min(problem.descend(best, exchanges=True), problem.best_of_few(best), key=problem.key)
+    best = problem.fewest_moves(best)
     after = problem.slowdowns(best)
     falls = after.max() < before.max() * (1.0 - caution.gain)
     level = after.max() <= before.max() and after.mean() < before.mean() * (1.0 - caution.gain)
@@ -164,11 +168,25 @@ class _Problem:
     def seeds(self) -> Iterator[SearchState]:
         """In force first: on equal terms nothing moves."""
         yield self.state
-        even = (even_ratios(self.snapshot, job) for job in self.jobs)
-        yield tuple(
-            now if fixed else new
-            for now, fixed, new in zip(self.state, self._fixed, even, strict=True)
-        )
+        for seed in (
+            [even_ratios(self.snapshot, job) for job in self.jobs],
+            self._one_gpu_each(),
+        ):
+            yield tuple(
+                now if fixed else new
+                for now, fixed, new in zip(self.state, self._fixed, seed, strict=True)
+            )
+
+    def _one_gpu_each(self) -> list[Ratios]:
+        """The job with the longest iteration first, each on the GPU with the least work so far."""
+        count = len(self.snapshot.gpus)
+        busy_s = [0.0] * count
+        found: list[Ratios] = [()] * len(self.jobs)
+        for i in sorted(range(len(self.jobs)), key=lambda i: -(self.jobs[i].alone_s or 0.0)):
+            gpu = min(usable(self.snapshot, self.jobs[i]), key=lambda g: busy_s[g])
+            busy_s[gpu] += self.jobs[i].alone_s or 0.0
+            found[i] = _placed((TENTHS,), (gpu,), count)
+        return found
 
     def descend(self, state: SearchState, *, exchanges: bool = False) -> SearchState:
         """Best moves of single jobs, and, if asked, of pairs, until none helps."""
@@ -183,6 +201,16 @@ class _Problem:
             if best == before:
                 break
         return state
+
+    def best_of_few(self, state: SearchState) -> SearchState:
+        """The best of all states where there are few; otherwise the given one."""
+        options = [
+            [old] if fixed else found
+            for old, fixed, found in zip(state, self._fixed, self._options, strict=True)
+        ]
+        if math.prod(map(len, options)) > _ALL_STATES_UP_TO:
+            return state
+        return self._best(list(itertools.product(*options))) or state
 
     def _neighbourhoods(self, state: SearchState, exchanges: bool) -> Iterator[list[SearchState]]:
         """First all ratios of the jobs one by one; then exchanges of the slowest with another."""

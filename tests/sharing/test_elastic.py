@@ -47,14 +47,15 @@ def test_any_ratios_train_as_without_kilter(warm, tmp_path, plain):
     ("arguments", "plan"),
     [
         (("--sampler", "plain"), [[7, 3], [10, 0], [0, 10], [4, 6]]),
-        (("--drop-last", "--workers", "2"), [[7, 3], [10, 0], [0, 10], [4, 6]]),
+        # torch waits 5 s for each worker at the end of each pass, with gloo's threads beside it.
+        (("--drop-last", "--workers", "1", "--epochs", "2"), [[7, 3], [0, 10]]),
         # A rank that counts its batches and was idle for some would break at another iteration.
         (("--break-after", "6"), [[7, 3], [10, 0]]),
     ],
     ids=["plain-loader", "drop-last-and-workers", "break"],
 )
 def test_other_ways_to_load(warm, tmp_path, arguments, plan):
-    arguments = (*arguments, "--epochs", "4", "--samples", "120")
+    arguments = ("--epochs", "4", "--samples", "120", *arguments)
     alone, _ = train(warm, 2, tmp_path / "alone", None, *arguments)
     ranks, told = train(warm, 2, tmp_path / "shared", plan, *arguments, *SLOW)
     assert len(changes(told)) >= 3

@@ -216,14 +216,15 @@ def test_a_reason_is_told_once_with_the_number_of_its_data() -> None:
 
     log = PlanLog(run_of(Fence(fail), events))
     few = [messages.recipe_differs(f"{number}: AddBackward0: (4,) float32") for number in range(3)]
+    tangents = messages.tangents_stay(2**20)
     unreached = messages.of_error(BudgetTooSmall("the budget of 5 bytes is out of reach"))
     no_plan = messages.of_error(PlanError("the budget of an unknown kind"))
     for _ in range(2):
-        log.refuse_new((few[0], messages.FORWARD_MODE, few[1], unreached, no_plan, few[2]))
+        log.refuse_new((few[0], tangents, few[1], unreached, no_plan, few[2]))
     told = [event for event in events if isinstance(event, Refused)]
     assert [(event.code, event.reason) for event in told] == [
         ("recipe_differs", "recomputed, it differs (3 data)"),
-        ("forward_mode", messages.FORWARD_MODE.text),
+        ("forward_mode", tangents.text),
         ("no_plan", "the budget of an unknown kind"),
     ]
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kilter.core.errors import KilterError
+from kilter.core.messages import RankMessages
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ, MILLI
 from kilter.device.find import find
@@ -307,6 +308,19 @@ def serve(uuid: str, *, uid: int | None = None) -> None:
                 file = os.open(f"{os.environ['BOX_ROOT']}/own-{number}", os.O_RDWR | os.O_CREAT)
                 os.write(file, OWN)
 
+        talks: list[RankMessages] = []
+
+        def talk(*, port: int) -> None:
+            """To the other ranks, through the store that is served there."""
+            import torch.distributed as dist
+
+            from kilter.session.messages import StoreMessages
+
+            if not talks:
+                store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+                talks.append(StoreMessages(lambda: store))
+            talks[0].post("block", b"a message")
+
         def fail() -> None:
             raise ValueError("an error of the script itself")
 
@@ -317,6 +331,7 @@ def serve(uuid: str, *, uid: int | None = None) -> None:
             "verify": verify,
             "fork": fork,
             "close_all": close_all,
+            "talk": talk,
             "fail": fail,
         }
         for line in sys.stdin:

@@ -10,6 +10,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -260,6 +262,32 @@ def descriptors_reused(box: Box) -> None:
         box.wrong("something was written into a file of the program")
 
 
+STORE_HOST = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def store_host_stopped(box: Box) -> None:
+    """host of the ranks' store is stopped while the job talks to it, the job ends"""
+    with subprocess.Popen(
+        [sys.executable, "-c", STORE_HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as host:
+        assert host.stdout is not None
+        try:
+            port = int(host.stdout.readline())
+            job = box.low()
+            job.ask("talk", port=port)
+            host.send_signal(signal.SIGSTOP)
+            job.ask("talk", port=port)
+            if job.end()["state"] != "restored":
+                box.wrong("the lease did not end as restored")
+        finally:
+            host.kill()
+
+
 def watcher_killed_at_start(box: Box) -> None:
     """SIGKILL of the watcher while it starts the driver, before the first set"""
     job = box.entered()
@@ -334,6 +362,7 @@ TRUST_SCENARIOS: tuple[Accident, ...] = (
     container_killed,
     frozen,
     descriptors_reused,
+    store_host_stopped,
     clock_locked_by_site,
     two_directories,
     next_waits_elsewhere,

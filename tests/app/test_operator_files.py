@@ -92,10 +92,13 @@ def test_units_start_this_python(tmp_path: Path) -> None:
         check=True,
         timeout=60,
     )
-    assert [Path(line).name for line in done.stdout.split()] == ["kilter.service", "kilter.socket"]
+    assert [Path(line).name for line in done.stdout.splitlines()] == [
+        "kilter.service",
+        "kilter.socket",
+    ]
     service = (tmp_path / "kilter.service").read_text()
-    assert f"ExecStart={sys.executable} -P -m kilter daemon\n" in service
-    assert f"ExecStopPost={sys.executable} -P -m kilter restore --all\n" in service
+    assert f'ExecStart="{sys.executable}" -P -m kilter daemon\n' in service
+    assert f'ExecStopPost="{sys.executable}" -P -m kilter restore --all\n' in service
     assert "@" not in service
     verify = shutil.which("systemd-analyze")
     if verify:

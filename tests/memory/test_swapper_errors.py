@@ -31,7 +31,7 @@ UNFENCED = frozenset(
     {
         # The hooks themselves, which only decide where an event goes, and the way back.
         "_pack", "_pack_tensor", "_unpack", "_unpack_tensor", "_save_fenced", "_use_fenced",
-        "_use_or_modified", "kept", "whole", "of", "refuse", "sole", "owned",
+        "_use_or_modified", "kept", "whole", "of", "refuse", "sole", "owned", "_under_a_mode",
         # They call what may fail behind the fence.
         "__del__", "_read_saved", "_read_data", "_write_data",
         # Called by the interpreter where no error can go anywhere: names and numbers.

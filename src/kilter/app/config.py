@@ -173,8 +173,8 @@ OPTIONS = {
         Option(
             "sections",
             _switch,
-            "lower the clock in communication sections that are worth it, inside the iteration, in"
-            " place of one clock for the whole job",
+            "lower the clock in communication sections that are worth it, inside the iteration, or"
+            " one clock for the whole job where that pays more",
         ),
         Option("dry-run", _switch, "observe, plan and report, but set nothing"),
         Option(

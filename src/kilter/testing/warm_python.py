@@ -27,8 +27,9 @@ from types import TracebackType
 from typing import IO
 
 from kilter.core.units import KIB
+from kilter.observe.torch_internals import COMPILER
 
-PRELOADED = ("numpy", "torch", "torch._dynamo")
+PRELOADED = ("numpy", "torch", COMPILER)
 _MOST_BYTES = 2**17
 """Of a request: the arguments and the environment of a program."""
 

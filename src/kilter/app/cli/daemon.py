@@ -121,7 +121,8 @@ def units(words: list[str]) -> int:
     for source in sorted(UNITS.iterdir(), key=lambda one: one.name):
         if source.name.startswith("kilter."):
             path = Path(words[0], source.name)
-            text = source.read_text().replace("@PYTHON@", sys.executable)
+            python = f'"{sys.executable}"'.replace("%", "%%")  # as systemd reads it
+            text = source.read_text().replace("@PYTHON@", python)
             write_atomically(path, text.encode())
             path.chmod(0o644)
             print(path)

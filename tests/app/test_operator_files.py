@@ -33,7 +33,7 @@ def node(tmp_path: Path) -> Iterator[Box]:
     box = Box(tmp_path, cards=2)
     tools = tmp_path / "bin"
     tools.mkdir()
-    (tools / "kilter").write_text(f'#!/bin/sh\nexec {sys.executable} -m kilter "$@"\n')
+    (tools / "kilter").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m kilter "$@"\n')
     (tools / "logger").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/log\n')
     for tool in tools.iterdir():
         tool.chmod(0o755)

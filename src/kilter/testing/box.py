@@ -107,9 +107,9 @@ class Box:
         job.ask("enter")
         return job
 
-    def low(self, name: str = "job", *, hold_s: float = 60.0) -> BoxJob:
+    def low(self, name: str = "job", *, hold_s: float = 60.0, **environ: str) -> BoxJob:
         """A job that has lowered both knobs."""
-        return self.lowered_by(self.start(name), hold_s=hold_s)
+        return self.lowered_by(self.start(name, **environ), hold_s=hold_s)
 
     def lowered_by(self, job: BoxJob, *, hold_s: float = 60.0) -> BoxJob:
         for answer in (job.ask("enter"), job.ask("set", hold_s=hold_s, **LOW)):

@@ -23,6 +23,7 @@ from kilter.app.report.summary import (
     ACTED_ON,
     NOTHING_SET,
     bound,
+    by_sections,
     counted,
     doubt,
     ending,
@@ -141,8 +142,8 @@ def _claim(report: Report) -> str:
 
 
 def _tiles(report: Report) -> str:
-    if report.goal.max_slowdown is None and report.memory is not None:
-        return ""  # the memory section has its own
+    if by_sections(report) or (report.goal.max_slowdown is None and report.memory is not None):
+        return ""  # their own parts of the page tell
     base, ours = report.baseline, report.governed
     if report.slowdown is None or report.choice.setting == report.found:
         as_found = "per iteration, as found"
@@ -353,8 +354,9 @@ def _method(report: Report) -> str:
         ("Mode", f"{report.mode} ({mode.get(report.mode, 'watching only')}): {report.mode_reason}"),
         ("Ranks", report.ranks),
         ("Outcome", report.outcome or "the record has no end: the run was killed, or goes on"),
-        ("Choice", report.choice.reason),
     ]
+    if not by_sections(report):
+        entries.append(("Choice", report.choice.reason))
     if report.prediction is not None:
         expected = report.prediction
         entries.append(

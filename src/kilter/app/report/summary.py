@@ -36,7 +36,7 @@ ACTED_ON = (Bound.INPUT, Bound.IDLE, Bound.THROTTLED, Bound.COMMUNICATION)
 def summary(report: Report, run_dir: str | Path | None) -> str:
     """The few lines at the end of a run; `run_dir` is None where no record of it is kept."""
     lines = sections(report)
-    if not lines or _instead_of_sections(report):
+    if not by_sections(report):
         lines += [headline(report), ending(report)]
     if report.blocks:
         lines.insert(1, f"evidence: {evidence(report)}")
@@ -77,14 +77,10 @@ def sections(report: Report) -> list[str]:
     ]
 
 
-def _instead_of_sections(report: Report) -> bool:
-    """One clock for the whole job was searched after all."""
-    sections = report.sections
-    return (
-        sections is not None
-        and sections.search is not None
-        and sections.search.taken == "whole job"
-    )
+def by_sections(report: Report) -> bool:
+    """Whether the clocks were those of sections, and not one clock for the whole job after all."""
+    found = report.sections
+    return found is not None and (found.search is None or found.search.taken != "whole job")
 
 
 def full(report: Report) -> str:
@@ -126,7 +122,7 @@ def full(report: Report) -> str:
 
 def _clock_lines(report: Report) -> list[str]:
     told = sections(report)
-    if told and not _instead_of_sections(report):
+    if by_sections(report):
         return told
     base, ours = report.baseline, report.governed
     lines = [*told, f"result   {headline(report)}"]
@@ -255,7 +251,7 @@ def result(report: Report) -> Finding:
     label = report.label.value
     if report.unseen is not None:
         return Finding(report.unseen)
-    if report.sections is not None and not _instead_of_sections(report):
+    if report.sections is not None and by_sections(report):
         simulated = report.label is Label.SIMULATED or report.sections.search is None
         label = Label.SIMULATED.value if simulated else label
         return Finding(section_run.answer(report.sections), label)

@@ -34,14 +34,15 @@ def run_python(*arguments, **environment):
     params=[(name, kind) for name in PACKAGES for kind in ("fake", "real")],
     ids=lambda param: "-".join(param),
 )
-def trainings(request, tmp_path_factory):
+def trainings(request, tmp_path_factory, warm):
     """What came of the trainings, what was said on stderr, and where the runs are."""
     name, kind = request.param
     if kind == "real" and importlib.util.find_spec(PACKAGES[name]) is None:
         pytest.skip(f"{PACKAGES[name]} is not installed; its stand-in was tested")
     out = tmp_path_factory.mktemp(f"{name}-{kind}")
     program = Path(__file__).with_name("framework_program.py")
-    ended = run_python(program, name, kind, out)
+    ended = warm.run([str(program), name, kind, str(out)])
+    assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1]), ended.stderr, out
 
 

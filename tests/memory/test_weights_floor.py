@@ -129,8 +129,9 @@ STEPS = 56
 @pytest.mark.parametrize("autocast", [False, True])
 def test_weights_go_where_all_state_is_not_enough(autocast: bool) -> None:
     budget_bytes = WEIGHT_BYTES + LOSS_BYTES - MIB  # 1 MiB below what all else can give
-    values, made, swapper = train(STEPS, budget_bytes, autocast)
-    assert values == train(STEPS, autocast=autocast)[0]
+    steps = 40 if autocast else STEPS  # bfloat16 is slow on a CPU
+    values, made, swapper = train(steps, budget_bytes, autocast)
+    assert values == train(steps, autocast=autocast)[0]
     assert made is not None
     assert swapper is not None
     weights = made.weights
@@ -142,7 +143,7 @@ def test_weights_go_where_all_state_is_not_enough(autocast: bool) -> None:
     assert made.settled
     assert weights.late == 0
     report = swapper.report()
-    assert report.planned > 20
+    assert report.planned > steps - 36
     assert report.late == report.deviations == 0
     assert max(report.peaks_bytes[-2:]) <= budget_bytes
 

@@ -1,4 +1,4 @@
-"""150 iterations whose batches all have other lengths."""
+"""100 iterations whose batches all have other lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     lengths = random.Random(0)
     losses = []
-    for _ in range(150):
+    for _ in range(100):
         loss = model(batch(lengths.randrange(4096, 12_000))).square().mean()
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Shapes change in every iteration, in 150 of them."""
+"""Shapes change in every iteration, in 100 of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def main() -> None:
     model = layers(4)
     optimizer = torch.optim.AdamW(model.parameters())
     losses = []
-    for step in range(150):
+    for step in range(100):
         loss = model(batch(4096 + 8 * step)).square().mean()
         loss.backward()
         optimizer.step()

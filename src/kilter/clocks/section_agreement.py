@@ -155,7 +155,7 @@ class SectionAgreement:
 
     @property
     def reopened(self) -> bool:
-        """A rank has said so."""
+        """Whether a rank has told that the search is void."""
         return self._messages.look(f"{self._name}/again") is not None
 
     def step(self, index: int, passed: int | None = None) -> None:
@@ -401,7 +401,8 @@ class SectionLeader:
         self._end(found)
 
     def _end(self, found: SectionsFound) -> None:
-        """What is told to all ranks, and held; a held one is watched."""
+        """Tell all ranks the result and hold it. Lowered clocks are compared with the default from
+        time to time."""
         self.found = self._hold = found
         if found.held:
             self._watching = watch(

@@ -50,7 +50,7 @@ class Demand:
         return over
 
     def refuse(self, reason: Reason) -> None:
-        """Of a kind of reason the first is told."""
+        """Keep the first reason of each code."""
         if all(reason.code != known.code for known in self.refused):
             self.refused.append(reason)
 

@@ -28,7 +28,7 @@ class Groups:
         self._made: dict[tuple[int, ...], ProcessGroup] = {self._everyone: whole}
 
     def make(self) -> None:
-        """Make all groups; every rank has to call it. Those that are there are not made again."""
+        """Make the groups that do not exist yet. A collective: every rank has to call this."""
         import torch.distributed as dist
 
         for size in range(2, len(self._everyone)) if self._subsets else ():

@@ -42,6 +42,8 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    # Off before the end: in plain, too, the program's caller may be a function of kilter.
+    signal.setitimer(signal.ITIMER_REAL, 0)
     raise KeyboardInterrupt
 
 

@@ -11,9 +11,11 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -101,6 +103,14 @@ class Box:
         self.names[job.pid] = name
         return job
 
+    def start_contained(self) -> BoxJob:
+        """A job that is the init process of a pid namespace of its own (`may_contain`)."""
+        job = BoxJob(self, {}, contained=True)
+        self.jobs.append(job)
+        self.names[1] = "job"  # its own number in there
+        until(lambda: job.init_pid is not None)
+        return job
+
     def entered(self, name: str = "job") -> BoxJob:
         """A job that has a lease, and has set nothing."""
         job = self.start(name)
@@ -174,6 +184,22 @@ class Box:
             job.kill()
 
 
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for it; `TimeoutError` if it never comes true."""
+    give_up_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        if time.monotonic() > give_up_s:
+            raise TimeoutError("the condition never came true")
+        time.sleep(0.005)
+
+
+def may_contain() -> bool:
+    """Whether a job can have a pid namespace of its own here."""
+    if shutil.which(CONTAINER[0]) is None:
+        return False
+    return subprocess.run([*CONTAINER, "true"], stderr=subprocess.DEVNULL).returncode == 0
+
+
 def find_watcher(directory: Path) -> int | None:
     """The process that watches over the cards of a state directory."""
     for process in Path("/proc").glob("[0-9]*"):
@@ -238,10 +264,18 @@ class BoxJob:
         return json.loads(line) if line else {"error": "died"}
 
     @property
-    def init_pid(self) -> int:
-        """Of a job in a container that has answered, from outside."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
-        return int(children.split()[0])
+    def init_pid(self) -> int | None:
+        """Of a job in a container, from outside; None where its process does not live."""
+        try:
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        except OSError:
+            return None
+        return int(children[0]) if children else None
+
+    def kill_init(self) -> None:
+        """SIGKILL of a container's init, and so of all that is in the container."""
+        if (pid := self.init_pid) is not None:
+            os.kill(pid, signal.SIGKILL)
 
     def signal(self, number: int) -> None:
         """To the whole group, as the terminal does."""

@@ -127,6 +127,13 @@ class DaemonBox(Box):
         (self.root / "cards.json").chmod(0o644)
         return job
 
+    def start_contained(self) -> BoxJob:
+        job = super().start_contained()
+        if (pid := job.init_pid) is not None:
+            with self.fake.edit() as state:
+                state.cards[0].pids += (pid,)
+        return job
+
     def low_job(self, name: str = "job", *, uid: int | None = None, card: int = 0) -> BoxJob:
         """A job that has lowered both knobs through the daemon."""
         return self.lowered_by(self.job(name, uid=uid, card=card))

@@ -18,10 +18,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kilter.app.bench.faults_of_trust import contained, locked_by_site, until
+from kilter.app.bench.faults_of_trust import contained, locked_by_site
 from kilter.core.daemon_protocol import Ask, Hello, Hold, Look, Release, encode
 from kilter.core.setting import Setting
-from kilter.testing.box import FOUND, LOW
+from kilter.testing.box import FOUND, LOW, until
 from kilter.testing.daemon_box import DaemonBox
 
 MESSAGES, CONNECTIONS = 10_000, 2_000
@@ -61,11 +61,10 @@ def daemon_container_killed(box: DaemonBox) -> None:
     job = contained(box)
     if job is None:
         return
-    box.change(pids=(job.init_pid,))
     answer = job.ask("set", **LOW)
     if answer is not None:
         box.wrong(f"the job was told {answer}")
-    os.kill(job.init_pid, signal.SIGKILL)
+    job.kill_init()
     until(lambda: box.setting() == FOUND)
 
 

@@ -33,6 +33,7 @@ from kilter.testing.box import (
     BoxJob,
     find_watcher,
     kill_watcher,
+    until,
 )
 from kilter.testing.daemon_box import DaemonBox
 
@@ -149,7 +150,7 @@ def both_killed_then_next(box: Box) -> None:
 def hangs(box: Box) -> None:
     """job hangs, its deadline passes"""
     job = box.low(hold_s=0.05)
-    trust.until(lambda: box.setting() == FOUND)
+    until(lambda: box.setting() == FOUND)
     box.note("put back while the job hung")
     job.kill()
 

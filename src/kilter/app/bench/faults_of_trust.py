@@ -25,29 +25,20 @@ from kilter.core.units import MHZ
 from kilter.lease.journal import STATE_VARIABLE
 from kilter.lease.lease import WATCHER_START_S
 from kilter.testing.box import (
-    CONTAINER,
     FOUND,
     FOUND_LIMIT_W,
     OWN,
-    TIMEOUT_S,
     Box,
     BoxJob,
     find_watcher,
     kill_watcher,
+    may_contain,
+    until,
 )
 
 Accident = Callable[[Box], Setting | None]
 LOG_BYTES = 2**30
 """Of a watcher's log that may not grow any more."""
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for it; `TimeoutError` if it never comes true."""
-    give_up_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        if time.monotonic() > give_up_s:
-            raise TimeoutError("the condition never came true")
-        time.sleep(0.005)
 
 
 def state_deleted(box: Box) -> None:
@@ -218,7 +209,7 @@ def container_killed(box: Box) -> None:
     if job is None:
         return
     job.ask("set", sm_mhz=1200, limit_w=400)
-    os.kill(job.init_pid, signal.SIGKILL)
+    job.kill_init()
     job.wait()
     if box.setting() == FOUND:
         box.wrong("nothing was left, so that this row shows nothing")
@@ -228,14 +219,12 @@ def container_killed(box: Box) -> None:
 def contained(box: Box) -> BoxJob | None:
     """A job with a lease in a pid namespace of its own; None where there is no right to make one,
     and the row says so."""
-    if shutil.which(CONTAINER[0]) is not None:
-        job = BoxJob(box, {}, contained=True)
-        box.jobs.append(job)
-        box.names[1] = "job"  # its own number in there
-        if job.ask("enter") is None:
-            return job
-    box.note("not tried: needs unshare(1) and the right to make a pid namespace")
-    return None
+    if not may_contain():
+        box.note("not tried: needs unshare(1) and the right to make a pid namespace")
+        return None
+    job = box.start_contained()
+    job.ask("enter")
+    return job
 
 
 def frozen(box: Box) -> None:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from kilter.app.bench.faults_of_trust import until
 from kilter.core.setting import Setting
 from kilter.core.units import MILLI
-from kilter.testing.box import FOUND, LOW, Box, BoxJob, kill_watcher
+from kilter.testing.box import FOUND, LOW, Box, BoxJob, kill_watcher, may_contain, until
 from kilter.testing.daemon_box import DaemonBox
 
 MOMENTS_SEED = 15
@@ -21,11 +21,11 @@ THEIRS_W = 500.0
 
 
 def random_kills(box: Box, times: int) -> None:
-    """SIGKILL of job, watcher or both at random moments; after both, `kilter restore`"""
+    """SIGKILL of job, watcher, both or container's init at random moments, then `kilter restore`"""
 
     def recover(victims: str) -> bool:
         box.until_free()
-        if victims == "both" or box.place.journal_path.exists():
+        if victims in ("both", "container") or box.place.journal_path.exists():
             box.restore()
         return box.setting() == FOUND and not box.place.journal_path.exists()
 
@@ -38,7 +38,7 @@ def random_changes(box: Box, times: int) -> Setting:
 
 
 def daemon_random_kills(box: DaemonBox, times: int) -> None:
-    """daemon: SIGKILL of job, daemon or both at random moments; the daemon starts again"""
+    """daemon: SIGKILL of job, daemon, both or container's init at random; daemon starts again"""
 
     def recover(victims: str) -> bool:
         with suppress(TimeoutError):
@@ -83,21 +83,31 @@ def _kills(
     recover: Callable[[str], bool],
     start_other: Callable[[], object] = lambda: None,
 ) -> None:
-    """Kill a job, the `other` process that puts back, or both; `recover` says whether all is as
-    found after that."""
+    """Kill a job, the `other` process that puts back, both, or the init of the job's container;
+    `recover` says whether all is as found after that."""
     chance, life_s = random.Random(MOMENTS_SEED), _life_s(start())
-    left = 0
+    victims_of = {"job": ("job",), other: (other,), "both": ("job", other)}
+    if may_contain():
+        victims_of["container"] = ("container",)
+    else:
+        box.note("no container: needs unshare(1) and the right to make a pid namespace")
+    tried, left = Counter[str](), 0
     for _ in range(times):
-        victims = chance.choice(("job", other, "both"))
-        job = start()
+        chosen = chance.choice(list(victims_of))
+        victims = victims_of[chosen]
+        job = box.start_contained() if "container" in victims else start()
         with _living(job, chance.uniform(0.0, life_s)):
-            if victims != "job":
+            if other in victims:
                 kill_other()
-            if victims != other:
+            if "job" in victims:
                 job.kill()
-            if victims != "job":
+            if "container" in victims:
+                job.kill_init()
+            if other in victims:
                 start_other()
-        left += not recover(victims)
+        tried[chosen] += 1
+        left += not recover(chosen)
+    box.note(", ".join(f"{chosen} {count}" for chosen, count in sorted(tried.items())))
     _count(box, left, times, "left behind")
 
 

@@ -66,6 +66,27 @@ def test_times_of_measured_traces_are_those_of_a_sweep(name):
     assert mean.idle_s * 2 == pytest.approx(true[()], rel=1e-5)
 
 
+HTA = {
+    "ddp2_nvlink_resnet50": (58155.456, 4952.618, 1108.969, 0.8242),
+    "par2_fsdp2_rank0": (128307.020, 90601.772, 72033.551, 0.4208),
+    "par2_fsdp2_rank1": (116865.796, 149895.411, 29958.127, 0.3030),
+}
+"""What HolisticTraceAnalysis 0.5.0 says of these traces: microseconds of computation, of nothing,
+and of communication or copies alone; and the covered share of communication. Written down on
+2026-11-23 (`benchmarks/sections_oracle.py`, HTA_DISABLE_NS_ROUNDING=1)."""
+
+
+@pytest.mark.parametrize("name", HTA)
+def test_times_of_measured_traces_are_those_of_holistic_trace_analysis(name):
+    rank = analyse([read_rank(DATA / f"{name}.kineto.json.gz", table=TABLE)]).ranks[0]
+    mean, (compute_us, idle_us, rest_us, covered) = rank.mean, HTA[name]
+    assert mean.compute_s * rank.iterations == pytest.approx(compute_us * 1e-6, rel=1e-5)
+    assert mean.idle_s * rank.iterations == pytest.approx(idle_us * 1e-6, rel=1e-5)
+    rest_s = (mean.exposed_s + mean.copy_s) * rank.iterations
+    assert rest_s == pytest.approx(rest_us * 1e-6, rel=1e-5)
+    assert mean.overlapped_s / mean.comm_s == pytest.approx(covered, abs=6e-5)
+
+
 def test_waiting_of_a_measured_pair_is_what_the_durations_say():
     """Matched by their order, from the raw events."""
     paths = [DATA / f"par2_fsdp2_rank{r}.kineto.json.gz" for r in (0, 1)]

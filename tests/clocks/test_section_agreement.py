@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kilter.clocks.plan.cover import Cover
 from kilter.clocks.plan.guard import Contract
 from kilter.clocks.plan.section_job import RankOffer, key_of, targets_of
 from kilter.clocks.plan.section_search import SearchTarget
@@ -309,3 +310,25 @@ def test_keys_of_a_stretch_over_several_sections_name_both_ends() -> None:
     one = stretch("a", 0.0, 0.5)
     assert key_of(one) == "a"
     assert key_of(msgspec.structs.replace(one, last="b")) == "a to b"
+
+
+def test_computation_before_a_section_is_slower_without_effect_as_far_as_it_has_slack() -> None:
+    """The search does not go below the clock at which it would delay the communication."""
+    section = stretch("ar/1", 0.35, 0.6)
+    own = ddp()[0]
+    for slack in (2, 7):
+        cover = Cover(
+            after="ar/0", lead_s=0.2, compute_s=0.2, stretch=CARD.levels[slack - 1].stretch
+        )
+        low = msgspec.structs.replace(
+            section,
+            cover=cover,
+            start_s=section.start_s - cover.lead_s,
+            down_at_s=section.down_at_s - cover.lead_s,
+        )
+        taken = msgspec.structs.replace(own.found, stretches=(low,))
+        offers = [msgspec.structs.replace(own, rank=rank, found=taken) for rank in (0, 1)]
+        found = Job(offers).until_found()
+        assert all(abs(depth - slack) <= 1 for depth in found.depths[0]), (slack, found.depths)
+        assert found.time_ratio is not None
+        assert found.time_ratio < 1.01

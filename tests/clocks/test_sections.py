@@ -87,6 +87,31 @@ def test_times_of_measured_traces_are_those_of_holistic_trace_analysis(name):
     assert mean.overlapped_s / mean.comm_s == pytest.approx(covered, abs=6e-5)
 
 
+@pytest.mark.parametrize("name", HTA)
+def test_a_collective_is_ready_when_what_was_launched_before_it_is_over(name):
+    path = DATA / f"{name}.kineto.json.gz"
+    raw = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    launched = {
+        e["args"]["correlation"]: e["ts"]
+        for e in raw
+        if e.get("cat") in ("cuda_runtime", "cuda_driver")
+    }
+    kernels = [e for e in raw if e.get("cat") == "kernel"]
+    origin_us = min(e["ts"] for e in raw if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"))
+    found = read_rank(path, table=TABLE).collectives
+    assert len(found) >= 10
+    own = sorted((e for e in kernels if e["name"].startswith("nccl")), key=lambda e: e["ts"])
+    for collective, event in zip(found, own, strict=True):
+        at_us = launched[event["args"]["correlation"]]
+        before = [
+            e["ts"] + e["dur"]
+            for e in kernels
+            if not e["name"].startswith("nccl") and launched[e["args"]["correlation"]] < at_us
+        ]
+        ready_us = min(max([at_us, *before]), event["ts"])
+        assert collective.ready_s == pytest.approx((ready_us - origin_us) * 1e-6, abs=1e-9)
+
+
 def test_waiting_of_a_measured_pair_is_what_the_durations_say():
     """Matched by their order, from the raw events."""
     paths = [DATA / f"par2_fsdp2_rank{r}.kineto.json.gz" for r in (0, 1)]

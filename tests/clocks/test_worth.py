@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kilter.clocks.plan.cover import Cover
 from kilter.clocks.plan.sections import RankSections, Section, SectionPlace, Short
+from kilter.clocks.plan.timing import schedule
 from kilter.clocks.plan.worth import (
     ClockCosts,
     Latency,
@@ -32,7 +34,7 @@ def card(latency=FAST, levels=(0.75, 0.5), calls_per_s=math.inf):
                 sm_clock_hz=2e9 * f,
                 saved_w=60.0 * (1 - f),
                 waiting_w=60 + 60 * f,
-                computing_w=60 + 640 * f,
+                computing_w=60 + 540 * f**3,
                 stretch=1 / f,
             )
             for f in levels
@@ -45,9 +47,14 @@ def card(latency=FAST, levels=(0.75, 0.5), calls_per_s=math.inf):
     )
 
 
-def sections(lengths, gaps, presence=1.0):
-    found, at = [], 0.0
+def sections(lengths, gaps, presence=1.0, covers=()):
+    """`covers`: of each section, how much of the gap before it has slack, and for which stretch."""
+    found, at, before = [], 0.0, 0.0
     for i, (length, gap) in enumerate(zip(lengths, gaps, strict=True)):
+        share, most = covers[i] if covers else (0.0, 1.0)
+        lead = share * before
+        own = Cover(after=f"all_reduce/dp/{i}", lead_s=lead, compute_s=0.9 * lead, stretch=most)
+        before = gap
         found.append(
             Section(
                 key=f"all_reduce/dp/{i}",
@@ -64,6 +71,7 @@ def sections(lengths, gaps, presence=1.0):
                 wait_s=None,
                 gap_s=gap,
                 gap_compute_s=gap,
+                covers=(own,) if lead else (),
             )
         )
         at += length + gap
@@ -179,7 +187,15 @@ def test_the_gentler_clock_is_taken_where_the_lower_one_would_break_the_budget()
     assert clocks == [1.5e9, 1.4e9]
 
 
-CASES = st.lists(st.tuples(st.floats(0.2e-3, 6e-3), st.floats(1e-6, 2e-3)), min_size=1, max_size=5)
+CASES = st.lists(
+    st.tuples(
+        st.floats(0.2e-3, 6e-3),
+        st.floats(1e-6, 2e-3),
+        st.tuples(st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([1.2, 1.5, 3.0])),
+    ),
+    min_size=1,
+    max_size=4,
+)
 
 
 @given(
@@ -190,7 +206,7 @@ CASES = st.lists(st.tuples(st.floats(0.2e-3, 6e-3), st.floats(1e-6, 2e-3)), min_
 )
 @settings(deadline=None)
 def test_the_choice_equals_brute_force(case, budget_s, most, spread):
-    found = sections([c[0] for c in case], [c[1] for c in case])
+    found = sections(*zip(*(c[:2] for c in case), strict=True), covers=[c[2] for c in case])
     there = card(Latency(median_s=0.5e-3, spread=spread))
     options = [
         (a, b, stretch)
@@ -211,6 +227,32 @@ def test_the_choice_equals_brute_force(case, budget_s, most, spread):
     assert sum(s.saved_j for s in chosen) == pytest.approx(best)
     assert sum(s.delay_s for s in chosen) <= budget_s * (1 + 1e-9)
     assert most is None or len(chosen) <= most
+
+
+def test_computation_with_slack_is_taken_in_as_far_as_it_saves():
+    lengths, gaps = [0.2, 0.3], [0.1, 0.0]
+    without = worth(rank(sections(lengths, gaps)), card(), max_slowdown=0.001)
+    for most, clock_hz in ((1.5, 1.5e9), (2.5, 1e9)):
+        found = sections(lengths, gaps, covers=[(0.0, 1.0), (0.5, most)])
+        [first, second] = worth(rank(found), card(), max_slowdown=0.001).stretches
+        assert first == without.stretches[0]
+        assert second.sm_clock_hz == clock_hz
+        assert second.start_s == pytest.approx(0.25)
+        assert second.cover is not None
+        assert second.saved_j > without.stretches[1].saved_j
+        assert second.delay_s == pytest.approx(0.0, abs=1e-9)
+        [down, up, *_] = schedule([second], card(), 0.6, number=1).commands
+        assert down.key == "all_reduce/dp/1 after all_reduce/dp/1"  # no edge of the section
+        assert up.key == "all_reduce/dp/1"
+    # Where the lowest clock has no slack, and a gentler one saves less, the section stands alone.
+    tight = sections(lengths, gaps, covers=[(0.0, 1.0), (0.01, 1.5)])
+    assert worth(rank(tight), card(), max_slowdown=0.001).stretches == without.stretches
+    newer = rank(sections(lengths, gaps, covers=[(0.0, 1.0), (0.8, 2.2)]))
+    [again] = retimed([second], newer, card())
+    assert again.start_s == pytest.approx(0.22)
+    assert retimed([second], rank(found[:1]), card()) is None
+    tight = rank(sections(lengths, gaps, covers=[(0.0, 1.0), (0.8, 1.9)]))
+    assert retimed([second], tight, card()) is None
 
 
 def test_clock_calls_are_rate_limited():

@@ -10,6 +10,7 @@ import msgspec
 
 from kilter.app.cli.sections import add_device_arguments, add_trace_arguments, analysed, card
 from kilter.app.report import section_run
+from kilter.clocks.plan.cover import Cover
 from kilter.clocks.plan.guard import Contract
 from kilter.clocks.plan.section_job import offer_of
 from kilter.clocks.plan.sections import Analysis
@@ -104,6 +105,15 @@ def _as_json(found: Sequence[Worth], device: ClockCosts, analysis: Analysis) -> 
     }
 
 
+def _covered(cover: Cover | None) -> str:
+    if cover is None:
+        return ""
+    return (
+        f"; takes in {show_time(cover.compute_s)} of computation under communication, which has "
+        f"slack to take {cover.stretch:.1f} times as long"
+    )
+
+
 def _tell(found: Sequence[Worth], device: ClockCosts, analysis: Analysis) -> None:
     print(f"{summary(found, device)} [simulated]")
     for answer in found:
@@ -113,6 +123,7 @@ def _tell(found: Sequence[Worth], device: ClockCosts, analysis: Analysis) -> Non
                 f"{show_time(stretch.start_s)} to {show_time(stretch.end_s)} of the iteration "
                 f"({stretch.first} to {stretch.last}): saves {show_energy(stretch.saved_j)} of "
                 f"{show_energy(answer.iteration_j)}, delays by {show_time(stretch.delay_s)}"
+                f"{_covered(stretch.cover)}"
             )
         if len(answer.stretches) > MOST_STRETCHES:
             more = len(answer.stretches) - MOST_STRETCHES

@@ -2,7 +2,8 @@
 
 The times of the iteration and of its sections are those that the rank has measured. What a clock
 does to them is simulated: each switch takes a time drawn from the device's profile, computation
-under a low clock takes as much longer as the clock is lower, a rank that waits for others makes up
+under a low clock takes as much longer as the clock is lower (without effect where it has slack
+under communication), a rank that waits for others makes up
 for what it loses while it waits, and communication keeps its pace unless `truth` says otherwise.
 """
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from kilter.clocks.plan.section_job import BLOCK, SETTLING, RankOffer, key_of, own_depths
 from kilter.clocks.plan.section_search import Outcomes, SearchTarget, Seen, Trials
-from kilter.clocks.plan.worth import ClockCosts, LowStretch
+from kilter.clocks.plan.worth import ClockCosts, LowStretch, covered_j, covered_low_s
 from kilter.core.setting import Setting
 from kilter.device.sim.gpu import STEADY
 from kilter.device.sim.noise import Noise, NoiseSource
@@ -90,16 +91,22 @@ class SimulatedRank:
         level = self._card.levels[depth - 1]
         low_s = stretch.down_at_s + self._takes(depth)
         high_s = stretch.up_at_s + self._takes(0)
+        cover = stretch.cover
+        begin_s = stretch.start_s + (0.0 if cover is None else cover.lead_s)
         early_s = max(0.0, stretch.start_s - low_s)
         late_s = max(0.0, high_s - stretch.end_s)
-        inside_s = max(0.0, min(high_s, stretch.end_s) - max(low_s, stretch.start_s))
+        inside_s = max(0.0, min(high_s, stretch.end_s) - max(low_s, begin_s))
+        covered_s = covered_low_s(cover, begin_s - low_s)
         mistimed_s = (early_s + late_s) * (1.0 - 1.0 / level.stretch)
         slower_s = stretch.computed_s * (level.stretch - 1.0)
+        if cover is not None:  # beyond its slack
+            slower_s += covered_s * max(0.0, level.stretch - cover.stretch)
         harmless, exponent = self._truth.get(key_of(stretch), KEEPS_PACE)
         keeps = max(1.0, harmless * level.stretch) ** exponent
-        longer_s = (length_s - stretch.computed_s) * (keeps - 1.0)
+        longer_s = (stretch.end_s - begin_s - stretch.computed_s) * (keeps - 1.0)
         made_up_s = min(mistimed_s + slower_s, self._wait_s.get(key_of(stretch), 0.0))
         joules = level.saved_w * max(0.0, inside_s - stretch.computed_s)
+        joules += covered_j(covered_s, level, self._card)
         joules -= self._card.computing_w * mistimed_s + level.waiting_w * (slower_s + longer_s)
         return (
             length_s + slower_s + longer_s,

@@ -35,6 +35,9 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int | None = None
     """The larger of the message that goes in and the one that comes out."""
     dtype: str | None = None
+    ready_s: float | None = None
+    """When it was launched and all computation that was launched before it was over, but not later
+    than its begin: the data that it sends were there then. None where the trace has no launch."""
 
     @property
     def duration_s(self) -> float:

@@ -472,8 +472,8 @@ class NvidiaDevice(VendorDevice):
     def _limit(self, handle: Any, value_w: float | None) -> None:
         self._change_limit(
             value_w,
-            now=self._optional("nvmlDeviceGetPowerManagementLimit", handle),
             default=self._optional("nvmlDeviceGetPowerManagementDefaultLimit", handle),
+            now=self._optional("nvmlDeviceGetPowerManagementLimit", handle),  # right before the set
             unit_w=MILLI,
             change=partial(self._setter, "nvmlDeviceSetPowerManagementLimit", handle),
         )

@@ -314,7 +314,13 @@ class _Timeline:
             origin_s=origin_s,
             compute=_union(begin_s, end_s, own & (kind == _COMPUTE)),
             copies=_union(begin_s, end_s, own & (kind == _COPY)),
-            collectives=self._collectives(begin_s, end_s, own, groups),
+            collectives=self._collectives(
+                begin_s,
+                end_s,
+                own,
+                groups,
+                self._ready(origin, begin_s, end_s, own & (kind == _COMPUTE)),
+            ),
             iterations=windows,
             found_by=found_by,
             warnings=tuple(warnings),
@@ -354,6 +360,7 @@ class _Timeline:
         end_s: NDArray[Any],
         own: NDArray[Any],
         groups: _Groups,
+        ready_s: NDArray[Any] | None,
     ) -> tuple[Collective, ...]:
         names = {number: text for text, number in self._labels.items()}
         found = []
@@ -377,9 +384,29 @@ class _Timeline:
                     sequence=None if args is None else _integer(args.sequence),
                     bytes=bytes_,
                     dtype=dtype,
+                    ready_s=None if ready_s is None else _known(ready_s[index]),
                 )
             )
         return tuple(sorted(found, key=lambda c: (c.begin_s, c.end_s)))
+
+    def _ready(
+        self,
+        origin: float,
+        begin_s: NDArray[Any],
+        end_s: NDArray[Any],
+        computes: NDArray[Any],
+    ) -> NDArray[Any] | None:
+        """`Collective.ready_s` of every event on the GPU; NaN where its launch is not known."""
+        if not len(self._launched):
+            return None
+        known, at_us = self._launches()
+        launch_s = np.where(known, (at_us - origin) * _US, np.nan)
+        of = np.flatnonzero(computes & known)
+        of = of[np.argsort(launch_s[of], kind="stable")]
+        over_s = np.concatenate([[-np.inf], np.maximum.accumulate(end_s[of])])
+        before = np.searchsorted(launch_s[of], launch_s, side="left")
+        ready_s: NDArray[Any] = np.minimum(np.maximum(launch_s, over_s[before]), begin_s)
+        return ready_s
 
     # Iterations.
 
@@ -501,6 +528,10 @@ class _Timeline:
         correlation = np.array(self._correlation)
         place = np.searchsorted(launched, correlation).clip(0, len(launched) - 1)
         return launched[place] == correlation, np.array(self._launch_us)[order][place]
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
 def _or_missing(value: object) -> int:

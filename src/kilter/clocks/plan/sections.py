@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from kilter.clocks.plan.cover import Cover, common, covers
 from kilter.clocks.plan.match import Matched, match
 from kilter.core.rank_trace import Collective, RankIteration, RankTimes, RankTrace
 from kilter.core.units import show_fraction, show_time
@@ -59,6 +60,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     """Median time to the next section, or to the end of the iteration."""
     gap_compute_s: float
     """Median time of computation in it."""
+    covers: tuple[Cover, ...] = ()
+    """Computation before the section that has slack, from the latest to the earliest."""
 
 
 class Short(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +237,7 @@ class _Occurrence(msgspec.Struct, frozen=True, kw_only=True):
     inside: tuple[Collective, ...]
     gap_s: float
     gap_compute_s: float
+    covers: tuple[Cover, ...]
 
 
 class _View:
@@ -348,11 +352,19 @@ class _View:
         lengths = [length(clip(exposed, *run)) for run in runs]
         kept = [run for run, s in zip(runs, lengths, strict=True) if s >= LEAST_S]
         ends = [*(begin for begin, _ in kept), window.end_s][1:]
+        # Computation goes on after a run because a collective is over, or for a reason of its own.
+        overs = sorted(c.end_s for c, _ in self._of[i])
+        before = [window.begin_s]
+        for begin, end in kept:
+            waited = bisect_left(overs, begin) < bisect_right(overs, end + JOINED_S)
+            before.append(end if waited else before[-1])
         begins = [c.begin_s for c, _ in self._of[i]]
         longest_s = max((c.duration_s for c, _ in self._of[i]), default=0.0)
         occurrences = []
         pieces: dict[str, int] = defaultdict(int)
-        for (begin, end), following in reversed(list(zip(kept, ends, strict=True))):
+        for (begin, end), following, from_s in reversed(
+            list(zip(kept, ends, before[:-1], strict=True))
+        ):
             # Those that began earlier than the longest one takes are over.
             first = bisect_left(begins, begin - longest_s)
             last = bisect_left(begins, end)
@@ -371,6 +383,7 @@ class _View:
                     inside=tuple(c for c, _ in inside),
                     gap_s=following - end,
                     gap_compute_s=length(clip(compute, end, following)),
+                    covers=covers(self._of[i], compute, from_s=from_s, begin_s=begin, end_s=end),
                 )
             )
         return occurrences[::-1], [s for s in lengths if s < LEAST_S]
@@ -395,6 +408,7 @@ class _View:
             wait_s=sum(o.wait_s for o in group) / iterations if self._known else None,
             gap_s=statistics.median(o.gap_s for o in group),
             gap_compute_s=statistics.median(o.gap_compute_s for o in group),
+            covers=common([o.covers for o in group]),
         )
 
 

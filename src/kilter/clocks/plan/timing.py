@@ -34,7 +34,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
     edge: Edge
     key: str
-    """Of the section whose beginning (`down`) or end (`up`) is the edge."""
+    """Of the section whose beginning (`down`) or end (`up`) is the edge; where computation before
+    the section is taken in, the collective with whose readiness that begins is named, too."""
     sm_clock_hz: float | None
     """None: the clock as found."""
     at_s: float
@@ -139,9 +140,10 @@ def schedule(
 def _commands(stretch: LowStretch, card: ClockCosts) -> tuple[Command, Command]:
     length_s = stretch.up_at_s - stretch.down_at_s
     usual_s = min(HOLD_LENGTHS * length_s, LONGEST_HOLD_S)
+    cover = stretch.cover
     down = Command(
         edge="down",
-        key=stretch.first,
+        key=stretch.first if cover is None else f"{stretch.first} after {cover.after}",
         sm_clock_hz=stretch.sm_clock_hz,
         at_s=stretch.down_at_s,
         lead_s=stretch.start_s - stretch.down_at_s,

@@ -11,19 +11,23 @@ may share one stretch of a low clock: what is computed between them then runs sl
 budget. Stretches are chosen by dynamic programming over the ordered sections with all
 non-dominated pairs of delay and saving (the constrained shortest path again; exact for the model).
 
-What is computed in a stretch saves nothing in this model, and the communication itself is taken not
-to slow down: the running job has the last word on both.
+Before its first section a stretch may take in computation that has slack under communication
+(`cover`): that runs slower without effect, and what is left of the section is shorter by as much.
+What is computed between the sections of a stretch saves nothing in this model, and the
+communication itself is taken not to slow down: the running job has the last word on both.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import NormalDist
 
 import msgspec
 
+from kilter.clocks.plan.cover import Cover
 from kilter.clocks.plan.sections import RankSections, Section
 from kilter.core.reasons import Reason
 from kilter.core.units import show_fraction, show_time
@@ -110,6 +114,8 @@ class LowStretch(msgspec.Struct, frozen=True, kw_only=True):
     """Computation between its sections."""
     saved_j: float
     delay_s: float
+    cover: Cover | None = None
+    """Computation before its first section that it takes in: `start_s` is where that begins."""
 
 
 class Worth(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,10 +174,16 @@ def retimed(
         inside = rank.sections[a : b + 1]
         computed_s = sum(section.gap_compute_s for section in inside[:-1])
         level = next(x for x in card.levels if x.sm_clock_hz == stretch.sm_clock_hz)
-        end_s = _end_s(inside[-1])
-        if end_s - inside[0].start_s < card.break_even_s:
+        cover = None
+        if stretch.cover is not None:
+            after = stretch.cover.after
+            cover = next((c for c in _usable(inside[0], level) if c.after == after), None)
+            if cover is None:
+                return None
+        again = _stretch(inside, level, card, computed_s, cover)
+        if again.end_s - again.start_s < card.break_even_s:
             return None
-        newer.append(_stretch(inside, level, card, inside[0].start_s, end_s, computed_s))
+        newer.append(again)
     return tuple(newer)
 
 
@@ -250,14 +262,11 @@ def choose(
     budget of delay. The command down of a stretch leaves when the one before is over."""
     ends: list[list[_Label]] = [[] for _ in range(len(sections) + 1)]
     ends[0] = [_Label(0.0, 0.0, 0, None, None)]
-    lead_s = card.down.quantile(0.05)
-    free = 0
-    for a, section in enumerate(sections):
+    overs = [_end_s(section) for section in sections]
+    for a in range(len(sections)):
         ends[a + 1] += ends[a]
-        while free < a and _end_s(sections[free]) <= section.start_s - lead_s:
-            free += 1
         for b, stretch in candidates(sections, a, card, budget_s=budget_s):
-            for label in ends[free]:
+            for label in ends[bisect_right(overs, stretch.down_at_s, hi=a)]:
                 count = label.count + (most is not None)
                 delay_s = label.delay_s + stretch.delay_s
                 if delay_s <= budget_s and (most is None or count <= most):
@@ -298,32 +307,39 @@ def candidates(
 ) -> Iterator[tuple[int, LowStretch]]:
     """Every stretch that begins with section `a`, with the section that it ends with."""
     gentlest = min((level.stretch for level in card.levels), default=math.inf)
-    start_s = sections[a].start_s
     computed_s = 0.0
     for b in range(a, len(sections)):
         if computed_s * (gentlest - 1.0) > budget_s:
             return
-        last = sections[b]
-        end_s = _end_s(last)
-        if end_s - start_s >= card.break_even_s:
-            for level in card.levels:
-                stretch = _stretch(sections[a : b + 1], level, card, start_s, end_s, computed_s)
+        for level in card.levels:
+            for cover in (None, *_usable(sections[a], level)):
+                stretch = _stretch(sections[a : b + 1], level, card, computed_s, cover)
+                if stretch.end_s - stretch.start_s < card.break_even_s:
+                    continue
                 if stretch.saved_j > 0.0 and stretch.delay_s <= budget_s:
                     yield b, stretch
-        computed_s += last.gap_compute_s
+        computed_s += sections[b].gap_compute_s
+
+
+def _usable(section: Section, level: Level) -> list[Cover]:
+    """The computation before a section that may run at this clock."""
+    return [cover for cover in section.covers if cover.stretch >= level.stretch]
 
 
 def _stretch(
     sections: Sequence[Section],
     level: Level,
     card: ClockCosts,
-    start_s: float,
-    end_s: float,
     computed_s: float,
+    cover: Cover | None,
 ) -> LowStretch:
     down, up = card.down, card.up
-    lost_s = down.median_s - down.quantile(0.05) + up.quantile(0.95) - up.median_s
-    low_s = max(0.0, end_s - start_s - lost_s - computed_s)
+    lead_s = 0.0 if cover is None else cover.lead_s
+    start_s, end_s = sections[0].start_s - lead_s, _end_s(sections[-1])
+    lost_s = down.median_s - down.quantile(0.05)
+    covered_s = covered_low_s(cover, lead_s - lost_s)
+    lost_s = max(0.0, lost_s - lead_s) + up.quantile(0.95) - up.median_s
+    low_s = max(0.0, end_s - sections[0].start_s - lost_s - computed_s)
     slower_s = computed_s * (level.stretch - 1.0)
     mistimed_s = (up.late_s + down.early_s) * (1.0 - 1.0 / level.stretch)
     return LowStretch(
@@ -336,9 +352,28 @@ def _stretch(
         down_at_s=start_s - down.quantile(0.05),
         up_at_s=end_s - up.quantile(0.95),
         computed_s=computed_s,
-        saved_j=level.saved_w * low_s - card.computing_w * mistimed_s - level.waiting_w * slower_s,
+        saved_j=level.saved_w * low_s
+        + covered_j(covered_s, level, card)
+        - card.computing_w * mistimed_s
+        - level.waiting_w * slower_s,
         delay_s=slower_s + mistimed_s,
+        cover=cover,
     )
+
+
+def covered_low_s(cover: Cover | None, low_s: float) -> float:
+    """Computation of a cover of whose time so much, at its end, is at the low clock."""
+    if cover is None:
+        return 0.0
+    return cover.compute_s * min(1.0, max(0.0, low_s / cover.lead_s))
+
+
+def covered_j(covered_s: float, level: Level, card: ClockCosts) -> float:
+    """What computation with slack saves at a clock: it takes longer at less power, and the waiting
+    after it is shorter by as much."""
+    longer_s = covered_s * (level.stretch - 1.0)
+    default_j = covered_s * card.computing_w + longer_s * level.waiting_w
+    return default_j - covered_s * level.stretch * level.computing_w
 
 
 def _rare(sections: Sequence[Section], card: ClockCosts) -> Iterator[Reason]:

@@ -13,8 +13,9 @@ from kilter.clocks.plan.guard import Contract
 from kilter.clocks.plan.section_job import RankOffer, key_of, targets_of
 from kilter.clocks.plan.section_search import SearchTarget
 from kilter.clocks.plan.worth import LowStretch, Worth
-from kilter.clocks.section_agreement import SectionAgreement, SectionLeader
+from kilter.clocks.section_agreement import SectionAgreement
 from kilter.clocks.section_card import card_of
+from kilter.clocks.section_leader import SectionLeader
 from kilter.clocks.section_meters import SimulatedMeter
 from kilter.clocks.section_rehearsal import SimulatedRank, SimulatedRanks, Truth
 from kilter.core.messages import LocalMessages

@@ -15,7 +15,7 @@ from kilter.clocks.plan.guard import Contract
 from kilter.clocks.plan.section_job import offer_of
 from kilter.clocks.plan.sections import Analysis
 from kilter.clocks.plan.worth import ClockCosts, Worth, job, summary, worth
-from kilter.clocks.section_agreement import SectionLeader
+from kilter.clocks.section_leader import SectionLeader
 from kilter.clocks.section_rehearsal import SimulatedRanks
 from kilter.core.label import Label
 from kilter.core.section_record import SectionsFound

@@ -13,7 +13,8 @@ from kilter.clocks.plan.section_job import offer_of
 from kilter.clocks.plan.section_search import SearchTarget
 from kilter.clocks.plan.sections import RankSections
 from kilter.clocks.plan.worth import ClockCosts, Worth
-from kilter.clocks.section_agreement import FollowDepths, SectionAgreement, SectionLeader
+from kilter.clocks.section_agreement import FollowDepths, SectionAgreement
+from kilter.clocks.section_leader import SectionLeader
 from kilter.clocks.section_meters import IterationMeter, SimulatedMeter
 from kilter.clocks.section_rehearsal import SimulatedRank, SimulatedRanks
 from kilter.clocks.section_store import SectionStore

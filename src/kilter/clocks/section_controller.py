@@ -12,59 +12,34 @@ process groups, and, while there are commands, moves the marker or has its GPU's
 from __future__ import annotations
 
 import os
-import sys
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from kilter.clocks.iteration_keys import IterationKeys
 from kilter.clocks.own_gpu import why_not_this_gpu
+from kilter.clocks.section_windows import SectionWindows
 from kilter.controller import Controller, Hurried, Run
 from kilter.core.codec import write_atomically
 from kilter.core.errors import DeviceError, FileError
 from kilter.core.events import Sectioned
 from kilter.core.messages import MessagesGone
-from kilter.core.rank_trace import WINDOW_FILE, IterationMarks, RankTrace
+from kilter.core.rank_trace import WINDOW_FILE, RankTrace
 from kilter.core.reasons import CLOCKS_REFUSED, REHEARSAL_CUT
 from kilter.core.script_end import ScriptEnd
 from kilter.device.sim.cards import names
-from kilter.observe.collective_counts import CollectiveCounts, CollectiveKey
-from kilter.observe.cuda_driver import CudaDriver
 from kilter.observe.end_times import Iteration
-from kilter.observe.marked_trace import read_marked
-from kilter.observe.marker import Marker
-from kilter.observe.stream_marker import StreamMarker
 
 if TYPE_CHECKING:
     from kilter.clocks.joint_search import JointSearch
-    from kilter.clocks.plan.sections import RankSections
     from kilter.clocks.plan.switching import Calibration
-    from kilter.clocks.plan.timing import CommandSchedule
-    from kilter.clocks.plan.worth import ClockCosts, Worth
+    from kilter.clocks.section_plan import RankPlan
     from kilter.clocks.section_process import Conducting
-    from kilter.device.sim.profile import Profile
-    from kilter.observe.profiler_window import Window
 
-WINDOW_ITERATIONS = 10
-GPU_WINDOW_ITERATIONS = 5
-"""On a GPU, whose times vary less; the first one is not used, since earlier work may be under way.
-"""
-WINDOW_SHARE = 0.005
-"""Windows may take this share of the program's time; the next one waits for that."""
-CHECK_ITERATIONS = 200
-"""Fewest iterations from one window to the next, while nothing changes."""
-CHANGED_ITERATIONS = 3
-"""So many iterations in a row with another key are a change of the sequence."""
 WINDOW_FAILURES = 3
 """After so many windows without a trace nothing more is tried."""
-SEARCHED_LEVELS = 12
-"""Clocks below the default, in equal ratios down to the lowest."""
-MARKS_KEPT = 1024
-"""Of as many iteration ends the time is remembered, for the windows."""
 
 
 class SectionsController:
@@ -90,9 +65,9 @@ class SectionsController:
         self._rehearse_s = rehearse_s
         self._instead: Controller | None = None
         self._off = self._given_up = False
-        self._keys = _Keys()
-        self._plan: _Plan | None = None
-        self._observation = _Observation()
+        self._keys = IterationKeys()
+        self._plan: RankPlan | None = None
+        self._windows = SectionWindows()
         self._conducting: Conducting | None = None
         self._search: JointSearch | None = None
 
@@ -159,11 +134,12 @@ class SectionsController:
 
     # Steps ----------------------------------------------------------------------------------
 
-    def _begin_planning(self) -> _Plan | None:
+    def _begin_planning(self) -> RankPlan | None:
         """Once the program iterates; None before, and where nothing can be planned."""
         run = self._run
         if run.iterations.index < 0:
             return None
+        from kilter.clocks.section_plan import RankPlan  # imports numpy
         from kilter.device.sim.profile import profile_of
 
         refused = why_not_this_gpu(run.info, run.iterations.gpu_uuid)
@@ -179,7 +155,7 @@ class SectionsController:
                 f"how fast {run.info.name} changes its clocks is not known: --device {known}",
             )
             return None
-        return _Plan(name, self._max_slowdown, self._switches())
+        return RankPlan(name, self._max_slowdown, self._switches())
 
     def _switches(self) -> Calibration | None:
         """The device's own switch times, where somebody has measured and kept them."""
@@ -191,24 +167,24 @@ class SectionsController:
             self._run.log.refuse("using the measured switch times", str(error))
             return None
 
-    def _observe(self, plan: _Plan) -> None:
+    def _observe(self, plan: RankPlan) -> None:
         """Windows of the profiler: at the start, after a change, and now and then while nothing is
         tried out, which they would disturb."""
         search = self._search
         searching = search is not None and search.open_and_undecided
-        seen = self._observation.take(self._run, self._keys.marked_s)
+        seen = self._windows.take(self._run, self._keys.marked_s)
         if seen is not None:
             self._take(plan, seen)
-        elif self._observation.failures >= WINDOW_FAILURES:
-            self._give_up("observing sections", self._observation.why_not)
-        elif not self._observation.open and (
+        elif self._windows.failures >= WINDOW_FAILURES:
+            self._give_up("observing sections", self._windows.why_not)
+        elif not self._windows.open and (
             self._keys.changed or (search is not None and search.reopened)
         ):
             self._reopen()
-        elif self._observation.due(self._run) and not searching:
-            self._observation.begin(self._run)
+        elif self._windows.due(self._run) and not searching:
+            self._windows.begin(self._run)
 
-    def _take(self, plan: _Plan, trace: RankTrace) -> None:
+    def _take(self, plan: RankPlan, trace: RankTrace) -> None:
         """A window has been read: plan anew, and hold the commands so far against it."""
         path = self._run.files.directory / WINDOW_FILE.format(rank=self._run.ranks.rank)
         write_atomically(path, msgspec.json.encode(trace))
@@ -232,7 +208,7 @@ class SectionsController:
             self._conducting.follow(plan.schedule())
         self._say(plan)
 
-    def _begin_conducting(self, plan: _Plan) -> bool:
+    def _begin_conducting(self, plan: RankPlan) -> bool:
         self._keys.marking = True
         from kilter.clocks.section_process import Conducting
 
@@ -244,7 +220,7 @@ class SectionsController:
         self._run.tell_risks()
         return True
 
-    def _open_search(self, plan: _Plan) -> None:
+    def _open_search(self, plan: RankPlan) -> None:
         """Offer this rank's stretches to the others."""
         assert plan.rank is not None
         assert plan.found is not None
@@ -275,7 +251,7 @@ class SectionsController:
         later = [ScheduleArm(first=first, schedule=plan.schedule(depths)) for first, depths in arms]
         self._conducting.follow(plan.schedule(now), later)
 
-    def _go_on(self, plan: _Plan, search: JointSearch, finished: Sequence[Iteration]) -> None:
+    def _go_on(self, plan: RankPlan, search: JointSearch, finished: Sequence[Iteration]) -> None:
         before = search.found
         try:
             search.tick(finished)
@@ -318,9 +294,9 @@ class SectionsController:
             self._search.close()
         if self._conducting is not None:
             self._conducting.pause()
-        self._observation.begin(self._run)
+        self._windows.begin(self._run)
 
-    def _say(self, plan: _Plan) -> None:
+    def _say(self, plan: RankPlan) -> None:
         found = plan.found
         assert found is not None
         conducting, search = self._conducting, self._search
@@ -338,7 +314,7 @@ class SectionsController:
                 saving=found.saving,
                 slowdown=found.slowdown,
                 stretches=len(found.stretches),
-                windows=self._observation.count,
+                windows=self._windows.count,
                 reopened=self._keys.reopened,
                 collectives=self._keys.collectives,
                 sets=conducting.sets if conducting is not None else False,
@@ -349,7 +325,7 @@ class SectionsController:
                 edge_error_p95_s=None if errors is None else errors.p95_s,
                 edge_bias_s=None if errors is None else errors.bias_s,
                 restored=None if conducting is None else conducting.restored,
-                window_cost_s=self._observation.cost_s,
+                window_cost_s=self._windows.cost_s,
                 key_cost_s=self._keys.cost_s,
                 conductor_cpu_s=None if conducting is None else conducting.cpu_s,
                 search=None if search is None else search.found,
@@ -364,207 +340,4 @@ class SectionsController:
         self._run.log.refuse(subject, reason, code)
 
     def _why_unseen(self) -> str:
-        return self._observation.why_not or self._run.too_few(self._observation.needed)
-
-
-class _Keys:
-    """What the program's thread leaves at every iteration end: marker, and key of the collectives.
-    `changed` and the rest are for our own thread."""
-
-    def __init__(self) -> None:
-        self.marker = Marker()
-        self.marking = False
-        """There is a conductor. Without one the program's streams are left alone."""
-        self.failed: str | None = None
-        """Why the marker does not move any more."""
-        self.marked_s: dict[int, float] = {}
-        """The host's times of the last iteration ends, `time.monotonic()`."""
-        self.cost_s = 0.0
-        self.reopened = 0
-        self._on_gpu: StreamMarker | None = None
-        self._counts = CollectiveCounts()
-        self._recent: deque[CollectiveKey | None] = deque(maxlen=CHANGED_ITERATIONS)
-        self._planned_for: CollectiveKey | None = None
-
-    def iteration_ended(self, index: int, device: Any) -> None:
-        begin_s = time.perf_counter()
-        self.marked_s[index] = time.monotonic()
-        self.marked_s.pop(index - MARKS_KEPT, None)
-        if self.marking and self.failed is None:
-            try:
-                self._mark(index, device)
-            except DeviceError as error:
-                self.failed = str(error)
-        self._recent.append(self._counts.since_last())
-        self.cost_s += time.perf_counter() - begin_s
-
-    def _mark(self, index: int, device: Any) -> None:
-        if device is None:
-            self.marker.mark(index)
-            return
-        if self._on_gpu is None:
-            cuda = sys.modules["torch"].cuda
-            self._on_gpu = StreamMarker(self.marker, CudaDriver(), cuda)
-        self._on_gpu.mark(index, device)
-
-    def script_ended(self) -> None:
-        """In the program's thread, which has the GPU's context."""
-        on_gpu, self._on_gpu = self._on_gpu, None
-        try:
-            if on_gpu is not None:
-                on_gpu.close()
-        except DeviceError as error:
-            self.failed = self.failed or str(error)
-
-    @property
-    def changed(self) -> bool:
-        """The last iterations agree on another key than that of the plan."""
-        recent = list(self._recent)
-        if self._planned_for is None or len(recent) < CHANGED_ITERATIONS:
-            return False
-        return len(set(recent)) == 1 and recent[0] != self._planned_for
-
-    @property
-    def collectives(self) -> int | None:
-        """Of one iteration."""
-        return None if self._planned_for is None else sum(n for _, n in self._planned_for)
-
-    def accept(self) -> None:
-        """The plan is for iterations like the last ones."""
-        if self._recent:
-            self._planned_for = self._recent[-1]
-
-    def forget(self) -> None:
-        self._planned_for = None
-        self.reopened += 1
-
-    def close(self) -> None:
-        self.marker.close()
-
-
-class _Observation:
-    """The windows of the profiler."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.cost_s = 0.0
-        self.failures = 0
-        self.why_not = ""
-        self._window: Window | None = None
-        self._next = 0
-        """The iteration end from which on the next window may open."""
-
-    @property
-    def open(self) -> bool:
-        return self._window is not None
-
-    @property
-    def needed(self) -> int:
-        """Iterations that a script needs for the first answer."""
-        from kilter.observe.trace_source import OPENS_AT
-
-        return OPENS_AT + WINDOW_ITERATIONS + 1
-
-    def due(self, run: Run) -> bool:
-        return self._window is None and run.iterations.index >= self._next
-
-    def begin(self, run: Run) -> None:
-        on_gpu = run.iterations.device is not None
-        self._window = run.trace.observe(GPU_WINDOW_ITERATIONS if on_gpu else WINDOW_ITERATIONS)
-
-    def take(self, run: Run, marked_s: Mapping[int, float]) -> RankTrace | None:
-        """What a window saw, once."""
-        window = self._window
-        if window is None or not window.over:
-            return None
-        self._window = None
-        self.cost_s += sum(window.costs_s.values())
-        trace = window.take(_reader(window, run, marked_s))
-        usual_s = run.iterations.usual_s or 1.0
-        wait = max(CHECK_ITERATIONS, self.cost_s / WINDOW_SHARE / usual_s)
-        self._next = run.iterations.index + int(wait)
-        if trace is None:
-            self.failures += 1
-            self.why_not = window.why_not or "the observation gave no trace"
-            return None
-        self.failures = 0
-        self.count += 1
-        return trace
-
-
-def _reader(window: Window, run: Run, marked_s: Mapping[int, float]) -> Callable[[Path], RankTrace]:
-    """Makes the rank's timeline of a window's file."""
-    if run.iterations.device is None:
-        from kilter.observe.host_timeline import read_host_rank  # imports numpy
-
-        return partial(read_host_rank, ends_s=window.ends_s, rank=run.ranks.rank)
-    marks = IterationMarks(
-        annotated_s=window.ends_s,
-        marked_s={n: marked_s[n] for n in window.ends_s if n in marked_s},
-    )
-    return partial(read_marked, marks=marks, rank=run.ranks.rank)
-
-
-class _Plan:
-    """The plan for the sections as the last window saw them."""
-
-    def __init__(
-        self, profile: str, max_slowdown: float, calibration: Calibration | None = None
-    ) -> None:
-        from kilter.clocks.section_card import card_of
-        from kilter.device.sim.profile import load_profile
-
-        self.profile: Profile = load_profile(profile)
-        self.calibrated = calibration is not None
-        self.card: ClockCosts = card_of(
-            self.profile, levels=SEARCHED_LEVELS, calibration=calibration
-        )
-        self.rank: RankSections | None = None
-        self.found: Worth | None = None
-        self._max_slowdown = max_slowdown
-        self._number = 0
-
-    def make(self, trace: RankTrace) -> None:
-        from kilter.clocks.plan.sections import analyse
-        from kilter.clocks.plan.worth import worth
-
-        (self.rank,) = analyse([trace]).ranks
-        self.found = worth(self.rank, self.card, max_slowdown=self._max_slowdown)
-        self._number += 1
-
-    def retime(self, trace: RankTrace) -> bool:
-        """The same stretches at the times of a newer window. False: they are not there any more,
-        or the rank has others to offer where it had none."""
-        from kilter.clocks.plan.worth import retimed
-
-        assert self.found is not None
-        before = self.found
-        self.make(trace)
-        assert self.rank is not None
-        if bool(self.found.stretches) != bool(before.stretches):
-            return False
-        stretches = retimed(before.stretches, self.rank, self.card)
-        if stretches is None:
-            return False
-        self.found = msgspec.structs.replace(self.found, stretches=stretches)
-        return True
-
-    def schedule(self, depths: Sequence[int] | None = None) -> CommandSchedule:
-        """The commands of every iteration: at the planned clocks, or at these depths."""
-        from kilter.clocks.plan.timing import at_depths, schedule
-
-        assert self.found is not None
-        found = self.found.stretches
-        stretches = found if depths is None else at_depths(found, depths, self.card)
-        return schedule(stretches, self.card, self.found.iteration_s, number=self._number)
-
-    @property
-    def stretches(self) -> bool:
-        return self.found is not None and bool(self.found.stretches)
-
-    @property
-    def summary(self) -> str:
-        from kilter.clocks.plan.worth import summary
-
-        assert self.found is not None
-        return summary([self.found], self.card)
+        return self._windows.why_not or self._run.too_few(self._windows.needed)

@@ -177,7 +177,7 @@ def retimed(
         cover = None
         if stretch.cover is not None:
             after = stretch.cover.after
-            cover = next((c for c in _usable(inside[0], level) if c.after == after), None)
+            cover = next((c for c in inside[0].covers if c.after == after), None)
             if cover is None:
                 return None
         again = _stretch(inside, level, card, computed_s, cover)

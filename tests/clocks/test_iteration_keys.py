@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kilter.clocks import section_controller
-from kilter.clocks.section_controller import SectionsController, _Keys
+from kilter.clocks import iteration_keys
+from kilter.clocks.iteration_keys import IterationKeys
+from kilter.clocks.section_controller import SectionsController
 from kilter.observe.marker import NONE
 from kilter.testing.fake_cuda import FakeCuda
 
@@ -17,25 +18,25 @@ from kilter.testing.fake_cuda import FakeCuda
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setitem(section_controller.sys.modules, "torch", SimpleNamespace(cuda=fake))
-    monkeypatch.setattr(section_controller, "CudaDriver", fake.driver)
+    monkeypatch.setitem(iteration_keys.sys.modules, "torch", SimpleNamespace(cuda=fake))
+    monkeypatch.setattr(iteration_keys, "CudaDriver", fake.driver)
     return fake
 
 
-def iterate(keys: _Keys, *indices: int, device: Any = "cuda:0") -> None:
+def iterate(keys: IterationKeys, *indices: int, device: Any = "cuda:0") -> None:
     for index in indices:
         keys.iteration_ended(index, device)
 
 
 def test_without_a_conductor_the_streams_of_the_program_are_left_alone(cuda: FakeCuda) -> None:
-    keys = _Keys()
+    keys = IterationKeys()
     iterate(keys, 0, 1, 2)
     assert cuda.calls == []
     assert set(keys.marked_s) == {0, 1, 2}
 
 
 def test_the_stream_moves_the_marker_for_a_conductor(cuda: FakeCuda) -> None:
-    keys = _Keys()
+    keys = IterationKeys()
     iterate(keys, 0)
     keys.marking = True
     iterate(keys, 1, 2)
@@ -47,7 +48,7 @@ def test_the_stream_moves_the_marker_for_a_conductor(cuda: FakeCuda) -> None:
 
 
 def test_a_program_on_a_cpu_moves_it_itself(cuda: FakeCuda) -> None:
-    keys = _Keys()
+    keys = IterationKeys()
     keys.marking = True
     iterate(keys, 4, device=None)
     assert keys.marker.last == 4
@@ -55,9 +56,9 @@ def test_a_program_on_a_cpu_moves_it_itself(cuda: FakeCuda) -> None:
 
 
 def test_the_times_of_old_ends_are_forgotten(cuda: FakeCuda) -> None:
-    keys = _Keys()
-    iterate(keys, *range(section_controller.MARKS_KEPT + 10))
-    assert len(keys.marked_s) == section_controller.MARKS_KEPT
+    keys = IterationKeys()
+    iterate(keys, *range(iteration_keys.MARKS_KEPT + 10))
+    assert len(keys.marked_s) == iteration_keys.MARKS_KEPT
     assert min(keys.marked_s) == 10
 
 
@@ -74,7 +75,7 @@ def test_the_times_of_old_ends_are_forgotten(cuda: FakeCuda) -> None:
 def test_after_a_failed_call_the_program_goes_on_and_nothing_is_tried_again(
     call: str, cuda: FakeCuda
 ) -> None:
-    keys = _Keys()
+    keys = IterationKeys()
     keys.marking = True
     cuda.failing = {call}
     iterate(keys, 0)
@@ -88,7 +89,7 @@ def test_after_a_failed_call_the_program_goes_on_and_nothing_is_tried_again(
 
 
 def test_a_write_that_fails_later_ends_the_marks(cuda: FakeCuda) -> None:
-    keys = _Keys()
+    keys = IterationKeys()
     keys.marking = True
     iterate(keys, 0, 1)
     cuda.failing = {"cuStreamWriteValue64_v2"}
@@ -106,8 +107,8 @@ def test_without_a_driver_the_reason_says_so(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr("kilter.observe.cuda_driver._LIBRARY", "libcuda-is-not-here.so.1")
-    monkeypatch.setitem(section_controller.sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    keys = _Keys()
+    monkeypatch.setitem(iteration_keys.sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    keys = IterationKeys()
     keys.marking = True
     iterate(keys, 0)
     assert keys.failed is not None
@@ -115,7 +116,7 @@ def test_without_a_driver_the_reason_says_so(
 
 
 def test_the_page_is_given_back_when_the_script_ends(cuda: FakeCuda) -> None:
-    keys = _Keys()
+    keys = IterationKeys()
     keys.marking = True
     iterate(keys, 0, 1)
     cuda.run()

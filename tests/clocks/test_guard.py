@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kilter.clocks.plan.guard import Contract, Verdict
+from kilter.clocks.plan.guard import Contract, Verdict, looks
 
 CAP_PAIRS = 60  # 600 iterations in blocks of 5
 
@@ -40,7 +40,7 @@ def accepted(bound, slowdown, white, repeats=80):
         ratios = pairs(rng, slowdown, white)
         verdict, n = Verdict.UNDECIDED, 0
         for n in range(2, CAP_PAIRS + 1):
-            verdict = contract.judge(ratios[:n], error_probability=0.05)
+            verdict = contract.judge(ratios[:n], error_probability=0.05, most=CAP_PAIRS)
             if verdict is not Verdict.UNDECIDED:
                 break
         safe += verdict is Verdict.SAFE
@@ -88,16 +88,39 @@ def test_a_bound_of_zero_still_finds_free_settings():
     rng = np.random.default_rng(4)
     free = rng.normal(0.0, 0.004, 60)
     assert any(
-        contract.judge(free[:n], error_probability=0.05) is Verdict.SAFE for n in range(2, 61)
+        contract.judge(free[:n], error_probability=0.05, most=60) is Verdict.SAFE for n in range(2, 61)
     )
     slow = rng.normal(0.01, 0.004, 60)
-    verdicts = {contract.judge(slow[:n], error_probability=0.05) for n in range(2, 61)}
+    verdicts = {contract.judge(slow[:n], error_probability=0.05, most=60) for n in range(2, 61)}
     assert Verdict.SAFE not in verdicts
     assert Verdict.DEGRADED in verdicts
 
 
 def test_no_evidence_is_no():
     contract = Contract(max_slowdown=0.05)
-    assert contract.judge([], error_probability=0.05) is Verdict.UNDECIDED
-    assert contract.judge([0.0], error_probability=0.05) is Verdict.UNDECIDED
+    assert contract.judge([], error_probability=0.05, most=9) is Verdict.UNDECIDED
+    assert contract.judge([0.0], error_probability=0.05, most=9) is Verdict.UNDECIDED
     assert not contract.broken([0.2])
+
+
+@given(st.integers(0, 10_000), st.sampled_from([6, 12, 25, 40]), st.sampled_from([0.015, 0.035]))
+@settings(max_examples=6, deadline=None)
+def test_a_setting_beyond_the_bound_is_taken_no_more_often_than_promised(seed, most, share):
+    """Settings exactly at the bound, the worst case, asked after every pair."""
+    rng = np.random.default_rng(seed)
+    contract = Contract(max_slowdown=0.05)
+    repeats, wrong = 400, 0
+    for _ in range(repeats):
+        ratios = contract.bound + rng.normal(0.0, 0.01, most)
+        wrong += any(
+            contract.judge(ratios[:n], error_probability=share, most=most) is Verdict.SAFE
+            for n in range(2, most + 1)
+        )
+    assert wrong <= repeats * share + 4 * math.sqrt(repeats * share)
+
+
+def test_a_test_ends_with_a_verdict():
+    contract = Contract(max_slowdown=0.05)
+    ratios = [0.049, 0.051] * 20
+    assert contract.judge(ratios, error_probability=0.05, most=40) is not Verdict.UNDECIDED
+    assert looks(40)[-1] == 40

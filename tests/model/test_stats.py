@@ -72,3 +72,15 @@ def test_no_pairs_no_estimate_and_one_pair_no_bounds():
     assert stats.paired_ratio([]) is None
     one = stats.paired_ratio([0.1])
     assert (one.low, one.high) == (0.0, math.inf)
+
+
+@pytest.mark.parametrize(("count", "critical"), [(1, 1.645), (2, 1.875), (5, 2.122), (10, 2.270)])
+def test_levels_of_several_looks_are_those_published(count, critical):
+    """Pocock's constants (Jennison and Turnbull 2000, table 2.1, two-sided 10 %)."""
+    level = stats.nominal_level(tuple(range(8, 8 * count + 1, 8)), 0.05)
+    assert level == pytest.approx(0.5 * math.erfc(critical / math.sqrt(2)), rel=0.01)
+
+
+def test_the_usual_time_survives_an_outlier():
+    assert stats.usual_time([1.0, 1.1, 0.9, 1.0, 9.0]) == pytest.approx(1.0)
+    assert stats.usual_time([2.0]) == 2.0

@@ -29,6 +29,7 @@ from kilter.core.messages import RankMessages
 from kilter.core.plan import Goal
 from kilter.core.reasons import CLOCKS_REFUSED
 from kilter.core.setting import Setting, Supported
+from kilter.model.stats import usual_time
 
 STALL = 3.0
 """A block with an iteration this many times as long as its median holds something else than the
@@ -230,12 +231,12 @@ class Conductor:
     def _measure(self) -> RankResult:
         block = self._block() or [self._seen[-1]]
         times = [i.duration_s for i in block]
-        median = statistics.median(times)
+        usual_s = usual_time(times)
         power_w = self._actuator.mean_power_w(block[0].end_s - times[0], block[-1].end_s)
         return RankResult(
-            iteration_s=median,
-            energy_j=None if power_w is None else power_w * statistics.fmean(times),
-            why_not=STALLED if max(times) > STALL * median else None,
+            iteration_s=usual_s,
+            energy_j=None if power_w is None else power_w * usual_s,
+            why_not=STALLED if max(times) > STALL * statistics.median(times) else None,
             refused=self.refused,
         )
 

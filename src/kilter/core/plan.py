@@ -93,6 +93,10 @@ class Goal:
     objective: Objective = Objective.ENERGY
     error_probability: float = 0.05
     """The contract is broken with at most this probability."""
+    price_of_time: float = 1.0
+    """A setting has to save this many times as large a fraction of the energy as it is slower. 1:
+    the product of energy and time must not rise. 0: any saving within the bound is welcome. 2: the
+    rest of the machine is about as hungry as the GPU, and runs longer as well."""
 
     def __post_init__(self) -> None:
         s = self.max_slowdown
@@ -100,6 +104,8 @@ class Goal:
             raise UsageError(f"max_slowdown={s} must be a fraction from 0 to below 1 (2 % is 0.02)")
         if not 0.0 < self.error_probability < 0.5:
             raise UsageError(f"error_probability={self.error_probability} must be in (0, 0.5)")
+        if not (math.isfinite(self.price_of_time) and self.price_of_time >= 0.0):
+            raise UsageError(f"price_of_time={self.price_of_time} must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ Everything here is about the logarithm of a ratio (candidate over baseline) seen
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,16 @@ import numpy as np
 
 EFFECTS = (0.25, 0.5, 1.0, 2.0)
 """Standardised effects that the evidence is a mixture over: small to plain to see."""
+
+
+def usual_time(times: Sequence[float]) -> float:
+    """The time of a usual iteration of a block: the mean of all but the slowest fifth.
+
+    What happens now and then only ever makes an iteration slower, so one side is trimmed. The
+    estimate has a seventh less variance than the median under white noise and drift.
+    """
+    kept = sorted(times)[: len(times) - len(times) // 5]
+    return math.fsum(kept) / len(kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,42 @@ def _log_moment(nu: int, a: np.ndarray) -> np.ndarray:
     top = logs.max(axis=1)
     result: np.ndarray = top + np.log(np.exp(logs - top[:, None]).sum(axis=1) * step)
     return result
+
+
+@functools.lru_cache(maxsize=256)
+def nominal_level(looks: tuple[int, ...], error_probability: float) -> float:
+    """One-sided level of each of several looks at growing data, so that all looks together are
+    wrong with this probability (Pocock, Biometrika 64, 1977).
+
+    `looks` are the numbers of observations at the looks, ascending. The crossing probability of a
+    random walk is integrated from look to look (Armitage, McPherson and Rowe, JRSS A 132, 1969).
+    With an estimated variance, Student's t at the same level keeps the error probability closely
+    (Jennison and Turnbull, Group Sequential Methods, 2000, section 4.4).
+    """
+    low, high = 0.0, 8.0
+    while high - low > 1e-4:
+        z = (low + high) / 2
+        low, high = (z, high) if _crossing(looks, z) > error_probability else (low, z)
+    return 0.5 * math.erfc(high / math.sqrt(2.0))
+
+
+def _crossing(looks: tuple[int, ...], z: float) -> float:
+    """Probability that a standard random walk is at or above z standard deviations at any look."""
+    grid = np.linspace(-8.0, 8.0, 321) * math.sqrt(looks[-1])
+    step = grid[1] - grid[0]
+    inside = np.zeros(len(grid))
+    inside[len(grid) // 2] = 1.0
+    crossed, before = 0.0, 0
+    for n in looks:
+        sd = math.sqrt(n - before)
+        kernel = np.exp(-0.5 * ((grid[:, None] - grid[None, :]) / sd) ** 2)
+        inside = (kernel / kernel.sum(axis=0)) @ inside
+        limit = z * math.sqrt(n)
+        # the cell that holds the limit is cut there
+        share = np.clip((grid + step / 2 - limit) / step, 0.0, 1.0)
+        crossed += float((inside * share).sum())
+        inside, before = inside * (1.0 - share), n
+    return crossed
 
 
 def t_quantile(p: float, nu: int) -> float:

@@ -26,6 +26,7 @@ from kilter.core.plan import Goal, Objective
 from kilter.core.setting import Setting
 from kilter.device.sim.noise import Noise, NoiseSource
 from kilter.device.sim.replay import RecordedRow, RecordedWorkload, load_tables
+from kilter.model.stats import usual_time
 
 HELP = "replay clock policies over tables of measurements (CSV); every figure is replayed"
 EPILOG = """\
@@ -67,10 +68,12 @@ class Replay:
         self._noise = NoiseSource(kind, np.random.default_rng(seed))
 
     def block(self, setting: Setting, iterations: int = BLOCK) -> BlockOutcome:
-        """Median time and mean energy of some iterations at a setting of the table."""
+        """Time and energy of a usual iteration of some at a setting of the table, as the conductor
+        takes them: the energy is mean power times usual time."""
         row = self.workload.default if self._placebo else self._rows[setting]
         draws = [self._noise.draw() for _ in range(iterations)]
         energies = [row.energy_j * time * power for time, power in draws]
+        usual = usual_time([time for time, _ in draws])
         self.iterations += iterations
         self._elapsed_s += row.time_s * sum(time for time, _ in draws)
         if setting != self.workload.default.setting:
@@ -78,8 +81,8 @@ class Replay:
         if self._elapsed_s > self._budget_s:
             raise OutOfTime
         return BlockOutcome(
-            iteration_s=row.time_s * statistics.median(time for time, _ in draws),
-            energy_j=statistics.fmean(energies),
+            iteration_s=row.time_s * usual,
+            energy_j=statistics.fmean(energies) * usual / statistics.fmean(t for t, _ in draws),
         )
 
 
@@ -282,6 +285,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-slowdown", type=fraction, default=0.05, metavar="S", help="contract (default 5%%)"
     )
     parser.add_argument(
+        "--price-of-time",
+        type=float,
+        default=Goal().price_of_time,
+        metavar="P",
+        help="a setting saves at least P times its slowdown, else it is left (default 1)",
+    )
+    parser.add_argument(
         "--objective", choices=[o.value for o in Objective], default="energy", help="(energy)"
     )
     parser.add_argument(
@@ -316,7 +326,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--seeds {args.seeds}: at least 1")
     if not args.time_budget_s > 0:
         raise UsageError(f"--time-budget-s {args.time_budget_s}: must be positive")
-    goal = Goal(max_slowdown=args.max_slowdown, objective=Objective(args.objective))
+    goal = Goal(
+        max_slowdown=args.max_slowdown,
+        objective=Objective(args.objective),
+        price_of_time=args.price_of_time,
+    )
     tables = {path: load_tables(path) for path in args.table}
     results = []
     for path, workloads in tables.items():  # one by one: progress on a long work
@@ -337,6 +351,7 @@ def run(args: argparse.Namespace) -> int:
             "schema": "kilter.bench.clocks/1",
             "label": "replayed",
             "max_slowdown": args.max_slowdown,
+            "price_of_time": args.price_of_time,
             "noise": args.noise,
             "seeds": args.seeds,
             "block_iterations": BLOCK,

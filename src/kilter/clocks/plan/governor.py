@@ -19,24 +19,30 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 
 from kilter.clocks.plan.guard import Contract, Verdict
-from kilter.clocks.plan.job import PRICE_OF_TIME, Forecast, Probed, Space, forecasts
+from kilter.clocks.plan.job import Forecast, Probed, Space, forecasts
 from kilter.core.label import Label
 from kilter.core.plan import Effect, Goal, Plan, SetClocks
 from kilter.core.setting import Setting
 
-PROBE_PAIRS = 3
+PROBE_PAIRS = 2
 """Pairs of one probe."""
-CONFIRM_PAIRS = 60
-"""A test still undecided after this many pairs times out: the setting is not taken."""
-RESERVE_BLOCKS = 24
-"""Blocks kept back for confirming when the length of the job is known."""
+SEARCH_PAIRS = 40
+"""Pairs of one search at the usual spread `NOISE_SD`: 250 iterations in blocks of five. With noise
+the pairs grow with the variance, up to `MOST_NOISE` times as many."""
+MOST_NOISE = 4.0
+TEST_PAIRS = 4
+"""With fewer pairs left, no further test is begun: it could hardly pass."""
+RESERVE_PAIRS = 10
+"""Pairs kept for testing what the probes have found."""
+FALLBACK_PAIRS = 5
+"""Pairs kept for a test of a safer setting, should the first one fail."""
 LEAST_IMPROVEMENT = 0.002
-"""Expected improvement (fraction of the objective) below which a search is over."""
+"""Expected improvement (fraction of the objective) below which settings cannot be told apart."""
 MOST_TESTS = 6
 """Settings confirmed in one search: each further test has less error probability to spend."""
-HEADROOM = 0.25
+HEADROOM = 1.5
 """A setting is worth confirming if its expected time stays below the bound by this many standard
-deviations of a pair: closer to the bound tests mostly time out."""
+errors of the test to come: closer to the bound it would mostly fail."""
 NOISE_SD = 0.01
 """Spread of one pair's log ratio that is assumed until pairs show their own."""
 REFERENCE_EVERY = 50
@@ -129,8 +135,8 @@ class Governor:
         )
         self._random = random.Random(seed)
         self._blocks = blocks
-        self._used = 0
         self._pairs = 0
+        self._pairs_before = 0
         self._tests = 0
         self._tests_before = 0
         self._probed: dict[int, _Evidence] = {}
@@ -145,6 +151,7 @@ class Governor:
             self._probed.clear()
             self._decided.clear()
             self._tests_before = self._tests
+            self._pairs_before = self._pairs
             self.choice = Choice(setting=self._space.found, reason=f"the default stands: {drift}")
 
     def search(self) -> Generator[Order, BlockOutcome, Choice]:
@@ -166,7 +173,9 @@ class Governor:
 
     def _ranking(self) -> list[Forecast]:
         """What is worth trying, the most promising first."""
-        spread = self._spread()
+        spread, left = self._spread(), self._pairs_left()
+        if left < TEST_PAIRS or self._tests - self._tests_before >= MOST_TESTS:
+            return []
         ranking = forecasts(
             self._space,
             {
@@ -177,16 +186,26 @@ class Governor:
                 )
                 for index, e in self._probed.items()
             },
-            bound=self._contract.bound - HEADROOM * spread,
+            bound=self._contract.bound - HEADROOM * spread / math.sqrt(self._test_pairs()),
             objective=self._goal.objective,
             best=self._objective(self.choice),
+            price_of_time=self._goal.price_of_time,
             rejected=frozenset(self._decided),
         )
-        if self._blocks is not None and self._used + RESERVE_BLOCKS > self._blocks:
+        if left < RESERVE_PAIRS + PROBE_PAIRS:
             ranking = [f for f in ranking if f.probed]
-        if self._tests - self._tests_before >= MOST_TESTS:
-            return []
         return [f for f in ranking if f.improvement >= LEAST_IMPROVEMENT]
+
+    def _pairs_left(self) -> int:
+        """Pairs that this search may still use."""
+        noise = min(max((self._spread() / NOISE_SD) ** 2, 1.0), MOST_NOISE)
+        left = int(SEARCH_PAIRS * noise) - (self._pairs - self._pairs_before)
+        return left if self._blocks is None else min(left, (self._blocks - 2 * self._pairs) // 2)
+
+    def _test_pairs(self) -> int:
+        """Pairs that the next test may use: enough are left for one of a safer setting."""
+        left = self._pairs_left()
+        return left - FALLBACK_PAIRS if left >= 2 * FALLBACK_PAIRS else left
 
     def _probe(self, forecast: Forecast) -> Generator[Order, BlockOutcome, None]:
         setting = self._space.candidates[forecast.index]
@@ -199,17 +218,19 @@ class Governor:
         """Sequential tests of time and energy on fresh pairs: those that helped to select a
         setting must not help to confirm it."""
         self._tests += 1
-        share = self._contract.share(self._tests)
+        share = self._contract.share(self._tests - self._tests_before)
         setting = self._space.candidates[forecast.index]
         fresh = _Evidence()
         time, saving = Verdict.UNDECIDED, Verdict.UNDECIDED
-        while len(fresh.times) < CONFIRM_PAIRS:
+        most = self._test_pairs()
+        while len(fresh.times) < most:
             pair = yield from self._pair(setting, Phase.CONFIRM, f"probed {_effect(forecast)}")
             fresh.add(*pair)
             self._probed[forecast.index].add(*pair)
             if time is Verdict.UNDECIDED:
-                time = self._contract.judge(fresh.times, error_probability=share)
-            saving = self._contract.saves(fresh.energies, error_probability=share)
+                time = self._contract.judge(fresh.times, error_probability=share, most=most)
+            if saving is Verdict.UNDECIDED:
+                saving = self._contract.saves(fresh.energies, error_probability=share, most=most)
             if Verdict.DEGRADED in (time, saving) or time is saving is Verdict.SAFE:
                 break
         self._decided.add(forecast.index)
@@ -221,7 +242,8 @@ class Governor:
             log_energy=statistics.fmean(fresh.energies),
             reason=f"safe after {len(fresh.times)} pairs, and it saves",
         )
-        worth = candidate.log_energy + PRICE_OF_TIME * max(candidate.log_time, 0.0) < 0.0
+        price = self._goal.price_of_time * max(candidate.log_time, 0.0)
+        worth = candidate.log_energy + price < 0.0
         if worth and self._objective(candidate) < self._objective(self.choice):
             self.choice = candidate
 
@@ -259,7 +281,6 @@ class Governor:
     ) -> Generator[Order, BlockOutcome, tuple[float, float]]:
         """Two blocks in random order; the log ratios of time and energy."""
         self._pairs += 1
-        self._used += 2
         arms = [True, False]
         self._random.shuffle(arms)
         outcomes: dict[bool, BlockOutcome] = {}

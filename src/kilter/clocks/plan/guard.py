@@ -1,8 +1,10 @@
 """The contract and its judgement: keep, ease or undo.
 
 "At most s slower than the setting as found, wrong with probability at most alpha" is tested on the
-running job, on pairs of interleaved blocks, by two one-sided sequential tests that may be looked at
-after every pair. No evidence means no: the default stands.
+running job, on pairs of interleaved blocks, by a one-sided group-sequential test: it looks at the
+data after a few fixed numbers of pairs, and all looks together spend alpha. While a setting is
+held, an e-process watches it that may be looked at after every pair. No evidence means no: the
+default stands.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kilter.core.plan import FREE_MARGIN
-from kilter.model.stats import log_evidence_above, log_evidence_below
+from kilter.model.stats import log_evidence_above, nominal_level, t_cdf
 
-ZONE = 0.01
-ZONE_SHARE = 0.1
-"""Indifference zone below the bound: a setting is given up as "degraded" only on evidence that it
-is slower than the bound less the zone, so that legal slowdowns are not thrown away. The zone is one
-percent, or this share of a smaller bound: at 2 % a zone of 1 % would throw away half of what is
-allowed. A narrower zone costs longer tests, never more violations."""
+FIRST_LOOK = 3
+NEXT_LOOK = 1.4
+"""A test looks at its pairs after this many, and whenever their number has grown by this factor."""
 
-LEAST_SAVING = 0.01
-"""A setting that saves less than this fraction of energy is given up as not worth holding."""
+FIRST_SHARE = 0.7
+"""What the first test of a search may spend of the error probability; the second this share of
+the rest, and so on. The first one is the most promising, and most often the last."""
+
+HOPE = 1.0
+"""A test is given up when it would fail even if the true value were this many standard errors
+better than it looks. Giving up early never adds a violation."""
 
 
 class Verdict(enum.Enum):
@@ -46,36 +50,24 @@ class Contract:
         """The log ratio that a safe setting stays below."""
         return math.log1p(max(self.max_slowdown, FREE_MARGIN))
 
-    @property
-    def degraded_from(self) -> float:
-        """The log ratio above which a setting may be called degraded."""
-        slowdown = max(self.max_slowdown, FREE_MARGIN)
-        return math.log1p(slowdown - min(ZONE, ZONE_SHARE * slowdown))
-
-    def judge(self, log_ratios: Sequence[float], *, error_probability: float) -> Verdict:
-        """The verdict after these pairs (log of candidate time over baseline time).
+    def judge(
+        self, log_ratios: Sequence[float], *, error_probability: float, most: int
+    ) -> Verdict:
+        """The verdict after these pairs (log of candidate time over baseline time), of `most` that
+        this test may use.
 
         `error_probability` is this test's share of the contract's, when several settings are
         tested one after the other.
         """
-        threshold = math.log(1.0 / error_probability)
-        if log_evidence_below(log_ratios, self.bound) >= threshold:
-            return Verdict.SAFE
-        give_up = math.log(1.0 / self.error_probability)
-        if log_evidence_above(log_ratios, self.degraded_from) >= give_up:
-            return Verdict.DEGRADED
-        return Verdict.UNDECIDED
+        return _test(log_ratios, self.bound, error_probability, most)
 
-    def saves(self, log_ratios: Sequence[float], *, error_probability: float) -> Verdict:
+    def saves(
+        self, log_ratios: Sequence[float], *, error_probability: float, most: int
+    ) -> Verdict:
         """The same for energy (log of candidate energy over baseline energy): "safe" when there is
-        evidence that it saves at all, "degraded" when it does not save `LEAST_SAVING`. Without
-        this, the luckiest of several settings that save nothing would be held."""
-        if log_evidence_below(log_ratios, 0.0) >= math.log(1.0 / error_probability):
-            return Verdict.SAFE
-        give_up = math.log(1.0 / self.error_probability)
-        if log_evidence_above(log_ratios, math.log1p(-LEAST_SAVING)) >= give_up:
-            return Verdict.DEGRADED
-        return Verdict.UNDECIDED
+        evidence that it saves at all. Without this, the luckiest of several settings that save
+        nothing would be held."""
+        return _test(log_ratios, 0.0, error_probability, most)
 
     def broken(self, log_ratios: Sequence[float]) -> bool:
         """There is evidence that a setting in use is slower than the bound: undo it."""
@@ -85,4 +77,30 @@ class Contract:
     def share(self, test: int) -> float:
         """Error probability of the test-th test (1, 2, ...) of one search: the shares of any
         number of tests add up to the contract's."""
-        return self.error_probability / (test * (test + 1))
+        return self.error_probability * FIRST_SHARE * (1.0 - FIRST_SHARE) ** (test - 1)
+
+
+def looks(most: int) -> tuple[int, ...]:
+    """After how many pairs a test of at most `most` pairs looks at them."""
+    found, n = [], FIRST_LOOK
+    while n < most:
+        found.append(n)
+        n = math.ceil(n * NEXT_LOOK)
+    return (*found, max(most, 2))
+
+
+def _test(log_ratios: Sequence[float], bound: float, error_probability: float, most: int) -> Verdict:
+    """Whether there is evidence that the mean is below the bound; asked after every pair."""
+    n, plan = len(log_ratios), looks(most)
+    if n < 2 or (n not in plan and n < plan[-1]):
+        return Verdict.UNDECIDED
+    nominal = nominal_level(plan, error_probability)
+    mean = math.fsum(log_ratios) / n
+    spread = math.sqrt(math.fsum((x - mean) ** 2 for x in log_ratios) / (n - 1))
+    error = max(spread / math.sqrt(n), 1e-12)
+    if n in plan and 1.0 - t_cdf((bound - mean) / error, n - 1) <= nominal:
+        return Verdict.SAFE
+    if n >= plan[-1]:
+        return Verdict.DEGRADED
+    hoped = (bound - mean + HOPE * error) / max(spread / math.sqrt(plan[-1]), 1e-12)
+    return Verdict.UNDECIDED if 1.0 - t_cdf(hoped, plan[-1] - 1) <= nominal else Verdict.DEGRADED

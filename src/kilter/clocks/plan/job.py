@@ -27,11 +27,6 @@ TIME_PRIORS = (Prior(slope=-0.5), Prior(slope=-0.3), Prior(slope=-0.3))
 POWER_PRIORS = (Prior(slope=1.0), Prior(slope=0.3), Prior(slope=0.5))
 """In the order of `SEARCHED_KNOBS`. Time is half proportional to the SM clock, power fully."""
 
-PRICE_OF_TIME = 2.0
-"""A setting is worth its slowdown only if it saves at least this many times as large a fraction
-of the GPU's energy: the rest of the machine, about as hungry as the GPU, runs longer as well, and
-somebody waits. Without this a flat energy curve would be paid for with time (negative control)."""
-
 STEP = 0.75
 """A probe goes at most this factor below a knob's value already seen to be fast enough."""
 
@@ -132,6 +127,7 @@ def forecasts(
     bound: float,
     objective: Objective,
     best: float,
+    price_of_time: float,
     rejected: frozenset[int] = frozenset(),
 ) -> list[Forecast]:
     """All reachable candidates, the most promising first.
@@ -161,8 +157,8 @@ def forecasts(
     value_sd = np.sqrt(power_sd**2 + (weight * time_sd) ** 2)
     gain = _expected_improvement(best - value, value_sd)
     gain *= _normal_cdf((bound - time) / np.maximum(time_sd, 1e-9))
-    worth = -(power + time + PRICE_OF_TIME * np.maximum(time, 0.0))
-    worth_sd = np.sqrt(power_sd**2 + ((1 + PRICE_OF_TIME) * time_sd) ** 2)
+    worth = -(power + time + price_of_time * np.maximum(time, 0.0))
+    worth_sd = np.sqrt(power_sd**2 + ((1 + price_of_time) * time_sd) ** 2)
     gain *= _normal_cdf(worth / np.maximum(worth_sd, 1e-9))
     reach = _reachable(x, points, times, bound)
     return sorted(

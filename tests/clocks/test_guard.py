@@ -88,7 +88,8 @@ def test_a_bound_of_zero_still_finds_free_settings():
     rng = np.random.default_rng(4)
     free = rng.normal(0.0, 0.004, 60)
     assert any(
-        contract.judge(free[:n], error_probability=0.05, most=60) is Verdict.SAFE for n in range(2, 61)
+        contract.judge(free[:n], error_probability=0.05, most=60) is Verdict.SAFE
+        for n in range(2, 61)
     )
     slow = rng.normal(0.01, 0.004, 60)
     verdicts = {contract.judge(slow[:n], error_probability=0.05, most=60) for n in range(2, 61)}

@@ -78,9 +78,7 @@ def run(args: argparse.Namespace) -> int:
     assert time is not None
     contract = Contract(max_slowdown=args.max_slowdown)
     ratios = [math.log(c.iteration_s / b.iteration_s) for b, c in pairs]
-    verdict = contract.judge(
-        ratios, error_probability=contract.error_probability, most=len(ratios)
-    )
+    verdict = contract.judge(ratios, error_probability=contract.error_probability, most=len(ratios))
     if verdict is Verdict.DEGRADED and not contract.broken(ratios):
         verdict = Verdict.UNDECIDED
     if args.json:

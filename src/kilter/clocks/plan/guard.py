@@ -25,6 +25,10 @@ FIRST_SHARE = 0.7
 """What the first test of a search may spend of the error probability; the second this share of
 the rest, and so on. The first one is the most promising, and most often the last."""
 
+LEAST_SAVING = 0.003
+"""There has to be evidence that a setting saves more than this fraction of energy: less is not
+worth holding it."""
+
 HOPE = 1.0
 """A test is given up when it would fail even if the true value were this many standard errors
 better than it looks. Giving up early never adds a violation."""
@@ -50,9 +54,7 @@ class Contract:
         """The log ratio that a safe setting stays below."""
         return math.log1p(max(self.max_slowdown, FREE_MARGIN))
 
-    def judge(
-        self, log_ratios: Sequence[float], *, error_probability: float, most: int
-    ) -> Verdict:
+    def judge(self, log_ratios: Sequence[float], *, error_probability: float, most: int) -> Verdict:
         """The verdict after these pairs (log of candidate time over baseline time), of `most` that
         this test may use.
 
@@ -61,13 +63,11 @@ class Contract:
         """
         return _test(log_ratios, self.bound, error_probability, most)
 
-    def saves(
-        self, log_ratios: Sequence[float], *, error_probability: float, most: int
-    ) -> Verdict:
+    def saves(self, log_ratios: Sequence[float], *, error_probability: float, most: int) -> Verdict:
         """The same for energy (log of candidate energy over baseline energy): "safe" when there is
-        evidence that it saves at all. Without this, the luckiest of several settings that save
+        evidence that it saves `LEAST_SAVING`. Without this, the luckiest of several settings that save
         nothing would be held."""
-        return _test(log_ratios, 0.0, error_probability, most)
+        return _test(log_ratios, math.log1p(-LEAST_SAVING), error_probability, most)
 
     def broken(self, log_ratios: Sequence[float]) -> bool:
         """There is evidence that a setting in use is slower than the bound: undo it."""
@@ -89,7 +89,9 @@ def looks(most: int) -> tuple[int, ...]:
     return (*found, max(most, 2))
 
 
-def _test(log_ratios: Sequence[float], bound: float, error_probability: float, most: int) -> Verdict:
+def _test(
+    log_ratios: Sequence[float], bound: float, error_probability: float, most: int
+) -> Verdict:
     """Whether there is evidence that the mean is below the bound; asked after every pair."""
     n, plan = len(log_ratios), looks(most)
     if n < 2 or (n not in plan and n < plan[-1]):

@@ -52,6 +52,7 @@ def test_options_are_frozen() -> None:
         "weights": "KILTER_WEIGHTS",
         "host-memory": "KILTER_HOST_MEMORY",
         "objective": "KILTER_OBJECTIVE",
+        "price-of-time": "KILTER_PRICE_OF_TIME",
         "device": "KILTER_DEVICE",
         "rehearse": "KILTER_REHEARSE",
         "sections": "KILTER_SECTIONS",
@@ -74,8 +75,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     options = re.findall(r"^  (--?[a-z-]+)", head, re.MULTILINE)
     assert options == [
         *("-h", "--max-slowdown", "--memory-budget", "--gradients", "--weights", "--host-memory"),
-        *("--objective", "--device", "--rehearse", "--sections", "--dry-run", "--trace", "--out"),
-        *("--json", "--config", "-m"),
+        *("--objective", "--price-of-time", "--device", "--rehearse", "--sections", "--dry-run"),
+        *("--trace", "--out", "--json", "--config", "-m"),
     ]
     for word in ("torchrun", "KILTER=0", "KILTER_READ_ONLY=1", "kilter.toml", "[tool.kilter]"):
         assert word in rest
@@ -154,10 +155,19 @@ def test_a_memory_budget_is_a_size_a_share_or_the_card(text: str, budget: Memory
 def test_flags_are_read(tmp_path: Path) -> None:
     found = options(
         tmp_path,
-        *("--max-slowdown", "0", "--objective", "ed2p", "--device", "sim:v100"),
+        *(
+            "--max-slowdown",
+            "0",
+            "--objective",
+            "ed2p",
+            "--price-of-time",
+            "0",
+            "--device",
+            "sim:v100",
+        ),
         *("--dry-run", "--out", "here", "--json"),
     )
-    assert found.goal == Goal(max_slowdown=0.0, objective=Objective.ED2P)
+    assert found.goal == Goal(max_slowdown=0.0, objective=Objective.ED2P, price_of_time=0.0)
     assert (found.device, found.dry_run, found.json_summary) == ("sim:v100", True, True)
     assert found.out == tmp_path / "here"
 
@@ -257,6 +267,8 @@ def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
         (["--memory-budgt", "1GiB", "train.py"], "did you mean --memory-budget?"),
         (["--rehearse", "soon", "train.py"], "--rehearse: 'soon' is not a time: write 60s"),
         (["--objective", "speed", "train.py"], "choose one of energy, edp, ed2p"),
+        (["--price-of-time", "much", "train.py"], "--price-of-time: 'much' is not a number"),
+        (["--price-of-time", "-1", "train.py"], "price_of_time=-1.0 must be 0 or more"),
         (["--gradients", "keep", "train.py"], "add --memory-budget"),
         (["--weights", "offload", "train.py"], "add --memory-budget"),
         (

@@ -60,6 +60,14 @@ def objective(text: Objective | str) -> Objective:
         raise UsageError(f"{text!r} is not an objective: choose one of {known}") from None
 
 
+def price_of_time(text: str | float) -> float:
+    """`UsageError` for what is no number; the goal says which numbers make sense."""
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{text!r} is not a number") from None
+
+
 def gradients(text: str) -> str:
     """`UsageError` for a word that is not one of `GRADIENTS`."""
     if text not in GRADIENTS:
@@ -158,6 +166,15 @@ OPTIONS = {
             "NAME",
         ),
         Option(
+            "price-of-time",
+            price_of_time,
+            "a setting has to save this many times as large a fraction of the energy as it is"
+            f" slower (default {Goal().price_of_time:g}: energy times time must not rise; 0: any"
+            " saving within --max-slowdown is welcome; 2: the rest of the machine draws as much as"
+            " the GPU)",
+            "P",
+        ),
+        Option(
             "device",
             _device,
             "auto (default), nvml, amdsmi, sim:NAME, replay:PATH of a recorded run, or null",
@@ -225,7 +242,7 @@ def resolve(
     sections = given.get("sections", False)
     if max_slowdown is None and (memory_budget is None or sections):
         max_slowdown = DEFAULT_MAX_SLOWDOWN
-    elif max_slowdown is None and flags.get("objective") is not None:
+    elif max_slowdown is None and any(flags.get(n) is not None for n in _OF_CLOCKS):
         raise UsageError("with --memory-budget alone no clock is set: add --max-slowdown")
     return Options(
         goal=Goal(
@@ -233,6 +250,7 @@ def resolve(
             memory_budget=memory_budget,
             host_memory_bytes=given.get("host-memory"),
             objective=given.get("objective", Objective.ENERGY),
+            price_of_time=given.get("price-of-time", Goal().price_of_time),
         ),
         device=given.get("device", "auto"),
         dry_run=given.get("dry-run", False),
@@ -247,6 +265,9 @@ def resolve(
         config=file,
     )
 
+
+_OF_CLOCKS = ("objective", "price-of-time")
+"""Options that mean nothing where clocks are left alone."""
 
 FACTORS = ("grams_co2_per_kwh", "price_per_kwh", "currency")
 """Keys of the table `report`, and flags of `kilter report`."""

@@ -11,6 +11,7 @@ from kilter.app.config import DEFAULT_MAX_SLOWDOWN
 from kilter.app.config import gradients as parse_gradients
 from kilter.app.config import host_memory as parse_host_memory
 from kilter.app.config import objective as parse_objective
+from kilter.app.config import price_of_time as parse_price_of_time
 from kilter.app.config import weights as parse_weights
 from kilter.app.listener import StderrListener
 from kilter.core.plan import Goal, MemoryBudget, Objective
@@ -27,6 +28,7 @@ def govern(
     weights: str = "keep",
     host_memory: str | int | None = None,
     objective: Objective | str = Objective.ENERGY,
+    price_of_time: float = Goal().price_of_time,
     device: str = "auto",
     dry_run: bool = False,
     trace: bool = False,
@@ -37,6 +39,8 @@ def govern(
     `gradients="consume"` lets a budget use them up as they arrive in backward, in a program that
     never clips them, reads them or skips a step; `auto` and `keep` keep them for the step.
     `weights="offload"` (experimental) lets weights be on the host between forward and backward.
+    A setting is taken only if it saves at least `price_of_time` times as large a fraction of the
+    energy as it is slower.
     `host_memory` (`"16GiB"`, bytes) limits what is offloaded to the host; the default is this
     process's part of half of what is free.
 
@@ -67,6 +71,7 @@ def govern(
             memory_budget=budget,
             host_memory_bytes=None if host_memory is None else parse_host_memory(str(host_memory)),
             objective=parse_objective(objective),
+            price_of_time=parse_price_of_time(price_of_time),
         ),
         device=device,
         dry_run=dry_run,

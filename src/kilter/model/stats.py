@@ -6,6 +6,7 @@ Everything here is about the logarithm of a ratio (candidate over baseline) seen
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,30 +105,29 @@ def nominal_level(looks: tuple[int, ...], error_probability: float) -> float:
     With an estimated variance, Student's t at the same level keeps the error probability closely
     (Jennison and Turnbull, Group Sequential Methods, 2000, section 4.4).
     """
-    low, high = 0.0, 8.0
-    while high - low > 1e-4:
+    grid = np.linspace(-6.0, 6.0, 241) * math.sqrt(looks[-1])
+    steps = [after - before for before, after in itertools.pairwise((0, *looks))]
+    kernels = {n: np.exp(-0.5 * (grid[:, None] - grid[None, :]) ** 2 / n) for n in set(steps)}
+    kernels = {n: kernel / kernel.sum(axis=0) for n, kernel in kernels.items()}
+
+    def crossing(z: float) -> float:
+        """Probability that the walk is at or above z standard deviations at any look."""
+        inside = np.zeros(len(grid))
+        inside[len(grid) // 2] = 1.0
+        crossed = 0.0
+        for n, step in zip(looks, steps, strict=True):
+            inside = kernels[step] @ inside
+            # the cell that holds the limit is cut there
+            share = np.clip((grid - z * math.sqrt(n)) / (grid[1] - grid[0]) + 0.5, 0.0, 1.0)
+            crossed += float((inside * share).sum())
+            inside = inside * (1.0 - share)
+        return crossed
+
+    low, high = 0.0, 6.0
+    while high - low > 1e-3:
         z = (low + high) / 2
-        low, high = (z, high) if _crossing(looks, z) > error_probability else (low, z)
+        low, high = (z, high) if crossing(z) > error_probability else (low, z)
     return 0.5 * math.erfc(high / math.sqrt(2.0))
-
-
-def _crossing(looks: tuple[int, ...], z: float) -> float:
-    """Probability that a standard random walk is at or above z standard deviations at any look."""
-    grid = np.linspace(-8.0, 8.0, 321) * math.sqrt(looks[-1])
-    step = grid[1] - grid[0]
-    inside = np.zeros(len(grid))
-    inside[len(grid) // 2] = 1.0
-    crossed, before = 0.0, 0
-    for n in looks:
-        sd = math.sqrt(n - before)
-        kernel = np.exp(-0.5 * ((grid[:, None] - grid[None, :]) / sd) ** 2)
-        inside = (kernel / kernel.sum(axis=0)) @ inside
-        limit = z * math.sqrt(n)
-        # the cell that holds the limit is cut there
-        share = np.clip((grid + step / 2 - limit) / step, 0.0, 1.0)
-        crossed += float((inside * share).sum())
-        inside, before = inside * (1.0 - share), n
-    return crossed
 
 
 def t_quantile(p: float, nu: int) -> float:

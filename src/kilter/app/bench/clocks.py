@@ -289,7 +289,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=Goal().price_of_time,
         metavar="P",
-        help="a setting saves at least P times its slowdown, else it is left (default 1)",
+        help="a setting has to save P times as large a fraction as it is slower (%(default)g)",
     )
     parser.add_argument(
         "--objective", choices=[o.value for o in Objective], default="energy", help="(energy)"

@@ -61,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     clocks.add_argument(
         "--objective", choices=[o.value for o in Objective], default="energy", help="(energy)"
     )
+    clocks.add_argument(
+        "--price-of-time",
+        type=float,
+        default=Goal().price_of_time,
+        metavar="P",
+        help="a setting has to save P times as large a fraction as it is slower (%(default)g)",
+    )
     clocks.add_argument("--seed", type=int, default=0, help="of the simulated card (0)")
     clocks.add_argument("-o", dest="out", metavar="FILE", type=Path, help="write the plan here")
     clocks.add_argument("--json", action="store_true", help="print the plan as one JSON object")
@@ -86,7 +93,11 @@ def _plan_clocks(args: argparse.Namespace) -> Plan:
     trace = codec.load(args.trace, IterationTrace)
     if not trace.operations:
         raise PlanError(f"{args.trace}: the trace has no operations; nothing can be planned")
-    goal = Goal(max_slowdown=args.max_slowdown, objective=Objective(args.objective))
+    goal = Goal(
+        max_slowdown=args.max_slowdown,
+        objective=Objective(args.objective),
+        price_of_time=args.price_of_time,
+    )
     gpu = SimGpu(args.device, seed=args.seed)
     found = gpu.settings()
     rehearsal = Rehearsal(

@@ -47,7 +47,7 @@ examples:
   kilter watch --device sim:v100 --for 30min    a simulated job on a simulated GPU
 """
 
-_SHARED = ("max-slowdown", "objective", "device", "dry-run", "out", "json")
+_SHARED = ("max-slowdown", "objective", "price-of-time", "device", "dry-run", "out", "json")
 """Options of `kilter run` that mean the same here."""
 SIMULATED_S = 3600.0
 """How long a simulated job is watched, in its own time, without --for."""
@@ -131,6 +131,7 @@ def _options(arguments: argparse.Namespace) -> Options:
     goal = Goal(
         max_slowdown=DEFAULT_MAX_SLOWDOWN if bound is None else bound,
         objective=options.goal.objective,
+        price_of_time=options.goal.price_of_time,
     )
     given = [f"--{name} {v}" for name in ("gpu", "pid") if (v := getattr(arguments, name))]
     command = ("kilter", "watch", *" ".join(given).split())

@@ -72,7 +72,10 @@ def contract(goal: Goal) -> str:
     """What was asked of the clocks, in words."""
     if goal.max_slowdown is None:
         return "no clock goal"
-    return f"at most {allowed(goal.max_slowdown)} slower"
+    told = f"at most {allowed(goal.max_slowdown)} slower"
+    if goal.price_of_time == Goal().price_of_time:
+        return told
+    return f"{told}, each percent of time for at least {goal.price_of_time:g} % of energy"
 
 
 def allowed(max_slowdown: float) -> str:

@@ -45,6 +45,9 @@ HEADROOM = 1.5
 errors of the test to come: closer to the bound it would mostly fail."""
 NOISE_SD = 0.01
 """Spread of one pair's log ratio that is assumed until pairs show their own."""
+FIRST_SHARE = 0.7
+"""What the first test of a search may spend of the error probability; the second this share of
+the rest, and so on. The first one is the most promising, and most often the last."""
 REFERENCE_EVERY = 50
 """While holding, one block in this many is a baseline block: 2 % of the saving is spent on
 knowing that it is still one."""
@@ -218,7 +221,8 @@ class Governor:
         """Sequential tests of time and energy on fresh pairs: those that helped to select a
         setting must not help to confirm it."""
         self._tests += 1
-        share = self._contract.share(self._tests - self._tests_before)
+        spent = (1.0 - FIRST_SHARE) ** (self._tests - self._tests_before - 1)
+        share = self._contract.error_probability * FIRST_SHARE * spent
         setting = self._space.candidates[forecast.index]
         fresh = _Evidence()
         time, saving = Verdict.UNDECIDED, Verdict.UNDECIDED

@@ -15,15 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kilter.core.plan import FREE_MARGIN
-from kilter.model.stats import log_evidence_above, nominal_level, t_cdf
+from kilter.model.stats import log_evidence_above, log_evidence_below, nominal_level, t_cdf
 
 FIRST_LOOK = 3
 NEXT_LOOK = 1.4
 """A test looks at its pairs after this many, and whenever their number has grown by this factor."""
 
-FIRST_SHARE = 0.7
-"""What the first test of a search may spend of the error probability; the second this share of
-the rest, and so on. The first one is the most promising, and most often the last."""
+ZONE = 0.01
+ZONE_SHARE = 0.1
+"""Indifference zone below the bound, of a test that may be looked at at any time: one percent, or
+this share of a smaller bound. A narrower zone costs longer tests, never more violations."""
 
 LEAST_SAVING = 0.003
 """There has to be evidence that a setting saves more than this fraction of energy: less is not
@@ -65,9 +66,25 @@ class Contract:
 
     def saves(self, log_ratios: Sequence[float], *, error_probability: float, most: int) -> Verdict:
         """The same for energy (log of candidate energy over baseline energy): "safe" when there is
-        evidence that it saves `LEAST_SAVING`. Without this, the luckiest of several settings that save
-        nothing would be held."""
+        evidence that it saves `LEAST_SAVING`. Without this, the luckiest of several settings that
+        save nothing would be held."""
         return _test(log_ratios, math.log1p(-LEAST_SAVING), error_probability, most)
+
+    def judge_at_any_time(
+        self, log_ratios: Sequence[float], *, error_probability: float
+    ) -> Verdict:
+        """As `judge`, for a test of which nobody knows how long it will be: an e-process, which may
+        be looked at after every pair and pays for that with more of them. It gives up on evidence
+        that the setting is slower than the bound less an indifference zone, so that legal slowdowns
+        are not thrown away."""
+        if log_evidence_below(log_ratios, self.bound) >= math.log(1.0 / error_probability):
+            return Verdict.SAFE
+        slowdown = max(self.max_slowdown, FREE_MARGIN)
+        degraded_from = math.log1p(slowdown - min(ZONE, ZONE_SHARE * slowdown))
+        give_up = math.log(1.0 / self.error_probability)
+        if log_evidence_above(log_ratios, degraded_from) >= give_up:
+            return Verdict.DEGRADED
+        return Verdict.UNDECIDED
 
     def broken(self, log_ratios: Sequence[float]) -> bool:
         """There is evidence that a setting in use is slower than the bound: undo it."""
@@ -77,7 +94,7 @@ class Contract:
     def share(self, test: int) -> float:
         """Error probability of the test-th test (1, 2, ...) of one search: the shares of any
         number of tests add up to the contract's."""
-        return self.error_probability * FIRST_SHARE * (1.0 - FIRST_SHARE) ** (test - 1)
+        return self.error_probability / (test * (test + 1))
 
 
 def looks(most: int) -> tuple[int, ...]:

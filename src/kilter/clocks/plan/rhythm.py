@@ -83,7 +83,14 @@ def nothing_to_govern(detection: Detection) -> str:
 def would_try(space: Space, goal: Goal) -> list[Setting]:
     """The first settings of a search, the most promising first."""
     contract = Contract(max_slowdown=goal.max_slowdown or 0.0)
-    ranked = forecasts(space, {}, bound=contract.bound, objective=goal.objective, best=0.0)
+    ranked = forecasts(
+        space,
+        {},
+        bound=contract.bound,
+        objective=goal.objective,
+        best=0.0,
+        price_of_time=goal.price_of_time,
+    )
     return [space.candidates[each.index] for each in ranked[:MOST_TOLD] if each.improvement > 0.0]
 
 

@@ -227,7 +227,7 @@ class _Search:
                     lengths.append(math.log(candidate.section_s[j] / default.section_s[j]))
             if j is not None and self._too_long(lengths, j):
                 return None
-            verdict = self._contract.judge(steps, error_probability=error)
+            verdict = self._contract.judge_at_any_time(steps, error_probability=error)
             if verdict is Verdict.DEGRADED:
                 return None
             if verdict is Verdict.SAFE and not self._looks_too_long(lengths, j):

@@ -23,7 +23,7 @@ BLOCK = 5
 """Iterations of a block that count."""
 SETTLING = 1
 """Iterations before them that do not: the clocks change in the first one."""
-LEAST_SAVING = 0.01
+LEAST_EXPECTED_SAVING = 0.01
 """What is expected to save less than this share of the energy is not searched."""
 
 
@@ -116,7 +116,7 @@ def expected(offers: Sequence[RankOffer], card: ClockCosts, *, max_slowdown: flo
         "for the whole job"
     )
     taken: Taken = "sections"
-    if max(sections, whole) < LEAST_SAVING:
+    if max(sections, whole) < LEAST_EXPECTED_SAVING:
         taken = "default"
     elif whole > sections:
         taken = "whole job"

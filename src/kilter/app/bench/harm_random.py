@@ -411,8 +411,11 @@ def run(count: int, first: int, *, jobs: int, as_json: bool) -> int:
     with ThreadPoolExecutor(max(1, jobs)) as pool:
         for done in as_completed([pool.submit(compare, batch) for batch in batches]):
             found += done.result()
-            differ = sum(bool(program.difference) for program in found)
-            print(f"{len(found)} of {count} programs: {differ} differ", file=sys.stderr, flush=True)
+            differ = [program.seed for program in found if program.difference]
+            told = f"{len(found)} of {count} programs: {len(differ)} differ"
+            if differ:
+                told += f" (seed{'s' * (len(differ) > 1)} {', '.join(map(str, differ[:20]))})"
+            print(told, file=sys.stderr, flush=True)
     found.sort(key=lambda program: program.seed)
     wrong = [program for program in found if program.difference]
     print(_as_json(found) if as_json else _as_text(found))

@@ -27,6 +27,9 @@ os.environ["KILTER_SPOIL_EVICTED"] = "1"
 # Fake cards have the same names in each test, and this machine's own locks are not for them.
 os.environ.setdefault("KILTER_LOCK_DIR", tempfile.mkdtemp(prefix="kilter-test-locks-"))
 
+# A job that comes again begins with what the last run chose: tests are not each other's last run.
+os.environ.setdefault("KILTER_HISTORY", "off")
+
 # Started in the background of a shell or by nohup: what the tests start would never hear of Ctrl-C
 # or of the end of the terminal.
 for number, usual in (

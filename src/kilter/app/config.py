@@ -24,7 +24,7 @@ from kilter.device.find import CHOICES
 from kilter.lease.baseline import BASELINE_VARIABLE
 from kilter.lease.journal import STATE_VARIABLE
 from kilter.lease.machine import LOCK_VARIABLE
-from kilter.session.options import REHEARSE_S, Options
+from kilter.session.options import HISTORY_AUTO, HISTORY_OFF, REHEARSE_S, Options
 
 DEFAULT_MAX_SLOWDOWN = 0.02
 """The contract of a run that was given no goal."""
@@ -118,6 +118,16 @@ def _directory(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
 
+def history(text: str) -> str:
+    """A file, made absolute, `auto` or `off`; `UsageError` for a directory."""
+    if text in (HISTORY_AUTO, HISTORY_OFF):
+        return text
+    path = Path(text).expanduser().absolute()  # the script may change its directory
+    if not text or path.is_dir():
+        raise UsageError(f"{text!r} is not a file for the history: name one, or write off")
+    return str(path)
+
+
 OPTIONS = {
     option.name: option
     for option in (
@@ -200,6 +210,13 @@ OPTIONS = {
             "record the operations of one iteration also on a real device (a pause of about 0.3 s,"
             " once): trace.json, and the report's table of where the energy goes",
         ),
+        Option(
+            "history",
+            history,
+            "the file of earlier runs, from which a job that comes again takes the setting to begin"
+            " with: auto (default: $XDG_STATE_HOME/kilter/history.sqlite), a path, or off",
+            "FILE|off",
+        ),
         Option("out", _directory, "where the files of the run go (default: runs/ID)", "DIR"),
         Option("json", _switch, "the summary at the end is one line of JSON, also on stderr"),
     )
@@ -262,6 +279,7 @@ def resolve(
         trace=given.get("trace", False),
         sections=sections,
         rehearse_s=given.get("rehearse"),
+        history=given.get("history", HISTORY_AUTO),
         config=file,
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kilter.app.config import DEFAULT_MAX_SLOWDOWN
 from kilter.app.config import gradients as parse_gradients
+from kilter.app.config import history as parse_history
 from kilter.app.config import host_memory as parse_host_memory
 from kilter.app.config import objective as parse_objective
 from kilter.app.config import price_of_time as parse_price_of_time
@@ -17,7 +18,7 @@ from kilter.app.listener import StderrListener
 from kilter.core.plan import Goal, MemoryBudget, Objective
 from kilter.core.ranks import ranks
 from kilter.session.lifecycle import Session
-from kilter.session.options import Options
+from kilter.session.options import HISTORY_AUTO, Options
 
 
 def govern(
@@ -33,6 +34,7 @@ def govern(
     dry_run: bool = False,
     trace: bool = False,
     out: str | Path | None = None,
+    history: str | Path | None = None,
 ) -> AbstractContextManager[Session]:
     """Save energy in the body of the `with`, at most `max_slowdown` (a fraction) slower; keep its
     training within a `memory_budget` (`"24GiB"`, bytes, `"75%"` of its peak, `"auto"`); or both.
@@ -56,7 +58,9 @@ def govern(
 
     `device` is `auto`, `nvml`, `sim:NAME`, `replay:PATH` or `null`; `dry_run` sets nothing;
     `trace` records the operations of one iteration also on a real device; `out` is the directory
-    of the run's files (default: `runs/ID`). `KILTER=0` in the environment switches it off. Raises
+    of the run's files (default: `runs/ID`); `history` is the file of earlier runs,
+    `auto` or `off` (default: `KILTER_HISTORY`, else `auto`).
+    `KILTER=0` in the environment switches it off. Raises
     `UsageError` for a wrong argument; the `with` raises it for a device or a directory that cannot
     be had and `FileError` for a broken recording, and nothing else of its own.
     """
@@ -77,6 +81,7 @@ def govern(
         dry_run=dry_run,
         out=None if out is None else Path(out).absolute(),
         command=tuple(sys.argv),
+        history=parse_history(str(history or os.environ.get("KILTER_HISTORY") or HISTORY_AUTO)),
         gradients=parse_gradients(gradients),
         weights=parse_weights(weights),
         trace=trace,

@@ -20,12 +20,14 @@ from typing import Protocol
 
 from kilter.clocks.block_messages import BlockMessages, OrderNote, RankResult
 from kilter.clocks.plan.governor import BlockOutcome, Choice, Governor, Order, Phase
-from kilter.clocks.plan.job import space
+from kilter.clocks.plan.job import Space, space
+from kilter.clocks.plan.known import PairBook, RecurringGovernor
 from kilter.clocks.plan.roles import MOST_ROLES, RoleGovernor
 from kilter.clocks.search_leader import MOST_ITERATIONS, SearchLeader
 from kilter.core.errors import DeviceError, FileError
 from kilter.core.events import AnyEvent, Refused
 from kilter.core.messages import RankMessages
+from kilter.core.past_run import KnownSetting
 from kilter.core.plan import Goal
 from kilter.core.reasons import CLOCKS_REFUSED
 from kilter.core.setting import Setting, Supported
@@ -267,6 +269,7 @@ class GovernorProgram:
         seed: int,
         roles: Callable[[], Sequence[str]] = lambda: ("",),
         warm_blocks: int | None = None,
+        known: KnownSetting | None = None,
     ) -> None:
         self._warm_blocks = WARM_BLOCKS if warm_blocks is None else warm_blocks
         self._goal = goal
@@ -275,8 +278,12 @@ class GovernorProgram:
         self._actuator = actuator
         self._seed = seed
         self._roles = roles
-        self._governor: Governor | RoleGovernor | None = None
+        self._known = known
+        self._governor: Governor | RecurringGovernor | RoleGovernor | None = None
         self._refused: str | None = None
+        self.book = PairBook()
+        self.space: Space | None = None
+        """Once it is known."""
 
     @property
     def choice(self) -> Choice:
@@ -289,7 +296,7 @@ class GovernorProgram:
     def orders(self) -> Generator[Order, BlockOutcome, None]:
         """The coroutine for `Conductor`."""
         try:
-            yield from self._govern()
+            yield from self.book.note(self._govern())
         except DeviceError as error:
             self._refused = str(error)
             yield from watching(self._found, self.choice.reason)
@@ -303,10 +310,12 @@ class GovernorProgram:
                 pair=None,
                 reason="learning the rhythm",
             )
-        settings = space(self._found, self._actuator.sustained(), self._supported)
+        settings = self.space = space(self._found, self._actuator.sustained(), self._supported)
         roles = self._roles()
         if 1 < len(roles) <= MOST_ROLES:
             self._governor = RoleGovernor(roles, settings, self._goal, seed=self._seed)
+        elif self._known is not None:
+            self._governor = RecurringGovernor(settings, self._goal, self._known, seed=self._seed)
         else:
             self._governor = Governor(settings, self._goal, seed=self._seed)
         yield from self._governor.run()

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kilter.clocks.actuator import DeviceActuator
+from kilter.clocks.job_history import JobHistory
 from kilter.clocks.own_gpu import why_not_this_gpu
 from kilter.controller import Hurried, Run
 from kilter.core.errors import DeviceError, FileError
@@ -60,8 +61,9 @@ class ClocksController:
     settled = True
     """Clocks are the last to be judged."""
 
-    def __init__(self, run: Run, *, rehearse_s: float) -> None:
+    def __init__(self, run: Run, *, rehearse_s: float, history: JobHistory) -> None:
         self._run = run
+        self._history = history
         self._rehearse_s = rehearse_s
         self._mode, self._why = mode_of(run.goal, run.info, dry_run=run.dry_run)
         self._alone = False
@@ -137,6 +139,7 @@ class ClocksController:
                 actuator,
                 seed=SEED,
                 roles=partial(roles_on, messages, run.ranks.world_size),
+                known=self._history.known(),
             )
             orders = self._program.orders()
         elif run.ranks.rank == 0:
@@ -221,6 +224,7 @@ class ClocksController:
             record=run.log,
             clock=run.log.now_s,
             seed=SEED,
+            known=self._history.known(),
         )
 
     def _finish_rehearsal(self) -> None:
@@ -277,6 +281,8 @@ class ClocksController:
 
         run, choice = self._run, program.choice
         phase = rehearsal.phase if rehearsal else conductor.phase if conductor else None
+        if self._predicted is None:
+            self._history.remember(program, held=phase is Phase.HOLD)
         if choice.setting == run.lease.found and phase is not Phase.HOLD:
             return  # the search is not over: nothing is decided
         predicted = self._predicted is not None

@@ -16,6 +16,7 @@ from kilter.clocks.conductor import Conductor, GovernorProgram
 from kilter.clocks.plan.governor import BlockOutcome, Order, Phase
 from kilter.core.events import AnyEvent, sampled
 from kilter.core.messages import LocalMessages
+from kilter.core.past_run import KnownSetting
 from kilter.core.plan import Goal
 from kilter.core.setting import Sample, Setting
 from kilter.core.trace import IterationTrace
@@ -106,7 +107,7 @@ class SimulatedActuator:
 class Rehearsal:
     """The loop on one simulated GPU, which repeats a trace, or whatever `job` runs on it: a
     function that runs one iteration and returns its (virtual) seconds. `apply` and `verify` are
-    those of the GPU's lease."""
+    those of the GPU's lease; `known` is what an earlier rehearsal of this job has chosen."""
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class Rehearsal:
         record: Callable[[AnyEvent], None],
         clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
+        known: KnownSetting | None = None,
     ) -> None:
         self._gpu = gpu
         self._run = SimJob(gpu, job).iterate if isinstance(job, IterationTrace) else job
@@ -126,7 +128,7 @@ class Rehearsal:
         self._clock = clock
         self._actuator = SimulatedActuator(gpu, apply, verify)
         self.program = GovernorProgram(
-            goal, gpu.settings(), gpu.supported(), self._actuator, seed=seed
+            goal, gpu.settings(), gpu.supported(), self._actuator, seed=seed, known=known
         )
         self._conductor = Conductor(
             self._actuator,

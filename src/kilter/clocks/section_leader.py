@@ -20,7 +20,7 @@ from kilter.clocks.plan.section_job import (
     expected,
     found_of,
     known_depths,
-    signature,
+    signature_of,
     targets_of,
 )
 from kilter.clocks.plan.section_search import (
@@ -116,7 +116,7 @@ class SectionLeader:
         before = expected(offers, self._card, max_slowdown=self._contract.max_slowdown)
         self._expected = before
         self.targets = targets_of(offers)
-        self._signature = signature(
+        self._signature = signature_of(
             offers, device=self._device, max_slowdown=self._contract.max_slowdown
         )
         if before.taken != "sections":

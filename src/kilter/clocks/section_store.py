@@ -14,7 +14,7 @@ import msgspec
 from kilter.clocks.plan.switching import Calibration
 from kilter.core import codec
 from kilter.core.errors import FileError
-from kilter.core.files import read_file
+from kilter.core.files import read_file, state_home
 from kilter.core.section_record import SectionsFound
 from kilter.core.setting import DeviceInfo
 
@@ -35,8 +35,7 @@ class SectionStore:
     leases it outlives a reboot. Every call may raise `FileError`."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        state = environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-        self._directory = Path(state, "kilter", "sections")
+        self._directory = state_home(environ) / "sections"
 
     def path(self, signature: str) -> Path:
         """The file of a job."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import BinaryIO
 
 from kilter.core.errors import FileError
@@ -80,3 +81,9 @@ def flaw_of(
     if owners is not None and status.st_mode & closed_to:
         return "writable by others than its owner"
     return None
+
+
+def state_home(environ: Mapping[str, str]) -> Path:
+    """Where kilter keeps what outlives a reboot: `$XDG_STATE_HOME/kilter`, by default in
+    `~/.local/state`."""
+    return Path(environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "kilter")

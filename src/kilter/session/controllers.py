@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kilter.clocks.controller import ClocksController, mode_of
+from kilter.clocks.history import default_file
+from kilter.clocks.job_history import JobHistory
 from kilter.clocks.section_controller import SectionsController
 from kilter.controller import Controller, Run
 from kilter.core.errors import UsageError
@@ -16,7 +18,7 @@ from kilter.device.find import find
 from kilter.device.protocol import Device
 from kilter.device.sim.cards import names
 from kilter.memory.controller import MemoryController
-from kilter.session.options import Options
+from kilter.session.options import HISTORY_AUTO, HISTORY_OFF, Options
 
 __all__ = ["controllers_of", "mode_of", "open_device"]
 
@@ -25,6 +27,11 @@ def controllers_of(run: Run, options: Options) -> Sequence[Controller]:
     """The controllers of a run, in the order in which they settle: clocks are judged on a job whose
     memory plan is in force."""
     controllers: list[Controller] = []
+    history = JobHistory(run, _history_file(options), options.command)
+
+    def clocks() -> Controller:
+        return ClocksController(run, rehearse_s=options.rehearsal_s, history=history)
+
     if run.goal.memory_budget is not None:
         controllers.append(
             MemoryController(
@@ -39,13 +46,19 @@ def controllers_of(run: Run, options: Options) -> Sequence[Controller]:
             SectionsController(
                 run,
                 max_slowdown=run.goal.max_slowdown,
-                otherwise=lambda: ClocksController(run, rehearse_s=options.rehearsal_s),
+                otherwise=clocks,
                 rehearse_s=options.rehearsal_s,
             )
         )
     else:
-        controllers.append(ClocksController(run, rehearse_s=options.rehearsal_s))
+        controllers.append(clocks())
     return controllers
+
+
+def _history_file(options: Options) -> Path | None:
+    if options.history == HISTORY_OFF:
+        return None
+    return default_file(os.environ) if options.history == HISTORY_AUTO else Path(options.history)
 
 
 def open_device(spec: str, ranks: Ranks) -> Device:

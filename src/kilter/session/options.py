@@ -10,6 +10,9 @@ from kilter.core.plan import Goal
 REHEARSE_S = 5.0
 """Real seconds that a rehearsal may take after the script, unless the user asks for more."""
 
+HISTORY_AUTO, HISTORY_OFF = "auto", "off"
+"""In place of the history's file: the user's own, or none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -31,6 +34,8 @@ class Options:
     """Clocks inside the iteration, for communication sections, in place of the whole job's."""
     rehearse_s: float | None = None
     """Real seconds for a rehearsal after the script; None: `REHEARSE_S`."""
+    history: str = HISTORY_AUTO
+    """The file of earlier runs, `HISTORY_AUTO` or `HISTORY_OFF`."""
     config: Path | None = None
     """The file that some of these were read from."""
 

@@ -345,7 +345,9 @@ def ending(report: Report) -> str:
         asked |= {d.setting for d in report.decisions if d.state != "predicted"}
     if asked <= {report.found} and report.restored:
         return NOTHING_SET
-    held = f"held {report.choice.setting}" if report.kept else "held the default"
+    held = "held the default"
+    if report.kept:
+        held = f"held {report.choice.setting} ({report.choice.reason})"
     if any(device.backend == "sim" for device in report.devices):
         held = f"on the simulated device: {held}"
     if report.restored:

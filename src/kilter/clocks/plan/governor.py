@@ -214,7 +214,7 @@ class Governor:
         setting = self._space.candidates[forecast.index]
         evidence = self._probed.setdefault(forecast.index, _Evidence())
         for _ in range(PROBE_PAIRS):
-            pair = yield from self._pair(setting, Phase.PROBE, f"predicted {_effect(forecast)}")
+            pair = yield from self.pair(setting, Phase.PROBE, f"predicted {_effect(forecast)}")
             evidence.add(*pair)
 
     def _confirm(self, forecast: Forecast) -> Generator[Order, BlockOutcome, None]:
@@ -228,7 +228,7 @@ class Governor:
         time, saving = Verdict.UNDECIDED, Verdict.UNDECIDED
         most = self._test_pairs()
         while len(fresh.times) < most:
-            pair = yield from self._pair(setting, Phase.CONFIRM, f"probed {_effect(forecast)}")
+            pair = yield from self.pair(setting, Phase.CONFIRM, f"probed {_effect(forecast)}")
             fresh.add(*pair)
             self._probed[forecast.index].add(*pair)
             if time is Verdict.UNDECIDED:
@@ -261,7 +261,7 @@ class Governor:
         while True:
             held += 1
             if not baseline and held % REFERENCE_EVERY == 0:
-                references.add(*(yield from self._pair(choice.setting, Phase.HOLD, choice.reason)))
+                references.add(*(yield from self.pair(choice.setting, Phase.HOLD, choice.reason)))
                 if self._contract.broken(references.times):
                     slower = math.expm1(statistics.fmean(references.times))
                     return f"the held setting became {slower * 100:.1f} % slower than the baseline"
@@ -280,7 +280,7 @@ class Governor:
             if held > SEARCH_AGAIN_AFTER and (drift := _drift(level, recent)):
                 return drift
 
-    def _pair(
+    def pair(
         self, setting: Setting, phase: Phase, reason: str
     ) -> Generator[Order, BlockOutcome, tuple[float, float]]:
         """Two blocks in random order; the log ratios of time and energy."""

@@ -7,13 +7,13 @@ waits for the others, and whether one clock for the whole job would pay more.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from kilter.clocks.plan.section_search import Depths, FoundDepths, SearchTarget
 from kilter.clocks.plan.sections import RankSections
+from kilter.clocks.plan.signature import signature
 from kilter.clocks.plan.worth import ClockCosts, LowStretch, Worth, job, whole_job
 from kilter.core.section_record import SectionsFound, Taken
 from kilter.core.units import show_clock, show_count, show_fraction
@@ -123,12 +123,10 @@ def expected(offers: Sequence[RankOffer], card: ClockCosts, *, max_slowdown: flo
     return Expected(taken=taken, reason=both, sections=sections, whole_job=whole)
 
 
-def signature(offers: Sequence[RankOffer], *, device: str, max_slowdown: float) -> str:
-    """Of the job: the same program on the same kind of device with as many ranks has the same one,
-    whatever its times in one run."""
-    parts = [device, f"{max_slowdown:g}"]
-    parts += [f"{o.rank}:{o.role}:{'|'.join(k for k, _, _ in o.lengths)}" for o in offers]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+def signature_of(offers: Sequence[RankOffer], *, device: str, max_slowdown: float) -> str:
+    """Of the job that makes these offers."""
+    program = [f"{o.rank}:{o.role}:{'|'.join(k for k, _, _ in o.lengths)}" for o in offers]
+    return signature(device=device, max_slowdown=max_slowdown, program=program)
 
 
 def known_depths(

@@ -1,0 +1,109 @@
+"""The history as one run uses it: what an earlier run of its job has chosen, and what it adds.
+
+Nothing here may cost the training anything: what is wrong with the history is said in one line of
+the summary, and the job is searched like a new one.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kilter.clocks.history import History
+from kilter.clocks.plan.signature import signature
+from kilter.controller import Run
+from kilter.core.errors import FileError
+from kilter.core.past_run import Features, KnownSetting, PastRun
+from kilter.core.secrets import masked
+
+if TYPE_CHECKING:
+    from kilter.clocks.conductor import GovernorProgram
+
+NO_FILE = ("-m", "-c", "-", "")
+"""First words of a command that name no script."""
+
+
+class JobHistory:
+    """Of the job that `run` runs, in the history at `file`; None: no history is kept. To be made
+    before the script may change its directory."""
+
+    def __init__(self, run: Run, file: Path | None, command: Sequence[str]) -> None:
+        self._run = run
+        self._history = None if file is None else History(file)
+        first = command[0] if command else ""
+        script = first if first in NO_FILE else os.path.abspath(first)
+        self._command = masked((script, *command[1:]))
+        self._known: KnownSetting | None = None
+        self._began = datetime.now().astimezone().isoformat(timespec="seconds")
+
+    def known(self) -> KnownSetting | None:
+        """What the last run of this job has chosen; None if there is nothing to confirm."""
+        if self._history is None:
+            return None
+        try:
+            last = self._history.last(self._signature, self._run.info.label)
+        except FileError as error:
+            self._refuse(error)
+            return None
+        self._known = None if last is None else last.known
+        return self._known
+
+    def remember(self, program: GovernorProgram, *, held: bool) -> None:
+        """Add what this run has compared, and what it chose: nothing is chosen before the setting
+        is held. What was compared of role groups that differ is not one setting, and not kept."""
+        space, book = program.space, program.book
+        if self._history is None or space is None or not book.seen or program.choice.roles:
+            return
+        run = self._run
+        spread = book.spread
+        if self._known is not None and self._known.setting == program.choice.setting:
+            spread = self._known.spread_with(*spread)
+        time_sd, energy_sd, freedom = spread
+        iteration_s = statistics.median(block.iteration_s for block in book.baseline)
+        energies = [block.energy_j for block in book.baseline if block.energy_j is not None]
+        power_w = statistics.median(energies) / iteration_s if energies else None
+        past = PastRun(
+            signature=self._signature,
+            label=run.info.label,
+            gpu=run.info.name,
+            driver=run.info.driver,
+            command=self._command,
+            world_size=run.ranks.world_size,
+            began=self._began,
+            max_slowdown=run.goal.max_slowdown or 0.0,
+            objective=run.goal.objective.value,
+            reference=space.reference,
+            features=Features(iteration_s=iteration_s, power_w=power_w),
+            seen=book.seen,
+            chosen=program.choice.setting if held else None,
+            found=space.found,
+            time_sd=time_sd,
+            energy_sd=energy_sd,
+            freedom=freedom,
+        )
+        try:
+            self._history.add(past)
+        except FileError as error:
+            self._refuse(error)
+
+    @property
+    def _signature(self) -> str:
+        run = self._run
+        return signature(
+            device=f"{run.info.name}, driver {run.info.driver}",
+            max_slowdown=run.goal.max_slowdown or 0.0,
+            program=(
+                *self._command,
+                f"{run.ranks.world_size} ranks",
+                f"objective {run.goal.objective.value}",
+                f"memory budget {run.goal.memory_budget}",
+                f"found {run.lease.found}",
+            ),
+        )
+
+    def _refuse(self, error: FileError) -> None:
+        self._run.log.refuse("keeping the history of this job", str(error))

@@ -1,0 +1,101 @@
+"""What a governed run leaves for the next run of the same job: `PastRun`, a row of the history."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from kilter.core.label import Label
+from kilter.core.setting import Setting
+
+LEAST_FREEDOM = 4
+"""Degrees of freedom of a spread that is worth keeping."""
+MOST_FREEDOM = 60
+"""What earlier runs count for at most, so that a job whose noise has changed is noticed in time."""
+
+
+class KnownSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """The setting that an earlier run of a job has chosen, and how much its pairs varied."""
+
+    setting: Setting
+    time_sd: float
+    energy_sd: float
+    freedom: int
+    began: str
+
+    @property
+    def day(self) -> str:
+        return self.began[:10]
+
+    def spread_with(
+        self, time_sd: float, energy_sd: float, freedom: int
+    ) -> tuple[float, float, int]:
+        """The spread of this run's pairs pooled with that of earlier ones: a run that only confirms
+        has too few of its own."""
+        all_of_them = self.freedom + freedom
+        time = (self.freedom * self.time_sd**2 + freedom * time_sd**2) / all_of_them
+        energy = (self.freedom * self.energy_sd**2 + freedom * energy_sd**2) / all_of_them
+        return math.sqrt(time), math.sqrt(energy), min(all_of_them, MOST_FREEDOM)
+
+
+class SeenSetting(msgspec.Struct, frozen=True, kw_only=True):
+    """What the pairs of one run say of one setting: means of the log ratios to the baseline."""
+
+    setting: Setting
+    log_time: float
+    log_energy: float
+    pairs: int
+
+
+class Features(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen of a job under its baseline setting; None where the device does not tell."""
+
+    iteration_s: float | None = None
+    power_w: float | None = None
+    sm_clock_hz: float | None = None
+    memory_clock_hz: float | None = None
+    sm_utilisation: float | None = None
+    memory_utilisation: float | None = None
+
+
+class PastRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What one governed run leaves for the next."""
+
+    signature: str
+    label: Label
+    gpu: str
+    driver: str | None
+    command: tuple[str, ...]
+    world_size: int
+    began: str
+    """ISO time at which the run began."""
+    max_slowdown: float
+    objective: str
+    reference: Setting
+    """The setting as found, with the observed clock where it named none."""
+    features: Features
+    seen: tuple[SeenSetting, ...]
+    chosen: Setting | None
+    """What was held at the end; the setting as found where nothing saved enough; None: the search
+    was not over."""
+    found: Setting
+    """The setting of the baseline."""
+    time_sd: float
+    """Spread of the log time ratio of one pair, and of the log energy ratio."""
+    energy_sd: float
+    freedom: int
+    """Degrees of freedom of these."""
+
+    @property
+    def known(self) -> KnownSetting | None:
+        """What the next run may begin with; None where there is nothing to confirm."""
+        if self.chosen is None or self.chosen == self.found or self.freedom < LEAST_FREEDOM:
+            return None
+        return KnownSetting(
+            setting=self.chosen,
+            time_sd=self.time_sd,
+            energy_sd=self.energy_sd,
+            freedom=self.freedom,
+            began=self.began,
+        )

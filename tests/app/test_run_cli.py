@@ -58,6 +58,8 @@ def test_options_are_frozen() -> None:
         "sections": "KILTER_SECTIONS",
         "dry-run": "KILTER_DRY_RUN",
         "trace": "KILTER_TRACE",
+        "history": "KILTER_HISTORY",
+        "predictor": "KILTER_PREDICTOR",
         "out": "KILTER_OUT",
         "json": "KILTER_JSON",
     }
@@ -76,7 +78,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert options == [
         *("-h", "--max-slowdown", "--memory-budget", "--gradients", "--weights", "--host-memory"),
         *("--objective", "--price-of-time", "--device", "--rehearse", "--sections", "--dry-run"),
-        *("--trace", "--out", "--json", "--config", "-m"),
+        *("--trace", "--history", "--predictor", "--out", "--json", "--config", "-m"),
     ]
     for word in ("torchrun", "KILTER=0", "KILTER_READ_ONLY=1", "kilter.toml", "[tool.kilter]"):
         assert word in rest

@@ -12,7 +12,7 @@ import pytest
 from kilter.clocks.history import KEPT_RUNS, VERSION, History, network_file_system
 from kilter.clocks.plan.governor import BlockOutcome, Governor, Order, Phase
 from kilter.clocks.plan.job import Space
-from kilter.clocks.plan.known import CONFIRM_PAIRS, PairBook, RecurringGovernor, below
+from kilter.clocks.plan.known import KNOWN_PAIRS, PairBook, RecurringGovernor, below
 from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.core.past_run import Features, KnownSetting, PastRun
@@ -62,8 +62,8 @@ def test_a_known_setting_is_confirmed_by_three_pairs_and_held() -> None:
     job = Job(slowdown=0.02, saving=0.2, noise=0.005, seed=1)
     governor = RecurringGovernor(SPACE, GOAL, known(CLOCKS[2], 0.005))
     job.play(governor.run(), 40)
-    assert [o.phase for o in job.orders[: 2 * CONFIRM_PAIRS]] == [Phase.CONFIRM] * 6
-    assert {o.phase for o in job.orders[2 * CONFIRM_PAIRS :]} == {Phase.HOLD}
+    assert [o.phase for o in job.orders[: 2 * KNOWN_PAIRS]] == [Phase.CONFIRM] * 6
+    assert {o.phase for o in job.orders[2 * KNOWN_PAIRS :]} == {Phase.HOLD}
     assert governor.choice.setting == CLOCKS[2]
     assert "the run of 2026-11-01 chose it; confirmed by 3 pairs" in governor.choice.reason
 

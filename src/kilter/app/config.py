@@ -128,6 +128,13 @@ def history(text: str) -> str:
     return str(path)
 
 
+def _predictor(text: str) -> Path:
+    path = Path(text).expanduser().absolute()
+    if not path.is_file():
+        raise UsageError(f"{text!r}: no such file; kilter learn TABLE --out FILE writes one")
+    return path
+
+
 OPTIONS = {
     option.name: option
     for option in (
@@ -217,6 +224,13 @@ OPTIONS = {
             " with: auto (default: $XDG_STATE_HOME/kilter/history.sqlite), a path, or off",
             "FILE|off",
         ),
+        Option(
+            "predictor",
+            _predictor,
+            "order the first settings that are tried by this file of kilter learn; what is chosen"
+            " is decided by measurement alone",
+            "FILE",
+        ),
         Option("out", _directory, "where the files of the run go (default: runs/ID)", "DIR"),
         Option("json", _switch, "the summary at the end is one line of JSON, also on stderr"),
     )
@@ -279,6 +293,7 @@ def resolve(
         trace=given.get("trace", False),
         sections=sections,
         rehearse_s=given.get("rehearse"),
+        predictor=given.get("predictor"),
         history=given.get("history", HISTORY_AUTO),
         config=file,
     )

@@ -22,6 +22,7 @@ from kilter.clocks.block_messages import BlockMessages, OrderNote, RankResult
 from kilter.clocks.plan.governor import BlockOutcome, Choice, Governor, Order, Phase
 from kilter.clocks.plan.job import Space, space
 from kilter.clocks.plan.known import PairBook, RecurringGovernor
+from kilter.clocks.plan.predictor import Predictor
 from kilter.clocks.plan.roles import MOST_ROLES, RoleGovernor
 from kilter.clocks.search_leader import MOST_ITERATIONS, SearchLeader
 from kilter.core.errors import DeviceError, FileError
@@ -257,6 +258,8 @@ class GovernorProgram:
 
     `choice` is what stands at any moment; `roles` tells the role groups, and is asked once every
     rank has run a block. `warm_blocks` come before the first probe (default: `WARM_BLOCKS`).
+    `known` is what an earlier run of this job has chosen; `predictor` orders the first probes of a
+    search. `book` holds what was compared.
     """
 
     def __init__(
@@ -270,6 +273,7 @@ class GovernorProgram:
         roles: Callable[[], Sequence[str]] = lambda: ("",),
         warm_blocks: int | None = None,
         known: KnownSetting | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         self._warm_blocks = WARM_BLOCKS if warm_blocks is None else warm_blocks
         self._goal = goal
@@ -279,6 +283,7 @@ class GovernorProgram:
         self._seed = seed
         self._roles = roles
         self._known = known
+        self._predictor = predictor
         self._governor: Governor | RecurringGovernor | RoleGovernor | None = None
         self._refused: str | None = None
         self.book = PairBook()
@@ -317,7 +322,13 @@ class GovernorProgram:
         elif self._known is not None:
             self._governor = RecurringGovernor(settings, self._goal, self._known, seed=self._seed)
         else:
-            self._governor = Governor(settings, self._goal, seed=self._seed)
+            expected = None
+            if self._predictor is not None:
+                features = self.book.features
+                expected = self._predictor.expected(
+                    settings.candidates, settings.reference, features
+                )
+            self._governor = Governor(settings, self._goal, seed=self._seed, expected=expected)
         yield from self._governor.run()
 
 

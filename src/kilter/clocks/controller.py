@@ -140,6 +140,7 @@ class ClocksController:
                 seed=SEED,
                 roles=partial(roles_on, messages, run.ranks.world_size),
                 known=self._history.known(),
+                predictor=self._history.predictor(),
             )
             orders = self._program.orders()
         elif run.ranks.rank == 0:
@@ -225,6 +226,7 @@ class ClocksController:
             clock=run.log.now_s,
             seed=SEED,
             known=self._history.known(),
+            predictor=self._history.predictor(),
         )
 
     def _finish_rehearsal(self) -> None:

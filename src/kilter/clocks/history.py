@@ -36,7 +36,7 @@ BUSY_S = 2.0
 """How long another process's transaction is waited for; one takes milliseconds."""
 KEPT_RUNS = 50
 """Of one job: a job that runs every hour must not fill a disk over the years."""
-MOST_BYTES = 1 << 30
+MOST_HISTORY_BYTES = 1 << 30
 
 _SCHEMA = """\
 CREATE TABLE run (
@@ -154,7 +154,7 @@ class History:
             status = self.path.stat()
         except OSError as error:
             raise FileError(f"{self.path}: cannot be opened ({error.strerror})") from error
-        flaw = flaw_of(status, max_bytes=MOST_BYTES, owners={os.geteuid()})
+        flaw = flaw_of(status, max_bytes=MOST_HISTORY_BYTES, owners={os.geteuid()})
         if flaw is not None:
             raise FileError(f"{self.path}: {flaw}; no history is kept there")
 

@@ -7,7 +7,6 @@ the summary, and the job is searched like a new one.
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,23 +15,28 @@ from typing import TYPE_CHECKING
 from kilter.clocks.history import History
 from kilter.clocks.plan.signature import signature
 from kilter.controller import Run
+from kilter.core.codec import read
 from kilter.core.errors import FileError
-from kilter.core.past_run import Features, KnownSetting, PastRun
+from kilter.core.past_run import KnownSetting, PastRun
 from kilter.core.secrets import masked
 
 if TYPE_CHECKING:
     from kilter.clocks.conductor import GovernorProgram
+    from kilter.clocks.plan.predictor import Predictor
 
 NO_FILE = ("-m", "-c", "-", "")
 """First words of a command that name no script."""
 
 
 class JobHistory:
-    """Of the job that `run` runs, in the history at `file`; None: no history is kept. To be made
-    before the script may change its directory."""
+    """Of the job that `run` runs, in the history at `file`; None: no history is kept. `predictor`
+    is a file of `kilter learn`. To be made before the script may change its directory."""
 
-    def __init__(self, run: Run, file: Path | None, command: Sequence[str]) -> None:
+    def __init__(
+        self, run: Run, file: Path | None, predictor: Path | None, command: Sequence[str]
+    ) -> None:
         self._run = run
+        self._predictor = predictor
         self._history = None if file is None else History(file)
         first = command[0] if command else ""
         script = first if first in NO_FILE else os.path.abspath(first)
@@ -52,6 +56,18 @@ class JobHistory:
         self._known = None if last is None else last.known
         return self._known
 
+    def predictor(self) -> Predictor | None:
+        """What orders the first probes of a search; None without a file that can be used."""
+        if self._predictor is None:
+            return None
+        from kilter.clocks.plan.predictor import decode_predictor
+
+        try:
+            return decode_predictor(read(self._predictor), str(self._predictor))
+        except FileError as error:
+            self._run.log.refuse("ordering the probes by the predictor", str(error))
+            return None
+
     def remember(self, program: GovernorProgram, *, held: bool) -> None:
         """Add what this run has compared, and what it chose: nothing is chosen before the setting
         is held. What was compared of role groups that differ is not one setting, and not kept."""
@@ -63,9 +79,6 @@ class JobHistory:
         if self._known is not None and self._known.setting == program.choice.setting:
             spread = self._known.spread_with(*spread)
         time_sd, energy_sd, freedom = spread
-        iteration_s = statistics.median(block.iteration_s for block in book.baseline)
-        energies = [block.energy_j for block in book.baseline if block.energy_j is not None]
-        power_w = statistics.median(energies) / iteration_s if energies else None
         past = PastRun(
             signature=self._signature,
             label=run.info.label,
@@ -77,7 +90,7 @@ class JobHistory:
             max_slowdown=run.goal.max_slowdown or 0.0,
             objective=run.goal.objective.value,
             reference=space.reference,
-            features=Features(iteration_s=iteration_s, power_w=power_w),
+            features=book.features,
             seen=book.seen,
             chosen=program.choice.setting if held else None,
             found=space.found,
@@ -99,7 +112,7 @@ class JobHistory:
             program=(
                 *self._command,
                 f"{run.ranks.world_size} ranks",
-                f"objective {run.goal.objective.value}",
+                f"objective {run.goal.objective.value}, time at {run.goal.price_of_time:g}",
                 f"memory budget {run.goal.memory_budget}",
                 f"found {run.lease.found}",
             ),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kilter.clocks.conductor import Conductor, GovernorProgram
 from kilter.clocks.plan.governor import BlockOutcome, Order, Phase
+from kilter.clocks.plan.predictor import Predictor
 from kilter.core.events import AnyEvent, sampled
 from kilter.core.messages import LocalMessages
 from kilter.core.past_run import KnownSetting
@@ -107,7 +108,7 @@ class SimulatedActuator:
 class Rehearsal:
     """The loop on one simulated GPU, which repeats a trace, or whatever `job` runs on it: a
     function that runs one iteration and returns its (virtual) seconds. `apply` and `verify` are
-    those of the GPU's lease; `known` is what an earlier rehearsal of this job has chosen."""
+    those of the GPU's lease; `known` and `predictor` are as for `GovernorProgram`."""
 
     def __init__(
         self,
@@ -121,6 +122,7 @@ class Rehearsal:
         clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
         known: KnownSetting | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         self._gpu = gpu
         self._run = SimJob(gpu, job).iterate if isinstance(job, IterationTrace) else job
@@ -128,7 +130,13 @@ class Rehearsal:
         self._clock = clock
         self._actuator = SimulatedActuator(gpu, apply, verify)
         self.program = GovernorProgram(
-            goal, gpu.settings(), gpu.supported(), self._actuator, seed=seed, known=known
+            goal,
+            gpu.settings(),
+            gpu.supported(),
+            self._actuator,
+            seed=seed,
+            known=known,
+            predictor=predictor,
         )
         self._conductor = Conductor(
             self._actuator,

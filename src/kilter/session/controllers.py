@@ -27,7 +27,7 @@ def controllers_of(run: Run, options: Options) -> Sequence[Controller]:
     """The controllers of a run, in the order in which they settle: clocks are judged on a job whose
     memory plan is in force."""
     controllers: list[Controller] = []
-    history = JobHistory(run, _history_file(options), options.command)
+    history = JobHistory(run, _history_file(options), options.predictor, options.command)
 
     def clocks() -> Controller:
         return ClocksController(run, rehearse_s=options.rehearsal_s, history=history)

@@ -36,6 +36,8 @@ class Options:
     """Real seconds for a rehearsal after the script; None: `REHEARSE_S`."""
     history: str = HISTORY_AUTO
     """The file of earlier runs, `HISTORY_AUTO` or `HISTORY_OFF`."""
+    predictor: Path | None = None
+    """A file of `kilter learn`, which orders the first probes."""
     config: Path | None = None
     """The file that some of these were read from."""
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 import numpy as np
 
-from kilter.app.bench import clock_peers
+from kilter.app.bench import clock_peers, clocks_learned
 from kilter.app.cli.options import fraction
 from kilter.clocks.plan.governor import BlockOutcome, Governor, Order
 from kilter.clocks.plan.job import SEARCHED_KNOBS, Space
@@ -61,11 +61,22 @@ class Replay:
         self._elapsed_s = 0.0
         self._budget_s = budget_s
         self._placebo = placebo
+        self._noise_sd, self._seed = noise, seed
         self._rows = {row.setting: row for row in workload.rows}
         kind = Noise(
             white=noise, drift=noise, outlier_probability=0.02 if noise else 0.0, power=noise
         )
         self._noise = NoiseSource(kind, np.random.default_rng(seed))
+
+    def again(self, seed: int) -> Replay:
+        """The same job with other noise, as if it ran on another day."""
+        return Replay(
+            self.workload,
+            noise=self._noise_sd,
+            seed=self._seed + seed,
+            budget_s=self._budget_s,
+            placebo=self._placebo,
+        )
 
     def block(self, setting: Setting, iterations: int = BLOCK) -> BlockOutcome:
         """Time and energy of a usual iteration of some at a setting of the table, as the conductor
@@ -160,8 +171,24 @@ def geepafs(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorkl
     return clock_peers.geepafs(run, _bound(goal))
 
 
+def kilter_learned(
+    run: Replay, goal: Goal, seed: int, others: Sequence[RecordedWorkload]
+) -> Setting:
+    """Ours, its first probes ordered by a predictor (`clocks_learned.learned`)."""
+    return clocks_learned.learned(run, space(run.workload), goal, seed, others)
+
+
+def kilter_recurring(
+    run: Replay, goal: Goal, seed: int, _others: Sequence[RecordedWorkload]
+) -> Setting:
+    """Ours, of a job that has run before (`clocks_learned.recurring`)."""
+    return clocks_learned.recurring(run, space(run.workload), goal, seed)
+
+
 POLICIES: Mapping[str, BenchPolicy] = {
     "kilter": kilter,
+    "kilter-learned": kilter_learned,
+    "kilter-recurring": kilter_recurring,
     "default": default,
     "static": static,
     "zeus": zeus,
@@ -298,7 +325,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         default="kilter,static,zeus,gpoeo,mf-gpoeo,geepafs,default,oracle",
         metavar="A,B",
-        help="of: " + ", ".join(POLICIES) + " (default: all)",
+        help="of: " + ", ".join(POLICIES) + " (default: all but the learned ones)",
     )
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="runs each (default 5)")
     parser.add_argument(

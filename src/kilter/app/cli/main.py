@@ -31,6 +31,7 @@ VERBS: dict[str, str] = {
     "plan": "plan clocks or memory from an iteration trace",
     "rehearse": "try a plan on a simulated device",
     "share": "fair shares of one machine for several training jobs",
+    "learn": "fit the predictor of clocks to tables and earlier runs, and show its errors",
     "doctor": "what is there, what is allowed, what to do about it",
     "restore": "put back whatever a dead run left",
     "baseline": "what each GPU should stand at when nobody governs it",

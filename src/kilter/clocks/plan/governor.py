@@ -126,12 +126,20 @@ class Governor:
     """Searches, holds, watches for drift, searches again. `choice` is at any moment what stands.
 
     `blocks` is the length of the job where it is known: then a part of it is kept for confirming.
+    `expected` orders the first probes (`forecasts`).
     """
 
     def __init__(
-        self, space: Space, goal: Goal, *, seed: int = 0, blocks: int | None = None
+        self,
+        space: Space,
+        goal: Goal,
+        *,
+        seed: int = 0,
+        blocks: int | None = None,
+        expected: Mapping[Setting, tuple[float, float]] | None = None,
     ) -> None:
         self._space = space
+        self._expected = expected
         self._goal = goal
         self._contract = Contract(
             max_slowdown=goal.max_slowdown or 0.0, error_probability=goal.error_probability
@@ -194,6 +202,7 @@ class Governor:
             best=self._objective(self.choice),
             price_of_time=self._goal.price_of_time,
             rejected=frozenset(self._decided),
+            expected=self._expected,
         )
         if left < RESERVE_PAIRS + PROBE_PAIRS:
             ranking = [f for f in ranking if f.probed]

@@ -129,11 +129,13 @@ def forecasts(
     best: float,
     price_of_time: float,
     rejected: frozenset[int] = frozenset(),
+    expected: Mapping[Setting, tuple[float, float]] | None = None,
 ) -> list[Forecast]:
     """All reachable candidates, the most promising first.
 
     `bound` is the log time ratio to stay below, `best` the log objective of the setting accepted
-    so far (0 = the baseline).
+    so far (0 = the baseline). `expected`, of a predictor, are the log ratios of time and power that
+    take the place of the priors' straight lines, by setting.
     """
     x = space.coordinates()
     if len(x) == 0:
@@ -143,8 +145,10 @@ def forecasts(
     times = np.array([probed[i].log_time for i in seen])
     powers = np.array([probed[i].log_energy - probed[i].log_time for i in seen])
     noise = np.array([probed[i].sd for i in seen])
-    time, time_sd = krige(points, times, noise, x, TIME_PRIORS)
-    power, power_sd = krige(points, powers, noise, x, POWER_PRIORS)
+    bends = _bends(space, x, expected or {})
+    time, time_sd = krige(points, times - bends[seen, 0], noise, x, TIME_PRIORS)
+    power, power_sd = krige(points, powers - bends[seen, 1], noise, x, POWER_PRIORS)
+    time, power = time + bends[:, 0], power + bends[:, 1]
     known, known_time = np.vstack([np.zeros((1, 3)), points]), np.append(0.0, times)
     time = monotone(known, known_time, x, time, rising=False)
     power = monotone(known, np.append(0.0, powers), x, power, rising=True)
@@ -175,6 +179,18 @@ def forecasts(
         ),
         key=lambda f: -f.improvement,
     )
+
+
+def _bends(space: Space, x: Array, expected: Mapping[Setting, tuple[float, float]]) -> Array:
+    """(m, 2) how far the expected log time and log power of every candidate are from the straight
+    lines of the priors; 0 where nothing is expected."""
+    bends = np.zeros((len(x), 2))
+    for i, setting in enumerate(space.candidates):
+        if setting in expected:
+            for column, priors in enumerate((TIME_PRIORS, POWER_PRIORS)):
+                line = sum(prior.slope * z for prior, z in zip(priors, x[i], strict=True))
+                bends[i, column] = expected[setting][column] - line
+    return bends
 
 
 def _reachable(x: Array, points: Array, times: Array, bound: float) -> NDArray[np.bool_]:

@@ -15,24 +15,28 @@ import math
 import statistics
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from kilter.clocks.plan.governor import BlockOutcome, Choice, Governor, Order, Phase
 from kilter.clocks.plan.guard import Contract
 from kilter.clocks.plan.job import Space
 from kilter.core.errors import DeviceError
-from kilter.core.past_run import KnownSetting, SeenSetting
+from kilter.core.past_run import Features, KnownSetting, SeenSetting
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting
 from kilter.model.stats import t_cdf
 
-CONFIRM_PAIRS = 3
+KNOWN_PAIRS = 3
 """Pairs with which a known setting is confirmed: 30 iterations in blocks of five."""
-CONFIRM_SHARE = 0.5
+KNOWN_SHARE = 0.5
 """Of the contract's error probability for confirming; the rest is for the search that follows a
 setting that is not confirmed."""
 NOISIER = 3.0
 """Where today's pairs vary by this factor more than the last run's (in variance; the 95 % point of
 the F distribution with 2 degrees of freedom over many), today's alone say what their spread is."""
+
+
+T = TypeVar("T")
 
 
 class PairBook:
@@ -46,19 +50,21 @@ class PairBook:
         self._held = False
         self.baseline: list[BlockOutcome] = []
 
-    def note(
-        self, orders: Generator[Order, BlockOutcome, None]
-    ) -> Generator[Order, BlockOutcome, None]:
+    def note(self, orders: Generator[Order, BlockOutcome, T]) -> Generator[Order, BlockOutcome, T]:
         """The same orders; their outcomes are noted on the way."""
-        order = next(orders)
-        while True:
-            try:
-                outcome = yield order
-            except DeviceError as error:
-                order = orders.throw(error)
-                continue
-            self._take(order, outcome)
-            order = orders.send(outcome)
+        try:
+            order = next(orders)
+            while True:
+                try:
+                    outcome = yield order
+                except DeviceError as error:
+                    order = orders.throw(error)
+                else:
+                    self._take(order, outcome)
+                    order = orders.send(outcome)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
     def _take(self, order: Order, outcome: BlockOutcome) -> None:
         if order.phase is Phase.HOLD:
@@ -92,6 +98,16 @@ class PairBook:
         )
 
     @property
+    def features(self) -> Features:
+        """Of the job under its baseline; nothing is known before the first block."""
+        if not self.baseline:
+            return Features()
+        iteration_s = statistics.median(block.iteration_s for block in self.baseline)
+        energies = [block.energy_j for block in self.baseline if block.energy_j is not None]
+        power_w = statistics.median(energies) / iteration_s if energies else None
+        return Features(iteration_s=iteration_s, power_w=power_w)
+
+    @property
     def spread(self) -> tuple[float, float, int]:
         """Of one pair's log time ratio and log energy ratio, and their degrees of freedom."""
         freedom = sum(len(pairs) - 1 for pairs in self._ratios.values())
@@ -118,7 +134,7 @@ class RecurringGovernor:
         seed: int = 0,
         blocks: int | None = None,
     ) -> None:
-        left = replace(goal, error_probability=goal.error_probability * (1.0 - CONFIRM_SHARE))
+        left = replace(goal, error_probability=goal.error_probability * (1.0 - KNOWN_SHARE))
         self._governor = Governor(space, left, seed=seed, blocks=blocks)
         self._space = space
         self._known = known
@@ -153,19 +169,19 @@ class RecurringGovernor:
             self._why = f"; {known.setting}, which the run of {known.day} chose, is not offered now"
             return False
         times, energies = [], []
-        for _ in range(CONFIRM_PAIRS):
+        for _ in range(KNOWN_PAIRS):
             time, energy = yield from self._governor.pair(
                 known.setting, Phase.CONFIRM, f"an earlier run of this job chose it ({known.day})"
             )
             times.append(time)
             energies.append(energy)
-        error = self._contract.error_probability * CONFIRM_SHARE
+        error = self._contract.error_probability * KNOWN_SHARE
         fast = below(times, self._contract.bound, known.time_sd, known.freedom, error)
         saves = below(energies, 0.0, known.energy_sd, known.freedom, error)
         if not (fast and saves):
             missing = "saves" if fast else "keeps the bound"
             self._why = (
-                f"; {CONFIRM_PAIRS} pairs gave no evidence that {known.setting}, which the run of "
+                f"; {KNOWN_PAIRS} pairs gave no evidence that {known.setting}, which the run of "
                 f"{known.day} chose, {missing}"
             )
             return False
@@ -173,7 +189,7 @@ class RecurringGovernor:
             setting=known.setting,
             log_time=statistics.fmean(times),
             log_energy=statistics.fmean(energies),
-            reason=f"the run of {known.day} chose it; confirmed by {CONFIRM_PAIRS} pairs of blocks",
+            reason=f"the run of {known.day} chose it; confirmed by {KNOWN_PAIRS} pairs of blocks",
         )
         return True
 

@@ -1,0 +1,119 @@
+"""`kilter learn`: fits the predictor of time and energy at every clock, and shows its errors."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from kilter.app.learning import errors_of, fit, need_sklearn, points_of_runs, points_of_table
+from kilter.clocks.history import History, default_file
+from kilter.clocks.plan.predictor import Predictor
+from kilter.core.codec import write_atomically
+from kilter.core.errors import FileError, UsageError
+from kilter.core.label import Label
+from kilter.device.sim.replay import load_tables
+
+HELP = """\
+Fit a predictor of relative time and energy at every clock and power limit, by gradient boosting
+with the constraints that time never rises and power never falls with a clock, and print how wrong
+it is on workloads and GPUs that it was not fitted to.
+"""
+
+EPILOG = """\
+TABLE is a CSV of measurements as `kilter bench clocks` reads it. --history adds what the governed
+runs of this machine have compared (measured ones; --simulated takes those on simulated devices in
+their place, and then no table). A run that is given the file (kilter run --predictor FILE) orders
+its first probes by it. What is chosen is decided by measurement under the contract, whatever the
+file says.
+
+examples:
+  kilter learn zeus_v100_a40.csv
+  kilter learn a.csv b.csv --history --out predictor.json
+  kilter run --predictor predictor.json train.py
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("table", nargs="*", metavar="TABLE", help="clock tables (CSV)")
+    parser.add_argument(
+        "--history",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="add the governed runs of this history (default: the user's own)",
+    )
+    parser.add_argument(
+        "--simulated", action="store_true", help="of the history, the runs on simulated devices"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the predictor there")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.table and args.history is None:
+        raise UsageError("nothing to learn from: name a TABLE, or add --history")
+    if args.simulated and (args.table or args.history is None):
+        raise UsageError("--simulated learns from --history alone: no measured table is mixed in")
+    points, sources = [], [Path(table).name for table in args.table]
+    for table in args.table:
+        points += list(points_of_table(load_tables(table)))
+    label = Label.REPLAYED
+    if args.history is not None:
+        label = Label.SIMULATED if args.simulated else Label.MEASURED
+        file = Path(args.history) if args.history else default_file(os.environ)
+        runs = History(file).runs(label)
+        if not runs and not args.table:
+            raise FileError(f"{file}: no {label.value} run is kept there")
+        points += list(points_of_runs(runs))
+        sources.append(f"{len(runs)} {label.value} runs of {file.name}")
+        if args.table:
+            label = Label.REPLAYED
+    need_sklearn()
+    errors = errors_of(points, _say)
+    predictor = fit(points, label=label, sources=sources, errors=errors)
+    if args.out is not None:
+        write_atomically(args.out, msgspec.json.encode(predictor))
+    print(_json(predictor, args.out) if args.json else _text(predictor, args.out))
+    return 0
+
+
+def _say(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _json(predictor: Predictor, out: Path | None) -> str:
+    document = {
+        "schema": "kilter.learn/1",
+        "label": predictor.label.value,
+        "sources": predictor.sources,
+        "workloads": predictor.workloads,
+        "rows": predictor.rows,
+        "errors": predictor.errors,
+        "out": None if out is None else str(out),
+    }
+    return msgspec.json.encode(document).decode()
+
+
+def _text(predictor: Predictor, out: Path | None) -> str:
+    lines = [
+        f"fitted to {predictor.rows} settings of {predictor.workloads} workloads "
+        f"[{predictor.label.value}]: {', '.join(predictor.sources)}"
+    ]
+    for error in predictor.errors:
+        what = "GPU" if error.left_out == "gpu" else error.left_out
+        lines.append(
+            f"  {what} left out ({error.groups} in turn): relative time wrong by "
+            f"{error.time * 100:.1f} % on average, energy by {error.energy * 100:.1f} % "
+            f"(without a model {error.time_without * 100:.1f} and "
+            f"{error.energy_without * 100:.1f} %)"
+        )
+    if not predictor.errors:
+        lines.append("  its errors are not known: there is one workload, and nothing to leave out")
+    if out is not None:
+        lines.append(f"{out}: written; use it with kilter run --predictor {out}")
+    return "\n".join(lines)

@@ -150,11 +150,13 @@ class JobBudget:
         refused = any(reason.code == BudgetTooSmall.code for reason in report.refused)
         if self._least_asked or self._dry_run or report.plans or not refused:
             return
-        self._least_asked = True
         floors = [
             record.problem(link=link, budget_bytes=1, min_bytes=MIB)[0].floor_bytes
             for record in self._swapper.records()
         ]
+        if not floors:  # the kinds of passes that were refused are forgotten, none is recorded yet
+            return
+        self._least_asked = True
         self._swapper.limit(int(LEAST_ROOM * max(floors)))
 
     def iteration_ended(self) -> None:

@@ -97,6 +97,45 @@ def test_only_the_slowest_job_moves_and_only_if_unfair(literal):
     assert [d.job for d in made] == ["job0"]
 
 
+def test_the_slowest_job_leaves_a_crowded_gpu_of_which_it_has_only_a_part():
+    """Its own third of the busiest GPU does not make that the emptiest of all."""
+    busy = (0.34, 0.0, 0.0, 0.0)
+    slow = SharedJob("slow", 64, (10, 0, 0, 0), busy=busy, slowdown=7.6)
+    others = [SharedJob(f"job{i}", 64, (0, 3, 3, 4), slowdown=2.0) for i in range(3)]
+    gpus = tuple(SharedGpu(utilisation=u) for u in (0.99, 0.71, 0.85, 0.88))
+    (made,) = thesis.policy(Snapshot(gpus, (slow, *others)))
+    assert made.job == "slow"
+    assert made.after == (5, 5, 0, 0)
+
+
+def predicted(jobs, ratios):
+    samples = np.array([shards(j.global_batch, r) for j, r in zip(jobs, ratios, strict=True)])
+    steps = predict([job.cost for job in jobs], samples).step_s
+    return [job.slowdown_at(step_s) for job, step_s in zip(jobs, steps, strict=True)]
+
+
+@examples(max_examples=40)
+@given(snapshot=snapshots())
+def test_thesis_makes_no_move_that_slows_the_slowest_job_further(snapshot):
+    assume(all(job.cost is not None for job in snapshot.jobs))
+    new = {d.job: d.after for d in thesis.policy(snapshot)}
+    before = predicted(snapshot.jobs, [job.ratios for job in snapshot.jobs])
+    after = predicted(snapshot.jobs, [new.get(job.name, job.ratios) for job in snapshot.jobs])
+    assert max(after) <= max(before) * (1 + 1e-9)
+
+
+def test_jobs_that_share_all_gpus_are_not_sent_to_one_each_where_that_is_slower():
+    """Two jobs on four GPUs: one GPU each would leave two without work."""
+    cost = JobCost(sample_s=0.001)
+    jobs = tuple(
+        SharedJob(f"job{i}", 64, ratios, cost=cost, alone_s=0.016, slowdown=2.0)
+        for i, ratios in enumerate([(3, 3, 2, 2), (2, 2, 3, 3)])
+    )
+    shared = Snapshot((SharedGpu(utilisation=1.0),) * 4, jobs)
+    assert thesis.policy(shared) == ()
+    assert len(thesis.policy(shared, literal=True)) == 2
+
+
 POLICIES_THAT_SUM = sorted(set(SHARING_POLICIES) - {"thesis_literal"})
 
 

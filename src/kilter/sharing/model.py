@@ -49,27 +49,48 @@ class TimePrediction(msgspec.Struct, frozen=True):
 def predict(costs: Sequence[JobCost], samples: Array) -> TimePrediction:
     """Steps of jobs that share GPUs. `samples` has axes (..., job, GPU)."""
     samples = np.asarray(samples, dtype=float)
+    # The many cases last: numpy is slow at sums over a short last axis.
+    parts = np.ascontiguousarray(np.moveaxis(samples.reshape(-1, *samples.shape[-2:]), 0, -1))
     fixed, sample, host, comm, contention = (
         np.array([getattr(cost, name) for cost in costs], dtype=float)
         for name in ("fixed_s", "sample_s", "host_s", "comm_s", "contention")
     )
-    active = samples > 0
-    demand = np.where(active, fixed[:, None] + sample[:, None] * samples, 0.0)
-    rest = host + comm * (active.sum(axis=-1) > 1)
-    residence, step = demand, rest + demand.max(axis=-1, initial=0.0)
-    step = np.maximum(step, 1e-12)
-    for _ in range(_ROUNDS):
-        presence = residence / step[..., None]
-        others = presence.sum(axis=-2, keepdims=True) - presence
-        residence = demand * (1.0 + contention[:, None] * others)
-        before, step = step, np.maximum(rest + residence.max(axis=-1, initial=0.0), 1e-12)
-        if np.max(np.abs(step / before - 1.0), initial=0.0) < _TOLERANCE:
-            break
+    active = parts > 0
+    demand = np.where(active, fixed[:, None, None] + sample[:, None, None] * parts, 0.0)
+    rest = host[:, None] + comm[:, None] * (active.sum(axis=1) > 1)
+    step, residence = _fixed_point(demand, rest, contention[:, None, None])
+
+    def back(values: Array) -> Array:
+        return np.moveaxis(values, -1, 0).reshape(*samples.shape[:-2], *values.shape[:-1])
+
     return TimePrediction(
-        step_s=step,
-        presence=residence / step[..., None],
-        utilisation=np.minimum((demand / step[..., None]).sum(axis=-2), 1.0),
+        step_s=back(step),
+        presence=back(residence / step[:, None]),
+        utilisation=back(np.minimum((demand / step[:, None]).sum(axis=0), 1.0)),
     )
+
+
+def _fixed_point(demand: Array, rest: Array, contention: Array) -> tuple[Array, Array]:
+    """Step times by (job, case), and residence by (job, GPU, case). Cases that have converged are
+    laid aside, so that a few slow ones cost little."""
+    step = np.maximum(rest + demand.max(axis=1, initial=0.0), 1e-12)
+    residence = demand.copy()
+    left = np.arange(step.shape[-1])
+    steps, residences, demands, rests = step, residence, demand, rest
+    for _ in range(_ROUNDS):
+        presence = residences / steps[:, None]
+        residences = demands * (1.0 + contention * (presence.sum(axis=0) - presence))
+        before, steps = steps, np.maximum(rests + residences.max(axis=1, initial=0.0), 1e-12)
+        moving = np.abs(steps / before - 1.0).max(axis=0, initial=0.0) >= _TOLERANCE
+        if 2 * np.count_nonzero(moving) <= len(left):
+            step[:, left], residence[..., left] = steps, residences
+            left = left[moving]
+            if not len(left):
+                return step, residence
+            steps, residences = steps[:, moving], residences[..., moving]
+            demands, rests = demands[..., moving], rests[:, moving]
+    step[:, left], residence[..., left] = steps, residences
+    return step, residence
 
 
 def alone_s(cost: JobCost, samples: Sequence[int]) -> float:

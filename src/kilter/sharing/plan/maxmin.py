@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -55,6 +55,13 @@ _DIGITS = 4
 
 Key = tuple[float, ...]
 SearchState = tuple[Ratios, ...]
+
+
+class _Cases(msgspec.Struct, frozen=True):
+    """States to choose from: the samples of all at once, and each as a state."""
+
+    samples: Array
+    at: Callable[[int], SearchState]
 
 
 def policy(snapshot: Snapshot, *, caution: Caution | None = None) -> tuple[Decision, ...]:
@@ -210,27 +217,42 @@ class _Problem:
         ]
         if math.prod(map(len, options)) > _ALL_STATES_UP_TO:
             return state
-        return self._best(list(itertools.product(*options))) or state
+        states = list(itertools.product(*options))
+        return self._best(self._listed(states)) or state
 
-    def _neighbourhoods(self, state: SearchState, exchanges: bool) -> Iterator[list[SearchState]]:
+    def _neighbourhoods(self, state: SearchState, exchanges: bool) -> Iterator[_Cases]:
         """First all ratios of the jobs one by one; then exchanges of the slowest with another."""
         free = [i for i, fixed in enumerate(self._fixed) if not fixed]
-        yield [
-            (*state[:i], new, *state[i + 1 :])
-            for i in free
-            for new in (*self._options[i], *self._moves(i, state[i]))
-            if new != state[i]
-        ]
+        if free:
+            yield self._single_moves(state, free)
         if not exchanges or not free:
             return
         slow = self.slowdowns(state)
         i = max(free, key=lambda k: (slow[k], -k))
         for j in free:
             if j != i:
-                yield [
-                    tuple(a if k == i else b if k == j else r for k, r in enumerate(state))
-                    for a, b in self._exchanges(i, j, state[i], state[j])
-                ]
+                yield self._listed(
+                    [
+                        tuple(a if k == i else b if k == j else r for k, r in enumerate(state))
+                        for a, b in self._exchanges(i, j, state[i], state[j])
+                    ]
+                )
+
+    def _single_moves(self, state: SearchState, free: Sequence[int]) -> _Cases:
+        """Each free job at each of its ratios, the others as they are."""
+        moves = [(i, new) for i in free for new in (*self._options[i], *self._moves(i, state[i]))]
+        samples = np.repeat(self._samples(state)[None], len(moves), axis=0)
+        samples[np.arange(len(moves)), [i for i, _ in moves]] = [self._row(*m) for m in moves]
+
+        def at(index: int) -> SearchState:
+            i, new = moves[index]
+            return (*state[:i], new, *state[i + 1 :])
+
+        return _Cases(samples, at)
+
+    def _listed(self, states: Sequence[SearchState]) -> _Cases:
+        samples = [[self._row(i, ratios) for i, ratios in enumerate(state)] for state in states]
+        return _Cases(np.array(samples, dtype=float), states.__getitem__)
 
     def _moves(self, i: int, ratios: Ratios) -> list[Ratios]:
         """Tenths of one job from one GPU to another, where not all ratios are tried anyway."""
@@ -262,14 +284,13 @@ class _Problem:
             known[ratios] = allowed(self.snapshot, self.jobs[i], ratios)
         return known[ratios]
 
-    def _best(self, cases: list[SearchState]) -> SearchState | None:
+    def _best(self, cases: _Cases) -> SearchState | None:
         """The case with the smallest key that memory admits."""
-        if not cases:
+        if not len(cases.samples):
             return None
-        samples = np.array([[self._row(i, r) for i, r in enumerate(case)] for case in cases])
-        ordered = np.round(np.sort(self._slowdowns(samples), axis=-1), _DIGITS)
+        ordered = np.round(np.sort(self._slowdowns(cases.samples), axis=-1), _DIGITS)
         for index in np.lexsort(ordered.T):  # the last key, the largest slow-down, rules
-            case = cases[int(index)]
+            case = cases.at(int(index))
             if self.possible(case):
                 return case
         return None

@@ -8,7 +8,8 @@ from kilter.app.report import svg
 from kilter.app.report.page import document, table
 from kilter.app.report.svg import Frame, escape
 from kilter.core.label import Label
-from kilter.core.units import show_duration, show_fraction
+from kilter.core.units import show_duration, show_energy, show_fraction
+from kilter.sharing.plan.attribution import EnergyAccount
 from kilter.sharing.plan.snapshot import shown
 from kilter.sharing.simulate import Made, TimeStretch
 
@@ -24,6 +25,8 @@ def page(
     stretches: Sequence[TimeStretch],
     decisions: Sequence[Made],
     label: Label,
+    *,
+    energy: EnergyAccount | None = None,
 ) -> str:
     """One self-contained page: no script, nothing fetched."""
     tag = f"<span class='tag {label.value}'>{label.value}</span>"
@@ -31,7 +34,8 @@ def page(
     return document(
         title,
         f"<header><p class='kicker'>kilter share {tag}</p><h1>{escape(title)}</h1>{lines}</header>"
-        f"{_jobs(stretches, tag)}{_utilisation(stretches, tag)}{_decisions(decisions)}",
+        f"{_jobs(stretches, tag)}{_utilisation(stretches, tag)}{_energy(energy, tag)}"
+        f"{_decisions(decisions)}",
     )
 
 
@@ -137,6 +141,22 @@ def _utilisation(stretches: Sequence[TimeStretch], tag: str) -> str:
     rows = [(f"GPU {g}", show_fraction(mean)) for g, mean in enumerate(means)]
     shown = table((("GPU", ""), ("Busy", "n")), rows, "Utilisation of each GPU")
     return f"<section><h2>Utilisation</h2><p>Mean over the whole time. {tag}</p>{shown}</section>"
+
+
+def _energy(account: EnergyAccount | None, tag: str) -> str:
+    """Nothing where no meter was read."""
+    metered = [] if account is None else [j for j in account.metered_j() if j is not None]
+    if account is None or not metered:
+        return ""
+    rows = [(escape(name), show_energy(j)) for name, j in sorted(account.jobs_j().items())]
+    rows.append(("while no job was there", show_energy(account.unshared_mj / 1000)))
+    rows.append(("all, as metered", show_energy(sum(metered))))
+    shown_table = table((("Job", "name"), ("Energy", "n")), rows, "Energy of each job")
+    return (
+        "<section><h2>Energy</h2><p>What a GPU draws without work is split evenly among the jobs "
+        "that have a process there, the rest by the time for which their work is on the GPU. "
+        f"{tag}</p>{shown_table}</section>"
+    )
 
 
 def _decisions(decisions: Sequence[Made]) -> str:

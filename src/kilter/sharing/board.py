@@ -12,6 +12,7 @@ import numpy as np
 
 from kilter.sharing.messages import JobStatus, JobSummary, RankStatus, RatioTarget
 from kilter.sharing.model import JobCost, Observation, alone_s, fit
+from kilter.sharing.plan.attribution import EnergyAccount
 from kilter.sharing.plan.policies import SharingPolicy
 from kilter.sharing.plan.snapshot import (
     JobMemory,
@@ -52,6 +53,7 @@ class Board:
         self._records: dict[int, _Record] = {}
         self._decided_s: float | None = None
         self._drawn_s: float | None = None
+        self.energy = EnergyAccount(len(self.gpus))
         self.decisions: list[Made] = []
         self.stretches: list[TimeStretch] = []
 
@@ -66,6 +68,14 @@ class Board:
             if status.iteration != record.status.iteration:
                 record.advanced_s = now_s
             record.status, record.heard_s = status, now_s
+
+    def meter(self, now_s: float, counters_j: Sequence[float | None]) -> None:
+        """The energy counter of each GPU now; None where there is none."""
+        presence = {
+            self._name(slot): self._shared_presence(record.status)
+            for slot, record in self._records.items()
+        }
+        self.energy.read(now_s, counters_j, presence)
 
     def forget(self, slot: int) -> None:
         """The job has ended."""
@@ -137,6 +147,18 @@ class Board:
         return self._by_gpu(
             status, [min(r.work_s / r.step_s, 1.0) if r.step_s > 0 else 0.0 for r in status.ranks]
         )
+
+    def _shared_presence(self, status: JobStatus) -> list[float | None]:
+        """As `_presence`; None on a GPU where the job has no process (a rank on a CPU has none)."""
+        there = {
+            gpu
+            for gpu, rank in zip(status.gpus, status.ranks, strict=True)
+            if rank.reserved_bytes is not None
+        }
+        return [
+            part if gpu in there else None
+            for gpu, part in zip(self.gpus, self._presence(status), strict=True)
+        ]
 
     def _observe(self) -> None:
         """Note what the steps at the present ratios take, once they have settled."""
@@ -244,6 +266,7 @@ class Board:
                     alone_source=source,
                     ratios=self._ratios(status),
                     cost=cost,
+                    energy_j=self.energy.of_job(self._name(slot)),
                 )
             )
         return tuple(found)

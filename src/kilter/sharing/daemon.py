@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kilter.core.errors import Held
+from kilter.core.errors import DeviceError, Held
+from kilter.device.protocol import Device
 from kilter.sharing.board import Board
 from kilter.sharing.messages import Summary
 from kilter.sharing.plan.maxmin import describe
@@ -15,6 +16,7 @@ from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.sharing.store import Channel, living, read_endpoint
 
 _TICK_S = 0.25
+_METER_S = 1.0
 _DECISIONS_SHOWN = 10
 
 
@@ -22,9 +24,16 @@ class Daemon:
     """One machine's daemon. `serve` runs until `stop` says so."""
 
     def __init__(
-        self, file: Path, gpus: Sequence[int], policy: str, period_s: float, host: str = "127.0.0.1"
+        self,
+        file: Path,
+        gpus: Sequence[int],
+        policy: str,
+        period_s: float,
+        host: str = "127.0.0.1",
+        devices: Sequence[Device] = (),
     ) -> None:
-        """Opens the store; `Held` if another daemon answers at this file."""
+        """Opens the store; `Held` if another daemon answers at this file. `devices` are the GPUs in
+        the order of `gpus`, for their energy counters; without them no energy is counted."""
         if (other := living(file)) is not None:
             raise Held(
                 f"a daemon already shares this machine (process {other[1].pid}); see: kilter share "
@@ -32,6 +41,7 @@ class Daemon:
             )
         self._file, self._policy, self._period_s = file, policy, period_s
         self.board = Board(gpus, SHARING_POLICIES[policy], period_s)
+        self._devices, self._metered_s = tuple(devices), -_METER_S
         self._left: set[int] = set()
         self._beat = 0
         self._begun_s = time.monotonic()
@@ -51,6 +61,9 @@ class Daemon:
         while not stop():
             now_s = time.monotonic() - self._begun_s
             self._listen(now_s)
+            if self._devices and now_s - self._metered_s >= _METER_S:
+                self._metered_s = now_s
+                self.board.meter(now_s, [_counter_j(device) for device in self._devices])
             for slot, target in self.board.tick(now_s).items():
                 self._channel.want(slot, target)
             for made in self.board.decisions[shown:]:
@@ -87,6 +100,8 @@ class Daemon:
                 utilisation=self.board.utilisation(),
                 jobs=self.board.summaries(now_s),
                 decisions=tuple(describe(made.decision) for made in recent),
+                energy_j=self.board.energy.metered_j(),
+                unshared_energy_j=self.board.energy.unshared_mj / 1000,
             )
         )
 
@@ -94,3 +109,11 @@ class Daemon:
         """Take the file away, unless another daemon has written its own by now."""
         if self._file.exists() and read_endpoint(self._file).pid == os.getpid():
             self._file.unlink()
+
+
+def _counter_j(device: Device) -> float | None:
+    """The energy counter; None if the device has none or does not answer."""
+    try:
+        return device.sample(energy=True).energy_j
+    except DeviceError:
+        return None

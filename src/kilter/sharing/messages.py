@@ -82,6 +82,8 @@ class JobSummary(msgspec.Struct, frozen=True):
     """By GPU of the machine."""
     cost: JobCost | None = None
     """As fitted so far."""
+    energy_j: float | None = None
+    """The job's part of what the meters of its GPUs have counted."""
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -95,6 +97,10 @@ class Summary(msgspec.Struct, frozen=True):
     utilisation: tuple[float, ...]
     jobs: tuple[JobSummary, ...]
     decisions: tuple[str, ...]
+    energy_j: tuple[float | None, ...] = ()
+    """What the meter of each GPU has counted since the daemon began."""
+    unshared_energy_j: float = 0.0
+    """Of that, what was used while no job had a process on the GPU."""
 
 
 def signed(token: str, key: str, value: msgspec.Struct) -> bytes:

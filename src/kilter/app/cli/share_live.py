@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from kilter.connect.script import find_program
 from kilter.core.codec import write_atomically
 from kilter.core.errors import NoDevice, UsageError
 from kilter.core.label import Label
-from kilter.core.units import parse_seconds, show_fraction, show_time
+from kilter.core.units import parse_seconds, show_energy, show_fraction, show_time
+from kilter.device.find import find
+from kilter.device.protocol import Device
 from kilter.sharing.messages import Summary
 from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.sharing.plan.snapshot import TENTHS, shown
@@ -115,7 +117,8 @@ def _serve(args: argparse.Namespace) -> int:
     from kilter.sharing.daemon import Daemon
 
     gpus = args.gpus or _visible_gpus()
-    daemon = Daemon(args.endpoint, gpus, args.policy, args.period, args.host)
+    devices = _meters(gpus, os.environ)
+    daemon = Daemon(args.endpoint, gpus, args.policy, args.period, args.host, devices)
     stopped: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopped.append(number))
@@ -134,10 +137,29 @@ def _serve(args: argparse.Namespace) -> int:
     if args.out is not None:
         board = daemon.board
         facts = (f"GPUs {names}, policy {args.policy}, a period of {show_time(args.period)}",)
-        text = page("A shared machine", facts, board.stretches, board.decisions, Label.MEASURED)
+        text = page(
+            "A shared machine",
+            facts,
+            board.stretches,
+            board.decisions,
+            Label.MEASURED,
+            energy=board.energy,
+        )
         write_atomically(args.out / "share.html", text.encode())
         print(f"kilter share: page {args.out / 'share.html'}", file=sys.stderr)
     return 0
+
+
+def _meters(gpus: Sequence[int], environ: Mapping[str, str]) -> list[Device]:
+    """The GPUs as NVML knows them, by the numbers that the jobs' CUDA gives them; a null device
+    for one that is not there."""
+    mask = environ.get("CUDA_VISIBLE_DEVICES")
+    entries = None if mask is None else mask.split(",")
+    return [
+        find("auto", local_rank=0, environ={**environ, "CUDA_VISIBLE_DEVICES": entry})
+        for gpu in gpus
+        for entry in [str(gpu) if entries is None else "".join(entries[gpu : gpu + 1])]
+    ]
 
 
 def _visible_gpus() -> tuple[int, ...]:
@@ -285,12 +307,19 @@ def table(summary: Summary) -> str:
             for gpu, busy in zip(summary.gpus, summary.utilisation, strict=True)
         ),
     ]
+    if metered := [energy_j for energy_j in summary.energy_j if energy_j is not None]:
+        lines.append(
+            f"energy since the daemon began: {show_energy(sum(metered))}, of which "
+            f"{show_energy(summary.unshared_energy_j)} while no job was there"
+        )
     width = max((len(job.name) for job in summary.jobs), default=3)
-    lines.append(f"{'job':<{width}}  state    iteration  step      slow-down  ratio in tenths")
+    lines.append(
+        f"{'job':<{width}}  state    iteration  step      slow-down  energy    ratio in tenths"
+    )
     for job in summary.jobs:
         slow = "unknown" if job.slowdown is None else f"{job.slowdown:.2f} ({job.alone_source})"
         lines.append(
             f"{job.name:<{width}}  {job.state:<7}  {job.iteration:>9}  {show_time(job.step_s):<8}  "
-            f"{slow:<9}  {shown(job.ratios)}"
+            f"{slow:<9}  {show_energy(job.energy_j):<8}  {shown(job.ratios)}"
         )
     return "\n".join([*lines, "", *summary.decisions])

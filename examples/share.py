@@ -14,9 +14,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 KILTER = (sys.executable, "-m", "kilter", "share")
 JOBS = {
-    "wide": (0.0, "9,1", ["--width", "768", "--steps", "260"]),
-    "narrow": (0.0, "9,1", ["--width", "384", "--steps", "500"]),
-    "guest": (5.0, "5,5", ["--width", "512", "--steps", "120"]),
+    "wide": (0.0, "9,1", ["--width", "768", "--steps", "130"]),
+    "narrow": (0.0, "9,1", ["--width", "384", "--steps", "250"]),
+    "guest": (5.0, "5,5", ["--width", "512", "--steps", "64"]),
 }
 """Name -> seconds after the first, data ratio to begin with, arguments."""
 

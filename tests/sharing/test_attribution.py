@@ -5,13 +5,13 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kilter.app.cli.share_live import _meters
+from kilter.app.cli.share_live import _meters, lacking
 from kilter.app.share_page import page
 from kilter.core.label import Label
 from kilter.device.nvidia import NvidiaDevice
 from kilter.sharing.board import Board
-from kilter.sharing.daemon import _counter_j
-from kilter.sharing.messages import Facts, JobStatus, RankStatus
+from kilter.sharing.daemon import _read
+from kilter.sharing.messages import Facts, JobStatus, JobSummary, RankStatus, Summary
 from kilter.sharing.plan.attribution import EnergyAccount, split_mj
 from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.testing.fake_card import Card
@@ -85,7 +85,7 @@ def test_the_meters_of_a_shared_machine_are_split_among_its_jobs(tmp_path):
     fake = FakeNvml.create(tmp_path / "cards.json", Card(load=0.0), Card(load=0.0))
     devices = [NvidiaDevice(card.uuid, nvml=fake) for card in fake.state().cards]
     board = Board((0, 1), SHARING_POLICIES["fixed"], 2.0)
-    begun = [_counter_j(device) for device in devices]
+    begun = [_read(device)[0] for device in devices]
     for second in range(5):
         if second > 1:
             with fake.edit() as state:
@@ -93,7 +93,7 @@ def test_the_meters_of_a_shared_machine_are_split_among_its_jobs(tmp_path):
             board.report(1, report("busy", second, (0.08, 0.02), 10**9), float(second))
             board.report(2, report("light", second, (0.02, 0.02), 10**9), float(second))
             board.report(3, report("cpu", second, (0.1, 0.1), None), float(second))
-        board.meter(float(second), [_counter_j(device) for device in devices])
+        board.meter(float(second), [_read(device)[0] for device in devices])
         fake.advance(1.0)
     used = sum(round(m * 1000) for m in board.energy.metered_j())
     jobs = board.energy.jobs_j()
@@ -113,9 +113,26 @@ def test_a_lost_gpu_and_a_machine_without_one_count_nothing(tmp_path, monkeypatc
     device = NvidiaDevice(fake.state().cards[0].uuid, nvml=fake)
     with fake.edit() as state:
         state.cards.clear()
-    assert _counter_j(device) is None
+    assert _read(device) == (None, None)
     assert [d.info().backend for d in _meters((0, 7), os.environ)] == ["null", "null"]
     account = EnergyAccount(2)
-    account.read(0.0, [_counter_j(d) for d in _meters((0, 7), {})], {"a": [1.0, 1.0]})
+    account.read(0.0, [_read(d)[0] for d in _meters((0, 7), {})], {"a": [1.0, 1.0]})
     assert account.metered_j() == (None, None)
     assert "Energy" not in page("t", (), [], [], Label.MEASURED, energy=account)
+
+
+def summary(free, jobs=()):
+    return Summary(1, 1, "maxmin", 20.0, (0, 3), (0.0, 0.0), jobs, (), free_bytes=free)
+
+
+def test_a_job_waits_for_the_memory_that_it_asks_for(tmp_path):
+    fake = FakeNvml.create(tmp_path / "cards.json", Card(memory_bytes=80 * 2**30))
+    device = NvidiaDevice(fake.state().cards[0].uuid, nvml=fake)
+    _, free = _read(device)
+    assert 0 < free <= 80 * 2**30
+    there = JobSummary("resnet50#1", 1, "running", 5, 0.1, None, None, None, (5, 5))
+    full = lacking(summary((free, 2**30), (there,)), 20 * 2**30)
+    assert full == "GPU 3 has 1.0 GiB free beside resnet50#1, and the job needs 20.0 GiB on each"
+    assert lacking(summary((free, free)), free) is None
+    assert lacking(summary((None, None)), 2**50) is None
+    assert lacking(summary(()), 2**50) is None

@@ -3,7 +3,9 @@
 import msgspec
 import pytest
 
+from kilter.core.errors import FileError
 from kilter.sharing.board import GONE_AFTER_S, STALLED_AFTER_S, Board
+from kilter.sharing.history import load_alone, save_alone
 from kilter.sharing.messages import Facts, JobStatus, RankStatus, RatioTarget, signed, verified
 from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.sharing.plan.snapshot import shards
@@ -127,6 +129,45 @@ def test_the_run_alone_time_names_its_source():
     machine.report(1, given, 1.0)
     (job,) = machine.summaries(1.0)
     assert (job.alone_source, job.slowdown) == ("given", pytest.approx(2.0, rel=0.01))
+
+
+def test_a_job_alone_on_the_machine_leaves_its_step_time_for_the_next_run():
+    def steps(report, iteration, taken, step_s):
+        ranks = tuple(
+            msgspec.structs.replace(rank, steps=taken, step_s=step_s) for rank in report.ranks
+        )
+        return msgspec.structs.replace(report, ranks=ranks, number=iteration, iteration=iteration)
+
+    machine = board("fixed")
+    other = status("other")
+    machine.report(1, steps(status(), 100, 90, 0.4), 0.0)
+    machine.report(2, other, 0.0)
+    machine.tick(0.0)
+    machine.forget(2)
+    machine.tick(0.1)
+    machine.report(1, steps(status(), 150, 140, 0.2), 0.2)  # a mean over steps with the other job
+    machine.tick(0.2)
+    assert machine.history == {}
+    machine.report(1, steps(status(), 320, 200, 0.06), 0.3)
+    machine.tick(0.3)
+    assert list(machine.history.values()) == [0.06]
+    again = Board((0, 1), SHARING_POLICIES["fixed"], 2.0, machine.history)
+    again.report(1, steps(status(), 5, 1, 0.12), 0.0)
+    again.report(2, other, 0.0)
+    found = {job.name: job for job in again.summaries(0.0)}
+    assert (found["a#1"].alone_source, found["a#1"].slowdown) == ("history", pytest.approx(2.0))
+    assert found["other#2"].alone_source != "history"
+
+
+def test_a_history_is_kept_in_a_file_and_a_wrong_file_is_refused(tmp_path):
+    path = tmp_path / "history.json"
+    assert load_alone(path) == {}
+    save_alone(path, {"a": 0.5})
+    assert load_alone(path) == {"a": 0.5}
+    for wrong in (b"", b"[1]", b'{"a": -1.0}', b'{"a": "x"}', b'{"a": 1e999}', b"\xff"):
+        path.write_bytes(wrong)
+        with pytest.raises(FileError, match="not a history"):
+            load_alone(path)
 
 
 def test_nothing_without_the_right_token_is_believed():

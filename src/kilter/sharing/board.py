@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from kilter.sharing.history import AloneTimes, job_key
 from kilter.sharing.messages import JobStatus, JobSummary, RankStatus, RatioTarget
 from kilter.sharing.model import JobCost, Observation, alone_s, fit
 from kilter.sharing.plan.attribution import EnergyAccount
@@ -32,6 +33,8 @@ STALLED_AFTER_S = 60.0
 """Without a new iteration for this time (and twenty steps) a job no longer counts."""
 _STEPS_TO_OBSERVE = 3
 _OBSERVATIONS = 16
+_STEPS_ALONE = 30
+"""Of a job alone on the machine, for its run-alone time."""
 
 
 class _Record(msgspec.Struct):
@@ -48,11 +51,20 @@ class _Record(msgspec.Struct):
 class Board:
     """Jobs by slot, in order of arrival."""
 
-    def __init__(self, gpus: Sequence[int], policy: SharingPolicy, period_s: float) -> None:
+    def __init__(
+        self,
+        gpus: Sequence[int],
+        policy: SharingPolicy,
+        period_s: float,
+        history: AloneTimes | None = None,
+    ) -> None:
         self.gpus, self._policy, self._period_s = tuple(gpus), policy, period_s
         self._records: dict[int, _Record] = {}
+        self._alone_since: tuple[int, int] | None = None
         self._decided_s: float | None = None
         self._drawn_s: float | None = None
+        self.history = dict(history or {})
+        """Run-alone times of earlier runs, and what was seen in this one."""
         self.energy = EnergyAccount(len(self.gpus))
         self.decisions: list[Made] = []
         self.stretches: list[TimeStretch] = []
@@ -88,6 +100,7 @@ class Board:
             if now_s - record.heard_s > GONE_AFTER_S:
                 self.forget(slot)
         self._observe()
+        self._learn_alone()
         self._draw(now_s)
         if self._decided_s is None:
             self._decided_s = now_s
@@ -135,8 +148,7 @@ class Board:
     def _ratios(self, status: JobStatus) -> Ratios:
         """By GPU of the machine; what the script itself does is even."""
         if status.ratios is None:
-            job = SharedJob("", status.facts.global_batch, ranks=self._ranks(status))
-            return even_ratios(Snapshot((SharedGpu(),) * len(self.gpus), ()), job)
+            return self._even(status)
         return tuple(int(value) for value in self._by_gpu(status, status.ratios))
 
     def _ranks(self, status: JobStatus) -> tuple[int, ...]:
@@ -181,6 +193,32 @@ class Board:
             )
             while len(record.observations) > _OBSERVATIONS:
                 del record.observations[next(iter(record.observations))]
+
+    def _learn_alone(self) -> None:
+        """The step time of a job with the machine to itself and an even split, once all the steps
+        that it is the mean of were taken so."""
+        if len(self._records) != 1:
+            self._alone_since = None
+            return
+        ((slot, record),) = self._records.items()
+        status = record.status
+        if self._alone_since is None or self._alone_since[0] != slot:
+            self._alone_since = slot, status.iteration
+        steps = [rank.steps for rank in status.ranks]
+        taken = status.iteration - self._alone_since[1]
+        ranks = self._ranks(status)
+        even = len(ranks) == len(self.gpus) and self._ratios(status) == self._even(status)
+        if even and _settled(status) and min(steps) >= _STEPS_ALONE and max(steps) <= taken:
+            key = self._key(status)
+            self.history.pop(key, None)
+            self.history[key] = _step_s(status)
+
+    def _key(self, status: JobStatus) -> str:
+        return job_key(status.name, status.facts.global_batch, len(status.gpus))
+
+    def _even(self, status: JobStatus) -> Ratios:
+        job = SharedJob("", status.facts.global_batch, ranks=self._ranks(status))
+        return even_ratios(Snapshot((SharedGpu(),) * len(self.gpus), ()), job)
 
     def utilisation(self) -> tuple[float, ...]:
         """The busy fraction of each GPU as the jobs report their own work: others are not seen."""
@@ -240,11 +278,12 @@ class Board:
         cost = fit(list(record.observations.values()))
         if status.alone_step_s is not None:
             return cost, status.alone_step_s, "given"
+        if (seen := self.history.get(self._key(status))) is not None:
+            return cost, seen, "history"
         if cost is None:
             return None, None, None
-        job = SharedJob("", status.facts.global_batch, ranks=self._ranks(status))
-        even = even_ratios(Snapshot((SharedGpu(),) * len(self.gpus), ()), job)
-        return cost, alone_s(cost, shards(job.global_batch, even)), "model"
+        samples = shards(status.facts.global_batch, self._even(status))
+        return cost, alone_s(cost, samples), "model"
 
     def summaries(self, now_s: float) -> tuple[JobSummary, ...]:
         """All jobs, the stalled ones too."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kilter.core.errors import DeviceError, Held
+from kilter.core.errors import DeviceError, FileError, Held
 from kilter.device.protocol import Device
 from kilter.sharing.board import Board
+from kilter.sharing.history import AloneTimes, load_alone, save_alone
 from kilter.sharing.messages import Summary
 from kilter.sharing.plan.maxmin import describe
 from kilter.sharing.plan.policies import SHARING_POLICIES
@@ -40,9 +42,13 @@ class Daemon:
                 "top"
             )
         self._file, self._policy, self._period_s = file, policy, period_s
-        self.board = Board(gpus, SHARING_POLICIES[policy], period_s)
+        self._history = file.with_suffix(".history.json")
+        self._notes: list[str] = []
+        self.board = Board(gpus, SHARING_POLICIES[policy], period_s, self._load_history())
+        self._saved = set(self.board.history)
         self._devices, self._metered_s = tuple(devices), -_METER_S
         self._left: set[int] = set()
+        self._free: tuple[int | None, ...] = ()
         self._beat = 0
         self._begun_s = time.monotonic()
         self._channel = Channel.open(host, file)
@@ -56,6 +62,8 @@ class Daemon:
         said: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Run until `stop()`, or until there has been no job for `until_idle_s`."""
+        for note in self._notes:
+            said(note)
         idle_since_s = 0.0
         shown = 0
         while not stop():
@@ -63,12 +71,14 @@ class Daemon:
             self._listen(now_s)
             if self._devices and now_s - self._metered_s >= _METER_S:
                 self._metered_s = now_s
-                self.board.meter(now_s, [_counter_j(device) for device in self._devices])
+                counters_j, self._free = zip(*map(_read, self._devices), strict=True)
+                self.board.meter(now_s, counters_j)
             for slot, target in self.board.tick(now_s).items():
                 self._channel.want(slot, target)
             for made in self.board.decisions[shown:]:
                 said(describe(made.decision))
             shown = len(self.board.decisions)
+            self._save_history()
             self._summarise(now_s)
             if self.board.summaries(now_s):
                 idle_since_s = now_s
@@ -101,19 +111,40 @@ class Daemon:
                 jobs=self.board.summaries(now_s),
                 decisions=tuple(describe(made.decision) for made in recent),
                 energy_j=self.board.energy.metered_j(),
+                free_bytes=self._free,
                 unshared_energy_j=self.board.energy.unshared_mj / 1000,
             )
         )
 
+    def _load_history(self) -> AloneTimes:
+        try:
+            return load_alone(self._history)
+        except FileError as error:
+            self._notes.append(f"{error}; run-alone times are learned anew")
+            return {}
+
+    def _save_history(self) -> None:
+        """New jobs at once, others at the end: their times change with every step. Without a place
+        to save the times, the daemon goes on."""
+        if self.board.history.keys() != self._saved:
+            self._saved = set(self.board.history)
+            with contextlib.suppress(FileError):
+                save_alone(self._history, self.board.history)
+
     def _close(self) -> None:
-        """Take the file away, unless another daemon has written its own by now."""
+        """Save the history; take the file away, unless another daemon has written its own."""
+        with contextlib.suppress(FileError):
+            save_alone(self._history, self.board.history)
         if self._file.exists() and read_endpoint(self._file).pid == os.getpid():
             self._file.unlink()
 
 
-def _counter_j(device: Device) -> float | None:
-    """The energy counter; None if the device has none or does not answer."""
+def _read(device: Device) -> tuple[float | None, int | None]:
+    """The energy counter in J, and the memory in bytes that nobody holds; None for what the device
+    does not tell, both if it does not answer."""
     try:
-        return device.sample(energy=True).energy_j
+        sample, whole = device.sample(energy=True), device.info().memory_bytes
     except DeviceError:
-        return None
+        return None, None
+    used = sample.memory_used_bytes
+    return sample.energy_j, None if whole is None or used is None else int(whole - used)

@@ -99,6 +99,8 @@ class Summary(msgspec.Struct, frozen=True):
     decisions: tuple[str, ...]
     energy_j: tuple[float | None, ...] = ()
     """What the meter of each GPU has counted since the daemon began."""
+    free_bytes: tuple[int | None, ...] = ()
+    """Memory of each GPU that nobody holds."""
     unshared_energy_j: float = 0.0
     """Of that, what was used while no job had a process on the GPU."""
 

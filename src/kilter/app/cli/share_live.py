@@ -24,7 +24,14 @@ from kilter.connect.script import find_program
 from kilter.core.codec import write_atomically
 from kilter.core.errors import NoDevice, UsageError
 from kilter.core.label import Label
-from kilter.core.units import parse_seconds, show_energy, show_fraction, show_time
+from kilter.core.units import (
+    parse_bytes,
+    parse_seconds,
+    show_bytes,
+    show_energy,
+    show_fraction,
+    show_time,
+)
 from kilter.device.find import find
 from kilter.device.protocol import Device
 from kilter.sharing.messages import Summary
@@ -36,6 +43,7 @@ Actions = Any
 """argparse's subparsers."""
 
 _START_TIMEOUT_S = 60.0
+_ADMISSION_S = 1.0
 
 
 def _gpus(text: str) -> tuple[int, ...]:
@@ -68,6 +76,14 @@ def _seconds(text: str) -> float:
     if value <= 0.0:
         raise argparse.ArgumentTypeError(f"{text!r} has to be above 0")
     return value
+
+
+def _bytes(text: str) -> int:
+    """`20GiB`, as an argparse type."""
+    try:
+        return parse_bytes(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _count(text: str) -> int:
@@ -197,6 +213,15 @@ def add_run(actions: Actions) -> None:
     parser.add_argument(
         "--ratios", type=_ratios, metavar="5,5", help="tenths for each GPU to begin with (even)"
     )
+    parser.add_argument(
+        "--memory",
+        type=_bytes,
+        metavar="20GiB",
+        help="what a rank needs of its GPU: wait until every GPU has that much free",
+    )
+    parser.add_argument(
+        "--no-wait", action="store_true", help="with --memory: fail instead of waiting"
+    )
     parser.add_argument("--min-samples", type=_count, metavar="N", help="of an active rank")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("command", nargs=argparse.PARSER, metavar="SCRIPT")
@@ -211,6 +236,8 @@ def _run(args: argparse.Namespace) -> Callable[[], object]:
         command = ("-m", *command)
     if os.environ.get("KILTER") == "0":
         return functools.partial(run_without_kilter, command)
+    if args.no_wait and args.memory is None:
+        raise UsageError("--no-wait: say with --memory how much the job needs")
     find_program(command)
     gpus = _daemon(args).gpus
     options = ShareOptions(
@@ -227,6 +254,8 @@ def _run(args: argparse.Namespace) -> Callable[[], object]:
         raise UsageError(f"--ratios: give one number for each of the {len(gpus)} GPUs")
     if args.ratios is not None and not args.idle_ranks and 0 in args.ratios:
         raise UsageError("--ratios: a share of 0 needs --idle-ranks")
+    if args.memory is not None:
+        _admit(args)
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_torchrun_options(parser)
     launch = parser.parse_args(["--standalone", f"--nproc-per-node={len(gpus)}"])
@@ -234,6 +263,31 @@ def _run(args: argparse.Namespace) -> Callable[[], object]:
     if "CUDA_VISIBLE_DEVICES" not in os.environ:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return functools.partial(run_torchrun, launch, worker_command(command), environment)
+
+
+def _admit(args: argparse.Namespace) -> None:
+    """Wait, or fail, until every GPU of the daemon has the memory that the job asks for."""
+    told = None
+    while (lack := lacking(_daemon(args), args.memory)) is not None:
+        if args.no_wait:
+            raise NoDevice(f"{lack}; without --no-wait the job waits until there is room")
+        if lack != told:
+            print(f"kilter share: the job waits: {lack}", file=sys.stderr, flush=True)
+            told = lack
+        time.sleep(_ADMISSION_S)
+
+
+def lacking(summary: Summary, need_bytes: int) -> str | None:
+    """Which GPU has too little free memory, as a sentence; None if none, or if nobody knows."""
+    for gpu, free in zip(summary.gpus, summary.free_bytes, strict=False):
+        if free is not None and free < need_bytes:
+            jobs = ", ".join(job.name for job in summary.jobs)
+            beside = f" beside {jobs}" if jobs else ""
+            return (
+                f"GPU {gpu} has {show_bytes(free)} free{beside}, and the job needs "
+                f"{show_bytes(need_bytes)} on each"
+            )
+    return None
 
 
 def _daemon(args: argparse.Namespace) -> Summary:

@@ -1,5 +1,6 @@
 """The daemon and real jobs: they come and go, and are really killed."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -13,8 +14,15 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch")
-from kilter.core.errors import FileError
+from kilter.app.cli import share_live
+from kilter.app.cli.share_live import table
+from kilter.core.errors import FileError, NoDevice
+from kilter.device.nvidia import NvidiaDevice
+from kilter.sharing.daemon import Daemon
+from kilter.sharing.messages import Summary
 from kilter.sharing.store import Channel, Endpoint, living, read_endpoint
+from kilter.testing.fake_card import Card
+from kilter.testing.fake_nvml import FakeNvml
 
 HERE = Path(__file__).parent
 KILTER = (sys.executable, "-m", "kilter", "share")
@@ -178,6 +186,8 @@ def test_the_store_listens_on_loopback_alone(tmp_path):
         (("serve", "--policy", "best"), 2, "invalid choice"),
         (("run", "missing.py"), 2, "missing.py"),
         (("run", "--ratios", "5,4", "train.py"), 2, "sum to 10"),
+        (("run", "--memory", "much", "train.py"), 2, "much"),
+        (("run", "--no-wait", "train.py"), 2, "say with --memory"),
     ],
 )
 def test_wrong_usage(tmp_path, capsys, arguments, code, complaint):
@@ -190,3 +200,41 @@ def test_wrong_usage(tmp_path, capsys, arguments, code, complaint):
         found = ended.code
     assert found == code
     assert complaint in capsys.readouterr().err
+
+
+def test_the_daemon_reads_the_meters_and_goes_on_with_a_broken_history(tmp_path):
+    fake = FakeNvml.create(tmp_path / "cards.json", Card(), Card(memory_bytes=40 * 2**30))
+    devices = [NvidiaDevice(card.uuid, nvml=fake) for card in fake.state().cards]
+    file = tmp_path / "endpoint.json"
+    (tmp_path / "endpoint.history.json").write_bytes(b"{")
+    daemon = Daemon(file, (0, 1), "even", 1.0, devices=devices)
+    seen, said = [], []
+
+    def stop():
+        seen.append(living(file)[1])
+        fake.advance(1.0)
+        return any(seen[-1].energy_j) or len(seen) > 100
+
+    daemon.serve(stop, said=said.append)
+    assert min(seen[-1].energy_j) > 0
+    assert sum(seen[-1].energy_j) == pytest.approx(seen[-1].unshared_energy_j)
+    assert 0 < seen[-1].free_bytes[1] <= 40 * 2**30
+    assert "while no job was there" in table(seen[-1])
+    assert "run-alone times are learned anew" in said[0]
+    assert not file.exists()
+
+
+def test_a_job_waits_for_memory_or_is_refused(monkeypatch, capsys):
+    def summary(free):
+        return Summary(1, 1, "even", 1.0, (0,), (0.0,), (), (), free_bytes=(free,))
+
+    free = iter([2**30, 2**30, 2**35])
+    monkeypatch.setattr(share_live, "_daemon", lambda args: summary(next(free)))
+    monkeypatch.setattr(share_live.time, "sleep", lambda s: None)
+    share_live._admit(argparse.Namespace(memory=2**34, no_wait=False))
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert "the job waits: GPU 0 has 1.0 GiB free" in told[0]
+    monkeypatch.setattr(share_live, "_daemon", lambda args: summary(0))
+    with pytest.raises(NoDevice, match="without --no-wait"):
+        share_live._admit(argparse.Namespace(memory=2**34, no_wait=True))

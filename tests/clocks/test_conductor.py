@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kilter.clocks.block_messages import below, height
 from kilter.clocks.conductor import Conductor, GovernorProgram, watching
 from kilter.clocks.plan.governor import BlockOutcome, Order, Phase
 from kilter.core.errors import DeviceError, DeviceLost, FileError, NotObeyed
@@ -189,6 +190,62 @@ def test_a_late_rank_is_waited_for_without_waiting() -> None:
     assert len(job.blocks) > 2
 
 
+def test_a_rank_that_never_answers_again_leaves_the_others_at_the_default() -> None:
+    job = Job(3)
+    job.all(30)
+    seen = len(job.blocks)
+    assert seen > 0
+    for _ in range(1500):
+        job.iterate(0)
+        job.iterate(1)
+    assert job.script.thrown == ["rank 2 does not answer any more"]
+    for actuator in job.actuators[:2]:
+        assert actuator.asked[-1] == FOUND
+    assert len(job.blocks) > seen + 10, "the others go on without it"
+    job.iterate(2)
+    for _ in range(1500):
+        job.iterate(2)  # it comes back, and finds no order any more
+    assert job.actuators[2].asked[-1] == FOUND
+
+
+def test_without_rank_0_the_others_go_back_to_the_default() -> None:
+    job = Job(2)
+    while job.actuators[1].asked[-1:] != [LOW]:
+        job.all(1)
+    for _ in range(1500):
+        job.iterate(1)
+    assert job.actuators[1].asked[-1] == FOUND
+    refused = [e.reason for e in job.events[1] if isinstance(e, Refused)]
+    assert refused == ["rank 1 has heard nothing of the other ranks for too long"]
+
+
+def test_many_ranks_report_through_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kilter.clocks.block_messages.FAN_OUT", 3)
+    job = Job(30, times=[0.1] * 29 + [0.13])
+    posted: list[str] = []
+    post = job.messages.post
+
+    def counted(name: str, message: bytes) -> None:
+        posted.append(name)
+        post(name, message)
+
+    monkeypatch.setattr(job.messages, "post", counted)
+    job.all(40)
+    assert len(job.blocks) > 1
+    assert all(block.iteration_s == pytest.approx(0.13) for block in job.blocks)
+    assert all(block.energy_j == pytest.approx(100.0 * (29 * 0.1 + 0.13)) for block in job.blocks)
+    assert not any(name.startswith(("ready/0/0", "result/0/0")) for name in posted)
+    for kind in ("ready", "result"):
+        assert sum(name.startswith(f"{kind}/0/") for name in posted) == 29
+    assert [list(below(rank, 30)) for rank in (0, 1, 9, 10)] == [
+        [1, 2, 3],
+        [4, 5, 6],
+        [28, 29],
+        [],
+    ]
+    assert [height(rank, 30) for rank in (0, 1, 9, 10)] == [3, 2, 1, 0]
+
+
 def test_a_rank_whose_card_settles_late_delays_the_block_of_all() -> None:
     job = Job(2, actuators=[Actuator(), Actuator(slow=True)])
     job.all(50)
@@ -202,8 +259,8 @@ def test_a_rank_whose_card_settles_late_delays_the_block_of_all() -> None:
 def test_iterations_that_began_before_the_setting_acted_do_not_count() -> None:
     job = Job(1)
     job.iterate(0)
-    ready = int(job.messages.look("ready/0/0") or b"")
-    assert ready == 2, "0 ended before, 1 was running"
+    begin = int(job.messages.look("begin/0") or b"")
+    assert begin == 2, "0 ended before, 1 was running"
 
 
 def test_a_block_with_a_stall_is_done_again_and_at_most_twice() -> None:

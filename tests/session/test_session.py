@@ -387,7 +387,7 @@ sys.stdin.read()
 
 
 def test_a_process_without_a_group_has_no_board() -> None:
-    assert StoreMessages.find() is None
+    assert StoreMessages.find(2) is None
 
 
 # --- errors of ours ------------------------------------------------------------------------------

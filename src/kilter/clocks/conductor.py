@@ -37,6 +37,10 @@ from kilter.model.stats import usual_time
 STALL = 3.0
 """A block with an iteration this many times as long as its median holds something else than the
 job's rhythm (a checkpoint, an evaluation): it is done again."""
+LATE_BLOCKS = 5
+LATE_AFTER_S = 30.0
+"""A rank that has not answered for so many blocks and so long, and as much again for each rank on
+the way, is waited for no longer. The ranks of a job keep pace: the others answer within a block."""
 STALLED = "an iteration far longer than the others"
 
 
@@ -100,6 +104,7 @@ class Conductor:
         self._record = record
         self._clock = clock
         self._role = role
+        self._rank, self._world_size = rank, world_size
         self.rehearsed = rehearsed
         self.refused = refused
         self._leader: SearchLeader | None = None
@@ -119,6 +124,15 @@ class Conductor:
         """The first iteration of the present block."""
         self._seen: deque[TimedIteration] = deque(maxlen=MOST_ITERATIONS)
         self.blocks = 0
+        self.roles: tuple[str, ...] = ("",)
+        """The role groups of this rank and those that report to it, in order of their first rank;
+        of all of them on rank 0, once every rank has run a block."""
+        self._waits_from: TimedIteration | None = None
+        """The iteration at which the last step of the present block was done."""
+        self._block_iterations = MOST_ITERATIONS
+        """Of the last order."""
+        self._left = False
+        """This rank has waited too long for the others, and sets nothing any more."""
 
     @property
     def phase(self) -> Phase | None:
@@ -145,27 +159,57 @@ class Conductor:
         try:
             act()
         except (DeviceError, FileError) as error:
-            self.refused = str(error)
+            self._refuse(str(error))
+
+    def _refuse(self, why: str) -> None:
+        """This rank sets nothing any more."""
+        if self.refused is None:
+            self.refused = why
             self._record(
-                Refused(
-                    t_s=self._clock(),
-                    what="setting clocks",
-                    reason=self.refused,
-                    code=CLOCKS_REFUSED,
-                )
+                Refused(t_s=self._clock(), what="setting clocks", reason=why, code=CLOCKS_REFUSED)
             )
 
     def _advance(self) -> bool:
         """One step of the present block; False when something has to happen first."""
+        if self._left:
+            return False
+        if self._waits_from is None and self._seen:
+            self._waits_from = self._seen[-1]
+        if self._step():
+            self._waits_from = self._seen[-1] if self._seen else None
+            return True
+        if self._leader is None and self._late(self._messages.height_of_all + 2):
+            self._leave()
+        return False
+
+    def _step(self) -> bool:
         if self._note is None:
             return self._take_order()
         if not self._ready:
             return self._get_ready()
         if self._begin is None:
             return self._agree_on_begin()
-        if not self._messages.has_reported():
+        if not self._messages.has_reported:
             return self._report(self._begin + self._note.iterations - 1)
         return self._conclude()
+
+    def _late(self, steps: int) -> bool:
+        """Whether so many steps of the other ranks should have been done long ago."""
+        if self._waits_from is None or self._world_size == 1 or steps == 0:
+            return False
+        now, then = self._seen[-1], self._waits_from
+        blocks = (now.index - then.index) / self._block_iterations
+        return blocks > LATE_BLOCKS * steps and now.end_s - then.end_s > LATE_AFTER_S * steps
+
+    def _leave(self) -> None:
+        """The orders do not come any more, or not to this rank: back to the default, for good."""
+        self._left = True
+        self._give_up(f"rank {self._rank} has heard nothing of the other ranks for too long")
+
+    def _give_up(self, why: str) -> None:
+        """Back to the default, and set nothing any more."""
+        self._set(functools.partial(self._actuator.apply, Setting()))
+        self._refuse(why)
 
     def _take_order(self) -> bool:
         if self._leader is not None and self._leader.order is None:
@@ -173,8 +217,7 @@ class Conductor:
         self._note = self._messages.order()
         if self._note is None:
             return False
-        if self._messages.number == 0:
-            self._messages.post_role(self._role)
+        self._block_iterations = self._note.iterations
         self._set(functools.partial(self._actuator.apply, self._note.of(self._role)))
         return True
 
@@ -182,37 +225,52 @@ class Conductor:
         if not self._seen or not self._actuator.settled():
             return False
         # the iteration that runs now began before the setting acted: it does not count
-        self._messages.post_ready(self._seen[-1].index + 2)
+        self._messages.say_ready(self._seen[-1].index + 2, self._role)
         self._ready = True
         return True
 
     def _agree_on_begin(self) -> bool:
+        ready = self._messages.ready(late=self._give_up_missing())
+        if ready is None:
+            return False
         if self._leader is not None:
-            ready = self._messages.ready()
-            if ready is None:
-                return False
-            self._messages.post_begin(max(ready))
+            self.roles = tuple(sorted(ready.roles, key=ready.roles.__getitem__))
+            self._messages.post_begin(max(ready.index, self._seen[-1].index + 1))
         self._begin = self._messages.begin()
         return self._begin is not None
+
+    def _give_up_missing(self) -> bool:
+        """Whether it is too late for the ranks below that have not answered. They are not waited
+        for again, and nothing more is set: nobody could judge it."""
+        missing = self._messages.missing
+        if not missing or not self._late(self._messages.height):
+            return False
+        self._messages.leave_out(missing)
+        through = " (or one that reports through it)" if self._messages.height > 1 else ""
+        self._give_up(f"rank {missing[0]}{through} does not answer any more")
+        return True
 
     def _report(self, last: int) -> bool:
         """Once the last iteration of the block has ended."""
         if not self._seen or self._seen[-1].index < last:
             return False
-        self._messages.post_result(self._measure())
-        if self._leader is None:
-            self._next()
+        self._messages.say_result(self._measure())
         return True
 
     def _conclude(self) -> bool:
-        results = self._messages.results()
-        if results is None:
+        late = self._give_up_missing()
+        result = self._messages.results(late=late)
+        if result is None:
             return False
-        assert self._leader is not None
+        if late:
+            result = result.with_(self._measure())
+        if self._leader is None:
+            self._next()
+            return True
         assert self._note is not None
         block = self._block() or [self._seen[-1]]
         note = self._leader.conclude(
-            results,
+            result,
             number=self._messages.number,
             iterations=self._note.iterations,
             device_begin_s=block[0].end_s - block[0].duration_s,
@@ -240,8 +298,14 @@ class Conductor:
             iteration_s=usual_s,
             energy_j=None if power_w is None else power_w * usual_s,
             why_not=STALLED if max(times) > STALL * statistics.median(times) else None,
-            refused=self.refused,
+            refused=self._refused_by(),
         )
+
+    def _refused_by(self) -> str | None:
+        """Why this rank sets nothing, with its name where there are several."""
+        if self.refused is None or self._world_size == 1 or self.refused.startswith("rank "):
+            return self.refused
+        return f"rank {self._rank}: {self.refused}"
 
     def _next(self) -> None:
         """Forget the block and its iterations: the next one begins later on all ranks."""
@@ -334,12 +398,6 @@ class GovernorProgram:
 
 WARM_BLOCKS = 3
 """Blocks before the first probe: to know the length of an iteration and the sustained clock."""
-
-
-def roles_on(messages: RankMessages, world_size: int) -> tuple[str, ...]:
-    """The role groups of a job, in order of their first rank; those known so far."""
-    notes = (messages.look(f"role/{rank}") for rank in range(world_size))
-    return tuple(dict.fromkeys(note.decode() for note in notes if note is not None))
 
 
 def watching(

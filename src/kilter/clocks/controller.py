@@ -10,7 +10,6 @@ What needs numpy is imported when it is needed: a script may still choose how nu
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kilter.clocks.actuator import DeviceActuator
@@ -118,7 +117,7 @@ class ClocksController:
     # On a real device -----------------------------------------------------------------------
 
     def _begin_conducting(self, messages: RankMessages) -> None:
-        from kilter.clocks.conductor import Conductor, GovernorProgram, roles_on, watching
+        from kilter.clocks.conductor import Conductor, GovernorProgram, watching
 
         run = self._run
         assert run.sampler is not None
@@ -138,7 +137,7 @@ class ClocksController:
                 run.device.supported(),
                 actuator,
                 seed=SEED,
-                roles=partial(roles_on, messages, run.ranks.world_size),
+                roles=self._roles,
                 known=self._history.known(),
                 predictor=self._history.predictor(),
             )
@@ -158,6 +157,9 @@ class ClocksController:
             role=run.iterations.role,
             refused=refused,
         )
+
+    def _roles(self) -> Sequence[str]:
+        return ("",) if self._conductor is None else self._conductor.roles
 
     def _take_lease(self, actuator: DeviceActuator) -> str | None:
         """Why the device cannot be had, or None."""

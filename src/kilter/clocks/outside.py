@@ -209,7 +209,7 @@ class OutsideConductor:
                 lost = 0
                 self.iterations += seen.iterations
                 note = self._leader.conclude(
-                    [self._result(seen)],
+                    self._result(seen),
                     number=self.number,
                     iterations=seen.iterations,
                     device_begin_s=seen.begin_s,

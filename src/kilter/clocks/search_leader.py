@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 
 from kilter.clocks.block_messages import OrderNote, RankResult
 from kilter.clocks.plan.governor import BlockOutcome, Order, Phase
@@ -61,7 +61,7 @@ class SearchLeader:
 
     def conclude(
         self,
-        results: Sequence[RankResult],
+        result: RankResult,
         *,
         number: int,
         iterations: int,
@@ -69,17 +69,12 @@ class SearchLeader:
         device_end_s: float,
         rehearsed: bool,
     ) -> OrderNote:
-        """All ranks have reported: record the block, ask for the next order."""
+        """All ranks have reported, `result` together: record the block, ask for the next order."""
         assert self.order is not None
         order = self.order
-        energies = [r.energy_j for r in results]
-        known = [e for e in energies if e is not None]
-        outcome = BlockOutcome(
-            iteration_s=max(r.iteration_s for r in results),
-            energy_j=sum(known) if len(known) == len(energies) else None,
-        )
-        refused = None if self._given_up else _refusal(results)
-        why_not = refused or next((r.why_not for r in results if r.why_not), None)
+        outcome = BlockOutcome(iteration_s=result.iteration_s, energy_j=result.energy_j)
+        refused = None if self._given_up else result.refused
+        why_not = refused or result.why_not
         if order.phase is Phase.WARM or self._repeats >= BLOCK_REPEATS:
             why_not = refused
         self._iteration_s = outcome.iteration_s
@@ -160,11 +155,3 @@ def _changes(found: Setting, setting: Setting) -> Setting:
     """The knobs of a setting that are not as found."""
     knobs = {knob: getattr(setting, knob) for knob in KNOBS}
     return Setting(**{k: value for k, value in knobs.items() if value != getattr(found, k)})
-
-
-def _refusal(results: Sequence[RankResult]) -> str | None:
-    """Why a rank sets nothing any more, and which one, or None."""
-    for rank, result in enumerate(results):
-        if result.refused:
-            return result.refused if len(results) == 1 else f"rank {rank}: {result.refused}"
-    return None

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from kilter.core.messages import LocalMessages, MessagesGone, RankMessages
 from kilter.observe import torch_internals
 
+LOOKS_PER_S = 4096
+"""Looks of all ranks together for messages that are not there yet: what one store answers in
+passing. Up to some hundred ranks each looks as often as it likes."""
 ANSWER_S = 0.5
 """How long an answer of the store is waited for: normally a fraction of a millisecond."""
 
@@ -24,10 +29,13 @@ class StoreMessages:
     as there is no store.
     """
 
-    def __init__(self, connect: Callable[[], Any]) -> None:
+    def __init__(self, connect: Callable[[], Any], *, world_size: int = 1) -> None:
         """`connect` returns the store; it is called in that thread, and may raise
         `RuntimeError`."""
         self._connect = connect
+        self._looks_every_s = world_size / LOOKS_PER_S
+        self._looked_s: dict[str, float] = {}
+        """When a message was last found missing, by name."""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._unanswered: dict[str, _Call] = {}
         """Looks, by name."""
@@ -35,7 +43,7 @@ class StoreMessages:
         threading.Thread(target=self._talk, name="kilter-messages", daemon=True).start()
 
     @classmethod
-    def find(cls) -> StoreMessages | None:
+    def find(cls, world_size: int) -> StoreMessages | None:
         """The store of this process's group, once there is one."""
         # Not imported: with the program in the middle of the same import, torch ends the process.
         dist: Any = sys.modules.get("torch.distributed")
@@ -44,17 +52,26 @@ class StoreMessages:
         store = torch_internals.default_store()
         # `store` lives as long as these messages do: it may be the one that serves, and be dropped
         # with its process group while other ranks still look.
-        return cls(lambda: dist.PrefixStore("kilter", _second_connection(store)))
+        return cls(
+            lambda: dist.PrefixStore("kilter", _second_connection(store)), world_size=world_size
+        )
 
     def post(self, name: str, message: bytes) -> None:
         self._ask(lambda store: store.set(name, message))
 
     def look(self, name: str) -> bytes | None:
+        now_s = time.monotonic()
+        if now_s - self._looked_s.get(name, -math.inf) < self._looks_every_s:
+            return None
         call = self._unanswered.pop(name, None)
         call = self._ask(lambda store: _note(store, name), call)
         if not call.done.is_set():
             self._unanswered[name] = call
         answer: bytes | None = call.answer
+        if answer is None:
+            self._looked_s[name] = now_s
+        else:
+            self._looked_s.pop(name, None)
         return answer
 
     def drop(self, name: str) -> None:
@@ -124,7 +141,7 @@ class RunMessages:
         once there is one."""
         if self._found is None:
             alone = self._world_size == 1
-            self._found = LocalMessages() if alone else StoreMessages.find()
+            self._found = LocalMessages() if alone else StoreMessages.find(self._world_size)
         return self._found
 
     def close(self) -> None:

@@ -8,6 +8,8 @@ import importlib
 TABLES: dict[str, str] = {
     "clocks": "clock policies replayed over tables of measurements",
     "period": "iteration periods from telemetry alone, against marks",
+    "scale": "decisions of 1,024 simulated ranks through a real store",
+    "drift": "false alarms of a held setting, and how soon a change is noticed",
     "overhead": "what watching costs the job, measured side by side",
     "faults": "the settings found after every kind of bad luck",
     "branches": "ways to run heterogeneous branches, side by side",

@@ -32,7 +32,7 @@ examples:
   kilter bench scale --ranks 1024 --seconds 60 --json
 """
 
-SILENT_S = 4.0
+RANK_SILENT_S = 4.0
 """How long the last rank is silent."""
 RANKS_MODULE = "kilter.app.bench.scale_ranks"
 
@@ -121,7 +121,7 @@ def measure(count: int, *, seconds: float, processes: int, iteration_s: float = 
         port = int(store.stdout.readline() or 0)
         if not port:
             raise KilterError("the store did not start: is torch installed?")
-        late = (count - 1, seconds / 3, seconds / 3 + SILENT_S)
+        late = (count - 1, seconds / 3, seconds / 3 + RANK_SILENT_S)
         jobs = [
             RanksJob(
                 port=port,
@@ -188,7 +188,10 @@ def _row(
 
 def _disturbed(at_s: float, seconds: float) -> bool:
     """A block was over while a rank was silent."""
-    return seconds / 3 - 1.0 <= at_s <= seconds / 3 + SILENT_S + 1.0 or at_s >= 0.75 * seconds - 1.0
+    return (
+        seconds / 3 - 1.0 <= at_s <= seconds / 3 + RANK_SILENT_S + 1.0
+        or at_s >= 0.75 * seconds - 1.0
+    )
 
 
 def agreements(ranks: Sequence[RankSeen]) -> list[tuple[float, float]]:

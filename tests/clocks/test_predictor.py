@@ -14,7 +14,13 @@ from kilter.app.cli.main import main
 from kilter.app.learning import _exported, _fit_both, _matrix, fit, points_of_runs, points_of_table
 from kilter.clocks.plan.governor import BlockOutcome, Governor, Order
 from kilter.clocks.plan.job import Space
-from kilter.clocks.plan.predictor import PREDICTOR_COLUMNS, Predictor, Tree, decode_predictor
+from kilter.clocks.plan.predictor import (
+    PREDICTOR_COLUMNS,
+    LearningError,
+    Predictor,
+    Tree,
+    decode_predictor,
+)
 from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.core.past_run import Features, PastRun, SeenSetting
@@ -118,6 +124,7 @@ def test_learn_prints_the_errors_of_what_was_left_out(
     # power tells the jobs apart, and both GPUs behave alike
     by_workload, by_gpu = told["errors"]
     assert by_workload["time"] < by_workload["time_without"]
+    assert told["why_not_used"] is None
     assert by_gpu["time"] < by_gpu["time_without"] / 3
     assert decode_predictor(out.read_bytes(), "out").workloads == 14
     assert main(["learn", str(file)]) == 0
@@ -150,6 +157,19 @@ def test_learn_says_what_it_cannot_learn_from(
         error = capsys.readouterr().err
         assert told in error
         assert error.count("\n") == 1
+
+
+def test_a_model_that_is_no_better_than_none_is_not_used(predictor: Predictor) -> None:
+    assert "not known" in (predictor.why_not_used or "")
+    error = LearningError(
+        left_out="workload", groups=9, time=0.05, energy=0.05, time_without=0.1, energy_without=0.1
+    )
+    good = msgspec.structs.replace(predictor, errors=(error,))
+    assert good.why_not_used is None
+    bad = msgspec.structs.replace(error, energy=0.09)
+    told = msgspec.structs.replace(predictor, errors=(bad,)).why_not_used
+    assert told is not None
+    assert "50% (time) and 90% (energy)" in told
 
 
 # Files that are none of ours -------------------------------------------------------------------

@@ -120,13 +120,16 @@ def fit(
 
 
 def errors_of(
-    points: Sequence[TrainingPoint], progress: Callable[[str], None] = lambda line: None
+    points: Sequence[TrainingPoint],
+    progress: Callable[[str], None] = lambda line: None,
+    *,
+    folds: int = MOST_FOLDS,
 ) -> tuple[LearningError, ...]:
     """Of a model that has not seen the workload, and of one that has not seen the GPU; without
     those for which there is nothing to leave out."""
     found = []
     for left_out in ("workload", "gpu"):
-        groups = _groups(points, left_out)
+        groups = _groups(points, left_out, folds)
         if len(groups) < 2:
             continue
         missed: list[tuple[float, float, float, float]] = []
@@ -161,13 +164,13 @@ def errors_of(
 
 
 def _groups(
-    points: Sequence[TrainingPoint], left_out: Literal["workload", "gpu"]
+    points: Sequence[TrainingPoint], left_out: Literal["workload", "gpu"], folds: int
 ) -> list[tuple[list[TrainingPoint], list[TrainingPoint]]]:
     """(what is left out, the rest), for each in turn. A workload is left out on all GPUs."""
     names = list(dict.fromkeys(getattr(point, left_out) for point in points))
-    fold = {name: number % MOST_FOLDS for number, name in enumerate(names)}
+    fold = {name: number % folds for number, name in enumerate(names)}
     parts = []
-    for number in range(min(len(names), MOST_FOLDS)):
+    for number in range(min(len(names), folds)):
         test = [p for p in points if fold[getattr(p, left_out)] == number]
         rest = [p for p in points if fold[getattr(p, left_out)] != number]
         if len(rest) >= LEAST_POINTS:

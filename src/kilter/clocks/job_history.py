@@ -63,10 +63,14 @@ class JobHistory:
         from kilter.clocks.plan.predictor import decode_predictor
 
         try:
-            return decode_predictor(read(self._predictor), str(self._predictor))
+            found = decode_predictor(read(self._predictor), str(self._predictor))
+            why_not = found.why_not_used and f"{self._predictor}: {found.why_not_used}"
         except FileError as error:
-            self._run.log.refuse("ordering the probes by the predictor", str(error))
-            return None
+            why_not = str(error)
+        if why_not is None:
+            return found
+        self._run.log.refuse("ordering the probes by the predictor", why_not)
+        return None
 
     def remember(self, program: GovernorProgram, *, held: bool) -> None:
         """Add what this run has compared, and what it chose: nothing is chosen before the setting

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kilter.app.learning import fit, need_sklearn, points_of_table
+from kilter.app.learning import LEAST_POINTS, errors_of, fit, need_sklearn, points_of_table
 from kilter.clocks.plan.governor import Governor
 from kilter.clocks.plan.job import Space
 from kilter.clocks.plan.known import PairBook, RecurringGovernor
@@ -21,6 +21,8 @@ from kilter.device.sim.replay import RecordedWorkload
 if TYPE_CHECKING:
     from kilter.app.bench.clocks import Replay
 
+FOLDS = 5
+"""In which the other workloads are left out to see whether the model is worth using."""
 ANOTHER_SEED = 7_919
 """The earlier run of a job has noise of its own."""
 
@@ -30,15 +32,21 @@ def learned(
 ) -> Setting:
     """The search, with its first probes ordered by what was learned from the other workloads."""
     features = Features(power_w=run.workload.default.power_w)
-    expected = _fitted(tuple(others)).expected(space.candidates, space.reference, features)
+    predictor = _fitted(tuple(others))
+    expected = None
+    if predictor is not None and predictor.why_not_used is None:
+        expected = predictor.expected(space.candidates, space.reference, features)
     return _play(run, Governor(space, goal, seed=seed, expected=expected))
 
 
 @functools.lru_cache(maxsize=1)
-def _fitted(others: tuple[RecordedWorkload, ...]) -> Predictor:
+def _fitted(others: tuple[RecordedWorkload, ...]) -> Predictor | None:
     need_sklearn()
     points = list(points_of_table(others))
-    return fit(points, label=Label.REPLAYED, sources=("the other workloads",))
+    if len(points) < LEAST_POINTS:
+        return None
+    errors = errors_of(points, folds=FOLDS)
+    return fit(points, label=Label.REPLAYED, sources=("the other workloads",), errors=errors)
 
 
 def recurring(run: Replay, space: Space, goal: Goal, seed: int) -> Setting:

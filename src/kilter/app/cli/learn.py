@@ -94,6 +94,7 @@ def _json(predictor: Predictor, out: Path | None) -> str:
         "workloads": predictor.workloads,
         "rows": predictor.rows,
         "errors": predictor.errors,
+        "why_not_used": predictor.why_not_used,
         "out": None if out is None else str(out),
     }
     return msgspec.json.encode(document).decode()
@@ -114,6 +115,8 @@ def _text(predictor: Predictor, out: Path | None) -> str:
         )
     if not predictor.errors:
         lines.append("  its errors are not known: there is one workload, and nothing to leave out")
+    if predictor.why_not_used is not None:
+        lines.append(f"  no run will use this model: {predictor.why_not_used}")
     if out is not None:
         lines.append(f"{out}: written; use it with kilter run --predictor {out}")
     return "\n".join(lines)

@@ -51,6 +51,9 @@ the rest, and so on. The first one is the most promising, and most often the las
 REFERENCE_EVERY = 50
 """While holding, one block in this many is a baseline block: 2 % of the saving is spent on
 knowing that it is still one."""
+RECENT_REFERENCES = 8
+"""Pairs of a hold that are also judged by themselves: what a setting costs may change, and hundreds
+of good pairs from before would hide it for as long again."""
 DRIFT = 0.10
 DRIFT_BLOCKS = 5
 """The job has changed when this many blocks in a row differ from the level at the start of the
@@ -271,8 +274,9 @@ class Governor:
             held += 1
             if not baseline and held % REFERENCE_EVERY == 0:
                 references.add(*(yield from self.pair(choice.setting, Phase.HOLD, choice.reason)))
-                if self._contract.broken(references.times):
-                    slower = math.expm1(statistics.fmean(references.times))
+                lately = references.times[-RECENT_REFERENCES:]
+                if self._contract.broken(references.times) or self._contract.broken(lately):
+                    slower = math.expm1(statistics.fmean(lately))
                     return f"the held setting became {slower * 100:.1f} % slower than the baseline"
                 continue
             outcome = yield Order(

@@ -38,6 +38,10 @@ JOB_COLUMNS = (
 """Of the job at the reference; NaN where it is not known."""
 PREDICTOR_COLUMNS = (*KNOB_COLUMNS, *JOB_COLUMNS)
 MOST_NODES = 2_000_000
+WORTH_USING = 0.8
+"""A model is used if on workloads that it has not seen it is wrong by at most this share of what
+the slopes without a model are wrong by, in time and in energy. A search that believes a bad model
+does not try what is good: on one table of 15 kernels that cost half of the saving (replayed)."""
 
 
 def row_of(setting: Setting, reference: Setting, features: Features) -> list[float]:
@@ -140,6 +144,20 @@ class Predictor(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     errors: tuple[LearningError, ...]
     schema: Literal["kilter.predictor/1"] = "kilter.predictor/1"
+
+    @property
+    def why_not_used(self) -> str | None:
+        """Why a search is better off without this model; None if it is not."""
+        errors = next((error for error in self.errors if error.left_out == "workload"), None)
+        if errors is None:
+            return "its errors on workloads that it has not seen are not known"
+        time, energy = errors.time / errors.time_without, errors.energy / errors.energy_without
+        if max(time, energy) <= WORTH_USING:
+            return None
+        return (
+            f"on workloads that it has not seen its errors are {time:.0%} (time) and {energy:.0%} "
+            f"(energy) of those without a model; it is used up to {WORTH_USING:.0%}"
+        )
 
     def expected(
         self, candidates: Sequence[Setting], reference: Setting, features: Features

@@ -163,7 +163,8 @@ def held(m: re.Match[str], found: Json) -> bool:
     return (
         (m[1] is not None) == is_simulated(found)
         and m[2] == setting
-        and m[3] == end[found["restored"]]
+        and m[3] == (found["choice"]["reason"] if found["kept"] else None)
+        and m[4] == end[found["restored"]]
     )
 
 
@@ -219,7 +220,7 @@ GRAMMAR: tuple[tuple[str, Callable[[re.Match[str], Json], bool]], ...] = (
         evidence,
     ),
     (r"nothing was set", nothing_set),
-    (r"(on the simulated device: )?held (the default|SM \d+ MHz); (.*)", held),
+    (r"(on the simulated device: )?held (the default|SM \d+ MHz)(?: \((.*)\))?; (.*)", held),
     (r"refused: ([^:]*): (.*)", is_refused),
     (r"an error of ours, ([^:]*): (.*)", is_error),
     (r"warning: the integral of power is (\S+) off the energy counter: .*", is_doubt),

@@ -75,10 +75,26 @@ def test_no_pairs_no_estimate_and_one_pair_no_bounds():
 
 
 @pytest.mark.parametrize(("count", "critical"), [(1, 1.645), (2, 1.875), (5, 2.122), (10, 2.270)])
-def test_levels_of_several_looks_are_those_published(count, critical):
+def test_constant_limits_of_several_looks_are_those_published(count, critical):
     """Pocock's constants (Jennison and Turnbull 2000, table 2.1, two-sided 10 %)."""
-    level = stats.nominal_level(tuple(range(8, 8 * count + 1, 8)), 0.05)
-    assert level == pytest.approx(0.5 * math.erfc(critical / math.sqrt(2)), rel=0.01)
+    looks = tuple(range(8, 8 * count + 1, 8))
+    assert stats.critical_values(looks, 0.05, shape=0.5) == pytest.approx(
+        [critical] * count, abs=3e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("looks", "error"), [((4, 7, 14, 28), 0.03), ((6, 12), 0.012), ((5,), 0.05)]
+)
+def test_several_looks_together_are_wrong_as_often_as_they_may_be(looks, error):
+    """Against 40,000 simulated walks; later limits are lower than earlier ones."""
+    limits = stats.critical_values(looks, error)
+    assert list(limits) == sorted(limits, reverse=True)
+    walks = np.random.default_rng(5).normal(size=(40_000, looks[-1])).cumsum(axis=1)
+    crossed = np.zeros(len(walks), dtype=bool)
+    for n, limit in zip(looks, limits, strict=True):
+        crossed |= walks[:, n - 1] >= limit * math.sqrt(n)
+    assert crossed.mean() == pytest.approx(error, abs=4 * math.sqrt(error / len(walks)))
 
 
 def test_the_usual_time_survives_an_outlier():

@@ -93,7 +93,7 @@ class Goal:
     objective: Objective = Objective.ENERGY
     error_probability: float = 0.05
     """The contract is broken with at most this probability."""
-    price_of_time: float = 1.0
+    price_of_time: float = 0.5
     """A setting has to save this many times as large a fraction of the energy as it is slower. 1:
     the product of energy and time must not rise. 0: any saving within the bound is welcome. 2: the
     rest of the machine is about as hungry as the GPU, and runs longer as well."""

@@ -95,30 +95,35 @@ def _log_moment(nu: int, a: np.ndarray) -> np.ndarray:
     return result
 
 
-@functools.lru_cache(maxsize=256)
-def nominal_level(looks: tuple[int, ...], error_probability: float) -> float:
-    """One-sided level of each of several looks at growing data, so that all looks together are
-    wrong with this probability (Pocock, Biometrika 64, 1977).
+@functools.lru_cache(maxsize=1024)
+def critical_values(
+    looks: tuple[int, ...], error_probability: float, shape: float = 0.25
+) -> tuple[float, ...]:
+    """How many standard errors above zero a mean has to be at each of several looks at growing
+    data, so that all looks together are wrong with this probability (Wang and Tsiatis, Biometrics
+    43, 1987; their `shape` is 0.5 for Pocock's constant values, 0 for O'Brien and Fleming's).
 
     `looks` are the numbers of observations at the looks, ascending. The crossing probability of a
     random walk is integrated from look to look (Armitage, McPherson and Rowe, JRSS A 132, 1969).
     With an estimated variance, Student's t at the same level keeps the error probability closely
     (Jennison and Turnbull, Group Sequential Methods, 2000, section 4.4).
     """
+    factors = [(n / looks[-1]) ** (shape - 0.5) for n in looks]
     grid = np.linspace(-6.0, 6.0, 241) * math.sqrt(looks[-1])
     steps = [after - before for before, after in itertools.pairwise((0, *looks))]
     kernels = {n: np.exp(-0.5 * (grid[:, None] - grid[None, :]) ** 2 / n) for n in set(steps)}
     kernels = {n: kernel / kernel.sum(axis=0) for n, kernel in kernels.items()}
 
     def crossing(z: float) -> float:
-        """Probability that the walk is at or above z standard deviations at any look."""
+        """Probability that the walk is at or above z times its factor at any look."""
         inside = np.zeros(len(grid))
         inside[len(grid) // 2] = 1.0
         crossed = 0.0
-        for n, step in zip(looks, steps, strict=True):
+        for n, step, factor in zip(looks, steps, factors, strict=True):
             inside = kernels[step] @ inside
             # the cell that holds the limit is cut there
-            share = np.clip((grid - z * math.sqrt(n)) / (grid[1] - grid[0]) + 0.5, 0.0, 1.0)
+            limit = z * factor * math.sqrt(n)
+            share = np.clip((grid - limit) / (grid[1] - grid[0]) + 0.5, 0.0, 1.0)
             crossed += float((inside * share).sum())
             inside = inside * (1.0 - share)
         return crossed
@@ -127,7 +132,7 @@ def nominal_level(looks: tuple[int, ...], error_probability: float) -> float:
     while high - low > 1e-3:
         z = (low + high) / 2
         low, high = (z, high) if crossing(z) > error_probability else (low, z)
-    return 0.5 * math.erfc(high / math.sqrt(2.0))
+    return tuple(high * factor for factor in factors)
 
 
 def t_quantile(p: float, nu: int) -> float:

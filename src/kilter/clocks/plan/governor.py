@@ -18,36 +18,35 @@ import statistics
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 
-from kilter.clocks.plan.guard import Contract, Verdict
-from kilter.clocks.plan.job import Forecast, Probed, Space, forecasts
+from kilter.clocks.plan.guard import LEAST_SAVING, NOTHING_KNOWN, Contract, Spread, Verdict, looks
+from kilter.clocks.plan.job import Forecast, Probed, Space, TestSize, forecasts
 from kilter.core.label import Label
 from kilter.core.plan import Effect, Goal, Plan, SetClocks
 from kilter.core.setting import Setting
+from kilter.model.stats import critical_values
 
 PROBE_PAIRS = 2
 """Pairs of one probe."""
-SEARCH_PAIRS = 40
-"""Pairs of one search at the usual spread `NOISE_SD`: 250 iterations in blocks of five. With noise
-the pairs grow with the variance, up to `MOST_NOISE` times as many."""
-MOST_NOISE = 4.0
-TEST_PAIRS = 4
+SEARCH_PAIRS = 70
+"""Pairs that a search may use. Most searches end sooner, since nothing is left that could pay;
+this many blocks of five iterations at 300 ms take five minutes."""
+LEAST_TEST = 4
 """With fewer pairs left, no further test is begun: it could hardly pass."""
-RESERVE_PAIRS = 10
-"""Pairs kept for testing what the probes have found."""
-FALLBACK_PAIRS = 5
-"""Pairs kept for a test of a safer setting, should the first one fail."""
-LEAST_IMPROVEMENT = 0.002
+TEST_PART = 0.5
+"""Of the pairs left, a test may use this part: others may follow, of a better setting after one
+that has passed, of a safer one after one that has failed."""
+LEAST_IMPROVEMENT = 0.001
 """Expected improvement (fraction of the objective) below which settings cannot be told apart."""
-MOST_TESTS = 6
-"""Settings confirmed in one search: each further test has less error probability to spend."""
-HEADROOM = 1.5
-"""A setting is worth confirming if its expected time stays below the bound by this many standard
-errors of the test to come: closer to the bound it would mostly fail."""
+JOB_PAIRS = 1800
+"""A search has to pay within so many pairs' time: an hour of blocks of a second."""
+USUAL_SAVING = 0.1
+"""Half of each pair runs at the default and saves nothing; this much is lost there while it is not
+known what there is to save."""
 NOISE_SD = 0.01
 """Spread of one pair's log ratio that is assumed until pairs show their own."""
-FIRST_SHARE = 0.7
-"""What the first test of a search may spend of the error probability; the second this share of
-the rest, and so on. The first one is the most promising, and most often the last."""
+TEST_SHARE = 0.6
+"""What a test may spend of the error probability that is left. It is spent only if the setting
+fails: a setting that passes has either been safe, which is no error, or is the error itself."""
 REFERENCE_EVERY = 50
 """While holding, one block in this many is a baseline block: 2 % of the saving is spent on
 knowing that it is still one."""
@@ -151,8 +150,7 @@ class Governor:
         self._blocks = blocks
         self._pairs = 0
         self._pairs_before = 0
-        self._tests = 0
-        self._tests_before = 0
+        self._error_left = goal.error_probability
         self._probed: dict[int, _Evidence] = {}
         self._decided: set[int] = set()
         self.choice = Choice(setting=space.found, reason="the default stands: nothing tried yet")
@@ -164,7 +162,7 @@ class Governor:
             drift = yield from self.hold()
             self._probed.clear()
             self._decided.clear()
-            self._tests_before = self._tests
+            self._error_left = self._goal.error_probability
             self._pairs_before = self._pairs
             self.choice = Choice(setting=self._space.found, reason=f"the default stands: {drift}")
 
@@ -187,9 +185,10 @@ class Governor:
 
     def _ranking(self) -> list[Forecast]:
         """What is worth trying, the most promising first."""
-        spread, left = self._spread(), self._pairs_left()
-        if left < TEST_PAIRS or self._tests - self._tests_before >= MOST_TESTS:
+        tests = self._affordable()
+        if not tests:
             return []
+        spread = self._spread()
         ranking = forecasts(
             self._space,
             {
@@ -200,27 +199,43 @@ class Governor:
                 )
                 for index, e in self._probed.items()
             },
-            bound=self._contract.bound - HEADROOM * spread / math.sqrt(self._test_pairs()),
+            bound=self._contract.bound,
             objective=self._goal.objective,
             best=self._objective(self.choice),
             price_of_time=self._goal.price_of_time,
+            least_saving=LEAST_SAVING,
+            tests=tests,
             rejected=frozenset(self._decided),
             expected=self._expected,
         )
-        if left < RESERVE_PAIRS + PROBE_PAIRS:
+        if self._pairs_left() < LEAST_TEST + PROBE_PAIRS:
             ranking = [f for f in ranking if f.probed]
         return [f for f in ranking if f.improvement >= LEAST_IMPROVEMENT]
 
     def _pairs_left(self) -> int:
         """Pairs that this search may still use."""
-        noise = min(max((self._spread() / NOISE_SD) ** 2, 1.0), MOST_NOISE)
-        left = int(SEARCH_PAIRS * noise) - (self._pairs - self._pairs_before)
+        left = SEARCH_PAIRS - (self._pairs - self._pairs_before)
         return left if self._blocks is None else min(left, (self._blocks - 2 * self._pairs) // 2)
 
-    def _test_pairs(self) -> int:
-        """Pairs that the next test may use: enough are left for one of a safer setting."""
-        left = self._pairs_left()
-        return left - FALLBACK_PAIRS if left >= 2 * FALLBACK_PAIRS else left
+    def _affordable(self) -> list[TestSize]:
+        """The tests that a setting can be put to now."""
+        left, spread = self._pairs_left(), self._spread()
+        most = left if left < 2 * LEAST_TEST else max(LEAST_TEST, int(left * TEST_PART))
+        sizes = {n for k in range(8) if (n := round(LEAST_TEST * 1.5**k)) < most} | {most}
+        return [
+            TestSize(
+                pairs=n,
+                error=spread / math.sqrt(n),
+                margin=spread / math.sqrt(n) * critical_values(looks(n), self._share())[-1],
+                price=max(-self.choice.log_energy, USUAL_SAVING) * n / (2 * JOB_PAIRS),
+            )
+            for n in sorted(sizes)
+            if n >= LEAST_TEST
+        ]
+
+    def _share(self) -> float:
+        """What the next test may spend of the error probability."""
+        return self._error_left * TEST_SHARE
 
     def _probe(self, forecast: Forecast) -> Generator[Order, BlockOutcome, None]:
         setting = self._space.candidates[forecast.index]
@@ -232,25 +247,28 @@ class Governor:
     def _confirm(self, forecast: Forecast) -> Generator[Order, BlockOutcome, None]:
         """Sequential tests of time and energy on fresh pairs: those that helped to select a
         setting must not help to confirm it."""
-        self._tests += 1
-        spent = (1.0 - FIRST_SHARE) ** (self._tests - self._tests_before - 1)
-        share = self._contract.error_probability * FIRST_SHARE * spent
+        share, spread = self._share(), self._pooled()
         setting = self._space.candidates[forecast.index]
         fresh = _Evidence()
         time, saving = Verdict.UNDECIDED, Verdict.UNDECIDED
-        most = self._test_pairs()
+        most = forecast.pairs
         while len(fresh.times) < most:
             pair = yield from self.pair(setting, Phase.CONFIRM, f"probed {_effect(forecast)}")
             fresh.add(*pair)
             self._probed[forecast.index].add(*pair)
             if time is Verdict.UNDECIDED:
-                time = self._contract.judge(fresh.times, error_probability=share, most=most)
+                time = self._contract.judge(
+                    fresh.times, error_probability=share, most=most, spread=spread[0]
+                )
             if saving is Verdict.UNDECIDED:
-                saving = self._contract.saves(fresh.energies, error_probability=share, most=most)
+                saving = self._contract.saves(
+                    fresh.energies, error_probability=share, most=most, spread=spread[1]
+                )
             if Verdict.DEGRADED in (time, saving) or time is saving is Verdict.SAFE:
                 break
         self._decided.add(forecast.index)
         if not time is saving is Verdict.SAFE:
+            self._error_left -= share
             return
         candidate = Choice(
             setting=setting,
@@ -321,6 +339,13 @@ class Governor:
             squares += sum((t - mean) ** 2 for t in e.times)
             freedom += len(e.times) - 1
         return math.sqrt(squares / freedom)
+
+    def _pooled(self) -> tuple[Spread, Spread]:
+        """What the pairs so far say of the spread, of time and of energy."""
+        time = energy = NOTHING_KNOWN
+        for e in self._probed.values():
+            time, energy = time.with_pairs(e.times), energy.with_pairs(e.energies)
+        return time, energy
 
     def _objective(self, choice: Choice) -> float:
         return choice.log_energy + self._goal.objective.time_exponent * choice.log_time

@@ -10,16 +10,17 @@ default stands.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kilter.core.plan import FREE_MARGIN
-from kilter.model.stats import log_evidence_above, log_evidence_below, nominal_level, t_cdf
+from kilter.model.stats import critical_values, log_evidence_above, log_evidence_below, t_cdf
 
-FIRST_LOOK = 3
-NEXT_LOOK = 1.4
-"""A test looks at its pairs after this many, and whenever their number has grown by this factor."""
+MOST_LOOKS = 4
+LEAST_PAIRS = 3
+"""A test looks at its pairs at the end, and before that each time at half as many."""
 
 ZONE = 0.01
 ZONE_SHARE = 0.1
@@ -43,6 +44,28 @@ class Verdict(enum.Enum):
     UNDECIDED = "undecided"
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What pairs say of the spread of one: their squared deviations from the mean of their own
+    setting, and how many of these are independent. All settings share one relative spread."""
+
+    squares: float = 0.0
+    freedom: int = 0
+
+    def with_pairs(self, log_ratios: Sequence[float]) -> Spread:
+        """With the pairs of one more setting."""
+        mean = math.fsum(log_ratios) / len(log_ratios)
+        squares = math.fsum((x - mean) ** 2 for x in log_ratios)
+        return Spread(self.squares + squares, self.freedom + len(log_ratios) - 1)
+
+    @property
+    def sd(self) -> float:
+        return math.sqrt(self.squares / self.freedom)
+
+
+NOTHING_KNOWN = Spread()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
     """The allowed slowdown (a fraction) and how often a verdict of "safe" may be wrong."""
@@ -55,20 +78,34 @@ class Contract:
         """The log ratio that a safe setting stays below."""
         return math.log1p(max(self.max_slowdown, FREE_MARGIN))
 
-    def judge(self, log_ratios: Sequence[float], *, error_probability: float, most: int) -> Verdict:
+    def judge(
+        self,
+        log_ratios: Sequence[float],
+        *,
+        error_probability: float,
+        most: int,
+        spread: Spread = NOTHING_KNOWN,
+    ) -> Verdict:
         """The verdict after these pairs (log of candidate time over baseline time), of `most` that
         this test may use.
 
         `error_probability` is this test's share of the contract's, when several settings are
-        tested one after the other.
+        tested one after the other. `spread` is what pairs of other settings say of it.
         """
-        return _test(log_ratios, self.bound, error_probability, most)
+        return _test(log_ratios, self.bound, error_probability, most, spread)
 
-    def saves(self, log_ratios: Sequence[float], *, error_probability: float, most: int) -> Verdict:
+    def saves(
+        self,
+        log_ratios: Sequence[float],
+        *,
+        error_probability: float,
+        most: int,
+        spread: Spread = NOTHING_KNOWN,
+    ) -> Verdict:
         """The same for energy (log of candidate energy over baseline energy): "safe" when there is
         evidence that it saves `LEAST_SAVING`. Without this, the luckiest of several settings that
         save nothing would be held."""
-        return _test(log_ratios, math.log1p(-LEAST_SAVING), error_probability, most)
+        return _test(log_ratios, math.log1p(-LEAST_SAVING), error_probability, most, spread)
 
     def judge_at_any_time(
         self, log_ratios: Sequence[float], *, error_probability: float
@@ -97,29 +134,35 @@ class Contract:
         return self.error_probability / (test * (test + 1))
 
 
+@functools.lru_cache(maxsize=1024)
 def looks(most: int) -> tuple[int, ...]:
     """After how many pairs a test of at most `most` pairs looks at them."""
-    found, n = [], FIRST_LOOK
-    while n < most:
-        found.append(n)
-        n = math.ceil(n * NEXT_LOOK)
-    return (*found, max(most, 2))
+    found = [max(most, 2)]
+    while len(found) < MOST_LOOKS and (before := math.ceil(found[0] / 2)) >= LEAST_PAIRS:
+        found.insert(0, before)
+    return tuple(found)
 
 
 def _test(
-    log_ratios: Sequence[float], bound: float, error_probability: float, most: int
+    log_ratios: Sequence[float], bound: float, error_probability: float, most: int, spread: Spread
 ) -> Verdict:
     """Whether there is evidence that the mean is below the bound; asked after every pair."""
     n, plan = len(log_ratios), looks(most)
     if n < 2 or (n not in plan and n < plan[-1]):
         return Verdict.UNDECIDED
-    nominal = nominal_level(plan, error_probability)
+    critical = dict(zip(plan, critical_values(plan, error_probability), strict=True))
     mean = math.fsum(log_ratios) / n
-    spread = math.sqrt(math.fsum((x - mean) ** 2 for x in log_ratios) / (n - 1))
-    error = max(spread / math.sqrt(n), 1e-12)
-    if n in plan and 1.0 - t_cdf((bound - mean) / error, n - 1) <= nominal:
+    spread = spread.with_pairs(log_ratios)
+    error = max(spread.sd / math.sqrt(n), 1e-12)
+    freedom = spread.freedom
+    if n in plan and 1.0 - t_cdf((bound - mean) / error, freedom) <= _tail(critical[n]):
         return Verdict.SAFE
     if n >= plan[-1]:
         return Verdict.DEGRADED
-    hoped = (bound - mean + HOPE * error) / max(spread / math.sqrt(plan[-1]), 1e-12)
-    return Verdict.UNDECIDED if 1.0 - t_cdf(hoped, plan[-1] - 1) <= nominal else Verdict.DEGRADED
+    hoped = (bound - mean + HOPE * error) / max(spread.sd / math.sqrt(plan[-1]), 1e-12)
+    hopeless = 1.0 - t_cdf(hoped, freedom) > _tail(critical[plan[-1]])
+    return Verdict.DEGRADED if hopeless else Verdict.UNDECIDED
+
+
+def _tail(z: float) -> float:
+    return 0.5 * math.erfc(z / math.sqrt(2.0))

@@ -108,6 +108,23 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TestSize:
+    """A test that a candidate could be put to."""
+
+    pairs: int
+    error: float
+    """Standard error of the mean of so many pairs."""
+    margin: float
+    """By how much that mean has to be below a bound."""
+    price: float
+    """What so many pairs cost, in the objective."""
+
+
+UNTESTED = TestSize(pairs=0, error=0.0, margin=0.0, price=0.0)
+"""A candidate is as good as it turns out to be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """What is expected of one candidate."""
 
@@ -116,7 +133,9 @@ class Forecast:
     log_energy: float
     improvement: float
     """Expected improvement of the log objective over the best accepted so far, times the
-    probability that the time keeps the bound."""
+    probability that its test says so, less the price of the test."""
+    pairs: int
+    """Of the test that promises most."""
     probed: bool
 
 
@@ -128,14 +147,17 @@ def forecasts(
     objective: Objective,
     best: float,
     price_of_time: float,
+    least_saving: float = 0.0,
+    tests: Sequence[TestSize] = (UNTESTED,),
     rejected: frozenset[int] = frozenset(),
     expected: Mapping[Setting, tuple[float, float]] | None = None,
 ) -> list[Forecast]:
     """All reachable candidates, the most promising first.
 
     `bound` is the log time ratio to stay below, `best` the log objective of the setting accepted
-    so far (0 = the baseline). `expected`, of a predictor, are the log ratios of time and power that
-    take the place of the priors' straight lines, by setting.
+    so far (0 = the baseline), `tests` are the tests that can be afforded. `expected`, of a
+    predictor, are the log ratios of time and power that take the place of the priors' straight
+    lines, by setting.
     """
     x = space.coordinates()
     if len(x) == 0:
@@ -160,10 +182,21 @@ def forecasts(
     value = power + weight * time
     value_sd = np.sqrt(power_sd**2 + (weight * time_sd) ** 2)
     gain = _expected_improvement(best - value, value_sd)
-    gain *= _normal_cdf((bound - time) / np.maximum(time_sd, 1e-9))
     worth = -(power + time + price_of_time * np.maximum(time, 0.0))
     worth_sd = np.sqrt(power_sd**2 + ((1 + price_of_time) * time_sd) ** 2)
     gain *= _normal_cdf(worth / np.maximum(worth_sd, 1e-9))
+    energy, energy_sd = power + time, np.hypot(power_sd, time_sd)
+    saved = -math.log1p(-least_saving)
+
+    def promise(test: TestSize) -> Array:
+        """Gain by a test: that its means come out well, too, is uncertain."""
+        in_time = (bound - test.margin - time) / np.maximum(np.hypot(time_sd, test.error), 1e-9)
+        saves = (-saved - test.margin - energy) / np.maximum(np.hypot(energy_sd, test.error), 1e-9)
+        result: Array = gain * _normal_cdf(in_time) * _normal_cdf(saves) - test.price
+        return result
+
+    promises = np.array([promise(test) for test in tests])
+    chosen = promises.argmax(axis=0)
     reach = _reachable(x, points, times, bound)
     return sorted(
         (
@@ -171,7 +204,8 @@ def forecasts(
                 index=i,
                 log_time=float(time[i]),
                 log_energy=float(time[i] + power[i]),
-                improvement=float(gain[i]),
+                improvement=float(promises[chosen[i], i]),
+                pairs=tests[chosen[i]].pairs,
                 probed=i in probed,
             )
             for i in range(len(x))

@@ -7,6 +7,7 @@ import pytest
 
 from kilter.app.bench import clocks
 from kilter.app.cli.main import main
+from kilter.clocks.plan.governor import SEARCH_PAIRS
 from kilter.core.plan import Goal
 from kilter.device.sim.replay import load_tables
 
@@ -165,3 +166,26 @@ def test_wrong_flags_are_exit_code_2(tmp_path, capsys, arguments):
         code, err = stop.code, capsys.readouterr().err
     assert code == 2
     assert err
+
+
+def test_random_cards_are_simulated_and_say_where_the_saving_went(capsys):
+    """Two cards that nobody has measured: the same ones each time; what is lost adds up."""
+    arguments = ("--random", 2, "--half", 0, "--seeds", 1, "--policies", "kilter,oracle", "--json")
+    code, out, _ = bench(capsys, *arguments)
+    assert code == 0
+    document = json.loads(out)
+    assert document["label"] == "simulated"
+    ours, best = (document["summary"][name] for name in ("kilter", "oracle"))
+    assert sum(ours["lost"].values()) == pytest.approx(1 - ours["of_oracle"])
+    assert set(ours["lost"]) <= {"none", "price", "test", "probe", "unseen", "bound"}
+    assert ours["violation_rate_ci95"][0] <= ours["violation_rate"]
+    assert ours["n"] == best["n"]
+    assert ours["most_iterations"] <= 2 * clocks.BLOCK * SEARCH_PAIRS
+    again = json.loads(bench(capsys, *arguments)[1])
+    assert again["rows"] == document["rows"]
+
+
+def test_nothing_to_replay_is_said(capsys):
+    code, _, err = bench(capsys)
+    assert code == 2
+    assert "--table CSV, or --random N" in err

@@ -97,6 +97,15 @@ def test_several_looks_together_are_wrong_as_often_as_they_may_be(looks, error):
     assert crossed.mean() == pytest.approx(error, abs=4 * math.sqrt(error / len(walks)))
 
 
+@given(st.integers(0, 400), st.integers(1, 400))
+@settings(max_examples=50, deadline=None)
+def test_a_binomial_interval_is_the_exact_one(events, trials):
+    events = min(events, trials)
+    expected = oracle.binomtest(events, trials).proportion_ci(0.95, "exact")
+    found = stats.binomial_interval(events, trials)
+    assert found == pytest.approx((expected.low, expected.high), abs=1e-6)
+
+
 def test_the_usual_time_survives_an_outlier():
     assert stats.usual_time([1.0, 1.1, 0.9, 1.0, 9.0]) == pytest.approx(1.0)
     assert stats.usual_time([2.0]) == 2.0

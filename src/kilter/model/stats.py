@@ -50,6 +50,34 @@ def paired_ratio(log_ratios: Sequence[float], confidence: float = 0.95) -> Estim
     return Estimate(math.exp(mean), math.exp(mean - half), math.exp(min(mean + half, 700.0)), n)
 
 
+def binomial_interval(events: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Exact interval of a probability (Clopper and Pearson, Biometrika 26, 1934)."""
+    tail = (1.0 - confidence) / 2
+
+    def at_most(k: int, p: float) -> float:
+        if p <= 0.0 or p >= 1.0:
+            return 1.0 if p <= 0.0 or k >= trials else 0.0
+        logs = [
+            math.lgamma(trials + 1)
+            - math.lgamma(i + 1)
+            - math.lgamma(trials - i + 1)
+            + i * math.log(p)
+            + (trials - i) * math.log1p(-p)
+            for i in range(k + 1)
+        ]
+        return math.fsum(map(math.exp, logs))
+
+    def solved(k: int, wanted: float) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if at_most(k, middle) > wanted else (low, middle)
+        return (low + high) / 2
+
+    low = solved(events - 1, 1.0 - tail) if events > 0 else 0.0
+    return low, solved(events, tail) if events < trials else 1.0
+
+
 def log_evidence_below(log_ratios: Sequence[float], bound: float) -> float:
     """Log e-value against "the mean of the log ratios is at or above `bound`".
 

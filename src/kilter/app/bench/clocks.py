@@ -10,23 +10,26 @@ import argparse
 import math
 import statistics
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from kilter.app.bench import clock_peers, clocks_learned
+from kilter.app.bench.random_tables import random_tables
 from kilter.app.cli.options import fraction
-from kilter.clocks.plan.governor import BlockOutcome, Governor, Order
+from kilter.clocks.plan.governor import BlockOutcome, Governor, Order, Phase
 from kilter.clocks.plan.job import SEARCHED_KNOBS, Space
 from kilter.core.errors import UsageError
 from kilter.core.plan import Goal, Objective
 from kilter.core.setting import Setting
 from kilter.device.sim.noise import Noise, NoiseSource
 from kilter.device.sim.replay import RecordedRow, RecordedWorkload, load_tables
-from kilter.model.stats import usual_time
+from kilter.model.stats import binomial_interval, usual_time
 
 HELP = "replay clock policies over tables of measurements (CSV); every figure is replayed"
 EPILOG = """\
@@ -39,10 +42,17 @@ examples:
   kilter bench clocks --table zeus_v100_a40.csv --max-slowdown 5% --seeds 20
   kilter bench clocks --table a.csv b.csv --policies kilter,oracle --json
   kilter bench clocks --table a.csv --aa      both arms default: how often is it fooled?
+  kilter bench clocks --random 16             cards and jobs that nobody has measured
 """
 
 BLOCK = 5
 """Iterations per block."""
+HOUR_ITERATIONS = 12_000
+"""Of a job of one hour at 300 ms per iteration."""
+
+
+OUTLIERS = 0.02
+"""Probability that an iteration is one."""
 
 
 class OutOfTime(Exception):
@@ -53,10 +63,20 @@ class Replay:
     """One run of a workload: plays blocks, and keeps the books of what they cost."""
 
     def __init__(
-        self, workload: RecordedWorkload, *, noise: float, seed: int, budget_s: float, placebo: bool
+        self,
+        workload: RecordedWorkload,
+        *,
+        noise: float,
+        seed: int,
+        budget_s: float = math.inf,
+        placebo: bool = False,
+        outliers: float = OUTLIERS,
     ) -> None:
         self.workload = workload
         self.iterations = 0
+        self.energy_j = 0.0
+        self.tried: dict[Setting, Phase] = {}
+        """What the policy has done last with each setting, if it says so."""
         self.probe_energy_j = 0.0
         self._elapsed_s = 0.0
         self._budget_s = budget_s
@@ -64,7 +84,7 @@ class Replay:
         self._noise_sd, self._seed = noise, seed
         self._rows = {row.setting: row for row in workload.rows}
         kind = Noise(
-            white=noise, drift=noise, outlier_probability=0.02 if noise else 0.0, power=noise
+            white=noise, drift=noise, outlier_probability=outliers if noise else 0.0, power=noise
         )
         self._noise = NoiseSource(kind, np.random.default_rng(seed))
 
@@ -86,6 +106,7 @@ class Replay:
         energies = [row.energy_j * time * power for time, power in draws]
         usual = usual_time([time for time, _ in draws])
         self.iterations += iterations
+        self.energy_j += sum(energies)
         self._elapsed_s += row.time_s * sum(time for time, _ in draws)
         if setting != self.workload.default.setting:
             self.probe_energy_j += sum(energies)
@@ -123,9 +144,18 @@ def kilter(run: Replay, goal: Goal, seed: int, _others: Sequence[RecordedWorkloa
     try:
         order: Order = next(search)
         while True:
+            if not order.baseline:
+                run.tried[order.setting] = order.phase
             order = search.send(run.block(order.setting))
     except (StopIteration, OutOfTime):
         return governor.choice.setting
+
+
+def half(workloads: Sequence[RecordedWorkload], which: int | None) -> tuple[RecordedWorkload, ...]:
+    """Those of one half, by a hash of their names; None: all."""
+    return tuple(
+        w for w in workloads if which is None or zlib.crc32((w.name + w.gpu).encode()) % 2 == which
+    )
 
 
 def default(run: Replay, _goal: Goal, _seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
@@ -146,9 +176,7 @@ def static(run: Replay, goal: Goal, _seed: int, others: Sequence[RecordedWorkloa
 
 def oracle(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
     """The best row that keeps the bound, chosen and scored on the same true values."""
-    workload, n = run.workload, goal.objective.time_exponent
-    legal = [r for r in workload.rows if slowdown(r, workload.default) <= _bound(goal)]
-    return min(legal, key=lambda r: r.energy_j * r.time_s**n).setting
+    return _best(run.workload, goal, price_of_time=0.0).setting
 
 
 def zeus(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
@@ -227,6 +255,14 @@ class PolicyResult:
     violated: bool
     iterations: int
     probe_energy_j: float
+    search_cost: float | None
+    """Energy of the search beyond that of as many iterations at the choice, over what a job of
+    `HOUR_ITERATIONS` saves; None where nothing is saved."""
+    lost: str
+    """Why the saving is less than the oracle's: the best setting's slowdown is not worth its saving
+    ("price"), it was tested and not taken ("test"), probed and not tested ("probe"), or neither
+    ("unseen"); "none": it was taken; "bound": more was taken than is allowed."""
+    oracle_saving: float
 
 
 def play(
@@ -238,6 +274,7 @@ def play(
     noise: float,
     budget_s: float = math.inf,
     placebo: bool = False,
+    outliers: float = OUTLIERS,
 ) -> list[PolicyResult]:
     """Every policy on every workload of every table, `seeds` times each."""
     results = []
@@ -253,34 +290,69 @@ def play(
                         seed=seed * 100_003 + number,
                         budget_s=budget_s,
                         placebo=placebo,
+                        outliers=outliers,
                     )
                     try:
                         setting = POLICIES[policy](run, goal, seed, others)
                     except OutOfTime:  # a policy that has not decided leaves the default
                         setting = workload.default.setting
-                    # in a placebo run every setting is the default in disguise
-                    row = workload.default if placebo else workload.at(setting) or workload.default
-                    slow = slowdown(row, workload.default)
-                    results.append(
-                        PolicyResult(
-                            policy=policy,
-                            table=table,
-                            gpu=workload.gpu,
-                            workload=workload.name,
-                            seed=seed,
-                            setting=str(setting),
-                            chose_default=setting == workload.default.setting,
-                            saving=saving(row, workload.default),
-                            slowdown=slow,
-                            violated=slow > _bound(goal) + 1e-9,
-                            iterations=run.iterations,
-                            probe_energy_j=run.probe_energy_j,
-                        )
-                    )
+                    results.append(_scored(run, policy, table, goal, seed, setting, placebo))
     return results
 
 
-def summarise(results: Sequence[PolicyResult]) -> dict[str, dict[str, float | int | None]]:
+def _scored(
+    run: Replay, policy: str, table: str, goal: Goal, seed: int, setting: Setting, placebo: bool
+) -> PolicyResult:
+    workload, default = run.workload, run.workload.default
+    # in a placebo run every setting is the default in disguise
+    row = default if placebo else workload.at(setting) or default
+    slow, saved_j = slowdown(row, default), default.energy_j - row.energy_j
+    best = _best(workload, goal, price_of_time=0.0)
+    return PolicyResult(
+        policy=policy,
+        table=table,
+        gpu=workload.gpu,
+        workload=workload.name,
+        seed=seed,
+        setting=str(setting),
+        chose_default=setting == default.setting,
+        saving=saving(row, default),
+        slowdown=slow,
+        violated=slow > _bound(goal) + 1e-9,
+        iterations=run.iterations,
+        probe_energy_j=run.probe_energy_j,
+        search_cost=(run.energy_j - run.iterations * row.energy_j) / (HOUR_ITERATIONS * saved_j)
+        if saved_j > 0.0
+        else None,
+        lost=_why_less(run, goal, row),
+        oracle_saving=saving(best, default),
+    )
+
+
+def _best(workload: RecordedWorkload, goal: Goal, *, price_of_time: float) -> RecordedRow:
+    """The row that saves most within the bound and is worth its time."""
+    default = workload.default
+    rows = [
+        row
+        for row in workload.rows
+        if slowdown(row, default) <= _bound(goal) + 1e-9
+        and saving(row, default) >= price_of_time * max(slowdown(row, default), 0.0)
+    ]
+    return min(rows, key=lambda row: row.energy_j * row.time_s**goal.objective.time_exponent)
+
+
+def _why_less(run: Replay, goal: Goal, row: RecordedRow) -> str:
+    best = _best(run.workload, goal, price_of_time=goal.price_of_time)
+    if slowdown(row, run.workload.default) > _bound(goal) + 1e-9:
+        return "bound"
+    if row.energy_j <= best.energy_j:
+        return "none" if best is _best(run.workload, goal, price_of_time=0.0) else "price"
+    if best.setting not in run.tried:
+        return "unseen"
+    return "test" if run.tried[best.setting] is Phase.CONFIRM else "probe"
+
+
+def summarise(results: Sequence[PolicyResult]) -> dict[str, dict[str, Any]]:
     """Per policy: means over its runs. `of_oracle` = mean saving over the oracle's, where the
     oracle played the same workloads."""
     by_policy: dict[str, list[PolicyResult]] = defaultdict(list)
@@ -295,18 +367,48 @@ def summarise(results: Sequence[PolicyResult]) -> dict[str, dict[str, float | in
             "worst_slowdown": max(r.slowdown for r in rows),
             "violations": sum(r.violated for r in rows),
             "violation_rate": statistics.fmean(r.violated for r in rows),
+            "violation_rate_ci95": binomial_interval(sum(r.violated for r in rows), len(rows)),
             "n": len(rows),
             "of_oracle": mean / oracle_saving if oracle_saving else None,
             "chose_default": statistics.fmean(r.chose_default for r in rows),
             "median_iterations": statistics.median(r.iterations for r in rows),
+            "most_iterations": max(r.iterations for r in rows),
+            "search_cost": statistics.fmean(costs)
+            if (
+                costs := [
+                    r.search_cost
+                    for r in rows
+                    if r.search_cost is not None and r.oracle_saving >= 0.05
+                ]
+            )
+            else None,
+            "lost": _lost(rows),
         }
         for policy, rows in by_policy.items()
     }
 
 
+def _lost(rows: Sequence[PolicyResult]) -> dict[str, float]:
+    """Of the oracle's saving, by the reason."""
+    whole = math.fsum(r.oracle_saving for r in rows)
+    lost: dict[str, float] = defaultdict(float)
+    for r in rows:
+        lost[r.lost] += r.oracle_saving - r.saving
+    return {why: share / whole for why, share in sorted(lost.items())} if whole > 0.0 else {}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--table", nargs="+", required=True, metavar="CSV", help="clock tables to replay"
+        "--table", nargs="+", default=[], metavar="CSV", help="clock tables to replay"
+    )
+    parser.add_argument(
+        "--random", type=int, default=0, metavar="N", help="this many random cards, simulated"
+    )
+    parser.add_argument(
+        "--half",
+        type=int,
+        choices=(0, 1),
+        help="of all workloads, by their names: constants were chosen on half 0",
     )
     parser.add_argument(
         "--max-slowdown", type=fraction, default=0.05, metavar="S", help="contract (default 5%%)"
@@ -330,6 +432,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="runs each (default 5)")
     parser.add_argument(
         "--noise", type=fraction, default=0.01, metavar="S", help="of an iteration (default 1%%)"
+    )
+    parser.add_argument(
+        "--outliers",
+        type=fraction,
+        default=OUTLIERS,
+        metavar="P",
+        help="share of iterations that take 10%% longer in the mean (default 2%%)",
     )
     parser.add_argument(
         "--time-budget-s",
@@ -358,7 +467,11 @@ def run(args: argparse.Namespace) -> int:
         objective=Objective(args.objective),
         price_of_time=args.price_of_time,
     )
-    tables = {path: load_tables(path) for path in args.table}
+    if not args.table and args.random < 1:
+        raise UsageError("nothing to replay: give --table CSV, or --random N")
+    tables = {path: load_tables(path) for path in args.table} | random_tables(args.random)
+    tables = {path: half(workloads, args.half) for path, workloads in tables.items()}
+    tables = {path: workloads for path, workloads in tables.items() if workloads}
     results = []
     for path, workloads in tables.items():  # one by one: progress on a long work
         if not args.json:
@@ -371,15 +484,17 @@ def run(args: argparse.Namespace) -> int:
             noise=args.noise,
             budget_s=args.time_budget_s,
             placebo=args.aa,
+            outliers=args.outliers,
         )
     summary = summarise(results)
     if args.json:
         document = {
             "schema": "kilter.bench.clocks/1",
-            "label": "replayed",
+            "label": _label(list(tables)),
             "max_slowdown": args.max_slowdown,
             "price_of_time": args.price_of_time,
             "noise": args.noise,
+            "outliers": args.outliers,
             "seeds": args.seeds,
             "block_iterations": BLOCK,
             "aa": args.aa,
@@ -402,16 +517,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(title: str, summary: Mapping[str, Mapping[str, float | int | None]]) -> None:
-    print(f"\n{title} (replayed)")
-    print("  policy    saving  of oracle  slowdown   worst  violations  iterations")
+def _print(title: str, summary: Mapping[str, Mapping[str, Any]]) -> None:
+    print(f"\n{title} ({_label([title])})")
+    print("  policy    saving  of oracle  slowdown   worst  violations  iterations    most  search")
     for policy, s in summary.items():
         share = "-" if s["of_oracle"] is None else f"{s['of_oracle'] * 100:.1f} %"
         print(
             f"  {policy:<8} {_percent(s['mean_saving'])}  {share:>9}   "
             f"{_percent(s['mean_slowdown'])} {_percent(s['worst_slowdown'])}  "
-            f"{s['violations']:>4} / {s['n']:<5} {s['median_iterations']:>8.0f}"
+            f"{s['violations']:>4} / {s['n']:<5} {s['median_iterations']:>8.0f} "
+            f"{s['most_iterations']:>7} {_percent(s['search_cost'])}"
         )
+    if "kilter" in summary:
+        s = summary["kilter"]
+        low, high = s["violation_rate_ci95"]
+        told = ", ".join(f"{why} {part * 100:.1f} %" for why, part in s["lost"].items() if part)
+        print(f"  kilter: violations {low * 100:.2f} to {high * 100:.2f} % (95 %); lost: {told}")
+
+
+def _label(tables: Sequence[str]) -> str:
+    """Of figures computed on these."""
+    kinds = {"simulated" if t.startswith("random ") else "replayed" for t in tables}
+    return " and ".join(sorted(kinds))
 
 
 def _percent(value: float | int | None) -> str:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kilter.clocks.plan.governor import (
     DRIFT_BLOCKS,
     SEARCH_AGAIN_AFTER,
+    SEARCH_PAIRS,
     BlockOutcome,
     Governor,
     Phase,
@@ -286,3 +287,40 @@ def test_the_grid_is_thinned_and_below_what_was_found():
     assert all(b <= a * GRAIN + 1 for a, b in itertools.pairwise(clocks))
     assert max(clocks) < SUSTAINED.sm_clock_hz
     assert all(s.power_limit_w <= 600.0 for s in grid.candidates)
+
+
+@pytest.mark.parametrize("noise", ["white", "drift", "heavy tails"])
+def test_the_worst_case_is_taken_no_more_often_than_promised(noise):
+    """Every setting saves a lot and is just too slow for the bound; one after the other is tested,
+    and all tests together err with the probability of the contract."""
+    supported = Supported(power_limits_w=(400.0, 500.0, 600.0, 700.0))
+    grid = space(FOUND, SUSTAINED, supported)
+    wrong, runs = 0, 150
+    for seed in range(runs):
+        rng = np.random.default_rng(seed)
+        governor = Governor(grid, Goal(max_slowdown=0.05), seed=seed)
+        search = governor.search()
+        order, drift = next(search), 0.0
+        try:
+            while True:
+                found = order.setting == FOUND
+                drift = 0.6 * drift + 0.8 * rng.normal()  # from one block to the next
+                shape = {"white": rng.normal(), "drift": drift, "heavy tails": rng.standard_t(3)}
+                time = (1.0 if found else 1.0505) * (1 + 0.007 * shape[noise])
+                power = (1.0 if found else 0.75) * (1 + 0.005 * rng.normal())
+                outcome = BlockOutcome(iteration_s=time, energy_j=time * power)
+                order = search.send(outcome)
+        except StopIteration:
+            wrong += governor.choice.setting != FOUND
+    assert wrong <= 0.05 * runs + 2 * math.sqrt(0.05 * 0.95 * runs)
+
+
+def test_settings_that_differ_by_less_than_noise_are_not_tried_one_by_one():
+    """A job that waits for data: all low clocks are as fast as each other and save the same within
+    a percent. The search takes one of them and ends."""
+    job = Job(0.0, 0.05, noise=0.01, seed=5)
+    governor = Governor(space(FOUND, SUSTAINED, card(limits=())), Goal(max_slowdown=0.05), seed=1)
+    orders = conduct(governor, job)
+    assert governor.choice.setting != FOUND
+    assert len({order.setting for order in orders if not order.baseline}) <= 10
+    assert len(orders) <= 2 * SEARCH_PAIRS + 1

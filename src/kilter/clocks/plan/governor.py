@@ -37,6 +37,9 @@ TEST_PART = 0.5
 that has passed, of a safer one after one that has failed."""
 LEAST_IMPROVEMENT = 0.001
 """Expected improvement (fraction of the objective) below which settings cannot be told apart."""
+LEAST_SHARE = 0.01
+"""The same as a share of what the setting accepted so far saves: less cannot be told from the
+luck of a probe, and the search would try one neighbour after the other."""
 JOB_PAIRS = 1800
 """A search has to pay within so many pairs' time: an hour of blocks of a second."""
 USUAL_SAVING = 0.1
@@ -210,7 +213,8 @@ class Governor:
         )
         if self._pairs_left() < LEAST_TEST + PROBE_PAIRS:
             ranking = [f for f in ranking if f.probed]
-        return [f for f in ranking if f.improvement >= LEAST_IMPROVEMENT]
+        least = max(LEAST_IMPROVEMENT, -LEAST_SHARE * self.choice.log_energy)
+        return [f for f in ranking if f.improvement >= least]
 
     def _pairs_left(self) -> int:
         """Pairs that this search may still use."""

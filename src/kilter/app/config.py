@@ -186,9 +186,9 @@ OPTIONS = {
             "price-of-time",
             price_of_time,
             "a setting has to save this many times as large a fraction of the energy as it is"
-            f" slower (default {Goal().price_of_time:g}: energy times time must not rise; 0: any"
-            " saving within --max-slowdown is welcome; 2: the rest of the machine draws as much as"
-            " the GPU)",
+            f" slower (default {Goal().price_of_time:g}: the rest of the machine"
+            " draws half as much as its GPUs; 0: any saving within --max-slowdown is welcome; 1:"
+            " energy times time must not rise)",
             "P",
         ),
         Option(

@@ -94,9 +94,9 @@ class Goal:
     error_probability: float = 0.05
     """The contract is broken with at most this probability."""
     price_of_time: float = 0.5
-    """A setting has to save this many times as large a fraction of the energy as it is slower. 1:
-    the product of energy and time must not rise. 0: any saving within the bound is welcome. 2: the
-    rest of the machine is about as hungry as the GPU, and runs longer as well."""
+    """A setting has to save this many times as large a fraction of the energy as it is slower. 0:
+    any saving within the bound is welcome. 0.5: the energy of a machine whose other parts draw half
+    as much as its GPUs does not rise. 1: energy times time does not rise."""
 
     def __post_init__(self) -> None:
         s = self.max_slowdown

@@ -49,7 +49,7 @@ NOISE_SD = 0.01
 """Spread of one pair's log ratio that is assumed until pairs show their own."""
 TEST_SHARE = 0.6
 """What a test may spend of the error probability that is left. It is spent only if the setting
-fails: a setting that passes has either been safe, which is no error, or is the error itself."""
+is not taken: one that is taken has either been safe, which is no error, or is the error itself."""
 REFERENCE_EVERY = 50
 """While holding, one block in this many is a baseline block: 2 % of the saving is spent on
 knowing that it is still one."""
@@ -271,9 +271,7 @@ class Governor:
             if Verdict.DEGRADED in (time, saving) or time is saving is Verdict.SAFE:
                 break
         self._decided.add(forecast.index)
-        if not time is saving is Verdict.SAFE:
-            self._error_left -= share
-            return
+        passed = time is saving is Verdict.SAFE
         candidate = Choice(
             setting=setting,
             log_time=statistics.fmean(fresh.times),
@@ -282,8 +280,10 @@ class Governor:
         )
         price = self._goal.price_of_time * max(candidate.log_time, 0.0)
         worth = candidate.log_energy + price < 0.0
-        if worth and self._objective(candidate) < self._objective(self.choice):
+        if passed and worth and self._objective(candidate) < self._objective(self.choice):
             self.choice = candidate
+        else:
+            self._error_left -= share
 
     def hold(self) -> Generator[Order, BlockOutcome, str]:
         """Hold the choice; returns why the search has to be done again."""

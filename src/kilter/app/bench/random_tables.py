@@ -21,7 +21,7 @@ from kilter.model.roofline import Quantity, Roofline
 
 JOBS = 6
 """Workloads of one card."""
-KNOBS = ("sm", "limit", "sm+memory", "sm+limit")
+RANDOM_KNOBS = ("sm", "limit", "sm+memory", "sm+limit")
 ROW_ERROR = 0.002
 """Standard deviation of a row's time and energy about the model's."""
 
@@ -39,7 +39,7 @@ def random_tables(count: int, *, seed: int = 0) -> dict[str, tuple[RecordedWorkl
 class _RandomCard:
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
-        self.knobs = str(rng.choice(KNOBS))
+        self.knobs = str(rng.choice(RANDOM_KNOBS))
         top_hz = rng.uniform(1.2e9, 2.6e9)
         lowest_hz = top_hz * rng.uniform(0.3, 0.75)
         self.sm_hz = np.linspace(top_hz, lowest_hz, int(rng.integers(5, 60)))

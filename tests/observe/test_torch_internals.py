@@ -86,6 +86,7 @@ def test_private_names_of_torch_stand_in_one_place() -> None:
     found = {
         f"{path.relative_to(SOURCES)}: {name}"
         for path, tree in trees(home=False)
+        if path.name != "learning.py"  # has private names of scikit-learn, and does not know torch
         for name in strays(tree, own)
     }
     assert found == set()

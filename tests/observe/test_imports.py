@@ -90,3 +90,16 @@ def test_cancelled_is_cancelled(module):
     waiting.cancel()
     importlib.import_module(name)
     assert seen == []
+
+
+def test_a_finder_of_the_old_kind_behind_us_is_left_out_as_python_does(module, monkeypatch):
+    class OldFinder:
+        def find_module(self, name, path=None):
+            return None
+
+    name, seen = module(), []
+    monkeypatch.setattr(sys, "meta_path", [OldFinder(), *sys.meta_path])
+    after_import(name, lambda: seen.append(1)).install()
+    assert importlib.import_module(name).value == 1
+    assert seen == [1]
+    monkeypatch.undo()

@@ -20,6 +20,22 @@ def note_epsilon(module: Any, inputs: Any, output: Any) -> None:
         node.metadata[EPS] = eps
 
 
+def _instances(kind: type) -> list[Any]:
+    """All objects of a class and of those derived from it.
+
+    They refer to their class. The list of all objects would hold tuples, too, that other threads
+    are just filling, and to fill a tuple that somebody else holds as well is an error of the
+    interpreter's (SystemError, in the other thread).
+    """
+    kinds: set[type] = set()
+    new = {kind}
+    while new:
+        kinds |= new
+        below: set[type] = set().union(*(one.__subclasses__() for one in new))
+        new = below - kinds
+    return [found for found in gc.get_referrers(*kinds) if type(found) in kinds]
+
+
 class LayerNorms:
     """The program's layer norms, by their weight.
 
@@ -37,9 +53,7 @@ class LayerNorms:
     def find(self) -> None:
         """Look for those that are new."""
         norm = torch.nn.LayerNorm
-        for module in gc.get_objects():
-            if not issubclass(type(module), norm):
-                continue
+        for module in _instances(norm):
             weight = vars(module).get("_parameters", {}).get("weight")
             if weight is not None:
                 self._by_weight[id(weight)] = weakref.ref(module)

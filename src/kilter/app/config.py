@@ -186,8 +186,8 @@ OPTIONS = {
             "price-of-time",
             price_of_time,
             "a setting has to save this many times as large a fraction of the energy as it is"
-            f" slower (default {Goal().price_of_time:g}: the rest of the machine"
-            " draws half as much as its GPUs; 0: any saving within --max-slowdown is welcome; 1:"
+            f" slower (default {Goal().price_of_time:g}: as if the rest of the machine"
+            " drew half as much as its GPUs; 0: any saving within --max-slowdown is welcome; 1:"
             " energy times time must not rise)",
             "P",
         ),

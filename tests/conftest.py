@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -17,6 +18,10 @@ settings.register_profile(
     derandomize=bool(os.environ.get("CI")),
 )
 settings.load_profile("kilter")
+
+# More than a thousand processes would compile all of kilter again, and each worker all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Two workers on two cores: more threads of torch would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

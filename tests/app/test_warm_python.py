@@ -32,6 +32,9 @@ def test_modules_code_and_python_path(warm: WarmPython, tmp_path: Path) -> None:
     assert warm.run(["-m", "found", "x"], environ=environ).stdout == "__main__ ['x']\n"
     assert warm.run(["-c", "import found"], environ=environ).stdout == "found []\n"
     assert "No module named" in warm.run(["-c", "import found"], environ={}).stderr
+    (tmp_path / "torch.py").write_text("name = 'in place of torch'")
+    told = warm.run(["-c", "import torch; print(torch.name)"], environ=environ).stdout
+    assert told == "in place of torch\n"
 
 
 @pytest.mark.parametrize(
@@ -41,10 +44,26 @@ def test_modules_code_and_python_path(warm: WarmPython, tmp_path: Path) -> None:
         ("raise ValueError('no')", 1),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
         ("import os; os._exit(3)", 3),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
     ],
 )
 def test_its_end_is_told(code: str, ends: int, warm: WarmPython) -> None:
     assert warm.run(["-c", code]).returncode == ends
+
+
+def test_at_its_end_handlers_are_called_and_objects_are_freed(warm: WarmPython) -> None:
+    code = (
+        "import atexit, ctypes\n"
+        "class Freed:\n    def __del__(self): print('freed')\n"
+        "atexit.register(print, 'handler')\n"
+        "kept = Freed()\nctypes.CDLL(None).printf(b'from C\\n')\nprint('last line')\n"
+    )
+    done = warm.run(["-c", code])
+    assert (done.returncode, done.stderr) == (0, "")
+    # C writes when its buffer is full, or at the end
+    lines = done.stdout.splitlines()
+    assert sorted(lines) == ["freed", "from C", "handler", "last line"]
+    assert lines.index("last line") < lines.index("handler") < lines.index("freed")
 
 
 def test_one_that_does_not_end_is_killed_with_its_children(

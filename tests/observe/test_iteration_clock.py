@@ -129,9 +129,12 @@ assert not counters["graph_break"], counters
     assert not [o for o in seen["operations"] if o["name"] in ("0", "1", "2")]
 
 
-def test_inference_is_marked_by_its_outermost_module():
-    program = """
-import time
+@pytest.mark.parametrize("imports", ["time", "time, torch._dynamo"])
+def test_inference_is_marked_by_its_outermost_module(imports):
+    """Tensor parallelism, to name one, imports the compiler, and compiles nothing."""
+    program = (
+        f"import {imports}"
+        + """
 class Wrapper(nn.Module):
     def __init__(self): super().__init__(); self.inner = model
     def forward(self, x): return self.inner(self.inner[0](x)[:, :8])
@@ -147,9 +150,12 @@ with torch.no_grad():
 from torch.nn.modules import module
 assert not module._global_forward_hooks
 assert not module._global_forward_pre_hooks
+from torch._dynamo import callback_handler
+assert not callback_handler.start_callbacks
 import copy, io, pickle
 copies = [copy.deepcopy(wrapped.inner), pickle.loads(pickle.dumps(model))]
 """
+    )
     seen = fresh(MODEL + program)
     assert seen["source"] == "module"
     assert seen["window"] == "done"
@@ -358,17 +364,24 @@ assert counters["stats"]["unique_graphs"] == graphs, counters
     assert fresh(MODEL + program)["source"] == "module"
 
 
-def test_a_program_that_prepares_for_long_and_then_compiles_is_not_in_the_way():
-    program = """
+@pytest.mark.parametrize("what", ["model", "lambda x: model(x)"], ids=["module", "function"])
+def test_a_program_that_prepares_for_long_and_then_compiles_is_not_in_the_way(what):
+    program = (
+        f"program = {what}"
+        + """
 import time, warnings, logging
 from kilter.observe import inference_watch as marks
 time.sleep(marks.INFERENCE_AFTER_S + 0.5)
 model(x)
 logging.getLogger("torch").setLevel(logging.ERROR)
-compiled = torch.compile(model, backend="eager")
-for _ in range(3): compiled(x)
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    compiled = torch.compile(program, backend="eager")
+    for _ in range(3): compiled(x)
+assert not [each for each in warned if "global hooks" in str(each.message)]
 from torch._dynamo.utils import counters
 assert counters["stats"]["unique_graphs"] == 1, counters
 """
+    )
     seen = fresh(MODEL + program)
     assert seen["borders"] == 0

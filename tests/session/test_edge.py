@@ -8,15 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kilter.core.events import Failed, Refused, Stopped, read_events
 from kilter.session.fence import PACKAGE
+from kilter.testing.warm_python import WarmProcess, WarmPython
 
-KILTER = str(Path(sys.executable).with_name("kilter"))
 PATIENCE_S = 240.0
 
 NET = """
@@ -25,10 +24,10 @@ import torch
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-net = [torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(4)]
+net = [torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.GELU()) for _ in range(4)]
 model = torch.nn.Sequential(*net)
 optimizer = torch.optim.AdamW(model.parameters())
-batch = torch.randn(1024, 512)
+batch = torch.randn(2048, 128)
 
 def step():
     optimizer.zero_grad()
@@ -36,7 +35,7 @@ def step():
     optimizer.step()
 
 def inside_kilter(frame):
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != __file__:
         if "/src/kilter/" in frame.f_code.co_filename:
             return frame.f_code.co_name != "__exit__"
         frame = frame.f_back
@@ -44,36 +43,47 @@ def inside_kilter(frame):
 """
 
 
+# Called as `python -c`, so that what is patched or closed is as it would be when kilter starts.
+START = """
+import sys
+{first}
+from kilter.app.cli.main import main
+raise SystemExit(main())
+"""
+WITHOUT_STDERR = "import os; os.close(2); sys.stderr = sys.__stderr__ = None"
+
+
+def start(
+    warm: WarmPython, arguments: list[str], directory: Path, environ: dict[str, str], name: str = ""
+) -> WarmProcess:
+    """Its output is in the files `stdout` and `stderr` with this name at their end."""
+    with (
+        open(os.devnull, "rb") as nothing,
+        (directory / f"stdout{name}").open("wb") as out,
+        (directory / f"stderr{name}").open("wb") as err,
+    ):
+        environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(directory)}
+        return warm.start(arguments, cwd=directory, environ=environ, streams=(nothing, out, err))
+
+
 class Job:
-    """`kilter run` of a script in a directory."""
+    """`kilter run` of a script in a directory, after a line of Python that comes first."""
 
     def __init__(
-        self,
-        directory: Path,
-        source: str,
-        *flags: str,
-        patch: str = "",
-        prepare: Callable[[], None] | None = None,
+        self, warm: WarmPython, directory: Path, source: str, *flags: str, first: str = ""
     ) -> None:
         self.directory = directory
         (directory / "job.py").write_text(source)
-        (directory / "patch").mkdir()
-        (directory / "patch" / "sitecustomize.py").write_text(patch)
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("KILTER")}
-        environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(directory / "patch")}
-        self.process = subprocess.Popen(
-            [KILTER, "run", "--out", "run", *flags, "job.py"],
-            cwd=directory,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=prepare,
+        self.process = start(
+            warm,
+            ["-c", START.format(first=first), "run", "--out", "run", *flags, "job.py"],
+            directory,
+            {k: v for k, v in os.environ.items() if not k.startswith("KILTER")},
         )
 
     def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, out, err
+        code = self.process.wait(PATIENCE_S).returncode
+        return code, *((self.directory / name).read_text() for name in ("stdout", "stderr"))
 
     def of(self, kind: type) -> list[object]:
         record = read_events(self.directory / "run" / "events-rank0.jsonl")
@@ -83,7 +93,7 @@ class Job:
         end_s = time.monotonic() + PATIENCE_S
         while not (self.directory / name).exists():
             assert time.monotonic() < end_s
-            assert self.process.poll() is None, self.end()
+            assert Path("/proc", str(self.process.pid)).exists(), self.end()
             time.sleep(0.02)
 
 
@@ -107,17 +117,18 @@ for _ in range(10):
 while rung < 200:
     before = rung
     try:
-        signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.001, 0.1))
+        signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.0005, 0.03))
         while rung == before:
             step()
     except TooLong:
         arrived += 1
+        torch.set_grad_enabled(True)  # an alarm inside no_grad's entry leaves it on, in plain, too
 print(arrived, "of", rung)
 """
 
 
-def test_every_alarm_of_the_program_arrives(tmp_path: Path) -> None:
-    code, out, err = (job := Job(tmp_path, NET + ALARMS, "--memory-budget", "60%")).end()
+def test_every_alarm_of_the_program_arrives(warm: WarmPython, tmp_path: Path) -> None:
+    code, out, err = (job := Job(warm, tmp_path, NET + ALARMS, "--memory-budget", "60%")).end()
     assert (code, out) == (0, "200 of 200\n"), err
     assert job.of(Failed) == []
 
@@ -161,20 +172,16 @@ print("hits", hits, file=sys.stderr)
 """
 
 
-def test_after_an_alarm_in_the_middle_of_our_work_the_numbers_are_plains(tmp_path: Path) -> None:
+def test_after_an_alarm_in_the_middle_of_our_work_the_numbers_are_plains(
+    warm: WarmPython, tmp_path: Path
+) -> None:
     plain = "".join(
         (NET, "for _ in range(14):\n    step()\n"
          "print([p.double().sum().item().hex() for p in model.parameters()])\n")
     )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", plain],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE_S,
-    )
-    code, out, err = (job := Job(tmp_path, NET + INTERRUPTED, "--memory-budget", "60%")).end()
+    done = warm.run(["-c", plain], timeout_s=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    code, out, err = (job := Job(warm, tmp_path, NET + INTERRUPTED, "--memory-budget", "60%")).end()
     assert (code, out) == (0, done.stdout), err
     assert "hits 1" in err
     assert job.of(Failed) == []
@@ -193,8 +200,10 @@ while True:
 """
 
 
-def test_ctrl_c_in_the_middle_of_our_work_shows_no_frame_of_ours(tmp_path: Path) -> None:
-    code, _, err = (job := Job(tmp_path, NET + CTRL_C, "--memory-budget", "60%")).end()
+def test_ctrl_c_in_the_middle_of_our_work_shows_no_frame_of_ours(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    code, _, err = (job := Job(warm, tmp_path, NET + CTRL_C, "--memory-budget", "60%")).end()
     assert code == -signal.SIGINT
     lines = err[err.index("Traceback") :].splitlines()
     assert 'job.py", line' in lines[1], err
@@ -223,10 +232,14 @@ LiveRun.settle = slow
 """
 
 
-def test_ctrl_c_after_the_script_changes_nothing_of_its_end(tmp_path: Path) -> None:
-    job = Job(tmp_path, NET + "step()\nsys.exit(3)\n", "--device", "null", patch=SLOW_END)
+def test_ctrl_c_after_the_script_changes_nothing_of_its_end(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    (tmp_path / "slow_end.py").write_text(SLOW_END)
+    source = NET + "step()\nsys.exit(3)\n"
+    job = Job(warm, tmp_path, source, "--device", "null", first="import slow_end")
     job.wait_for("ending")
-    job.process.send_signal(signal.SIGINT)
+    os.kill(job.process.pid, signal.SIGINT)
     time.sleep(0.2)
     (tmp_path / "go").touch()
     code, out, err = job.end()
@@ -249,11 +262,15 @@ step()
 RING = "os.kill(os.getpid(), 14)\n    settle(self, outcome)"
 
 
-def test_a_timer_that_the_script_has_left_behind_changes_nothing_of_its_end(tmp_path: Path) -> None:
+def test_a_timer_that_the_script_has_left_behind_changes_nothing_of_its_end(
+    warm: WarmPython, tmp_path: Path
+) -> None:
     patch = SLOW_END.replace("settle(self, outcome)", RING, 1).replace(
         '    while not os.path.exists("go"):\n        time.sleep(0.01)\n', ""
     )
-    code, out, err = (job := Job(tmp_path, NET + LATE_ALARM, "--device", "null", patch=patch)).end()
+    (tmp_path / "rings.py").write_text(patch)
+    job = Job(warm, tmp_path, NET + LATE_ALARM, "--device", "null", first="import rings")
+    code, out, err = job.end()
     assert (tmp_path / "rung").exists()
     assert (code, out) == (0, ""), err
     assert "Traceback" not in err
@@ -272,15 +289,19 @@ with open("notes.txt", "w") as file:
 
 
 @pytest.mark.parametrize("flags", [("--device", "sim:v100"), ("--memory-budget", "60%")])
-def test_with_stderr_closed_we_say_nothing_anywhere(flags: tuple[str, ...], tmp_path: Path) -> None:
-    job = Job(tmp_path, NET + CLOSED, *flags, prepare=lambda: os.close(2))
+def test_with_stderr_closed_we_say_nothing_anywhere(
+    flags: tuple[str, ...], warm: WarmPython, tmp_path: Path
+) -> None:
+    job = Job(warm, tmp_path, NET + CLOSED, *flags, first=WITHOUT_STDERR)
     assert job.end()[:2] == (0, "done\n")
     assert (tmp_path / "notes.txt").read_text() == "the program's own"
     assert len(job.of(Stopped)) == 1
 
 
-def test_wrong_usage_with_stderr_closed_says_nothing_on_stdout(tmp_path: Path) -> None:
-    job = Job(tmp_path, NET, "--device", "nothing", prepare=lambda: os.close(2))
+def test_wrong_usage_with_stderr_closed_says_nothing_on_stdout(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    job = Job(warm, tmp_path, NET, "--device", "nothing", first=WITHOUT_STDERR)
     assert job.end()[:2] == (2, "")
 
 
@@ -293,8 +314,10 @@ step()
 """
 
 
-def test_a_file_that_took_the_descriptor_of_stderr_gets_no_line_of_ours(tmp_path: Path) -> None:
-    assert Job(tmp_path, NET + REPLACED, "--device", "null").end()[0] == 0
+def test_a_file_that_took_the_descriptor_of_stderr_gets_no_line_of_ours(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    assert Job(warm, tmp_path, NET + REPLACED, "--device", "null").end()[0] == 0
     assert (tmp_path / "checkpoint").read_bytes() == b"weights"
 
 
@@ -315,9 +338,9 @@ print("done", flush=True)
 
 @pytest.mark.parametrize("flags", [("--device", "sim:v100"), ("--memory-budget", "60%")])
 def test_a_script_that_closes_all_descriptors_has_its_files_to_itself(
-    flags: tuple[str, ...], tmp_path: Path
+    flags: tuple[str, ...], warm: WarmPython, tmp_path: Path
 ) -> None:
-    code, out, err = (job := Job(tmp_path, NET + DAEMON, *flags)).end()
+    code, out, err = (job := Job(warm, tmp_path, NET + DAEMON, *flags)).end()
     assert (code, out) == (0, "done\n"), err
     files = sorted(tmp_path.glob("checkpoint-*"))
     assert len(files) == 24
@@ -355,7 +378,9 @@ open(f"over-{dist.get_rank()}", "w").close()
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_the_end_does_not_wait_for_a_store_that_does_not_answer(long: bool, tmp_path: Path) -> None:
+def test_the_end_does_not_wait_for_a_store_that_does_not_answer(
+    long: bool, warm: WarmPython, tmp_path: Path
+) -> None:
     """With a board that the ranks have talked through, and with one that is yet to be found."""
     (tmp_path / "job.py").write_text(RANK)
     server = subprocess.Popen(
@@ -372,13 +397,14 @@ def test_the_end_does_not_wait_for_a_store_that_does_not_answer(long: bool, tmp_
         "OMP_NUM_THREADS": "1",
         "LONG": str(int(long)),
     }
+    command = ["-m", "kilter", "run", "--device", "null", "--out", "run", "job.py"]
     ranks = [
-        subprocess.Popen(
-            [KILTER, "run", "--device", "null", "--out", "run", "job.py"],
-            cwd=tmp_path,
-            env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
+        start(
+            warm,
+            command,
+            tmp_path,
+            environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            name=f"-{rank}",
         )
         for rank in range(2)
     ]
@@ -386,17 +412,17 @@ def test_the_end_does_not_wait_for_a_store_that_does_not_answer(long: bool, tmp_
         end_s = time.monotonic() + PATIENCE_S
         while len(list(tmp_path.glob("trained-*"))) < 2:
             assert time.monotonic() < end_s
-            assert [rank.poll() for rank in ranks] == [None, None]
+            assert all(Path("/proc", str(rank.pid)).exists() for rank in ranks)
             time.sleep(0.05)
         server.send_signal(signal.SIGSTOP)
         (tmp_path / "frozen").touch()
         # torch itself would wait for minutes: a rank that ends at all has not asked it
-        errors = [rank.communicate(timeout=90)[1] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0, 0], errors
+        codes = [rank.wait(90).returncode for rank in ranks]
+        errors = [path.read_text() for path in tmp_path.glob("stderr-*")]
+        assert codes == [0, 0], errors
     finally:
-        for process in (server, *ranks):
-            process.kill()
-            process.communicate()
+        server.kill()
+        server.communicate()
     for rank in range(2):
         record = list(read_events(tmp_path / "run" / f"events-rank{rank}.jsonl"))
         assert [type(e) for e in record if isinstance(e, Stopped | Failed)] == [Stopped]

@@ -7,6 +7,7 @@ helps. A malformed or truncated file gives one `FileError` line that names the f
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import secrets
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import msgspec
 
 from kilter.core.errors import FileError
 from kilter.core.files import open_file, read_file
+from kilter.core.own_file import OwnFile, OwnStream
 from kilter.core.plan import Plan
 from kilter.core.section_record import SectionsFound
 from kilter.core.trace import IterationTrace
@@ -140,7 +142,7 @@ def write_atomically(path: str | os.PathLike[str], raw: bytes) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         # For the owner alone: a report names a job's command line, files and hosts.
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(handle, "wb") as file:
+        with io.BufferedWriter(OwnStream(OwnFile(handle))) as file:
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())

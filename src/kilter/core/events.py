@@ -179,6 +179,11 @@ class Sectioned(Event, frozen=True, kw_only=True):
     """What the numbers of the process groups and the marker have taken of it."""
     conductor_cpu_s: float | None = None
     """At the end: processor time of the conductor, beside the program. None: it did not run."""
+    waits: int = 0
+    """Long waits for which the clock went down (in a dry run: would have gone down)."""
+    waits_low_s: float = 0.0
+    """How long it was low in those that are over."""
+    waits_clock_hz: float | None = None
     search: SectionsFound | None = None
     """What the ranks' search has come to; None: it is not over, or nothing may be set."""
     blocks: int = 0

@@ -6,6 +6,7 @@ another user's file must not decide what we do. All is asked of the open file, n
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from collections.abc import Collection, Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kilter.core.errors import FileError
+from kilter.core.own_file import OwnFile, OwnStream
 
 
 def read_file(
@@ -61,7 +63,7 @@ def open_file(
     if flaw is not None:
         os.close(handle)
         raise FileError(f"{path}: {flaw}; not read")
-    return os.fdopen(handle, "rb")
+    return io.BufferedReader(OwnStream(OwnFile(handle)))
 
 
 def flaw_of(

@@ -86,5 +86,7 @@ class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
     """Which of this rank's plans (`Fitted`) rule now: one for each kind of pass that has one."""
     state: str = ""
     """What became of gradients and optimizer state, where they had to move as well."""
+    compiled: str = ""
+    """What compiled regions were told to save, and what was measured for that; empty: nothing."""
     bound_s: float | None = None
     """No schedule makes forward and backward of the largest pass faster; None if not computed."""

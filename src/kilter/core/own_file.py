@@ -8,9 +8,12 @@ ours any more is forgotten, and never closed.
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import io
 import os
 from pathlib import Path
+from typing import Any
 
 _FIRST = 3
 """The numbers below are for standard input, output and error, also while those are closed."""
@@ -52,6 +55,44 @@ class OwnFile:
         number, self._number = self.number, None
         if number is not None:
             os.close(number)
+
+
+class OwnStream(io.RawIOBase):
+    """A file that is read or written through a descriptor of ours, which the program may close in
+    the middle of it: every call raises `OSError` from then on."""
+
+    def __init__(self, file: OwnFile) -> None:
+        self._file = file
+
+    def fileno(self) -> int:
+        """The descriptor, for this moment."""
+        number = self._file.number
+        if number is None:
+            raise OSError(errno.EBADF, "the program has closed it")
+        return number
+
+    def readable(self) -> bool:
+        """Part of Python's protocol for streams, as is what follows."""
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        return os.readv(self.fileno(), [buffer])
+
+    def write(self, raw: Any, /) -> int:
+        return os.write(self.fileno(), raw)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        return os.lseek(self.fileno(), offset, whence)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def identity(number: int) -> tuple[int, int] | None:

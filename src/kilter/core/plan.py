@@ -78,6 +78,8 @@ GRADIENTS = ("auto", "consume", "keep")
 WEIGHTS = ("keep", "offload")
 """What a memory plan may do with gradients: keep them and say where more could be done, use them up
 as they arrive, or keep them."""
+RECOMPUTE = ("operations", "segments")
+"""What a memory plan may run again: single operations, or whole calls of modules as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

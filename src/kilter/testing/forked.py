@@ -18,15 +18,19 @@ HANG_TIMEOUT_S = 240.0
 
 
 class ForkedRanks:
-    """Processes that run `function(rank, *arguments)` with a process group of torch (gloo). A rank
-    that hangs for `HANG_TIMEOUT_S` says where, and ends with code 1."""
+    """Processes that run `function(rank, *arguments)` with a process group of torch. A rank that
+    hangs for `HANG_TIMEOUT_S` says where, and ends with code 1."""
 
-    def __init__(self, world: int, function: Callable[..., object], *arguments: Any) -> None:
+    def __init__(
+        self, world: int, function: Callable[..., object], *arguments: Any, backend: str = "gloo"
+    ) -> None:
         from torch.distributed import TCPStore
 
         self._store: TCPStore = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = int(self._store.port)
-        self.pids = [fork(_rank, rank, world, port, function, arguments) for rank in range(world)]
+        self.pids = [
+            fork(_rank, rank, world, port, backend, function, arguments) for rank in range(world)
+        ]
 
     def wait(self) -> list[int]:
         """The exit codes; the number of the signal, negative, of a rank that was killed."""
@@ -55,7 +59,12 @@ def fork(function: Callable[..., object], *arguments: Any) -> int:
 
 
 def _rank(
-    rank: int, world: int, port: int, function: Callable[..., object], arguments: tuple[Any, ...]
+    rank: int,
+    world: int,
+    port: int,
+    backend: str,
+    function: Callable[..., object],
+    arguments: tuple[Any, ...],
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -63,7 +72,7 @@ def _rank(
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_WORLD_SIZE": str(world), "WORLD_SIZE": str(world), "RANK": str(rank)}
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     function(rank, *arguments)
     dist.barrier()
     dist.destroy_process_group()

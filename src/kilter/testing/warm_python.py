@@ -5,11 +5,14 @@ runs hundreds of small programs spends most of its time on that. Each program he
 its own, in a session of its own, forked from one that has done nothing but these imports; it runs
 as `python FILE ...`, `python -m MODULE ...` or `python -c CODE ...` would. What is read when an
 interpreter or a library starts (`OMP_NUM_THREADS`, interpreter flags) is the forked one's: whoever
-tests that starts a Python of their own.
+tests that starts a Python of their own. At a program's end its `atexit` handlers are called and its
+objects are freed as ever; torch's modules are left as they are.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -18,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -30,6 +34,8 @@ from kilter.core.units import KIB
 from kilter.observe.torch_internals import COMPILER
 
 PRELOADED = ("numpy", "torch", COMPILER)
+_EMPTIED = ("__main__", "builtins", "sys")
+"""Modules that the interpreter needs to the last."""
 _MOST_BYTES = 2**17
 """Of a request: the arguments and the environment of a program."""
 
@@ -204,16 +210,45 @@ def _reap() -> None:
         return
 
 
+def _leave_preloaded_as_it_is() -> None:
+    """Let a program's end take apart what the program has made, and nothing of what was there
+    before: that would write to most pages that the program shares with all others.
+
+    Python's own objects: modules that are not in `sys.modules` at the end are not emptied, and what
+    is referred to once too often is never freed. C++ objects: the C library calls what was
+    registered last first, so that the process ends, with its exit code, before the destructors.
+    """
+    kept = {name: module for name, module in sys.modules.items() if name not in _EMPTIED}
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+
+    modules = sys.modules  # our own name `sys` will be gone: the program is `__main__` in our place
+
+    def forget() -> None:
+        for name in kept:
+            modules.pop(name, None)
+
+    atexit.register(forget)
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+    libc.__cxa_atexit(libc.fflush, None, None)
+
+
 def _main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()  # what has been imported costs no program a collection, above all not at its end
     arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if "RANK" not in os.environ:  # threads of a process group may be at work until all is freed
+        _leave_preloaded_as_it_is()
+
+    from kilter.connect.script import Program, find_program, forget_shadowed, run_program
 
     added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[1:1] = [path for path in added if path and path not in sys.path]
-
-    from kilter.connect.script import Program, find_program, run_program
+    sys.path[1:1] = new = [path for path in added if path and path not in sys.path]
+    for path in new:  # torch may have imported the real one of what a stand-in there is named
+        forget_shadowed(path)
 
     if arguments[0] == "-c":
         code, argv = arguments[1], ("-c", *arguments[2:])

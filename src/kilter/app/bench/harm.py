@@ -47,7 +47,7 @@ first value. Unless it is set, `malloc` raises it to 32 MiB as the program frees
 Tensors on the CPU then lie in a heap whose gaps depend on chance: of the same plain program, three
 runs had peaks of 698, 2510 and 2573 MiB, and 341 MiB with the value set. What kilter holds cannot
 be told from that, so that programs with a growing heap are run with the value set, both times."""
-ON_GPU = Path("/dev/nvidiactl").exists()
+ON_GPU = Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 
 HELP = "The same programs plain and under kilter: exit codes, output, bits, memory, files."
 EPILOG = """\
@@ -92,7 +92,8 @@ class OptionSet:
         return ["-m", *launcher, *arguments]
 
 
-SIM = ("--device", "sim:v100", "--max-slowdown", "2%")
+SIM = ("--device", "sim:v100", "--max-slowdown", "2%", "--rehearse", "0.5s")
+"""The rehearsal begins when the program's last line has run."""
 SLOW = ("--bytes-per-s", "1e4")
 OPTION_SETS: dict[str, OptionSet] = {
     "energy": OptionSet("run", SIM),
@@ -106,6 +107,8 @@ OPTION_SETS: dict[str, OptionSet] = {
 }
 """`recompute`: the link is so slow that tensors are recomputed. `state`: the CPU's memory counts as
 a GPU's, so that gradients, optimizer state and weights make room too. `nvml`: a fake card."""
+RECOMPUTE_VARIABLE = "KILTER_RECOMPUTE"
+"""Environment variable: what the governed runs recompute."""
 USUAL = ("energy", "dry-run", "memory", "recompute", "all", "govern")
 
 
@@ -219,7 +222,8 @@ def run_one(
         work.mkdir()
         (root / "state").mkdir(mode=0o700)
         fake = FakeNvml.create(root / "cards.json", Card(load=1.0))
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("KILTER")}
+        given = {k: v for k, v in os.environ.items() if not k.startswith("KILTER")}
+        environ = given | {k: v for k, v in os.environ.items() if k == RECOMPUTE_VARIABLE}
         environ |= {
             STATE_VARIABLE: str(root / "state"),
             "HARM_SEEN": str(seen),
@@ -453,11 +457,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="programs at a time")
     parser.add_argument("--programs", type=int, metavar="N", help="random programs instead of rows")
+    parser.add_argument(
+        "--recompute", default="operations", choices=("operations", "segments"), help="of memory"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first one")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
+    os.environ[RECOMPUTE_VARIABLE] = args.recompute
     if args.programs is not None:
         from kilter.app.bench import harm_random
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kilter.app.bench import harm_snippets as pieces
+from kilter.app.bench.harm import RECOMPUTE_VARIABLE
 from kilter.core.errors import FileError
 from kilter.core.events import Failed, Moved, read_events
 from kilter.core.label import Label
@@ -258,6 +259,7 @@ def _run_program(seed: int, out: Path | None) -> str:
             memory_budget=budget.share,
             gradients=budget.gradients,
             weights=budget.weights,
+            recompute=os.environ[RECOMPUTE_VARIABLE],
             device="null",
             out=out,
         )
@@ -333,6 +335,7 @@ def run_batch(how: str, seeds: Sequence[int]) -> dict[int, ProgramResult]:
 def _run_worker(how: str, place: Path, seeds: Sequence[int]) -> str:
     """How it died, if it did."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("KILTER")}
+    environ[RECOMPUTE_VARIABLE] = os.environ.get(RECOMPUTE_VARIABLE, "operations")
     own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", STATE_VARIABLE: str(place)}
     log = place / "log"
     with log.open("wb") as file:

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 STEPS_ASIDE = "kilter steps aside, and the program runs on as it is"
 NO_MEMORY = "a memory budget is given up, and the program runs on as it is"
 NO_WEIGHTS = "weights are not offloaded"
+NO_SEGMENTS = "calls of modules are not recomputed as a whole"
+NO_FRACTION = "compiled regions save what the compiler has them save"
 NO_SIZE = "`kilter size` cannot be used"
 NO_BRANCHES = "branches run serially"
 
@@ -47,8 +49,9 @@ class Internal(NamedTuple):
 
 COMPILER = "torch._dynamo"
 """The module whose import says that the program may compile."""
+COMPILATIONS = "torch._dynamo.callback"
 COMPILED_MODULES = "torch._dynamo.eval_frame"
-SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor")
+SLOW_TO_IMPORT = ("torch._dynamo", "torch._inductor", "torch._functorch.partitioners")
 """Imported by programs that compile; `missing()` only looks whether their files are there."""
 
 TABLE = {
@@ -94,6 +97,10 @@ TABLE = {
     ),
     "TorchDispatchMode": Internal("torch.utils._python_dispatch.TorchDispatchMode", NO_SIZE),
     "fake_tensor": Internal("torch._subclasses.fake_tensor", NO_SIZE),
+    "dispatch_key_named": Internal("torch._C._dispatch_key_parse", NO_SEGMENTS),
+    "include_dispatch_key": Internal(
+        "torch._C._dispatch_tls_set_dispatch_key_included", NO_SEGMENTS
+    ),
     # Modules and trees
     "pytree": Internal("torch.utils._pytree", f"{NO_SIZE}, and {NO_BRANCHES}"),
     "BatchNorm": Internal("torch.nn.modules.batchnorm._BatchNorm", "batches are not divided"),
@@ -115,6 +122,12 @@ TABLE = {
     "trace_rules": Internal("torch._dynamo.trace_rules", NO_MEMORY),
     "OptimizedModule": Internal("torch._dynamo.eval_frame.OptimizedModule", STEPS_ASIDE),
     "compile_counters": Internal("torch._dynamo.utils.counters", STEPS_ASIDE),
+    "compilations": Internal("torch._dynamo.callback.callback_handler", STEPS_ASIDE),
+    "dynamo_config": Internal("torch._dynamo.config", NO_FRACTION),
+    "functorch_config": Internal("torch._functorch.config", NO_FRACTION),
+    "choose_saved_values": Internal(
+        "torch._functorch.partitioners.choose_saved_values_set", NO_FRACTION, replaced=True
+    ),
     "compile_fx": Internal("torch._inductor.compile_fx", NO_BRANCHES),
     "dict_version": Internal(
         "torch._C._dynamo.guards.dict_version", "items of dictionaries are compared instead"

@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -263,15 +263,17 @@ def checkpointing(job: Job) -> Iterator[None]:
 
 
 def ours(
-    job: Job, base: Row, link: Link, count: int, *, heard: bool = True
+    job: Job, base: Row, link: Link, count: int, *, heard: bool = True, segments: bool = False
 ) -> tuple[Row, PassRecord | None]:
     """One row under a budget: let the engine watch, try and plan, then measure. Not `heard`, it
-    is not told for how long passes wait."""
+    is not told for how long passes wait; with `segments` calls of modules may be made again."""
     assert base.budget_bytes is not None
     planner = "spanning" if base.mode.startswith("swap") else "mix"
     backend = Pinned.open()
     backend.shows_waits = heard
-    swapper = Swapper(backend, budget_bytes=base.budget_bytes, link=link, planner=planner)
+    swapper = Swapper(
+        backend, budget_bytes=base.budget_bytes, link=link, planner=planner, segments=segments
+    )
     with swapper:
         for done in range(40):
             job.step()
@@ -367,16 +369,19 @@ def measure(name: str, link: Link, options: argparse.Namespace, tell: Tell) -> N
         checkpoint = timed(job, options.count)
         waiting_s = timed(job, 3, waiting=True).iteration_s
     add(Row(name, "checkpoint", waiting_s=waiting_s, **vars(checkpoint)))
-    budgets = {f"{share} %": share * plain_bytes // 100 for share in numbers(options.shares)}
-    budgets["as checkpoint"] = checkpoint.peak_bytes
+    budgets = {"as checkpoint": checkpoint.peak_bytes}
+    for share in numbers(options.shares):
+        budgets[f"{share} %"] = share * plain_bytes // 100
     for share in numbers(options.swap_shares):
         budgets[f"swap only {share} %"] = share * plain_bytes // 100
-    for mode, budget in budgets.items():
+    for (mode, budget), kind in product(budgets.items(), options.recompute.split(",")):
+        mode += "" if kind == "operations" else f", {kind}"
         if f"{name} {mode}" in options.skip:
             continue
         if time.perf_counter() > options.until_s:
             break
-        row, record = ours(job, Row(name, mode, 0.0, 0, budget_bytes=budget), link, options.count)
+        base = Row(name, mode, 0.0, 0, budget_bytes=budget)
+        row, record = ours(job, base, link, options.count, segments=kind == "segments")
         if mode.startswith("swap"):
             row = replace(row, bound_s=bound_s(before, budget, link))
         add(row)
@@ -465,6 +470,11 @@ def main() -> None:
         "without feedback of what copies were waited for, and with it",
     )
     parser.add_argument("--records", action="store_true", help="write what was observed, too")
+    parser.add_argument(
+        "--recompute",
+        default="operations",
+        help="`operations,segments`: a row without and one with calls of modules made again",
+    )
     parser.add_argument("--identity", action="store_true")
     parser.add_argument("--host-gib", type=int, default=24, help="pinned once, for all rows")
     parser.add_argument("--limit-s", type=float, default=3600.0, help="no new row after that")

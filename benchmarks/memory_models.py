@@ -38,9 +38,13 @@ CASES = {
     "vit": "timm model, own loop, bf16, learning rate schedule",
     "convnext": "timm model, own loop, bf16, channels last",
     "lightning": "Lightning Trainer, GPT-2, bf16-mixed, clipping",
+    "unet": "diffusion U-Net with group norm, own loop, bf16, 128 x 128",
 }
 TIMED = 6
 """Iterations at the end."""
+
+GOVERNED = ("governed", "segments")
+"""Arms under kilter, without and with whole calls of modules recomputed."""
 
 
 class Timed:
@@ -107,6 +111,59 @@ def language(case: str, small: bool) -> Any:
             n_embd=width, n_layer=layers, n_head=width // 32, vocab_size=words, use_cache=False
         )
     )
+
+
+def diffusion(small: bool, checkpoint: bool) -> Any:
+    """A U-Net of residual blocks with group norm, as diffusion models have; blocks checkpointed."""
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint as again
+
+    class Block(nn.Module):
+        def __init__(self, inputs: int, outputs: int) -> None:
+            super().__init__()
+            self.one = nn.Sequential(nn.GroupNorm(32, inputs), nn.SiLU())
+            self.conv = nn.Conv2d(inputs, outputs, 3, padding=1)
+            self.two = nn.Sequential(nn.GroupNorm(32, outputs), nn.SiLU())
+            self.last = nn.Conv2d(outputs, outputs, 3, padding=1)
+            self.skip = nn.Conv2d(inputs, outputs, 1)
+
+        def forward(self, x: Any) -> Any:
+            return self.skip(x) + self.last(self.two(self.conv(self.one(x))))
+
+    def call(block: Any, x: Any) -> Any:
+        return again(block, x, use_reentrant=False) if checkpoint else block(x)
+
+    class UNet(nn.Module):
+        def __init__(self, base: int, times: tuple[int, ...]) -> None:
+            super().__init__()
+            widths = [base * n for n in times]
+            self.first, self.last = (
+                nn.Conv2d(3, base, 3, padding=1),
+                nn.Conv2d(base, 3, 3, padding=1),
+            )
+            pairs = list(zip([base, *widths], widths, strict=False))
+            self.down = nn.ModuleList(nn.ModuleList((Block(a, b), Block(b, b))) for a, b in pairs)
+            self.middle = Block(widths[-1], widths[-1])
+            self.up = nn.ModuleList(
+                nn.ModuleList((Block(2 * b, b), Block(b, a))) for a, b in reversed(pairs)
+            )
+
+        def forward(self, x: Any) -> Any:
+            x, kept = self.first(x), []
+            for blocks in self.down:
+                for block in blocks:
+                    x = call(block, x)
+                kept.append(x)
+                x = nn.functional.avg_pool2d(x, 2)
+            x = call(self.middle, x)
+            for blocks in self.up:
+                x = torch.cat((nn.functional.interpolate(x, scale_factor=2.0), kept.pop()), 1)
+                for block in blocks:
+                    x = call(block, x)
+            return self.last(x)
+
+    return UNet(32, (1, 2)) if small else UNet(128, (1, 2, 2, 4))
 
 
 def checkpointed(model: Any, checkpoint: bool) -> None:
@@ -212,6 +269,8 @@ def by_hand(case: str, steps: int, batch: int, small: bool, checkpoint: bool) ->
     model: Any
     if case == "bert":
         model = language(case, small).to(device)
+    elif case == "unet":
+        model = diffusion(small, checkpoint).to(device)
     else:
         import timm
 
@@ -220,7 +279,7 @@ def by_hand(case: str, steps: int, batch: int, small: bool, checkpoint: bool) ->
         model = timm.create_model((tiny if small else names)[case]).to(device)
         if case == "convnext":
             model = model.to(memory_format=torch.channels_last)
-    checkpointed(model, checkpoint)
+    checkpointed(model, checkpoint and case != "unet")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     half = torch.float16 if case == "bert" and not small else torch.bfloat16
@@ -233,6 +292,9 @@ def by_hand(case: str, steps: int, batch: int, small: bool, checkpoint: bool) ->
                 rows = tokens(case, small, batch)
                 inputs = {k: torch.stack([row[k] for row in rows]).to(device) for k in rows[0]}
                 loss = model(**inputs).loss
+            elif case == "unet":
+                images = torch.randn(batch, 3, *(2 * [32 if small else 128]), device=device)
+                loss = torch.nn.functional.mse_loss(model(images), torch.randn_like(images))
             else:
                 images = torch.randn(batch, 3, 224, 224, device=device)
                 classes = torch.randint(0, 1000, (batch,), device=device)
@@ -269,7 +331,9 @@ def train(args: argparse.Namespace) -> None:
     timed = Timed(args.steps, cuda)
     register_optimizer_step_post_hook(timed)
     small, case, steps, again = not cuda, args.case, args.steps, args.checkpoint
-    batch = 8 if small else {"t5": 8, "bert": 32, "vit": 128, "convnext": 64}.get(case, 8)
+    batch = (
+        8 if small else {"t5": 8, "bert": 32, "vit": 128, "convnext": 64, "unet": 16}.get(case, 8)
+    )
     with turn(args):
         if case in ("llama", "t5"):
             model, losses = by_trainer(case, steps, batch, small, args.out, again)
@@ -295,9 +359,10 @@ def run(case: str, arm: str, budget: str, args: argparse.Namespace) -> dict[str,
     out = args.out / f"{case}-{arm}"
     out.mkdir(parents=True)
     verb = ["-m", "kilter", "run", "--memory-budget", budget, "--out", str(out / "run")]
+    verb += ["--recompute", "segments"] if arm == "segments" else []
     job = [str(Path(__file__).resolve()), "--role", "train", "--case", case, "--out", str(out)]
     done = subprocess.run(
-        [sys.executable, *(verb if arm == "governed" else []), *job, "--steps", str(args.steps)]
+        [sys.executable, *(verb if arm in GOVERNED else []), *job, "--steps", str(args.steps)]
         + ["--fast"] * args.fast
         + ["--checkpoint"] * (arm == "checkpoint"),
         capture_output=True,
@@ -309,7 +374,7 @@ def run(case: str, arm: str, budget: str, args: argparse.Namespace) -> dict[str,
     return {
         "case": case,
         "arm": arm,
-        "budget": budget if arm == "governed" else None,
+        "budget": budget if arm in GOVERNED else None,
         "rc": done.returncode,
         "stderr": [line[:200] for line in done.stderr.splitlines()[-14:]],
         **(json.loads(found.read_bytes()) if found.exists() else {}),
@@ -322,7 +387,7 @@ def compare(case: str, args: argparse.Namespace) -> list[str]:
     found: dict[str, dict[str, Any]] = {}
     for arm in args.arms.split(","):
         budget = args.budget
-        if arm == "governed" and budget == "checkpoint":
+        if arm in GOVERNED and budget == "checkpoint":
             budget = f"{found['checkpoint']['peak_bytes'] // 2**20}MiB"
         try:
             found[arm] = run(case, arm, budget, args)
@@ -336,7 +401,7 @@ def compare(case: str, args: argparse.Namespace) -> list[str]:
             print(json.dumps(row), file=file)
             peak, took = row.get("peak_bytes", 0) / 2**30, row.get("iteration_s", 0) * 1e3
             lines.append(f"{case} {arm}: exit {row['rc']}, {peak:.2f} GiB, {took:.1f} ms")
-            if row["rc"] or arm == "governed":
+            if row["rc"] or arm in GOVERNED:
                 lines += [f"   {line[:170]}" for line in row["stderr"] if "kilter" in line]
             if row["rc"]:
                 lines += [f"   {line[:170]}" for line in row["stderr"][-3:]]

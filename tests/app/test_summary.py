@@ -356,7 +356,7 @@ def test_an_energy_that_nobody_measured_is_not_measured_by_none() -> None:
     assert "energy   not measured" in text
     assert "governed" not in text
     job_class, _, rest = text.partition("\n")
-    assert "the class of the job is unknown" in job_class
+    assert "memory-bound: 100 % of the busy time is in operations below 14 FLOP" in job_class
     assert "unknown" not in rest
 
 

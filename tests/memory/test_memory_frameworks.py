@@ -475,7 +475,7 @@ def compiler() -> Iterator[None]:
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_modules(whole: bool) -> None:
     """Autograd sees one operation for each compiled region. What regions save moves like anything
-    else; one region for everything leaves nothing to plan."""
+    else, and the compiler has them save less; while it is asked how much less, nothing changes."""
 
     def train() -> list[bytes]:
         torch._dynamo.reset()
@@ -487,4 +487,4 @@ def test_compiled_modules(whole: bool) -> None:
                 block.compile(backend="aot_eager")
         return loop(model, ordinary, 14)
 
-    same(train, planned=not whole, budget="60%")
+    assert same(train, planned=False, budget="60%").compiled

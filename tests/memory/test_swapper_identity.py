@@ -294,6 +294,24 @@ def test_a_deeper_cut_than_possible_is_refused_and_the_numbers_stay() -> None:
     assert report.spilled > 0
 
 
+@shows_saved
+@pytest.mark.parametrize("name", ["transformer", "residual, in place"])
+def test_what_had_to_leave_before_there_was_a_plan_has_its_recipes_tried_as_well(name: str) -> None:
+    """A budget in bytes holds from the first iteration on, long before recipes are tried."""
+
+    def recipes(swapper: Swapper) -> list[bool]:
+        assert run(JOBS[name], swapper).same(run(JOBS[name]))
+        return [datum.recompute_s is not None for datum in swapper.records()[0].data]
+
+    roomy = Swapper(CpuStandIn(), budget_bytes=10**12, link=SLOW, min_bytes=256)
+    found = recipes(roomy)
+    peak_bytes = roomy.records()[0].peak_bytes
+    tight = Swapper(CpuStandIn(), budget_bytes=int(0.5 * peak_bytes), link=SLOW, min_bytes=256)
+    assert recipes(tight) == found
+    assert sum(found) > len(found) / 2
+    assert tight.report().spilled > 0
+
+
 # What people do that is not the ordinary loop
 
 

@@ -45,12 +45,19 @@ class MemoryController:
     """Makes the program fit `budget`. All but `tick` and `end` belong to the program's threads."""
 
     def __init__(
-        self, run: Run, budget: MemoryBudget, *, gradients: str = "auto", weights: str = "keep"
+        self,
+        run: Run,
+        budget: MemoryBudget,
+        *,
+        gradients: str = "auto",
+        weights: str = "keep",
+        recompute: str = "operations",
     ) -> None:
         self._run = run
         self._budget = budget
         self._host = HostLimit(run.goal.host_memory_bytes)
         self._gradients, self._weights = gradients, weights
+        self._segments = recompute == "segments"
         self._first = FirstTensor(self._meet, run.fence, on_gpu=run.info.backend == "nvml")
         self._grows = False
         """We have configured the framework's allocator."""
@@ -102,6 +109,7 @@ class MemoryController:
             self._log,
             cuda=cuda,
             card=card_memory(self._first.torch.cuda, backend.device, self._run.info),
+            segments=self._segments,
         )
         self._first.leave()
         job.begin()

@@ -14,6 +14,7 @@ from kilter.core.plan import MemoryBudget
 from kilter.core.units import MIB, show_bytes
 from kilter.memory import messages
 from kilter.memory.budget import UNLIMITED, BudgetInForce, JobBudget, PlainIterations
+from kilter.memory.compiled import CompiledRegions
 from kilter.memory.iteration_times import IterationTimes, median_s
 from kilter.memory.plan_log import PlanLog
 from kilter.memory.state_and_weights import StateAndWeightPolicy, words
@@ -52,6 +53,7 @@ class GovernedJob:
         *,
         cuda: Any,
         card: tuple[int | None, str],
+        segments: bool = False,
     ) -> None:
         """`cuda` is `torch.cuda` where the job's device is a GPU, else None; `card` is what the
         card has for this process, in bytes and in words."""
@@ -73,11 +75,20 @@ class GovernedJob:
             budget_bytes=UNLIMITED if run.dry_run else self._limit_bytes,
             link=link,
             fence=run.fence,
+            segments=segments,
         )
         self._swapper.may_plan = begin.size_bytes is not None or run.dry_run
         self._plain = PlainIterations(self._swapper, backend.device, cuda, times)
         self._budget = JobBudget(
             asked, begin, unplanned_bytes, self._swapper, self._plain, dry_run=run.dry_run
+        )
+        self._compiled = CompiledRegions(
+            self._swapper,
+            log,
+            run.fence,
+            run.log.now_s,
+            backend.device,
+            within_bytes=unplanned_bytes,
         )
         self._policy: StateAndWeightPolicy | None = None
         """None: gradients, state and weights stay."""
@@ -111,6 +122,7 @@ class GovernedJob:
         """Take all out, in the thread whose tensors are governed or after its end. While that
         one goes on in the background, all stays as it is."""
         self._peak_bytes = self._measured_peak_bytes()
+        self._compiled.close()
         if self._plain.in_thread:
             self._plain.end()
         if self._plain.in_thread or self._swapper.thread_ended:
@@ -137,6 +149,8 @@ class GovernedJob:
     def settled(self) -> bool:
         """The job runs as it is going to run."""
         decided = self._policy is None or self._policy.settled
+        if self._compiled.searching:
+            return False
         return decided and len(self._times.planned_s) >= SETTLED
 
     def iteration_ended(self) -> None:
@@ -149,6 +163,8 @@ class GovernedJob:
         """Record what is new at this iteration end; decide what follows from that."""
         if not self._stopped:
             self._budget.iteration_ended()
+            if not self._run.dry_run:
+                self._compiled.iteration_ended(self._budget.in_force.size_bytes, self._plain_pass)
         swapper, report = self._swapper, self._swapper.report()
         if not self._plain_seen and not report.spilled:
             self._plain_seen = self._budget.plain_peak_known()
@@ -160,8 +176,12 @@ class GovernedJob:
         self._log.refuse_new(report.refused)
         if report.watched_every > 1:
             self._log.notice(messages.CHANGING_SHAPES)
-        if not self._stopped:
+        if not self._stopped and not self._compiled.searching:
             self._make_room(report)
+
+    def _plain_pass(self) -> PassRecord | None:
+        """The largest pass with everything kept, once its peak is known."""
+        return self._swapper.largest_pass() if self._budget.plain_peak_known() else None
 
     def _make_room(self, report: SwapReport) -> None:
         """Beside activations: gradients, state and weights; then the least possible peak."""
@@ -221,7 +241,10 @@ class GovernedJob:
                 budget_bytes=budget.size_bytes,
                 budget=budget.words,
                 applied=not self._run.dry_run,
-                plain_peak_bytes=self._budget.plain_peak_bytes() or None,
+                plain_peak_bytes=max(
+                    self._budget.plain_peak_bytes(), self._compiled.plain_peak_bytes
+                )
+                or None,
                 plain_peak_seen=self._plain_seen,
                 peak_bytes=self._peak_bytes or self._measured_peak_bytes(),
                 least_bytes=least_bytes,
@@ -230,6 +253,7 @@ class GovernedJob:
                 consumed=0 if state is None else state.visits,
                 in_force=self._log.numbers_of(report.plans),
                 state="" if state is None else words(state, weights),
+                compiled=self._compiled.words,
                 bound_s=bound_s,
                 **counts,
             )

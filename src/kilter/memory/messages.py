@@ -61,6 +61,31 @@ def recipe_differs(datum: str) -> Reason:
     return Reason("recipe_differs", datum, "recomputed, it differs")
 
 
+def segment_failed(name: str, error: Exception) -> Reason:
+    return Reason("segment_failed", name, str(error))
+
+
+def segment_differs(name: str) -> Reason:
+    return Reason("segment_differs", name, "recomputed, what the module saved differs")
+
+
+# Compiled regions
+
+LOOKS_FOR_FRACTION = (
+    "the job is compiled: a few fractions of what its regions save are tried, each compiled anew, "
+    "until the budget is met. Masks of dropout and other random numbers are not drawn again; what "
+    "the compiler computes again may differ in the last bits"
+)
+
+
+def fraction_stays(why: str) -> Reason:
+    return Reason(
+        "fraction_stays",
+        "compiled regions",
+        f"compiled regions save what the compiler has them save: {why}",
+    )
+
+
 # Gradients: why they are not used up as they arrive
 
 

@@ -50,6 +50,10 @@ class PlanLog:
             self.refuse_new((reason,))
             self._run.log.notice(reason.text)
 
+    def tell(self, text: str) -> None:
+        """Told to the user at once, and no reason against anything."""
+        self._run.log.notice(text)
+
     def new(self, plans: tuple[MemoryPlan, ...]) -> list[MemoryPlan]:
         """Those that were not in force when this was asked before."""
         before, self._latest = self._latest, plans

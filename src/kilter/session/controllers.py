@@ -39,6 +39,7 @@ def controllers_of(run: Run, options: Options) -> Sequence[Controller]:
                 run.goal.memory_budget,
                 gradients=options.gradients,
                 weights=options.weights,
+                recompute=options.recompute,
             )
         )
     if options.sections and run.goal.max_slowdown is not None:

@@ -28,6 +28,8 @@ class Options:
     """One of `GRADIENTS`."""
     weights: str = "keep"
     """One of `WEIGHTS`."""
+    recompute: str = "operations"
+    """One of `RECOMPUTE`."""
     trace: bool = False
     """Record the operations of an iteration also where nothing but the report needs them."""
     sections: bool = False

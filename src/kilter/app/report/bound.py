@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kilter.app.report.evidence import Probe
-from kilter.app.report.idle import Idle
+from kilter.app.report.idle import DENSE, LEAN, Idle
 from kilter.app.report.memory import MemoryReport
 from kilter.app.report.section_run import SectionsReport
 from kilter.core.events import Block, Sampled
@@ -93,6 +93,7 @@ def job_class(
         or _communication(idle, sections)
         or _clock(idle, probes, default, found, label)
         or _modelled(idle)
+        or _by_intensity(idle)
         or JobClass(name=Bound.UNKNOWN, evidence=_why_unknown(device, idle, blocks), label=None)
     )
 
@@ -218,6 +219,21 @@ def _modelled(idle: Idle | None) -> JobClass | None:
     return JobClass(name=name, evidence=text, label=idle.label, share=idle.memory)
 
 
+def _by_intensity(idle: Idle | None) -> JobClass | None:
+    """What bounds most of the busy time on any GPU, where no clock could be tried."""
+    if idle is None or idle.lean is None or idle.dense is None:
+        return None
+    rows = ((Bound.MEMORY, idle.lean, "below", LEAN), (Bound.COMPUTE, idle.dense, "above", DENSE))
+    name, share, side, limit = max(rows, key=lambda row: row[1])
+    if share < 0.5:
+        return None
+    text = (
+        f"{_percent(share)} of the busy time is in operations {side} {limit:g} FLOP per byte, and "
+        "no lower SM clock is on record"
+    )
+    return JobClass(name=name, evidence=text, label=idle.label, share=share)
+
+
 def _why_unknown(device: DeviceInfo, idle: Idle | None, blocks: Sequence[Block]) -> str:
     if device.backend == "null":
         return "no GPU was seen"
@@ -225,6 +241,12 @@ def _why_unknown(device: DeviceInfo, idle: Idle | None, blocks: Sequence[Block])
         return "no block of iterations is on record"
     if idle is None:
         return "neither a trace nor the utilisation of the GPU is on record"
+    if idle.lean is not None and idle.dense is not None:
+        return (
+            "the GPU is busy, no lower SM clock is on record, and neither operations below "
+            f"{LEAN:g} FLOP per byte ({_percent(idle.lean)} of the busy time) nor above {DENSE:g} "
+            f"({_percent(idle.dense)}) prevail"
+        )
     return "the GPU is busy, and no lower SM clock on record tells with what"
 
 

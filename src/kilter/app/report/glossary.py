@@ -13,7 +13,8 @@ WORDS = {
     "close to it cannot be made much better.",
     "communication-bound": "Collectives that nothing runs beside take a large part of an "
     "iteration.",
-    "compute-bound": "The time of an iteration follows the SM clock.",
+    "compute-bound": "The time of an iteration follows the SM clock; where no clock could be "
+    "tried: most of the busy time is in operations of more than 300 FLOP per byte.",
     "contract": "What the user allows, say 2 % slower. It is tested on the running job against "
     "the baseline; without evidence the baseline stands.",
     "deviations": "Passes that did something else than the plan expected and fell back to "
@@ -22,7 +23,9 @@ WORDS = {
     "input-bound": "The GPU has nothing to do while the program waits for its data.",
     "late": "Prefetches that began after their tensor was needed. 0 is best.",
     "measured": "Read on the device that did the work.",
-    "memory-bound": "The GPU is busy, and the time of an iteration hardly follows the SM clock.",
+    "memory-bound": "The GPU is busy, and the time of an iteration hardly follows the SM clock; "
+    "where no clock could be tried: most of the busy time is in operations of less than 14 FLOP "
+    "per byte.",
     "offloaded": "Copied to the host and freed on the device, and copied back before its use.",
     "on demand": "Offloaded without a plan, since the budget was reached: while the job is still "
     "observed, and after a deviation. It keeps the budget and costs more time than a plan.",

@@ -3,9 +3,10 @@ is idle, no clock is the problem."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kilter.core.events import Block, Sampled
 from kilter.core.label import Label
@@ -13,6 +14,11 @@ from kilter.core.setting import DeviceInfo
 from kilter.core.trace import IterationTrace, Kind
 from kilter.device.sim.profile import load_profile, profile_of
 from kilter.device.sim.work import cost_of, work_of
+
+LEAN, DENSE = 14.0, 300.0
+"""FLOP per byte. The most arithmetic for each byte that a GPU can do at full bandwidth lies between
+the two: 14 on a P100 (single precision), 15 to 37 on later ones in single precision, 295 on an
+H100 and 281 on a B200 with tensor cores (16 bits; the vendors' data sheets)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +32,10 @@ class Idle:
     """Share of the time in which collectives run and nothing else; None: not known."""
     memory: float | None = None
     """Share of the busy time that the memory alone would take, by a model of the device."""
+    lean: float | None = None
+    """Share of the busy time in operations of less than `LEAN` FLOP per byte; None: not known."""
+    dense: float | None = None
+    """The same of more than `DENSE`."""
     source: str
     """`trace`, `model` (of a simulated device) or `utilisation`."""
     label: Label
@@ -44,7 +54,8 @@ def idle_of(
             return _modelled(trace, name)
         if trace.timeline == "gpu" and trace.iteration_s > 0.0:
             share = min(1.0, max(0.0, 1.0 - trace.busy_s / trace.iteration_s))
-            return _idle(trace, share, trace.iteration_s, "trace", trace.label)
+            found = _idle(trace, share, trace.iteration_s, "trace", trace.label)
+            return replace(found, lean=_computing(trace, 0, LEAN), dense=_computing(trace, DENSE))
     if device.backend == "null" or not blocks:
         return None
     begin_s, end_s = blocks[0].device_begin_s, blocks[-1].device_end_s
@@ -57,6 +68,19 @@ def idle_of(
         return None
     share = 1.0 - statistics.fmean(used)
     return Idle(share=share, waits_for_data=None, source="utilisation", label=device.label)
+
+
+def _computing(trace: IterationTrace, least: float, most: float = math.inf) -> float | None:
+    """Share of the time of computing in operations whose FLOP per byte is within these."""
+    moved = (Kind.GAP, Kind.DATA_WAIT, Kind.COPY, Kind.COLLECTIVE)
+    computing = [op for op in trace.operations if op.kind not in moved]
+    inside_s = sum(
+        op.duration_s
+        for op in computing
+        if op.bytes_moved and least <= (op.flops or 0.0) / op.bytes_moved < most
+    )
+    all_s = sum(op.duration_s for op in computing)
+    return inside_s / all_s if all_s > 0.0 else None
 
 
 def _modelled(trace: IterationTrace, name: str) -> Idle | None:

@@ -278,6 +278,8 @@ def _conditions(memory: MemoryReport) -> list[tuple[str, str]]:
     if not record.plain_peak_seen and record.plain_peak_bytes is not None:
         text = f"{show_bytes(record.plain_peak_bytes)} counted: parts were away on demand"
         lines.append(("peak before", f"{text} from the first iteration on"))
+    if record.compiled:
+        lines.append(("compiled", record.compiled))
     if record.applied and record.most_bytes > (record.peak_bytes or record.most_bytes):
         text = f"{show_bytes(record.most_bytes)} in passes before the present plans were in force"
         lines.append(("highest peak", text))

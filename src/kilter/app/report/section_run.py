@@ -13,7 +13,7 @@ from kilter.core.errors import FileError, PlanError
 from kilter.core.events import Sectioned
 from kilter.core.rank_trace import WINDOW_FILE, RankTrace
 from kilter.core.section_record import SectionsFound
-from kilter.core.units import show_count, show_fraction, show_pace, show_time
+from kilter.core.units import show_clock, show_count, show_fraction, show_pace, show_time
 
 MOST_WINDOW_BYTES = 1 << 28
 _TRACE = msgspec.json.Decoder(RankTrace)
@@ -144,6 +144,8 @@ def details(report: SectionsReport, *, simulated: bool) -> list[str]:
             f"edges: {show_count(report.edges, 'command')} within "
             f"{show_time(report.edge_error_p95_s)} (95 %) of the real edges [measured]"
         )
+    if any(each.sections.waits for each in report.ranks):
+        lines.append(f"long waits: {_waits(report)}")
     first = report.ranks[0].sections
     whose = "the device's own switch times" if first.calibrated else "the profile's switch times"
     lines.append(f"break-even: {show_time(first.break_even_s)} by {whose}")
@@ -171,3 +173,13 @@ def _commands(report: SectionsReport, *, simulated: bool) -> str:
         share = report.left_out / (report.left_out + report.commands)
         text += f"; {report.left_out} left out ({show_fraction(share)})"
     return text
+
+
+def _waits(report: SectionsReport) -> str:
+    """Of all ranks together."""
+    count = sum(each.sections.waits for each in report.ranks)
+    low_s = sum(each.sections.waits_low_s for each in report.ranks)
+    clocks = {hz for each in report.ranks if (hz := each.sections.waits_clock_hz) is not None}
+    at = " and ".join(show_clock(hz) for hz in sorted(clocks))
+    text = f"{show_count(count, 'wait')} of {show_time(low_s)} in all at {at}"
+    return f"{text}; written down, not set" if report.dry_run else text

@@ -41,6 +41,7 @@ from kilter.memory.engine.pass_record import FOREIGN, PassRecord, again_code, us
 from kilter.memory.engine.reach import Reach
 from kilter.memory.engine.ready import Due, Ready
 from kilter.memory.engine.recompute import Reader
+from kilter.memory.engine.segment_pass import SegmentPass
 from kilter.memory.engine.store import (
     AWAY,
     Pass,
@@ -113,7 +114,9 @@ class Swapper(AbstractContextManager["Swapper"]):
         planner: str = "mix",
         min_bytes: int = MIB,
         fence: Fence | None = None,
+        segments: bool = False,
     ) -> None:
+        """With `segments` what calls of modules saved may be recomputed as a whole."""
         self._backend = backend
         self._collector = Collector()
         guard = called if fence is None else fence.run
@@ -132,6 +135,11 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._fence = fence
         self._moves = DueMoves(self._store)
         self._followed, self._overdue = self._moves.followed, self._moves.overdue
+        self._segments = (
+            SegmentPass(self._store, backend, self._moves, guard, self._next_event, self._depart)
+            if segments
+            else None
+        )
         self._open = False
         self._measured = False
         self._boundary = False
@@ -155,6 +163,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         leave_uncompiled()
         self._hooks.enter()
         self._reach.__enter__()
+        if self._segments is not None:
+            self._segments.calls.enter()
         self._handles = [
             register_optimizer_step_pre_hook(self._fenced(self._before_step)),
             register_optimizer_step_post_hook(self._fenced(self._after_step)),
@@ -165,6 +175,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         """Stop observing. Graphs that are still alive stay usable: their data are fetched."""
         self._hooks.exit(*exception)
         self._reach.__exit__(*exception)
+        if self._segments is not None:
+            self._segments.calls.exit()
         for handle in self._handles:
             handle.remove()
         self._store.norms.close()
@@ -211,6 +223,14 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._plan is not None:
             return self._event - 1
         return None if self._watch is None else self._watch.event
+
+    def _next_event(self) -> int | None:
+        """The number that the next event of the present pass has; None outside of passes."""
+        if not self._open or self._boundary or self._store.within() is None:
+            return None
+        if self._plan is not None:
+            return self._event
+        return None if self._watch is None else self._watch.event + 1
 
     @property
     def leave_above_bytes(self) -> int:
@@ -379,6 +399,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         if self._watch is not None:
             if view and now:
                 self._watch.use(packed.saved)
+                if self._segments is not None:
+                    self._segments.use(packed.saved)
             self._watch.leave()
         elif planned is not None and self._measured and self._event == len(planned.events):
             self._kinds.measured(planned, self._backend.peak_bytes(), self.budget_bytes)
@@ -416,14 +438,23 @@ class Swapper(AbstractContextManager["Swapper"]):
         other = self._kinds.branch(before, self._event, code)
         if other is not None and self._moves.on_host_alike(before, other):
             self._plan = other
+            if self._segments is not None:
+                self._segments.dropped()
             return other
         self._drop(before)
         return None
+
+    def _depart(self) -> None:
+        """A call of the present plan cannot be recomputed."""
+        if self._plan is not None:
+            self._drop(self._plan)
 
     def _drop(self, planned: Ready) -> None:
         self._collector.let_go()
         self._moves.overdue.clear()
         self._plan = None
+        if self._segments is not None:
+            self._segments.dropped()
         self._deviated = True
         self._counts["deviations"] += 1
         self._store.beside_bytes = planned.beside_bytes[min(self._event, len(planned.events) - 1)]
@@ -447,8 +478,13 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._store.norms.find()
         if candidate is not None or self._to_be_watched(alike):
             self._counts["watched"] += 1
-            trial, after_step = candidate is not None, self._steps > 0
-            self._watch = Watch(self._backend, self._store, trial=trial, after_step=after_step)
+            self._watch = Watch(
+                self._backend,
+                self._store,
+                trial=candidate is not None,
+                after_step=self._steps > 0,
+                expected_bytes=candidate.saved_bytes if candidate is not None else 0,
+            )
         elif not self._store.absent:
             self._plan = next((kind.plan for kind in alike if kind.plan is not None), None)
         self._measured = self._plan is None or self._plan.tuned < TUNED
@@ -458,6 +494,8 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._store.waits = Waits(self._backend)
         if self._plan is not None or self._watch is not None:
             self._collector.hold()
+        if self._segments is not None:
+            self._segments.begin_pass(self._watch, self._plan)
         return within
 
     def _candidate(self, first: int) -> PassKind | None:

@@ -6,8 +6,10 @@ anew for less. Kinds are told apart by their events.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +17,16 @@ from kilter.core.errors import PlanError
 from kilter.core.reasons import Reason
 from kilter.memory import messages
 from kilter.memory.engine.backend import Backend, HostMemoryError
-from kilter.memory.engine.pass_record import ALIGN, PassRecord
+from kilter.memory.engine.pass_record import ALIGN, PassRecord, SavedSegment
 from kilter.memory.engine.ready import Ready, ready
 from kilter.memory.engine.store import Store
 from kilter.memory.engine.waits import Waits
 from kilter.memory.engine.watch import Attention
 from kilter.memory.plan.choose import SWAP_ONLY, arena, described, plan
 from kilter.memory.plan.feedback import NOTICED, Waiting, earlier, expected, slower, slowness
-from kilter.memory.plan.problem import Link
+from kilter.memory.plan.mix import EACH_S, roughly
+from kilter.memory.plan.problem import Link, Problem
+from kilter.memory.plan.segments import SegmentChoice, best_set
 from kilter.memory.plan.simulate import simulate
 
 if TYPE_CHECKING:
@@ -58,6 +62,8 @@ class PassKind:
     tried: bool = False
     """Its recipes were tried against the real data."""
     trials: int = 0
+    segments: tuple[SavedSegment, ...] = ()
+    """Calls of modules among which the plan has chosen what to recompute."""
     plan: Ready | None = None
     outdated: bool = False
     """Its plan measured otherwise than predicted, and there is to be another."""
@@ -74,6 +80,11 @@ class PassKind:
     """In a row: plans whose late loads start earlier than in the one before."""
     answers: int = 0
     """Plans made for what passes under the one before had waited for."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """What autograd keeps in such a pass."""
+        return sum(datum.size_bytes for datum in self.record.data)
 
     @property
     def settled(self) -> bool:
@@ -316,13 +327,16 @@ class Kinds:
     def _ready(self, kind: PassKind, budget_bytes: int, room_bytes: int | None) -> Ready:
         out, back = kind.slow
         link = slower(self._link.less(self.taken), out=out, back=back)
-        problem, numbers = kind.record.problem(
+        make_problem = partial(
+            kind.record.problem,
             link=link,
             budget_bytes=budget_bytes - budget_bytes // ALLOCATION_ROUNDING_BYTES - kind.less_bytes,
             min_bytes=self._min_bytes,
             host_room_bytes=room_bytes,
             recompute=self._planner not in SWAP_ONLY or room_bytes == 0,
         )
+        kind.segments = self._worth_calling(kind, make_problem)
+        problem, numbers = make_problem(segments=kind.segments)
         value = plan(problem, self._planner, alone=not self.taken)
         offsets, total = arena(problem, value.schedule, align=ALIGN)
         places = {
@@ -331,6 +345,34 @@ class Kinds:
         }
         self._make_room(total)
         return self._settled_in(self._made_ready(kind, problem, numbers, value, places))
+
+    def _worth_calling(
+        self, kind: PassKind, make_problem: Callable[..., tuple[Problem, tuple[int, ...]]]
+    ) -> tuple[SavedSegment, ...]:
+        """The calls of modules that are recomputed as a whole."""
+        found = kind.record.segments
+        if not found or self._planner != "mix":
+            return ()
+        data = kind.record.data
+        choices = [
+            SegmentChoice(
+                segment.first,
+                segment.last,
+                sum(data[number].size_bytes for number in segment.members) or 1,
+                segment.recompute_s,
+            )
+            for segment in found
+        ]
+
+        def cost_s(chosen: tuple[int, ...]) -> float:
+            problem, _ = make_problem(segments=tuple(found[i] for i in chosen))
+            try:
+                schedule, outcome = roughly(problem)
+            except PlanError:
+                return math.inf
+            return outcome.iteration_s + EACH_S * len(schedule.recomputed)
+
+        return tuple(found[i] for i in best_set(choices, cost_s))
 
     def retain(self) -> None:
         """A pass has left its plan and retains its graph, above the budget: what plans have left to
@@ -341,7 +383,8 @@ class Kinds:
                 kind.outdated = kind.plan is not None
 
     def _made_ready(self, kind: PassKind, *planned: Any) -> Ready:
-        return ready(kind.record, *planned, retained=self._retained)
+        segments = kind.segments
+        return ready(kind.record, *planned, retained=self._retained, segments=segments)
 
     def _settled_in(self, made: Ready) -> Ready:
         if self._arena is not None:

@@ -49,7 +49,7 @@ class HeldSource:
     else can write to.
     """
 
-    __slots__ = ("take", "tensor", "version")
+    __slots__ = ("__weakref__", "take", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, version: int, take: Source | None = None) -> None:
         """`take` gives the tensor where holding the tensor itself is not enough (its bytes may be

@@ -10,7 +10,9 @@ Values and arithmetic only: who stands in the hooks is `kilter.memory.engine`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kilter.core.label import Label
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
@@ -58,6 +60,35 @@ class SavedDatum:
     """Measured time of the recipe, once its result was found bitwise equal."""
 
 
+@dataclass(slots=True, kw_only=True)
+class SavedSegment:
+    """The call of a module that is recomputed as a whole."""
+
+    name: str
+    """The class of the module."""
+    module: Any
+    """Gives the module, for the engine alone."""
+    first: int
+    last: int
+    """First and last event inside."""
+    members: frozenset[int]
+    """Numbers of the data that are made together."""
+    sources: frozenset[int]
+    """Numbers of the data that are read for that."""
+    operations: tuple[Any, ...]
+    """What has to run, in order."""
+    held_bytes: int
+    """What it reads, and nobody but this segment has after the call."""
+    extra_bytes: int
+    """Beside what it makes, the most that it takes while it runs again."""
+    recompute_s: float
+    """Measured; all that it makes was bitwise equal then."""
+
+
+HELD_EVENTS = 3
+"""After the end of a call; what somebody holds longer is no part of the segment."""
+
+
 @dataclass(slots=True)
 class PassRecord:
     """What is known of passes with the same events. Operation times are the shortest seen, levels
@@ -75,6 +106,8 @@ class PassRecord:
     level_bytes: list[int]
     """Peak during each operation with everything kept."""
     passes: int = 1
+    segments: tuple[SavedSegment, ...] = ()
+    """Calls of modules that were tried with success."""
 
     @property
     def peak_bytes(self) -> int:
@@ -118,6 +151,7 @@ class PassRecord:
             mine.recipe, mine.sources = theirs.recipe, theirs.sources
             mine.recompute_s, mine.version = theirs.recompute_s, theirs.version
             mine.closed, mine.in_backward = theirs.closed, theirs.in_backward
+        self.segments = tried.segments
 
     def absence(
         self, datum: SavedDatum, *, swap: bool = True, recompute: bool = True
@@ -148,44 +182,43 @@ class PassRecord:
         min_bytes: int,
         host_room_bytes: int | None = None,
         recompute: bool = True,
+        segments: Sequence[SavedSegment] = (),
     ) -> tuple[Problem, tuple[int, ...]]:
         """What the planners need, and for each interval the number of its datum.
 
         Where the host has only so much room, the data for which that is worth most may be
         offloaded, and the others are recomputed or stay. With `recompute` false nothing is
-        recomputed.
+        recomputed. Each of the `segments` is one interval in the place of its data, with the number
+        of the first of them.
         """
         to_host = None if host_room_bytes is None else self._worth_offloading(host_room_bytes)
-        numbers: dict[int, int] = {}
-        intervals: list[IdleInterval] = []
-        for number, datum in enumerate(self.data):
-            offloads = to_host is None or number in to_host
-            absence = self.absence(datum, swap=offloads, recompute=recompute)
-            if absence is None or datum.size_bytes < min_bytes:
-                continue
-            after, before, recompute_s = absence
-            if before - after < 2 or not (offloads or recompute_s is not None):
-                continue
-            numbers[number] = len(intervals)
-            intervals.append(
-                IdleInterval(
-                    name=datum.name,
-                    size_bytes=datum.size_bytes,
-                    after=after,
-                    before=before,
-                    recompute_s=recompute_s,
-                    needs=tuple(numbers[s] for s in datum.sources if s in numbers),
-                    to_host=offloads,
-                )
-            )
+        found = _Intervals(self, min_bytes, to_host, recompute=recompute)
+        levels = list(self.level_bytes)
+        for segment in segments:
+            needed_at = found.put_together(segment)
+            if needed_at is not None:
+                levels[needed_at] += segment.extra_bytes
+        for number in range(len(self.data)):
+            found.put(number)
         problem = Problem(
             operation_s=tuple(self.operation_s),
-            resident_bytes=tuple(self.level_bytes),
-            intervals=tuple(intervals),
+            resident_bytes=tuple(levels),
+            intervals=tuple(found.intervals),
             link=link,
             budget_bytes=budget_bytes,
         )
-        return problem, tuple(numbers)
+        return problem, tuple(found.numbers)
+
+    def members(self, segment: SavedSegment) -> tuple[int, ...]:
+        """The data that are evicted together and made by the call. What somebody holds for longer,
+        or backward does not ask for, is left out."""
+        found = []
+        for number in sorted(segment.members):
+            datum = self.data[number]
+            freed = datum.free_at is not None and datum.free_at <= segment.last + HELD_EVENTS
+            if freed and datum.needed_at is not None:
+                found.append(number)
+        return tuple(found)
 
     def _worth_offloading(self, room_bytes: int) -> frozenset[int]:
         """The data that cannot be recomputed, those with the longest gap first, then the dearest to
@@ -269,6 +302,7 @@ class PassRecorder:
     names: list[str] = field(default_factory=list)
     data: list[SavedDatum] = field(default_factory=list)
     levels: list[int] = field(default_factory=list)
+    segments: list[SavedSegment] = field(default_factory=list)
     backward_from: int | None = None
 
     @property
@@ -299,4 +333,96 @@ class PassRecorder:
             data=tuple(self.data),
             operation_s=(operation_s + [0.0] * count)[:count],
             level_bytes=(self.levels + [last] * count)[:count],
+            segments=tuple(self.segments),
         )
+
+
+class _Intervals:
+    """The intervals of a pass. Each stands behind those that it needs."""
+
+    def __init__(
+        self,
+        record: PassRecord,
+        min_bytes: int,
+        to_host: frozenset[int] | None,
+        *,
+        recompute: bool,
+    ) -> None:
+        self._record = record
+        self._min_bytes = min_bytes
+        self._to_host = to_host
+        self._recompute = recompute
+        self._together: dict[int, tuple[SavedSegment, IdleInterval]] = {}
+        """By datum, the segment that makes it."""
+        self._index: dict[int, int] = {}
+        """By datum, its interval."""
+        self.intervals: list[IdleInterval] = []
+        self.numbers: list[int] = []
+        """For each interval its datum, or the first of them."""
+
+    def put_together(self, segment: SavedSegment) -> int | None:
+        """Have all that a segment makes be one interval; gives the event that needs it. None where
+        nothing would be gained: its data stay on their own."""
+        record = self._record
+        members = record.members(segment)
+        data = [record.data[number] for number in members]
+        after = max([segment.last, *(datum.free_at or 0 for datum in data)])
+        for source in segment.sources:
+            free_at = record.data[source].free_at
+            after = max(after, len(record.events) if free_at is None else free_at)
+        before = min((datum.needed_at or 0 for datum in data), default=0)
+        size_bytes = sum(datum.size_bytes for datum in data) - segment.held_bytes
+        if before - after < 2 or size_bytes < self._min_bytes:
+            return None
+        interval = IdleInterval(
+            name=f"{members[0]}: all of {segment.name}",
+            size_bytes=size_bytes,
+            after=after,
+            before=before,
+            recompute_s=segment.recompute_s,
+            to_host=False,
+            together=True,
+        )
+        self._together.update(dict.fromkeys(members, (segment, interval)))
+        return before
+
+    def put(self, number: int) -> None:
+        """The interval of a datum, if it has one."""
+        if number in self._index:
+            return
+        found = self._together.get(number)
+        if found is None:
+            self._put_alone(number)
+            return
+        segment, interval = found
+        for source in sorted(segment.sources):
+            self.put(source)
+        members = [m for m, (of, _) in self._together.items() if of is segment]
+        self._index.update(dict.fromkeys(members, len(self.intervals)))
+        self._append(interval, number, tuple(sorted(segment.sources)))
+
+    def _put_alone(self, number: int) -> None:
+        datum = self._record.data[number]
+        offloads = self._to_host is None or number in self._to_host
+        absence = self._record.absence(datum, swap=offloads, recompute=self._recompute)
+        if absence is None or datum.size_bytes < self._min_bytes:
+            return
+        after, before, recompute_s = absence
+        if before - after < 2 or not (offloads or recompute_s is not None):
+            return
+        interval = IdleInterval(
+            name=datum.name,
+            size_bytes=datum.size_bytes,
+            after=after,
+            before=before,
+            recompute_s=recompute_s,
+            to_host=offloads,
+        )
+        self._index[number] = len(self.intervals)
+        self._append(interval, number, datum.sources)
+
+    def _append(self, interval: IdleInterval, number: int, sources: tuple[int, ...]) -> None:
+        own = len(self.intervals)
+        needs = dict.fromkeys(self._index[s] for s in sources if self._index.get(s, own) != own)
+        self.intervals.append(replace(interval, needs=tuple(needs)))
+        self.numbers.append(number)

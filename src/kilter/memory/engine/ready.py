@@ -5,10 +5,11 @@ So that an ordinary event under a plan costs the host one look at a list.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from kilter.memory.engine.pass_record import FOREIGN, PassRecord, use_code
+from kilter.memory.engine.pass_record import FOREIGN, PassRecord, SavedSegment, use_code
 from kilter.memory.engine.waits import Waits
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Problem
@@ -59,6 +60,8 @@ class Ready:
     """What is held at each event by data that are not followed."""
     hosts: dict[int, torch.Tensor] = field(default_factory=dict)
     """The same as memory; in the shape of the datum once it is known."""
+    segments: dict[int, SavedSegment] = field(default_factory=dict)
+    """By the first event inside, the calls of modules that are recomputed."""
     tuned: int = 0
     """Passes whose peak was measured."""
     peak_bytes: int = 0
@@ -84,8 +87,10 @@ def ready(
     places: dict[int, tuple[int, int]],
     *,
     retained: bool = False,
+    segments: Sequence[SavedSegment] = (),
 ) -> Ready:
-    """`numbers` are the data behind the problem's intervals. `retained`: passes that begin like
+    """`numbers` are the data behind the problem's intervals, those of `segments` among them by the
+    first of their data. `retained`: passes that begin like
     this one may retain their graph; so all data are followed, and can leave."""
     count = len(record.events)
     leave: list[list[int]] = [[] for _ in range(count + 1)]
@@ -98,12 +103,26 @@ def ready(
         release[move.release].append(number)
     for move in sorted(value.schedule.moves, key=lambda m: (deadlines[m.interval], m.interval)):
         load[move.load].append(numbers[move.interval])
+    by_first = {record.members(segment)[:1]: segment for segment in segments}
+    called: list[SavedSegment] = []
+    alone: list[int] = []
     for index in value.schedule.recomputed:
-        release[problem.intervals[index].after + 1].append(numbers[index])
-    recomputed = frozenset(numbers[index] for index in value.schedule.recomputed)
+        interval, number = problem.intervals[index], numbers[index]
+        segment = by_first[number,] if interval.together else None
+        if segment is None:
+            alone.append(number)
+            release[interval.after + 1].append(number)
+        else:
+            members = record.members(segment)
+            called.append(replace(segment, members=frozenset(members)))
+            release[interval.after + 1] += members
+    recomputed = frozenset(alone)
     moved = frozenset(numbers[move.interval] for move in value.schedule.moves)
     read = frozenset(source for number in recomputed for source in record.data[number].sources)
-    followed = frozenset(range(len(record.data))) if retained else recomputed | moved | read
+    read = read.union(*(segment.sources for segment in called))
+    followed = recomputed.union(moved, read, *(segment.members for segment in called))
+    if retained:
+        followed = frozenset(range(len(record.data)))
 
     steps: list[ReadyStep] = []
     for event, (code, number) in enumerate(zip(record.events, record.numbers(), strict=True)):
@@ -131,4 +150,5 @@ def ready(
         steps=[*steps, ReadyStep(None)],
         places=places,
         beside_bytes=beside,
+        segments={segment.first: segment for segment in called},
     )

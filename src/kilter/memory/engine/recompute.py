@@ -110,6 +110,21 @@ class Recipe:
         """What the operation is called, for people."""
         return OPERATIONS[self.node].kind
 
+    def read(self) -> list[object]:
+        """What must not change before the tensor is made."""
+        return [*self.sources, *(root_of(held.tensor) for held in self.parameters)]
+
+    def told(self) -> None:
+        """Those who may change it are known."""
+
+    def reference(self, saved: Any) -> Any:
+        """Gives the datum that this makes."""
+        return saved.itself
+
+    def others(self) -> list[Any]:
+        """Data that were made together with this one."""
+        return []
+
     def ready(self) -> bool:
         """Carried out from now on, it makes what was saved."""
         return (
@@ -296,9 +311,13 @@ def _refuse_foreign(tensor: torch.Tensor) -> None:
 def _parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """What an optimizer may update, perhaps without moving a version. Autograd saves a view of it;
     a parameter that is on the host has a class of its own, and is not to be asked for anything."""
-    root = tensor
-    if type(root) is torch.Tensor and root._base is not None:
-        root = root._base
+    root = root_of(tensor)
     if type(root) is not torch.Tensor or (root.is_leaf and root.requires_grad):
         return root
     return None
+
+
+def root_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The parameter, where autograd saved a view of it."""
+    base = tensor._base if type(tensor) is torch.Tensor else None
+    return tensor if base is None else base

@@ -17,7 +17,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -28,9 +28,14 @@ from kilter.memory.engine.layer_norms import LayerNorms
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.operations import HeldSource, Source
 from kilter.memory.engine.quiet import uncast, ungraded
-from kilter.memory.engine.recompute import Foreign, Recipe
+from kilter.memory.engine.recompute import Foreign, Recipe, root_of
 from kilter.memory.engine.waits import Waits
 from kilter.observe import torch_internals
+
+if TYPE_CHECKING:
+    from kilter.memory.engine.segments import ModuleCall, SegmentTensor
+
+T = TypeVar("T")
 
 HERE, COMING, AWAY = range(3)
 OUTPUT = "kilter.output"
@@ -48,9 +53,9 @@ class Saved:
     own, since there is one for each large saved tensor."""
 
     __slots__ = (
-        "__weakref__", "alias", "arrival", "cast", "departure", "handed_out", "host", "itself",
-        "key", "number", "plain", "pooled", "recipe", "size_bytes", "state", "store", "touched",
-        "version", "within",
+        "__weakref__", "alias", "arrival", "calls", "cast", "departure", "handed_out", "host",
+        "itself", "key", "number", "plain", "pooled", "recipe", "size_bytes", "state", "store",
+        "touched", "version", "within",
     )  # fmt: skip
 
     store: Store
@@ -80,7 +85,9 @@ class Saved:
         """Host memory that is given back when the datum is gone."""
         self.departure: CopyEvent = None
         self.arrival: CopyEvent = None
-        self.recipe: Recipe | None = None
+        self.recipe: Recipe | SegmentTensor | None = None
+        self.calls: list[ModuleCall] | None = None
+        """Calls of modules that saved this datum, in a pass in which segments are tried."""
 
     def __del__(self) -> None:
         store = getattr(self, "store", None)
@@ -252,7 +259,7 @@ class Store:
         self._one = _users(_lone())
         self._here: dict[int, weakref.ref[Saved]] = {}
         """By storage, the resident data. Each holds its storage, so no key is ever reused."""
-        self._owed: dict[int, list[weakref.ref[Saved]]] = {}
+        self._owed: dict[int, list[Callable[[], Saved | None]]] = {}
         """By identity of a parameter or a datum, the evicted data that are recomputed from it."""
         self._touched: dict[int, StorageReference] = {}
         """By storage, the tensors whose `.data` the program has asked for in this pass."""
@@ -422,9 +429,10 @@ class Store:
         elif recipe is None or saved.touched or not self.alone(alias) or not recipe.ready():
             return
         else:
-            read = [*recipe.sources, *(_root(held.tensor) for held in recipe.parameters)]
-            for source in read:
-                self._owed.setdefault(id(source), []).append(saved.itself)
+            reference = recipe.reference(saved)
+            for source in recipe.read():
+                self._owed.setdefault(id(source), []).append(reference)
+            recipe.told()
         # Interrupted between two lines, the datum is resident, or evicted with a known source.
         saved.state = AWAY
         saved.alias = None
@@ -445,7 +453,7 @@ class Store:
 
     def touched(self, tensor: torch.Tensor) -> None:
         """The program asks for the `.data` of this tensor."""
-        self.pay(_root(tensor))
+        self.pay(root_of(tensor))
         storage = tensor.untyped_storage()
         self._touched[storage._cdata] = StorageReference(storage)
         reference = self._here.get(storage._cdata)
@@ -486,13 +494,16 @@ class Store:
         key = alias.untyped_storage()._cdata
         # From here on nothing can fail.
         saved.alias, saved.key, saved.state = alias, key, HERE
-        saved.recipe = None  # lets go of what it reads
         self._here[key] = saved.itself
         self.absent -= 1
         if recipe is not None:
+            saved.recipe = None  # lets go of what it reads; one that is to be tried stays
             self.recomputed += 1
             self.away_bytes -= saved.size_bytes
             self.hold(saved.size_bytes)
+            for other in recipe.others():
+                if other.state == AWAY and other.host is None:
+                    self.fetch(other)
 
     def _with_room(self, take: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Allocate. Where memory is exhausted, first collect the garbage that was left while the
@@ -506,12 +517,21 @@ class Store:
             torch.cuda.empty_cache()
         return take()
 
-    def made(self, found: Recipe) -> torch.Tensor:
-        """The result of the recipe, computed without a graph and outside of autocast."""
+    def resident(self, key: int) -> Saved | None:
+        """The resident datum with this storage, of whichever pass."""
+        reference = self._here.get(key)
+        return None if reference is None else reference()
+
+    def made(self, found: Recipe | SegmentTensor) -> torch.Tensor:
+        """The result of the recipe."""
+        return self.carried_out(found.make)
+
+    def carried_out(self, make: Callable[[], T]) -> T:
+        """What a recipe does, without a graph and outside of autocast."""
         device_type = self._backend.device.type
         if not torch.is_grad_enabled() and not torch.is_autocast_enabled(device_type):
-            return found.make()  # as in every ordinary backward
-        return uncast(device_type, lambda: ungraded(found.make))
+            return make()  # as in every ordinary backward
+        return uncast(device_type, lambda: ungraded(make))
 
     def alone(self, tensor: torch.Tensor) -> bool:
         """This tensor alone holds its storage. The count is compared with that of a lone tensor,
@@ -589,12 +609,6 @@ class Store:
             raise Foreign(f"{node.name()} keeps {name} with a hook that is not ours")
         plain = type(packed) is tuple
         return HeldSource(packed[0], packed[1], None if plain else packed), None
-
-
-def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """The parameter, where autograd saved a view of it."""
-    base = tensor._base if type(tensor) is torch.Tensor else None
-    return tensor if base is None else base
 
 
 def _is_cast_of_parameter(node: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, strided
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from kilter.memory.engine import fused
+from kilter.memory.engine import fused, recording
 from kilter.memory.engine.backend import owned
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.quiet import unseen, untangented
@@ -107,11 +107,28 @@ class TensorHooks:
 
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd holds instead of a tensor."""
+        if recording.present is not None:
+            return recording.unrecorded(self._pack_recorded, tensor, recording.present)
+        return self._pack_any(tensor)
+
+    def _pack_recorded(self, tensor: Tensor, by: recording.Recording) -> Any:
+        """The same while a call is recorded, of which what is done in here is no part."""
+        packed = self._pack_any(tensor)
+        if type(packed) is tuple and len(packed) == 3:
+            by.hears(tensor, packed[0])
+        return packed
+
+    def _pack_any(self, tensor: Tensor) -> Any:
         if _under_a_mode():
             return self._apart(self._pack_tensor, tensor, type(tensor))
         return self._pack_tensor(tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
+        if recording.present is not None:
+            return recording.unrecorded(self._unpack_any, packed)
+        return self._unpack_any(packed)
+
+    def _unpack_any(self, packed: Any) -> Tensor:
         try:
             if _under_a_mode():
                 tensor: Tensor = self._apart(self._unpack_tensor, packed, type(packed[0]))
@@ -144,7 +161,11 @@ class TensorHooks:
             self.tangents[storage._cdata] = storage.nbytes()
 
     def _pack_tensor(self, tensor: Tensor) -> Any:
-        if (
+        return self._save_large(tensor) if self.takes(tensor) else kept(tensor)
+
+    def takes(self, tensor: Tensor) -> bool:
+        """The engine takes this tensor over from autograd."""
+        return (
             type(tensor) is Tensor
             and tensor.numel() * tensor.element_size() >= self._min_bytes
             and tensor.device == self._device
@@ -158,9 +179,7 @@ class TensorHooks:
             and tensor.untyped_storage().nbytes() >= self._min_bytes
             and sole(tensor)
             and owned(tensor.untyped_storage())
-        ):
-            return self._save_large(tensor)
-        return kept(tensor)
+        )
 
     def _unpack_tensor(self, packed: Any) -> Tensor:
         return whole(packed) if len(packed) == 3 else self._use_large(packed)

@@ -6,6 +6,7 @@ Slow and thorough; a pass under a plan is not watched.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kilter.core.reasons import Reason
@@ -13,8 +14,9 @@ from kilter.memory import messages
 from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.modified import Modified
-from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedDatum
-from kilter.memory.engine.recompute import Reader, Unlike
+from kilter.memory.engine.operations import HeldSource
+from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedDatum, SavedSegment
+from kilter.memory.engine.recompute import Reader, Recipe, Unlike
 from kilter.memory.engine.store import Saved, Store, flat
 from kilter.observe import torch_internals
 
@@ -112,7 +114,13 @@ class Watch:
     `after_step` says that the pass began after an optimizer had stepped."""
 
     def __init__(
-        self, backend: Backend, store: Store, *, trial: bool = False, after_step: bool = False
+        self,
+        backend: Backend,
+        store: Store,
+        *,
+        trial: bool = False,
+        after_step: bool = False,
+        expected_bytes: int = 0,
     ) -> None:
         self._backend = backend
         self._store = store
@@ -120,6 +128,9 @@ class Watch:
         self._recorder = PassRecorder()
         self.trial = trial
         self.after_step = after_step
+        self.expected_bytes = expected_bytes
+        """Of a trial: what passes of this kind save."""
+        self._saved: list[weakref.ref[Saved]] = []
         self.refused: list[Reason] = []
         self.peak_bytes = 0
         """The most in use so far, where that is measured."""
@@ -135,6 +146,30 @@ class Watch:
     def saved(self) -> int:
         """How many data were saved so far."""
         return len(self._recorder.data)
+
+    def saved_since(self, number: int) -> list[Saved]:
+        """The data from this number on that are alive."""
+        found = [reference() for reference in self._saved[number:]]
+        return [saved for saved in found if saved is not None]
+
+    def refuse(self, reason: Reason) -> None:
+        """Note why something is not recomputed, once where many are alike."""
+        if reason not in self.refused:
+            self.refused.append(reason)
+
+    def emptied(self, held: Iterable[HeldSource]) -> bool:
+        """One of these has lost its memory during the pass, as sharded weights do."""
+        return any(one.tensor.untyped_storage()._cdata in self._emptied for one in held)
+
+    def reads(self, held: Iterable[HeldSource]) -> None:
+        """Look from now on whether one of these loses its memory."""
+        for one in held:
+            storage = one.tensor.untyped_storage()
+            self._read[storage._cdata] = storage
+
+    def segment(self, segment: SavedSegment) -> None:
+        """The call of a module was found to recompute what it saved."""
+        self._recorder.segments.append(segment)
 
     @property
     def event(self) -> int:
@@ -174,6 +209,7 @@ class Watch:
             version=saved.version,
         )
         self._recorder.data.append(datum)
+        self._saved.append(saved.itself)
         storage = StorageReference(tensor.untyped_storage())
         self._held_by_others[saved.number] = (weakref.ref(saved), storage)
         if self.trial:
@@ -182,9 +218,7 @@ class Watch:
             recipe = saved.recipe
             if recipe is not None:
                 datum.recipe = recipe.kind
-                for held in recipe.parameters:
-                    storage = held.tensor.untyped_storage()
-                    self._read[storage._cdata] = storage
+                self.reads(recipe.parameters)
                 datum.sources = tuple(sorted({source.number for source in recipe.sources}))
                 datum.closed = tuple(sorted({source.number for source in recipe.closed}))
                 datum.in_backward = recipe.in_backward
@@ -225,11 +259,10 @@ class Watch:
 
         found = saved.recipe
         saved.recipe = None
-        if datum.recompute_s is not None or found is None:
+        if datum.recompute_s is not None or not isinstance(found, Recipe):
             return
-        read = (held.tensor.untyped_storage()._cdata for held in found.parameters)
-        if not self._emptied.isdisjoint(read):
-            self.refused.append(messages.recipe_of_sharded_weights(datum.name))
+        if self.emptied(found.parameters):
+            self.refuse(messages.recipe_of_sharded_weights(datum.name))
             return
         marks = []
         try:
@@ -240,11 +273,11 @@ class Watch:
                 made = self._store.made(found)
                 marks.append((begin, self._backend.mark()))
         except (Unlike, Modified, torch.OutOfMemoryError) as error:
-            self.refused.append(messages.recipe_failed(datum.name, error))
+            self.refuse(messages.recipe_failed(datum.name, error))
             return
         again = torch.empty(0, dtype=torch.uint8, device=made.device)
         again.set_(made.untyped_storage(), 0, (saved.size_bytes,), (1,))
         if torch.equal(flat(saved), again):
             datum.recompute_s = min(self._backend.elapsed_s(*pair) for pair in marks)
         else:
-            self.refused.append(messages.recipe_differs(datum.name))
+            self.refuse(messages.recipe_differs(datum.name))

@@ -90,12 +90,16 @@ def _cost_s(made: tuple[Schedule, SimulatedPass]) -> float:
 
 
 def by_price(problem: Problem) -> list[int]:
-    """Intervals that can be recomputed, cheapest per byte first, then the shortest gap."""
+    """Intervals that can be recomputed, cheapest per byte first, then the shortest gap.
 
-    def price(index: int) -> tuple[float, int, int]:
+    Before them those that stand for several data: they are in the problem because they are to be
+    recomputed, and what is made from their data would otherwise force them back too early."""
+
+    def price(index: int) -> tuple[bool, float, int, int]:
         interval = problem.intervals[index]
         assert interval.recompute_s is not None
-        return ((interval.recompute_s + EACH_S) / interval.size_bytes, interval.gap, index)
+        price = (interval.recompute_s + EACH_S) / interval.size_bytes
+        return not interval.together, price, interval.gap, index
 
     possible = [i for i, j in enumerate(problem.intervals) if j.recompute_s is not None]
     return sorted(possible, key=price)

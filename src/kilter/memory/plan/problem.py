@@ -93,6 +93,8 @@ class IdleInterval:
     """The host holds the same bytes already: leaving costs no transfer."""
     to_host: bool = True
     """May be offloaded; otherwise it is recomputed or stays."""
+    together: bool = False
+    """Stands for several data, which the call of a module makes together."""
 
     @property
     def gap(self) -> int:

@@ -1,0 +1,212 @@
+"""The segments of the present pass: tried where the pass is tried, recomputed where planned."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kilter.memory import messages
+from kilter.memory.engine.modified import Modified
+from kilter.memory.engine.pass_record import SavedSegment
+from kilter.memory.engine.ready import Ready
+from kilter.memory.engine.recompute import Foreign, Unlike
+from kilter.memory.engine.segments import ModuleCall, ModuleCalls, SegmentTensor, tensors_in
+from kilter.memory.engine.store import COMING, Saved, Store
+from kilter.memory.engine.watch import TRIAL_PAUSE_S, WATCH_REPEATS, Watch
+
+if TYPE_CHECKING:
+    from kilter.memory.engine.backend import Backend
+    from kilter.memory.engine.due_moves import DueMoves
+
+LARGEST_SHARE = 1 / 4
+"""Of all saved bytes, what one segment may save at most: all of it comes back at one time."""
+
+
+class SegmentPass:
+    """`next_event` gives the number of the pass's next event, None outside of passes."""
+
+    def __init__(
+        self,
+        store: Store,
+        backend: Backend,
+        moves: DueMoves,
+        guard: Callable[..., bool],
+        next_event: Callable[[], int | None],
+        depart: Callable[[], None],
+    ) -> None:
+        """`depart` is called where the pass departs from its plan."""
+        self._store = store
+        self._backend = backend
+        self._moves = moves
+        self._next_event = next_event
+        self._depart = depart
+        self._plan: Ready | None = None
+        self._watch: Watch | None = None
+        self.calls = ModuleCalls(store, backend, guard, self._begins, self._ended)
+
+    def begin_pass(self, watch: Watch | None, plan: Ready | None) -> None:
+        """A pass begins that is watched, or runs under a plan, or neither."""
+        self._watch = watch if watch is not None and watch.trial else None
+        self._plan = plan if plan is not None and plan.segments else None
+        self.calls.begin_pass(self._watch is not None or self._plan is not None)
+
+    def dropped(self) -> None:
+        """The pass has departed from its plan."""
+        self._plan = None
+
+    def _begins(self, module: torch.nn.Module) -> tuple[int, Any] | None:
+        """The event at which a call begins that is of interest, and what it is to be."""
+        event = self._next_event()
+        if event is None:
+            return None
+        if self._watch is not None:
+            return event, (self._watch, self._watch.saved)
+        found = None if self._plan is None else self._plan.segments.get(event)
+        if found is None or found.module() is not module:
+            return None
+        return event, (self._plan, found)
+
+    def _ended(self, call: ModuleCall, result: Any) -> None:
+        event = self._next_event()
+        if event is None or event <= call.first:
+            return
+        call.last = event - 1
+        under, what = call.expected
+        if isinstance(under, Watch):
+            self._to_try(call, result, under, what)
+        elif under is self._plan:
+            try:
+                self._take_part(call, what)
+            except Foreign:  # what was tried is not what has run now
+                self._depart()
+
+    # Under a plan
+
+    def _take_part(self, call: ModuleCall, segment: SavedSegment) -> None:
+        numbers = segment.members | segment.sources
+        data = {number: self._moves.followed(number) for number in numbers}
+        alive = {number: saved for number, saved in data.items() if saved is not None}
+        members: dict[int, Saved] = {}
+        for number in segment.members:
+            saved = alive.get(number)
+            storage = None if saved is None else call.storage_of(saved)
+            if saved is None or storage is None or saved.recipe is not None:
+                raise Foreign("a call has saved something else than when it was tried")
+            members[storage] = saved
+        call.ended(members, {saved.key: saved for saved in alive.values()})
+        if call.last != segment.last or call.operations != segment.operations:
+            raise Foreign("in a call other operations ran than when it was tried")
+        for storage, saved in members.items():
+            assert saved.alias is not None
+            saved.recipe = SegmentTensor(call, storage, saved.alias)
+
+    # In a trial
+
+    def _to_try(self, call: ModuleCall, result: Any, watch: Watch, first: int) -> None:
+        """Have the call tried when backward asks for the first of what it saved."""
+        returned = {tensor.untyped_storage()._cdata for tensor in tensors_in(result)}
+        members: dict[int, Saved] = {}
+        for saved in watch.saved_since(first):
+            storage = call.storage_of(saved)
+            if storage is not None and saved.key not in returned and not saved.cast:
+                members[storage] = saved
+        total_bytes = sum(saved.size_bytes for saved in members.values())
+        if not members or total_bytes > LARGEST_SHARE * watch.expected_bytes:
+            return
+        try:
+            call.ended(members, {saved.key: saved for saved in watch.saved_since(0)})
+        except Foreign as error:
+            watch.refuse(messages.segment_failed(type(call.module).__name__, error))
+            return
+        watch.reads(call.parameters)
+        call.expected = watch, None
+        for saved in members.values():
+            saved.calls = [*(saved.calls or ()), call]
+
+    def use(self, saved: Saved) -> None:
+        """Backward asks for a datum."""
+        calls, saved.calls = saved.calls, None
+        for call in calls or ():
+            if self._watch is not None and call.expected == (self._watch, None):
+                call.expected = None, None
+                self._try(call, self._watch)
+
+    def _try(self, call: ModuleCall, watch: Watch) -> None:
+        """Carry out what a call did beside the real one: note how long it takes and whether all is
+        equal."""
+        members = {storage: reference() for storage, reference in call.members.items()}
+        alive = {storage: saved for storage, saved in members.items() if saved is not None}
+        if len(alive) < len(members):
+            return
+        name = type(call.module).__name__
+        if any(not self._store.alone(one.tensor) for one in call.held):
+            watch.refuse(messages.segment_failed(name, Foreign("reads what others hold")))
+            return
+        if watch.emptied(call.parameters):
+            watch.refuse(messages.recipe_of_sharded_weights(name))
+            return
+        backend = self._backend
+        backend.peak_bytes()
+        before_bytes = backend.used_bytes()
+        marks = []
+        try:
+            made = self._store.carried_out(call.run)  # what it reads is here from now on
+            equal = self._equal(alive, made)
+            for _ in range(WATCH_REPEATS):
+                del made
+                backend.keep_busy(TRIAL_PAUSE_S)
+                begin = backend.mark()
+                made = self._store.carried_out(call.run)
+                marks.append((begin, backend.mark()))
+                equal = equal and self._equal(alive, made)
+            del made
+        except (Unlike, Modified, RuntimeError) as error:
+            watch.refuse(messages.segment_failed(name, error))
+            return
+        if not equal:
+            watch.refuse(messages.segment_differs(name))
+            return
+        peak_bytes = backend.peak_bytes()
+        made_bytes = sum(saved.size_bytes for saved in alive.values())
+        extra_bytes = 0
+        if peak_bytes is not None and before_bytes is not None:
+            extra_bytes = max(0, peak_bytes - before_bytes - made_bytes)
+        watch.segment(
+            SavedSegment(
+                name=name,
+                module=weakref.ref(call.module),
+                first=call.first,
+                last=call.last,
+                members=frozenset(saved.number for saved in alive.values()),
+                sources=frozenset(view.saved.number for view in call.inputs),
+                operations=call.operations,
+                held_bytes=sum(held.tensor.nbytes for held in call.held),
+                extra_bytes=extra_bytes,
+                recompute_s=min(backend.elapsed_s(*pair) for pair in marks),
+            )
+        )
+
+    def _equal(self, members: Mapping[int, Saved], made: Mapping[int, torch.Tensor]) -> bool:
+        return all(
+            torch.equal(self._bytes_of(saved), _bytes(made[storage]))
+            for storage, saved in members.items()
+        )
+
+    def _bytes_of(self, saved: Saved) -> torch.Tensor:
+        """The bytes of a datum, or a copy of them where they have left on demand."""
+        alias, host = saved.alias, saved.host
+        if saved.state == COMING or alias is None:
+            assert host is not None
+            alias = self._backend.alloc_like(host)
+            self._backend.wait(self._backend.copy_in(alias, host))
+        return _bytes(alias)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's storage."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,0 +1,436 @@
+"""Recompute of a segment: what the call of a module saved, recomputed all at one time.
+
+The calls of modules are watched while a pass is tried, and those that a plan recomputes are watched
+in every pass under the plan. What runs in such a call is recorded (`recording.py`), and the part of
+the record that makes the data of the call is carried out again when backward asks for the first of
+them. The module itself is not called again.
+
+A segment reads what a recipe may read: data that only the engine can reach, copies of everything
+small, and parameters that autograd saved for the same call, so that a program that writes to one of
+those gets autograd's error in the plain run as well. A call that reads anything else is no segment.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kilter.memory.engine import recording
+from kilter.memory.engine.backend import owned
+from kilter.memory.engine.operations import HeldSource, Source
+from kilter.memory.engine.recompute import COPIED_SHARE, Foreign
+from kilter.memory.engine.store import HERE, Saved, Store, View
+from kilter.observe import torch_internals
+
+if TYPE_CHECKING:
+    from kilter.memory.engine.backend import Backend
+
+COPIED_BYTES = 2**20
+"""Tensors of the program up to this size are copied, once a pass, if together they are at most
+`COPIED_SHARE` of what the segment makes."""
+
+
+class ModuleCall:
+    """One call of a module, while it runs, and after that as far as it can be recomputed."""
+
+    def __init__(
+        self,
+        calls: ModuleCalls,
+        module: torch.nn.Module,
+        arguments: Any,
+        recorder: recording.OperationRecorder,
+        first: int,
+    ) -> None:
+        self._calls = calls
+        self._recorder: recording.OperationRecorder | None = recorder
+        self._begin = len(recorder.steps)
+        self._arguments = {
+            tensor.untyped_storage()._cdata: (tensor, tensor._version)
+            for tensor in tensors_in(arguments)
+            if type(tensor) is torch.Tensor
+        }
+        self.module = module
+        self.first = first
+        """Event of the pass that is the first one inside."""
+        self.last = -1
+        self.expected: Any = None
+        """What its observer expects of it."""
+        self.inputs: list[View] = []
+        """What it reads of the engine's data."""
+        self.held: list[HeldSource] = []
+        """What nobody else may hold when the data of the call are given up."""
+        self.parameters: list[HeldSource] = []
+        """What it reads in place, since autograd saved it as well."""
+        self._sources: dict[int, Source] = {}
+        """By storage, all that it reads."""
+        self.steps: tuple[recording.Step, ...] = ()
+        self.members: dict[int, weakref.ref[Saved]] = {}
+        """By storage, the data that are made together."""
+        self._made: dict[int, torch.Tensor] = {}
+        self.told = False
+        """Who changes what the call reads has its data made before."""
+
+    # The end of the call
+
+    def storage_of(self, saved: Saved) -> int | None:
+        """The storage of a datum, if the call has made that storage."""
+        assert self._recorder is not None
+        number = self._recorder.number_of(saved.key)
+        if number is None or saved.alias is None:  # else the address may be another storage's
+            return None
+        return number if self._recorder.made_at[number] >= self._begin else None
+
+    def ended(self, members: Mapping[int, Saved], data: Mapping[int, Saved]) -> None:
+        """The module has returned: find out what makes `members`, given by storage. `data` are all
+        data of the pass so far, by address. `Foreign` if they cannot be recomputed."""
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None
+        try:
+            self._resolve(recorder, members, data)
+        finally:
+            self._arguments.clear()
+
+    def _resolve(
+        self,
+        recorder: recording.OperationRecorder,
+        members: Mapping[int, Saved],
+        data: Mapping[int, Saved],
+    ) -> None:
+        found = {
+            recorder.number_of(key): saved for key, saved in data.items() if saved.alias is not None
+        }
+        casts = {number for number, saved in found.items() if saved.cast}
+        kept = {n for n, (step, _) in recorder.kept.items() if step >= self._begin}
+
+        def there(number: int) -> bool:
+            return number not in members and (number in casts or number in kept)
+
+        end = len(recorder.steps)
+        self.steps, given = recorder.program(self._begin, end, members, there)
+        left_bytes = COPIED_SHARE * sum(saved.size_bytes for saved in members.values())
+        for number in given:
+            saved = found.get(number)
+            if saved is None:
+                left_bytes -= self._hold(recorder, number, number in kept, left_bytes)
+            else:
+                self._read(recorder, number, saved)
+        if left_bytes < 0:
+            raise Foreign("reads too much that would have to be copied")
+        self.members = {number: saved.itself for number, saved in members.items()}
+
+    def _read(self, recorder: recording.OperationRecorder, number: int, saved: Saved) -> None:
+        given = recorder.given.get(number)
+        if not saved.unchanged or (given is not None and given.version != saved.version):
+            raise Foreign("the call reads what was written to after it was saved")
+        assert saved.alias is not None
+        self.inputs.append(View(saved, _NOBODY, saved.alias.dtype, None))
+        self._sources[number] = self.inputs[-1]
+
+    def _hold(
+        self, recorder: recording.OperationRecorder, number: int, kept: bool, left_bytes: float
+    ) -> int:
+        """Hold what is no datum; the bytes that are copied for that, at most `left_bytes` but for
+        parameters."""
+        given = recorder.given.get(number)
+        if given is None and kept:  # small, and autograd's own
+            tensor = recorder.kept[number][1]
+            self.parameters.append(HeldSource(tensor, tensor._version))
+            self._sources[number] = self.parameters[-1]
+            return 0
+        if given is None:  # an argument that the call around this one has made
+            given = self._argument(recorder, number)
+        version, root = given.version, given.root
+        tensor = given.tensor.detach()
+        storage = tensor.untyped_storage()
+        if tensor._version != version:
+            raise Foreign("the call has written to what it reads")
+        if storage.nbytes() == 0 and tensor.numel():
+            raise Foreign("reads weights that come and go (sharding)")
+        if not owned(storage):
+            raise Foreign("reads memory that is not the framework's")
+        store = self._calls.store
+        if store.was_touched(tensor):
+            raise Foreign("the program has asked for the `.data` of what is read")
+        if kept:
+            held = HeldSource(tensor, version, None if root is None else lambda: root)
+            self.parameters.append(held)
+            if root is not None:
+                held.tensor = root
+        elif storage.nbytes() <= (
+            COPIED_BYTES if root is not None else min(COPIED_BYTES, left_bytes)
+        ):
+            held = self._calls.copy_of(tensor)
+            self._sources[number] = held
+            return int(storage.nbytes())
+        elif root is not None:
+            raise Foreign("reads a large parameter that autograd has not saved")
+        else:
+            held = self._calls.holder_of(tensor)
+            self.held.append(held)
+        self._sources[number] = held
+        return 0
+
+    def _argument(self, recorder: recording.OperationRecorder, number: int) -> recording.Given:
+        for key, (tensor, version) in self._arguments.items():
+            if recorder.number_of(key) == number:
+                return recording.Given(tensor, version, None)
+        raise Foreign("reads what is gone")
+
+    @property
+    def operations(self) -> tuple[Any, ...]:
+        """What has to run, in order."""
+        return tuple(step.operation for step in self.steps)
+
+    # Under a plan
+
+    def ready(self) -> bool:
+        """Run from now on, the call makes what it saved."""
+        store = self._calls.store
+        return (
+            all(view.saved.closed and view.saved.unchanged for view in self.inputs)
+            and all(not one.changed and store.alone(one.tensor) for one in self.held)
+            and not any(one.changed or store.was_touched(one.tensor) for one in self.parameters)
+        )
+
+    def __call__(self) -> Saved | None:
+        """A datum that is away, or else any."""
+        found: Saved | None = None
+        for reference in self.members.values():
+            saved = reference()
+            if saved is not None:
+                found = saved
+                if saved.state != HERE:
+                    break
+        return found
+
+    def make(self, number: int) -> torch.Tensor:
+        """One datum, by storage. The first that is asked for makes all that are away."""
+        if number not in self._made:
+            away = {n for n, one in self.members.items() if _is_away(one)}
+            made = self.run()
+            self._made = {n: tensor for n, tensor in made.items() if n in away}
+        return self._made.pop(number)
+
+    def others(self) -> list[Saved]:
+        """Data that were made as well, and are still counted as away."""
+        found = [self.members[number]() for number in self._made]
+        return [saved for saved in found if saved is not None]
+
+    def run(self) -> dict[int, torch.Tensor]:
+        """All that the call makes, by storage. `Modified` if what it reads was written to."""
+        bases = {number: source() for number, source in self._sources.items()}
+        return recording.carried_out(self.steps, bases, self.members)
+
+
+_NOBODY: Any = type("Nobody", (), {})()
+"""Stands for the program's own tensor where a segment looks at a datum."""
+
+
+def _is_away(reference: weakref.ref[Saved]) -> bool:
+    saved = reference()
+    return saved is not None and saved.state != HERE and saved.host is None
+
+
+class SegmentTensor:
+    """The recipe of a datum that a segment makes."""
+
+    __slots__ = ("_layout", "_number", "call")
+
+    def __init__(self, call: ModuleCall, number: int, alias: torch.Tensor) -> None:
+        self.call = call
+        self._number = number
+        self._layout = recording.Ref(
+            number, alias.dtype, alias.size(), alias.stride(), alias.storage_offset()
+        )
+
+    def read(self) -> list[object]:
+        """What must not change before the datum is made."""
+        call = self.call
+        if call.told:
+            return []
+        return [*(view.saved for view in call.inputs), *(one.tensor for one in call.parameters)]
+
+    def told(self) -> None:
+        """Those who may change it are known. Once is enough for all that the call makes."""
+        self.call.told = True
+
+    def reference(self, saved: Saved) -> Callable[[], Saved | None]:
+        """Gives a datum that brings all back which the call makes."""
+        call = weakref.ref(self.call)
+
+        def away() -> Saved | None:
+            alive = call()
+            return None if alive is None else alive()
+
+        return away
+
+    def ready(self) -> bool:
+        """Carried out from now on, it makes what was saved."""
+        return self.call.ready()
+
+    def make(self) -> torch.Tensor:
+        """The tensor."""
+        return self._layout.on(self.call.make(self._number))
+
+    def others(self) -> list[Saved]:
+        """Data that were made together with this one."""
+        return self.call.others()
+
+
+class ModuleCalls:
+    """Stands in the place of `Module.__call__` and tells of calls that may be segments.
+
+    `begin(module)` gives the event at which a call begins that is of interest, and what is expected
+    of it, or None; `end` is told of a call that has ended, with its result.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        backend: Backend,
+        guard: Callable[..., bool],
+        begin: Callable[[torch.nn.Module], tuple[int, Any] | None],
+        end: Callable[[ModuleCall, Any], None],
+    ) -> None:
+        self.store = store
+        self.device = backend.device
+        self.watching = False
+        """The present pass is tried, or runs under a plan with segments."""
+        self._guard = guard
+        self._begin = begin
+        self._end = end
+        self._thread = 0
+        self._plain: Any = None
+        self._ours: Any = None
+        """In the place of `Module.__call__`; None: nothing is."""
+        self._copies: dict[tuple[Any, ...], tuple[HeldSource, torch.Tensor]] = {}
+
+        self._holders: weakref.WeakValueDictionary[tuple[Any, ...], HeldSource] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def enter(self) -> None:
+        self._thread = threading.get_ident()
+
+    def exit(self) -> None:
+        self._stand_aside()
+        self._copies.clear()
+        if torch_internals.COMPILATIONS in sys.modules:
+            compiler = torch_internals.compilations
+            # Another list: the compiler may be walking through this one.
+            kept = [each for each in compiler.start_callbacks if each != self._compiles]
+            compiler.start_callbacks = kept
+
+    def begin_pass(self, watching: bool) -> None:
+        self._copies.clear()
+        if watching and not torch_internals.anything_compiled() and self._hears_of_compiling():
+            self._stand()
+        else:
+            self._stand_aside()
+
+    def _hears_of_compiling(self) -> bool:
+        """The compiler calls us before it traces anything: a function of ours around each module
+        would break its graphs. (Every optimizer imports it, so it is there.)"""
+        if torch_internals.COMPILATIONS not in sys.modules:
+            return False
+        callbacks = torch_internals.compilations.start_callbacks
+        if self._compiles not in callbacks:  # never there, or a reset has taken it out
+            callbacks.append(self._compiles)
+        return True
+
+    def _compiles(self, _: Any = None) -> None:
+        self._guard(self._stand_aside)
+
+    def _stand_aside(self) -> None:
+        self.watching = False
+        if recording.present is not None:
+            recording.present.recorder.end("the program compiles, or the pass is over")
+            recording.stop()
+        if self._ours is not None and torch.nn.Module.__call__ is self._ours:
+            setattr(torch.nn.Module, "__call__", self._plain)  # noqa: B010
+            self._ours = None
+
+    def _stand(self) -> None:
+        self.watching = True
+        if self._ours is not None:  # still there, or under a function of the program's
+            return
+        plain = self._plain = torch.nn.Module.__call__
+
+        def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if not self.watching or threading.get_ident() != self._thread:
+                return plain(module, *args, **kwargs)
+            opened: list[ModuleCall] = []
+            outermost = recording.present is None
+            try:
+                self._guard(self._open, module, (args, kwargs), opened)
+                result = plain(module, *args, **kwargs)
+            finally:
+                if outermost and recording.present is not None:
+                    recording.stop()
+            if opened:
+                self._guard(recording.unrecorded, self._close, opened[0], result)
+            return result
+
+        self._ours = call
+        setattr(torch.nn.Module, "__call__", call)  # noqa: B010
+
+    def copy_of(self, tensor: torch.Tensor) -> HeldSource:
+        """A copy of the whole storage, the same for all calls of a pass."""
+        key = (tensor.untyped_storage()._cdata, tensor._version, _layout(tensor))
+        found = self._copies.get(key)
+        if found is None:
+            copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            copy.set_(tensor.untyped_storage().clone(), *key[2])
+            # The tensor as well: with it the address stays that of its storage.
+            found = self._copies[key] = HeldSource(copy, copy._version), tensor
+        return found[0]
+
+    def holder_of(self, tensor: torch.Tensor) -> HeldSource:
+        """Holds a tensor, the same for all calls that do: else one would see the other's."""
+        key = (tensor.untyped_storage()._cdata, tensor._version, _layout(tensor))
+        found = self._holders.get(key)
+        if found is None:
+            found = self._holders[key] = HeldSource(tensor, tensor._version)
+        return found
+
+    def _open(self, module: torch.nn.Module, arguments: Any, opened: list[ModuleCall]) -> None:
+        if torch_internals.current_graph_task() != -1 or not torch.is_grad_enabled():
+            return
+        if torch_internals.dispatch_mode_depth() or torch_internals.function_mode_depth():
+            return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        found = self._begin(module)
+        if found is None:
+            return
+        recorder = recording.begin(self._guard)
+        call = ModuleCall(self, module, arguments, recorder, found[0])
+        call.expected = found[1]
+        opened.append(call)
+
+    def _close(self, call: ModuleCall, result: Any) -> None:
+        try:
+            self._end(call, result)
+        except Foreign:
+            return
+
+
+def _layout(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module is called with, or returns, as far as they can be seen."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)

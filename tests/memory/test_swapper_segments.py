@@ -1,0 +1,528 @@
+"""Calls of modules that are run again: same bits, the budget kept, faster than without."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kilter.memory.engine import CpuStandIn, Swapper
+from kilter.memory.engine.engine import SwapReport
+from kilter.memory.plan.choose import MemoryPlan
+from kilter.memory.plan.problem import Link
+
+LINK = Link(to_host_bytes_per_s=2e7, to_device_bytes_per_s=2e7, both_bytes_per_s=4e7)
+"""So slow that what can be recomputed had better be."""
+MIN_BYTES = 2048
+STEPS = 8
+WIDTH = 32
+
+
+class CpuTime(CpuStandIn):
+    """Counts the thread's own time, so that other work on the machine does not show in plans."""
+
+    def mark(self) -> Any:
+        return time.thread_time()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+        )
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        heads = self.qkv(self.one(x)).unflatten(-1, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
+        q, k, v = heads
+        weights = torch.softmax(q @ k.transpose(-1, -2) * scale, -1)
+        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.two(x))
+
+
+class Language(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module] = Block, blocks: int = 6) -> None:
+        super().__init__()
+        self.words = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.GroupNorm(4, channels), nn.GroupNorm(4, channels)
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+        self.at = nn.Linear(16, channels)
+
+    def forward(self, x: Tensor, *, at: Tensor) -> Tensor:
+        h = self.first(F.silu(self.one(x))) + self.at(at)[:, :, None, None]
+        return x + self.second(F.silu(self.two(h)))
+
+
+class Diffusion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Conv2d(3, 8, 3, padding=1)
+        self.down = nn.ModuleList(Residual(8) for _ in range(3))
+        self.middle = nn.ModuleList(Residual(8) for _ in range(2))
+        self.up = nn.ModuleList(Residual(16) for _ in range(2))
+        self.out = nn.Conv2d(16, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.linspace(0, 1, 16).sin().expand(x.shape[0], 16)
+        x = self.into(x)
+        for module in self.down:
+            x = module(x, at=at)
+        y = F.avg_pool2d(x, 2)
+        for module in self.middle:
+            y = module(y, at=at)
+        x = torch.cat([x, F.interpolate(y, scale_factor=2)], 1)
+        for module in self.up:
+            x = module(x, at=at)
+        return self.out(x)
+
+
+Make = Callable[[], nn.Module]
+
+
+def text() -> Tensor:
+    return torch.randn(4, 32, WIDTH)
+
+
+def picture() -> Tensor:
+    return torch.randn(2, 3, 16, 16)
+
+
+def trained(make: Make, batch: Callable[[], Tensor], *, autocast: bool = False) -> list[Tensor]:
+    """Losses, gradients of the last step, parameters, buffers, and what random numbers follow."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    world.update(step=0, calls=0)
+    net = make()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    found = []
+    for world["step"] in range(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = net(batch()).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    found += [p.grad for p in net.parameters() if p.grad is not None]
+    found += [*net.parameters(), *net.buffers(), torch.get_rng_state()]
+    return [*(one.detach() for one in found), torch.tensor(random.random())]
+
+
+def equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def peak_bytes(make: Make, batch: Callable[[], Tensor]) -> int:
+    torch.manual_seed(0)
+    net = make()
+    with Swapper(CpuStandIn(), budget_bytes=10**12, link=LINK, min_bytes=MIN_BYTES) as watch:
+        for _ in range(2):
+            net(batch()).float().square().mean().backward()
+    found = watch.largest_pass()
+    assert found is not None
+    return found.peak_bytes
+
+
+def governed(
+    make: Make, batch: Callable[[], Tensor], share: float, *, segments: bool = True, **how: Any
+) -> tuple[list[Tensor], SwapReport, list[str]]:
+    """The same training under a budget of `share` of the plain peak, and what calls were tried with
+    success."""
+    budget_bytes = int(share * peak_bytes(make, batch))
+    swapper = Swapper(
+        CpuTime(spoil=True),
+        budget_bytes=budget_bytes,
+        link=LINK,
+        min_bytes=MIN_BYTES,
+        segments=segments,
+    )
+    with swapper:
+        found = trained(make, batch, **how)
+        records = swapper.records()
+    return found, swapper.report(), [one.name for record in records for one in record.segments]
+
+
+def only(report: SwapReport) -> MemoryPlan:
+    assert len(report.plans) == 1, report.refused
+    return report.plans[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "name", "share"),
+    [(Language, text, "Block", 0.36), (Diffusion, picture, "Residual", 0.45)],
+    ids=["language", "diffusion"],
+)
+def test_recomputes_calls_with_the_same_bits_and_less_time(
+    make: Make, batch: Callable[[], Tensor], name: str, share: float
+) -> None:
+    plain = trained(make, batch)
+    with_segments, report, names = governed(make, batch, share)
+    without, old, _ = governed(make, batch, share, segments=False)
+    assert equal(plain, with_segments)
+    assert equal(plain, without)
+    assert name in names
+    found, before = only(report), only(old)
+    assert report.recomputed > 0
+    assert report.held_peak_bytes <= found.budget_bytes * 513 // 512
+    assert found.iteration_s / found.compute_s < before.iteration_s / before.compute_s
+
+
+class Counting(Block):
+    """Changes its own attributes in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.seen: list[int] = []
+        self.scale = 1.0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.scale *= 0.97
+        return super().forward(x, self.scale)
+
+
+class Drawing(Block):
+    """Draws with Python's own generator."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, random.random())
+
+
+class Normed(nn.Module):
+    """Updates statistics in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(self.norm(x.flatten(0, 1))).softmax(-1).roll(1, -1)
+        return x + self.down(h).view_as(x)
+
+
+class Twice(nn.Module):
+    """Is called with one tensor in two places, and within itself a second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True, dropout=0.1)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=True)[0]
+        return x + self.mlp(self.mlp(x))
+
+
+class Averaging(Block):
+    """Writes to a buffer that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean((0, 1)), 0.1)
+        return super().forward(x - self.mean)
+
+
+class Stored:
+    """What a cache of keys and values is: an object that calls change."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Storing(Block):
+    def forward(self, x: Tensor, scale: Any = None) -> Tensor:
+        scale.calls += 1
+        return super().forward(x, 1.0 / scale.calls)
+
+
+class WithStore(Language):
+    def forward(self, x: Tensor) -> Tensor:
+        store = Stored()
+        x = self.words(x)
+        for block in self.blocks:
+            x = block(x, scale=store)
+        return x
+
+
+class Checkpointed(Language):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if number % 2 else block(x)
+        return x
+
+
+def hooked() -> nn.Module:
+    net = Language()
+    for block in net.blocks:
+        block.register_forward_hook(lambda module, args, out: out * random.random())
+    return net
+
+
+def state_of(net: nn.Module) -> Tensor:
+    """What modules have counted."""
+    counted = [
+        value
+        for module in net.modules()
+        for name in ("calls", "scale", "seen")
+        for value in torch.tensor(getattr(module, name, 0.0)).flatten().tolist()
+    ]
+    return torch.tensor(counted)
+
+
+world = {"step": 0, "calls": 0}
+"""What modules read and write beside their arguments and attributes."""
+
+
+def counted() -> float:
+    world["calls"] += 1
+    return 1.0 / (1 + world["calls"] % 5)
+
+
+SCALES: dict[str, Callable[[], float]] = {
+    "global counter": counted,
+    "global flag": lambda: 0.5 if world["step"] > STEPS - 2 else 1.0,
+    "NumPy's random numbers": lambda: float(np.random.random()),
+}
+
+
+class Hidden(Block):
+    """What it computes follows from something that no argument or attribute tells."""
+
+    def __init__(self, scale: Callable[[], float]) -> None:
+        super().__init__()
+        self.factor = scale
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, self.factor())
+
+
+def hidden(scale: Callable[[], float]) -> nn.Module:
+    return Language(lambda: Hidden(scale))
+
+
+class Branching(Block):
+    """Goes one way or the other by the values of its argument."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, 0.5 if x.mean() > 0 else 2.0)
+
+
+class Noisy(Block):
+    """Adds memory that NumPy has made and drawn."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        noise = np.random.random(WIDTH).astype(np.float32)
+        return super().forward(x + torch.from_numpy(noise))
+
+
+class Cached(Block):
+    """Reads a table that lives beyond the call, and is made anew from time to time."""
+
+    table: dict[int, Tensor] = {}  # noqa: RUF012
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        key = world["step"] // 3
+        if key not in self.table:
+            self.table[key] = torch.linspace(0, 1 + key, WIDTH).sin()
+        return super().forward(x * self.table[key])
+
+
+class Caching(Language):
+    def __init__(self) -> None:
+        super().__init__(Cached)
+        Cached.table.clear()
+
+
+PROGRAMS: dict[str, tuple[Make, str | None]] = {
+    "attributes": (lambda: Language(Counting), "Counting"),
+    "random": (lambda: Language(Drawing), "Drawing"),
+    "statistics": (lambda: Language(Normed), "Normed"),
+    "twice": (lambda: Language(Twice), "Twice"),
+    "checkpointed": (Checkpointed, "Sequential"),
+    "buffer": (lambda: Language(Averaging), None),
+    "store": (lambda: WithStore(Storing), "Storing"),
+    "hooks": (hooked, "Block"),
+    **{name: (partial(hidden, scale), "Hidden") for name, scale in SCALES.items()},
+    "branch": (lambda: Language(Branching), "Branching"),
+    "drawn by NumPy": (lambda: Language(Noisy), None),
+    "cached": (Caching, "Cached"),
+}
+"""Programs, and the class whose calls are made again as a whole. Where that is none, no call of a
+block may be: the block writes to what it reads, or reads memory that is not the framework's."""
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_changes_nothing_of_a_program(name: str) -> None:
+    make, called = PROGRAMS[name]
+    made: list[nn.Module] = []
+
+    def kept() -> nn.Module:
+        made.append(make())
+        return made[-1]
+
+    plain = trained(kept, text)
+    found, report, names = governed(make=kept, batch=text, share=0.45)
+    assert equal(plain, found)
+    assert torch.equal(state_of(made[0]), state_of(made[-1]))
+    only(report)
+    blocks = {type(block).__name__ for block in made[0].blocks}  # type: ignore[union-attr]
+    if called is None:
+        assert not blocks & set(names)
+    else:
+        assert called in names
+
+
+def test_casts_as_the_program_does() -> None:
+    plain = trained(Language, text, autocast=True)
+    found, _, names = governed(Language, text, 0.6, autocast=True)
+    assert equal(plain, found)
+    assert "Block" in names
+
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer, list[Tensor]], None]
+
+
+def retained(net: nn.Module, optimizer: torch.optim.Optimizer, found: list[Tensor]) -> None:
+    loss = net(text()).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def twice_derived(net: nn.Module, optimizer: torch.optim.Optimizer, found: list[Tensor]) -> None:
+    x = text().requires_grad_()
+    loss = net(x).square().mean()
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.square().mean()).backward()
+
+
+def stepped_before(net: nn.Module, optimizer: torch.optim.Optimizer, found: list[Tensor]) -> None:
+    """A graph outlives an update of what it reads: the framework raises, also with segments."""
+    loss = net(text()).square().mean()
+    later = net(text()).square().mean()
+    loss.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        later.backward()
+
+
+def ended_early(net: nn.Module, optimizer: torch.optim.Optimizer, found: list[Tensor]) -> None:
+    handle = net.blocks[3].register_forward_pre_hook(stop)  # type: ignore[index, union-attr]
+    with pytest.raises(KeyError):
+        net(text())
+    handle.remove()
+    net(text()).square().mean().backward()
+
+
+def stop(*_: Any) -> None:
+    raise KeyError("in the middle of forward")
+
+
+def evaluated(net: nn.Module, optimizer: torch.optim.Optimizer, found: list[Tensor]) -> None:
+    with torch.no_grad():
+        found.append(net(text()).sum())
+    net(text()).square().mean().backward()
+    net.eval()
+    found.append(net(text()).sum().detach())
+    net.train()
+
+
+def accumulated(net: nn.Module, optimizer: torch.optim.Optimizer, found: list[Tensor]) -> None:
+    for _ in range(2):
+        net(text()).square().mean().backward()
+
+
+def written(*names: str, autocast: bool = False, refused: bool = False) -> Loop:
+    """Parameters are written to between forward and backward, which autograd refuses for those that
+    it has saved. Not in the first iterations, which are watched and tried."""
+
+    def loop(net: nn.Module, optimizer: torch.optim.Optimizer, found: list[Tensor]) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = net(text()).float().square().mean()
+        late = len(found) > 6 * len(list(net.parameters()))
+        with torch.no_grad():
+            for name, parameter in net.named_parameters():
+                if name.endswith(names) and late:
+                    parameter.mul_(0.9)
+        if late and refused:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            net.zero_grad()
+        else:
+            loss.backward()
+
+    loop.__name__ = f"written_{names[0]}"
+    return loop
+
+
+LOOPS = (
+    written("qkv.bias", "mlp.0.bias", "out.bias", "words.bias"),
+    written("qkv.weight", "out.bias", autocast=True),
+    written("mlp.0.weight", "one.weight", refused=True),
+    twice_derived,
+    stepped_before,
+    ended_early,
+    evaluated,
+    accumulated,
+)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_changes_nothing_of_a_loop(loop: Loop) -> None:
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        net = Language()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+        found: list[Tensor] = []
+        for _ in range(STEPS + 4):
+            optimizer.zero_grad()
+            loop(net, optimizer, found)
+            found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+            optimizer.step()
+        return [*found, *(p.detach() for p in net.parameters()), torch.get_rng_state()]
+
+    plain = run()
+    budget_bytes = int(0.45 * peak_bytes(Language, text))
+    swapper = Swapper(
+        CpuTime(spoil=True),
+        budget_bytes=budget_bytes,
+        link=LINK,
+        min_bytes=MIN_BYTES,
+        segments=True,
+    )
+    with swapper:
+        found = run()
+        assert any(record.segments for record in swapper.records())
+    assert equal(plain, found)
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl

@@ -8,8 +8,11 @@ One JSON object per row in DIR/rows.jsonl, a short line each on stdout, and ever
 understand a failure in DIR/ROW/. Nothing is ever set on a device.
 
 probe        the marker alone, in one process: is it written in the order of the stream, and when
+NAME is ddp, fsdp2, tp (tensor parallel), infer (the same, forward only) or pp (1F1B, two stages of
+unequal length).
+
 NAME_nvlink  the program plain, under `kilter run --sections --dry-run`, and plain again
-NAME_sockets the same over NCCL's sockets (about 5.2 GB/s); fsdp2 and tp have the edges run alone
+NAME_sockets the same over NCCL's sockets (about 5.2 GB/s); all but ddp have the edges run alone
 
 Real edges come from a run of their own (`edges`) of the same program: after the first window of the
 profiler, from which the commands are planned, a second one of 50 iterations is recorded while the
@@ -47,7 +50,7 @@ LAST_ITERATIONS = 60
 """Of the plain run at the end."""
 
 PROGRAM = """
-import hashlib, json, os, sys, time
+import hashlib, json, os, sys, time, types
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 
 kind, steps, width, layers, batch, length, out = sys.argv[1], *map(int, sys.argv[2:7]), sys.argv[7]
@@ -91,6 +94,14 @@ class Gpt(nn.Module):
         return self.head(self.norm(x))
 
 
+def stage_forward(self, x):
+    with torch.autocast(device.type, torch.bfloat16):
+        x = self.tokens(x) if self.places is None else self.tokens(x) + self.places.weight
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 torch.manual_seed(0)
 with device:
     model = Gpt()
@@ -101,6 +112,18 @@ elif kind == "fsdp2":
     for block in model.blocks:
         fully_shard(block)
     trained = fully_shard(model)
+elif kind == "pp":
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    early = layers // 2 - 1  # the second stage has more layers, and the head
+    if rank == 0:
+        model.blocks, model.norm, model.head = model.blocks[:early], nn.Identity(), nn.Identity()
+    else:
+        model.blocks, model.tokens, model.places = model.blocks[early:], nn.Identity(), None
+    model.forward = types.MethodType(stage_forward, model)
+    trained = model
+    stage = PipelineStage(model, rank, dist.get_world_size(), device)
+    pipeline = Schedule1F1B(stage, batch, loss_fn=lambda y, t: F.cross_entropy(
+        y.flatten(0, 1).float(), t.flatten()))
 else:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -115,8 +138,8 @@ else:
 sharded = [p for p in trained.parameters() if hasattr(p, "to_local")]
 whole = [p for p in trained.parameters() if not hasattr(p, "to_local")]
 groups = [{"params": each} for each in (sharded, whole) if each]
-optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=cuda)
-generator = torch.Generator(device).manual_seed(7 if kind == "tp" else rank)
+optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=cuda) if kind != "infer" else None
+generator = torch.Generator(device).manual_seed(7 if kind in ("tp", "pp", "infer") else rank)
 losses, ends, host = [], [], [time.perf_counter()]
 
 
@@ -129,11 +152,25 @@ def note():
 note()
 for step in range(steps):
     x = torch.randint(vocabulary, (batch, length), device=device, generator=generator)
-    with torch.autocast(device.type, torch.bfloat16):
-        loss = F.cross_entropy(trained(x).flatten(0, 1), x.roll(-1, 1).flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    if kind == "infer":
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+            loss = trained(x).float().mean()
+    elif kind == "pp":
+        optimizer.zero_grad()
+        if rank == 0:
+            pipeline.step(x)
+            loss = torch.zeros((), device=device)
+        else:
+            parts = []
+            pipeline.step(target=x.roll(-1, 1), losses=parts)
+            loss = torch.stack(parts).mean()
+        optimizer.step()
+    else:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = F.cross_entropy(trained(x).flatten(0, 1), x.roll(-1, 1).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
     losses.append(loss.detach())
     note()
     host.append(time.perf_counter())
@@ -171,15 +208,15 @@ EDGES_CHANGES = '''
 """A long second window whose trace is kept, and a card with fast switches."""
 import os, shutil
 import msgspec
-from kilter.clocks import section_card, section_controller
+from kilter.clocks import section_card, section_windows
 from kilter.core.errors import FileError
 from kilter.core.rank_trace import IterationMarks
 
 keep, window = os.environ["EDGES_KEEP"], int(os.environ["EDGES_WINDOW"])
 switch_s = float(os.environ["EDGES_SWITCH_S"])
-section_controller.CHECK_ITERATIONS = 25
-section_controller.WINDOW_SHARE = 1e9
-reader_of, card_of, begun = section_controller._reader, section_card.card_of, [0]
+section_windows.CHECK_ITERATIONS = 25
+section_windows.WINDOW_SHARE = 1e9
+reader_of, card_of, begun = section_windows._reader, section_card.card_of, [0]
 
 
 def reader(seen, run, marked_s):
@@ -193,10 +230,10 @@ def reader(seen, run, marked_s):
         shutil.copyfile(path, name + ".json")
         with open(name + ".marks.json", "wb") as file:
             file.write(msgspec.json.encode(marks))
-        section_controller.GPU_WINDOW_ITERATIONS = section_controller.WINDOW_ITERATIONS = window
+        section_windows.GPU_WINDOW_ITERATIONS = section_windows.WINDOW_ITERATIONS = window
         if begun[0] == 1:
             return original(path)
-        section_controller.CHECK_ITERATIONS = 10**6
+        section_windows.CHECK_ITERATIONS = 10**6
         raise FileError("kept, and read when all is over")
 
     return read
@@ -209,7 +246,7 @@ def card(profile, **options):
     return msgspec.structs.replace(found, calls_per_s=1e6)
 
 
-section_controller._reader, section_card.card_of = reader, card
+section_windows._reader, section_card.card_of = reader, card
 '''
 
 PROBE = '''

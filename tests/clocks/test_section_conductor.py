@@ -15,11 +15,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kilter.clocks.plan.timing import NOTHING, Command, Commanded, CommandSchedule, ScheduleArm
+from kilter.clocks.plan.waits import WaitPlan
 from kilter.clocks.section_conductor import SectionConductor
+from kilter.clocks.section_process import CommandLog, LowWaits
 from kilter.core.errors import Held
 from kilter.testing.box import FOUND, TIMEOUT_S, Box
 
 LOW_HZ = 1.2e9
+WAITING_W, COMPUTING_W = 110.0, 600.0
+WAITS = WaitPlan(
+    sm_clock_hz=LOW_HZ,
+    after_s=0.5,
+    return_s=0.2,
+    share=0.05,
+    high_w=200.0,
+    low_w=150.0,
+    rise_w=40.0,
+    settle_s=0.2,
+    calls_per_s=10.0,
+)
 T = 1.0
 """Length of an iteration."""
 
@@ -34,7 +48,10 @@ class Bench:
         self.log: list[Commanded] = []
         self.low = False
         self.calls: list[float] = []
-        self.conductor = SectionConductor(self, self.log.append, lambda: self.now_s)
+        self.power_w: float | None = WAITING_W
+        self.conductor = SectionConductor(
+            self, self.log.append, lambda: self.now_s, lambda: self.power_w
+        )
         self.conductor.follow(made(**schedule))
 
     def down(self, sm_clock_hz: float, hold_s: float) -> None:
@@ -53,9 +70,9 @@ class Bench:
             self.conductor.act()
         self.now_s = t_s
 
-    def mark(self, iteration: int, t_s: float) -> None:
+    def mark(self, iteration: int, t_s: float, within_s: float = 0.0) -> None:
         self.until(t_s)
-        self.conductor.passed(iteration, t_s)
+        self.conductor.passed(iteration, t_s, within_s)
         self.conductor.act()
 
     def sent(self) -> list[tuple[str, int, float]]:
@@ -194,43 +211,179 @@ def test_whatever_the_iterations_do_no_low_clock_outlives_its_deadline(
         assert up - down <= 0.6 + 1e-9
 
 
+# Long waits.
+
+
+def waiting(bench: Bench, iterations: int = 20) -> Bench:
+    """After so many iterations on time, the present one is overdue."""
+    for i in range(iterations):
+        bench.mark(i, i * T)
+    return bench
+
+
+def waits(**schedule: float) -> Bench:
+    bench = Bench(**schedule)
+    bench.conductor.follow(made(**schedule) if schedule else NOTHING, waits=WAITS)
+    return bench
+
+
+@pytest.mark.parametrize("within_s", [0.0, 0.05])
+def test_a_long_wait_has_a_low_clock_until_the_marker_passes(within_s: float) -> None:
+    """Also by markers whose times are not well known."""
+    bench = waits()
+    assert not bench.conductor.idle
+    for i in range(20):
+        bench.mark(i, i * T, within_s)
+    assert not bench.log
+    bench.until(40.0)  # ten deadlines
+    assert bench.low
+    bench.mark(20, 40.0, within_s)
+    assert not bench.low
+    down, up = bench.log
+    assert (down.edge, down.key, down.state, down.iteration) == ("down", "wait", "set", 19)
+    assert down.t_s == pytest.approx(19.0 + 1.5 + WAITS.after_s, abs=0.11)
+    assert (up.edge, up.key, up.t_s) == ("up", "wait", 40.0)
+
+
+def test_power_ends_a_wait_inside_its_iteration() -> None:
+    bench = waiting(waits())
+    bench.until(25.0)
+    assert bench.low
+    bench.power_w = COMPUTING_W
+    bench.until(25.2)
+    assert not bench.low
+    assert "the wait is over" in bench.log[-1].why
+    bench.until(60.0)
+    assert len(bench.log) == 2
+
+
+def test_a_long_iteration_that_computes_is_left_alone() -> None:
+    bench = waits()
+    bench.power_w = COMPUTING_W
+    waiting(bench).until(60.0)
+    assert not bench.log
+
+
+def test_a_power_that_cannot_be_read_ends_all_waits() -> None:
+    bench = waiting(waits())
+    bench.until(25.0)
+    assert bench.low
+    bench.power_w = None
+    bench.until(25.2)
+    assert not bench.low
+    bench.power_w = WAITING_W
+    bench.conductor.follow(NOTHING, waits=WAITS)
+    assert bench.conductor.idle
+
+
+def test_another_schedule_ends_a_wait() -> None:
+    bench = waiting(waits())
+    bench.until(25.0)
+    assert bench.low
+    bench.conductor.follow(NOTHING)
+    assert not bench.low
+    assert bench.conductor.idle
+
+
+def test_a_wait_that_nobody_renewed_ends_at_its_deadline() -> None:
+    bench = waiting(waits())
+    bench.until(25.0)
+    assert bench.low
+    bench.now_s = 30.0  # this process was stopped
+    bench.conductor.act()
+    assert not bench.low
+    assert bench.log[-1].why == "the deadline has passed"
+
+
+def test_waits_leave_the_commands_of_the_schedule_alone() -> None:
+    bench = waiting(waits(down_s=0.4, up_s=0.7))
+    of_schedule = bench.sent()
+    assert len(of_schedule) == 2 * 19
+    bench.until(30.0)
+    assert bench.low
+    bench.mark(20, 30.0)
+    bench.until(31.0)
+    keys = [line.key for line in bench.log[len(of_schedule) :]]
+    assert keys == ["a", "a", "wait", "wait", "a", "a"]
+
+
+def test_what_is_counted_of_waits() -> None:
+    bench = waiting(waits())
+    bench.until(25.0)
+    bench.mark(20, 25.0)
+    bench.mark(21, 26.0)
+    bench.until(40.0)
+    found = LowWaits()
+    for line in bench.log:
+        found = found.after(line)
+    assert found.count == 2
+    assert found.low_s == pytest.approx(25.0 - bench.log[0].t_s)
+    assert found.sm_clock_hz == LOW_HZ
+
+
 # Real processes that are really killed, on the fake card whose settings outlive them.
 
 PROGRAM = """
 import sys, os, time
-from kilter.clocks.plan.timing import Command, CommandSchedule
+from kilter.clocks.plan.timing import NOTHING, Command, CommandSchedule
+from kilter.clocks.plan.waits import WaitPlan
 from kilter.clocks.section_conductor import Begin, Ended, ConductorReady
 from kilter.clocks.section_process import SectionProcess
 from kilter.observe.marker import Marker
 
-uuid, log, hold_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
+uuid, log, hold_s, what = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4]
 marker = Marker()
+sets = what != "dry run"
 process = SectionProcess(
-    marker, Begin(log=log, backend="nvml", device=uuid, program=os.getpid())
+    marker, Begin(log=log, backend="nvml", device=uuid, sets=sets, program=os.getpid())
 )
 while not (found := process.answers()):
     time.sleep(0.01)
 print(found[0].pid if isinstance(found[0], ConductorReady) else found[0], flush=True)
-down = Command(edge="down", key="a", sm_clock_hz=1.2e9, at_s=0.05, lead_s=0.0, hold_s=hold_s)
-up = Command(edge="up", key="a", sm_clock_hz=None, at_s=600.0, lead_s=0.0, hold_s=0.0)
-process.follow(CommandSchedule(number=1, commands=(down, up), iteration_s=1000.0, calls_per_s=10.0))
-time.sleep(0.2)
-marker.mark(1)
+if what == "section":
+    down = Command(edge="down", key="a", sm_clock_hz=1.2e9, at_s=0.05, lead_s=0.0, hold_s=hold_s)
+    up = Command(edge="up", key="a", sm_clock_hz=None, at_s=600.0, lead_s=0.0, hold_s=0.0)
+    commands = (down, up)
+    process.follow(
+        CommandSchedule(number=1, commands=commands, iteration_s=1000.0, calls_per_s=10.0)
+    )
+    time.sleep(0.2)
+    marker.mark(1)
+else:
+    waits = WaitPlan(
+        sm_clock_hz=1.2e9, after_s=0.2, return_s=0.01, share=0.5, high_w=300.0, low_w=300.0,
+        rise_w=100.0, settle_s=0.1, calls_per_s=10.0,
+    )
+    process.follow(NOTHING, waits=waits)
+    for iteration in range(10):
+        time.sleep(0.06)
+        marker.mark(iteration)
 for line in sys.stdin:
     if line == "stop\\n":
         print(process.stop(), flush=True)
     elif line == "look\\n":
         print(process.answers(), flush=True)
+    elif line == "mark\\n":
+        marker.mark(100)
+        print("marked", flush=True)
 """
 
 
 class Program:
     """A program whose conductor has a low clock in force."""
 
-    def __init__(self, box: Box, *, hold_s: float) -> None:
+    def __init__(self, box: Box, *, hold_s: float, what: str) -> None:
         self.box = box
         self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, box.uuid, str(box.root / "log.jsonl"), str(hold_s)],
+            [
+                sys.executable,
+                "-c",
+                PROGRAM,
+                box.uuid,
+                str(box.root / "log.jsonl"),
+                str(hold_s),
+                what,
+            ],
             env=box.environ(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -279,8 +432,9 @@ def programs(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     box = Box(tmp_path)
     begun: list[Program] = []
 
-    def begin(*, hold_s: float = 600.0) -> Program:
-        begun.append(Program(box, hold_s=hold_s))
+    def begin(*, hold_s: float = 600.0, what: str = "section") -> Program:
+        box.change(load=0.0 if what != "section" else 1.0)
+        begun.append(Program(box, hold_s=hold_s, what=what))
         return begun[-1]
 
     yield begin
@@ -348,3 +502,56 @@ def test_a_conductor_that_dies_is_noticed(programs: Callable[..., Program]) -> N
     os.kill(program.conductor, signal.SIGKILL)
     program.until_found()
     assert "the conductor has died" in program.ask("look")
+
+
+def test_a_wait_on_a_card_is_seen_by_its_power_and_ends(programs: Callable[..., Program]) -> None:
+    """By the card's power, by the marker, and where the power cannot be read any more."""
+    program = programs(what="wait")
+    program.until_low()
+    program.box.change(load=1.0)
+    program.until_found()
+    program.box.change(load=0.0)
+    program.until_low()
+    program.ask("mark")
+    program.until_found()
+    program.until_low()
+    for call in ("nvmlDeviceGetFieldValues", "nvmlDeviceGetPowerUsage"):
+        program.box.refuse(call, "NOT_SUPPORTED")
+    program.until_found()
+    assert "this device tells no power" in program.ask("look")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_conductor_that_dies_or_hangs_in_a_wait_is_restored(
+    number: signal.Signals, programs: Callable[..., Program]
+) -> None:
+    program = programs(what="wait")
+    program.until_low()
+    os.kill(program.conductor, number)
+    try:
+        program.until_found()
+        assert program.box.setting() == FOUND
+    finally:
+        if number == signal.SIGSTOP:
+            os.kill(program.conductor, signal.SIGCONT)
+
+
+def test_a_dry_run_reads_the_power_and_sets_nothing(programs: Callable[..., Program]) -> None:
+    program = programs(what="dry run")
+    log = CommandLog(program.box.root / "log.jsonl")
+
+    def waits(wanted: int) -> bool:
+        log.read()
+        return len(log.recent) >= wanted
+
+    program.until(lambda: waits(1))
+    program.ask("mark")
+    program.until(lambda: waits(2))
+    assert [(c.edge, c.key, c.state) for c in log.recent] == [
+        ("down", "wait", "would set"),
+        ("up", "wait", "would set"),
+    ]
+    assert log.waits.count == 1
+    assert log.waits.low_s > 0.0
+    assert not program.box.fake.setters()
+    assert program.free()

@@ -83,17 +83,23 @@ def test_constant_limits_of_several_looks_are_those_published(count, critical):
     )
 
 
+@pytest.mark.parametrize("hope", [0.5, 1.0, math.inf])
 @pytest.mark.parametrize(
     ("looks", "error"), [((4, 7, 14, 28), 0.03), ((6, 12), 0.012), ((5,), 0.05)]
 )
-def test_several_looks_together_are_wrong_as_often_as_they_may_be(looks, error):
-    """Against 40,000 simulated walks; later limits are lower than earlier ones."""
-    limits = stats.critical_values(looks, error)
+def test_several_looks_together_are_wrong_as_often_as_they_may_be(looks, error, hope):
+    """Against 40,000 simulated walks; later limits are lower than earlier ones. Walks without hope
+    of the last limit are given up."""
+    limits = stats.critical_values(looks, error, hope=hope)
     assert list(limits) == sorted(limits, reverse=True)
     walks = np.random.default_rng(5).normal(size=(40_000, looks[-1])).cumsum(axis=1)
     crossed = np.zeros(len(walks), dtype=bool)
+    left = np.ones(len(walks), dtype=bool)
+    last = limits[-1] / math.sqrt(looks[-1])
     for n, limit in zip(looks, limits, strict=True):
-        crossed |= walks[:, n - 1] >= limit * math.sqrt(n)
+        at = walks[:, n - 1]
+        crossed |= left & (at >= limit * math.sqrt(n))
+        left &= at / n + hope / math.sqrt(n) >= last
     assert crossed.mean() == pytest.approx(error, abs=4 * math.sqrt(error / len(walks)))
 
 

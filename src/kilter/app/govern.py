@@ -13,6 +13,7 @@ from kilter.app.config import history as parse_history
 from kilter.app.config import host_memory as parse_host_memory
 from kilter.app.config import objective as parse_objective
 from kilter.app.config import price_of_time as parse_price_of_time
+from kilter.app.config import recompute as parse_recompute
 from kilter.app.config import weights as parse_weights
 from kilter.app.listener import StderrListener
 from kilter.core.plan import Goal, MemoryBudget, Objective
@@ -27,6 +28,7 @@ def govern(
     memory_budget: str | int | None = None,
     gradients: str = "auto",
     weights: str = "keep",
+    recompute: str = "operations",
     host_memory: str | int | None = None,
     objective: Objective | str = Objective.ENERGY,
     price_of_time: float = Goal().price_of_time,
@@ -41,6 +43,7 @@ def govern(
     `gradients="consume"` lets a budget use them up as they arrive in backward, in a program that
     never clips them, reads them or skips a step; `auto` and `keep` keep them for the step.
     `weights="offload"` (experimental) lets weights be on the host between forward and backward.
+    `recompute="segments"` (experimental) recomputes what whole calls of modules saved as well.
     A setting is taken only if it saves at least `price_of_time` times as large a fraction of the
     energy as it is slower.
     `host_memory` (`"16GiB"`, bytes) limits what is offloaded to the host; the default is this
@@ -84,6 +87,7 @@ def govern(
         history=parse_history(str(history or os.environ.get("KILTER_HISTORY") or HISTORY_AUTO)),
         gradients=parse_gradients(gradients),
         weights=parse_weights(weights),
+        recompute=parse_recompute(recompute),
         trace=trace,
     )
     session = Session(options, ranks(os.environ), StderrListener())

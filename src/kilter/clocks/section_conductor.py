@@ -7,7 +7,10 @@ stream moves the marker word; this process polls the word, and sends each comman
 the marker. It
 holds the lease of the device, so that each low clock has a deadline: when this process dies, the
 lease's watcher puts the clock back; when the program dies or hangs, this process does. In a dry run
-there is no device here, and the log says what would have been set.
+the device is only read, if at all, and the log says what would have been set.
+
+Between its commands this process looks for long waits (`plan/waits`): it reads the device's power
+while an iteration is overdue, and holds a low clock for as long as the wait lasts.
 
 Not to be confused with `clocks/conductor`, which runs the blocks of the search for the whole job.
 """
@@ -37,7 +40,8 @@ from kilter.clocks.plan.timing import (
     CommandState,
     ScheduleArm,
 )
-from kilter.core.errors import KilterError
+from kilter.clocks.plan.waits import WaitPlan, WaitWatch
+from kilter.core.errors import DeviceError, KilterError
 from kilter.core.setting import Setting
 from kilter.device.protocol import Device
 from kilter.lease.lease import Lease
@@ -50,6 +54,12 @@ FINE_STEP_S = 0.0002
 """The same about the time at which a marker without a time is expected."""
 NEAR_SHARE = 0.05
 """That is so near to it, in lengths of an iteration, but at least two steps."""
+IDLE_STEP_S = 0.05
+"""How often the marker is looked at while there are no commands, and only long waits matter."""
+WAIT_HOLD_S = 2.0
+"""Deadline of the low clock of a wait, renewed while the wait lasts."""
+WAIT_KEY = "wait"
+"""In place of a section's key."""
 UNSURE_S = 0.005
 """A marker whose time is less well known counts for nothing: this process had no processor."""
 RATE_WINDOW_S = 1.0
@@ -62,7 +72,9 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     log: str
     backend: str
-    """`nvml`, `sim`, or empty for a dry run."""
+    """`nvml`, `sim`, or empty: no device is opened."""
+    sets: bool = True
+    """False: a dry run, in which a device is only read."""
     device: str = ""
     """UUID of the GPU, or name of the simulated one."""
     program: int
@@ -74,6 +86,8 @@ class Follow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     schedule: CommandSchedule
     arms: tuple[ScheduleArm, ...] = ()
+    waits: WaitPlan | None = None
+    """None: nothing is done about long waits."""
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -86,6 +100,12 @@ class ConductorReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pid: int
 
 
+class NoWaits(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the conductor: why nothing is done about long waits any more."""
+
+    why: str
+
+
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From the conductor, last: whether the found setting is back, and why it ended early."""
 
@@ -96,7 +116,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Orders = Begin | Follow | Stop
-Answers = ConductorReady | Ended
+Answers = ConductorReady | NoWaits | Ended
 _ORDERS = msgspec.json.Decoder(Orders)
 
 
@@ -163,10 +183,14 @@ class SectionConductor:
         setter: Setter,
         record: Callable[[Commanded], None],
         clock: Callable[[], float] = time.monotonic,
+        power: Callable[[], float | None] = lambda: None,
     ) -> None:
+        """`power` of the device now; None: it cannot be read, and is not asked for again."""
         self._setter = setter
         self._record = record
         self._clock = clock
+        self._power: Callable[[], float | None] | None = power
+        self._watch: WaitWatch | None = None
         self._schedule = NOTHING
         self._arms: tuple[ScheduleArm, ...] = ()
         self._pending: list[_Pending] = []
@@ -185,11 +209,15 @@ class SectionConductor:
     def due_s(self) -> float:
         """When `act` has something to do; infinite: not before the next marker."""
         due_s = self._pending[0].due_s if self._pending else math.inf
+        if self._watch is not None:
+            due_s = min(due_s, self._watch.due_s)
         return min(due_s, math.inf if self._low_until_s is None else self._low_until_s)
 
     @property
     def step_s(self) -> float:
         """How soon a marker without a time has to be looked at again."""
+        if not self._coming:
+            return STEP_S if self.low else IDLE_STEP_S
         if self._last is None:
             return STEP_S
         length_s = self._expected_s
@@ -208,19 +236,41 @@ class SectionConductor:
     @property
     def idle(self) -> bool:
         """There is nothing to send, whatever the marker says."""
-        coming = any(arm.schedule.commands for arm in self._arms)
-        return not self._schedule.commands and not coming and not self.low
+        return not self._coming and not self.low and self._watch is None
 
-    def follow(self, schedule: CommandSchedule, arms: Sequence[ScheduleArm] = ()) -> None:
+    @property
+    def _coming(self) -> bool:
+        """There are commands, now or from a later iteration on."""
+        planned = (self._schedule, *(arm.schedule for arm in self._arms))
+        return any(schedule.commands for schedule in planned)
+
+    def follow(
+        self,
+        schedule: CommandSchedule,
+        arms: Sequence[ScheduleArm] = (),
+        waits: WaitPlan | None = None,
+    ) -> None:
         """From the next marker on, and the arms from their iterations on, in order. What is low is
         put back: the new schedule may not do so."""
         self._schedule, self._arms = schedule, tuple(arms)
         self._drop("the schedule has changed")
         if self.low:
             self._put_back("the schedule has changed")
+        if waits is None or self._power is None:
+            self._watch = None
+        elif self._watch is None:
+            self._watch = WaitWatch(waits, acts=self._setter.sets)
+        else:
+            self._watch.plan = waits
 
-    def passed(self, iteration: int, t_s: float) -> None:
-        """The marker of an iteration was passed at this time."""
+    def passed(self, iteration: int, t_s: float, within_s: float = 0.0) -> None:
+        """The marker of an iteration was passed at this time, or so much before or after it."""
+        if self._watch is not None:
+            if self._watch.low:
+                self._put_back("the iteration is over")
+            self._watch.passed(iteration, t_s)
+        if within_s > UNSURE_S:
+            return
         if self._last is not None and iteration == self._last[0] + 1:
             self._intervals.append(t_s - self._last[1])
         self._last = (iteration, t_s)
@@ -255,6 +305,49 @@ class SectionConductor:
             self._send(self._pending.pop(0))
         if self._low_until_s is not None and self._clock() >= self._low_until_s:
             self._put_back("the deadline has passed")
+        if self._watch is not None and self._watch.due_s <= self._clock():
+            self._look_for_wait(self._watch)
+
+    def _look_for_wait(self, watch: WaitWatch) -> None:
+        """The iteration is overdue, or the clock is low for a wait."""
+        now_s = self._clock()
+        free = not (self.low or self._pending) and self._may_call(now_s, watch.plan.calls_per_s)
+        if not (watch.low or free):
+            watch.busy(now_s)
+            return
+        power_w = None if self._power is None else self._power()
+        if power_w is None:
+            if watch.low:
+                self._put_back("the power cannot be read")
+            self._watch = self._power = None
+            return
+        verdict = watch.read(now_s, power_w)
+        if verdict == "up":
+            self._put_back(f"{power_w:.0f} W: the wait is over")
+        elif verdict == "down":
+            self._wait(watch, f"{power_w:.0f} W: a wait")
+        elif self._low_until_s is not None and self._low_until_s <= now_s + WAIT_HOLD_S / 2:
+            self._hold_wait(watch.plan)
+
+    def _wait(self, watch: WaitWatch, why: str) -> None:
+        now_s, plan = self._clock(), watch.plan
+        self._hold_wait(plan)
+        iteration, marker_s = (-1, None) if watch.last is None else watch.last
+        command = Command(
+            edge="down",
+            key=WAIT_KEY,
+            sm_clock_hz=plan.sm_clock_hz,
+            at_s=0.0,
+            lead_s=0.0,
+            hold_s=WAIT_HOLD_S,
+        )
+        self._note(_Pending(now_s, iteration, command, marker_s, NOTHING), now_s, why)
+
+    def _hold_wait(self, plan: WaitPlan) -> None:
+        """A low clock whose deadline begins anew. For a lease that has set it already this is no
+        call to the device."""
+        self._low_until_s = self._clock() + WAIT_HOLD_S
+        self._setter.down(plan.sm_clock_hz, WAIT_HOLD_S)
 
     def _drop(self, why: str) -> None:
         """Commands that can no longer come at their time: up at once, down not at all."""
@@ -304,7 +397,12 @@ class SectionConductor:
     def _put_back(self, why: str) -> None:
         """Without a command of the schedule."""
         now_s = self._clock()
-        command = Command(edge="up", key="", sm_clock_hz=None, at_s=0.0, lead_s=0.0, hold_s=0.0)
+        key = ""
+        if self._watch is not None and self._watch.low:
+            key = WAIT_KEY
+        if self._watch is not None:
+            self._watch.over(now_s)
+        command = Command(edge="up", key=key, sm_clock_hz=None, at_s=0.0, lead_s=0.0, hold_s=0.0)
         self._up(_Pending(now_s, -1, command, None, NOTHING), why)
 
     def _note(self, pending: _Pending, now_s: float, why: str) -> None:
@@ -363,14 +461,15 @@ def serve(program: socket.socket, marker: MarkerReader) -> None:
         try:
             log = stack.enter_context(open(begin.log, "ab", buffering=0))
             setter: Setter = DrySetter()
-            if begin.backend:
-                device = open_device(begin)
+            device = _opened(begin, lines)
+            if device is not None:
                 stack.callback(device.close)
+            if device is not None and begin.sets:
                 lease = Lease(device)
                 lease.__enter__()
                 setter = LeaseSetter(lease)
             lines.say(ConductorReady(pid=os.getpid()))
-            conductor = SectionConductor(setter, _Log(log))
+            conductor = SectionConductor(setter, _Log(log), power=_Power(device, lines))
             _conduct(conductor, lines, marker, begin.program)
         except (KilterError, OSError) as error:
             refused = str(error)
@@ -393,7 +492,9 @@ def _conduct(
     while going:
         timeout_s = None
         if not conductor.idle:
-            step_s = STEP_S if marker.tells_time else conductor.step_s
+            step_s = conductor.step_s
+            if marker.tells_time:
+                step_s = max(STEP_S, step_s)
             timeout_s = max(0.0, min(step_s, conductor.due_s - time.monotonic()))
         ready, _, _ = select.select(watched, [], [], timeout_s)
         if watched[0] in ready:
@@ -401,8 +502,8 @@ def _conduct(
         if len(watched) > 1 and watched[1] in ready:
             going = False
         passed = marker.look()
-        if passed is not None and passed.within_s <= UNSURE_S:
-            conductor.passed(passed.iteration, passed.t_s)
+        if passed is not None:
+            conductor.passed(*passed)
         conductor.act()
 
 
@@ -440,7 +541,7 @@ class _Lines:
             if isinstance(order, Stop):
                 return False
             if isinstance(order, Follow):
-                conductor.follow(order.schedule, order.arms)
+                conductor.follow(order.schedule, order.arms, order.waits)
         return bool(found)
 
     def say(self, answer: Answers) -> None:
@@ -461,6 +562,17 @@ class _Lines:
                 return [_ORDERS.decode(line) for line in whole]
 
 
+def _opened(begin: Begin, lines: _Lines) -> Device | None:
+    """None: no device is wanted, or a dry run cannot read it, which only long waits need."""
+    try:
+        return open_device(begin) if begin.backend else None
+    except DeviceError as error:
+        if begin.sets:
+            raise
+        lines.say(NoWaits(why=str(error)))
+        return None
+
+
 def open_device(begin: Begin) -> Device:
     """The device that the program named. Raises device errors."""
     if begin.backend == "sim":
@@ -471,6 +583,24 @@ def open_device(begin: Begin) -> Device:
     from kilter.device.find import find
 
     return find("nvml", uuid=begin.device, environ=os.environ)
+
+
+class _Power:
+    """Reads the power of a device, and tells the program why it cannot be read."""
+
+    def __init__(self, device: Device | None, lines: _Lines) -> None:
+        self._device = device
+        self._lines = lines
+
+    def __call__(self) -> float | None:
+        why = "this device tells no power"
+        try:
+            power_w = None if self._device is None else self._device.sample().power_w
+        except DeviceError as error:
+            power_w, why = None, str(error)
+        if power_w is None:
+            self._lines.say(NoWaits(why=why))
+        return power_w
 
 
 class _Log:

@@ -6,7 +6,7 @@
 Each rank plans for its own device from what it sees itself, and the ranks agree by messages through
 the job's key-value store; no collective is added.
 Between two windows the program's thread does two things per iteration: it reads the numbers of its
-process groups, and, while there are commands, moves the marker or has its GPU's stream move it.
+process groups, and, while there is a conductor, moves the marker or has its GPU's stream move it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ from kilter.observe.end_times import Iteration
 if TYPE_CHECKING:
     from kilter.clocks.joint_search import JointSearch
     from kilter.clocks.plan.switching import Calibration
+    from kilter.clocks.plan.waits import WaitPlan
     from kilter.clocks.section_plan import RankPlan
     from kilter.clocks.section_process import Conducting
 
+UNKNOWN_SENSOR_PERIOD_S = 1.0
+"""Of a device that does not say: as slow as a power that is averaged over a second."""
 WINDOW_FAILURES = 3
 """After so many windows without a trace nothing more is tried."""
 
@@ -70,6 +73,8 @@ class SectionsController:
         self._windows = SectionWindows()
         self._conducting: Conducting | None = None
         self._search: JointSearch | None = None
+        self._usual_w = 0.0
+        """The job's mean power, as far as known."""
 
     @property
     def settled(self) -> bool:
@@ -196,17 +201,47 @@ class SectionsController:
             if not plan.retime(trace):
                 self._reopen()
             elif self._conducting is not None:
-                self._conducting.follow(plan.schedule(search.own))
+                self._conducting.follow(plan.schedule(search.own), waits=self._waits(plan))
             return
         plan.make(trace)
         self._keys.accept()
-        if plan.stretches and self._conducting is None and not self._begin_conducting(plan):
+        search_first = self._run.info.can_set and not self._run.dry_run
+        waits = None if search_first else self._waits(plan)
+        wanted = plan.stretches or waits is not None
+        if wanted and self._conducting is None and not self._begin_conducting(plan):
             return
-        if self._run.info.can_set and not self._run.dry_run:
+        if search_first:
             self._open_search(plan)
         elif self._conducting is not None:
-            self._conducting.follow(plan.schedule())
+            self._conducting.follow(plan.schedule(), waits=waits)
         self._say(plan)
+
+    def _waits(self, plan: RankPlan) -> WaitPlan | None:
+        """What to do in long waits; None: nothing. A simulated device in the conductor's process
+        does not see the program's load, so its power says nothing about waits."""
+        run = self._run
+        ends_s = list(self._keys.marked_s.values())  # at once: the program's thread adds to them
+        if run.info.backend != "nvml" or run.sampler is None or not ends_s:
+            return None
+        mean_w = run.sampler.record.mean_power_w(min(ends_s), max(ends_s))
+        # Low clocks and long waits make later means smaller, and the job computes as it did.
+        self._usual_w = max(self._usual_w, mean_w or 0.0)
+        return plan.waits(
+            self._usual_w,
+            spent=self._spent(plan),
+            sensor_period_s=run.info.sensor_period_s or UNKNOWN_SENSOR_PERIOD_S,
+        )
+
+    def _spent(self, plan: RankPlan) -> float:
+        """Of the slowdown, by the sections whose clocks are held, or would be."""
+        assert plan.found is not None
+        found = None if self._search is None else self._search.found
+        if found is None:
+            return plan.found.slowdown
+        if not found.held:
+            return 0.0
+        ratio = found.time_ratio
+        return plan.found.slowdown if ratio is None else max(0.0, ratio - 1.0)
 
     def _begin_conducting(self, plan: RankPlan) -> bool:
         self._keys.marking = True
@@ -244,12 +279,19 @@ class SectionsController:
 
     def _follow(self, now: Sequence[int], arms: Sequence[tuple[int, Sequence[int]]]) -> None:
         plan = self._plan
-        if self._conducting is None or plan is None:
+        if plan is None:
             return
+        found = None if self._search is None else self._search.found
+        # Not while blocks are tried out, and not where the conductor is about to be stopped.
+        held = found is not None and found.taken != "whole job"
+        waits = self._waits(plan) if held else None
+        if self._conducting is None and (waits is None or not self._begin_conducting(plan)):
+            return
+        assert self._conducting is not None
         from kilter.clocks.plan.timing import ScheduleArm
 
         later = [ScheduleArm(first=first, schedule=plan.schedule(depths)) for first, depths in arms]
-        self._conducting.follow(plan.schedule(now), later)
+        self._conducting.follow(plan.schedule(now), later, waits)
 
     def _go_on(self, plan: RankPlan, search: JointSearch, finished: Sequence[Iteration]) -> None:
         before = search.found
@@ -301,6 +343,7 @@ class SectionsController:
         assert found is not None
         conducting, search = self._conducting, self._search
         counts = conducting.counts if conducting is not None else Counter()
+        waits = None if conducting is None else conducting.waits
         errors = conducting.errors if conducting is not None else None
         self._run.log(
             Sectioned(
@@ -328,6 +371,9 @@ class SectionsController:
                 window_cost_s=self._windows.cost_s,
                 key_cost_s=self._keys.cost_s,
                 conductor_cpu_s=None if conducting is None else conducting.cpu_s,
+                waits=0 if waits is None else waits.count,
+                waits_low_s=0.0 if waits is None else waits.low_s,
+                waits_clock_hz=None if waits is None else waits.sm_clock_hz,
                 search=None if search is None else search.found,
                 blocks=0 if search is None else search.blocks,
             )

@@ -9,6 +9,7 @@ import msgspec
 from kilter.clocks.plan.sections import RankSections, analyse
 from kilter.clocks.plan.switching import Calibration
 from kilter.clocks.plan.timing import CommandSchedule, at_depths, schedule
+from kilter.clocks.plan.waits import WaitPlan, wait_plan
 from kilter.clocks.plan.worth import ClockCosts, Worth, retimed, summary, worth
 from kilter.clocks.section_card import card_of
 from kilter.core.rank_trace import RankTrace
@@ -60,6 +61,18 @@ class RankPlan:
         found = self.found.stretches
         stretches = found if depths is None else at_depths(found, depths, self.card)
         return schedule(stretches, self.card, self.found.iteration_s, number=self._number)
+
+    def waits(self, usual_w: float, *, spent: float, sensor_period_s: float) -> WaitPlan | None:
+        """For waits that no window predicts, in a job that draws this power on average and whose
+        sections already spend so much of the slowdown."""
+        assert self.found is not None
+        return wait_plan(
+            self.card,
+            max_slowdown=self._max_slowdown - spent,
+            usual_w=usual_w,
+            compute_share=self.found.compute_s / self.found.iteration_s,
+            sensor_period_s=sensor_period_s,
+        )
 
     @property
     def stretches(self) -> bool:

@@ -28,7 +28,17 @@ from kilter.clocks.plan.timing import (
     edge_errors,
     edges,
 )
-from kilter.clocks.section_conductor import Answers, Begin, Ended, Follow, Orders, Stop
+from kilter.clocks.plan.waits import WaitPlan
+from kilter.clocks.section_conductor import (
+    WAIT_KEY,
+    Answers,
+    Begin,
+    Ended,
+    Follow,
+    NoWaits,
+    Orders,
+    Stop,
+)
 from kilter.controller import Run
 from kilter.core.errors import DeviceError
 from kilter.core.own_file import OwnFile
@@ -72,9 +82,14 @@ class SectionProcess:
         self._connection = ours
         self._say(begin)
 
-    def follow(self, schedule: CommandSchedule, arms: Sequence[ScheduleArm] = ()) -> None:
+    def follow(
+        self,
+        schedule: CommandSchedule,
+        arms: Sequence[ScheduleArm] = (),
+        waits: WaitPlan | None = None,
+    ) -> None:
         """The commands from here on, and from later iterations on."""
-        self._say(Follow(schedule=schedule, arms=tuple(arms)))
+        self._say(Follow(schedule=schedule, arms=tuple(arms), waits=waits))
 
     def answers(self) -> list[Answers]:
         """What has come since the last call. The end of the connection is an `Ended`, too."""
@@ -136,17 +151,23 @@ class Conducting:
             marker,
             Begin(
                 log=str(self._log.path),
-                backend=run.info.backend if self.sets else "",
+                backend=run.info.backend if self.sets or run.info.backend == "nvml" else "",
+                sets=self.sets,
                 device=profile if simulated else run.info.uuid,
                 program=os.getpid(),
             ),
         )
 
-    def follow(self, schedule: CommandSchedule, arms: Sequence[ScheduleArm] = ()) -> None:
+    def follow(
+        self,
+        schedule: CommandSchedule,
+        arms: Sequence[ScheduleArm] = (),
+        waits: WaitPlan | None = None,
+    ) -> None:
         """The commands from here on, and from later iterations on."""
         self._schedule = arms[-1].schedule if arms else schedule
         if self._process is not None:
-            self._process.follow(schedule, arms)
+            self._process.follow(schedule, arms, waits)
 
     def pause(self) -> None:
         """No commands: the default stands."""
@@ -155,6 +176,8 @@ class Conducting:
     def look(self) -> str | None:
         """Has the conductor ended on its own? Why, then."""
         for answer in () if self._process is None else self._process.answers():
+            if isinstance(answer, NoWaits):
+                self._run.log.refuse("lowering the clock in long waits", answer.why)
             if isinstance(answer, Ended):
                 self._ended(answer)
                 return answer.refused or "the conductor has ended"
@@ -186,6 +209,12 @@ class Conducting:
         self._log.read()
         return self._log.counts
 
+    @property
+    def waits(self) -> LowWaits:
+        """The long waits so far for which the clock went down, or would have."""
+        self._log.read()
+        return self._log.waits
+
     def _ended(self, ended: Ended) -> None:
         self._process = None
         self.restored = ended.restored or not self.sets
@@ -194,12 +223,39 @@ class Conducting:
             self._run.log.refuse("conducting", ended.refused)
 
 
+class LowWaits(msgspec.Struct, frozen=True, kw_only=True):
+    """Waits that had a low clock."""
+
+    count: int = 0
+    low_s: float = 0.0
+    """Of those that are over."""
+    sm_clock_hz: float | None = None
+    """Of the last one."""
+    begun_s: float | None = None
+    """Of the one that goes on; None: none does."""
+
+    def after(self, command: Commanded) -> LowWaits:
+        """With one more line of the log."""
+        if command.state == "left out" or command.key != WAIT_KEY:
+            return self
+        if command.edge == "down":
+            return msgspec.structs.replace(
+                self,
+                count=self.count + 1,
+                sm_clock_hz=command.sm_clock_hz,
+                begun_s=command.t_s,
+            )
+        low_s = 0.0 if self.begun_s is None else command.t_s - self.begun_s
+        return msgspec.structs.replace(self, low_s=self.low_s + low_s, begun_s=None)
+
+
 class CommandLog:
     """Reads the conductor's log as it grows, and keeps the last `keep` commands; None: all."""
 
     def __init__(self, path: Path, *, keep: int | None = RECENT) -> None:
         self.path = path
         self.counts: Counter[str] = Counter()
+        self.waits = LowWaits()
         self.recent: deque[Commanded] = deque(maxlen=keep)
         self._offset = 0
 
@@ -214,4 +270,5 @@ class CommandLog:
         for line in whole.splitlines():
             command = _COMMANDED.decode(line)
             self.counts[command.state] += 1
+            self.waits = self.waits.after(command)
             self.recent.append(command)

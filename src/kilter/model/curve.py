@@ -1,12 +1,14 @@
 """Curves over settings: what a few noisy measurements say about the settings between them.
 
-Kriging (Gaussian process regression) with a linear trend in the logarithm of every knob, made
-monotone afterwards: time never falls and power never rises when a knob is lowered. A knob's
-coordinate is the log of its value over the reference's, so that one prior fits all devices.
+Kriging (Gaussian process regression) with a linear trend in the logarithm of every knob and a bend
+that is smooth for the most part, so that neighbours tell of each other; made monotone afterwards:
+time never falls and power never rises when a knob is lowered. A knob's coordinate is the log of its
+value over the reference's, so that one prior fits all devices.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,13 +24,21 @@ class Prior:
 
     `slope` is the expected sensitivity (1 = proportional), `slope_sd` how sure that is; `bend_sd`
     is how far the curve strays from a straight line over a change of the knob by `length` (in log
-    units). These are wide physical beliefs, not fitted to any table.
+    units). Of the variance of that bend, `rough` is a random walk, which may break off anywhere;
+    the rest is smooth (Matern, 3/2). These are wide physical beliefs, not fitted to any table.
     """
 
     slope: float
     slope_sd: float = 0.4
     bend_sd: float = 0.08
     length: float = 0.5
+    rough: float = 0.1
+
+
+JUMP_SD = 0.03
+"""From the device's own governor, under which the reference is measured, to any requested value."""
+OWN_SD = 0.005
+"""How far a single setting is off the curve."""
 
 
 def krige(
@@ -40,26 +50,25 @@ def krige(
 ) -> tuple[Array, Array]:
     """Posterior mean and standard deviation at `queries` (m, k) from `values` at `points` (n, k).
 
-    The origin (the reference setting) has value 0 exactly.
+    The curve is 0 at the origin (the reference setting), but for `JUMP_SD`.
     """
     slopes = np.array([p.slope for p in priors])
 
     def covariance(a: Array, b: Array) -> Array:
-        total = np.zeros((len(a), len(b)))
+        # what all requested settings have in common, and what each has for itself
+        total = JUMP_SD**2 + OWN_SD**2 * (a[:, None, :] == b[None, :, :]).all(axis=2)
         for k, prior in enumerate(priors):
             x, y = a[:, k, None], b[None, :, k]
             # the bend is tied to zero at the origin by conditioning, not by the kernel
-            near = np.exp(-np.abs(x - y) / prior.length)
-            to_a, to_b = np.exp(-np.abs(x) / prior.length), np.exp(-np.abs(y) / prior.length)
-            total += prior.slope_sd**2 * x * y + prior.bend_sd**2 * (near - to_a * to_b)
+            bend = _likeness(x - y, prior) - _likeness(x, prior) * _likeness(y, prior)
+            total = total + prior.slope_sd**2 * x * y + prior.bend_sd**2 * bend
         result: Array = total
         return result
 
-    own = np.zeros(len(queries))
+    own = np.full(len(queries), JUMP_SD**2 + OWN_SD**2)
     for k, prior in enumerate(priors):  # the diagonal of covariance(queries, queries)
         x = queries[:, k]
-        own += (prior.slope_sd * x) ** 2
-        own += prior.bend_sd**2 * (1 - np.exp(-2 * np.abs(x) / prior.length))
+        own += (prior.slope_sd * x) ** 2 + prior.bend_sd**2 * (1 - _likeness(x, prior) ** 2)
     if len(points) == 0:
         return queries @ slopes, np.sqrt(own)
     gram = covariance(points, points) + np.diag(noise_sd**2 + 1e-12)
@@ -68,6 +77,14 @@ def krige(
     mean = queries @ slopes + gain @ (values - points @ slopes)
     variance = np.maximum(own - (gain * cross).sum(axis=1), 0.0)
     return mean, np.sqrt(variance)
+
+
+def _likeness(distance: Array, prior: Prior) -> Array:
+    """Correlation of the bend at two points of a knob."""
+    r = np.abs(distance) / prior.length
+    smooth = (1.0 + math.sqrt(3.0) * r) * np.exp(-math.sqrt(3.0) * r)
+    result: Array = prior.rough * np.exp(-r) + (1.0 - prior.rough) * smooth
+    return result
 
 
 def monotone(points: Array, values: Array, queries: Array, mean: Array, *, rising: bool) -> Array:

@@ -283,15 +283,22 @@ class Familiar:
         # a channel counts by how much it varies, but sensor noise on a steady one must not
         least = np.maximum(FLAT * np.abs(old.mean(axis=1)), QUANTUM)
         self._scale = np.maximum(old.std(axis=1), least)[:, None]
-        self._old = old / self._scale
+        self._periods = _all_periods(old / self._scale)
         self.periods = old.shape[1] / PHASES
         ends = np.cumsum([piece.shape[1] for piece in pieces])
-        own = (
-            _nearest(self._old, self._old[:, at : at + PHASES], skip=at)
+        own = [
+            at
             for begin, end in zip([0, *ends[:-1]], ends, strict=True)
             for at in range(begin, end - PHASES + 1, PHASES // 2)
-        )
-        self._oddest = max(own, default=math.inf)
+        ]
+        oddest = []
+        for first in range(0, len(own), 32):  # so many at a time stay in the processor's cache
+            some = own[first : first + 32]
+            apart = _apart(self._periods, self._periods[some])
+            for column, at in enumerate(some):  # another one, and not this one or a part of it
+                apart[max(at - PHASES + 1, 0) : at + PHASES, column] = np.inf
+            oddest.append(float(apart.min(axis=0).max()))
+        self._oddest = max(oddest, default=math.inf)
 
     def lacks(self, recent: Telemetry) -> bool:
         """Whether each of the last two periods of `recent` looks like nothing in the reference."""
@@ -301,7 +308,8 @@ class Familiar:
         trials = [_even(recent, self._step_s, s) / self._scale for s in (0, 0.25, 0.5, 0.75)]
         for back in (2, 1):
             stretches = (t[:, t.shape[1] - back * PHASES :][:, :PHASES] for t in trials)
-            if any(_nearest(self._old, each) <= NOVEL * self._oddest for each in stretches):
+            apart = _apart(self._periods, np.array([each.ravel() for each in stretches]))
+            if apart.min() <= NOVEL * self._oddest:
                 return False
         return True
 
@@ -327,18 +335,20 @@ def _even(telemetry: Telemetry, step_s: float, shift: float = 0.0) -> Array:
     return np.array(rows)
 
 
-def _nearest(signal: Array, stretch: Array, skip: int | None = None) -> float:
-    """Least mean squared difference of `stretch` and any stretch of `signal` as long, except those
-    that overlap the one at `skip`."""
-    length = stretch.shape[1]
-    total = np.zeros(signal.shape[1] - length + 1)
-    for row, part in zip(signal, stretch, strict=True):
-        squares = np.concatenate([[0.0], np.cumsum(row**2)])
-        total += squares[length:] - squares[:-length] + float((part**2).sum())
-        total -= 2 * np.correlate(row, part, mode="valid")
-    if skip is not None:
-        total[max(skip - length + 1, 0) : skip + length] = np.inf
-    return float(np.min(total) / length)
+def _all_periods(signal: Array) -> Array:
+    """A row for each stretch of `PHASES` points, wherever it begins: channel after channel."""
+    if signal.shape[1] < PHASES:
+        return np.empty((0, signal.shape[0] * PHASES))
+    stretches = np.lib.stride_tricks.sliding_window_view(signal, PHASES, axis=1)
+    return stretches.swapaxes(0, 1).reshape(stretches.shape[1], -1)
+
+
+def _apart(known: Array, new: Array) -> Array:
+    """Squared difference per point of each row of `known` and each row of `new`."""
+    apart = known @ (new.T * (-2.0 / PHASES))
+    apart += np.einsum("ij,ij->i", known, known)[:, None] / PHASES
+    apart += np.einsum("ij,ij->i", new, new)[None, :] / PHASES
+    return apart
 
 
 # -- channels and the sensor ------------------------------------------------------------------

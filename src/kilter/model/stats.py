@@ -125,14 +125,20 @@ def _log_moment(nu: int, a: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1024)
 def critical_values(
-    looks: tuple[int, ...], error_probability: float, shape: float = 0.25
+    looks: tuple[int, ...],
+    error_probability: float,
+    *,
+    shape: float = 0.25,
+    hope: float = math.inf,
 ) -> tuple[float, ...]:
     """How many standard errors above zero a mean has to be at each of several looks at growing
     data, so that all looks together are wrong with this probability (Wang and Tsiatis, Biometrics
     43, 1987; their `shape` is 0.5 for Pocock's constant values, 0 for O'Brien and Fleming's).
 
-    `looks` are the numbers of observations at the looks, ascending. The crossing probability of a
-    random walk is integrated from look to look (Armitage, McPherson and Rowe, JRSS A 132, 1969).
+    `looks` are the numbers of observations at the looks, ascending. At all but the last, the test
+    ends without success where a mean better by `hope` standard errors would not do at the last. The
+    crossing probability of a random walk is integrated from look to look (Armitage, McPherson and
+    Rowe, JRSS A 132, 1969).
     With an estimated variance, Student's t at the same level keeps the error probability closely
     (Jennison and Turnbull, Group Sequential Methods, 2000, section 4.4).
     """
@@ -154,6 +160,9 @@ def critical_values(
             share = np.clip((grid - limit) / (grid[1] - grid[0]) + 0.5, 0.0, 1.0)
             crossed += float((inside * share).sum())
             inside = inside * (1.0 - share)
+            least = z * factors[-1] * n / math.sqrt(looks[-1]) - hope * math.sqrt(n)
+            if n < looks[-1] and math.isfinite(least):
+                inside = inside * np.clip((grid - least) / (grid[1] - grid[0]) + 0.5, 0.0, 1.0)
         return crossed
 
     low, high = 0.0, 6.0

@@ -28,11 +28,12 @@ class InferenceWatch(threading.Thread):
     then watches all modules for a few calls (torch's global hooks), picks the outermost one that
     is called without gradients, hooks that one alone, and takes the global hooks out.
 
-    The compiler would trace these hooks, and warns of them. It is imported by whatever compiles,
-    and also by every optimizer: once it is there, only the modules that `torch.compile` has made
-    are watched, whose own hooks run outside of what is compiled. (`torch.jit.script`, which does
-    not import it, refuses a module with a hook of ours.) A program may take long to load what it
-    compiles, so modules that are compiled later are watched from when they are made.
+    The compiler would trace these hooks, and warns of them. So they leave before the program's
+    first module or function is compiled; from then on only the modules that `torch.compile` has
+    made are watched, whose own hooks run outside of what is compiled. That the compiler has been
+    imported says nothing: tensor parallelism imports it, and so does every optimizer.
+    (`torch.jit.script` refuses a module with a hook of ours.) A program may take long to load what
+    it compiles, so modules that are compiled later are watched from when they are made.
     """
 
     def __init__(
@@ -44,12 +45,17 @@ class InferenceWatch(threading.Thread):
         self._failed = failed
         self._fence = fence
         self._over = threading.Event()
-        self._compiler = after_import(torch_internals.COMPILER, self._fence(self._switch))
+        self._compiling = self._fence(self._switch)
+        self._compiler = after_import(torch_internals.COMPILER, self._fence(self._await_compiling))
         self._noting = after_import(torch_internals.COMPILED_MODULES, self._fence(self._note))
         self._forget: Callable[[], None] = lambda: None
         self._compiled: weakref.WeakSet[Any] = weakref.WeakSet()
         """What `torch.compile` has made of modules. Noted as it is made: to look for it with `gc`
         from this thread could break a tuple that the program is building at that moment."""
+        self._awaiting = False
+        """The compiler calls us before it traces."""
+        self._globally = False
+        """All modules are watched."""
         self._only_compiled = False
         """These are watched, and none else."""
         self._handles: list[Any] = []
@@ -71,6 +77,11 @@ class InferenceWatch(threading.Thread):
         self._compiler.cancel()
         self._noting.cancel()
         self._forget()
+        if self._awaiting:
+            started = torch_internals.compilations
+            # Another list: the compiler may be walking through this one.
+            kept = [each for each in started.start_callbacks if each is not self._compiling]
+            started.start_callbacks = kept
         self._unhook()
 
     def _unhook(self) -> None:
@@ -83,23 +94,31 @@ class InferenceWatch(threading.Thread):
             register_module_forward_pre_hook,
         )
 
-        if torch_internals.COMPILER not in sys.modules:
-            self._compiler.install()
+        self._compiler.install()
         if self._over.is_set():
             return
-        if torch_internals.COMPILER in sys.modules:
+        if self._compiled or torch_internals.anything_compiled():
             self._watch_compiled()
         else:
+            self._globally = True
             self._handles = [
                 register_module_forward_pre_hook(self._fence(self._enter)),
                 register_module_forward_hook(self._fence(self._leave), always_call=True),
             ]
+            if self._compiled or torch_internals.anything_compiled():
+                self._switch()  # the program did so at this moment
         if self._over.is_set():
             self.stop()
 
-    def _switch(self) -> None:
-        """The compiler has come while all modules were watched."""
-        if not self._over.is_set():
+    def _await_compiling(self) -> None:
+        """The compiler is there: it calls us before it traces anything."""
+        torch_internals.compilations.start_callbacks.append(self._compiling)
+        self._awaiting = True
+
+    def _switch(self, _args: Any = None) -> None:
+        """Something is compiled for the first time."""
+        if self._globally and not self._over.is_set():
+            self._globally = False
             self._unhook()
             self._watch_compiled()
 
@@ -110,6 +129,7 @@ class InferenceWatch(threading.Thread):
         def note(module: Any, *args: Any, **kwargs: Any) -> None:
             made(module, *args, **kwargs)
             compiled.add(module)
+            self._switch()
             if self._only_compiled and not self._over.is_set():
                 self._hook(module)
 

@@ -18,12 +18,18 @@ import statistics
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 
-from kilter.clocks.plan.guard import LEAST_SAVING, NOTHING_KNOWN, Contract, Spread, Verdict, looks
+from kilter.clocks.plan.guard import (
+    LEAST_SAVING,
+    NOTHING_KNOWN,
+    Contract,
+    Spread,
+    Verdict,
+    limits,
+)
 from kilter.clocks.plan.job import Forecast, Probed, Space, TestSize, forecasts
 from kilter.core.label import Label
 from kilter.core.plan import Effect, Goal, Plan, SetClocks
 from kilter.core.setting import Setting
-from kilter.model.stats import critical_values
 
 PROBE_PAIRS = 2
 """Pairs of one probe."""
@@ -47,7 +53,10 @@ USUAL_SAVING = 0.1
 known what there is to save."""
 NOISE_SD = 0.01
 """Spread of one pair's log ratio that is assumed until pairs show their own."""
-TEST_SHARE = 0.6
+TOLD_APART = 1.5
+"""Settings that are predicted with fewer standard errors of a probe than this are not probed: they
+are tested, or left alone."""
+TEST_SHARE = 0.9
 """What a test may spend of the error probability that is left. It is spent only if the setting
 is not taken: one that is taken has either been safe, which is no error, or is the error itself."""
 REFERENCE_EVERY = 50
@@ -172,7 +181,7 @@ class Governor:
     def search(self) -> Generator[Order, BlockOutcome, Choice]:
         """Probe and confirm until nothing promises an improvement."""
         while ranking := self._ranking():
-            if ranking[0].probed:
+            if ranking[0].known:
                 yield from self._confirm(ranking[0])
             else:
                 yield from self._probe(ranking[0])
@@ -208,11 +217,12 @@ class Governor:
             price_of_time=self._goal.price_of_time,
             least_saving=LEAST_SAVING,
             tests=tests,
+            told_apart=TOLD_APART * spread / math.sqrt(PROBE_PAIRS),
             rejected=frozenset(self._decided),
             expected=self._expected,
         )
         if self._pairs_left() < LEAST_TEST + PROBE_PAIRS:
-            ranking = [f for f in ranking if f.probed]
+            ranking = [f for f in ranking if f.known]
         least = max(LEAST_IMPROVEMENT, -LEAST_SHARE * self.choice.log_energy)
         return [f for f in ranking if f.improvement >= least]
 
@@ -230,7 +240,7 @@ class Governor:
             TestSize(
                 pairs=n,
                 error=spread / math.sqrt(n),
-                margin=spread / math.sqrt(n) * critical_values(looks(n), self._share())[-1],
+                margin=spread / math.sqrt(n) * limits(n, self._share())[-1],
                 price=max(-self.choice.log_energy, USUAL_SAVING) * n / (2 * JOB_PAIRS),
             )
             for n in sorted(sizes)
@@ -257,9 +267,9 @@ class Governor:
         time, saving = Verdict.UNDECIDED, Verdict.UNDECIDED
         most = forecast.pairs
         while len(fresh.times) < most:
-            pair = yield from self.pair(setting, Phase.CONFIRM, f"probed {_effect(forecast)}")
+            pair = yield from self.pair(setting, Phase.CONFIRM, f"expected {_effect(forecast)}")
             fresh.add(*pair)
-            self._probed[forecast.index].add(*pair)
+            self._probed.setdefault(forecast.index, _Evidence()).add(*pair)
             if time is Verdict.UNDECIDED:
                 time = self._contract.judge(
                     fresh.times, error_probability=share, most=most, spread=spread[0]

@@ -33,7 +33,8 @@ worth holding it."""
 
 HOPE = 1.0
 """A test is given up when it would fail even if the true value were this many standard errors
-better than it looks. Giving up early never adds a violation."""
+better than it looks. What is given up cannot be taken any more, and the limits of a test (`limits`)
+are that much wider."""
 
 
 class Verdict(enum.Enum):
@@ -143,6 +144,11 @@ def looks(most: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def limits(most: int, error_probability: float) -> tuple[float, ...]:
+    """How many standard errors below a bound the mean has to be at each look of such a test."""
+    return critical_values(looks(most), error_probability, hope=HOPE)
+
+
 def _test(
     log_ratios: Sequence[float], bound: float, error_probability: float, most: int, spread: Spread
 ) -> Verdict:
@@ -150,7 +156,7 @@ def _test(
     n, plan = len(log_ratios), looks(most)
     if n < 2 or (n not in plan and n < plan[-1]):
         return Verdict.UNDECIDED
-    critical = dict(zip(plan, critical_values(plan, error_probability), strict=True))
+    critical = dict(zip(plan, limits(most, error_probability), strict=True))
     mean = math.fsum(log_ratios) / n
     spread = spread.with_pairs(log_ratios)
     error = max(spread.sd / math.sqrt(n), 1e-12)

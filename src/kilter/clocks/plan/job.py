@@ -23,9 +23,10 @@ from kilter.model.curve import Prior, krige, monotone
 Array = NDArray[np.float64]
 
 SEARCHED_KNOBS = ("sm_clock_hz", "memory_clock_hz", "power_limit_w")
-TIME_PRIORS = (Prior(slope=-0.5), Prior(slope=-0.3), Prior(slope=-0.3))
-POWER_PRIORS = (Prior(slope=1.0), Prior(slope=0.3), Prior(slope=0.5))
-"""In the order of `SEARCHED_KNOBS`. Time is half proportional to the SM clock, power fully."""
+TIME_PRIORS = (Prior(slope=-0.5), Prior(slope=-0.3), Prior(slope=-0.3, rough=1.0))
+POWER_PRIORS = (Prior(slope=1.0), Prior(slope=0.3), Prior(slope=0.5, rough=1.0))
+"""In the order of `SEARCHED_KNOBS`. Time is half proportional to the SM clock, power fully. A limit
+does nothing until it is below what the job draws: its curves have a kink anywhere."""
 
 STEP = 0.75
 """A probe goes at most this factor below a knob's value already seen to be fast enough."""
@@ -136,7 +137,8 @@ class Forecast:
     probability that its test says so, less the price of the test."""
     pairs: int
     """Of the test that promises most."""
-    probed: bool
+    known: bool
+    """Probed, or as well known by what was probed beside it: a probe of its own tells no more."""
 
 
 def forecasts(
@@ -149,13 +151,15 @@ def forecasts(
     price_of_time: float,
     least_saving: float = 0.0,
     tests: Sequence[TestSize] = (UNTESTED,),
+    told_apart: float = 0.0,
     rejected: frozenset[int] = frozenset(),
     expected: Mapping[Setting, tuple[float, float]] | None = None,
 ) -> list[Forecast]:
     """All reachable candidates, the most promising first.
 
     `bound` is the log time ratio to stay below, `best` the log objective of the setting accepted
-    so far (0 = the baseline), `tests` are the tests that can be afforded. `expected`, of a
+    so far (0 = the baseline), `tests` are the tests that can be afforded. What differs by less than
+    `told_apart` cannot be told apart by probes. `expected`, of a
     predictor, are the log ratios of time and power that take the place of the priors' straight
     lines, by setting.
     """
@@ -171,12 +175,9 @@ def forecasts(
     time, time_sd = krige(points, times - bends[seen, 0], noise, x, TIME_PRIORS)
     power, power_sd = krige(points, powers - bends[seen, 1], noise, x, POWER_PRIORS)
     time, power = time + bends[:, 0], power + bends[:, 1]
-    known, known_time = np.vstack([np.zeros((1, 3)), points]), np.append(0.0, times)
-    time = monotone(known, known_time, x, time, rising=False)
-    power = monotone(known, np.append(0.0, powers), x, power, rising=True)
-    for i in seen:
-        time[i], power[i] = probed[i].log_time, probed[i].log_energy - probed[i].log_time
-        time_sd[i] = power_sd[i] = probed[i].sd
+    known = np.vstack([np.zeros((1, 3)), points])
+    time = monotone(known, np.append(0.0, time[seen]), x, time, rising=False)
+    power = monotone(known, np.append(0.0, power[seen]), x, power, rising=True)
 
     weight = 1 + objective.time_exponent
     value = power + weight * time
@@ -206,7 +207,7 @@ def forecasts(
                 log_energy=float(time[i] + power[i]),
                 improvement=float(promises[chosen[i], i]),
                 pairs=tests[chosen[i]].pairs,
-                probed=i in probed,
+                known=i in probed or bool(max(time_sd[i], power_sd[i]) <= told_apart),
             )
             for i in range(len(x))
             if i not in rejected and (i in probed or reach[i])

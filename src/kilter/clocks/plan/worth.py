@@ -380,8 +380,8 @@ def _rare(sections: Sequence[Section], card: ClockCosts) -> Iterator[Reason]:
     for section in sections:
         share = show_fraction(section.presence)
         if section.length_s > 2 * card.break_even_s:
-            text = f"in {share} of the iterations only: to be slowed down once it has lasted "
-            yield Reason("reactive", section.key, text + show_time(card.break_even_s))
+            text = f"in {share} of the iterations only: left to the watch for long waits"
+            yield Reason("reactive", section.key, text)
         else:
             yield Reason("rare", section.key, f"in {share} of the iterations only")
 

@@ -1,19 +1,27 @@
-"""The thesis's experiment on real GPUs: five networks share them, from a skewed start.
+"""Fair sharing on real GPUs: every figure of it in one bounded run, each printed once it is known.
 
     python benchmarks/share_h200.py --gpus 0-1 --out share.json           GPUs (needs torchvision)
     python benchmarks/share_h200.py --gpus 0-1 --tiny --out share.json    a CPU, in a few minutes
 
-For each policy the daemon and the jobs are started as a user starts them (`kilter share serve`,
-`kilter share run`). Nothing is set on a GPU; NVML is only read. First every job runs alone on all
-GPUs, which gives its step time and its number of steps. Recorded: slow-down of each job (its time
-in steps over its run-alone time), utilisation while two or more jobs train, images per second, all
-decisions, the fitted costs, and, for the static placement, what the time model predicts from costs
-that were fitted in the other runs.
+Nothing is set on a GPU; NVML is only read. In order:
+
+1. Each network alone, one rank for each GPU: step time without kilter; overhead of an elastic job
+   with a daemon, in blocks that alternate with plain ones; utilisation of the GPU of an idle rank;
+   step times at three ratios, from which the costs of the time model are fitted.
+2. All networks at once, started as users start them (`kilter share run`), and trained through one
+   placement after the other while daemons (`kilter share serve`) replace each other: the skewed
+   start, an even split, and each policy from the skewed start. Slow-down: time of a step, from the
+   samples that were done in a window, over that of the network alone. The time model's prediction
+   from the costs of part 1 stands beside what was measured.
+3. Loss curves against the plain run (`share_losses.py`), on the GPUs.
+
+Parts that do not fit into `--budget` seconds any more are left out, and named.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -23,143 +31,582 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from kilter.sharing.messages import Summary
-from kilter.sharing.model import JobCost, jain, predict
-from kilter.sharing.plan.snapshot import shards
-from kilter.sharing.store import living
+from kilter.sharing.messages import JobStatus, RankStatus, RatioTarget, Summary
+from kilter.sharing.model import JobCost, Observation, fit, jain, predict
+from kilter.sharing.plan.snapshot import Ratios, shards
+from kilter.sharing.store import Channel, living
 
 NETWORKS = {
-    "densenet121": 128,
-    "resnet50": 128,
+    "densenet121": 64,
+    "resnet50": 64,
     "alexnet": 256,
-    "resnext50_32x4d": 128,
-    "shufflenet_v2_x1_0": 256,
+    "resnext50_32x4d": 64,
+    "shufflenet_v2_x1_0": 128,
 }
 """Name in torchvision -> global batch."""
-TINY = {"tiny512": 64, "tiny256": 64, "tiny128": 64, "tiny384": 64, "tiny64": 64}
-SKEWED = {
+TINY = {"tiny512": 64, "tiny256": 64, "tiny128": 64}
+SKEWED: dict[int, list[Ratios]] = {
     2: [(10, 0), (10, 0), (10, 0), (5, 5), (0, 10)],
     4: [(10, 0, 0, 0), (10, 0, 0, 0), (0, 5, 5, 0), (5, 5, 0, 0), (0, 0, 0, 10)],
 }
-WARM_UP_STEPS = 10
-"""At the start of each job, alone and beside others, which no figure contains."""
+STEPS_OF_PASS = 400
+PAIRS = 8
+BLOCK_S = 0.5
+"""Blocks of a network without and with kilter, and how long each is about."""
+LOSSES_S = 50.0
+"""Kept for part 3."""
+IDLE_NETWORKS = ("resnet50", "tiny256")
+"""On which the GPU of an idle rank is watched."""
 KILTER = (sys.executable, "-m", "kilter", "share")
+Costs = dict[str, JobCost]
 
 
-def train(args: argparse.Namespace) -> None:
-    """One rank of one job: what `kilter share run` starts."""
+# One network of one rank.
+
+
+class Network:
+    """A network under DDP with its data: samples are indices into a pool on the device."""
+
+    def __init__(self, name: str, batch: int, rank: int) -> None:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+
+        torch.manual_seed(0)
+        self.cuda = not name.startswith("tiny")
+        self.device = torch.device("cuda", rank) if self.cuda else torch.device("cpu")
+        if self.cuda:
+            import torchvision
+
+            net = getattr(torchvision.models, name)(num_classes=1000)
+            self.pool = torch.randn(batch, 3, 224, 224, device=self.device)
+        else:
+            width = int(name.removeprefix("tiny"))
+            layers = [torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 1000)]
+            net, self.pool = torch.nn.Sequential(*layers), torch.randn(batch, 64)
+        self.batch = batch
+        self.labels = torch.randint(1000, (batch,), device=self.device)
+        self.model = DistributedDataParallel(
+            net.to(self.device), device_ids=[rank] if self.cuda else None
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+
+    def loader(self, steps: int) -> Any:
+        import torch.distributed as dist
+        from torch.utils.data import DataLoader, DistributedSampler
+
+        data: Any = range(self.batch * steps)
+        sampler: Any = DistributedSampler(data)
+        size = self.batch // dist.get_world_size()
+        return DataLoader(data, size, sampler=sampler, drop_last=True)
+
+    def step(self, index: Any) -> None:
+        import torch
+
+        rows = index.to(self.device) % self.batch
+        self.optimizer.zero_grad()
+        output = self.model(self.pool[rows])
+        torch.nn.functional.cross_entropy(output, self.labels[rows]).backward()
+        self.optimizer.step()
+
+    def timed(self, batches: Iterator[Any], steps: int) -> float:
+        """Seconds of each step after the first of a pass; 0 on a rank without the last step."""
+        begun = took = 0.0
+        for done, index in enumerate(batches, start=1):
+            self.step(index)
+            if done in (1, steps):
+                self.wait()
+                took = time.perf_counter() - begun
+                begun = time.perf_counter() if done == 1 else begun
+        return took / (steps - 1)
+
+    def wait(self) -> None:
+        import torch
+
+        if self.cuda:
+            torch.cuda.synchronize()
+
+
+def begin_rank(cuda: bool) -> tuple[int, int]:
+    """This rank and how many there are."""
     import torch
     import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-    class Indices(Dataset):
-        def __len__(self) -> int:
-            return args.global_batch * args.steps
-
-        def __getitem__(self, index: int) -> int:
-            return index
-
-    torch.manual_seed(0)
-    cuda = not args.model.startswith("tiny")
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     if cuda:
-        import torchvision
-
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
-        net = getattr(torchvision.models, args.model)(num_classes=1000)
-        pool = torch.randn(args.global_batch, 3, 224, 224, device=device)
+        torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(1)
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-        device, width = torch.device("cpu"), int(args.model.removeprefix("tiny"))
-        layers = [torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 1000)]
-        net, pool = torch.nn.Sequential(*layers), torch.randn(args.global_batch, 64)
-    labels = torch.randint(1000, (args.global_batch,), device=device)
-    model = DistributedDataParallel(net.to(device), device_ids=[rank] if cuda else None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    data = Indices()
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, args.global_batch // world, sampler=sampler, drop_last=True)
-    dist.barrier()
-    begun = time.monotonic()
-    for step, index in enumerate(loader):
-        if step == WARM_UP_STEPS:  # kernels are loaded and chosen
-            if cuda:
-                torch.cuda.synchronize()
-            begun = time.monotonic()
-        rows = index.to(device) % args.global_batch
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(pool[rows]), labels[rows]).backward()
-        optimizer.step()
-    if cuda:
-        torch.cuda.synchronize()
-    took = time.monotonic() - begun
-    if rank == 0:
-        steps = args.steps - WARM_UP_STEPS
-        result = {"began_s": begun, "took_s": took, "steps": steps}
-        Path(args.result).write_text(json.dumps(result | {"samples": steps * args.global_batch}))
-    dist.destroy_process_group()
+    return rank, world
+
+
+def train(args: argparse.Namespace) -> None:
+    """One rank of one job, which trains until it is ended: what `kilter share run` starts. Writes
+    the moment of each step and its samples."""
+    rank, _ = begin_rank(not args.model.startswith("tiny"))
+    network = Network(args.model, args.global_batch, rank)
+    loader = network.loader(STEPS_OF_PASS)
+    with Path(f"{args.result}.{rank}").open("w", buffering=1) as marks:
+        while True:
+            for index in loader:
+                network.step(index)
+                marks.write(f"{time.monotonic()} {len(index)}\n")
+
+
+# Part 1: each network alone.
+
+
+def examine(args: argparse.Namespace) -> None:
+    """One rank of part 1; rank 0 tells, and writes what it has found after each network."""
+    rank, _ = begin_rank(not args.tiny)
+    found: dict[str, Any] = {}
+    for name, batch in networks_of(args).items():
+        row = Alone(args, name, batch, rank).row()
+        if rank == 0:
+            found[name] = row
+            Path(args.result).write_text(json.dumps(found))
+            tell(
+                args,
+                f"{name} alone: {1e3 * row['step_s']:.2f} ms a step; overhead of kilter "
+                f"{100 * row['overhead']:+.2f} % ({' '.join(percent(row['overheads']))}); "
+                f"busy on one GPU {shown(row['busy_on_one'])}",
+            )
+            if row["idle_busy"] is not None:
+                tell(args, f"GPU of an idle rank of {name}: busy {shown(row['idle_busy'])}")
+
+
+class Alone:
+    """One network, twice in the same process: plain, and as an elastic job with a daemon."""
+
+    def __init__(self, args: argparse.Namespace, name: str, batch: int, rank: int) -> None:
+        import torch.distributed as dist
+
+        from kilter.session.fence import Fence
+        from kilter.sharing.elastic.job import ElasticJob
+        from kilter.sharing.elastic.share import connect
+        from kilter.sharing.link import DaemonLink, Identity
+
+        self.args, self.name, self.rank, self.world = args, name, rank, dist.get_world_size()
+        self.plain, self.elastic = Network(name, batch, rank), Network(name, batch, rank)
+        self.plain.timed(iter(self.plain.loader(5)), 5)  # kernels are loaded
+        step_s = self.plain.timed(iter(self.plain.loader(10)), 10)
+        self.steps = self._same(min(max(round(BLOCK_S / step_s), 8), 200))
+        self.proposals = 0
+
+        def attached(job: ElasticJob) -> None:
+            assert job.share is not None
+            assert job.facts is not None
+            if rank == 0:
+                self.store = connect(job.share.address)
+                identity = Identity(name, tuple(range(self.world)))
+                endpoint = Path(args.endpoint)
+                self.link = DaemonLink(endpoint, job.share, job.facts, identity, job.guard)
+                self.link.start()
+
+        self.job = ElasticJob(
+            guard=Fence, may_idle=True, release=True, attached=attached, say=sys.exit
+        )
+        self.job.watch(self.elastic.model)
+        self.elastic.optimizer.register_step_post_hook(
+            lambda *_: self.job.guard.run(self.job.stepped, self.elastic.optimizer)
+        )
+        self.loader = self.elastic.loader(self.steps)
+        self.pass_with_kilter()
+
+    def _same(self, value: Any) -> Any:
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def pass_with_kilter(self, loader: Any = None, steps: int = 0) -> float:
+        loader = loader or self.loader
+        batches = self.job.batches(loader, lambda: iter(loader))
+        return self.elastic.timed(batches, steps or self.steps)
+
+    def row(self) -> dict[str, Any]:
+        plain_s, elastic_s = [], []
+        plain_loader = self.plain.loader(self.steps)
+        for pair in range(PAIRS):
+            for kilter in (pair % 2 == 0, pair % 2 != 0):
+                if kilter:
+                    elastic_s.append(self.pass_with_kilter())
+                else:
+                    plain_s.append(self.plain.timed(iter(plain_loader), self.steps))
+        observations = [self.observed()]
+        rest = [0] * (self.world - 2)
+        observations.append(self.observed((7, 3, *rest)))
+        with Busy(self.args.gpus) as busy:
+            observations.append(self.observed((10, 0, *rest)))
+            idle = self.idle_busy() if self.name in IDLE_NETWORKS else None
+        if self.rank == 0:
+            self.link.leave()
+        overheads = [b / a - 1 for a, b in zip(plain_s, elastic_s, strict=True)] if plain_s else []
+        return {
+            "step_s": statistics.median(plain_s),
+            "overhead": statistics.median(overheads),
+            "overheads": overheads,
+            "busy_on_one": busy.mean(0),
+            "idle_busy": idle,
+            "observations": msgspec.to_builtins(observations),
+            "cost": msgspec.to_builtins(self.cost(observations)),
+        }
+
+    def observed(self, ratios: Ratios | None = None) -> Observation:
+        """What the meters of the ranks tell of passes at a ratio (None: as the script has it)."""
+        if ratios is not None:
+            self.change(ratios)
+        self.pass_with_kilter()
+        self.pass_with_kilter()
+        return self._same(self._observation() if self.rank == 0 else None)
+
+    def cost(self, observations: list[Observation]) -> JobCost:
+        found = fit(observations)
+        assert found is not None
+        return msgspec.structs.replace(found, spins=self.plain.cuda)
+
+    def change(self, ratios: Ratios) -> None:
+        """Within the next pass."""
+        from kilter.sharing.elastic.agreement import propose
+
+        self.proposals += 1
+        thread = None
+        if self.rank == 0:
+            proposal = (self.store, self.proposals, ratios, self.world)
+            thread = threading.Thread(target=propose, args=proposal)
+            thread.start()
+        while not self._same(self.job.share.schedule.at(self.job.share.iteration) == ratios):
+            self.pass_with_kilter()
+        if thread is not None:
+            thread.join()
+
+    def _observation(self) -> Observation:
+        read = [
+            msgspec.json.decode(self.store.get(f"status/{r}"), type=RankStatus)
+            for r in range(self.world)
+        ]
+        return Observation(
+            tuple(r.samples for r in read),
+            tuple(max(r.step_s - r.comm_s, 0.0) for r in read),
+            max(r.step_s for r in read if r.samples),
+            (0.0,) * self.world,
+        )
+
+    def idle_busy(self) -> list[float] | None:
+        """Utilisation of the last GPU in a pass of some seconds in which its rank is idle."""
+        steps = self._same(max(round(4 * self.steps / BLOCK_S / 2), 40))
+        loader = self.elastic.loader(steps)
+        with Busy(self.args.gpus) as busy:
+            self.pass_with_kilter(loader, steps)
+        # The pass begins and ends with all ranks, and NVML's readings are means of up to a second.
+        return busy.readings(self.world - 1, after_s=1.5, before_end_s=0.3)
+
+
+class Busy:
+    """Readings of the utilisation of all GPUs, five a second, while the block runs."""
+
+    def __init__(self, gpus: str) -> None:
+        self._gpus, self.seen = gpus, list[tuple[float, list[float]]]()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Busy:
+        self._begun_s = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._ended_s = time.monotonic()
+
+    def _watch(self) -> None:
+        import pynvml
+
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in indices(self._gpus)]
+            while not self._stopped.wait(0.2):
+                rates = [pynvml.nvmlDeviceGetUtilizationRates(h).gpu / 100 for h in handles]
+                self.seen.append((time.monotonic(), rates))
+
+    def readings(self, gpu: int, after_s: float, before_end_s: float) -> list[float] | None:
+        first, last = self._begun_s + after_s, self._ended_s - before_end_s
+        return [rates[gpu] for at, rates in self.seen if first < at < last] or None
+
+    def mean(self, gpu: int) -> float | None:
+        read = self.readings(gpu, 0.0, 0.0)
+        return statistics.mean(read) if read else None
+
+
+# Part 2: all at once.
 
 
 class Machine:
-    """A daemon, its jobs, and readings of utilisation."""
+    """The jobs, which train all the time, and the daemon of the moment."""
 
-    def __init__(self, args: argparse.Namespace, policy: str, folder: Path) -> None:
+    def __init__(self, args: argparse.Namespace, alone_s: dict[str, float], folder: Path) -> None:
         self.args, self.folder, self.endpoint = args, folder, folder / "endpoint.json"
-        serve = ["serve", "--gpus", args.gpus, "--policy", policy, "--period", f"{args.period}s"]
-        where = ["--endpoint", str(self.endpoint), "--out", str(folder)]
-        self._daemon = subprocess.Popen([*KILTER, *serve, *where])
-        while living(self.endpoint) is None:
-            if self._daemon.poll() is not None:
-                raise SystemExit("the daemon did not start")
+        self.networks, self.alone_s = networks_of(args), alone_s
+        self.gpus = indices(args.gpus)
+        self.skewed = dict(zip(self.networks, SKEWED[len(self.gpus)], strict=False))
+        self.jobs: list[subprocess.Popen[bytes]] = []
+        self.daemon: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """The jobs, in the skewed placement."""
+        self.serve("fixed")
+        for name, batch in self.networks.items():
+            share = ["run", "--endpoint", str(self.endpoint), "--name", name, "--idle-ranks"]
+            share += ["--ratios", ",".join(map(str, self.skewed[name]))]
+            share += ["--alone-step", f"{1e3 * self.alone_s[name]}ms"]
+            own = ["--train", name, "--global-batch", str(batch)]
+            own += ["--result", str(self.folder / name)]
+            with (self.folder / f"{name}.log").open("wb") as log:
+                command = [*KILTER, *share, __file__, *own]
+                self.jobs.append(subprocess.Popen(command, stdout=log, stderr=log))
+        self.until(lambda: self.at(self.skewed), "every job trains at its ratio", 150.0)
+
+    def serve(self, policy: str) -> None:
+        """A daemon in place of the one before; the jobs find it."""
+        self.end_daemon()
+        serve = ["serve", "--gpus", self.args.gpus, "--policy", policy]
+        serve += ["--period", f"{self.args.period}s", "--endpoint", str(self.endpoint)]
+        with (self.folder / f"{policy}-daemon.log").open("wb") as log:
+            self.daemon = subprocess.Popen([*KILTER, *serve], stdout=log, stderr=log)
+        self.until(lambda: living(self.endpoint), f"the daemon ({policy}) answers", 60.0)
+
+    def end_daemon(self) -> None:
+        if self.daemon is not None:
+            self.daemon.send_signal(signal.SIGINT)
+            self.daemon.wait()
+
+    def place(self, wanted: dict[str, Ratios]) -> None:
+        """Put every job at a ratio, in the part of a daemon."""
+        self.end_daemon()
+        self.daemon = None
+        channel = Channel.open("127.0.0.1", self.endpoint)
+        channel.summarise(Summary(1, os.getpid(), "fixed", 1.0, tuple(self.gpus), (), (), ()))
+        done: set[str] = set()
+
+        def placed() -> bool:
+            for slot in range(1, channel.slots() + 1):
+                status = channel.status(slot)
+                if status is None:
+                    continue
+                channel.want(slot, RatioTarget(1, wanted[status.name], "the start"))
+                if status.ratios == wanted[status.name]:
+                    done.add(status.name)
+            return len(done) == len(wanted)
+
+        self.until(placed, "every job is at its ratio", 90.0)
+
+    def statuses(self) -> dict[str, JobStatus]:
+        found = living(self.endpoint)
+        if found is None:
+            return {}
+        read = [found[0].status(slot) for slot in range(1, found[0].slots() + 1)]
+        return {status.name: status for status in read if status is not None}
+
+    def at(self, wanted: dict[str, Ratios]) -> bool:
+        """Whether every job has settled at these ratios."""
+        seen = self.statuses()
+        return all(
+            (status := seen.get(name)) is not None
+            and status.ratios == ratios
+            and all(r.steps >= 3 for r, part in zip(status.ranks, ratios, strict=True) if part)
+            for name, ratios in wanted.items()
+        )
+
+    def until(self, condition: Any, what: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            ended = [process for process in (*self.jobs, self.daemon) if process and process.poll()]
+            if ended or time.monotonic() > deadline:
+                for log in self.folder.glob("*.log"):
+                    print(f"--- {log.name}\n{log.read_text()[-1500:]}", file=sys.stderr)
+                raise SystemExit(f"never after {timeout_s:.0f} s: {what}")
             time.sleep(0.2)
-        self.seen: list[tuple[float, list[float] | None, Summary]] = []
-        self._stopped = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._watcher.start()
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(1.0):
-            if (found := living(self.endpoint)) is not None:
-                self.seen.append((time.monotonic(), nvml_busy(self.args.gpus), found[1]))
-
-    def job(self, model: str, batch: int, steps: int, ratios: tuple[int, ...] | None):
-        result = self.folder / f"{model}.json"
-        share = ["run", "--endpoint", str(self.endpoint), "--name", model, "--idle-ranks"]
-        share += ["--total-steps", str(steps)]
-        if ratios is not None:
-            share += ["--ratios", ",".join(map(str, ratios))]
-        own = ["--train", model, "--global-batch", str(batch), "--steps", str(steps)]
-        own += ["--result", str(result)]
-        return subprocess.Popen([*KILTER, *share, __file__, *own]), result
 
     def end(self) -> None:
-        self._stopped.set()
-        self._watcher.join()
-        self._daemon.send_signal(signal.SIGINT)
-        self._daemon.wait()
+        for process in self.jobs:
+            process.terminate()
+        for process in self.jobs:
+            process.wait()
+        self.end_daemon()
+
+    def window(self, policy: str, length_s: float) -> dict[str, Any]:
+        """What is done in a time from now on."""
+        begin = time.monotonic()
+        with Busy(self.args.gpus) as busy:
+            time.sleep(length_s)
+        end = time.monotonic()
+        found = living(self.endpoint)
+        summary = None if found is None else found[1]
+        step_s, rate = {}, 0.0
+        for name, batch in self.networks.items():
+            pace = self.pace(name, begin, end)
+            step_s[name], rate = batch / pace, rate + pace
+        slow = {name: step_s[name] / self.alone_s[name] for name in step_s}
+        used = [busy.mean(gpu) for gpu in range(len(self.gpus))]
+        return {
+            "policy": policy,
+            "window_s": end - begin,
+            "jobs": [{"name": n, "slowdown": slow[n], "step_s": step_s[n]} for n in slow],
+            "max_slowdown": max(slow.values()),
+            "jain": jain(list(slow.values())),
+            "images_per_s": rate,
+            "busy": used,
+            "utilisation": None if None in used else statistics.mean(used),
+            "statuses": msgspec.to_builtins(self.statuses()),
+            "summary": msgspec.to_builtins(summary),
+        }
+
+    def pace(self, name: str, begin: float, end: float) -> float:
+        """Samples a second of all ranks of a job: the slope of the samples done against the time,
+        so that a step that lies across the edge of the window counts little."""
+        marks = []
+        for file in self.folder.glob(f"{name}.[0-9]*"):
+            for line in file.read_text().splitlines()[:-1]:
+                at, samples = line.split()
+                if begin < float(at) <= end:
+                    marks.append((float(at), int(samples)))
+        marks.sort()
+        if len(marks) < 4:
+            raise SystemExit(f"{name} did {len(marks)} steps in {end - begin:.0f} s")
+        at, samples = np.array(marks).T
+        # A step's samples are done at its end: half before and half after the mark, on average.
+        return float(np.polyfit(at, np.cumsum(samples) - samples / 2, 1)[0])
 
 
-def nvml_busy(gpus: str) -> list[float] | None:
-    """Utilisation of each GPU as NVML tells it; None without NVML."""
-    import pynvml
+def compare(networks: dict[str, int], costs: Costs, row: dict[str, Any], ratios: dict[str, Ratios]):
+    """Predicted and measured step times at a static placement."""
+    names = [name for name in networks if name in costs]
+    samples = [shards(networks[name], ratios[name]) for name in names]
+    model = predict([costs[name] for name in names], np.array(samples)).step_s
+    measured = {job["name"]: job["step_s"] for job in row["jobs"]}
+    return {
+        name: {
+            "predicted_s": float(p),
+            "measured_s": measured[name],
+            "error": float(p) / measured[name] - 1,
+        }
+        for name, p in zip(names, model, strict=True)
+    }
 
+
+def share(args: argparse.Namespace, document: dict[str, Any], folder: Path) -> None:
+    """Part 2, told step by step."""
+    networks, alone = networks_of(args), document["alone"]
+    costs = {name: msgspec.convert(row["cost"], JobCost) for name, row in alone.items()}
+    machine = Machine(args, {name: row["step_s"] for name, row in alone.items()}, folder)
+    rows: list[dict[str, Any]] = document.setdefault("rows", [])
     try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in indices(gpus)]
-        return [pynvml.nvmlDeviceGetUtilizationRates(h).gpu / 100 for h in handles]
-    except pynvml.NVMLError:
-        return None
+        machine.start()
+        tell(args, "all jobs train")
+        for policy in args.policies.split(","):
+            need_s = args.window + 8 + (args.adapt if policy not in ("fixed", "even") else 0)
+            if left_s(args) < need_s + LOSSES_S:
+                tell(args, f"{policy}: left out, no time is left")
+                continue
+            static = {"fixed": machine.skewed, "even": dict.fromkeys(networks, even(machine))}
+            if rows:
+                machine.place(static.get(policy, machine.skewed))
+                machine.serve("fixed" if policy in static else policy)
+            begun_s = time.monotonic()
+            if policy in static:
+                machine.until(
+                    lambda wanted=static[policy]: machine.at(wanted), "the jobs are found", 60.0
+                )
+                time.sleep(2.0)
+            else:
+                time.sleep(args.adapt)
+            row = machine.window(policy, args.window)
+            rows.append(row | {"settled_after_s": time.monotonic() - begun_s - args.window})
+            tell_row(args, rows)
+            if policy in static:
+                rows[-1]["model"] = tell_model(args, row, costs, static[policy])
+            write(args, document)
+    finally:
+        machine.end()
+
+
+def tell_model(
+    args: argparse.Namespace, row: dict[str, Any], costs: Costs, ratios: dict[str, Ratios]
+) -> dict[str, Any]:
+    """The model's error; and without what NCCL's waiting kernels take, for comparison."""
+    without = {name: msgspec.structs.replace(c, spins=False) for name, c in costs.items()}
+    found = {}
+    for name, which in (("model", costs), ("model without waiting kernels", without)):
+        found[name] = compare(networks_of(args), which, row, ratios)
+        errors = [part["error"] for part in found[name].values()]
+        tell(
+            args,
+            f"  {name}, from the costs of each job alone: step times off by "
+            f"{' '.join(percent(errors))}; largest {100 * max(map(abs, errors)):.0f} % (bar 15 %)",
+        )
+    return found
+
+
+def even(machine: Machine) -> Ratios:
+    return shards(10, (1,) * len(machine.gpus))
+
+
+def tell_row(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    row = rows[-1]
+    slow = " ".join(f"{job['slowdown']:.2f}" for job in row["jobs"])
+    tell(
+        args,
+        f"{row['policy']}: slow-downs {slow}; largest {row['max_slowdown']:.2f}, Jain "
+        f"{row['jain']:.3f}, busy {shown(row['busy'])}, {row['images_per_s']:.0f} images/s",
+    )
+    by_policy = {row["policy"]: row for row in rows}
+    start = by_policy.get("fixed")
+    if start is not None and row is not start:
+        used = ""
+        if row["utilisation"] is not None and start["utilisation"] is not None:
+            points = 100 * (row["utilisation"] - start["utilisation"])
+            used = f", utilisation {points:+.0f} points (bar +25)"
+        split = by_policy.get("even", row)
+        tell(
+            args,
+            f"  against the skewed start: largest slow-down "
+            f"{100 * (row['max_slowdown'] / start['max_slowdown'] - 1):+.0f} % (bar -53 %){used}; "
+            f"against an even split {100 * (row['max_slowdown'] / split['max_slowdown'] - 1):+.1f}"
+            " % (bar +3 %)",
+        )
+
+
+# All of it.
+
+
+def tell(args: argparse.Namespace, text: str) -> None:
+    print(f"[{time.time() - args.begun:5.0f} s] {text}", flush=True)
+
+
+def percent(values: Any) -> list[str]:
+    return [f"{100 * value:+.1f}" for value in values]
+
+
+def shown(busy: Any) -> str:
+    if busy is None or (isinstance(busy, list) and None in busy):
+        return "unknown (no NVML)"
+    parts = busy if isinstance(busy, list) else [busy]
+    return " ".join(f"{100 * part:.0f}" for part in parts) + " %"
+
+
+def left_s(args: argparse.Namespace) -> float:
+    return float(args.begun + args.budget - time.time())
 
 
 def indices(gpus: str) -> list[int]:
@@ -167,121 +614,97 @@ def indices(gpus: str) -> list[int]:
     return list(range(int(first), int(last or first) + 1))
 
 
-def alone(args: argparse.Namespace, networks: dict[str, int], folder: Path) -> dict[str, float]:
-    """Step time of each job with all GPUs to itself, at an even split."""
-    folder.mkdir()
-    machine, found = Machine(args, "fixed", folder), {}
-    for model, batch in networks.items():
-        process, result = machine.job(model, batch, args.probe_steps, None)
-        if process.wait():
-            raise SystemExit(f"{model} failed alone")
-        read = json.loads(result.read_text())
-        found[model] = read["took_s"] / read["steps"]
-    machine.end()
-    return found
+def networks_of(args: argparse.Namespace) -> dict[str, int]:
+    return TINY if args.tiny else NETWORKS
 
 
-def together(args, networks, steps, alone_s, policy, folder) -> dict:
-    """All jobs at once under a policy, from the skewed start (`even`: from an even one)."""
-    folder.mkdir()
-    machine = Machine(args, policy, folder)
-    starts = SKEWED[len(indices(args.gpus))]
-    jobs = {}
-    for (model, batch), ratios in zip(networks.items(), starts, strict=True):
-        start = None if policy == "even" else ratios
-        jobs[model] = machine.job(model, batch, steps[model], start)
-    codes = {model: process.wait() for model, (process, _) in jobs.items()}
-    machine.end()
-    if any(codes.values()):
-        raise SystemExit(f"a job failed under {policy}: {codes}")
-    read = {model: json.loads(result.read_text()) for model, (_, result) in jobs.items()}
-    slow = {m: r["took_s"] / (r["steps"] * alone_s[m]) for m, r in read.items()}
-    begin = min(r["began_s"] for r in read.values())
-    end = max(r["began_s"] + r["took_s"] for r in read.values())
-    shared = [(busy, s) for t, busy, s in machine.seen if len(s.jobs) > 1]
-    nvml = [statistics.mean(busy) for busy, _ in shared if busy]
-    costs = {j.name.partition("#")[0]: j.cost for _, _, s in machine.seen for j in s.jobs if j.cost}
-    return {
-        "policy": policy,
-        "jobs": [{"name": m, "slowdown": slow[m], **read[m]} for m in networks],
-        "max_slowdown": max(slow.values()),
-        "jain": jain(list(slow.values())),
-        "makespan_s": end - begin,
-        "images_per_s": sum(r["samples"] for r in read.values()) / (end - begin),
-        "utilisation_nvml": statistics.mean(nvml) if nvml else None,
-        "utilisation_by_jobs": statistics.mean(np.mean(s.utilisation) for _, s in shared)
-        if shared
-        else None,
-        "instant_slowdowns": medians(machine.seen, len(networks)),
-        "decisions": list(dict.fromkeys(d for _, _, s in machine.seen for d in s.decisions)),
-        "costs": msgspec.to_builtins(costs),
-    }
+def write(args: argparse.Namespace, document: dict[str, Any]) -> None:
+    args.out.write_text(json.dumps(document, indent=1))
 
 
-def medians(seen, count: int) -> dict[str, float]:
-    """Median step time of each job while all jobs are there: what the time model predicts."""
-    steps: dict[str, list[float]] = {}
-    for _, _, summary in seen:
-        if len(summary.jobs) == count:
-            for job in summary.jobs:
-                if job.step_s:
-                    steps.setdefault(job.name.partition("#")[0], []).append(job.step_s)
-    return {name: statistics.median(values) for name, values in steps.items()}
+def alone(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Part 1, in processes of its own beside a daemon that does nothing."""
+    machine = Machine(args, {}, folder)
+    machine.serve("fixed")
+    result = folder / "alone.json"
+    own = ["--examine", "--gpus", args.gpus, "--result", str(result), "--begun", str(args.begun)]
+    own += ["--endpoint", str(machine.endpoint), *(["--tiny"] if args.tiny else [])]
+    launch = ["-m", "torch.distributed.run", "--standalone"]
+    launch.append(f"--nproc-per-node={len(machine.gpus)}")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, machine.gpus))}
+    environment.setdefault("OMP_NUM_THREADS", "4")
+    try:
+        done = subprocess.run(
+            [sys.executable, *launch, __file__, *own], env=environment, timeout=left_s(args)
+        )
+    finally:
+        machine.end()
+    if done.returncode:
+        raise SystemExit("the networks alone failed")
+    return json.loads(result.read_text())
 
 
-def predicted(networks: dict[str, int], rows: list[dict], gpus: int) -> dict[str, object]:
-    """Step times on the static placement from costs fitted in the other runs, and as measured."""
-    static = next(row for row in rows if row["policy"] == "fixed")
-    costs = {}
-    for row in rows:
-        if row["policy"] not in ("fixed", "even"):
-            costs |= row["costs"]
-    names = [name for name in networks if name in costs and name in static["instant_slowdowns"]]
-    if len(names) < len(networks):
-        return {"error": "not every job was observed at more than one ratio"}
-    samples = [shards(networks[n], r) for n, r in zip(names, SKEWED[gpus], strict=True)]
-    model = predict([msgspec.convert(costs[n], JobCost) for n in names], np.array(samples)).step_s
-    measured = [static["instant_slowdowns"][n] for n in names]
-    return {
-        n: {"predicted_s": float(p), "measured_s": m, "error": float(p) / m - 1}
-        for n, p, m in zip(names, model, measured, strict=True)
-    }
+def losses(args: argparse.Namespace, document: dict[str, Any]) -> None:
+    """Part 3."""
+    script = Path(__file__).with_name("share_losses.py")
+    command = [sys.executable, str(script), "--ranks", str(len(indices(args.gpus))), "--json"]
+    try:
+        found = subprocess.run(
+            [*command, *([] if args.tiny else ["--cuda"])],
+            stdout=subprocess.PIPE,
+            timeout=max(left_s(args), 1.0),
+            check=True,
+        )
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        tell(args, f"loss curves: {type(error).__name__}")
+        return
+    document["losses"] = json.loads(found.stdout)["rows"]
+    for row in document["losses"]:
+        tell(
+            args,
+            f"loss curve, {row['case']}: largest difference to the plain run "
+            f"{row['max_difference']:.1e} in {row['steps']} steps, {row['changes']} changes",
+        )
 
 
-def main() -> int:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--gpus", default="0-1", help="0-1 or 0-3")
     parser.add_argument("--tiny", action="store_true", help="small networks, on a CPU")
-    parser.add_argument("--policies", default="fixed,even,thesis,maxmin")
-    parser.add_argument("--alone-s", type=float, default=20.0, help="length of each job alone")
-    parser.add_argument("--probe-steps", type=int, default=60)
+    parser.add_argument("--policies", default="fixed,even,maxmin,thesis")
+    parser.add_argument("--window", type=float, default=20.0, help="seconds of each measurement")
+    parser.add_argument("--adapt", type=float, default=30.0, help="seconds of a policy before that")
     parser.add_argument("--period", type=float, default=3.0, help="of the daemon, in seconds")
+    parser.add_argument("--budget", type=float, default=400.0, help="seconds for everything")
     parser.add_argument("--out", type=Path, default=Path("share.json"))
+    for internal in ("--result", "--endpoint"):
+        parser.add_argument(internal, help=argparse.SUPPRESS)
     parser.add_argument("--train", dest="model", help=argparse.SUPPRESS)
     parser.add_argument("--global-batch", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--result", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--examine", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--begun", type=float, default=time.time(), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parsed()
     if args.model:
         train(args)
         return 0
-    networks = TINY if args.tiny else NETWORKS
+    if args.examine:
+        examine(args)
+        return 0
     folder = Path(tempfile.mkdtemp(prefix="kilter-share-"))
-    alone_s = alone(args, networks, folder / "alone")
-    steps = {m: WARM_UP_STEPS + max(20, round(args.alone_s / alone_s[m])) for m in networks}
-    rows: list[dict] = []
-    for policy in args.policies.split(","):
-        rows.append(together(args, networks, steps, alone_s, policy, folder / policy))
-        row = rows[-1]
-        print(f"{policy}: largest slow-down {row['max_slowdown']:.2f}, Jain {row['jain']:.3f}")
-        document = {"schema": "kilter.share-benchmark/1", "label": "measured", "gpus": args.gpus}
-        document |= {"alone_step_s": alone_s, "steps": steps, "rows": rows}
-        if any(r["policy"] == "fixed" for r in rows) and len(rows) > 2:
-            document["model_against_reality"] = predicted(networks, rows, len(indices(args.gpus)))
-        args.out.write_text(json.dumps(document, indent=1))
-    print(f"wrote {args.out}; pages in {folder}")
+    label = "measured, CPU" if args.tiny else "measured"
+    document = {"schema": "kilter.share-benchmark/2", "label": label, "gpus": args.gpus}
+    document["alone"] = alone(args, folder)
+    write(args, document)
+    share(args, document, folder)
+    losses(args, document)
+    write(args, document)
+    tell(args, f"wrote {args.out}; logs in {folder}")
     return 0
 
 

@@ -1,12 +1,15 @@
 """The loss curve of a job whose data ratio changes, against the same job without kilter.
 
-    python benchmarks/share_losses.py [--ranks 3] [--json]
+    python benchmarks/share_losses.py [--ranks 3] [--json]              a CPU, gloo
+    python benchmarks/share_losses.py --ranks 2 --cuda [--json]         GPUs, NCCL (torchvision)
 
-Gloo on a CPU, forked ranks. The ratio changes about every ten steps; ranks are idle and come back.
+Forked ranks. The ratio changes about every ten steps; ranks are idle and come back.
 The loss of a step is the mean over the global batch. Models: without BatchNorm under Adam and
 gradient clipping with a learning rate by step, under SGD with momentum and a gradient scaler, with
 a learning rate by epoch; and with BatchNorm, where the curve differs by construction, because each
-rank normalises with the statistics of its own samples.
+rank normalises with the statistics of its own samples. On GPUs also AlexNet (without dropout, whose
+masks belong to shards) and ResNet-18 (with BatchNorm) on images, in full single precision: TF32
+rounds by how a shard is computed.
 """
 
 from __future__ import annotations
@@ -35,7 +38,22 @@ PLANS = {
     3: [(4, 3, 3), (6, 4, 0), (0, 5, 5), (10, 0, 0), (2, 2, 6), (0, 0, 10), (3, 4, 3)],
 }
 CASES = ("adam, clipping, by step", "sgd, scaler", "adamw, layernorm, by epoch", "batchnorm")
+CUDA_CASES = ("alexnet", "resnet18, batchnorm")
 SAMPLES, EPOCHS = 576, 6
+
+
+def problem(case: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor, Any]:
+    """Network, inputs, targets, loss."""
+    if case in CUDA_CASES:
+        from torchvision import models
+
+        small = {"alexnet": lambda: models.alexnet(num_classes=10, dropout=0.0)}
+        net = small.get(case, lambda: models.resnet18(num_classes=10))()
+        x, y = torch.randn(SAMPLES, 3, 224, 224), torch.randint(10, (SAMPLES,))
+        return net, x, y, torch.nn.functional.cross_entropy
+    x = torch.randn(SAMPLES, 16)
+    y = torch.tanh(x @ torch.randn(16, 4)) + 0.1 * torch.randn(SAMPLES, 4)
+    return network(case), x, y, torch.nn.functional.mse_loss
 
 
 def network(case: str) -> torch.nn.Module:
@@ -49,24 +67,26 @@ def network(case: str) -> torch.nn.Module:
     )
 
 
-def train(case: str, plan: list[tuple[int, ...]]) -> tuple[dict[int, float], int, int]:
+def train(
+    case: str, plan: list[tuple[int, ...]], device: torch.device
+) -> tuple[dict[int, float], int, int]:
     """This rank's part of the loss of each step, how often the ratio changed, and the steps in
     which this rank was idle. Without a plan, as without kilter."""
     torch.manual_seed(0)
     rank, world = dist.get_rank(), dist.get_world_size()
-    x = torch.randn(SAMPLES, 16)
-    y = torch.tanh(x @ torch.randn(16, 4)) + 0.1 * torch.randn(SAMPLES, 4)
-    net = network(case)
-    model = DistributedDataParallel(net)
+    net, x, y, loss_of = problem(case)
+    x, y = x.to(device), y.to(device)
+    model = DistributedDataParallel(net.to(device))
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    if "sgd" in case:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if "sgd" in case or case in CUDA_CASES:
+        rate = 0.05 if "sgd" in case else 0.005
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     if "adamw" in case:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 17 if "by step" in case else 2, 0.7)
-    scaler = torch.amp.GradScaler("cpu", 256.0, growth_interval=9, enabled="scaler" in case)
+    scaler = torch.amp.GradScaler(device.type, 256.0, growth_interval=9, enabled="scaler" in case)
     batch = 24 // world
-    data = TensorDataset(x, y)
+    data = TensorDataset(torch.arange(SAMPLES))
     sampler: DistributedSampler[Any] = DistributedSampler(data)
     loader: DataLoader[Any] = DataLoader(data, batch, sampler=sampler)
     over, threads = threading.Event(), []
@@ -92,12 +112,13 @@ def train(case: str, plan: list[tuple[int, ...]]) -> tuple[dict[int, float], int
     steps = offset = 0
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
-        for inputs, targets in job.batches(loader, lambda: iter(loader)) if plan else loader:
+        for (index,) in job.batches(loader, lambda: iter(loader)) if plan else loader:
+            inputs, targets = x[index.to(device)], y[index.to(device)]
             if job.share is not None and not offset:
                 offset = steps
             step = steps if job.share is None else job.share.iteration + offset
             optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            loss = loss_of(model(inputs), targets)
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             if "clipping" in case:
@@ -117,21 +138,27 @@ def train(case: str, plan: list[tuple[int, ...]]) -> tuple[dict[int, float], int
     return losses, changes, EPOCHS * SAMPLES // (batch * world) - steps
 
 
-def curve(case: str, plan: list[tuple[int, ...]]) -> tuple[list[float], int, int]:
+def curve(
+    case: str, plan: list[tuple[int, ...]], device: torch.device
+) -> tuple[list[float], int, int]:
     """The loss of the global batch, step by step; changes of the ratio; idle steps of all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, train(case, plan))
+    dist.all_gather_object(found, train(case, plan, device))
     steps = EPOCHS * SAMPLES // 24
     whole = [sum(losses.get(step, 0.0) for losses, _, _ in found) for step in range(steps)]
     return whole, found[0][1], sum(idle for _, _, idle in found)
 
 
-def rank(number: int, out: Path) -> None:
+def rank(number: int, out: Path, cuda: bool) -> None:
     rows = []
-    for case in CASES:
-        solo, _, _ = curve(case, [])
-        again, _, _ = curve(case, [])
-        shared, changes, idle = curve(case, PLANS[dist.get_world_size()])
+    device = torch.device("cuda", number) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.allow_tf32 = False
+    for case in (*CASES, *CUDA_CASES) if cuda else CASES:
+        solo, _, _ = curve(case, [], device)
+        again, _, _ = curve(case, [], device)
+        shared, changes, idle = curve(case, PLANS[dist.get_world_size()], device)
         rows.append(
             {
                 "case": case,
@@ -155,11 +182,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, choices=PLANS, default=3, help="(3)")
+    parser.add_argument("--cuda", action="store_true", help="on GPUs, one for each rank")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
+    backend = "cpu:gloo,cuda:nccl" if args.cuda else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
-        if any(forked.ForkedRanks(args.ranks, rank, out).wait()):
+        if any(forked.ForkedRanks(args.ranks, rank, out, args.cuda, backend=backend).wait()):
             return 1
         text = out.read_text()
     if args.json:
@@ -172,7 +201,7 @@ def main() -> int:
             f"{row['first_loss']:.4f}, {row['last_loss']:.4f}    {row['max_difference']:.1e}"
             f"             {row['mean_difference']:+.1e}"
         )
-    print("[measured, CPU, gloo]")
+    print(f"[measured, {'GPUs, NCCL' if args.cuda else 'CPU, gloo'}]")
     return 0
 
 

@@ -13,7 +13,7 @@ from kilter.session.fence import Fence
 from kilter.sharing.elastic.agreement import propose
 from kilter.sharing.elastic.job import ElasticJob
 from kilter.sharing.elastic.scripts import find_in_script
-from kilter.sharing.elastic.share import connect
+from kilter.sharing.elastic.share import connect, resumed
 
 faulthandler.dump_traceback_later(230, exit=True)  # a rank that hangs says where
 plan = json.loads(sys.argv[1])
@@ -26,7 +26,14 @@ over = threading.Event()
 def carry_out(share):
     store = connect(share.address)
     for number, ratios in enumerate(plan, start=1):
-        verdict = propose(store, number, tuple(ratios), share.world, stop=over.is_set)
+        # With every change all ranks pause: for a moment, or until somebody ends the pause.
+        pause_s = 25.0 if number == 2 else 0.2
+        verdict = propose(
+            store, number, tuple(ratios), share.world, pause_s=pause_s, stop=over.is_set
+        )
+        if number == 2 and verdict.at is not None:
+            time.sleep(0.2)
+            store.set(resumed(verdict.at), "1")
         while not over.is_set() and not store.check([f"reached/{verdict.at}"]):
             time.sleep(0.01)
 

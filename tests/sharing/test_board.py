@@ -9,6 +9,7 @@ from kilter.sharing.history import load_alone, save_alone
 from kilter.sharing.messages import Facts, JobStatus, RankStatus, RatioTarget, signed, verified
 from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.sharing.plan.snapshot import shards
+from kilter.sharing.probe import PROBE_S
 
 SAMPLE_S = 0.001
 
@@ -53,9 +54,9 @@ def run(board, until_s, reports, begin_s=0.0):
 def test_a_skewed_start_is_mended():
     reports = {1: status("a", ratios=(10, 0)), 2: status("b", ratios=(10, 0))}
     machine = board()
-    made = run(machine, 7.0, reports)
+    made = run(machine, 9.0, reports)
     assert set(made) >= {1} or set(made) >= {2}
-    after = [machine.snapshot(7.0).jobs[i].ratios for i in (0, 1)]
+    after = [machine.snapshot(9.0).jobs[i].ratios for i in (0, 1)]
     loads = [sum(ratios[g] for ratios in after) for g in (0, 1)]
     assert max(loads) <= 11
     assert machine.stretches
@@ -78,6 +79,10 @@ def test_a_killed_job_is_forgotten_and_an_old_report_is_no_sign_of_life():
     machine.report(1, status(), GONE_AFTER_S)
     machine.tick(GONE_AFTER_S + 0.1)
     assert machine.summaries(GONE_AFTER_S + 0.1) == ()
+    machine.report(1, status(), GONE_AFTER_S + 0.2)  # still in the store
+    assert machine.summaries(GONE_AFTER_S + 0.2) == ()
+    machine.report(1, status(number=2), GONE_AFTER_S + 0.3)  # it was only slow
+    assert len(machine.summaries(GONE_AFTER_S + 0.3)) == 1
 
 
 def test_a_job_that_hangs_does_not_count_until_it_moves_again():
@@ -129,6 +134,85 @@ def test_the_run_alone_time_names_its_source():
     machine.report(1, given, 1.0)
     (job,) = machine.summaries(1.0)
     assert (job.alone_source, job.slowdown) == ("given", pytest.approx(2.0, rel=0.01))
+
+
+def test_a_run_alone_time_that_cannot_be_known_is_not_told():
+    machine = board("fixed")
+    run(machine, 1.0, {1: status(ratios=(10, 0)), 2: status("b", ratios=(10, 0))})
+    for job in machine.summaries(1.0):
+        assert (job.slowdown, job.alone_s, job.alone_source) == (None, None, None)
+    # A policy goes by the guess, and learns from what comes of it.
+    assert all(job.alone_s for job in machine.snapshot(1.0).jobs)
+    run(machine, 2.0, {1: status(ratios=(4, 6))}, begin_s=1.0)
+    assert machine.summaries(2.0)[0].alone_source == "model"
+
+
+class ProbedJobs:
+    """Two jobs that obey, in virtual time: alone a step takes 50 ms, beside the other 100 ms."""
+
+    def __init__(self, *, obeys=True):
+        self.machine, self.now_s, self.obeys = board("fixed"), 0.0, obeys
+        self.ratios = {1: (7, 3), 2: (5, 5)}
+        self.steps, self.paused_until_s = {1: 20.0, 2: 20.0}, {1: 0.0, 2: 0.0}
+        self.targets = []
+
+    def run(self, until_s, wanted=(1,)):
+        while self.now_s < until_s:
+            self.now_s += 0.25
+            moving = [slot for slot in (1, 2) if self.paused_until_s[slot] <= self.now_s]
+            for slot in (1, 2):
+                step_s = 0.05 * len(moving)
+                if slot in moving:
+                    self.steps[slot] += 0.25 / step_s
+                whole = int(self.steps[slot])
+                ended_s = self.now_s - (self.steps[slot] - whole) * step_s
+                report = status("ab"[slot - 1], ratios=self.ratios[slot], iteration=whole)
+                ranks = tuple(
+                    msgspec.structs.replace(rank, ended_s=ended_s) for rank in report.ranks
+                )
+                report = msgspec.structs.replace(
+                    report, number=round(self.now_s * 4), ranks=ranks, probe=slot in wanted
+                )
+                self.machine.report(slot, report, self.now_s)
+            for slot, target in self.machine.tick(self.now_s).items():
+                self.targets.append((slot, target))
+                if self.obeys or not target.pause_s:
+                    self.ratios[slot] = target.ratios
+                    self.paused_until_s[slot] = self.now_s + target.pause_s
+
+
+def test_a_probe_measures_a_step_alone_while_the_others_pause_and_they_go_on(monkeypatch):
+    monkeypatch.setattr("kilter.sharing.probe.REST", 4.0)
+    jobs = ProbedJobs()
+    jobs.run(8.0)
+    found = {job.name: job for job in jobs.machine.summaries(jobs.now_s)}
+    assert found["a#1"].alone_source == "probe"
+    assert found["a#1"].alone_s == pytest.approx(0.05, rel=0.02)
+    assert found["b#2"].alone_source != "probe"
+    assert jobs.ratios == {1: (7, 3), 2: (5, 5)}  # as before
+    assert jobs.paused_until_s[2] <= jobs.now_s
+    assert "1 other jobs pause" in jobs.machine.probes.notes[0]
+    assert "a step alone takes 50 ms" in jobs.machine.probes.notes[1]
+    # Not again for the same job, and not soon for the other.
+    count = len(jobs.targets)
+    jobs.run(10.0, wanted=(1, 2))
+    assert len(jobs.targets) == count
+    jobs.run(40.0, wanted=(1, 2))
+    assert {job.alone_source for job in jobs.machine.summaries(jobs.now_s)} == {"probe"}
+
+
+def test_a_probe_ends_in_time_though_the_others_do_not_pause():
+    jobs = ProbedJobs(obeys=False)
+    jobs.run(PROBE_S + 2.0)
+    assert "no run-alone time was measured: not alone" in jobs.machine.probes.notes[-1]
+    assert not jobs.machine.probes.running
+    assert {target.pause_s for slot, target in jobs.targets if slot == 1} == {0.0}
+    jobs = ProbedJobs()
+    jobs.run(2.0)
+    assert jobs.machine.probes.running
+    jobs.machine.forget(1)
+    assert {t.pause_s for t in jobs.machine.tick(jobs.now_s).values()} == {0.0}
+    assert "it has ended" in jobs.machine.probes.notes[-1]
 
 
 def test_a_job_alone_on_the_machine_leaves_its_step_time_for_the_next_run():

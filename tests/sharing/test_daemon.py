@@ -10,30 +10,43 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 from kilter.app.cli import share_live
 from kilter.app.cli.share_live import table
-from kilter.core.errors import FileError, NoDevice
+from kilter.core.errors import FileError, KilterError, NoDevice
 from kilter.device.nvidia import NvidiaDevice
+from kilter.session.fence import Fence
 from kilter.sharing.daemon import Daemon
-from kilter.sharing.messages import Summary
+from kilter.sharing.elastic.share import listening_store
+from kilter.sharing.link import DaemonLink, Identity
+from kilter.sharing.messages import Facts, Summary
 from kilter.sharing.store import Channel, Endpoint, living, read_endpoint
 from kilter.testing.fake_card import Card
 from kilter.testing.fake_nvml import FakeNvml
 
 HERE = Path(__file__).parent
 KILTER = (sys.executable, "-m", "kilter", "share")
+SCRIPT = str(HERE / "script.py")
 TIMEOUT_S = 240
 
 
 class Machine:
-    """A directory with a daemon and jobs; all are ended at the end of the test."""
+    """A directory with a daemon, jobs and two fake GPUs that are busy; all processes are ended at
+    the end of the test."""
 
     def __init__(self, folder):
         self.folder, self.endpoint, self.processes = folder, folder / "endpoint.json", []
+        cards = Card(load=1.0), Card(load=1.0)
+        self.fake = FakeNvml.create(folder / "cards.json", *cards, virtual_time=False)
+        self.environ = self.fake.environ() | {"OMP_NUM_THREADS": "1"}
+        self.environ |= {"KILTER_STATE_DIR": str(folder / "state")}
+
+    def locks(self):
+        return [card.sm_lock_mhz for card in self.fake.state().cards]
 
     def start(self, *command):
         process = subprocess.Popen(
@@ -42,17 +55,18 @@ class Machine:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=self.environ,
         )
         self.processes.append(process)
         return process
 
-    def serve(self, policy="even"):
-        daemon = self.start("serve", "--gpus", "0-1", "--policy", policy, "--period", "1s")
+    def serve(self, policy="even", *options):
+        machine = ("--gpus", "0-1", "--period", "1s")
+        daemon = self.start("serve", *machine, "--policy", policy, *options)
         self.until(lambda: living(self.endpoint), "the daemon answers")
         return daemon
 
-    def job(self, name, *options, epochs=400):
+    def job(self, name, *options, epochs=10_000):
         out = self.folder / name
         out.mkdir()
         script = (str(HERE / "script.py"), "--out", str(out), "--epochs", str(epochs))
@@ -65,7 +79,7 @@ class Machine:
     def until(self, condition, what):
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
-            assert time.monotonic() < deadline, f"never: {what}"
+            assert time.monotonic() < deadline, f"never: {what}; {living(self.endpoint)}"
             for process in self.processes:
                 if process.poll() not in (None, 0, -signal.SIGKILL):
                     pytest.fail(f"never: {what}\n{process.communicate()[0]}")
@@ -86,8 +100,12 @@ class Machine:
 
     def end(self):
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
+                # Ranks are in sessions of their own.
+                ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
                 os.killpg(process.pid, signal.SIGKILL)
+                for rank in ranks.split():
+                    os.kill(int(rank), signal.SIGKILL)
             process.wait()
             process.stdout.close()
 
@@ -100,17 +118,26 @@ def machine(tmp_path):
 
 
 def test_jobs_join_are_killed_and_the_daemon_is_replaced(machine):
-    daemon = machine.serve()
-    machine.job("a", "--ratios", "7,3")
+    daemon = machine.serve("even", "--max-slowdown", "20%")
+    machine.job("a", "--ratios", "7,3", "--max-slowdown", "10%")
     machine.until_ratio("a", (5, 5))  # the policy is `even`
-    second = machine.job("b", "--idle-ranks", "--ratios", "10,0")
+    second = machine.job("b", "--idle-ranks", "--ratios", "10,0", "--probe")
     machine.until_ratio("b", (5, 5))
+
+    # The other job pauses while a step of b alone is measured, and goes on.
+    machine.until(lambda: machine.jobs()["b"].alone_source == "probe", "b was measured alone")
+    machine.until_advance("a")
 
     # A second daemon is refused while the first is there.
     other = machine.start("serve", "--gpus", "0-1")
     assert other.wait(TIMEOUT_S) == 1
     assert "a daemon already shares this machine" in other.communicate()[0]
     machine.processes.remove(other)
+
+    # Nothing of a command line is in the store, only the job's name.
+    raw = living(machine.endpoint)[0]._store.get("job/1/status")
+    assert b'"name":"a"' in raw
+    assert b"script" not in raw
 
     # A job is killed, all its processes at once: it is missed, and the other goes on.
     os.killpg(second.pid, signal.SIGKILL)
@@ -119,11 +146,18 @@ def test_jobs_join_are_killed_and_the_daemon_is_replaced(machine):
     machine.until(lambda: "b" not in machine.jobs(), "the killed job is missed")
     machine.until_advance("a")
 
-    # The daemon is killed: the job trains on with its ratio, and a new daemon finds it.
+    # The clocks of both GPUs are lowered for a while, and judged by the contract of the job.
+    machine.until(lambda: all(machine.locks()), "a lower clock is tried")
+    assert "that of a#1, 10.0 %" in living(machine.endpoint)[1].clocks
+    assert "that of a#1, 10.0 %" in table(living(machine.endpoint)[1])
+
+    # The daemon is killed: the clocks come back, the job trains on with its ratio, and a new daemon
+    # finds it.
     before = machine.jobs()["a"].iteration
     daemon.send_signal(signal.SIGKILL)
     daemon.wait()
     assert living(machine.endpoint) is None
+    machine.until(lambda: not any(machine.locks()), "the clocks are as found")
     machine.serve()
     machine.until(lambda: "a" in machine.jobs(), "the new daemon finds the job")
     assert machine.jobs()["a"].ratios == (5, 5)
@@ -164,6 +198,34 @@ def test_the_token_is_for_its_owner_alone_and_a_wrong_one_gets_nothing(tmp_path)
         read_endpoint(file)
 
 
+def test_a_job_with_a_wrong_token_trains_on_and_joins_once_the_token_is_right(tmp_path):
+    own = listening_store("127.0.0.1")  # the job's own store
+    file, said = tmp_path / "endpoint.json", []
+    channel = Channel.open("127.0.0.1", file)
+    channel.summarise(Summary(1, 1, "even", 1.0, (0,), (0.0,), (), ()))
+    right = file.read_bytes()
+    file.write_bytes(right.replace(read_endpoint(file).token.encode(), b"0" * 64))
+    share = SimpleNamespace(address=("127.0.0.1", own.port))
+    facts = Facts(1, 8, None, 1, False)
+    link = DaemonLink(
+        file, share, facts, Identity("a", (0,)), Fence(lambda *error: said.append(error))
+    )
+    link.start()
+    try:
+        with pytest.raises(KilterError, match="is not that of the daemon"):
+            link._join()
+        assert channel.status(1) is None
+        assert link.is_alive()
+        file.write_bytes(right)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not any(channel.status(slot) for slot in range(1, channel.slots() + 1)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        link.leave()
+    assert not said
+
+
 def test_the_store_listens_on_loopback_alone(tmp_path):
     channel = Channel.open("127.0.0.1", tmp_path / "endpoint.json")
     port = f"{read_endpoint(tmp_path / 'endpoint.json').port:04X}"
@@ -188,6 +250,9 @@ def test_the_store_listens_on_loopback_alone(tmp_path):
         (("run", "--ratios", "5,4", "train.py"), 2, "sum to 10"),
         (("run", "--memory", "much", "train.py"), 2, "much"),
         (("run", "--no-wait", "train.py"), 2, "say with --memory"),
+        (("run", "--probe", "--alone-step", "1s", SCRIPT), 2, "leave one out"),
+        (("run", "--max-slowdown", "2", "train.py"), 2, "write 2% for two percent"),
+        (("serve", "--max-slowdown", "-1%"), 2, "--max-slowdown"),
     ],
 )
 def test_wrong_usage(tmp_path, capsys, arguments, code, complaint):

@@ -1,6 +1,7 @@
 """The policies: vectors of the thesis, invariants, and brute force as an oracle of maxmin."""
 
 import itertools
+import math
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 from machines import costs, even_shards, event_simulation, snapshots
 
-from kilter.sharing.model import JobCost, Observation, alone_s, fit, jain, predict
+from kilter.sharing.model import JobCost, Observation, alone_s, fit, jain, predict, spread
 from kilter.sharing.plan import maxmin, thesis
 from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.sharing.plan.snapshot import (
@@ -243,6 +244,21 @@ def test_the_fixed_point_agrees_with_a_simulation_of_every_event(found, data):
     assert error.mean() < 0.25
 
 
+@given(cost=costs, other=costs)
+def test_a_rank_that_waits_takes_time_slices_only_where_it_is_said_to(cost, other):
+    """One job on both GPUs, and one on each alone, of which the first does not mind neighbours."""
+    samples = np.array([[60, 4], [64, 0], [0, 64]])
+    several = [cost, msgspec.structs.replace(other, contention=0.0), other]
+    waiting = [msgspec.structs.replace(cost, spins=True), *several[1:]]
+    plain, spun = predict(several, samples).step_s, predict(waiting, samples).step_s
+    assert spun[2] >= plain[2] * (1 - 1e-3)
+    alone = predict(waiting[:1], samples[:1]).step_s[0]
+    assert alone == pytest.approx(predict(several[:1], samples[:1]).step_s[0])
+    # At most one neighbour is always there.
+    work_s = other.fixed_s + other.sample_s * 64
+    assert spun[2] <= other.host_s + 2 * work_s * (1 + 1e-3)
+
+
 @given(cost=costs, batch=st.integers(32, 256))
 def test_a_fit_predicts_the_steps_that_it_was_not_shown(cost, batch):
     assume(cost.sample_s * batch > 0.3 * (cost.fixed_s + cost.host_s))
@@ -262,6 +278,56 @@ def test_a_fit_predicts_the_steps_that_it_was_not_shown(cost, batch):
     true, ours = predict([cost], np.array(unseen)), predict([fitted], np.array(unseen))
     assert ours.step_s[0] == pytest.approx(true.step_s[0], rel=0.1)
     assert fit([]) is None
+
+
+@given(
+    cost=costs,
+    batch=st.integers(40, 256),
+    near=st.booleans(),
+    noise=st.lists(st.floats(-0.02, 0.02), min_size=6, max_size=6),
+)
+def test_a_ratio_that_hardly_changes_leaves_one_sane_fit_and_says_what_it_does_not_know(
+    cost, batch, near, noise
+):
+    """Constant shares, or two that differ by one sample: noise must not decide anything."""
+    first = batch // 2
+    shares = [(first, batch - first), (first + near, batch - first - near)] * 2
+
+    def observed(noises):
+        times = [
+            tuple(cost.host_s + cost.fixed_s + cost.sample_s * b * (1 + n) for b in parts)
+            for parts, n in zip(shares, noises, strict=False)
+        ]
+        return [
+            Observation(parts, t, max(t) + cost.comm_s, (0.0, 0.0))
+            for parts, t in zip(shares, times, strict=True)
+        ]
+
+    seen = observed(noise)
+    fitted, smooth = fit(seen), fit(observed([0.0] * 4))
+    step_s = max(seen[0].compute_s)
+    at = lambda found, parts: predict([found], np.array([parts])).step_s[0]  # noqa: E731
+    assert at(fitted, shares[0]) == pytest.approx(step_s + cost.comm_s, rel=0.05)
+    # Elsewhere: between "all is fixed" and "all is proportional", and continuous in the times.
+    for share in (batch // 10, batch):
+        parts = (share, 0)
+        proportional = step_s * share / max(shares[0])
+        low, high = sorted((proportional, step_s))
+        assert 0.9 * low <= at(fitted, parts) <= 1.1 * high
+        assert at(fitted, parts) == pytest.approx(at(smooth, parts), rel=0.15)
+    assert spread(seen, shares[0]) < 0.05
+    assert spread(seen, (batch, 0)) > 0.15
+    assert spread(seen, (batch // 10, 0)) > 0.15
+    apart = [*seen, *observed_at(cost, batch, [(9, 1), (1, 9)])]
+    assert spread(apart, (batch, 0)) < spread(seen, (batch, 0))
+    assert spread([], (batch, 0)) == math.inf
+
+
+def observed_at(cost, batch, ratios):
+    for each in ratios:
+        parts = shards(batch, each)
+        times = tuple(cost.host_s + cost.fixed_s + cost.sample_s * b for b in parts)
+        yield Observation(parts, times, max(times) + cost.comm_s, (0.0, 0.0))
 
 
 @given(batch=st.integers(1, 500), data=st.data())

@@ -18,7 +18,7 @@ from kilter.app.factors import Factors
 from kilter.core.daemon_protocol import SOCKET_VARIABLE
 from kilter.core.errors import FileError, UsageError
 from kilter.core.files import read_file
-from kilter.core.plan import GRADIENTS, WEIGHTS, Goal, MemoryBudget, Objective
+from kilter.core.plan import GRADIENTS, RECOMPUTE, WEIGHTS, Goal, MemoryBudget, Objective
 from kilter.core.units import MIB, parse_bytes, parse_fraction, parse_seconds
 from kilter.device.find import CHOICES
 from kilter.lease.baseline import BASELINE_VARIABLE
@@ -79,6 +79,13 @@ def weights(text: str) -> str:
     """`UsageError` for a word that is not one of `WEIGHTS`."""
     if text not in WEIGHTS:
         raise UsageError(f"{text!r} is not one of {', '.join(WEIGHTS)}")
+    return text
+
+
+def recompute(text: str) -> str:
+    """`UsageError` for a word that is not one of `RECOMPUTE`."""
+    if text not in RECOMPUTE:
+        raise UsageError(f"{text!r} is not one of {', '.join(RECOMPUTE)}")
     return text
 
 
@@ -167,6 +174,13 @@ OPTIONS = {
             " optimizer state does not meet the budget, weights are on the host between forward"
             " and backward; experimental: a program that writes to weights by their address"
             " fails)",
+            "NAME",
+        ),
+        Option(
+            "recompute",
+            recompute,
+            "operations (single ones, from what autograd saved), or segments (what whole calls of"
+            " modules saved as well, from a record of their operations; experimental)",
             "NAME",
         ),
         Option(
@@ -268,6 +282,8 @@ def resolve(
         raise UsageError("--gradients says what a memory budget may do: add --memory-budget")
     if memory_budget is None and flags.get("weights") is not None:
         raise UsageError("--weights says what a memory budget may move: add --memory-budget")
+    if memory_budget is None and flags.get("recompute") is not None:
+        raise UsageError("--recompute says what a memory budget may do: add --memory-budget")
     if memory_budget is None and flags.get("host-memory") is not None:
         raise UsageError("--host-memory limits what a memory budget offloads: add --memory-budget")
     sections = given.get("sections", False)
@@ -290,6 +306,7 @@ def resolve(
         json_summary=given.get("json", False),
         gradients=given.get("gradients", "auto"),
         weights=given.get("weights", "keep"),
+        recompute=given.get("recompute", "operations"),
         trace=given.get("trace", False),
         sections=sections,
         rehearse_s=given.get("rehearse"),

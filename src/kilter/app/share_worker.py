@@ -31,6 +31,8 @@ class ShareOptions(msgspec.Struct, frozen=True):
     idle_ranks: bool = False
     total_steps: int | None = None
     alone_step_s: float | None = None
+    max_slowdown: float | None = None
+    probe: bool = False
     min_samples: int | None = None
     ratios: tuple[int, ...] | None = None
 
@@ -67,9 +69,16 @@ def _find(options: ShareOptions) -> None:
 
     def attached(job: ElasticJob) -> None:
         if job.share is not None and job.facts is not None and job.share.rank == 0:
-            identity = Identity(options.name, options.gpus, options.alone_step_s, options.ratios)
+            identity = Identity(
+                options.name,
+                options.gpus,
+                options.alone_step_s,
+                options.max_slowdown,
+                options.ratios,
+                options.probe,
+            )
             endpoint = Path(options.endpoint)
-            DaemonLink(endpoint, job.share, job.facts, identity, job.guard).start()
+            DaemonLink(endpoint, job.share, job.facts, identity, job.guard, say).start()
 
     find_in_script(
         ElasticJob(

@@ -94,7 +94,7 @@ def run_program(program: Program) -> None:
     sys.argv = list(program.argv)
     if program.path0 is not None:
         _lead_path(program.path0)
-        _forget_shadowed(program.path0)
+        forget_shadowed(program.path0)
     # Emptied and not replaced: the interpreter goes on to use the dictionary of the first
     # `__main__` after an error, and crashes (3.11) if nothing else has kept it alive.
     main = sys.modules["__main__"].__dict__
@@ -139,7 +139,7 @@ def _lead_path(path0: str) -> None:
         sys.path[0] = path0
 
 
-def _forget_shadowed(path0: str) -> None:
+def forget_shadowed(path0: str) -> None:
     """Let `import NAME` find the program's own NAME.py although we have imported another NAME.
 
     A `profile.py` or `queue.py` beside the script hides the standard library's from the script.

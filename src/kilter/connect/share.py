@@ -38,6 +38,7 @@ def share(
     min_samples: int | None = None,
     name: str | None = None,
     ratios: Ratios | None = None,
+    max_slowdown: float | None = None,
     endpoint: str | os.PathLike[str] | None = None,
 ) -> Shared:
     """Let `kilter share serve` change how this job's batch splits over the ranks.
@@ -53,6 +54,8 @@ def share(
             a count of batches.
         min_samples: the fewest samples of a rank that has any (1; 2 with BatchNorm).
         ratios: tenths for each rank to begin with; an even split if absent.
+        max_slowdown: what lower clocks of the GPUs may cost this job (0.02 is 2 %). Without it, and
+            without one of the daemon, the clocks stay as they are while this job runs.
         endpoint: the daemon's file, if it is not the usual one.
 
     Raises:
@@ -76,12 +79,19 @@ def share(
         raise UsageError(f"total_steps={total_steps}: give at least 1, or None")
     if ratios is not None and (len(ratios) != world or sum(ratios) != 10 or min(ratios) < 0):
         raise UsageError(f"ratios={ratios}: give {world} numbers of at least 0 that sum to 10")
-    identity = Identity(name or Path(sys.argv[0]).stem or "job", _gpus(world), ratios=ratios)
+    if max_slowdown is not None and not 0.0 <= max_slowdown < 1.0:
+        raise UsageError(f"max_slowdown={max_slowdown}: give a fraction, 0.02 for 2 %")
+    identity = Identity(
+        name or Path(sys.argv[0]).stem or "job",
+        _gpus(world),
+        max_slowdown=max_slowdown,
+        ratios=ratios,
+    )
     file = default_file() if endpoint is None else Path(endpoint)
 
     def attached(job: ElasticJob) -> None:
         if job.share is not None and job.facts is not None and job.share.rank == 0:
-            DaemonLink(file, job.share, job.facts, identity, job.guard).start()
+            DaemonLink(file, job.share, job.facts, identity, job.guard, _say).start()
 
     job = ElasticJob(
         guard=Fence,

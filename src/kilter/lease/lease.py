@@ -100,6 +100,7 @@ class Lease:
         """`directory` stands in for `state_directory(os.environ)`, and has no lock of the machine
         beside it."""
         self._device = device
+        self._elsewhere = device if isinstance(device, KeptElsewhere) else None
         self._directory = directory
         self._turn = threading.RLock()
         self._pid = 0
@@ -353,8 +354,8 @@ class Lease:
         if self._journal is None:
             return 0
         hold_s = hold_s if lower(self._journal.last, self._found) else float("inf")
-        if isinstance(self._device, KeptElsewhere):
-            self._device.hold(hold_s)
+        if self._elsewhere is not None:
+            self._elsewhere.hold(hold_s)
         if self._place is None:
             return 0
         assert self._lock is not None
@@ -390,8 +391,8 @@ class Lease:
         return True
 
     def _deadline_passed(self) -> bool:
-        if isinstance(self._device, KeptElsewhere):
-            return self._device.lapsed()
+        if self._elsewhere is not None:
+            return self._elsewhere.lapsed()
         return self._watcher is not None and bool(self._watcher.passed())
 
     def _judge(self, sample: Sample) -> None:

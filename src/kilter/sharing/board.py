@@ -12,8 +12,9 @@ import numpy as np
 
 from kilter.sharing.history import AloneTimes, job_key
 from kilter.sharing.messages import JobStatus, JobSummary, RankStatus, RatioTarget
-from kilter.sharing.model import JobCost, Observation, alone_s, fit
+from kilter.sharing.model import JobCost, Observation, alone_s, fit, spread
 from kilter.sharing.plan.attribution import EnergyAccount
+from kilter.sharing.plan.contracts import ContractedJob
 from kilter.sharing.plan.policies import SharingPolicy
 from kilter.sharing.plan.snapshot import (
     JobMemory,
@@ -25,6 +26,7 @@ from kilter.sharing.plan.snapshot import (
     even_ratios,
     shards,
 )
+from kilter.sharing.probe import Probes
 from kilter.sharing.simulate import Made, TimeStretch
 
 GONE_AFTER_S = 10.0
@@ -33,6 +35,8 @@ STALLED_AFTER_S = 60.0
 """Without a new iteration for this time (and twenty steps) a job no longer counts."""
 _STEPS_TO_OBSERVE = 3
 _OBSERVATIONS = 16
+_MOST_SPREAD = 0.3
+"""A run-alone time that the time model knows worse than this is not told."""
 _STEPS_ALONE = 30
 """Of a job alone on the machine, for its run-alone time."""
 
@@ -46,6 +50,8 @@ class _Record(msgspec.Struct):
     moved_s: float | None = None
     target: RatioTarget | None = None
     observations: dict[Ratios, Observation] = {}
+    cost: JobCost | None = None
+    """That explains them."""
 
 
 class Board:
@@ -60,11 +66,14 @@ class Board:
     ) -> None:
         self.gpus, self._policy, self._period_s = tuple(gpus), policy, period_s
         self._records: dict[int, _Record] = {}
+        self._gone: dict[int, int] = {}
+        """The last report of each job that is forgotten: it stays in the store."""
         self._alone_since: tuple[int, int] | None = None
         self._decided_s: float | None = None
         self._drawn_s: float | None = None
         self.history = dict(history or {})
         """Run-alone times of earlier runs, and what was seen in this one."""
+        self.probes = Probes()
         self.energy = EnergyAccount(len(self.gpus))
         self.decisions: list[Made] = []
         self.stretches: list[TimeStretch] = []
@@ -74,9 +83,9 @@ class Board:
         if any(gpu not in self.gpus for gpu in status.gpus):
             return
         record = self._records.get(slot)
-        if record is None:
+        if record is None and status.number > self._gone.get(slot, 0):
             self._records[slot] = _Record(status, now_s, now_s)
-        elif status.number > record.status.number:
+        elif record is not None and status.number > record.status.number:
             if status.iteration != record.status.iteration:
                 record.advanced_s = now_s
             record.status, record.heard_s = status, now_s
@@ -91,7 +100,8 @@ class Board:
 
     def forget(self, slot: int) -> None:
         """The job has ended."""
-        self._records.pop(slot, None)
+        if (record := self._records.pop(slot, None)) is not None:
+            self._gone[slot] = record.status.number
 
     def tick(self, now_s: float) -> dict[int, RatioTarget]:
         """Forget the dead, note how things stand, and, once a period, decide. Returns new targets
@@ -104,10 +114,36 @@ class Board:
         self._draw(now_s)
         if self._decided_s is None:
             self._decided_s = now_s
+        probing = self._probe(now_s)
+        if probing or self.probes.running:
+            self._decided_s = now_s
+            return probing
         if now_s - self._decided_s < self._period_s:
             return {}
         self._decided_s = now_s
         return self._decide(now_s)
+
+    def _probe(self, now_s: float) -> dict[int, RatioTarget]:
+        """What a probe asks of the jobs."""
+        statuses = {slot: record.status for slot, record in self._running(now_s).items()}
+        even = {
+            slot: tuple(self._even(s)[self.gpus.index(g)] for g in s.gpus)
+            for slot, s in statuses.items()
+        }
+        wanted = self.probes.tick(now_s, statuses, even)
+        return {
+            slot: self._aim(slot, ratios, self.probes.notes[-1], now_s, pause_s)
+            for slot, (ratios, pause_s) in wanted.items()
+        }
+
+    def _aim(
+        self, slot: int, by_rank: Ratios, reason: str, now_s: float, pause_s: float = 0.0
+    ) -> RatioTarget:
+        record = self._records[slot]
+        number = 1 if record.target is None else record.target.number + 1
+        record.target = RatioTarget(number, by_rank, reason, pause_s)
+        record.moved_s = now_s
+        return record.target
 
     def _decide(self, now_s: float) -> dict[int, RatioTarget]:
         snapshot = self.snapshot(now_s)
@@ -115,12 +151,9 @@ class Board:
         targets = {}
         for decision in self._policy(snapshot):
             slot = slots[decision.job]
-            record = self._records[slot]
-            number = 1 if record.target is None else record.target.number + 1
-            by_rank = tuple(decision.after[self.gpus.index(g)] for g in record.status.gpus)
-            record.target = RatioTarget(number, by_rank, str(decision.reason))
-            record.moved_s = now_s
-            targets[slot] = record.target
+            gpus = self._records[slot].status.gpus
+            by_rank = tuple(decision.after[self.gpus.index(g)] for g in gpus)
+            targets[slot] = self._aim(slot, by_rank, str(decision.reason), now_s)
             self.decisions.append(Made(now_s, decision))
         return targets
 
@@ -175,7 +208,8 @@ class Board:
     def _observe(self) -> None:
         """Note what the steps at the present ratios take, once they have settled."""
         presence = {
-            slot: np.array(self._presence(record.status)) for slot, record in self._records.items()
+            slot: np.array(self._by_gpu(record.status, _held(record.status)))
+            for slot, record in self._records.items()
         }
         whole = sum(presence.values(), np.zeros(len(self.gpus)))
         for slot, record in self._records.items():
@@ -193,6 +227,9 @@ class Board:
             )
             while len(record.observations) > _OBSERVATIONS:
                 del record.observations[next(iter(record.observations))]
+            cost = fit(list(record.observations.values()))
+            if cost is not None:
+                record.cost = msgspec.structs.replace(cost, spins=_on_gpus(status))
 
     def _learn_alone(self) -> None:
         """The step time of a job with the machine to itself and an even split, once all the steps
@@ -250,7 +287,7 @@ class Board:
 
     def _job(self, slot: int, record: _Record, now_s: float) -> SharedJob:
         status, facts = record.status, record.status.facts
-        cost, alone, _ = self._cost(record)
+        cost, alone, _ = self._cost(slot, record)
         job = SharedJob(
             name=self._name(slot),
             global_batch=facts.global_batch,
@@ -272,12 +309,14 @@ class Board:
             return job
         return msgspec.structs.replace(job, slowdown=job.slowdown_at(step_s))
 
-    def _cost(self, record: _Record) -> tuple[JobCost | None, float | None, str | None]:
+    def _cost(self, slot: int, record: _Record) -> tuple[JobCost | None, float | None, str | None]:
         """The fitted cost, the run-alone step time, and where that comes from."""
         status = record.status
-        cost = fit(list(record.observations.values()))
+        cost = record.cost
         if status.alone_step_s is not None:
             return cost, status.alone_step_s, "given"
+        if (probed := self.probes.alone_s.get(slot)) is not None:
+            return cost, probed, "probe"
         if (seen := self.history.get(self._key(status))) is not None:
             return cost, seen, "history"
         if cost is None:
@@ -285,13 +324,41 @@ class Board:
         samples = shards(status.facts.global_batch, self._even(status))
         return cost, alone_s(cost, samples), "model"
 
+    def _is_a_guess(self, record: _Record) -> bool:
+        """Whether the observations leave open what a step alone takes: policies go by the guess,
+        but nobody is told it for a fact."""
+        even = shards(record.status.facts.global_batch, self._even(record.status))
+        return spread(list(record.observations.values()), even) > _MOST_SPREAD
+
+    def contracted(self, now_s: float) -> tuple[ContractedJob, ...]:
+        """The jobs that train, with what lower clocks may cost them; none while some pause."""
+        if self.probes.running:
+            return ()
+        found = []
+        for slot, record in self._running(now_s).items():
+            status = record.status
+            rank = max(range(len(status.ranks)), key=lambda r: status.ranks[r].iteration)
+            found.append(
+                ContractedJob(
+                    self._name(slot),
+                    self._ratios(status),
+                    status.max_slowdown,
+                    rank,
+                    status.ranks[rank].iteration,
+                    status.ranks[rank].ended_s,
+                )
+            )
+        return tuple(found)
+
     def summaries(self, now_s: float) -> tuple[JobSummary, ...]:
         """All jobs, the stalled ones too."""
         running = self._running(now_s)
         found = []
         for slot, record in self._records.items():
             status = record.status
-            cost, alone, source = self._cost(record)
+            cost, alone, source = self._cost(slot, record)
+            if source == "model" and self._is_a_guess(record):
+                alone = source = None
             step_s = _step_s(status) or None
             found.append(
                 JobSummary(
@@ -336,6 +403,20 @@ def _settled(status: JobStatus) -> bool:
         rank.samples == samples and (rank.steps >= _STEPS_TO_OBSERVE or samples == 0)
         for rank, samples in zip(status.ranks, expected, strict=True)
     )
+
+
+def _on_gpus(status: JobStatus) -> bool:
+    return any(rank.reserved_bytes is not None for rank in status.ranks)
+
+
+def _held(status: JobStatus) -> list[float]:
+    """The fraction of time for which each rank keeps its GPU busy: on GPUs also while it waits for
+    the other ranks (see `JobCost.spins`)."""
+    waits = _on_gpus(status)
+    return [
+        min((r.work_s + waits * r.comm_s) / r.step_s, 1.0) if r.step_s > 0 else 0.0
+        for r in status.ranks
+    ]
 
 
 def _step_s(status: JobStatus) -> float:

@@ -7,12 +7,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from kilter.core.errors import DeviceError, FileError, Held
 from kilter.device.protocol import Device
 from kilter.sharing.board import Board
 from kilter.sharing.history import AloneTimes, load_alone, save_alone
 from kilter.sharing.messages import Summary
+from kilter.sharing.plan.contracts import ContractedJob
 from kilter.sharing.plan.maxmin import describe
 from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.sharing.store import Channel, living, read_endpoint
@@ -20,6 +22,16 @@ from kilter.sharing.store import Channel, living, read_endpoint
 _TICK_S = 0.25
 _METER_S = 1.0
 _DECISIONS_SHOWN = 10
+
+
+class Clocks(Protocol):
+    """Who looks after the clocks of the GPUs."""
+
+    said: str
+    """What they are, and why; empty if nobody has asked for anything."""
+
+    def tick(self, now_s: float, jobs: Sequence[ContractedJob]) -> None: ...
+    def close(self) -> None: ...
 
 
 class Daemon:
@@ -33,6 +45,7 @@ class Daemon:
         period_s: float,
         host: str = "127.0.0.1",
         devices: Sequence[Device] = (),
+        clocks: Clocks | None = None,
     ) -> None:
         """Opens the store; `Held` if another daemon answers at this file. `devices` are the GPUs in
         the order of `gpus`, for their energy counters; without them no energy is counted."""
@@ -47,6 +60,7 @@ class Daemon:
         self.board = Board(gpus, SHARING_POLICIES[policy], period_s, self._load_history())
         self._saved = set(self.board.history)
         self._devices, self._metered_s = tuple(devices), -_METER_S
+        self._clocks = clocks
         self._left: set[int] = set()
         self._free: tuple[int | None, ...] = ()
         self._beat = 0
@@ -64,8 +78,18 @@ class Daemon:
         """Run until `stop()`, or until there has been no job for `until_idle_s`."""
         for note in self._notes:
             said(note)
+        try:
+            self._serve(stop, until_idle_s, said)
+        finally:
+            if self._clocks is not None:
+                self._clocks.close()
+        self._close()
+
+    def _serve(
+        self, stop: Callable[[], bool], until_idle_s: float | None, said: Callable[[str], None]
+    ) -> None:
         idle_since_s = 0.0
-        shown = 0
+        shown = told = 0
         while not stop():
             now_s = time.monotonic() - self._begun_s
             self._listen(now_s)
@@ -78,6 +102,14 @@ class Daemon:
             for made in self.board.decisions[shown:]:
                 said(describe(made.decision))
             shown = len(self.board.decisions)
+            for note in self.board.probes.notes[told:]:
+                said(note)
+            told = len(self.board.probes.notes)
+            if self._clocks is not None:
+                before = self._clocks.said
+                self._clocks.tick(now_s, self.board.contracted(now_s))
+                if self._clocks.said not in ("", before):
+                    said(self._clocks.said)
             self._save_history()
             self._summarise(now_s)
             if self.board.summaries(now_s):
@@ -85,7 +117,6 @@ class Daemon:
             elif until_idle_s is not None and now_s - idle_since_s > until_idle_s:
                 break
             time.sleep(_TICK_S)
-        self._close()
 
     def _listen(self, now_s: float) -> None:
         for slot in range(1, self._channel.slots() + 1):
@@ -112,6 +143,7 @@ class Daemon:
                 decisions=tuple(describe(made.decision) for made in recent),
                 energy_j=self.board.energy.metered_j(),
                 free_bytes=self._free,
+                clocks=self._clocks.said or None if self._clocks is not None else None,
                 unshared_energy_j=self.board.energy.unshared_mj / 1000,
             )
         )

@@ -10,13 +10,14 @@ import atexit
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from kilter.core.errors import KilterError
 from kilter.sharing.elastic.agreement import propose
-from kilter.sharing.elastic.share import Guard, Share, connect
+from kilter.sharing.elastic.share import MOST_PAUSE_S, Guard, Share, connect, resumed
 from kilter.sharing.messages import Facts, JobStatus, RankStatus
 from kilter.sharing.plan.snapshot import Ratios
 from kilter.sharing.store import TIMEOUT, Channel, read_endpoint
@@ -33,8 +34,10 @@ class Identity(msgspec.Struct, frozen=True):
     name: str
     gpus: tuple[int, ...]
     alone_step_s: float | None = None
+    max_slowdown: float | None = None
     ratios: Ratios | None = None
     """By rank, to begin with."""
+    probe: bool = False
 
 
 class DaemonLink(threading.Thread):
@@ -47,8 +50,10 @@ class DaemonLink(threading.Thread):
         facts: Facts,
         identity: Identity,
         guard: Guard,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         super().__init__(name="kilter-share", daemon=True)
+        self._say = say
         self._file, self._share, self._facts, self._identity = file, share, facts, identity
         self._guard = guard
         self._begun_s = time.monotonic()
@@ -61,12 +66,14 @@ class DaemonLink(threading.Thread):
         self._carried_out = 0
         self._ratios: Ratios | None = None
         self._proposals = 0
+        self._paused: int | None = None
+        """The iteration of the last pause."""
 
     def run(self) -> None:
         self._guard.run(self._follow)
 
     def _follow(self) -> None:
-        atexit.register(self._leave)
+        atexit.register(self.leave)
         if self._identity.ratios is not None:
             self._change(self._identity.ratios)
         while not self._stopped.is_set():
@@ -87,7 +94,15 @@ class DaemonLink(threading.Thread):
         if target is None or target.number <= self._carried_out:
             return
         self._carried_out = target.number
-        if self._possible(target.ratios) and target.ratios != self._ratios:
+        if self._paused is not None:
+            self._store.set(resumed(self._paused), "1")
+            self._paused = None
+        if not self._possible(target.ratios):
+            return
+        if target.pause_s > 0.0:
+            self._say(f"the job pauses for at most {target.pause_s:.0f} s ({target.reason})")
+            self._paused = self._change(target.ratios, min(target.pause_s, MOST_PAUSE_S))
+        elif target.ratios != self._ratios:
             self._change(target.ratios)
 
     def _possible(self, ratios: Ratios) -> bool:
@@ -98,11 +113,11 @@ class DaemonLink(threading.Thread):
     def _join(self) -> None:
         """Register with the daemon that the file names now."""
         endpoint = read_endpoint(self._file)
-        self._channel = Channel.join(endpoint)
-        self._address = (endpoint.host, endpoint.port)
-        if self._channel.summary() is None:
+        channel = Channel.join(endpoint)
+        if channel.summary() is None:
             raise KilterError(f"the token in {self._file} is not that of the daemon")
-        self._slot, self._carried_out = self._channel.new_slot(), 0
+        self._slot, self._carried_out = channel.new_slot(), 0
+        self._channel, self._address = channel, (endpoint.host, endpoint.port)
 
     def _moved(self) -> bool:
         """Whether the file names another daemon by now."""
@@ -112,17 +127,20 @@ class DaemonLink(threading.Thread):
             return False
         return (endpoint.host, endpoint.port) != self._address
 
-    def _change(self, ratios: Ratios) -> None:
+    def _change(self, ratios: Ratios, pause_s: float = 0.0) -> int | None:
+        """The iteration at which it happens; None if it does not."""
         self._proposals += 1
         verdict = propose(
             self._store,
             self._proposals,
             ratios,
             self._facts.world,
+            pause_s=pause_s,
             stop=self._stopped.is_set,
         )
         if verdict.at is not None:
             self._ratios = ratios
+        return verdict.at
 
     def _status(self) -> JobStatus:
         ranks = tuple(self._rank(rank) for rank in range(self._facts.world))
@@ -137,6 +155,8 @@ class DaemonLink(threading.Thread):
             ratios=self._ratios,
             ranks=ranks,
             alone_step_s=self._identity.alone_step_s,
+            max_slowdown=self._identity.max_slowdown,
+            probe=self._identity.probe,
         )
 
     def _rank(self, rank: int) -> RankStatus:
@@ -145,7 +165,7 @@ class DaemonLink(threading.Thread):
             return RankStatus(0, 0, 0, 0.0, 0.0, 0.0)
         return msgspec.json.decode(self._store.get(key), type=RankStatus)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Say goodbye at the end of the process; a killed one is missed after a while."""
         self._stopped.set()
         self.join(2 * TIMEOUT.total_seconds())

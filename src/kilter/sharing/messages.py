@@ -29,6 +29,8 @@ class RankStatus(msgspec.Struct, frozen=True):
     """GPU memory that the rank's process holds for tensors."""
     free_bytes: int | None = None
     """GPU memory that nobody holds."""
+    ended_s: float | None = None
+    """When the iteration ended, on the machine's monotonic clock."""
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -57,6 +59,10 @@ class JobStatus(msgspec.Struct, frozen=True):
     ranks: tuple[RankStatus, ...]
     alone_step_s: float | None = None
     """Given by the user."""
+    max_slowdown: float | None = None
+    """What lower clocks may cost the job, given by the user."""
+    probe: bool = False
+    """Whether the user wants the run-alone time to be measured, while the other jobs pause."""
 
 
 class RatioTarget(msgspec.Struct, frozen=True):
@@ -65,6 +71,8 @@ class RatioTarget(msgspec.Struct, frozen=True):
     number: int
     ratios: Ratios
     reason: str
+    pause_s: float = 0.0
+    """All ranks stand still for so long, or until the next target comes."""
 
 
 class JobSummary(msgspec.Struct, frozen=True):
@@ -101,6 +109,8 @@ class Summary(msgspec.Struct, frozen=True):
     """What the meter of each GPU has counted since the daemon began."""
     free_bytes: tuple[int | None, ...] = ()
     """Memory of each GPU that nobody holds."""
+    clocks: str | None = None
+    """What the clocks of the GPUs are, and why; None if nobody looks after them."""
     unshared_energy_j: float = 0.0
     """Of that, what was used while no job had a process on the GPU."""
 

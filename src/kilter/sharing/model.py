@@ -10,6 +10,7 @@ processor sharing (Y. Bard 1979; P. J. Schweitzer 1979). Pure: numpy, no device,
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,9 @@ class JobCost(msgspec.Struct, frozen=True):
     """Exposed communication of a step with more than one active rank."""
     contention: float = 1.0
     """How much a neighbour that is always there delays: 1 is fair time slicing, 0 nothing."""
+    spins: bool = False
+    """Whether a rank that waits for the others of its job keeps its GPU busy, as NCCL's kernels do:
+    they take their time slices until the slowest rank has come."""
 
 
 class TimePrediction(msgspec.Struct, frozen=True):
@@ -57,8 +61,10 @@ def predict(costs: Sequence[JobCost], samples: Array) -> TimePrediction:
     )
     active = parts > 0
     demand = np.where(active, fixed[:, None, None] + sample[:, None, None] * parts, 0.0)
-    rest = host[:, None] + comm[:, None] * (active.sum(axis=1) > 1)
-    step, residence = _fixed_point(demand, rest, contention[:, None, None])
+    several = active.sum(axis=1) > 1
+    rest = host[:, None] + comm[:, None] * several
+    spins = np.array([cost.spins for cost in costs])[:, None, None] & several[:, None] & active
+    step, residence = _fixed_point(demand, rest, contention[:, None, None], host, spins)
 
     def back(values: Array) -> Array:
         return np.moveaxis(values, -1, 0).reshape(*samples.shape[:-2], *values.shape[:-1])
@@ -70,7 +76,9 @@ def predict(costs: Sequence[JobCost], samples: Array) -> TimePrediction:
     )
 
 
-def _fixed_point(demand: Array, rest: Array, contention: Array) -> tuple[Array, Array]:
+def _fixed_point(
+    demand: Array, rest: Array, contention: Array, host: Array, spins: np.ndarray[Any, Any]
+) -> tuple[Array, Array]:
     """Step times by (job, case), and residence by (job, GPU, case). Cases that have converged are
     laid aside, so that a few slow ones cost little."""
     step = np.maximum(rest + demand.max(axis=1, initial=0.0), 1e-12)
@@ -78,7 +86,8 @@ def _fixed_point(demand: Array, rest: Array, contention: Array) -> tuple[Array, 
     left = np.arange(step.shape[-1])
     steps, residences, demands, rests = step, residence, demand, rest
     for _ in range(_ROUNDS):
-        presence = residences / steps[:, None]
+        there = np.where(spins, (steps - host[:, None])[:, None], residences)
+        presence = there / steps[:, None]
         residences = demands * (1.0 + contention * (presence.sum(axis=0) - presence))
         before, steps = steps, np.maximum(rests + residences.max(axis=1, initial=0.0), 1e-12)
         moving = np.abs(steps / before - 1.0).max(axis=0, initial=0.0) >= _TOLERANCE
@@ -88,7 +97,7 @@ def _fixed_point(demand: Array, rest: Array, contention: Array) -> tuple[Array, 
             if not len(left):
                 return step, residence
             steps, residences = steps[:, moving], residences[..., moving]
-            demands, rests = demands[..., moving], rests[:, moving]
+            demands, rests, spins = demands[..., moving], rests[:, moving], spins[..., moving]
     step[:, left], residence[..., left] = steps, residences
     return step, residence
 
@@ -110,33 +119,34 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 _CONTENTIONS = (1.0, 0.75, 0.5, 0.25, 0.0, 1.25, 1.5, 2.0)
-_BETTER = 0.9
-"""A further parameter has to take at least a tenth off the residual."""
+_NOISE = 0.03
+"""Relative error of an observed time."""
+_FIXED_PART = 0.5
+_CONTENTION_SD = 0.5
+"""What is expected before anything was seen: the time of a step is proportional to its samples, as
+it is where the GPU is the bottleneck, give or take half a step each for what does not depend on
+them on the GPU and on the host; and neighbours get fair time slices, give or take a half. Without
+this, jobs whose ratio never changes, or hardly, would have no single best fit: noise would decide
+between parts that only other ratios could tell apart."""
 
 
 def fit(observations: Sequence[Observation]) -> JobCost | None:
     """The cost that explains the observations best; None without any.
 
-    Non-negative least squares of `compute = host + (1 + contention * pressure) * (fixed + sample *
-    samples)`; communication is what a step takes beyond its slowest rank. Parts that the
-    observations cannot tell apart are put into the time per sample.
+    Non-negative least squares, with the expectations above as further equations (ridge
+    regression), of `compute = host + (1 + contention * pressure) * (fixed + sample * samples)`;
+    communication is what a step takes beyond its slowest rank. The answer is unique and depends
+    continuously on the times. How far it can be relied on for other samples: `spread`.
     """
-    rows = [
-        (o.samples[g], o.compute_s[g], o.pressure[g])
-        for o in observations
-        for g in range(len(o.samples))
-        if o.samples[g] > 0 and o.compute_s[g] > 0.0
-    ]
-    if not rows:
+    if (rows := _Rows.of(observations)) is None:
         return None
-    samples, times, pressure = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
-    varied = bool(np.ptp(pressure) > 0.1) and len(rows) > 2
     best: tuple[float, float, Array] | None = None
+    varied = np.ptp(rows.pressure) > 0.1  # else the expectation decides
     for contention in _CONTENTIONS if varied else _CONTENTIONS[:1]:
-        stretch = 1.0 + contention * pressure
-        found = _non_negative(np.stack([stretch * samples, stretch, np.ones_like(times)], 1), times)
-        if best is None or found[0] < best[0] * _BETTER - 1e-18:
-            best = (found[0], contention, found[1])
+        residual, parts = _non_negative(*rows.equations(contention))
+        residual += ((contention - 1.0) / _CONTENTION_SD) ** 2
+        if best is None or residual < best[0]:
+            best = (residual, contention, parts)
     assert best is not None
     comms = [
         max(o.step_s - max(o.compute_s), 0.0)
@@ -148,26 +158,60 @@ def fit(observations: Sequence[Observation]) -> JobCost | None:
     return JobCost(sample_s, fixed_s, host_s, comm_s, best[1])
 
 
+def spread(observations: Sequence[Observation], samples: Sequence[int]) -> float:
+    """Relative standard deviation of the computing time that a fit predicts for a step alone with
+    so many samples on its GPUs: small where such samples were seen, large where the observations
+    do not tell what depends on the samples. Infinite without any."""
+    if (rows := _Rows.of(observations)) is None:
+        return math.inf
+    columns, values = rows.equations(1.0)
+    covariance = np.linalg.inv(columns.T @ columns)
+    most = np.array([max(samples), 1.0, 1.0])
+    parts = _non_negative(columns, values)[1]
+    return float(np.sqrt(most @ covariance @ most) / (most @ parts))
+
+
+class _Rows(msgspec.Struct, frozen=True):
+    """One row for each observation and active GPU."""
+
+    samples: Array
+    times: Array
+    pressure: Array
+
+    @classmethod
+    def of(cls, observations: Sequence[Observation]) -> _Rows | None:
+        rows = [
+            (o.samples[g], o.compute_s[g], o.pressure[g])
+            for o in observations
+            for g in range(len(o.samples))
+            if o.samples[g] > 0 and o.compute_s[g] > 0.0
+        ]
+        return cls(*np.array(rows, dtype=float).T) if rows else None
+
+    def equations(self, contention: float) -> tuple[Array, Array]:
+        """Columns (sample, fixed, host) and values of the equations, each over its expected error:
+        relative errors count, so that short times do too."""
+        stretch = 1.0 + contention * self.pressure
+        columns = np.stack([stretch * self.samples, stretch, np.ones_like(self.times)], 1)
+        alone_s = float(np.median(self.times / stretch))
+        expected = np.diag([0.0, 1.0, 1.0])[1:] / (_FIXED_PART * alone_s)
+        scaled = columns / (_NOISE * self.times)[:, None]
+        return np.vstack([scaled, expected]), np.append(np.full(len(scaled), 1 / _NOISE), [0.0, 0])
+
+
 def _non_negative(columns: Array, values: Array) -> tuple[float, Array]:
-    """Least squares with coefficients of at least 0: the first subset of columns, smallest first,
-    that no larger one betters by a tenth. Relative errors count, so that short times do too."""
-    weight = 1.0 / np.maximum(values, 1e-12)
-    target = values * weight
-    best: tuple[float, Array] | None = None
-    count = columns.shape[1]
-    for size in range(1, count + 1):
-        for subset in itertools.combinations(range(count), size):
-            chosen = columns[:, subset] * weight[:, None]
-            answer, _, rank, _ = np.linalg.lstsq(chosen, target, rcond=1e-6)
-            if rank < size or bool(np.any(answer < 0.0)):
-                continue
-            residual = float(np.sum((chosen @ answer - target) ** 2))
-            if best is None or residual < best[0] * _BETTER - 1e-9:
-                full = np.zeros(count)
-                full[list(subset)] = answer
-                best = (residual, full)
-    assert best is not None  # the first column alone is always possible
-    return best
+    """Least squares with coefficients of at least 0, by trying every set of those above 0."""
+    products, right = columns.T @ columns, columns.T @ values
+    best = 0.0, np.zeros(columns.shape[1])
+    for size in range(1, len(right) + 1):
+        for subset in map(list, itertools.combinations(range(len(right)), size)):
+            answer = np.linalg.solve(products[np.ix_(subset, subset)], right[subset])
+            better = -float(right[subset] @ answer)  # than nothing at all
+            if better < best[0] and bool(np.all(answer >= 0.0)):
+                parts = np.zeros(len(right))
+                parts[subset] = answer
+                best = better, parts
+    return best[0] + float(values @ values), best[1]
 
 
 def jain(slowdowns: Sequence[float]) -> float | None:

@@ -26,6 +26,7 @@ from kilter.core.errors import NoDevice, UsageError
 from kilter.core.label import Label
 from kilter.core.units import (
     parse_bytes,
+    parse_fraction,
     parse_seconds,
     show_bytes,
     show_energy,
@@ -34,6 +35,7 @@ from kilter.core.units import (
 )
 from kilter.device.find import find
 from kilter.device.protocol import Device
+from kilter.session.shared_clocks import SharedClocks
 from kilter.sharing.messages import Summary
 from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.sharing.plan.snapshot import TENTHS, shown
@@ -86,6 +88,14 @@ def _bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _slowdown(text: str) -> float:
+    """`2%`, as an argparse type."""
+    try:
+        return parse_fraction(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
@@ -124,6 +134,13 @@ def add_serve(actions: Actions) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (loopback)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="share.html: the page, at the end")
     parser.add_argument(
+        "--max-slowdown",
+        type=_slowdown,
+        metavar="2%",
+        help="what lower clocks may cost a job that brings no contract of its own (without this "
+        "the clocks stay as found while such a job runs)",
+    )
+    parser.add_argument(
         "--until-idle", type=_seconds, metavar="T", help="end after this time without a job"
     )
     parser.set_defaults(act=_serve)
@@ -134,7 +151,8 @@ def _serve(args: argparse.Namespace) -> int:
 
     gpus = args.gpus or _visible_gpus()
     devices = _meters(gpus, os.environ)
-    daemon = Daemon(args.endpoint, gpus, args.policy, args.period, args.host, devices)
+    clocks = SharedClocks(devices, args.max_slowdown, max(2 * args.period, 5.0))
+    daemon = Daemon(args.endpoint, gpus, args.policy, args.period, args.host, devices, clocks)
     stopped: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopped.append(number))
@@ -211,6 +229,17 @@ def add_run(actions: Actions) -> None:
         "--alone-step", type=_seconds, metavar="T", help="time of a step with all GPUs to itself"
     )
     parser.add_argument(
+        "--max-slowdown",
+        type=_slowdown,
+        metavar="2%",
+        help="what lower clocks of the shared GPUs may cost this job; 0: only what costs nothing",
+    )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="measure the run-alone time of a step once: the other jobs pause for it, 20 s at most",
+    )
+    parser.add_argument(
         "--ratios", type=_ratios, metavar="5,5", help="tenths for each GPU to begin with (even)"
     )
     parser.add_argument(
@@ -238,6 +267,8 @@ def _run(args: argparse.Namespace) -> Callable[[], object]:
         return functools.partial(run_without_kilter, command)
     if args.no_wait and args.memory is None:
         raise UsageError("--no-wait: say with --memory how much the job needs")
+    if args.probe and args.alone_step is not None:
+        raise UsageError("--probe measures what --alone-step gives: leave one out")
     find_program(command)
     gpus = _daemon(args).gpus
     options = ShareOptions(
@@ -247,6 +278,8 @@ def _run(args: argparse.Namespace) -> Callable[[], object]:
         idle_ranks=args.idle_ranks,
         total_steps=args.total_steps,
         alone_step_s=args.alone_step,
+        max_slowdown=args.max_slowdown,
+        probe=args.probe,
         min_samples=args.min_samples,
         ratios=args.ratios,
     )
@@ -366,6 +399,8 @@ def table(summary: Summary) -> str:
             f"energy since the daemon began: {show_energy(sum(metered))}, of which "
             f"{show_energy(summary.unshared_energy_j)} while no job was there"
         )
+    if summary.clocks is not None:
+        lines.append(summary.clocks)
     width = max((len(job.name) for job in summary.jobs), default=3)
     lines.append(
         f"{'job':<{width}}  state    iteration  step      slow-down  energy    ratio in tenths"

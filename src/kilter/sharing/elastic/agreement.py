@@ -38,6 +38,8 @@ class Agreement(msgspec.Struct, frozen=True):
 
     ratios: Ratios
     at: int | None
+    pause_s: float = 0.0
+    """For so long no rank begins that iteration."""
 
 
 def propose(
@@ -46,6 +48,7 @@ def propose(
     ratios: Ratios,
     world: int,
     *,
+    pause_s: float = 0.0,
     stop: Callable[[], bool] = lambda: False,
     timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> Agreement:
@@ -62,7 +65,7 @@ def propose(
             time.sleep(0.002)
         if complete and not store.check([HELD]):
             at = max(int(store.get(key)) for key in answers) + ITERATIONS_AHEAD
-            verdict = Agreement(ratios, at)
+            verdict = Agreement(ratios, at, pause_s)
     finally:
         # Whatever happened: a rank that has answered waits for the verdict.
         store.set(f"verdict/{number}", msgspec.json.encode(verdict))

@@ -55,9 +55,10 @@ class Meter:
         # The first step after a change carries its cost.
         steps = self._steps[1:] or self._steps
         step_s, work_s, comm_s = (sum(part) / len(steps) for part in zip(*steps, strict=True))
-        memory = _memory() if self._cuda else {}
+        more: dict[str, Any] = _memory() if self._cuda else {}
+        more["ended_s"] = time.monotonic()
         self._publish(
-            RankStatus(iteration, self._samples, len(steps), step_s, work_s, comm_s, **memory)
+            RankStatus(iteration, self._samples, len(steps), step_s, work_s, comm_s, **more)
         )
 
     def _read(self) -> None:

@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 POLL_S = 0.02
 _LEFT_TOGETHER_S = 10.0
+MOST_PAUSE_S = 30.0
+"""Whatever a daemon asks for."""
 _STORE_TIMEOUT = timedelta(seconds=600)
 
 
@@ -85,6 +87,7 @@ class Share:
         self._first = 0
         self.pass_number = 0
         self._before: tuple[int, ...] = self._everyone
+        self._pauses: dict[int, float] = {}
 
     def take_over(self) -> None:
         """From here on the share reduces gradients and averages buffers; on all ranks at once."""
@@ -146,6 +149,7 @@ class Share:
 
     def begin(self, iteration: int) -> None:
         """The rank has samples in this iteration, or had some in the one before."""
+        self._pause(iteration)
         counts = self.counts(iteration)
         now = active(counts)
         if self.rank in self._before and self.schedule.changes_at(iteration):
@@ -161,6 +165,13 @@ class Share:
         self._reduction.group = self._groups.of(now)
         self._reduction.weight = counts[self.rank] / sum(counts)
         self._guard.run(self._meter.begin, counts[self.rank])
+
+    def _pause(self, iteration: int) -> None:
+        """Stand still if that was agreed for this iteration. Every rank ends the pause by itself,
+        if nobody else does."""
+        end_s = time.monotonic() + min(self._pauses.pop(iteration, 0.0), MOST_PAUSE_S)
+        while time.monotonic() < end_s and not self.store.check([resumed(iteration)]):
+            time.sleep(POLL_S)
 
     def _bring_up_to_date(self, root: int, joining: Iterable[int], occasion: object) -> None:
         members = tuple(sorted({root, *joining}))
@@ -256,6 +267,13 @@ class Share:
     def _apply(self, verdict: Agreement) -> None:
         assert verdict.at is not None
         self.schedule.change(verdict.at, verdict.ratios)
+        if verdict.pause_s > 0.0:
+            self._pauses[verdict.at] = verdict.pause_s
+
+
+def resumed(iteration: int) -> str:
+    """The key that ends the pause of an iteration."""
+    return f"resumed/{iteration}"
 
 
 def own_address() -> str:

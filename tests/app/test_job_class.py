@@ -1,5 +1,6 @@
 """The class of a job: named first, with the evidence that the record holds, and unknown else."""
 
+import dataclasses
 import json
 
 import msgspec
@@ -107,6 +108,28 @@ def test_idle_by_utilisation():
 def test_trace_tells_what_the_gpu_waits_for(parts, name):
     job = built(watched(clock_share=0.9), traced(*parts)).job
     assert (job.name, job.label) == (name, Label.MEASURED)
+
+
+@pytest.mark.parametrize(
+    ("bytes_moved", "name", "words"),
+    [
+        (1e9, Bound.MEMORY, "operations below 14 FLOP per byte"),
+        (1e6, Bound.COMPUTE, "operations above 300 FLOP per byte"),
+        (1e7, Bound.UNKNOWN, "neither operations below 14 FLOP per byte"),
+        (None, Bound.UNKNOWN, "no lower SM clock"),
+    ],
+)
+def test_intensity_tells_where_no_clock_could_be_tried(bytes_moved, name, words):
+    run = runs.RunWriter(runs.WrittenJob(throttled_share=0.0), label=Label.MEASURED, uuid="GPU-0")
+    run.start()
+    for _ in range(3):
+        run.block("warm", DEFAULT, arm="baseline")
+    trace = traced((Kind.FORWARD, 0.9), (Kind.COLLECTIVE, 0.1))
+    busy = dataclasses.replace(trace.operations[0], bytes_moved=bytes_moved)
+    trace = dataclasses.replace(trace, operations=(busy, *trace.operations[1:]))
+    job = built(run, trace).job
+    assert job.name is name
+    assert words in job.evidence
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_options_are_frozen() -> None:
         "memory-budget": "KILTER_MEMORY_BUDGET",
         "gradients": "KILTER_GRADIENTS",
         "weights": "KILTER_WEIGHTS",
+        "recompute": "KILTER_RECOMPUTE",
         "host-memory": "KILTER_HOST_MEMORY",
         "objective": "KILTER_OBJECTIVE",
         "price-of-time": "KILTER_PRICE_OF_TIME",
@@ -76,8 +77,16 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in " ".join(head.split())
     options = re.findall(r"^  (--?[a-z-]+)", head, re.MULTILINE)
     assert options == [
-        *("-h", "--max-slowdown", "--memory-budget", "--gradients", "--weights", "--host-memory"),
-        *("--objective", "--price-of-time", "--device", "--rehearse", "--sections", "--dry-run"),
+        *("-h", "--max-slowdown", "--memory-budget", "--gradients", "--weights", "--recompute"),
+        *(
+            "--host-memory",
+            "--objective",
+            "--price-of-time",
+            "--device",
+            "--rehearse",
+            "--sections",
+            "--dry-run",
+        ),
         *("--trace", "--history", "--predictor", "--out", "--json", "--config", "-m"),
     ]
     for word in ("torchrun", "KILTER=0", "KILTER_READ_ONLY=1", "kilter.toml", "[tool.kilter]"):

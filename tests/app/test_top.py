@@ -19,6 +19,7 @@ from kilter.app.cli.main import main
 from kilter.app.report import build as report
 from kilter.app.report import follow
 from kilter.app.report.follow import GrowingRun
+from kilter.app.report.section_run import details, sections_report
 from kilter.core.events import Moved, Sectioned
 from kilter.core.label import Label
 from kilter.core.plan import Goal, MemoryBudget
@@ -178,11 +179,17 @@ def test_sections_run(tmp_path, capsys):
             collectives=4,
             sets=False,
             commands=7,
+            waits=2,
+            waits_low_s=6.5,
+            waits_clock_hz=345e6,
         )
     )
     text = once(runs.write(tmp_path, run), capsys)
     assert "sections  low clocks in 2 sections would save 3 %" in text
     assert "7 clock calls written down, none sent" in text
+    report = sections_report([(0, [e for e in run.events if isinstance(e, Sectioned)])])
+    said = details(report, simulated=False)
+    assert "long waits: 2 waits of 6.5 s in all at 345 MHz; written down, not set" in said
 
 
 def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys):

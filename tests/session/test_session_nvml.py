@@ -36,6 +36,7 @@ from kilter.core.events import (
 )
 from kilter.testing.fake_card import Card, Rule
 from kilter.testing.fake_nvml import FakeNvml
+from kilter.testing.warm_python import WarmPython
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the lease needs /proc, pidfd and flock as Linux has them"
@@ -80,14 +81,24 @@ print("steps", steps, flush=True)
 """
 
 
+# Called as `python -c`: what has to be patched is patched before kilter starts.
+START = """
+import faster
+from kilter.app.cli.main import main
+raise SystemExit(main())
+"""
+
+
 @dataclass
 class Box:
     """A directory with cards, a job, and what has become of it."""
 
     root: Path
     fake: FakeNvml
-    process: subprocess.Popen[str] | None = None
-    environ: dict[str, str] = field(default_factory=dict)
+    warm: WarmPython
+    pid: int = 0
+    wait: Callable[[], int] = field(default=lambda: 0)
+    """For the job's end, at most for `PATIENCE_S`: its exit code."""
 
     @property
     def run(self) -> Path:
@@ -98,43 +109,61 @@ class Box:
         source: str = LOOP,
         *flags: str,
         patch: str = "",
-        wrapper: tuple[str, ...] = (),
+        cold: tuple[str, ...] | None = None,
         **more: str,
     ) -> None:
+        """`cold`: by an interpreter of its own, after these words of a command."""
         uuids = [card.uuid.removeprefix("GPU-") for card in self.fake.state().cards]
         on_gpu = ON_ITS_GPU.format(uuids=uuids)
         (self.root / "job.py").write_text(source)
         (self.root / "lamp").touch()
         (self.root / "faster").mkdir()
-        (self.root / "faster" / "sitecustomize.py").write_text(FASTER + on_gpu + patch)
+        (self.root / "faster" / "faster.py").write_text(FASTER + on_gpu + patch)
+        (self.root / "faster" / "sitecustomize.py").write_text("import faster")
         environ = self.fake.environ()
         environ["PYTHONPATH"] = f"{self.root / 'faster'}{os.pathsep}{environ['PYTHONPATH']}"
         environ |= {"KILTER_STATE_DIR": str(self.root / "state"), "OMP_NUM_THREADS": "1"}
         environ.pop("KILTER_READ_ONLY", None)
-        command = [*wrapper, KILTER, "run", "--device", "nvml", "--max-slowdown", "50%"]
-        self.process = subprocess.Popen(
-            [*command, "--out", str(self.run), *flags, "job.py"],
-            cwd=self.root,
-            env=environ | more,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        environ |= more
+        arguments = ["run", "--device", "nvml", "--max-slowdown", "50%", "--out", str(self.run)]
+        arguments += [*flags, "job.py"]
+        with (
+            open(os.devnull, "rb") as nothing,
+            (self.root / "stdout").open("wb") as out,
+            (self.root / "stderr").open("wb") as err,
+        ):
+            if cold is None:
+                job = self.warm.start(
+                    ["-c", START, *arguments],
+                    cwd=self.root,
+                    environ=environ,
+                    streams=(nothing, out, err),
+                )
+                self.pid, self.wait = job.pid, lambda: job.wait(PATIENCE_S).returncode
+                return
+            process = subprocess.Popen(
+                [*cold, KILTER, *arguments], cwd=self.root, env=environ, stdout=out, stderr=err
+            )
+            self.pid, self.wait = process.pid, lambda: process.wait(PATIENCE_S)
+
+    def lives(self) -> bool:
+        try:
+            return Path("/proc", str(self.pid), "stat").read_text().rpartition(") ")[2][0] != "Z"
+        except OSError:
+            return False
 
     def wait_for(self, what: Callable[[], object]) -> None:
-        assert self.process is not None
         end = time.monotonic() + PATIENCE_S
         while not what():
             assert time.monotonic() < end, self.end()
-            assert self.process.poll() is None, self.end()
+            assert self.lives(), self.end()
             time.sleep(0.02)
 
     def end(self) -> tuple[int, str, str]:
         """Take the lamp away; exit code, standard output, standard error."""
-        assert self.process is not None
         (self.root / "lamp").unlink(missing_ok=True)
-        out, err = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, out, err
+        code, self.pid = self.wait(), 0
+        return code, (self.root / "stdout").read_text(), (self.root / "stderr").read_text()
 
     def events(self, rank: int = 0) -> list[AnyEvent]:
         file = self.run / f"events-rank{rank}.jsonl"
@@ -158,8 +187,8 @@ class Box:
 
 
 @pytest.fixture
-def box(tmp_path: Path) -> Iterator[Box]:
-    with make_box(tmp_path, card()) as made:
+def box(warm: WarmPython, tmp_path: Path) -> Iterator[Box]:
+    with make_box(warm, tmp_path, card()) as made:
         yield made
 
 
@@ -170,14 +199,14 @@ def card(**more: Any) -> Card:
 
 
 @contextmanager
-def make_box(root: Path, *cards: Card) -> Iterator[Box]:
-    made = Box(root, FakeNvml.create(root / "cards.json", *cards, virtual_time=False))
+def make_box(warm: WarmPython, root: Path, *cards: Card) -> Iterator[Box]:
+    made = Box(root, FakeNvml.create(root / "cards.json", *cards, virtual_time=False), warm)
     try:
         yield made
     finally:
-        if made.process is not None and made.process.poll() is None:
-            made.process.kill()
-            made.process.communicate()
+        if made.pid and made.lives():
+            os.kill(made.pid, signal.SIGKILL)
+            made.wait()
 
 
 def holding(box: Box) -> bool:
@@ -214,8 +243,7 @@ def test_what_was_held_is_told_and_the_card_is_left_as_found(box: Box) -> None:
 def test_the_watcher_restores_after_a_death(box: Box, number: signal.Signals) -> None:
     box.start()
     box.wait_for(box.locked)
-    assert box.process is not None
-    box.process.send_signal(number)
+    os.kill(box.pid, number)
     code, _, err = box.end()
     assert code == -number
     assert "Traceback" not in err
@@ -416,9 +444,11 @@ TWO = (
 )
 
 
-def test_two_ranks_set_both_cards_alike_and_write_one_report(tmp_path: Path) -> None:
-    with make_box(tmp_path, card(), card()) as box:
-        box.start(TWO, "--standalone", "--nproc-per-node", "2")
+def test_two_ranks_set_both_cards_alike_and_write_one_report(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    with make_box(warm, tmp_path, card(), card()) as box:
+        box.start(TWO, "--standalone", "--nproc-per-node", "2", cold=())
         box.wait_for(lambda: len(box.of(Block)) >= 12)
         code, _, err = box.end()
         assert code == 0, err
@@ -486,7 +516,7 @@ def test_clocks_are_judged_once_the_memory_plan_is_in_force(box: Box) -> None:
 def test_a_start_in_a_container_says_that_the_watcher_dies_with_it(box: Box) -> None:
     from kilter.testing.box import CONTAINER
 
-    box.start(wrapper=CONTAINER)
+    box.start(cold=CONTAINER)
     box.wait_for(blocks(box, 1))
     code, _, err = box.end()
     assert code == 0

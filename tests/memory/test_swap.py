@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,31 @@ def test_every_planner_keeps_the_budget_and_every_use_resident(problem: Problem)
         assert found.iteration_s >= problem.compute_s * (1 - 1e-9)
         # Shared links reward waiting now and then, so demand swap may win by a hair.
         assert found.iteration_s <= slowest.iteration_s * 1.1 + 1e-9
+
+
+def test_whichever_few_may_be_offloaded_the_rest_is_recomputed() -> None:
+    """Which ones they are follows from measured times: a plan must not depend on them."""
+    size, layers = 16, 13
+    count = 2 * layers
+    free_at = [12, *(2 + 2 * (i // 2) for i in range(1, layers))]
+    resident = [size * sum(i <= k < count - i for i in range(layers)) for k in range(count)]
+    fast = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
+    chance = random.Random(0)
+    for few in itertools.combinations(range(layers), 3):
+        intervals = tuple(
+            IdleInterval(
+                name=f"layer{i}",
+                size_bytes=size,
+                after=free_at[i] - 1 if i in few else max(free_at[max(i - 1, 0) : i + 1]) - 1,
+                before=count - 1 - i,
+                recompute_s=chance.uniform(0.01, 0.05) if i else None,
+                needs=(i - 1,) if i else (),
+                to_host=i in few,
+            )
+            for i in range(layers - 1)
+        )
+        problem = Problem((1.0,) * count, tuple(resident), intervals, fast, 8 * size - 1)
+        assert simulate(problem, mix(problem)).faults == ()
 
 
 @quick

@@ -22,6 +22,9 @@ from kilter.memory.plan.spanning import TOO_FEW, swap_rest
 
 REACHES = (0.01, 0.04)
 """Shares of the iteration by which something may be recomputed before its own use."""
+WIDER_REACHES = (0.16, 0.64)
+"""Tried where those give no plan: with little host memory, what may be recomputed has to wait for
+sources that are recomputed as well."""
 EACH_S = 1e-5
 """Counted for each thing recomputed. A thing takes about 0.1 ms of the host's time, but plans that
 count so much are slower even where the host is late (measured, docs/measurements/memory.md)."""
@@ -34,17 +37,26 @@ FINE_STEPS = 256
 
 
 def mix(problem: Problem, reaches: Sequence[float] = REACHES) -> Schedule:
-    """Swap, recompute and keep. `PlanError` if not even everything away fits the budget."""
+    """Swap, recompute and keep. `PlanError` if not even everything away fits the budget, or, where
+    not everything may be offloaded, if no plan is found."""
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule()
     problem.check_floor()
     prices = by_price(problem)
     many = len(problem.intervals) > MANY
-    found: list[tuple[Schedule, SimulatedPass]] = []
-    for reach in reaches[:1] if many else reaches:
+
+    def found_with(reach: float) -> tuple[Schedule, SimulatedPass] | None:
         order = within_reach(problem, prices, reach)
-        found.append(_search(problem, order, len(order) // FINE_STEPS if many else 1))
-    return min(found, key=_cost_s)[0]
+        return _search(problem, order, len(order) // FINE_STEPS if many else 1)
+
+    usual = [found_with(reach) for reach in (reaches[:1] if many else reaches)]
+    found = [one for one in usual if one is not None]
+    if found:
+        return min(found, key=_cost_s)[0]
+    wider = next(filter(None, map(found_with, WIDER_REACHES)), None)
+    if wider is None:
+        raise PlanError(TOO_FEW)
+    return wider[0]
 
 
 def roughly(problem: Problem) -> tuple[Schedule, SimulatedPass]:
@@ -55,12 +67,17 @@ def roughly(problem: Problem) -> tuple[Schedule, SimulatedPass]:
     if problem.floor_bytes > problem.budget_bytes:
         raise BudgetTooSmall(f"the budget of {problem.budget_bytes} bytes is out of reach")
     order = within_reach(problem, by_price(problem), REACHES[0])
-    return _search(problem, order, len(order) // ROUGHLY)
+    found = _search(problem, order, len(order) // ROUGHLY)
+    if found is None:
+        raise PlanError(TOO_FEW)
+    return found
 
 
-def _search(problem: Problem, order: list[int], finest: int) -> tuple[Schedule, SimulatedPass]:
+def _search(
+    problem: Problem, order: list[int], finest: int
+) -> tuple[Schedule, SimulatedPass] | None:
     """The best number of intervals to recompute, taken from the front of `order`; to within
-    `finest`."""
+    `finest`. None if the budget is met with none of them."""
     tried: dict[int, tuple[Schedule, SimulatedPass] | None] = {}
 
     def time_at(count: int) -> float:
@@ -78,10 +95,7 @@ def _search(problem: Problem, order: list[int], finest: int) -> tuple[Schedule, 
             break
         low, high = max(0, best - step), min(len(order), best + step)
         step = max(1, finest, step // 4)
-    found = tried[best] or swap_rest(problem, frozenset())
-    if found is None:
-        raise PlanError(TOO_FEW)
-    return found
+    return tried[best] or swap_rest(problem, frozenset())
 
 
 def _cost_s(made: tuple[Schedule, SimulatedPass]) -> float:

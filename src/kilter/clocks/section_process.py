@@ -6,6 +6,7 @@ No call waits for the other process, but for `stop`. What the program closes is 
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import subprocess
@@ -41,7 +42,7 @@ from kilter.clocks.section_conductor import (
 )
 from kilter.controller import Run
 from kilter.core.errors import DeviceError
-from kilter.core.own_file import OwnFile
+from kilter.core.own_file import OwnFile, OwnStream
 from kilter.core.rank_trace import RankTrace
 from kilter.lease.own_socket import as_socket
 from kilter.observe.marker import Marker
@@ -193,8 +194,9 @@ class Conducting:
         commands = () if self._schedule is None else self._schedule.commands
         wanted = {(command.edge, command.key) for command in commands}
         real = [edge for edge in edges(places(trace)) if (edge.edge, edge.key) in wanted]
-        with self._edges_path.open("ab") as file:
-            file.write(b"".join(msgspec.json.encode(edge) + b"\n" for edge in real))
+        file = OwnFile.open(self._edges_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        with io.BufferedWriter(OwnStream(file)) as stream:
+            stream.write(b"".join(msgspec.json.encode(edge) + b"\n" for edge in real))
         self._log.read()
         self._off += differences(self._log.recent, real)
 

@@ -52,7 +52,7 @@ from kilter.core.errors import (
     NotPermitted,
 )
 from kilter.core.files import flaw_of
-from kilter.core.own_file import OwnFile
+from kilter.core.own_file import OwnFile, OwnStream
 from kilter.core.setting import Sample, Setting
 from kilter.device.protocol import Device, KeptElsewhere
 from kilter.lease.baseline import GpuBaseline, compared, of_gpu, refuse_unknown_lock
@@ -586,14 +586,15 @@ def _spawn(place: JournalPlace, lock: GpuLock, journal: Journal, connection: Own
     handles = [number for number in (connection.number, *lock.numbers) if number is not None]
     arguments = [place.directory, place.uuid, journal.nonce, *handles]
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(os.open(place.directory / "watcher.log", flags, 0o600), "ab") as log:
+    file = OwnFile.open(place.directory / "watcher.log", flags)
+    with OwnStream(file) as log:
         if flaw_of(os.fstat(log.fileno()), owners={os.geteuid()}) is not None:
             raise OSError(errno.EPERM, "watcher.log is not this user's own file")
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "kilter.lease.watcher", *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=log,
+            stderr=log.fileno(),
             pass_fds=handles,
             start_new_session=True,
         )

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from kilter.memory.engine import CpuStandIn, Swapper, SwapReport
+from kilter.memory.engine import Swapper, SwapReport
 from kilter.memory.engine.host import SPARE
 from kilter.memory.host_memory import HostLimit
 from kilter.memory.plan.problem import Link
+from kilter.testing.steady_stand_in import SteadyStandIn
 
 LINK = Link(to_host_bytes_per_s=1e14, to_device_bytes_per_s=1e14, both_bytes_per_s=2e14)
 WIDTH, LAYERS = 16, 6
@@ -54,7 +55,7 @@ def trained(
     if budget_bytes is None:
         run()
         return losses, None
-    backend = CpuStandIn(host=limit, spoil=True)
+    backend = SteadyStandIn(host=limit, spoil=True)
     with Swapper(backend, budget_bytes=budget_bytes, link=LINK, min_bytes=256) as swapper:
         run()
         report = swapper.report()

@@ -25,6 +25,7 @@ import kilter.memory.engine
 from kilter.memory.engine import CpuStandIn, Swapper
 from kilter.memory.plan.problem import Link
 from kilter.session.fence import Fence
+from kilter.testing.steady_stand_in import SteadyStandIn
 
 WIDTH, ROWS = 16, 64
 OURS = str(Path(kilter.memory.engine.__file__).parent)
@@ -53,19 +54,6 @@ inside: list[bool] = []
 
 class Planted(Exception):
     """An error of ours."""
-
-
-class Steady(CpuStandIn):
-    """By its clock every operation takes the same time, so that plans do not follow from how busy
-    this machine is, and every run makes the same calls."""
-
-    def __init__(self) -> None:
-        super().__init__(lag=2)
-        self._marks = 0
-
-    def mark(self) -> Any:
-        self._marks += 1
-        return self._marks * 1e-4
 
 
 class Layer(nn.Module):
@@ -136,7 +124,7 @@ def governed(
         both_bytes_per_s=2 * bytes_per_s,
     )
     return Swapper(
-        backend or Steady(),
+        backend or SteadyStandIn(lag=2),
         budget_bytes=26_000,
         link=link,
         min_bytes=1024,

@@ -43,6 +43,8 @@ class Weights(nn.Module):
         self.batch = nn.BatchNorm1d(WIDTH)
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
         self.words = nn.Embedding(100, WIDTH)
+        self.three = nn.Linear(WIDTH, 3 * WIDTH)
+        self.group = nn.GroupNorm(2, 4)
 
 
 def images(x: Tensor) -> Tensor:
@@ -95,7 +97,135 @@ BODIES: dict[str, tuple[str, Body]] = {
     "UnsafeViewBackward0": ("view", lambda x, w: F.silu(w.one(x.view(2, -1, WIDTH)))),
     "ViewBackward0": ("sum", lambda x, w: w.two(x + w.one(x).view(-1).view(-1, WIDTH))),
 }
-ONLY_ON_A_GPU = {"CudnnBatchNormBackward0"}
+
+
+def after(operation: Callable[[Tensor], Tensor], *, planes: bool = False) -> Body:
+    """The operation on a matrix product, or on its rows as planes of images; its result is saved
+    by the next one."""
+
+    def body(x: Tensor, w: Weights) -> Tensor:
+        y = w.one(x)
+        return F.silu(operation(y.view(2, 4, 12, WIDTH) if planes else y))
+
+    return body
+
+
+def on_planes(operation: Callable[[Tensor], Tensor]) -> Body:
+    return after(operation, planes=True)
+
+
+def of_mine(operation: Callable[[Tensor, Weights], Tensor]) -> Body:
+    """The same with parameters."""
+
+    def body(x: Tensor, w: Weights) -> Tensor:
+        return F.silu(operation(w.one(x).view(2, 4, 12, WIDTH), w))
+
+    return body
+
+
+def attention(mask: bool) -> Body:
+    def body(x: Tensor, w: Weights) -> Tensor:
+        query, key, value = w.three(x).view(2, WIDTH, 3, 4, 12).permute(2, 0, 3, 1, 4).unbind(0)
+        added = torch.ones(WIDTH, WIDTH).tril().log() if mask else None
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=added)
+        return w.two(found.transpose(1, 2).reshape(96, WIDTH))
+
+    return body
+
+
+PLACES = torch.randperm(96, generator=torch.Generator().manual_seed(0))
+BODIES |= {
+    "AbsBackward0": ("absolute value", after(torch.abs)),
+    "AdaptiveAvgPool2DBackward0": ("pooling", on_planes(lambda x: F.adaptive_avg_pool2d(x, 6))),
+    "AdaptiveMaxPool2DBackward0": ("pooling", on_planes(lambda x: F.adaptive_max_pool2d(x, 6))),
+    "AvgPool2DBackward0": ("pooling", on_planes(lambda x: F.avg_pool2d(x, 3, 2, 1))),
+    "BaddbmmBackward0": (
+        "matrix product",
+        after(lambda x: torch.baddbmm(*(x.view(2, WIDTH, WIDTH),) * 3, alpha=0.1, beta=2)),
+    ),
+    "CatBackward0": ("concatenation", after(lambda x: torch.cat([x.sin(), x.cos()], -1))),
+    "ChannelShuffleBackward0": (
+        "shuffle", on_planes(lambda x: torch.channel_shuffle(x.relu(), 2))
+    ),
+    "ClampBackward1": ("clamp", after(lambda x: x.clamp(min=-0.1))),
+    "ConstantPadNdBackward0": (
+        "padding", on_planes(lambda x: F.pad(x.relu(), (0, 2, 1, 0), value=3))
+    ),
+    "CosBackward0": ("cosine", after(torch.cos)),
+    "EluBackward0": ("elu", after(F.selu)),
+    "ErfBackward0": ("erf", after(torch.erf)),
+    "ExpBackward0": ("exponential", after(lambda x: (x * x).exp())),
+    "ExpandBackward0": ("sum", after(lambda x: x + x[:1].relu().expand(96, WIDTH))),
+    "FlipBackward0": ("flip", after(lambda x: x.relu().flip(0, 1))),
+    "GatherBackward0": (
+        "gather", lambda x, w: w.two(w.one(x).relu().gather(0, PLACES[:, None].repeat(1, WIDTH)))
+    ),
+    "GluBackward0": ("glu", after(lambda x: F.glu(x.relu()))),
+    "HardsigmoidBackward0": ("hardsigmoid", after(F.hardsigmoid)),
+    "HardswishBackward0": ("hardswish", after(F.hardswish)),
+    "HardtanhBackward0": ("hardtanh", after(F.relu6)),
+    "IndexBackward0": ("index", after(lambda x: x.relu()[:, PLACES[PLACES < WIDTH]])),
+    "IndexSelectBackward0": ("index", after(lambda x: x.relu().index_select(0, PLACES))),
+    "LeakyReluBackward0": ("leaky relu", after(F.leaky_relu)),
+    "LogSoftmaxBackward0": ("softmax", after(lambda x: x.log_softmax(0))),
+    "MaxPool2DWithIndicesBackward0": ("pooling", on_planes(lambda x: F.max_pool2d(x, 3, 2, 1))),
+    "MeanBackward1": ("mean", after(lambda x: x.view(2, WIDTH, WIDTH).mean(0))),
+    "MishBackward0": ("mish", after(F.mish)),
+    "NativeGroupNormBackward0": ("group norm", of_mine(lambda x, w: w.group(x))),
+    "NegBackward0": ("negation", after(lambda x: -x.relu())),
+    "PixelShuffleBackward0": ("shuffle", on_planes(lambda x: F.pixel_shuffle(x.relu(), 2))),
+    "PixelUnshuffleBackward0": ("shuffle", on_planes(lambda x: F.pixel_unshuffle(x.relu(), 2))),
+    "ReflectionPad2DBackward0": (
+        "padding", on_planes(lambda x: F.pad(x, (1, 2, 3, 0), mode="reflect"))
+    ),
+    "RepeatBackward0": ("repetition", after(lambda x: x.relu().repeat(2, 1))),
+    "ReplicationPad2DBackward0": (
+        "padding", on_planes(lambda x: F.pad(x, (1, 2, 3, 0), mode="replicate"))
+    ),
+    "RollBackward0": ("roll", on_planes(lambda x: x.relu().roll((1, -2), (-1, 2)))),
+    "RsqrtBackward0": ("root", after(lambda x: x.exp().rsqrt())),
+    "ScaledDotProductFlashAttentionForCpuBackward0": ("attention", attention(mask=True)),
+    "SelectBackward0": ("sum", after(lambda x: x[:WIDTH] + x.view(2, WIDTH, -1).select(0, -1))),
+    "SinBackward0": ("sine", after(torch.sin)),
+    "SliceBackward0": ("sum", after(lambda x: x[-60:-2:2] + x[:29])),
+    "SoftmaxBackward0": ("softmax", after(lambda x: x.softmax(-1, dtype=torch.float64))),
+    "SoftplusBackward0": ("softplus", after(lambda x: F.softplus(x, 2.0, 10.0))),
+    "SplitBackward0": ("sum", after(lambda x: torch.add(*x.chunk(2)))),
+    "SplitWithSizesBackward0": ("product", after(lambda x: torch.mul(*x.split([40, 40, 16])[:2]))),
+    "SqrtBackward0": ("root", after(lambda x: x.exp().sqrt())),
+    "SqueezeBackward0": ("sum", after(lambda x: x + x.sin()[None].squeeze())),
+    "SqueezeBackward1": ("sum", after(lambda x: x + x.sin()[None].squeeze(0))),
+    "SqueezeBackward2": ("sum", after(lambda x: x + x.sin()[None, None].squeeze((0, 1)))),
+    "StackBackward0": ("concatenation", after(lambda x: torch.stack([x.sin(), x.cos()], -1))),
+    "SubBackward0": ("difference", after(lambda x: torch.sub(x.sin(), x, alpha=0.5))),
+    "SumBackward1": ("sum", after(lambda x: x.view(2, WIDTH, WIDTH).sum(0, keepdim=True))),
+    "TBackward0": ("sum", after(lambda x: x + x.sin().t().t())),
+    "UnbindBackward0": ("sum", after(lambda x: torch.add(*x.view(WIDTH, 2, WIDTH).unbind(1)))),
+    "UnsqueezeBackward0": ("sum", after(lambda x: x + x.view(2, 1, -1).unsqueeze(1).view(96, -1))),
+    "UpsampleBicubic2DBackward0": (
+        "upsampling",
+        on_planes(lambda x: F.interpolate(x.relu(), size=(20, 50), mode="bicubic")),
+    ),
+    "UpsampleBilinear2DBackward0": (
+        "upsampling",
+        on_planes(lambda x: F.interpolate(x.relu(), scale_factor=1.5, mode="bilinear")),
+    ),
+    "UpsampleNearest2DBackward0": (
+        "upsampling", on_planes(lambda x: F.interpolate(x.relu(), scale_factor=2))
+    ),
+    "UpsampleNearestExact2DBackward0": (
+        "upsampling",
+        on_planes(lambda x: F.interpolate(x.relu(), scale_factor=2, mode="nearest-exact")),
+    ),
+    "WhereBackward0": ("choice", after(lambda x: torch.where(x > 0, x.sin(), x.cos()))),
+}  # fmt: skip
+ONLY_ON_A_GPU = {
+    "CudnnBatchNormBackward0",
+    "FusedRmsNormBackward0",
+    "ScaledDotProductCudnnAttentionBackward0",
+    "ScaledDotProductEfficientAttentionBackward0",
+    "ScaledDotProductFlashAttentionBackward0",
+}
 
 
 def train(body: Body, budget_bytes: int | None) -> tuple[list[Tensor], list[SavedDatum], int]:

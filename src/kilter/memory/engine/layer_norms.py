@@ -1,4 +1,4 @@
-"""The epsilon of layer norms, which recipes need and the nodes of a graph do not keep."""
+"""The epsilon of norms, which recipes need and the nodes of a graph do not all keep."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _instances(kind: type) -> list[Any]:
 
 
 class LayerNorms:
-    """The program's layer norms, by their weight.
+    """The program's layer, group and RMS norms, by their weight.
 
     They are looked for among all objects, once in a trial: a hook on every module call costs more
     than the rest of an event, and ends compiled regions. Only those without weights need one. It is
@@ -53,11 +53,15 @@ class LayerNorms:
     def find(self) -> None:
         """Look for those that are new."""
         norm = torch.nn.LayerNorm
-        for module in _instances(norm):
+        for module in (
+            *_instances(norm),
+            *_instances(torch.nn.GroupNorm),
+            *_instances(torch.nn.RMSNorm),
+        ):
             weight = vars(module).get("_parameters", {}).get("weight")
             if weight is not None:
                 self._by_weight[id(weight)] = weakref.ref(module)
-            elif self._hook is None:
+            elif self._hook is None and isinstance(module, norm):
                 self._hook = register_module_forward_hook(
                     lambda module, *rest: (
                         note_epsilon(module, *rest) if isinstance(module, norm) else None
@@ -65,11 +69,11 @@ class LayerNorms:
                 )
 
     def epsilon(self, node: Any, weight: Any) -> float | None:
-        """Of the layer norm that has this weight, or has left a note at the node."""
+        """Of the norm that has this weight, or has left a note at the node."""
         reference = self._by_weight.get(id(weight))
         module = None if reference is None else reference()
         if module is not None and module.weight is weight:
-            return float(module.eps)
+            return None if module.eps is None else float(module.eps)
         eps: float | None = node.metadata.get(EPS)
         return eps
 

@@ -9,101 +9,28 @@ changes a module's state. To add one: a builder, and its line in `OPERATIONS`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
-from operator import methodcaller
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import Any
 
 import torch
+from torch.nn import functional as F  # noqa: N812
 
 from kilter.memory.engine.fused import can_normalise, normalised
-from kilter.memory.engine.modified import Modified
-
-if TYPE_CHECKING:
-    _Make: TypeAlias = Callable[[], torch.Tensor]
-    _Build: TypeAlias = Callable[["Graph", Any, torch.dtype, tuple[int, ...]], _Make | None]
-
-Source = Any
-"""How to have a tensor that a recipe reads: called without arguments, it gives the tensor, or None
-for an affine parameter that a norm does not have."""
-
-
-class Graph(Protocol):
-    """What a builder may ask for. All of it is had when the recipe is carried out."""
-
-    def saved(self, node: Any, name: str) -> Source | None:
-        """A tensor that a node saved."""
-
-    def value(self, edge: tuple[Any, int]) -> Source | None:
-        """What a node produced."""
-
-    def epsilon(self, node: Any, weight: Source | None) -> float | None:
-        """Of a layer norm with this weight."""
+from kilter.memory.engine.moved_elements import MOVES
+from kilter.memory.engine.operation_graph import (
+    Build,
+    Graph,
+    Make,
+    RecomputeRule,
+    Source,
+    number,
+    of_input,
+    of_saved,
+)
 
 
-class HeldSource:
-    """A source that is no datum of the engine: a parameter, or a small tensor that autograd saved.
-
-    It must have the version that the operation read. `own` puts a copy in its place, which nobody
-    else can write to.
-    """
-
-    __slots__ = ("__weakref__", "take", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, version: int, take: Source | None = None) -> None:
-        """`take` gives the tensor where holding the tensor itself is not enough (its bytes may be
-        on the host)."""
-        self.tensor = tensor
-        self.version = version
-        self.take = take
-
-    def __call__(self) -> torch.Tensor:
-        if self.changed:
-            raise Modified(self.tensor, self.version)
-        found: torch.Tensor = self.tensor if self.take is None else self.take()
-        return found
-
-    @property
-    def changed(self) -> bool:
-        return bool(self.tensor._version != self.version)
-
-    def own(self) -> None:
-        self.tensor = self().detach().clone()
-        self.version, self.take = self.tensor._version, None
-
-
-def _of_saved(apply: Callable[[Source, Any], torch.Tensor]) -> _Build:
-    """An operation of its saved input and attributes of the node, read now."""
-
-    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-        source = graph.saved(node, "_raw_saved_self")
-        if source is None:
-            return None
-        return partial(apply, source, getattr(node, "_saved_approximate", None))
-
-    return build
-
-
-def _of_input(apply: Callable[[torch.Tensor], torch.Tensor]) -> _Build:
-    """An operation of what came in, which it did not save."""
-
-    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-        source = graph.value(node.next_functions[0])
-        return None if source is None else lambda: apply(source())
-
-    return build
-
-
-def _gelu(x: Source, approximate: str) -> torch.Tensor:
-    return torch.nn.functional.gelu(x(), approximate=approximate)
-
-
-def _silu(x: Source, _: None) -> torch.Tensor:
-    return torch.nn.functional.silu(x())
-
-
-def _cast(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+def _cast(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
     before = node.next_functions[0]
     if before[0] is not None and before[0].name() == "NativeLayerNormBackward0":
         return _layer_norm(graph, before[0], dtype, size)
@@ -116,15 +43,7 @@ def _cast_again(x: Source, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-def _view(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-    before = getattr(node, "_saved_self_sym_sizes", None)
-    if before is None or math.prod(before) != math.prod(size):
-        return None
-    source = graph.value(node.next_functions[0])
-    return None if source is None else lambda: source().reshape(size)
-
-
-def _layer_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+def _layer_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
     """With the cast that follows it, if one does."""
 
     source = graph.saved(node, "_raw_saved_input")
@@ -155,7 +74,7 @@ def _nothing() -> Any:
     return None
 
 
-def _batch_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+def _batch_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
     """With the batch's own statistics; running statistics are neither read nor updated."""
     name = node.name()
     native = name == "NativeBatchNormBackward0"
@@ -187,9 +106,7 @@ def _batch_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ..
     return make
 
 
-def _convolution(
-    graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
-) -> _Make | None:
+def _convolution(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
     source = graph.saved(node, "_raw_saved_input")
     weight = graph.saved(node, "_raw_saved_weight")
     edge = node.next_functions[2]
@@ -203,31 +120,12 @@ def _convolution(
     return lambda: torch.convolution(source(), weight(), bias(), *how)
 
 
-def _transpose(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-    source = graph.value(node.next_functions[0])
-    if source is None:
-        return None
-    first, second = _signed(node._saved_dim0), _signed(node._saved_dim1)
-    return lambda: source().transpose(first, second)
-
-
-def _permute(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
-    source = graph.value(node.next_functions[0])
-    dims = [_signed(dim) for dim in node._saved_dims]
-    return None if source is None else lambda: source().permute(dims)
-
-
-def _signed(dim: int) -> int:
-    """Negative dimensions come as unsigned numbers of 64 bits."""
-    return dim - 2**64 if dim >= 2**63 else dim
-
-
-def _power(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+def _power(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
     source, exponent = graph.saved(node, "_raw_saved_self"), node._saved_exponent
     return None if source is None else lambda: source() ** exponent
 
 
-def _lookup(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+def _lookup(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
     indices = graph.saved(node, "_raw_saved_indices")
     weight = graph.value(node.next_functions[0])
     if indices is None or weight is None:
@@ -235,7 +133,7 @@ def _lookup(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) 
     return lambda: torch.embedding(weight(), indices())
 
 
-def _dropout(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+def _dropout(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
     """With the very mask that was drawn: what backward does to a gradient is what forward did."""
     mask = graph.saved(node, "_raw_saved_result1")
     source = graph.value(node.next_functions[0])
@@ -246,7 +144,7 @@ def _dropout(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...])
     return lambda: again(source(), mask(), scale)
 
 
-def _add(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+def _add(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
     if getattr(node, "_saved_alpha", 1) != 1 or len(node.next_functions) != 2:
         return None
     # A missing edge is a number or a tensor outside the graph: unknown.
@@ -263,14 +161,14 @@ def _factors(graph: Graph, node: Any) -> tuple[Source | None, Source | None]:
     return left or graph.value(edges[0]), right or (graph.value(edges[1]) if edges[1:] else None)
 
 
-def _multiply(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+def _multiply(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
     left, right = _factors(graph, node)
     if left is None or right is None:
         return None
     return lambda: left() * right()
 
 
-def _divide(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> _Make | None:
+def _divide(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
     left, right = _factors(graph, node)
     if left is None or right is None:
         return None
@@ -279,7 +177,7 @@ def _divide(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) 
 
 def _matrix_product(
     graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
-) -> _Make | None:
+) -> Make | None:
     left, right = graph.saved(node, "_raw_saved_self"), graph.saved(node, "_raw_saved_mat2")
     if left is None or right is None:
         return None
@@ -288,7 +186,7 @@ def _matrix_product(
 
 def _sum_of_product(
     graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
-) -> _Make | None:
+) -> Make | None:
     if getattr(node, "_saved_alpha", 1) != 1 or getattr(node, "_saved_beta", 1) != 1:
         return None
     left, right = graph.saved(node, "_raw_saved_mat1"), graph.saved(node, "_raw_saved_mat2")
@@ -306,38 +204,210 @@ def _sum_of_product(
     return make
 
 
-class RecomputeRule(NamedTuple):
-    """One kind of node."""
+def _group_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+    source, weight = graph.saved(node, "_raw_saved_input"), graph.saved(node, "_raw_saved_weight")
+    edge = node.next_functions[2]
+    eps = getattr(node, "_saved_eps", None)  # not in every torch
+    if eps is None:
+        eps = graph.epsilon(node, weight)
+    # With a weight, a bias that is not in the graph is a frozen one.
+    bias = _nothing if edge[0] is None and weight is None else graph.value(edge)
+    if source is None or bias is None or eps is None:
+        return None
+    how = [number(node, name) for name in ("N", "C", "HxW", "group")]
+    scale = weight or _nothing
+    return lambda: torch.native_group_norm(source(), scale(), bias(), *how, eps)[0]
 
-    kind: str
-    """What the operation is called, for people."""
-    build: _Build
-    """What makes an output of this type and size again."""
 
+def _rms_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+    source, weight = graph.saved(node, "_raw_saved_input"), graph.saved(node, "_raw_saved_weight")
+    eps = graph.epsilon(node, weight)
+    if source is None or weight is None or eps is None:
+        return None
+    shape = list(node._saved_normalized_shape)
+    return lambda: torch.rms_norm(source(), shape, weight(), eps)
+
+
+def _softmax(apply: Any) -> Build:
+    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+        source, dim = graph.value(node.next_functions[0]), number(node, "dim")
+        return None if source is None else lambda: apply(source(), dim, dtype=dtype)
+
+    return build
+
+
+def _batch_product(
+    graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
+) -> Make | None:
+    left, right = graph.saved(node, "_raw_saved_batch1"), graph.saved(node, "_raw_saved_batch2")
+    added = graph.value(node.next_functions[0])
+    if left is None or right is None or added is None:
+        return None
+    how = {"alpha": node._saved_alpha, "beta": node._saved_beta}
+    return lambda: torch.baddbmm(added(), left(), right(), **how)
+
+
+def _subtract(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+    left, right = (graph.value(edge) for edge in node.next_functions)
+    alpha = node._saved_alpha
+    if left is None or right is None:
+        return None
+    return lambda: torch.sub(left(), right(), alpha=alpha)
+
+
+def _where(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+    condition = graph.saved(node, "_raw_saved_condition")
+    left, right = (graph.value(edge) for edge in node.next_functions)
+    if condition is None or left is None or right is None:
+        return None
+    return lambda: torch.where(condition(), left(), right())
+
+
+def _attention(apply: Callable[..., tuple[torch.Tensor, ...]], mask: str = "") -> Build:
+    """Scaled dot product attention without dropout, by the kernel that made it; `mask` is where
+    its node keeps what is added to the scores."""
+
+    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+        factors = [graph.saved(node, f"_raw_saved_{name}") for name in ("query", "key", "value")]
+        added = graph.saved(node, mask) if mask else None
+        if None in factors or node._saved_dropout_p or graph.output:
+            return None
+        causal, scale = node._saved_is_causal, node._saved_scale
+
+        def make() -> torch.Tensor:
+            bias = None if added is None else added()
+            return apply(*(one() for one in factors), bias, causal, scale)[0]  # type: ignore[misc]
+
+        return make
+
+    return build
+
+
+def _adaptive(apply: Callable[[torch.Tensor, list[int]], torch.Tensor]) -> Build:
+    """Pooling to a size that is that of the result."""
+
+    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+        source = graph.saved(node, "_raw_saved_self")
+        return None if source is None else lambda: apply(source(), [*size[-2:]])
+
+    return build
+
+
+def _upsampled(apply: Callable[..., torch.Tensor], *names: str) -> RecomputeRule:
+    build = of_input(apply, "output_size", *names, "scales_h", "scales_w")
+    return RecomputeRule("upsampling", build)
+
+
+_ATEN = torch.ops.aten
+_POOL = ("kernel_size", "stride", "padding")
 
 OPERATIONS = {
+    **MOVES,
+    "AbsBackward0": RecomputeRule("absolute value", of_saved(torch.abs)),
+    "AdaptiveAvgPool2DBackward0": RecomputeRule("pooling", _adaptive(_ATEN._adaptive_avg_pool2d)),
+    "AdaptiveMaxPool2DBackward0": RecomputeRule(
+        "pooling", _adaptive(lambda x, size: _ATEN.adaptive_max_pool2d(x, size)[0])
+    ),
     "AddBackward0": RecomputeRule("sum", _add),
     "AddmmBackward0": RecomputeRule("matrix product", _sum_of_product),
+    "AvgPool2DBackward0": RecomputeRule(
+        "pooling",
+        of_saved(_ATEN.avg_pool2d, *_POOL, "ceil_mode", "count_include_pad", "divisor_override"),
+    ),
+    "BaddbmmBackward0": RecomputeRule("matrix product", _batch_product),
     "BmmBackward0": RecomputeRule("matrix product", _matrix_product),
-    "CloneBackward0": RecomputeRule("copy", _of_input(methodcaller("clone"))),
+    "ClampBackward1": RecomputeRule("clamp", of_saved(torch.clamp, "min", "max")),
+    "CloneBackward0": RecomputeRule("copy", of_input(torch.clone)),
     "ConvolutionBackward0": RecomputeRule("convolution", _convolution),
+    "CosBackward0": RecomputeRule("cosine", of_saved(torch.cos)),
     "CudnnBatchNormBackward0": RecomputeRule("batch norm", _batch_norm),
     "DivBackward0": RecomputeRule("quotient", _divide),
+    "EluBackward0": RecomputeRule("elu", of_saved(_ATEN.elu, "alpha", "scale", "input_scale")),
     "EmbeddingBackward0": RecomputeRule("lookup", _lookup),
-    "GeluBackward0": RecomputeRule("gelu", _of_saved(_gelu)),
+    "ErfBackward0": RecomputeRule("erf", of_saved(torch.erf)),
+    "ExpBackward0": RecomputeRule("exponential", of_input(torch.exp)),
+    "FusedRmsNormBackward0": RecomputeRule("RMS norm", _rms_norm),
+    "GeluBackward0": RecomputeRule(
+        "gelu", of_saved(lambda x, how: F.gelu(x, approximate=how), "approximate")
+    ),
+    "GluBackward0": RecomputeRule("glu", of_saved(F.glu, "dim")),
+    "HardsigmoidBackward0": RecomputeRule("hardsigmoid", of_saved(_ATEN.hardsigmoid)),
+    "HardswishBackward0": RecomputeRule("hardswish", of_saved(_ATEN.hardswish)),
+    "HardtanhBackward0": RecomputeRule("hardtanh", of_saved(_ATEN.hardtanh, "min_val", "max_val")),
+    "LeakyReluBackward0": RecomputeRule("leaky relu", of_saved(F.leaky_relu, "negative_slope")),
+    "LogSoftmaxBackward0": RecomputeRule("softmax", _softmax(torch.log_softmax)),
+    "MaxPool2DWithIndicesBackward0": RecomputeRule(
+        "pooling",
+        of_saved(
+            lambda *how: _ATEN.max_pool2d_with_indices(*how)[0], *_POOL, "dilation", "ceil_mode"
+        ),
+    ),
+    "MeanBackward1": RecomputeRule("mean", of_input(torch.mean, "dim", "keepdim")),
+    "MishBackward0": RecomputeRule("mish", of_saved(_ATEN.mish)),
     "MmBackward0": RecomputeRule("matrix product", _matrix_product),
     "MulBackward0": RecomputeRule("product", _multiply),
     "NativeBatchNormBackward0": RecomputeRule("batch norm", _batch_norm),
     "NativeDropoutBackward0": RecomputeRule("dropout", _dropout),
+    "NativeGroupNormBackward0": RecomputeRule("group norm", _group_norm),
     "NativeLayerNormBackward0": RecomputeRule("layer norm", _layer_norm),
-    "PermuteBackward0": RecomputeRule("view", _permute),
+    "NegBackward0": RecomputeRule("negation", of_input(torch.neg)),
     "PowBackward0": RecomputeRule("power", _power),
-    "ReluBackward0": RecomputeRule("relu", _of_input(methodcaller("relu"))),
-    "SigmoidBackward0": RecomputeRule("sigmoid", _of_input(methodcaller("sigmoid"))),
-    "SiluBackward0": RecomputeRule("silu", _of_saved(_silu)),
-    "TanhBackward0": RecomputeRule("tanh", _of_input(methodcaller("tanh"))),
+    "ReflectionPad2DBackward0": RecomputeRule(
+        "padding", of_saved(_ATEN.reflection_pad2d, "padding")
+    ),
+    "ReluBackward0": RecomputeRule("relu", of_input(torch.relu)),
+    "ReplicationPad2DBackward0": RecomputeRule(
+        "padding", of_saved(_ATEN.replication_pad2d, "padding")
+    ),
+    "RsqrtBackward0": RecomputeRule("root", of_input(torch.rsqrt)),
+    "ScaledDotProductCudnnAttentionBackward0": RecomputeRule(
+        "attention",
+        _attention(
+            lambda q, k, v, bias, causal, scale: _ATEN._scaled_dot_product_cudnn_attention(
+                q, k, v, bias, True, 0.0, causal, False, scale=scale
+            ),
+            "_raw_saved_attn_bias",
+        ),
+    ),
+    "ScaledDotProductEfficientAttentionBackward0": RecomputeRule(
+        "attention",
+        _attention(
+            lambda q, k, v, bias, causal, scale: _ATEN._scaled_dot_product_efficient_attention(
+                q, k, v, bias, True, 0.0, causal, scale=scale
+            ),
+            "_raw_saved_attn_bias",
+        ),
+    ),
+    "ScaledDotProductFlashAttentionBackward0": RecomputeRule(
+        "attention",
+        _attention(
+            lambda q, k, v, _, causal, scale: _ATEN._scaled_dot_product_flash_attention(
+                q, k, v, 0.0, causal, False, scale=scale
+            )
+        ),
+    ),
+    "ScaledDotProductFlashAttentionForCpuBackward0": RecomputeRule(
+        "attention",
+        _attention(
+            lambda q, k, v, mask, causal, scale: _ATEN._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+            ),
+            "_raw_saved_attn_mask",
+        ),
+    ),
+    "SigmoidBackward0": RecomputeRule("sigmoid", of_input(torch.sigmoid)),
+    "SiluBackward0": RecomputeRule("silu", of_saved(F.silu)),
+    "SinBackward0": RecomputeRule("sine", of_saved(torch.sin)),
+    "SoftmaxBackward0": RecomputeRule("softmax", _softmax(torch.softmax)),
+    "SoftplusBackward0": RecomputeRule("softplus", of_saved(F.softplus, "beta", "threshold")),
+    "SqrtBackward0": RecomputeRule("root", of_input(torch.sqrt)),
+    "SubBackward0": RecomputeRule("difference", _subtract),
+    "SumBackward1": RecomputeRule("sum", of_input(torch.sum, "dim", "keepdim")),
+    "TanhBackward0": RecomputeRule("tanh", of_input(torch.tanh)),
     "ToCopyBackward0": RecomputeRule("cast", _cast),
-    "TransposeBackward0": RecomputeRule("view", _transpose),
-    "UnsafeViewBackward0": RecomputeRule("view", _view),
-    "ViewBackward0": RecomputeRule("view", _view),
+    "UpsampleBicubic2DBackward0": _upsampled(_ATEN.upsample_bicubic2d, "align_corners"),
+    "UpsampleBilinear2DBackward0": _upsampled(_ATEN.upsample_bilinear2d, "align_corners"),
+    "UpsampleNearest2DBackward0": _upsampled(_ATEN.upsample_nearest2d),
+    "UpsampleNearestExact2DBackward0": _upsampled(_ATEN._upsample_nearest_exact2d),
+    "WhereBackward0": RecomputeRule("choice", _where),
 }

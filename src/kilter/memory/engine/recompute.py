@@ -26,7 +26,8 @@ import torch
 
 from kilter.memory.engine.aliases import Known, version_counter
 from kilter.memory.engine.backend import owned
-from kilter.memory.engine.operations import OPERATIONS, HeldSource, Source
+from kilter.memory.engine.operation_graph import HeldSource, Source
+from kilter.memory.engine.operations import OPERATIONS
 from kilter.observe import torch_internals
 
 DEPTH = 5
@@ -57,9 +58,11 @@ class Recomputable(Protocol):
 class Memory(Protocol):
     """Who knows what operations saved and produced."""
 
-    def kept_by(self, node: Any, name: str) -> tuple[Source, Recomputable | None] | None:
-        """What a node saved under an attribute's name, and its datum (None: a `HeldSource`); None
-        if the node saved nothing there. May raise `Foreign`."""
+    def kept_by(
+        self, node: Any, name: str, index: int | None
+    ) -> tuple[Source, Recomputable | None] | None:
+        """What a node saved under an attribute's name (of a list: at this index), and its datum
+        (None: a `HeldSource`); None if the node saved nothing there. May raise `Foreign`."""
 
     def produced_by(self, node: Any) -> tuple[Source, Recomputable] | None:
         """A node's output, if some operation saved it."""
@@ -158,6 +161,10 @@ class Reader:
         self._memory = memory
         self.epsilon = memory.epsilon
         self._depth = 0
+        self.output = 0
+        """The number of the output that the builder that begins is to make."""
+        self.made: torch.Tensor | None = None
+        """That output itself, where it is the tensor that is read."""
         self._leaves: dict[int, tuple[Known, torch.Tensor, int]] = {}
         """By identity, parameters that operations read without saving them, their counters of
         versions, and their versions at the beginning of the pass."""
@@ -189,9 +196,10 @@ class Reader:
             return None
         name: str = node.name()
         operation = OPERATIONS.get(name)
-        if operation is None:
+        if operation is None or (base.output_nr and not operation.many):
             return None
         self._depth = 1
+        self.output, self.made = base.output_nr, base
         self.in_backward = False
         try:
             make = operation.build(self, node, base.dtype, base.size())
@@ -201,6 +209,7 @@ class Reader:
         except Foreign:
             return None
         finally:  # what is read is held by the recipe alone
+            self.made = None
             for found in (self._held, self.sources, self.closed, self.parameters):
                 found.clear()
 
@@ -229,9 +238,9 @@ class Reader:
 
     # For builders
 
-    def saved(self, node: Any, name: str) -> Source | None:
-        """A tensor that a node saved."""
-        found = self._memory.kept_by(node, name)
+    def saved(self, node: Any, name: str, index: int | None = None) -> Source | None:
+        """A tensor that a node saved, or this one of a list."""
+        found = self._memory.kept_by(node, name, index)
         if found is None:
             return None
         source, datum = found
@@ -247,8 +256,11 @@ class Reader:
     def value(self, edge: tuple[Any, int]) -> Source | None:
         """What a node produced: a parameter, something saved, or recomputed from its inputs."""
         node, output = edge
-        if node is None or output != 0 or self._depth > DEPTH:
+        self.made = None
+        if node is None or self._depth > DEPTH:
             return None
+        if output != 0:
+            return self._made(node, output)
         if node.name() == "torch::autograd::AccumulateGrad":
             _refuse_foreign(node.variable)
             return self._leaf(node.variable)
@@ -273,13 +285,14 @@ class Reader:
         self._held.append((held, False))
         return held
 
-    def _made(self, node: Any) -> Source | None:
+    def _made(self, node: Any, output: int = 0) -> Source | None:
         operation = OPERATIONS.get(node.name())
-        if operation is None:
+        if operation is None or (output and not operation.many):
             return None
-        output = node._input_metadata[0]  # what comes into it in backward is what it gave
+        like = node._input_metadata[output]  # what comes into it in backward is what it gave
         self._depth += 1
-        made = operation.build(self, node, output.dtype, tuple(output.shape))
+        self.output = output
+        made = operation.build(self, node, like.dtype, tuple(like.shape))
         self._depth -= 1
         return made
 

@@ -22,7 +22,7 @@ import torch
 
 from kilter.memory.engine import recording
 from kilter.memory.engine.backend import owned
-from kilter.memory.engine.operations import HeldSource, Source
+from kilter.memory.engine.operation_graph import HeldSource, Source
 from kilter.memory.engine.recompute import COPIED_SHARE, Foreign
 from kilter.memory.engine.store import HERE, Saved, Store, View
 from kilter.observe import torch_internals

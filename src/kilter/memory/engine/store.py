@@ -26,7 +26,7 @@ from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.host import HostBlock, HostPool
 from kilter.memory.engine.layer_norms import LayerNorms
 from kilter.memory.engine.modified import Modified
-from kilter.memory.engine.operations import HeldSource, Source
+from kilter.memory.engine.operation_graph import HeldSource, Source
 from kilter.memory.engine.quiet import uncast, ungraded
 from kilter.memory.engine.recompute import Foreign, Recipe, root_of
 from kilter.memory.engine.waits import Waits
@@ -588,10 +588,14 @@ class Store:
         leaf = weight.tensor if type(weight) is HeldSource else None
         return self.norms.epsilon(node, leaf)
 
-    def kept_by(self, node: Any, name: str) -> tuple[Source, Saved | None] | None:
+    def kept_by(
+        self, node: Any, name: str, index: int | None
+    ) -> tuple[Source, Saved | None] | None:
         """What a node saved under a name, as we packed it; nothing is unpacked, since the hooks of
         others may do anything (checkpointing runs the forward again)."""
         raw = getattr(node, name)
+        if index is not None:
+            raw = raw[index]
         try:
             packed = raw.data
         except AttributeError:

@@ -14,7 +14,7 @@ from kilter.memory import messages
 from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.modified import Modified
-from kilter.memory.engine.operations import HeldSource
+from kilter.memory.engine.operation_graph import HeldSource
 from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedDatum, SavedSegment
 from kilter.memory.engine.recompute import Reader, Recipe, Unlike
 from kilter.memory.engine.store import Saved, Store, flat

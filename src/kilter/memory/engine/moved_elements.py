@@ -1,0 +1,176 @@
+"""Operations that only move elements: views, parts, and what puts tensors together.
+
+They compute nothing, so they cost little to do again. See `operation_graph` for what a builder is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kilter.memory.engine.operation_graph import (
+    Graph,
+    Make,
+    RecomputeRule,
+    Source,
+    number,
+    of_input,
+)
+
+
+def _shaped(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+    """The same elements in the same order under another shape."""
+    if math.prod(node._saved_self_sym_sizes) != math.prod(size):
+        return None
+    source = graph.value(node.next_functions[0])
+    return None if source is None else lambda: source().reshape(size)
+
+
+def _expanded(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+    source = graph.value(node.next_functions[0])
+    return None if source is None else lambda: source().expand(size)
+
+
+def _part(begin_of: Callable[[Any, int, int], tuple[int, int]]) -> Any:
+    """One of the parts of a tensor along a dimension; `begin_of` says where one of this number
+    begins, and how long it is, of so many elements."""
+
+    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+        which, dim = graph.output, number(node, "dim")
+        begin, length = begin_of(node, which, node._saved_self_sym_sizes[dim])
+        source = graph.value(node.next_functions[0])
+        return None if source is None else lambda: source().narrow(dim, begin, length)
+
+    return build
+
+
+def _equal_part(node: Any, which: int, count: int) -> tuple[int, int]:
+    each = int(node._saved_split_size)
+    return which * each, min(each, count - which * each)
+
+
+def _unequal_part(node: Any, which: int, count: int) -> tuple[int, int]:
+    sizes = node._saved_split_sizes
+    return sum(sizes[:which]), sizes[which]
+
+
+def _unbound(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+    which, dim = graph.output, number(node, "dim")
+    source = graph.value(node.next_functions[0])
+    return None if source is None else lambda: source().select(dim, which)
+
+
+def _slice(x: torch.Tensor, dim: int, start: int, end: int, step: int) -> torch.Tensor:
+    return x[(*[slice(None)] * (dim % x.ndim), slice(start, end, step))]
+
+
+def _joined(join: Callable[[Sequence[torch.Tensor], int], torch.Tensor]) -> Any:
+    """Several tensors side by side; one that is not in the graph is out of reach."""
+
+    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+        dim = number(node, "dim")
+        sources: list[Source] = []
+        for edge in node.next_functions:
+            source = graph.value(edge)
+            if source is None:
+                return None
+            sources.append(source)
+        return lambda: join([source() for source in sources], dim)
+
+    return build
+
+
+def _taken(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+    """`x[indices]`; None among them stands for all elements of that dimension."""
+    source = graph.value(node.next_functions[0])
+    if source is None:
+        return None
+    indices = [
+        graph.saved(node, "_raw_saved_indices", i) for i in range(len(node._raw_saved_indices))
+    ]
+
+    def make() -> torch.Tensor:
+        return source()[tuple(slice(None) if index is None else index() for index in indices)]
+
+    return make
+
+
+def _gathered(apply: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]) -> Any:
+    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+        index, dim = graph.saved(node, "_raw_saved_index"), number(node, "dim")
+        source = graph.value(node.next_functions[0])
+        if source is None or index is None:
+            return None
+        return lambda: apply(source(), dim, index())
+
+    return build
+
+
+def _padded(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+    """The node does not keep the value of the padding: one element is taken from the padding."""
+    made, pads = graph.made, number(node, "pad")
+    dims = len(size)
+    inner = [slice(None)] * dims
+    corner = [0] * dims
+    padding = False
+    for place in range(len(pads) // 2):
+        dim = dims - 1 - place
+        before, after = pads[2 * place : 2 * place + 2]
+        if before < 0 or after < 0:
+            return None
+        inner[dim] = slice(before, size[dim] - after)
+        if before or after:
+            corner[dim] = 0 if before else size[dim] - 1
+            padding = True
+    if made is None or not padding or not all(size):
+        return None
+    source = graph.value(node.next_functions[0])
+    if source is None:
+        return None
+    value = made.detach()[tuple(corner)].clone()
+
+    def make() -> torch.Tensor:
+        out = value.expand(size).clone(memory_format=torch.contiguous_format)
+        out[tuple(inner)] = source()
+        return out
+
+    return make
+
+
+_SHAPED = RecomputeRule("view", _shaped)
+MOVES = {
+    "CatBackward0": RecomputeRule("concatenation", _joined(torch.cat)),
+    "ChannelShuffleBackward0": RecomputeRule("shuffle", of_input(torch.channel_shuffle, "groups")),
+    "ConstantPadNdBackward0": RecomputeRule("padding", _padded),
+    "ExpandBackward0": RecomputeRule("view", _expanded),
+    "FlipBackward0": RecomputeRule("flip", of_input(torch.flip, "dims")),
+    "GatherBackward0": RecomputeRule("gather", _gathered(torch.gather)),
+    "IndexBackward0": RecomputeRule("index", _taken),
+    "IndexSelectBackward0": RecomputeRule("index", _gathered(torch.index_select)),
+    "PermuteBackward0": RecomputeRule("view", of_input(torch.permute, "dims")),
+    "PixelShuffleBackward0": RecomputeRule(
+        "shuffle", of_input(torch.pixel_shuffle, "upscale_factor")
+    ),
+    "PixelUnshuffleBackward0": RecomputeRule(
+        "shuffle", of_input(torch.pixel_unshuffle, "downscale_factor")
+    ),
+    "RepeatBackward0": RecomputeRule("repetition", of_input(torch.Tensor.repeat, "repeats")),
+    "RollBackward0": RecomputeRule("roll", of_input(torch.roll, "shifts", "dims")),
+    "SelectBackward0": RecomputeRule("view", of_input(torch.select, "dim", "index")),
+    "SliceBackward0": RecomputeRule("view", of_input(_slice, "dim", "start", "end", "step")),
+    "SplitBackward0": RecomputeRule("view", _part(_equal_part), many=True),
+    "SplitWithSizesBackward0": RecomputeRule("view", _part(_unequal_part), many=True),
+    "SqueezeBackward0": _SHAPED,
+    "SqueezeBackward1": _SHAPED,
+    "SqueezeBackward2": _SHAPED,
+    "StackBackward0": RecomputeRule("concatenation", _joined(torch.stack)),
+    "TBackward0": RecomputeRule("view", of_input(torch.t)),
+    "TransposeBackward0": RecomputeRule("view", of_input(torch.transpose, "dim0", "dim1")),
+    "UnbindBackward0": RecomputeRule("view", _unbound, many=True),
+    "UnsafeViewBackward0": _SHAPED,
+    "UnsqueezeBackward0": RecomputeRule("view", of_input(torch.unsqueeze, "dim")),
+    "ViewBackward0": _SHAPED,
+}

@@ -1,0 +1,120 @@
+"""What a recipe may ask of autograd's graph, and what it reads: the words of the builders.
+
+A *builder* reads off a node what the operation read, and says how to do it again; None if part of
+that is out of reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from kilter.memory.engine.modified import Modified
+
+Make: TypeAlias = Callable[[], torch.Tensor]
+Build: TypeAlias = Callable[["Graph", Any, torch.dtype, tuple[int, ...]], Make | None]
+Source = Any
+"""How to have a tensor that a recipe reads: called without arguments, it gives the tensor, or None
+for an affine parameter that a norm does not have."""
+
+
+class Graph(Protocol):
+    """What a builder may ask for. All of it is had when the recipe is carried out."""
+
+    output: int
+    """The number of the node's output that is wanted, when the builder begins."""
+    made: torch.Tensor | None
+    """The tensor itself that is to be recomputed, if this node made it."""
+
+    def saved(self, node: Any, name: str, index: int | None = None) -> Source | None:
+        """A tensor that a node saved, or this one of a list."""
+
+    def value(self, edge: tuple[Any, int]) -> Source | None:
+        """What a node produced."""
+
+    def epsilon(self, node: Any, weight: Source | None) -> float | None:
+        """Of a layer norm with this weight."""
+
+
+class HeldSource:
+    """A source that is no datum of the engine: a parameter, or a small tensor that autograd saved.
+
+    It must have the version that the operation read. `own` puts a copy in its place, which nobody
+    else can write to.
+    """
+
+    __slots__ = ("__weakref__", "take", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int, take: Source | None = None) -> None:
+        """`take` gives the tensor where holding the tensor itself is not enough (its bytes may be
+        on the host)."""
+        self.tensor = tensor
+        self.version = version
+        self.take = take
+
+    def __call__(self) -> torch.Tensor:
+        if self.changed:
+            raise Modified(self.tensor, self.version)
+        found: torch.Tensor = self.tensor if self.take is None else self.take()
+        return found
+
+    @property
+    def changed(self) -> bool:
+        return bool(self.tensor._version != self.version)
+
+    def own(self) -> None:
+        self.tensor = self().detach().clone()
+        self.version, self.take = self.tensor._version, None
+
+
+class RecomputeRule(NamedTuple):
+    """One kind of node."""
+
+    kind: str
+    """What the operation is called, for people."""
+    build: Build
+    """What makes an output of this type and size again."""
+    many: bool = False
+    """It has several outputs, and knows each of them by its number."""
+
+
+def number(node: Any, name: str) -> Any:
+    """An attribute that a node keeps: a number, or several. Negative dimensions come as unsigned
+    numbers of 64 bits."""
+    found = getattr(node, f"_saved_{name}")
+    if isinstance(found, tuple | list):
+        return [_signed(one) for one in found]
+    return _signed(found)
+
+
+def _signed(found: Any) -> Any:
+    return found - 2**64 if type(found) is int and found >= 2**63 else found
+
+
+def of_saved(apply: Callable[..., torch.Tensor], *names: str, source: str = "self") -> Build:
+    """An operation of an input that it saved and of numbers that the node keeps."""
+
+    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+        read = graph.saved(node, f"_raw_saved_{source}")
+        return None if read is None else _applied(apply, read, node, names)
+
+    return build
+
+
+def of_input(apply: Callable[..., torch.Tensor], *names: str) -> Build:
+    """The same of its first input, which it did not save."""
+
+    def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
+        read = graph.value(node.next_functions[0])
+        return None if read is None else _applied(apply, read, node, names)
+
+    return build
+
+
+def _applied(
+    apply: Callable[..., torch.Tensor], read: Source, node: Any, names: tuple[str, ...]
+) -> Make:
+    numbers = [number(node, name) for name in names]
+    return lambda: apply(read(), *numbers)

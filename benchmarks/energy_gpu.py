@@ -168,8 +168,8 @@ def batches(name: str, device: Any, tiny: bool) -> Iterator[tuple[Any, Any]]:
 def training(name: str, *, tiny: bool) -> Callable[[], None]:
     """One iteration of a job, synchronised."""
     import torch
+    from gpt import Gpt
     from torch import nn
-    from train_gpu import GPT
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else "cpu"
@@ -177,7 +177,7 @@ def training(name: str, *, tiny: bool) -> Callable[[], None]:
         torch.cuda.set_device(device)
     torch.manual_seed(0)
     if name in ("gpt", "ddp"):
-        model = GPT(1, 32, 2, 256, 16) if tiny else GPT(24, 1024, 16, 50304, 1024)
+        model = Gpt(1, 32, 16, 256) if tiny else Gpt(24, 1024, 1024)
     else:
         made = {"vgg16": vgg16, "mobilenet": mobilenet}.get(name, resnet50)()
         model = made.to(memory_format=torch.channels_last)

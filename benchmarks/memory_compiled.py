@@ -28,41 +28,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from gpt import Block, Gpt
 from memory_models import TIMED, Timed
 from torch import nn
 from torch._functorch import config
 from torch.optim.optimizer import register_optimizer_step_post_hook
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, *, causal: bool) -> None:
-        super().__init__()
-        self.heads, self.causal = width // 64, causal
-        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.one(x)).chunk(3, dim=-1)
-        q, k, v = (t.view(batch, length, self.heads, 64).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.two(x))))
-
-
-class Gpt(nn.Module):
-    def __init__(self, layers: int, width: int, length: int, words: int) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, causal=True) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.places.weight
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 class Vit(nn.Module):

@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.nn.functional as F  # noqa: N812
+from gpt import VOCABULARY, Gpt
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -40,44 +41,9 @@ from kilter.memory.plan.feedback import slower
 from kilter.memory.plan.problem import Link
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or matrix products may vary
-VOCABULARY = 50304
 RUN_IN = 4
 """Iterations before the timed ones, without waiting in between: a host that starts with the device
 idle needs some to get ahead of it."""
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads = width // 64
-        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.one(x)).chunk(3, dim=-1)
-        q, k, v = (t.view(batch, length, self.heads, 64).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.two(x))))
-
-
-class Gpt(nn.Module):
-    def __init__(self, layers: int, width: int, length: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
-        self.places = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.checkpointing = False
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
-        return self.head(self.norm(x))
 
 
 class Resnet(nn.Module):
@@ -108,7 +74,7 @@ class Job:
     def step(self, mark: Callable[[], None] = lambda: None) -> torch.Tensor:
         """One iteration; `mark` is called when each of its three phases has been issued."""
         inputs, targets = self.batch
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(inputs.device.type, torch.bfloat16):
             logits = self.model(inputs)
             loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
         mark()
@@ -120,9 +86,9 @@ class Job:
         return loss.detach()
 
 
-def gpt(layers: int, width: int, batch: int, length: int) -> Job:
+def gpt(layers: int, width: int, batch: int, length: int, device: object = "cuda") -> Job:
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device):
         model = Gpt(layers, width, length)
         tokens = torch.randint(0, VOCABULARY, (batch, length + 1))
     return Job(

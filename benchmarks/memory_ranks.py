@@ -26,7 +26,7 @@ def train(args: argparse.Namespace) -> None:
     """Writes what this rank found to OUT/RANK.json."""
     import torch
     import torch.nn.functional as F  # noqa: N812
-    from memory_h200 import Gpt
+    from gpt import Gpt
 
     rank = int(os.environ["RANK"])
     cuda = torch.cuda.is_available()

@@ -33,26 +33,11 @@ def train(args: argparse.Namespace) -> tuple[list[str], str]:
     """Losses, and a digest of the parameters."""
     import torch
     import torch.nn.functional as F  # noqa: N812
+    from gpt import Block
     from torch import nn
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     width, length = args.width, args.length
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = (
-                t.view(*t.shape[:2], -1, 64).transpose(1, 2)
-                for t in self.qkv(self.one(x)).chunk(3, dim=-1)
-            )
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(y.transpose(1, 2).flatten(2))
-            return x + self.down(F.gelu(self.up(self.two(x))))
 
     if args.cap and device == "cuda":
         torch.cuda.set_per_process_memory_fraction(args.cap)
@@ -62,7 +47,7 @@ def train(args: argparse.Namespace) -> tuple[list[str], str]:
     with torch.device(device):
         model = nn.Sequential(
             nn.Embedding(args.vocabulary, width),
-            *(Block() for _ in range(args.layers)),
+            *(Block(width) for _ in range(args.layers)),
             nn.LayerNorm(width),
             nn.Linear(width, args.vocabulary, bias=False),
         )

@@ -21,7 +21,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,8 +29,7 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.nn.functional as F  # noqa: N812
-from memory_h200 import VOCABULARY, Gpt, Pinned
+from memory_h200 import Job, Pinned, gpt
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kilter.core.units import GIB
@@ -40,7 +39,7 @@ from kilter.memory.engine.state import StateMover
 from kilter.memory.engine.weights import WeightMover
 from kilter.memory.plan.problem import Link
 from kilter.memory.state_and_weights import StateAndWeightPolicy
-from kilter.memory.usable_bytes import room
+from kilter.memory.usable_bytes import usable_device_bytes
 from kilter.session.fence import Fence
 
 FIRST = time.perf_counter()
@@ -89,37 +88,9 @@ class Machine:
             torch.cuda.reset_peak_memory_stats()
 
 
-class Job:
-    """A model, its optimizer and a batch of random tokens."""
-
-    def __init__(self, machine: Machine, layers: int, batch: int) -> None:
-        torch.manual_seed(0)
-        width, length = (64, 16) if machine.tiny else (machine.width, 1024)
-        with machine.device:
-            self.model = Gpt(layers, width, length)
-        self.device_type = machine.device.type
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.length = length
-        self.deal(batch)
-
-    def deal(self, batch: int) -> None:
-        tokens = torch.randint(0, VOCABULARY, (batch, self.length + 1))
-        device = next(self.model.parameters()).device
-        self.inputs = tokens[:, :-1].contiguous().to(device)
-        self.targets = tokens[:, 1:].contiguous().to(device)
-
-    def step(self, mark: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """One iteration; `mark` is called when each of its three phases has been issued."""
-        with torch.autocast(self.device_type, torch.bfloat16):
-            logits = self.model(self.inputs)
-            loss = F.cross_entropy(logits.flatten(0, -2), self.targets.flatten())
-        mark()
-        loss.backward()
-        mark()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        mark()
-        return loss.detach()
+def gpt_on(machine: Machine, layers: int, batch: int) -> Job:
+    width, length = (64, 16) if machine.tiny else (machine.width, 1024)
+    return gpt(layers, width, batch, length, machine.device)
 
 
 @dataclass(frozen=True)
@@ -351,7 +322,7 @@ def observed(engines: Governed) -> dict[str, Any]:
 
 
 def rows(machine: Machine, names: list[str], records: bool) -> Iterator[dict[str, Any]]:
-    job = Job(machine, 2 if machine.tiny else machine.layers, 8)
+    job = gpt_on(machine, 2 if machine.tiny else machine.layers, 8)
     plain_bytes = checkpoint_bytes = 0
     for mode in MODES:
         if names and mode.name not in (*names, "plain"):
@@ -399,7 +370,7 @@ def identity(machine: Machine, names: list[str]) -> Iterator[dict[str, Any]]:
         if names and mode.name not in (*names, "plain", "plain again"):
             continue
         machine.settle()
-        job = Job(machine, 2 if machine.tiny else 12, 8)
+        job = gpt_on(machine, 2 if machine.tiny else 12, 8)
         budget = None
         if mode.share is not None:
             budget = 10**7 if machine.tiny else int(mode.share * plain_bytes) + held_bytes
@@ -431,7 +402,7 @@ def cap(machine: Machine, batches: list[int], cap_bytes: int) -> Iterator[dict[s
     if not machine.tiny:
         total_bytes = torch.cuda.get_device_properties(machine.device).total_memory
         torch.cuda.set_per_process_memory_fraction(cap_bytes / total_bytes)
-        budget, _ = room(torch.cuda, machine.device)
+        budget, _ = usable_device_bytes(torch.cuda, machine.device)
     ours = Mode("ours", 1.0, "consume", joint=True)
     for batch in batches:
         mode = Mode("plain") if batch < 0 else ours
@@ -440,7 +411,7 @@ def cap(machine: Machine, batches: list[int], cap_bytes: int) -> Iterator[dict[s
         begin = time.perf_counter()
         engines = Governed(machine, mode, budget if mode.joint else None)
         try:
-            job = Job(machine, 2 if machine.tiny else 48, abs(batch))
+            job = gpt_on(machine, 2 if machine.tiny else 48, abs(batch))
             with engines.govern(fresh=True):
                 try:
                     warm(job, engines, passes=2)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+from gpt import Block
 from torch import nn
 
 from kilter.memory.engine import Backend, CpuStandIn, Swapper
@@ -42,22 +42,6 @@ class Idle(CpuStandIn):
         pass
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape
-        q, k, v = self.qkv(self.one(x)).chunk(3, dim=-1)
-        q, k, v = (t.view(batch, length, 1, WIDTH).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(batch, length, WIDTH))
-        return x + self.down(F.gelu(self.up(self.two(x))))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
@@ -68,7 +52,7 @@ def main() -> None:
     torch.manual_seed(0)
     device = options.device
     torch.set_default_device(device)
-    model = nn.Sequential(*(Block() for _ in range(options.layers)))
+    model = nn.Sequential(*(Block(WIDTH) for _ in range(options.layers)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     x = torch.randn(2, 32, WIDTH)
 

@@ -9,44 +9,8 @@ import statistics
 import time
 
 import torch
+from gpt import Gpt
 from torch import nn
-
-
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x):
-        b, t, c = x.shape
-        q, k, v = (
-            z.view(b, t, self.heads, c // self.heads).transpose(1, 2)
-            for z in self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        )
-        a = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(a.transpose(1, 2).reshape(b, t, c))
-        return x + self.mlp(self.norm2(x))
-
-
-class GPT(nn.Module):
-    def __init__(self, layers, width, heads, vocabulary, context):
-        super().__init__()
-        self.token = nn.Embedding(vocabulary, width)
-        self.place = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens):
-        x = self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
-        return self.head(self.norm(self.blocks(x)))
 
 
 def job(name, batch):
@@ -54,7 +18,7 @@ def job(name, batch):
     if name == "gpt":
         batch = batch or 8
         tokens = torch.randint(0, 50304, (batch, 1025), device="cuda")
-        return GPT(24, 1024, 16, 50304, 1024), tokens[:, :-1], tokens[:, 1:]
+        return Gpt(24, 1024, 1024), tokens[:, :-1], tokens[:, 1:]
     import torchvision
 
     models = {

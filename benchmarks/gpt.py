@@ -1,0 +1,45 @@
+"""The GPT that several benchmarks train. Knows nothing of kilter."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+VOCABULARY = 50304
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a layer norm; heads of 64 channels."""
+
+    def __init__(self, width: int, *, causal: bool = True) -> None:
+        super().__init__()
+        self.heads, self.causal = max(1, width // 64), causal
+        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(self.one(x)).chunk(3, dim=-1)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.two(x))))
+
+
+class Gpt(nn.Module):
+    """Tokens to logits; with `checkpointing` every block is recomputed in backward."""
+
+    def __init__(self, layers: int, width: int, length: int, words: int = VOCABULARY) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.checkpointing = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
+        return self.head(self.norm(x))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import seen
 import torch
-from seen import DEVICE, batch, show_model
 from torch import Tensor, nn
 
 AT = (0, 3, 7, 12, 20)
@@ -20,7 +20,7 @@ class NormNet(nn.Module):
             nn.LayerNorm(64, elementwise_affine=number % 2 == 0) for number in range(4)
         )
         self.linears = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        self.to(DEVICE)
+        self.to(seen.DEVICE)
 
     def forward(self, x: Tensor) -> Tensor:
         for norm, linear in zip(self.norms, self.linears, strict=True):
@@ -31,15 +31,6 @@ class NormNet(nn.Module):
 def train(do: Callable[[nn.Module, int], None]) -> None:
     """30 iterations; `do` is called in the middle of some, and after the last."""
     model = NormNet()
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for step in range(30):
-        loss = model(batch()).square().mean()
-        if step in AT:
-            do(model, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    losses = seen.train(model, middle=lambda step: do(model, step) if step in AT else None)
     do(model, 30)
-    show_model(model, losses)
+    seen.show_model(model, losses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from branches import Branches
-from seen import batch, show_model
+from seen import show_model, train
 
 RUN = ("recompute", "all")
 
@@ -12,19 +12,15 @@ RUN = ("recompute", "all")
 def main() -> None:
     model = Branches()
     biases = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(30):
-        loss = model(batch()).square().mean()
+
+    def clamp(step: int) -> None:
         if step >= 10:
             with torch.no_grad():
                 for bias in biases:
                     bias.clamp_(-0.05, 0.05)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    show_model(model, losses)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    show_model(model, train(model, optimizer=optimizer, middle=clamp))
 
 
 if __name__ == "__main__":

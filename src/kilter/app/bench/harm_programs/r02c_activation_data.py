@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from seen import batch, layers, show_model
+from seen import layers, show_model, train
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -28,19 +27,14 @@ class Net(nn.Module):
 
 def main() -> None:
     net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    losses = []
-    for step in range(30):
-        loss = net(batch()).square().mean()
+
+    def scale(step: int) -> None:
         if step >= 10:
             for held in net.held:
                 held.data.mul_(0.5)
         net.held.clear()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    show_model(net, losses)
+
+    show_model(net, train(net, middle=scale))
 
 
 if __name__ == "__main__":

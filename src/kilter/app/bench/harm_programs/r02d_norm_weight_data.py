@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from seen import DEVICE, batch, show_model
+from seen import DEVICE, show_model, train
 from torch import nn
 
 RUN = ("recompute", "all")
@@ -14,18 +14,14 @@ def main() -> None:
     blocks = (nn.Sequential(nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64)) for _ in range(5))
     model = nn.Sequential(*blocks).to(DEVICE)
     norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    losses = []
-    for step in range(30):
-        loss = model(batch()).square().mean()
+
+    def shift(step: int) -> None:
         if step >= 10:
             for norm in norms:
                 norm.bias.data.add_(0.1)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    show_model(model, losses)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    show_model(model, train(model, optimizer=optimizer, middle=shift))
 
 
 if __name__ == "__main__":

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from reading_state import State, train
+from reading_state import train
 
 RUN = ("state",)
 
-
-def read(state: State) -> State:
-    return state | {}
-
-
 if __name__ == "__main__":
-    train(read)
+    train(lambda state: state | {})

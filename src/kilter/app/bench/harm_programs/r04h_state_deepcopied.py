@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import copy
 
-from reading_state import State, train
+from reading_state import train
 
 RUN = ("state",)
 
-
-def read(state: State) -> State:
-    return copy.deepcopy(state)
-
-
 if __name__ == "__main__":
-    train(read)
+    train(copy.deepcopy)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from seen import DEVICE, layers, show, show_model
+from seen import DEVICE, layers, show, show_model, train
+from torch import Tensor
 
 RUN = ("memory", "recompute")
 
@@ -13,16 +14,11 @@ def main() -> None:
     data = np.random.default_rng(0).standard_normal((4, 4096, 64), dtype=np.float32)
     before = data.copy()
     model = layers(1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for step in range(40):
-        x = torch.from_numpy(data)[step % 4].to(DEVICE)
-        loss = model(x).square().mean()
-        del x
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+
+    def loss_of(step: int) -> Tensor:
+        return model(torch.from_numpy(data)[step % 4].to(DEVICE)).square().mean()
+
+    losses = train(model, loss_of, steps=40)
     show(unharmed=bool((data == before).all()))
     show_model(model, losses)
 

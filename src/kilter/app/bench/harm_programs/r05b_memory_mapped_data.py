@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from seen import DEVICE, layers, show_model
+from seen import DEVICE, layers, show_model, train
+from torch import Tensor
 
 RUN = ("memory", "recompute")
 
@@ -14,16 +15,11 @@ def main() -> None:
     made.tofile("data.bin")
     data = np.memmap("data.bin", dtype=np.float32, mode="r+", shape=made.shape)
     model = layers(1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for step in range(40):
-        x = torch.from_numpy(data)[step % 4].to(DEVICE)
-        loss = model(x).square().mean()
-        del x
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+
+    def loss_of(step: int) -> Tensor:
+        return model(torch.from_numpy(data)[step % 4].to(DEVICE)).square().mean()
+
+    losses = train(model, loss_of, steps=40)
     data.flush()
     show_model(model, losses)
 

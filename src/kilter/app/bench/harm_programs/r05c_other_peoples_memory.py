@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from seen import DEVICE, layers, show, show_model
+from seen import DEVICE, layers, show, show_model, train
 from torch import Tensor
 
 RUN = ("memory", "recompute")
@@ -27,16 +27,7 @@ def main() -> None:
 
     shared = torch.from_numpy(made[2].copy()).share_memory_()
     model = layers(1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for step in range(42):
-        x = data(step % 3, step)
-        loss = model(x).square().mean()
-        del x
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    losses = train(model, lambda step: model(data(step % 3, step)).square().mean(), steps=42)
     show(bytearray_unharmed=bytes(raw) == made[0].tobytes())
     show(shared_unharmed=bool((shared.numpy() == made[2]).all()))
     show_model(model, losses)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-import torch
-from seen import batch, layers, show_model
+from seen import batch, layers, show_model, train
+from torch import Tensor
 
 MMAP = True
 RUN = ("memory", "all")
@@ -14,16 +14,12 @@ WITHIN_S = 500
 
 def main() -> None:
     model = layers(4)
-    optimizer = torch.optim.AdamW(model.parameters())
     lengths = random.Random(0)
-    losses = []
-    for _ in range(100):
-        loss = model(batch(lengths.randrange(4096, 12_000))).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    show_model(model, losses)
+
+    def loss_of(step: int) -> Tensor:
+        return model(batch(lengths.randrange(4096, 12_000))).square().mean()
+
+    show_model(model, train(model, loss_of, steps=100))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from seen import batch, layers, show_model
+from seen import batch, layers, show_model, train
 
 MMAP = True
 RUN = ("memory", "all")
@@ -11,14 +10,7 @@ RUN = ("memory", "all")
 
 def main() -> None:
     model = layers(4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for step in range(100):
-        loss = model(batch(4096 + 8 * step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    losses = train(model, lambda step: model(batch(4096 + 8 * step)).square().mean(), steps=100)
     show_model(model, losses)
 
 

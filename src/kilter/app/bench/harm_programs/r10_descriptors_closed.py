@@ -5,30 +5,26 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import TextIO
 
-import torch
-from seen import batch, layers, show_model
+from seen import layers, show_model, train
 
 RUN = ("energy", "memory", "nvml")
 
 
 def main() -> None:
     model = layers(4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    files = []
-    losses = []
-    for step in range(60):
-        loss = model(batch()).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    files: list[TextIO] = []
+
+    def close_all(step: int) -> None:
         if step == 30:
             os.closerange(3, 4096)
-            files = [Path(f"checkpoint-{number}").open("w") for number in range(24)]  # noqa: SIM115
+            files.extend(Path(f"checkpoint-{number}").open("w") for number in range(24))  # noqa: SIM115
             for number, file in enumerate(files):
                 print(f"the contents of file {number}", file=file, flush=True)
         time.sleep(0.02)  # time for kilter's own thread
+
+    losses = train(model, steps=60, after=close_all)
     for file in files:
         print("its last line", file=file, flush=True)
     show_model(model, losses)

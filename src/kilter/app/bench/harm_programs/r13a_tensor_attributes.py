@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from seen import batch, layers, show, show_model
+from seen import layers, show, show_model, train
 from torch import Tensor, nn
 
 RUN = ("memory", "recompute", "govern")
@@ -43,14 +43,7 @@ class Net(nn.Module):
 
 def main() -> None:
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for _ in range(30):
-        loss = model(batch()).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    losses = train(model)
     show(notes=notes)
     show_model(model, losses)
 

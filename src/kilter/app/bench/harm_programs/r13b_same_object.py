@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from seen import batch, layers, show, show_model
+from seen import batch, layers, show, show_model, train
 from torch import Tensor
 
 RUN = ("memory", "recompute")
@@ -29,17 +29,14 @@ class Held(torch.autograd.Function):
 
 def main() -> None:
     model = layers(4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for _ in range(30):
+
+    def loss_of(step: int) -> Tensor:
         x = batch()
         for block in model:
             x = Held.apply(block(x))
-        loss = x.square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+        return x.square().mean()
+
+    losses = train(model, loss_of)
     show(same=same)
     show_model(model, losses)
 

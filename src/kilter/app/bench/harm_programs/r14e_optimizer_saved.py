@@ -6,7 +6,7 @@ import copy
 import pickle
 
 import torch
-from seen import batch, bits, layers, show, show_model
+from seen import batch, bits, layers, show, show_model, train
 
 RUN = ("memory", "state")
 
@@ -14,13 +14,8 @@ RUN = ("memory", "state")
 def main() -> None:
     model = layers(6, 128)
     optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for step in range(45):
-        loss = model(batch(2048, 128)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+
+    def save(step: int) -> None:
         if step in (5, 15, 30, 35, 40):
             whole = pickle.dumps(optimizer)
             copied = copy.deepcopy(optimizer)
@@ -31,6 +26,14 @@ def main() -> None:
             show(
                 **{f"type of state at {step}": type(next(iter(optimizer.state.values()))).__name__}
             )
+
+    losses = train(
+        model,
+        lambda step: model(batch(2048, 128)).square().mean(),
+        optimizer=optimizer,
+        steps=45,
+        after=save,
+    )
     show_model(model, losses)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 
 import torch
-from seen import batch, layers, show_model
+from seen import batch, layers, show_model, train
+from torch import Tensor
 
 RUN = ("memory", "state")
 
@@ -13,20 +14,17 @@ RUN = ("memory", "state")
 def main() -> None:
     warnings.simplefilter("ignore")
     model = layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for step in range(30):
+
+    def loss_of(step: int) -> Tensor:
         x = model(batch())
         loss = x.square().mean()
         if step >= 10:
             nested = torch.nested.as_nested_tensor([x[:3000] * 1.0, x[:3500] * 2.0])
             padded = torch.nested.to_padded_tensor(torch.nn.functional.gelu(nested), 0.0)
             loss = loss + padded.mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    show_model(model, losses)
+        return loss
+
+    show_model(model, train(model, loss_of))
 
 
 if __name__ == "__main__":

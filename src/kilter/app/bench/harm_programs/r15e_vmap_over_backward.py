@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import torch
-from seen import DEVICE, batch, bits, layers, show, show_model
+from seen import DEVICE, batch, bits, layers, show, show_model, train
+from torch import Tensor
 
 RUN = ("recompute", "state")
 
 
 def main() -> None:
     model = layers(4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
     seen = []
-    for step in range(30):
+
+    def loss_of(step: int) -> Tensor:
         x = batch().requires_grad_()
         out = model(x)
         if step % 3 == 2:
@@ -23,11 +23,9 @@ def main() -> None:
                 out, x, directions, is_grads_batched=True, retain_graph=True
             )
             seen.append(bits(found))
-        loss = out.square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+        return out.square().mean()
+
+    losses = train(model, loss_of)
     show(batched=seen)
     show_model(model, losses)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from seen import batch, layers, show_model
+from seen import batch, layers, show_model, train
 
 RUN = ("memory", "state")
 
@@ -11,14 +11,17 @@ RUN = ("memory", "state")
 def main() -> None:
     model = layers(6, 128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(60):
-        loss = model(batch(2048, 128)).square().mean()
-        loss.backward()
+
+    def set_rate(step: int) -> None:
         optimizer.param_groups[0]["lr"] = 1e-3 if step < 20 else 1e-3 * 0.98 ** (step - 20)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+
+    losses = train(
+        model,
+        lambda step: model(batch(2048, 128)).square().mean(),
+        optimizer=optimizer,
+        steps=60,
+        before_step=set_rate,
+    )
     show_model(model, losses)
 
 

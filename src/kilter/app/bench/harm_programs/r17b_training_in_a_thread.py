@@ -5,25 +5,15 @@ from __future__ import annotations
 import threading
 
 import torch
-from seen import batch, layers, show_model
+from seen import layers, show_model, train
 
 RUN = ("energy", "memory", "govern")
 
 
 def main() -> None:
     model = layers(4)
-    losses = []
-
-    def train() -> None:
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(30):
-            loss = model(batch()).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-
-    thread = threading.Thread(target=train)
+    losses: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: losses.extend(train(model)))
     thread.start()
     thread.join()
     show_model(model, losses)

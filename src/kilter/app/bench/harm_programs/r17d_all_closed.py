@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from seen import batch, layers, show_model
+from seen import layers, show_model, train
 
 RUN = ("energy", "memory")
 CLOSE = (0, 1, 2)
@@ -11,14 +10,7 @@ CLOSE = (0, 1, 2)
 
 def main() -> None:
     model = layers(4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for _ in range(30):
-        loss = model(batch()).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    losses = train(model)
     with open("notes.txt", "w") as file:
         print("the contents of the program's own file", file=file)
     show_model(model, losses)

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 import torch
@@ -46,6 +46,33 @@ def layers(depth: int = 6, width: int = 64) -> nn.Sequential:
 
 def batch(rows: int = 4096, width: int = 64) -> Tensor:
     return torch.randn(rows, width).to(DEVICE)
+
+
+def train(
+    model: nn.Module,
+    loss_of: Callable[[int], Tensor] | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: int = 30,
+    middle: Callable[[int], object] = lambda step: None,
+    before_step: Callable[[int], object] = lambda step: None,
+    after: Callable[[int], object] = lambda step: None,
+) -> list[Tensor]:
+    """The usual loop, and its losses. Each row says what it does otherwise: `loss_of` a step, or
+    something between forward and backward (`middle`), `before_step`, or `after` an iteration."""
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for step in range(steps):
+        loss = model(batch()).square().mean() if loss_of is None else loss_of(step)
+        middle(step)
+        loss.backward()
+        before_step(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        after(step)
+    return losses
 
 
 def show_model(model: nn.Module, losses: Iterable[Tensor] = ()) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kilter.app.report import svg
-from kilter.app.report.page import document, table
+from kilter.app.report.page import document, section, table
 from kilter.app.report.svg import Frame, escape
 from kilter.core.label import Label
 from kilter.core.units import show_duration, show_energy, show_fraction
@@ -59,12 +59,12 @@ def _jobs(stretches: Sequence[TimeStretch], tag: str) -> str:
     )
     title = "Slow-downs and data ratios over time"
     drawing = svg.picture("jobs", _WIDTH, height, title, described, "".join(parts))
-    return (
-        "<section><h2>Slow-down and data ratio of each job</h2><p>The line is the time of a step "
-        "over its time with the whole machine to itself. The strips below are the GPUs, from GPU 0 "
-        "down: the darker, the more of the job's batch is there.</p>"
-        f"<figure><div class='scroll'>{drawing}</div><figcaption>Time runs to the right. {tag}"
-        "</figcaption></figure></section>"
+    return section(
+        "Slow-down and data ratio of each job",
+        "<p>The line is the time of a step over its time with the whole machine to itself. The "
+        "strips below are the GPUs, from GPU 0 down: the darker, the more of the job's batch is "
+        f"there.</p><figure><div class='scroll'>{drawing}</div>"
+        f"<figcaption>Time runs to the right. {tag}</figcaption></figure>",
     )
 
 
@@ -140,7 +140,7 @@ def _utilisation(stretches: Sequence[TimeStretch], tag: str) -> str:
     ]
     rows = [(f"GPU {g}", show_fraction(mean)) for g, mean in enumerate(means)]
     shown = table((("GPU", ""), ("Busy", "n")), rows, "Utilisation of each GPU")
-    return f"<section><h2>Utilisation</h2><p>Mean over the whole time. {tag}</p>{shown}</section>"
+    return section("Utilisation", f"<p>Mean over the whole time. {tag}</p>", shown)
 
 
 def _energy(account: EnergyAccount | None, tag: str) -> str:
@@ -152,16 +152,17 @@ def _energy(account: EnergyAccount | None, tag: str) -> str:
     rows.append(("while no job was there", show_energy(account.unshared_mj / 1000)))
     rows.append(("all, as metered", show_energy(sum(metered))))
     shown_table = table((("Job", "name"), ("Energy", "n")), rows, "Energy of each job")
-    return (
-        "<section><h2>Energy</h2><p>What a GPU draws without work is split evenly among the jobs "
-        "that have a process there, the rest by the time for which their work is on the GPU. "
-        f"{tag}</p>{shown_table}</section>"
+    return section(
+        "Energy",
+        "<p>What a GPU draws without work is split evenly among the jobs that have a process "
+        f"there, the rest by the time for which their work is on the GPU. {tag}</p>",
+        shown_table,
     )
 
 
 def _decisions(decisions: Sequence[Made]) -> str:
     if not decisions:
-        return "<section><h2>Decisions</h2><p>No data ratio was changed.</p></section>"
+        return section("Decisions", "<p>No data ratio was changed.</p>")
     columns = (("At", "n"), ("Job", "name"), ("Ratio in tenths", ""), ("Reason", "reason"))
     rows = [
         (
@@ -174,7 +175,4 @@ def _decisions(decisions: Sequence[Made]) -> str:
     ]
     more = len(decisions) - _MOST_DECISIONS
     rest = f"<p>And {more} more.</p>" if more > 0 else ""
-    return (
-        f"<section><h2>Decisions</h2>{table(columns, rows, 'Decisions with their reasons')}{rest}"
-        "</section>"
-    )
+    return section("Decisions", table(columns, rows, "Decisions with their reasons"), rest)

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
-from kilter.app.report.build import Rank
-from kilter.core.events import Block, Sampled
+from kilter.app.report.build import Rank, taken
+from kilter.core.events import Sampled
 from kilter.core.units import GIB, MHZ
 
 _DECISIONS, _SETTINGS, _BLOCKS, _OTHERS = range(1, 5)
@@ -110,7 +110,8 @@ def _blocks(rank: Rank, axis: _Axis) -> Iterator[dict[str, Any]]:
     for block in blocks:
         begin_s, end_s = axis.of_device(block.device_begin_s), axis.of_device(block.device_end_s)
         name = f"{block.phase} {block.arm}{'' if block.clean else ' (left out)'}"
-        yield _span(_BLOCKS, block.phase, name, begin_s, end_s, _block_args(block))
+        args = {"setting": str(block.setting)} | taken(block, _OF_BLOCK)
+        yield _span(_BLOCKS, block.phase, name, begin_s, end_s, args)
     for setting, group in groupby(blocks, key=lambda block: block.setting):
         held = list(group)
         begin_s = axis.of_device(held[0].device_begin_s)
@@ -124,17 +125,7 @@ def _blocks(rank: Rank, axis: _Axis) -> Iterator[dict[str, Any]]:
         yield _span(_SETTINGS, "setting", str(setting), begin_s, end_s, args)
 
 
-def _block_args(block: Block) -> dict[str, Any]:
-    return {
-        "number": block.number,
-        "pair": block.pair,
-        "setting": str(block.setting),
-        "iterations": block.iterations,
-        "iteration_s": block.iteration_s,
-        "energy_j": block.energy_j,
-        "rehearsed": block.rehearsed,
-        "why_not": block.why_not,
-    }
+_OF_BLOCK = ("number", "pair", "iterations", "iteration_s", "energy_j", "rehearsed", "why_not")
 
 
 def _others(rank: Rank, axis: _Axis) -> Iterator[dict[str, Any]]:

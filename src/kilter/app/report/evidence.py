@@ -215,35 +215,30 @@ class Judgement:
 def judge(blocks: Sequence[Block], *, found: Setting, chosen: Setting, stands: bool) -> Judgement:
     """What the blocks say about `chosen`; `stands`: it was concluded that the default stays."""
     pairs = pair_up(blocks)
-    probes = probes_of(pairs, chosen)
+    default = arm_of([block for block in blocks if _default(block)])
+    energy: Estimate | None = None
+    slowdown_ci95 = saving_ci95 = None
     if chosen == found:
-        baseline = arm_of([b for b in blocks if _default(b)])
-        unchanged = 0.0 if stands else None
-        return Judgement(
-            baseline=baseline,
-            governed=baseline if stands else Arm(iteration_s=None, energy_j=None),
-            saving=unchanged,
-            saving_ci95=None,
-            slowdown=unchanged,
-            slowdown_ci95=None,
-            evidence=evidence_of(blocks, pairs, None),
-            rehearsed_share=rehearsed_share(pairs),
-            probes=probes,
-        )
-    judged = [pair for pair in pairs if pair[1].phase in JUDGED and pair[1].setting == chosen]
-    time, energy = estimates(judged)
-    slowdown, slowdown_ci95 = change(time, sign=1)
-    saving, saving_ci95 = change(energy, sign=-1)
+        judged, baseline = pairs, default
+        governed = default if stands else Arm(iteration_s=None, energy_j=None)
+        slowdown = saving = 0.0 if stands else None
+    else:
+        judged = [pair for pair in pairs if pair[1].phase in JUDGED and pair[1].setting == chosen]
+        baseline = arm_of([base for base, _ in judged]) if judged else default
+        governed = arm_of([ours for _, ours in judged])
+        time, energy = estimates(judged)
+        slowdown, slowdown_ci95 = change(time, sign=1)
+        saving, saving_ci95 = change(energy, sign=-1)
     return Judgement(
-        baseline=arm_of([base for base, _ in judged] or [b for b in blocks if _default(b)]),
-        governed=arm_of([ours for _, ours in judged]),
+        baseline=baseline,
+        governed=governed,
         saving=saving,
         saving_ci95=saving_ci95,
         slowdown=slowdown,
         slowdown_ci95=slowdown_ci95,
         evidence=evidence_of(blocks, judged, energy),
         rehearsed_share=rehearsed_share(judged),
-        probes=probes,
+        probes=probes_of(pairs, chosen),
     )
 
 

@@ -17,7 +17,7 @@ from kilter.app.report.build import Report
 from kilter.app.report.evidence import Probe, allowed_slowdown
 from kilter.app.report.memory import Timeline
 from kilter.app.report.operations import OperationEnergy
-from kilter.app.report.page import definitions, document, table, tag, tile
+from kilter.app.report.page import definitions, document, section, table, tag, tile
 from kilter.app.report.plots import iteration_times, power, signed, strip, trade_off
 from kilter.app.report.summary import (
     ACTED_ON,
@@ -47,6 +47,7 @@ from kilter.core.label import Label
 from kilter.core.units import show_count, show_energy, show_fraction, show_pace, show_time
 
 MOST_OPERATIONS = 12
+WHERE_ENERGY_GOES = "Where the energy of an iteration goes"
 
 
 def page(report: Report, memory: Timeline | None = None, windows: Analysis | None = None) -> str:
@@ -69,13 +70,12 @@ def page(report: Report, memory: Timeline | None = None, windows: Analysis | Non
     ]
     sections.append(_words("\n".join(sections)))
     title = f"kilter: {report.run}"
-    return document(title, "\n".join(section for section in sections if section))
+    return document(title, "\n".join(filter(None, sections)))
 
 
 def _words(page: str) -> str:
     """What the words of this page mean."""
-    meanings = definitions(glossary.used(page).items())
-    return f"<section id='words'><h2>Words</h2>{meanings}</section>"
+    return section("Words", definitions(glossary.used(page).items()), key="words")
 
 
 def _communication(report: Report, windows: Analysis | None) -> str:
@@ -201,20 +201,18 @@ def _operations(report: Report) -> str:
         # Without energy the table would be empty with a trace as well.
         if report.no_trace is None or report.baseline.energy_j is None:
             return ""
-        return (
-            "<section><h2>Where the energy of an iteration goes</h2>"
-            f"<p>Its operations were not recorded: {escape(report.no_trace)}.</p></section>"
-        )
+        why = f"<p>Its operations were not recorded: {escape(report.no_trace)}.</p>"
+        return section(WHERE_ENERGY_GOES, why)
     shown, rest = report.operations[:MOST_OPERATIONS], report.operations[MOST_OPERATIONS:]
     largest = shown[0].share
     rows = [_operation_row(counted(op), op, largest) for op in shown]
     for what in dict.fromkeys(op.kind for op in rest):
         group = [op for op in rest if op.kind == what]
         rows.append(_operation_row(f"{len(group)} more", _together(group), largest))
-    return (
-        "<section><h2>Where the energy of an iteration goes</h2>"
-        f"<p>{escape(_capital(report.operations_method or ''))}. {tag(report.label)}</p>"
-        + table(
+    return section(
+        WHERE_ENERGY_GOES,
+        f"<p>{escape(_capital(report.operations_method or ''))}. {tag(report.label)}</p>",
+        table(
             (
                 ("Operation", "name"),
                 ("Kind", ""),
@@ -225,8 +223,7 @@ def _operations(report: Report) -> str:
             ),
             rows,
             caption="Operations of one iteration under the default, by energy",
-        )
-        + "</section>"
+        ),
     )
 
 
@@ -235,7 +232,7 @@ def _footprint(report: Report) -> str:
     if report.footprint is None:
         return ""
     text = escape(_capital(footprint.sentence(report.footprint)))
-    return f"<section id='footprint'><h2>Carbon and cost</h2><p>{text}.</p></section>"
+    return section("Carbon and cost", f"<p>{text}.</p>", key="footprint")
 
 
 def _together(group: Sequence[OperationEnergy]) -> OperationEnergy:
@@ -263,9 +260,10 @@ def _operation_row(name: str, op: OperationEnergy, largest: float) -> tuple[str,
 def _tried(report: Report) -> str:
     if not report.probes:
         return ""
-    return (
-        f"<section><h2>Settings tried</h2><p>Relative to the default. {tag(report.label)}</p>"
-        + table(
+    return section(
+        "Settings tried",
+        f"<p>Relative to the default. {tag(report.label)}</p>",
+        table(
             (
                 ("Setting", ""),
                 ("Role", ""),
@@ -277,8 +275,7 @@ def _tried(report: Report) -> str:
             ),
             [_probe_row(probe) for probe in report.probes],
             caption="Settings tried, with time and energy relative to the default",
-        )
-        + "</section>"
+        ),
     )
 
 
@@ -310,15 +307,12 @@ def _decisions(report: Report) -> str:
         )
         for decision in report.decisions
     ]
-    return (
-        "<section><h2>Decisions</h2><p>In order; the last one rules. The label says where the "
-        "numbers come from that each one rests on.</p>"
-        + table(
-            (("At (real time)", "n"), ("State", ""), ("Setting", ""), ("Reason", "reason")),
-            rows,
-            caption="Decisions with their reasons",
-        )
-        + "</section>"
+    columns = (("At (real time)", "n"), ("State", ""), ("Setting", ""), ("Reason", "reason"))
+    return section(
+        "Decisions",
+        "<p>In order; the last one rules. The label says where the numbers come from that each one "
+        "rests on.</p>",
+        table(columns, rows, "Decisions with their reasons"),
     )
 
 
@@ -336,7 +330,7 @@ def _effects(report: Report) -> str:
     entries += [(f"Error of ours: {e.where}", e.error) for e in report.errors]
     if not report.refused:
         entries.append(("Refused", "nothing"))
-    return f"<section><h2>Set, restored, refused</h2>{_list(entries)}</section>"
+    return section("Set, restored, refused", _list(entries))
 
 
 def _method(report: Report) -> str:
@@ -376,7 +370,7 @@ def _method(report: Report) -> str:
                 f"{_time(report.overhead.sampler_s)} in the sampler's thread",
             )
         )
-    return f"<section><h2>How this was measured</h2>{_list(entries)}</section>"
+    return section("How this was measured", _list(entries))
 
 
 _LABELS = {

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from kilter.app.report import svg
+from kilter.app.report import page, svg
 from kilter.app.report.memory import MemoryReport, Timeline, details, result
 from kilter.app.report.page import definitions, table, tag, tile
 from kilter.app.report.plots import NARROW, figure, plain, signed
@@ -38,8 +38,7 @@ def section(memory: MemoryReport | None, found: Timeline | None) -> str:
     numbers = definitions((name.capitalize(), text) for name, text in details(memory))
     return (
         f"<section class='tiles' aria-label='Memory'>{_tiles(memory)}</section>{drawn}"
-        f"{_kinds(memory)}"
-        f"<section><h2>Memory in numbers</h2>{numbers}</section>"
+        f"{_kinds(memory)}{page.section('Memory in numbers', numbers)}"
     )
 
 
@@ -122,10 +121,11 @@ def _kinds(memory: MemoryReport) -> str:
     ]
     heads = ("Peak as it is", "Under its plan", "Fits", "Offloaded", "Recomputed", "Time")
     columns = [(head, "" if head == "Fits" else "n") for head in heads]
-    return (
-        f"<section><h2>Kinds of passes</h2><p>{len(plans)} kinds of iterations differ in their "
-        f"peak; each has its own plan. {tag(Label.SIMULATED)}</p>"
-        f"{table(columns, rows, 'Plans by kind of pass')}</section>"
+    return page.section(
+        "Kinds of passes",
+        f"<p>{len(plans)} kinds of iterations differ in their peak; each has its own plan. "
+        f"{tag(Label.SIMULATED)}</p>",
+        table(columns, rows, "Plans by kind of pass"),
     )
 
 
@@ -191,14 +191,7 @@ def _draw(found: Timeline, width: float) -> tuple[float, str]:
         y = level_bottom + 14 + LANE_STEP * number
         parts.append(svg.text(left - 8, y + LANE - 2.5, name, "tick", anchor="end"))
         parts += _bars(lower, found, lane, y, factor)
-    parts.append(svg.line(left, bottom, right, bottom, "axis"))
-    values = svg.ticks(*x_range, max(2, int((right - left) / 90)))
-    for value in values:
-        x = lower.x(value)
-        parts.append(svg.line(x, bottom, x, bottom + 4, "axis"))
-        shown = plain(value, svg.decimals(values))
-        parts.append(svg.text(x, bottom + 19, shown, "tick", anchor="middle"))
-    parts.append(svg.text(right, bottom + 38, f"time in the pass, {time}", "title", anchor="end"))
+    parts.append(lower.x_axis(f"time in the pass, {time}", plain))
     return bottom + 46, "".join(parts)
 
 

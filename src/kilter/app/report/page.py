@@ -23,6 +23,12 @@ def document(title: str, body: str) -> str:
     )
 
 
+def section(title: str, *parts: str, key: str = "") -> str:
+    """A part of a page: its heading, and HTML below that."""
+    named = f" id='{key}'" if key else ""
+    return f"<section{named}><h2>{escape(title)}</h2>{''.join(parts)}</section>"
+
+
 def table(columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str]], caption: str) -> str:
     """`columns` are heads and classes (`n` is a number); the cells are HTML."""
     heads = "".join(f"<th scope='col' class='{style}'>{escape(h)}</th>" for h, style in columns)

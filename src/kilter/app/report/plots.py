@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 from kilter.app.report import svg
 from kilter.app.report.build import Report, Series
 from kilter.app.report.evidence import JUDGED, Probe, allowed_slowdown
-from kilter.app.report.page import tag
+from kilter.app.report.page import section, tag
 from kilter.app.report.summary import interval, less_one
 from kilter.app.report.svg import Frame, escape
 from kilter.core.events import Block
@@ -66,10 +66,9 @@ def figure(
         height, body = draw(width)
         drawing = svg.picture(f"{key}-{name}", width, height, title, description, body)
         drawings.append(f"<div class='{name}'>{drawing}</div>")
-    return (
-        f"<section><h2>{escape(title)}</h2><p>{escape(lede)}</p><figure>{''.join(drawings)}"
-        f"<figcaption>{escape(caption)} {tag(label)}</figcaption></figure></section>"
-    )
+    captioned = f"<figcaption>{escape(caption)} {tag(label)}</figcaption>"
+    drawn = f"<figure>{''.join(drawings)}{captioned}</figure>"
+    return section(title, f"<p>{escape(lede)}</p>", drawn)
 
 
 def trade_off(report: Report) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kilter.app.report import svg
-from kilter.app.report.page import document, table
+from kilter.app.report.page import document, section, table
 from kilter.app.report.svg import Frame, escape
 from kilter.clocks.plan.sections import Analysis, RankSections, SectionLane
 from kilter.core.rank_trace import RankTimes
@@ -59,10 +59,8 @@ def in_report(analysis: Analysis | None, answer: str, found: SectionsFound | Non
     drawn = ""
     if analysis is not None:
         drawn = f"{_STYLE}{_timelines(analysis)}{_ranks(analysis)}{_sections(analysis)}"
-    return (
-        "<section id='sections'><h2>Communication sections</h2>"
-        f"<p class='finding'>{escape(answer)}</p></section>{_clocks(found)}{drawn}"
-    )
+    told = f"<p class='finding'>{escape(answer)}</p>"
+    return f"{section('Communication sections', told, key='sections')}{_clocks(found)}{drawn}"
 
 
 def _clocks(found: SectionsFound | None) -> str:
@@ -76,7 +74,7 @@ def _clocks(found: SectionsFound | None) -> str:
         for ranks in [", ".join(str(rank) for rank, own in enumerate(row) if own == depth)]
     ]
     columns = (("Section", "name"), ("Clock", "n"), ("Ranks", "n"))
-    return f"<section><h2>Clocks held</h2>{table(columns, rows, 'Clocks in sections')}</section>"
+    return section("Clocks held", table(columns, rows, "Clocks in sections"))
 
 
 def _timelines(analysis: Analysis) -> str:
@@ -87,10 +85,8 @@ def _timelines(analysis: Analysis) -> str:
         f"<div class='{name}'>{_picture(lanes, width, name)}</div>"
         for name, width in (("wide", 860.0), ("narrow", 380.0))
     )
-    return (
-        f"<section><h2>One iteration</h2><p>On clocks that the collectives align.{shown}</p>"
-        f"<figure>{drawn}</figure></section>"
-    )
+    told = f"<p>On clocks that the collectives align.{shown}</p>"
+    return section("One iteration", told, f"<figure>{drawn}</figure>")
 
 
 def _picture(lanes: Sequence[SectionLane], wide: float, key: str) -> str:
@@ -109,14 +105,7 @@ def _picture(lanes: Sequence[SectionLane], wide: float, key: str) -> str:
         y = frame.top + row * ROW
         parts.append(svg.text(0.0, y + 13.0, f"rank {lane.rank}", "tick"))
         parts += [_bars(frame, y, lane, getattr(lane, name), name) for name, _ in PARTS]
-    parts.append(svg.line(frame.left, frame.bottom, frame.right, frame.bottom, "axis"))
-    values = svg.ticks(*frame.x_range, max(2, int((frame.right - frame.left) / 90)))
-    for value in values:
-        x = frame.x(value)
-        parts.append(svg.line(x, frame.bottom, x, frame.bottom + 4, "axis"))
-        words = f"{value:.{svg.decimals(values)}f}"
-        parts.append(svg.text(x, frame.bottom + 19, words, "tick", anchor="middle"))
-    parts.append(svg.text(frame.right, frame.bottom + 38, "ms", "title", anchor="end"))
+    parts.append(frame.x_axis("ms", lambda value, decimals: f"{value:.{decimals}f}"))
     return svg.picture(
         f"timelines-{key}",
         wide,
@@ -164,7 +153,7 @@ def _ranks(analysis: Analysis) -> str:
         ("Iterations", "n wideonly"),
     )
     rows = [(*rank_row(rank), str(rank.iterations)) for rank in analysis.ranks]
-    return f"<section><h2>Ranks</h2>{table(columns, rows, 'Times per iteration')}</section>"
+    return section("Ranks", table(columns, rows, "Times per iteration"))
 
 
 def rank_row(rank: RankSections) -> tuple[str, ...]:
@@ -201,18 +190,19 @@ def _sections(analysis: Analysis) -> str:
     rows = [
         (
             str(rank.rank),
-            escape(section.key),
-            show_time(section.start_s),
-            show_time(section.length_s),
-            f"{show_time(section.length_p5_s)} to {show_time(section.length_p95_s)}",
-            show_time(section.wait_s),
-            show_bytes(section.bytes),
-            show_fraction(section.presence),
+            escape(own.key),
+            show_time(own.start_s),
+            show_time(own.length_s),
+            f"{show_time(own.length_p5_s)} to {show_time(own.length_p95_s)}",
+            show_time(own.wait_s),
+            show_bytes(own.bytes),
+            show_fraction(own.presence),
         )
-        for rank, section in largest
+        for rank, own in largest
     ]
-    return (
-        "<section><h2>Sections</h2><p>Maximal runs of exposed communication, named after the "
-        f"collective that ends them.{more}</p>"
-        f"{table(columns, rows, 'Communication sections')}</section>"
+    return section(
+        "Sections",
+        "<p>Maximal runs of exposed communication, named after the collective that ends them."
+        f"{more}</p>",
+        table(columns, rows, "Communication sections"),
     )

@@ -94,16 +94,23 @@ class Frame:
             parts.append(
                 text(self.left - 8, y + 4, y_text(value, decimals(values)), "tick", anchor="end")
             )
-        parts.append(line(self.left, self.bottom, self.right, self.bottom, "axis"))
+        parts.append(self.x_axis(x_title, x_text, labels=x_labels))
+        parts.append(text(0.0, self.top - lift, y_title, "title"))
+        return "".join(parts)
+
+    def x_axis(
+        self, title: str, in_words: Callable[[float, int], str], *, labels: bool = True
+    ) -> str:
+        """The line at the bottom with its ticks, numbers and title."""
+        parts = [line(self.left, self.bottom, self.right, self.bottom, "axis")]
         values = ticks(*self.x_range, max(2, int((self.right - self.left) / 90)))
         for value in values:
-            x, shown = self.x(value), x_text(value, decimals(values))
+            x, shown = self.x(value), in_words(value, decimals(values))
             parts.append(line(x, self.bottom, x, self.bottom + 4, "axis"))
-            if x_labels:
+            if labels:
                 parts.append(text(x, self.bottom + 19, shown, "tick", anchor="middle"))
-        if x_labels:
-            parts.append(text(self.right, self.bottom + 38, x_title, "title", anchor="end"))
-        parts.append(text(0.0, self.top - lift, y_title, "title"))
+        if labels:
+            parts.append(text(self.right, self.bottom + 38, title, "title", anchor="end"))
         return "".join(parts)
 
 

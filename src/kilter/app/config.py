@@ -7,9 +7,10 @@ that `--config` names, or the nearest one from the working directory upward to t
 
 from __future__ import annotations
 
+import argparse
 import os
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,14 @@ class Option:
     def variable(self) -> str:
         return "KILTER_" + self.name.upper().replace("-", "_")
 
+    def add_to(self, parser: argparse.ArgumentParser, help_text: str | None = None) -> None:
+        """As a flag, whose text `resolve` reads with all other sources."""
+        text = help_text or self.help
+        if self.metavar is None:
+            parser.add_argument(f"--{self.name}", action="store_const", const="1", help=text)
+        else:
+            parser.add_argument(f"--{self.name}", metavar=self.metavar, help=text)
+
 
 def _switch(text: str) -> bool:
     if text.lower() not in ("0", "1", "false", "true"):
@@ -68,25 +77,18 @@ def price_of_time(text: str | float) -> float:
         raise UsageError(f"{text!r} is not a number") from None
 
 
-def gradients(text: str) -> str:
-    """`UsageError` for a word that is not one of `GRADIENTS`."""
-    if text not in GRADIENTS:
-        raise UsageError(f"{text!r} is not one of {', '.join(GRADIENTS)}")
-    return text
+def one_of(words: Sequence[str]) -> Callable[[str], str]:
+    """Reads one of these words; `UsageError` for another one."""
+
+    def read(text: str) -> str:
+        if text not in words:
+            raise UsageError(f"{text!r} is not one of {', '.join(words)}")
+        return text
+
+    return read
 
 
-def weights(text: str) -> str:
-    """`UsageError` for a word that is not one of `WEIGHTS`."""
-    if text not in WEIGHTS:
-        raise UsageError(f"{text!r} is not one of {', '.join(WEIGHTS)}")
-    return text
-
-
-def recompute(text: str) -> str:
-    """`UsageError` for a word that is not one of `RECOMPUTE`."""
-    if text not in RECOMPUTE:
-        raise UsageError(f"{text!r} is not one of {', '.join(RECOMPUTE)}")
-    return text
+gradients, weights, recompute = one_of(GRADIENTS), one_of(WEIGHTS), one_of(RECOMPUTE)
 
 
 def host_memory(text: str) -> int:
@@ -278,14 +280,9 @@ def resolve(
     max_slowdown = given.get("max-slowdown")
     memory_budget = given.get("memory-budget")
     # A file or the environment may hold these for all runs; asked for here, they were meant.
-    if memory_budget is None and flags.get("gradients") is not None:
-        raise UsageError("--gradients says what a memory budget may do: add --memory-budget")
-    if memory_budget is None and flags.get("weights") is not None:
-        raise UsageError("--weights says what a memory budget may move: add --memory-budget")
-    if memory_budget is None and flags.get("recompute") is not None:
-        raise UsageError("--recompute says what a memory budget may do: add --memory-budget")
-    if memory_budget is None and flags.get("host-memory") is not None:
-        raise UsageError("--host-memory limits what a memory budget offloads: add --memory-budget")
+    for name, does in _OF_MEMORY.items():
+        if memory_budget is None and flags.get(name) is not None:
+            raise UsageError(f"--{name} {does}: add --memory-budget")
     sections = given.get("sections", False)
     if max_slowdown is None and (memory_budget is None or sections):
         max_slowdown = DEFAULT_MAX_SLOWDOWN
@@ -315,6 +312,14 @@ def resolve(
         config=file,
     )
 
+
+_OF_MEMORY = {
+    "gradients": "says what a memory budget may do",
+    "weights": "says what a memory budget may move",
+    "recompute": "says what a memory budget may do",
+    "host-memory": "limits what a memory budget offloads",
+}
+"""Options that mean nothing without a memory budget, and what they do."""
 
 _OF_CLOCKS = ("objective", "price-of-time")
 """Options that mean nothing where clocks are left alone."""
@@ -443,8 +448,13 @@ def _entries(
             f"{error}: give it to yourself (chown, chmod go-w), or remove it"
         ) from None
     # A pyproject.toml that does not mention us is not ours to judge, and need not be read.
-    if b".".join(part.encode() for part in table) not in raw:
-        return None
+    return (
+        None if b".".join(part.encode() for part in table) not in raw else _read(raw, file, table)
+    )
+
+
+def _read(raw: bytes, file: Path, table: tuple[str, ...]) -> dict[str, str]:
+    """The entries of a TOML file as text; `UsageError` for what is not to be there."""
     try:
         found = tomllib.loads(raw.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -52,16 +52,22 @@ class TrainingPoint:
         return self.log_time + self.log_power
 
 
+def reference_of(workload: RecordedWorkload) -> Setting:
+    """The default of a table; an unlocked knob counts as the highest value in the table."""
+    found = workload.default.setting
+
+    def top(knob: str) -> float | None:
+        values = [v for row in workload.rows if (v := getattr(row.setting, knob)) is not None]
+        return max(values, default=None)
+
+    return Setting(**{knob: getattr(found, knob) or top(knob) for knob in SEARCHED_KNOBS})
+
+
 def points_of_table(workloads: Iterable[RecordedWorkload]) -> Iterator[TrainingPoint]:
     """Every row but the default of every workload."""
     for workload in workloads:
         default = workload.default
-        tops = {
-            knob: max((v for r in workload.rows if (v := getattr(r.setting, knob))), default=None)
-            for knob in SEARCHED_KNOBS
-        }
-        found = default.setting
-        reference = Setting(**{knob: getattr(found, knob) or tops[knob] for knob in tops})
+        reference = reference_of(workload)
         features = Features(power_w=default.power_w)
         for row in workload.rows:
             if row is not default:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from kilter.app.cli.output import print_json
 from kilter.app.cli.sections import add_device_arguments, add_trace_arguments, analysed, card
 from kilter.app.report import section_run
 from kilter.clocks.plan.cover import Cover
@@ -56,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
         result = _as_json(found, device, analysis) | {
             "device": args.device.name,
             "max_slowdown": args.max_slowdown,
-            "search": msgspec.to_builtins(searched),
+            "search": searched,
         }
-        print(msgspec.json.encode(result).decode())
+        print_json("kilter.plan.sections/1", Label.SIMULATED, result)
     else:
         _tell(found, device, analysis)
         if searched is not None:
@@ -92,8 +93,6 @@ def _searched(
 def _as_json(found: Sequence[Worth], device: ClockCosts, analysis: Analysis) -> dict[str, Any]:
     saving, slowdown = job(found)
     return {
-        "schema": "kilter.plan.sections/1",
-        "label": Label.SIMULATED.value,
         "summary": summary(found, device),
         "break_even_s": device.break_even_s,
         "saving": saving,

@@ -13,19 +13,22 @@ import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from kilter.app.bench import clock_peers, clocks_learned
+from kilter.app.bench.driven import driven
 from kilter.app.bench.random_tables import random_tables
-from kilter.app.cli.options import fraction
+from kilter.app.cli.options import add_goal_arguments, add_noise_argument, fraction, goal_of
+from kilter.app.cli.output import print_json
+from kilter.app.learning import reference_of
 from kilter.clocks.plan.governor import BlockOutcome, Governor, Order, Phase
-from kilter.clocks.plan.job import SEARCHED_KNOBS, Space
+from kilter.clocks.plan.job import Space
 from kilter.core.errors import UsageError
-from kilter.core.plan import Goal, Objective
+from kilter.core.plan import Goal
 from kilter.core.setting import Setting
 from kilter.device.sim.noise import Noise, NoiseSource
 from kilter.device.sim.replay import RecordedRow, RecordedWorkload, load_tables
@@ -123,16 +126,10 @@ BenchPolicy = Callable[[Replay, Goal, int, Sequence[RecordedWorkload]], Setting]
 
 
 def space(workload: RecordedWorkload) -> Space:
-    """The settings of a table; an unlocked knob counts as the highest value in the table."""
-    found = workload.default.setting
-
-    def top(knob: str) -> float | None:
-        values = [v for row in workload.rows if (v := getattr(row.setting, knob)) is not None]
-        return max(values, default=None)
-
-    reference = Setting(**{knob: getattr(found, knob) or top(knob) for knob in SEARCHED_KNOBS})
-    others = tuple(row.setting for row in workload.rows if row is not workload.default)
-    return Space(found=found, reference=reference, candidates=others)
+    """The settings of a table."""
+    default = workload.default
+    others = tuple(row.setting for row in workload.rows if row is not default)
+    return Space(found=default.setting, reference=reference_of(workload), candidates=others)
 
 
 def kilter(run: Replay, goal: Goal, seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
@@ -140,15 +137,15 @@ def kilter(run: Replay, goal: Goal, seed: int, _others: Sequence[RecordedWorkloa
     budget = run._budget_s / (BLOCK * run.workload.default.time_s)
     blocks = int(budget) if math.isfinite(budget) else None
     governor = Governor(space(run.workload), goal, seed=seed, blocks=blocks)
-    search = governor.search()
-    try:
-        order: Order = next(search)
-        while True:
-            if not order.baseline:
-                run.tried[order.setting] = order.phase
-            order = search.send(run.block(order.setting))
-    except (StopIteration, OutOfTime):
-        return governor.choice.setting
+
+    def answer(order: Order) -> BlockOutcome:
+        if not order.baseline:
+            run.tried[order.setting] = order.phase
+        return run.block(order.setting)
+
+    with suppress(OutOfTime):
+        driven(governor.search(), answer)
+    return governor.choice.setting
 
 
 def half(workloads: Sequence[RecordedWorkload], which: int | None) -> tuple[RecordedWorkload, ...]:
@@ -156,11 +153,6 @@ def half(workloads: Sequence[RecordedWorkload], which: int | None) -> tuple[Reco
     return tuple(
         w for w in workloads if which is None or zlib.crc32((w.name + w.gpu).encode()) % 2 == which
     )
-
-
-def default(run: Replay, _goal: Goal, _seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
-    """Do nothing."""
-    return run.workload.default.setting
 
 
 def static(run: Replay, goal: Goal, _seed: int, others: Sequence[RecordedWorkload]) -> Setting:
@@ -179,50 +171,22 @@ def oracle(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorklo
     return _best(run.workload, goal, price_of_time=0.0).setting
 
 
-def zeus(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
-    """Power limits from the top down (`clock_peers.zeus`)."""
-    return clock_peers.zeus(run, _bound(goal))
-
-
-def gpoeo(run: Replay, goal: Goal, seed: int, others: Sequence[RecordedWorkload]) -> Setting:
-    """Prediction, then golden section (`clock_peers.gpoeo`)."""
-    return clock_peers.gpoeo(run, _bound(goal), static(run, goal, seed, others))
-
-
-def mf_gpoeo(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
-    """A PID controller of the slowdown (`clock_peers.mf_gpoeo`)."""
-    return clock_peers.mf_gpoeo(run, _bound(goal))
-
-
-def geepafs(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
-    """Four probes and a fold line (`clock_peers.geepafs`)."""
-    return clock_peers.geepafs(run, _bound(goal))
-
-
-def kilter_learned(
-    run: Replay, goal: Goal, seed: int, others: Sequence[RecordedWorkload]
-) -> Setting:
-    """Ours, its first probes ordered by a predictor (`clocks_learned.learned`)."""
-    return clocks_learned.learned(run, space(run.workload), goal, seed, others)
-
-
-def kilter_recurring(
-    run: Replay, goal: Goal, seed: int, _others: Sequence[RecordedWorkload]
-) -> Setting:
-    """Ours, of a job that has run before (`clocks_learned.recurring`)."""
-    return clocks_learned.recurring(run, space(run.workload), goal, seed)
-
-
 POLICIES: Mapping[str, BenchPolicy] = {
     "kilter": kilter,
-    "kilter-learned": kilter_learned,
-    "kilter-recurring": kilter_recurring,
-    "default": default,
+    "kilter-learned": lambda run, *others: clocks_learned.learned(
+        run, space(run.workload), *others
+    ),
+    "kilter-recurring": lambda run, goal, seed, _: clocks_learned.recurring(
+        run, space(run.workload), goal, seed
+    ),
+    "default": lambda run, *_: run.workload.default.setting,
     "static": static,
-    "zeus": zeus,
-    "gpoeo": gpoeo,
-    "mf-gpoeo": mf_gpoeo,
-    "geepafs": geepafs,
+    "zeus": lambda run, goal, *_: clock_peers.zeus(run, _bound(goal)),
+    "gpoeo": lambda run, goal, *others: clock_peers.gpoeo(
+        run, _bound(goal), static(run, goal, *others)
+    ),
+    "mf-gpoeo": lambda run, goal, *_: clock_peers.mf_gpoeo(run, _bound(goal)),
+    "geepafs": lambda run, goal, *_: clock_peers.geepafs(run, _bound(goal)),
     "oracle": oracle,
 }
 
@@ -410,19 +374,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(0, 1),
         help="of all workloads, by their names: constants were chosen on half 0",
     )
-    parser.add_argument(
-        "--max-slowdown", type=fraction, default=0.05, metavar="S", help="contract (default 5%%)"
-    )
-    parser.add_argument(
-        "--price-of-time",
-        type=float,
-        default=Goal().price_of_time,
-        metavar="P",
-        help="a setting has to save P times as large a fraction as it is slower (%(default)g)",
-    )
-    parser.add_argument(
-        "--objective", choices=[o.value for o in Objective], default="energy", help="(energy)"
-    )
+    add_goal_arguments(parser, max_slowdown=0.05)
     parser.add_argument(
         "--policies",
         default="kilter,static,zeus,gpoeo,mf-gpoeo,geepafs,default,oracle",
@@ -430,9 +382,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of: " + ", ".join(POLICIES) + " (default: all but the learned ones)",
     )
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="runs each (default 5)")
-    parser.add_argument(
-        "--noise", type=fraction, default=0.01, metavar="S", help="of an iteration (default 1%%)"
-    )
+    add_noise_argument(parser)
     parser.add_argument(
         "--outliers",
         type=fraction,
@@ -454,19 +404,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    policies = [name for name in args.policies.split(",") if name]
-    unknown = [name for name in policies if name not in POLICIES]
-    if unknown or not policies:
-        raise UsageError(f"unknown policies {unknown}; choose from {', '.join(POLICIES)}")
+    policies = _policies(args.policies)
     if args.seeds < 1:
         raise UsageError(f"--seeds {args.seeds}: at least 1")
     if not args.time_budget_s > 0:
         raise UsageError(f"--time-budget-s {args.time_budget_s}: must be positive")
-    goal = Goal(
-        max_slowdown=args.max_slowdown,
-        objective=Objective(args.objective),
-        price_of_time=args.price_of_time,
-    )
+    goal = goal_of(args)
     if not args.table and args.random < 1:
         raise UsageError("nothing to replay: give --table CSV, or --random N")
     tables = {path: load_tables(path) for path in args.table} | random_tables(args.random)
@@ -489,8 +432,6 @@ def run(args: argparse.Namespace) -> int:
     summary = summarise(results)
     if args.json:
         document = {
-            "schema": "kilter.bench.clocks/1",
-            "label": _label(list(tables)),
             "max_slowdown": args.max_slowdown,
             "price_of_time": args.price_of_time,
             "noise": args.noise,
@@ -499,22 +440,34 @@ def run(args: argparse.Namespace) -> int:
             "block_iterations": BLOCK,
             "aa": args.aa,
             "tables": list(tables),
-            "rows": [asdict(r) for r in results],
+            "rows": results,
             "summary": summary,
             "by_table": {t: summarise([r for r in results if r.table == t]) for t in tables},
         }
-        print(msgspec.json.encode(document).decode())
+        print_json("kilter.bench.clocks/1", _label(list(tables)), document)
         return 0
     if args.aa:
-        for policy, s in summary.items():
-            fooled = 1.0 - (s["chose_default"] or 0.0)
-            print(f"{policy:<8} fooled in {fooled * 100:.1f} % of {s['n']} A/A runs (replayed)")
+        _print_fooled(summary)
         return 0
     for table in tables:
         _print(table, summarise([r for r in results if r.table == table]))
     if len(tables) > 1:
         _print("all tables", summary)
     return 0
+
+
+def _policies(text: str) -> list[str]:
+    policies = [name for name in text.split(",") if name]
+    unknown = [name for name in policies if name not in POLICIES]
+    if unknown or not policies:
+        raise UsageError(f"unknown policies {unknown}; choose from {', '.join(POLICIES)}")
+    return policies
+
+
+def _print_fooled(summary: Mapping[str, Mapping[str, Any]]) -> None:
+    for policy, s in summary.items():
+        fooled = 1.0 - (s["chose_default"] or 0.0)
+        print(f"{policy:<8} fooled in {fooled * 100:.1f} % of {s['n']} A/A runs (replayed)")
 
 
 def _print(title: str, summary: Mapping[str, Mapping[str, Any]]) -> None:

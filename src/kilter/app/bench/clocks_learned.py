@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kilter.app.bench.driven import driven
 from kilter.app.learning import LEAST_POINTS, errors_of, fit, need_sklearn, points_of_table
 from kilter.clocks.plan.governor import Governor
 from kilter.clocks.plan.job import Space
@@ -67,9 +68,5 @@ def _play(
     run: Replay, governor: Governor | RecurringGovernor, book: PairBook | None = None
 ) -> Setting:
     orders = governor.search() if book is None else book.note(governor.search())
-    try:
-        order = next(orders)
-        while True:
-            order = orders.send(run.block(order.setting))
-    except StopIteration:
-        return governor.choice.setting
+    driven(orders, lambda order: run.block(order.setting))
+    return governor.choice.setting

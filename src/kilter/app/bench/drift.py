@@ -10,15 +10,16 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
-from kilter.app.cli.options import fraction
+from kilter.app.cli.options import add_noise_argument
+from kilter.app.cli.output import print_json
 from kilter.clocks.plan.governor import BlockOutcome, Choice, Governor, Order
 from kilter.clocks.plan.job import Space
 from kilter.core.errors import UsageError
+from kilter.core.label import Label
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
@@ -87,9 +88,7 @@ class DriftRow:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--noise", type=fraction, default=0.01, metavar="S", help="of an iteration (default 1%%)"
-    )
+    add_noise_argument(parser)
     parser.add_argument("--blocks", type=int, default=4000, metavar="N", help="of a hold (4000)")
     parser.add_argument("--seeds", type=int, default=20, metavar="N", help="holds each (20)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -105,13 +104,11 @@ def run(args: argparse.Namespace) -> int:
         rows.append(measure(change, noise=args.noise, blocks=args.blocks, seeds=args.seeds))
     if args.json:
         document = {
-            "schema": "kilter.bench.drift/1",
-            "label": "simulated",
             "noise": args.noise,
             "most_false_alarms_per_1000_h": most_events(_quiet(rows)[0]) / _quiet(rows)[1] * 1e3,
-            "rows": [asdict(row) for row in rows],
+            "rows": rows,
         }
-        print(msgspec.json.encode(document).decode())
+        print_json("kilter.bench.drift/1", Label.SIMULATED, document)
         return 0
     print(f"holds of up to {args.blocks} blocks at {args.noise:.1%} noise (simulated)")
     print(f"  {'change':<34} false alarms   noticed   after (median)")

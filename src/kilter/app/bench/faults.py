@@ -7,7 +7,6 @@ Each scenario is real up to the driver: a job in a process of its own holds a le
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from kilter.app.bench import daemon_faults
 from kilter.app.bench import faults_of_trust as trust
 from kilter.app.bench.random_faults import RANDOM_DAEMON_SCENARIOS, RANDOM_SCENARIOS
+from kilter.app.cli.output import print_json
 from kilter.core.errors import UsageError
 from kilter.core.label import Label
 from kilter.core.setting import Setting
@@ -486,8 +486,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         summary = {"n": len(rows), "ok": sum(row.ok for row in rows)}
         table = [asdict(row) | {"ok": row.ok} for row in rows]
-        schema = {"schema": "kilter.bench.faults/1", "label": Label.SIMULATED.value}
-        print(json.dumps(schema | {"rows": table, "summary": summary}))
+        found = {"rows": table, "summary": summary}
+        print_json("kilter.bench.faults/1", Label.SIMULATED, found)
     else:
         print(as_text(rows))
     return int(not all(row.ok for row in rows))

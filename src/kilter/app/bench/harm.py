@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from kilter.app.cli.output import print_json
 from kilter.core.errors import FileError, UsageError
 from kilter.core.events import AnyEvent, Failed, Moved, read_events
 from kilter.core.label import Label
@@ -36,6 +37,7 @@ from kilter.testing.fake_nvml import FakeNvml
 from kilter.testing.warm_python import ProcessEnd, WarmPython
 
 PROGRAM_FILES = Path(__file__).with_name("harm_programs")
+HARM_SCHEMA = "kilter.bench-harm/1"
 WITHIN_S = 240.0
 """A run that takes longer hangs; the programs need seconds."""
 MORE_MIB = 256
@@ -474,7 +476,10 @@ def run(args: argparse.Namespace) -> int:
         chosen = cases(filter(None, args.only.split(",")), place)
         found = _run_all(chosen, args.jobs, tuple(filter(None, args.options.split(","))))
     rows = [row for case in chosen for row in found[case.name]]
-    print(as_json(rows) if args.json else as_text(rows))
+    if args.json:
+        _print_json(rows)
+    else:
+        print(as_text(rows))
     return int(any(row.differences for row in rows))
 
 
@@ -494,7 +499,7 @@ def _run_all(chosen: Sequence[Case], jobs: int, sets: Sequence[str]) -> dict[str
     return found
 
 
-def as_json(rows: Sequence[HarmRow]) -> str:
+def _print_json(rows: Sequence[HarmRow]) -> None:
     table = [
         {
             "row": row.row,
@@ -508,10 +513,9 @@ def as_json(rows: Sequence[HarmRow]) -> str:
         }
         for row in rows
     ]
-    label = Label.MEASURED if ON_GPU else Label.SIMULATED
     summary = {"n": len(rows), "equal": sum(not row.differences for row in rows)}
-    head = {"schema": "kilter.bench-harm/1", "label": label.value}
-    return json.dumps(head | {"rows": table, "summary": summary})
+    label = Label.MEASURED if ON_GPU else Label.SIMULATED
+    print_json(HARM_SCHEMA, label, {"rows": table, "summary": summary})
 
 
 def as_text(rows: Sequence[HarmRow]) -> str:

@@ -11,10 +11,11 @@ import math
 import time
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from kilter.app.cli.output import print_json
 from kilter.core.errors import PlanError
+from kilter.core.label import Label
 from kilter.core.units import show_time
 from kilter.memory.plan.choose import PLANNERS, SWAP_ONLY, plan
 from kilter.memory.plan.exact import relax
@@ -109,8 +110,7 @@ def run(args: argparse.Namespace) -> int:
                 if not args.json:
                     _tell(found)
     if args.json:
-        document = {"schema": "kilter.bench-memory/1", "label": "simulated", "rows": rows}
-        print(msgspec.json.encode(document).decode())
+        print_json("kilter.bench-memory/1", Label.SIMULATED, {"rows": rows})
     return 0
 
 

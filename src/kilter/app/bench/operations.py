@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import msgspec
 
 from kilter.app.bench.workloads import OPERATION_WORKLOADS, iteration
 from kilter.app.cli.options import fraction, simulated
+from kilter.app.cli.output import print_json, show_progress
 from kilter.app.plan_operations import STRATEGIES, as_json, compare
 from kilter.app.report import svg
 from kilter.app.report.page import document, table
@@ -89,13 +89,11 @@ def run(args: argparse.Namespace) -> int:
         write_atomically(args.html, _page(rows, useless, args.max_slowdown).encode())
     if args.json:
         result: dict[str, Any] = {
-            "schema": "kilter.bench.operations/1",
-            "label": Label.SIMULATED.value,
             "max_slowdown": args.max_slowdown,
             "rows": msgspec.to_builtins(rows),
             "useless": msgspec.to_builtins(useless),
         }
-        print(msgspec.json.encode(result).decode())
+        print_json("kilter.bench.operations/1", Label.SIMULATED, result)
     else:
         _tell(rows, useless)
     return 0
@@ -105,8 +103,7 @@ def _rows(profiles: Sequence[Profile], max_slowdown: float) -> Iterator[Operatio
     for profile in profiles:
         for workload, layers in OPERATION_WORKLOADS.items():
             for training in (True, False):
-                if sys.stderr.isatty():
-                    print(f"\r\033[K{profile.name} {workload}", end="", file=sys.stderr)
+                show_progress(f"{profile.name} {workload}")
                 bytes_ = ELEMENT_BYTES.get(profile.name, 4)
                 trace = iteration(layers(), element_bytes=bytes_, training=training)
                 costs = costs_of(profile, trace)
@@ -125,8 +122,7 @@ def _rows(profiles: Sequence[Profile], max_slowdown: float) -> Iterator[Operatio
                                 for key in ("saving", "slowdown", "within_bound", "switches")
                             },
                         )
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    show_progress()
 
 
 def _useless(rows: Sequence[OperationsRow]) -> Iterator[Useless]:

@@ -8,16 +8,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from kilter.app.cli.options import fraction
+from kilter.app.cli.output import print_json
 from kilter.app.report import build as report
 from kilter.clocks.controller import FIRST_BLOCK
 from kilter.connect.script import find_program
 from kilter.core.errors import KilterError, UsageError
+from kilter.core.label import Label
 from kilter.core.units import show_time
 from kilter.observe.trace_source import OPENS_AT
 
@@ -82,8 +82,6 @@ def run(args: argparse.Namespace) -> int:
     hooks = [r.hook_cost_s for r in runs if r.hook_cost_s is not None]
     own = [r.kilter_iteration_s / r.iteration_s - 1 for r in runs if r.kilter_iteration_s]
     document = {
-        "schema": "kilter.bench.overhead/1",
-        "label": "measured",
         "command": args.command,
         "device": args.device,
         "plain_iteration_s": plain,
@@ -95,10 +93,10 @@ def run(args: argparse.Namespace) -> int:
         "hook_cost_s": statistics.fmean(hooks) if hooks else None,
         "own_clock_difference": statistics.fmean(own) if own else None,
         "bar": args.bar,
-        "runs": [asdict(r) for r in runs],
+        "runs": runs,
     }
     if args.json:
-        print(msgspec.json.encode(document).decode())
+        print_json("kilter.bench.overhead/1", Label.MEASURED, document)
         return 0
     print(f"plain      {show_time(plain)} per iteration")
     print(f"kilter     {show_time(ours)} per iteration")

@@ -18,9 +18,11 @@ import numpy as np
 
 from kilter.app.bench.period_cases import KINDS, Change, PeriodCase, case, change
 from kilter.app.bench.period_loop import closed_loop, summarise
-from kilter.app.cli.options import fraction
+from kilter.app.cli.options import add_noise_argument, fraction
+from kilter.app.cli.output import print_json
 from kilter.core.codec import read
 from kilter.core.errors import FileError, UsageError
+from kilter.core.label import Label
 from kilter.device.sim.cards import names
 from kilter.device.sim.replay import load_recording
 from kilter.model.period import Detection, Telemetry, changed, detect, telemetry
@@ -39,6 +41,7 @@ examples:
   kilter bench period --telemetry run.csv --marks run_marks.json --json
 """
 
+PERIOD_SCHEMA = "kilter.bench.period/1"
 METHOD = "likeness of consecutive windows, folding, tracking of single iterations"
 EXACT = 0.02
 """Largest relative error of a right period."""
@@ -64,9 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", type=int, default=1, metavar="N", help="searches each (closed loop; default 1)"
     )
-    parser.add_argument(
-        "--noise", type=fraction, default=0.01, metavar="S", help="of an iteration (default 1%%)"
-    )
+    add_noise_argument(parser)
     parser.add_argument(
         "--max-slowdown", type=fraction, default=0.05, metavar="S", help="contract (default 5%%)"
     )
@@ -90,8 +91,6 @@ def run(args: argparse.Namespace) -> int:
         else abs(detection.period_s / true_s - 1)
     )
     document = {
-        "schema": "kilter.bench.period/1",
-        "label": "replayed",
         "detected": detection.period_s is not None,
         "period_s": detection.period_s,
         "relative_error": error,
@@ -104,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         "spread": detection.spread,
     }
     if args.json:
-        print(msgspec.json.encode(document).decode())
+        print_json(PERIOD_SCHEMA, Label.REPLAYED, document)
         return 0
     found = "no period" if detection.period_s is None else f"period {detection.period_s:.4g} s"
     print(f"{found} (replayed): {detection.reason}")
@@ -128,15 +127,8 @@ def _closed_loop(args: argparse.Namespace) -> int:
     )
     summary = summarise(rows)
     if args.json:
-        document = {
-            "schema": "kilter.bench.period/1",
-            "label": "simulated",
-            "max_slowdown": args.max_slowdown,
-            "noise": args.noise,
-            "rows": rows,
-            "summary": summary,
-        }
-        print(msgspec.json.encode(document).decode())
+        given = {"max_slowdown": args.max_slowdown, "noise": args.noise}
+        print_json(PERIOD_SCHEMA, Label.SIMULATED, {**given, "rows": rows, "summary": summary})
         return 0
     print("way      card       workload  seed  saving  slowdown  search  chosen  (simulated)")
     for row in rows:
@@ -207,14 +199,8 @@ def _synthetic(seeds: range, *, as_json: bool) -> int:
     noticed = [_noticed(change(seed)) for seed in range(seeds.start, seeds.start + len(seeds) // 5)]
     summary = _summary(rows, noticed)
     if as_json:
-        document = {
-            "schema": "kilter.bench.period/1",
-            "label": "simulated",
-            "method": METHOD,
-            "rows": rows,
-            "summary": summary,
-        }
-        print(msgspec.json.encode(document).decode())
+        found = {"method": METHOD, "rows": rows, "summary": summary}
+        print_json(PERIOD_SCHEMA, Label.SIMULATED, found)
         return 0
     by_kind: dict[str, list[_Row]] = defaultdict(list)
     for row in rows:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from kilter.app.cli.output import print_json
 from kilter.app.report import build
 from kilter.clocks.plan.timing import RealEdge, differences, edge_errors
 from kilter.clocks.section_process import CommandLog
@@ -36,7 +37,7 @@ def dry_run(device: str, iterations: int, *, as_json: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="kilter-") as directory:
         found = _measure(device, iterations, Path(directory))
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        print_json("kilter.bench.sections/1", LABEL, found)
     else:
         _tell(found)
     return 0
@@ -73,8 +74,6 @@ def _measure(device: str, iterations: int, directory: Path) -> dict[str, Any]:
         for edge in ("down", "up")
     }
     return {
-        "schema": "kilter.bench.sections/1",
-        "label": LABEL,
         "scenario": "dry_run_gloo",
         "device": device,
         "iterations": iterations,

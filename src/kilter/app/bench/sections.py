@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
+from kilter.app.bench.driven import driven
 from kilter.app.bench.pipelines import savings
 from kilter.app.bench.section_dry_run import dry_run
 from kilter.app.bench.section_jobs import (
@@ -21,9 +21,10 @@ from kilter.app.bench.section_jobs import (
     wilson,
 )
 from kilter.app.bench.switch_times import tell_switches
-from kilter.app.cli.options import fraction, simulated
+from kilter.app.cli.options import add_noise_argument, fraction, simulated
+from kilter.app.cli.output import print_json, show_progress
 from kilter.clocks.plan.guard import Contract
-from kilter.clocks.plan.section_search import Depths, FoundDepths, Search, search, stepwise
+from kilter.clocks.plan.section_search import Depths, Search, search, stepwise
 from kilter.clocks.plan.worth import ClockCosts
 from kilter.clocks.section_card import card_of
 from kilter.core.errors import UsageError
@@ -98,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep", action="store_true", help=f"keep what {SWITCHES} finds, for runs on that device"
     )
-    parser.add_argument("--noise", type=fraction, default=0.01, metavar="S", help="(1%%)")
+    add_noise_argument(parser)
     parser.add_argument("--max-slowdown", type=fraction, default=0.01, metavar="B", help="(1%%)")
     parser.add_argument(
         "--device", type=simulated, default=None, metavar="sim:NAME", help="(sim:h200)"
@@ -119,15 +120,13 @@ def run(args: argparse.Namespace) -> int:
     rows = [*_rows(args, card_of(profile, levels=STEPS)), *_pipeline(args, profile)]
     if args.json:
         result: dict[str, Any] = {
-            "schema": "kilter.bench.sections/1",
-            "label": Label.SIMULATED.value,
             "device": profile.name,
             "max_slowdown": args.max_slowdown,
             "noise": args.noise,
             "rows": msgspec.to_builtins(rows),
             "summary": _summary(rows),
         }
-        print(msgspec.json.encode(result).decode())
+        print_json("kilter.bench.sections/1", Label.SIMULATED, result)
     else:
         _tell(rows)
     return 0
@@ -136,8 +135,7 @@ def run(args: argparse.Namespace) -> int:
 def _rows(args: argparse.Namespace, card: ClockCosts) -> Iterator[SectionsRow]:
     for name in () if args.scenario == PIPELINE else names(args.scenario):
         for seed in range(args.first_seed, args.first_seed + args.seeds):
-            if sys.stderr.isatty():
-                print(f"\r\033[K{name}, seed {seed}", end="", file=sys.stderr)
+            show_progress(f"{name}, seed {seed}")
             for policy in SEARCHES:
                 yield play(
                     name,
@@ -148,8 +146,7 @@ def _rows(args: argparse.Namespace, card: ClockCosts) -> Iterator[SectionsRow]:
                     noise=args.noise,
                     bound=args.max_slowdown,
                 )
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    show_progress()
 
 
 def _pipeline(args: argparse.Namespace, profile: Profile) -> Iterator[SectionsRow]:
@@ -204,13 +201,7 @@ def play(
 
 
 def _played(orders: Search, job: SectionJob) -> Depths:
-    try:
-        trials = next(orders)
-        while True:
-            trials = orders.send(tuple(job.run(trial.depths) for trial in trials))
-    except StopIteration as end:
-        found: FoundDepths = end.value
-        return found.depths
+    return driven(orders, lambda trials: tuple(job.run(trial.depths) for trial in trials)).depths
 
 
 def _summary(rows: Sequence[SectionsRow]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import argparse
 
 import msgspec
 
+from kilter.app.cli.output import print_json
 from kilter.app.cli.share import placement, policies
 from kilter.core.label import Label
 from kilter.core.units import show_duration, show_fraction
@@ -79,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
                         flush=True,
                     )
     if args.json:
-        head = {"schema": "kilter.bench-share/1", "label": Label.SIMULATED.value}
-        print(msgspec.json.encode({**head, "rows": rows}).decode())
+        print_json("kilter.bench-share/1", Label.SIMULATED, {"rows": rows})
     else:
         print(f"[{Label.SIMULATED.value}]")
     return 0

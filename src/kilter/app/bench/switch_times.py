@@ -6,6 +6,7 @@ import os
 
 import msgspec
 
+from kilter.app.cli.output import print_json
 from kilter.clocks.calibrator import SimulatedBench, calibrate
 from kilter.clocks.plan.switching import Calibration
 from kilter.clocks.section_card import card_of
@@ -28,9 +29,8 @@ def tell_switches(profile: Profile, *, seed: int, as_json: bool, keep: bool = Fa
     info, found = measured(profile, seed=seed)
     kept = SectionStore(os.environ).keep_switches(info, found) if keep else None
     if as_json:
-        result = {"schema": "kilter.bench.sections/1", "scenario": "switch_times"}
-        fields = msgspec.to_builtins(found) | {"label": found.label.value}
-        print(msgspec.json.encode(result | {"device": profile.name} | fields).decode())
+        fields = {"scenario": "switch_times", "device": profile.name}
+        print_json("kilter.bench.sections/1", found.label, fields | msgspec.to_builtins(found))
         return 0
     print("{:<10} {:<5} {:>3} {:>9} {:>9} {:>9}".format("clock", "to", "n", "p50", "p95", "p99"))
     for s in found.switches:

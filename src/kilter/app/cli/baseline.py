@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from kilter.app.cli.output import print_json
 from kilter.core.codec import write_atomically
 from kilter.core.errors import DeviceError, FileError, UsageError
 from kilter.core.label import Label
@@ -83,8 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         shown = list(_show(load(path), gpus))
     if arguments.json:
-        found = {"schema": "kilter.baseline/1", "label": Label.MEASURED, "gpus": shown}
-        print(msgspec.json.encode({**found, "file": str(path)}).decode())
+        print_json("kilter.baseline/1", Label.MEASURED, {"gpus": shown, "file": str(path)})
     else:
         print("\n".join(f"GPU {one.index} ({one.uuid}): {one.text}" for one in shown))
     return int(not all(one.agrees for one in shown))
@@ -133,15 +133,7 @@ def _show(baseline: Baseline, gpus: list[Gpu]) -> Iterator[Shown]:
                 compared(gpu.uuid, now, known)
             except DeviceError as error:
                 agrees, text = False, str(error)
-        yield Shown(
-            index=gpu.index,
-            uuid=gpu.uuid,
-            name=gpu.name,
-            power_limit_w=now.power_limit_w,
-            baseline=known,
-            agrees=agrees,
-            text=text,
-        )
+        yield _shown(gpu, now.power_limit_w, known, agrees, text)
 
 
 def _restore(baseline: Baseline, gpus: list[Gpu]) -> Iterator[Shown]:
@@ -155,15 +147,21 @@ def _restore(baseline: Baseline, gpus: list[Gpu]) -> Iterator[Shown]:
                 agrees, text = True, f"put back: {known.setting}"
             except (DeviceError, FileError) as error:
                 text = f"not put back: {error}"
-        yield Shown(
-            index=gpu.index,
-            uuid=gpu.uuid,
-            name=gpu.name,
-            power_limit_w=now_w,
-            baseline=known,
-            agrees=agrees,
-            text=text,
-        )
+        yield _shown(gpu, now_w, known, agrees, text)
+
+
+def _shown(
+    gpu: Gpu, power_limit_w: float | None, baseline: GpuBaseline | None, agrees: bool, text: str
+) -> Shown:
+    return Shown(
+        index=gpu.index,
+        uuid=gpu.uuid,
+        name=gpu.name,
+        power_limit_w=power_limit_w,
+        baseline=baseline,
+        agrees=agrees,
+        text=text,
+    )
 
 
 def _put_back(uuid: str, known: GpuBaseline, place: JournalPlace) -> float | None:

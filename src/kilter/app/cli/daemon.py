@@ -7,6 +7,7 @@ import importlib.resources
 import os
 import pwd
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -61,23 +62,13 @@ UNITS = importlib.resources.files("kilter.app") / "operator"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kilter daemon [options] [check USER GPU | units DIR]"
-    parser.add_argument(
-        "--socket", type=Path, default=Path(SOCKET), metavar="PATH", help=f"default: {SOCKET}"
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        default=daemon.CONFIG,
-        metavar="FILE",
-        help=f"the policy (default: {daemon.CONFIG})",
-    )
-    parser.add_argument(
-        "--audit",
-        type=Path,
-        default=daemon.AUDIT,
-        metavar="FILE",
-        help=f"the audit log (default: {daemon.AUDIT})",
-    )
+    for name, default, metavar, what in (
+        ("socket", Path(SOCKET), "PATH", ""),
+        ("config", daemon.CONFIG, "FILE", "the policy "),
+        ("audit", daemon.AUDIT, "FILE", "the audit log "),
+    ):
+        text = f"{what}(default: {default})"
+        parser.add_argument(f"--{name}", type=Path, default=default, metavar=metavar, help=text)
     parser.add_argument(
         "--metrics",
         metavar="HOST:PORT",
@@ -188,22 +179,17 @@ def _gpu(word: str) -> Gpu:
 
 
 def _device_refusal(uuid: str) -> Reason | None:
-    device = NvidiaDevice(uuid)
-    try:
+    with closing(NvidiaDevice(uuid)) as device:
         refusal = device.info().refusal
-    finally:
-        device.close()
     return None if refusal is None else Reason("gpu_cannot_be_set", uuid, refusal)
 
 
 def _occupancy(uuid: str, user: User) -> Reason | None:
-    device = NvidiaDevice(uuid)
-    try:
-        return occupancy_refusal(device.compute_pids(), user.uid)
-    except DeviceError as error:
-        return Reason("processes_unknown", uuid, str(error))
-    finally:
-        device.close()
+    with closing(NvidiaDevice(uuid)) as device:
+        try:
+            return occupancy_refusal(device.compute_pids(), user.uid)
+        except DeviceError as error:
+            return Reason("processes_unknown", uuid, str(error))
 
 
 def _as_text(checked: Checked, gpu: Gpu) -> str:

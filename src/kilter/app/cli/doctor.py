@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -211,13 +212,11 @@ def _look(gpu: Gpu, mine: Sequence[Gpu]) -> tuple[GpuReport, list[Check]]:
         return known, []
     if gpu.fault is not None:
         return known, [_check(name, Status.CRITICAL, gpu.fault)]
-    device = NvidiaDevice(gpu.uuid)
-    try:
-        return _examine(name, gpu, device)
-    except DeviceError as error:
-        return known, [_check(name, _gravity(error), str(error))]
-    finally:
-        device.close()
+    with closing(NvidiaDevice(gpu.uuid)) as device:
+        try:
+            return _examine(name, gpu, device)
+        except DeviceError as error:
+            return known, [_check(name, _gravity(error), str(error))]
 
 
 def _examine(name: str, gpu: Gpu, device: Device) -> tuple[GpuReport, list[Check]]:
@@ -281,11 +280,8 @@ def _ways(gpus: Sequence[GpuReport], environ: Mapping[str, str]) -> Iterator[Che
 
 def _refused_by_daemon(uuid: str, path: Path) -> str | None:
     """Why the daemon would not set this GPU for us; asks, and sets nothing."""
-    device = DaemonDevice(uuid, reader=NvidiaDevice(uuid), socket_path=path)
-    try:
+    with closing(DaemonDevice(uuid, reader=NvidiaDevice(uuid), socket_path=path)) as device:
         return device.info().refusal
-    finally:
-        device.close()
 
 
 def _watch(device: Device) -> list[Sample]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 import msgspec
 
+from kilter.app.cli.output import print_json, show_progress
 from kilter.app.learning import errors_of, fit, need_sklearn, points_of_runs, points_of_table
 from kilter.clocks.history import History, default_file
 from kilter.clocks.plan.predictor import Predictor
@@ -73,31 +73,18 @@ def run(args: argparse.Namespace) -> int:
         if args.table:
             label = Label.REPLAYED
     need_sklearn()
-    errors = errors_of(points, _say)
+    errors = errors_of(points, show_progress)
     predictor = fit(points, label=label, sources=sources, errors=errors)
     if args.out is not None:
         write_atomically(args.out, msgspec.json.encode(predictor))
-    print(_json(predictor, args.out) if args.json else _text(predictor, args.out))
+    if not args.json:
+        print(_text(predictor, args.out))
+        return 0
+    names = ("sources", "workloads", "rows", "errors", "why_not_used")
+    found = {name: getattr(predictor, name) for name in names}
+    out = None if args.out is None else str(args.out)
+    print_json("kilter.learn/1", predictor.label, found | {"out": out})
     return 0
-
-
-def _say(line: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-
-
-def _json(predictor: Predictor, out: Path | None) -> str:
-    document = {
-        "schema": "kilter.learn/1",
-        "label": predictor.label.value,
-        "sources": predictor.sources,
-        "workloads": predictor.workloads,
-        "rows": predictor.rows,
-        "errors": predictor.errors,
-        "why_not_used": predictor.why_not_used,
-        "out": None if out is None else str(out),
-    }
-    return msgspec.json.encode(document).decode()
 
 
 def _text(predictor: Predictor, out: Path | None) -> str:

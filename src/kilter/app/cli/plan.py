@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 from kilter.app import plan_memory, plan_operations, plan_sections
-from kilter.app.cli.options import fraction, simulated
+from kilter.app.cli.options import add_goal_arguments, goal_of, simulated
 from kilter.clocks.plan.governor import plan_of
 from kilter.clocks.rehearsal import Rehearsal
 from kilter.core import codec
 from kilter.core.errors import PlanError
 from kilter.core.label import Label
-from kilter.core.plan import Goal, Objective, Plan
+from kilter.core.plan import Plan
 from kilter.core.trace import IterationTrace
 from kilter.core.units import show_fraction
 from kilter.device.sim.gpu import SimGpu
@@ -37,15 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(
         dest="kind", required=True, metavar="clocks|sections|operations|memory"
     )
-    memory = kinds.add_parser(
-        "memory",
-        help=plan_memory.HELP,
-        epilog=plan_memory.EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    plan_memory.add_arguments(memory)
-    memory.set_defaults(act=plan_memory.run)
-    for name, module in (("sections", plan_sections), ("operations", plan_operations)):
+    parts = (("memory", plan_memory), ("sections", plan_sections), ("operations", plan_operations))
+    for name, module in parts:
         kind = kinds.add_parser(
             name,
             help=module.HELP,
@@ -57,17 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     clocks = kinds.add_parser("clocks", help="one setting of the clocks for the whole job")
     clocks.add_argument("trace", metavar="TRACE", type=Path, help="trace.json of a run")
     clocks.add_argument("--device", type=simulated, required=True, metavar="sim:NAME")
-    clocks.add_argument("--max-slowdown", type=fraction, default=0.02, metavar="S", help="(2%%)")
-    clocks.add_argument(
-        "--objective", choices=[o.value for o in Objective], default="energy", help="(energy)"
-    )
-    clocks.add_argument(
-        "--price-of-time",
-        type=float,
-        default=Goal().price_of_time,
-        metavar="P",
-        help="a setting has to save P times as large a fraction as it is slower (%(default)g)",
-    )
+    add_goal_arguments(clocks, max_slowdown=0.02)
     clocks.add_argument("--seed", type=int, default=0, help="of the simulated card (0)")
     clocks.add_argument("-o", dest="out", metavar="FILE", type=Path, help="write the plan here")
     clocks.add_argument("--json", action="store_true", help="print the plan as one JSON object")
@@ -93,15 +76,10 @@ def _plan_clocks(args: argparse.Namespace) -> Plan:
     trace = codec.load(args.trace, IterationTrace)
     if not trace.operations:
         raise PlanError(f"{args.trace}: the trace has no operations; nothing can be planned")
-    goal = Goal(
-        max_slowdown=args.max_slowdown,
-        objective=Objective(args.objective),
-        price_of_time=args.price_of_time,
-    )
     gpu = SimGpu(args.device, seed=args.seed)
     found = gpu.settings()
     rehearsal = Rehearsal(
-        gpu, trace, goal, apply=gpu.set, record=lambda event: None, seed=args.seed
+        gpu, trace, goal_of(args), apply=gpu.set, record=lambda event: None, seed=args.seed
     )
     if not rehearsal.finish(seconds=PLAN_REHEARSAL_S):
         print(

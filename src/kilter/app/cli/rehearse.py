@@ -7,20 +7,22 @@ import math
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kilter.app.cli.options import fraction, simulated
+from kilter.app.cli.output import print_json
 from kilter.app.report.memory import timeline_of
 from kilter.clocks.plan.guard import Contract, Verdict
 from kilter.clocks.rehearsal import compare
 from kilter.core import codec
 from kilter.core.errors import PlanError, UsageError
+from kilter.core.label import Label
 from kilter.core.plan import Plan
 from kilter.core.trace import IterationTrace
 from kilter.core.units import show_bytes, show_fraction, show_time
 from kilter.device.sim.gpu import SimGpu
 from kilter.memory.plan.simulate import simulate
 from kilter.model.stats import Estimate, paired_ratio
+
+REHEARSAL_SCHEMA = "kilter.rehearse/1"
 
 HELP = "Try a plan on a simulated device: interleaved blocks against the default."
 
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if args.device is None:
         assert memory is not None
         if args.json:
-            _print({"memory": memory})
+            print_json(REHEARSAL_SCHEMA, Label.SIMULATED, {"memory": memory})
         else:
             _tell_memory(memory)
         return 0
@@ -72,12 +74,12 @@ def run(args: argparse.Namespace) -> int:
     gpu = SimGpu(args.device, seed=args.seed)
     setting = plan.actions[-1].setting if plan.actions else gpu.settings()
     pairs = compare(gpu, trace, setting, pairs=args.pairs, seed=args.seed)
-    time = paired_ratio([math.log(c.iteration_s / b.iteration_s) for b, c in pairs])
+    ratios = [math.log(c.iteration_s / b.iteration_s) for b, c in pairs]
+    time = paired_ratio(ratios)
     energies = [math.log(c.energy_j / b.energy_j) for b, c in pairs if b.energy_j and c.energy_j]
     energy = paired_ratio(energies)
     assert time is not None
     contract = Contract(max_slowdown=args.max_slowdown)
-    ratios = [math.log(c.iteration_s / b.iteration_s) for b, c in pairs]
     verdict = contract.judge(ratios, error_probability=contract.error_probability, most=len(ratios))
     if verdict is Verdict.DEGRADED and not contract.broken(ratios):
         verdict = Verdict.UNDECIDED
@@ -94,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
             "verdict": verdict.value,
             "memory": memory,
         }
-        _print(document)
+        print_json(REHEARSAL_SCHEMA, Label.SIMULATED, document)
         return 0
     print(f"{gpu.info().name}, {args.pairs} pairs of blocks: {setting} against the default")
     print(f"time     {_change(time)}")
@@ -105,11 +107,6 @@ def run(args: argparse.Namespace) -> int:
     if memory is not None:
         _tell_memory(memory)
     return 0
-
-
-def _print(document: dict[str, object]) -> None:
-    head = {"schema": "kilter.rehearse/1", "label": "simulated"}
-    print(msgspec.json.encode(head | document).decode())
 
 
 def _memory(plan: Plan, trace: IterationTrace) -> dict[str, object] | None:

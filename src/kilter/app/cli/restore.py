@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
-import msgspec
-
+from kilter.app.cli.output import print_json
 from kilter.core.label import Label
 from kilter.device.find import visible
 from kilter.device.nvidia import survey
@@ -67,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
             )
     others = sorted(left - chosen)
     if args.json:
-        print(_as_json(directory, outcomes, others).decode())
+        found = {"state_directory": str(directory), "gpus": outcomes, "not_visible": others}
+        print_json("kilter.restore/1", Label.MEASURED, found)
     else:
         print(_as_text(outcomes, others))
     return int(any(outcome.state == "failed" for outcome in outcomes))
@@ -76,18 +75,6 @@ def run(args: argparse.Namespace) -> int:
 def _visible(left: set[str], environ: Mapping[str, str]) -> set[str]:
     """UUIDs of the GPUs this process may use. The driver is asked only if there is a journal."""
     return {gpu.uuid for gpu in visible(survey().gpus, environ)} if left else set()
-
-
-def _as_json(directory: Path, outcomes: list[RestoreOutcome], others: list[str]) -> bytes:
-    return msgspec.json.encode(
-        {
-            "schema": "kilter.restore/1",
-            "label": Label.MEASURED,
-            "state_directory": str(directory),
-            "gpus": outcomes,
-            "not_visible": others,
-        }
-    )
 
 
 def _as_text(outcomes: list[RestoreOutcome], others: list[str]) -> str:

@@ -55,13 +55,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kilter run [options] SCRIPT|-m MODULE [ARGS...]"
     for option in OPTIONS.values():
-        # Flags stay text here: `resolve` reads all sources alike and names the one that is wrong.
-        if option.metavar is None:
-            parser.add_argument(
-                f"--{option.name}", action="store_const", const="1", help=option.help
-            )
-        else:
-            parser.add_argument(f"--{option.name}", metavar=option.metavar, help=option.help)
+        option.add_to(parser)
     parser.add_argument(
         "--config",
         type=Path,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kilter.app.cli.options import fraction, simulated
+from kilter.app.cli.output import print_json, show_progress
 from kilter.app.report import sections as sections_page
 from kilter.clocks.plan import worth
 from kilter.clocks.plan.sections import Analysis, RankSections, analyse, summary
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         write_atomically(args.html, page.encode())
     if args.json:
         result = as_json(analysis) | {"summary": " ".join(answers)}
-        print(msgspec.json.encode(result).decode())
+        print_json("kilter.sections/1", Label.MEASURED, result)
     else:
         _tell(analysis, answers)
     return 0
@@ -108,18 +108,16 @@ def analysed(args: argparse.Namespace) -> Analysis:
         raise UsageError(f"--iterations {args.iterations}: a trace holds at least 1")
     table = KernelTable(args.kernels)
     traces, broken = [], []
-    shown = sys.stderr.isatty() and len(args.traces) > 1
     for number, found in enumerate(
         read_ranks(args.traces, table=table, iterations=args.iterations), 1
     ):
-        if shown:
-            print(f"\rread {number} of {len(args.traces)} traces", end="", file=sys.stderr)
+        if len(args.traces) > 1:
+            show_progress(f"read {number} of {len(args.traces)} traces")
         if isinstance(found, FileError):
             broken.append(found)
         else:
             traces.append(found)
-    if shown:
-        print("\r\033[K", end="", file=sys.stderr)
+    show_progress()
     if not traces:
         raise broken[0]
     analysis = analyse(traces)
@@ -128,10 +126,8 @@ def analysed(args: argparse.Namespace) -> Analysis:
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """The fields that `--json` prints."""
     return {
-        "schema": "kilter.sections/1",
-        "label": Label.MEASURED.value,
         "matched_collectives": analysis.matched,
         "collectives": analysis.collectives,
         "left_out": list(analysis.left_out),

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import msgspec
-
+from kilter.app.cli.output import print_json
 from kilter.app.plan_memory import add_link_arguments, link_of
 from kilter.core.errors import UsageError
+from kilter.core.label import Label
 from kilter.core.plan import MemoryBudget
 from kilter.device.sim.cards import names
 from kilter.memory.size import (
@@ -92,12 +92,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         objects = [{"batch": batch, **found.as_json(fit)} for batch, found, fit in rows]
         document = {
-            "schema": "kilter.size/1",
-            "label": "simulated",
             "rows": objects,
             "largest_batch": None if largest is None else asdict(largest),
         }
-        print(msgspec.json.encode(document).decode())
+        print_json("kilter.size/1", Label.SIMULATED, document)
     return 0 if all(fit is None or fit.fits for _, _, fit in rows) else 1
 
 

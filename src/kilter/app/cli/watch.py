@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kilter.app.cli.output import print_json
 from kilter.app.config import DEFAULT_MAX_SLOWDOWN, OPTIONS, resolve
 from kilter.app.listener import StderrListener
 from kilter.core.errors import UsageError
@@ -71,12 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "max-slowdown": "the contract (0 = only free savings; default: 2%%)",
     }
     for name in _SHARED:
-        option = OPTIONS[name]
-        text = helps.get(name, option.help)
-        if option.metavar is None:
-            parser.add_argument(f"--{name}", action="store_const", const="1", help=text)
-        else:
-            parser.add_argument(f"--{name}", metavar=option.metavar, help=text)
+        OPTIONS[name].add_to(parser, helps.get(name))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -102,7 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     if options.json_summary:
-        print(msgspec.json.encode(_document(end)).decode())
+        report = (end.run / "report.json").read_bytes()
+        label = msgspec.json.decode(report)["label"]
+        print_json("kilter.watch/1", label, _found(end) | {"report": msgspec.Raw(report)})
     return 1 if end.failed else 0
 
 
@@ -157,12 +155,9 @@ def _source(
     )
 
 
-def _document(end: WatchEnd) -> dict[str, Any]:
-    report = (end.run / "report.json").read_bytes()
+def _found(end: WatchEnd) -> dict[str, Any]:
     detection, rhythm = end.detection, end.rhythm
     return {
-        "schema": "kilter.watch/1",
-        "label": msgspec.json.decode(report)["label"],
         "run": str(end.run),
         "ended": end.reason or None,
         "detected": rhythm is not None,
@@ -175,5 +170,4 @@ def _document(end: WatchEnd) -> dict[str, Any]:
         "block_iterations": None if rhythm is None else rhythm.block_iterations,
         "pair_error": None if rhythm is None else rhythm.pair_error,
         "would_try": end.tries,
-        "report": msgspec.Raw(report),
     }

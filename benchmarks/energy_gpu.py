@@ -168,7 +168,7 @@ def batches(name: str, device: Any, tiny: bool) -> Iterator[tuple[Any, Any]]:
 def training(name: str, *, tiny: bool) -> Callable[[], None]:
     """One iteration of a job, synchronised."""
     import torch
-    from gpt import Gpt
+    from gpt import Gpt, train_step
     from torch import nn
 
     cuda = torch.cuda.is_available()
@@ -190,12 +190,7 @@ def training(name: str, *, tiny: bool) -> Callable[[], None]:
 
     def iterate() -> None:
         inputs, targets = next(data)
-        with torch.autocast("cuda" if cuda else "cpu", torch.bfloat16):
-            logits = model(inputs)
-            loss = nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        train_step(model, optimizer, inputs, targets)
         if cuda:
             torch.cuda.synchronize()
 

@@ -1,6 +1,9 @@
-"""The GPT that several benchmarks train. Knows nothing of kilter."""
+"""What several benchmarks train, and one step of it. Knows nothing of kilter."""
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -43,3 +46,27 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointing else block(x)
         return self.head(self.norm(x))
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+) -> torch.Tensor:
+    """One iteration under bf16 autocast; its loss."""
+    with torch.autocast(inputs.device.type, torch.bfloat16):
+        loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def digest(model: nn.Module, losses: Sequence[object]) -> str:
+    """Of this rank's parameters and losses: equal only where all bits are."""
+    found = hashlib.sha256("".join(map(str, losses)).encode())
+    for parameter in model.parameters():
+        local = getattr(parameter, "_local_tensor", parameter).detach().cpu()
+        found.update(local.flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

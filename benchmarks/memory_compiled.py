@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
-from gpt import Block, Gpt
+from gpt import Block, Gpt, train_step
 from memory_models import TIMED, Timed
 from torch import nn
 from torch._functorch import config
@@ -90,14 +89,9 @@ def train(args: argparse.Namespace) -> None:
         handle = register_optimizer_step_post_hook(timed)
         begin_s = time.perf_counter()
         for step in range(args.steps):
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = F.cross_entropy(called(inputs).flatten(0, -2), targets.flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
+            losses.append(train_step(called, optimizer, inputs, targets))
             if step == 0:
-                loss.item()
+                losses[0].item()
                 first_s = time.perf_counter() - begin_s
         handle.remove()
         times = [b - a for a, b in zip(timed.ends_s, timed.ends_s[1:], strict=False)]

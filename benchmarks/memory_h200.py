@@ -160,6 +160,8 @@ class Row:
     host_s: tuple[float, ...] = ()
     """The same on the CPU, which issues them: where it is late, the device waits; where it is far
     ahead, it waits for the device."""
+    slowest_s: float = 0.0
+    """The longest of the iterations."""
     bound_s: float | None = None
     """Of swapping alone, from plain's phases, this budget and the link; derived."""
     waiting_s: float = 0.0
@@ -184,6 +186,7 @@ class Timing:
     peak_bytes: int
     device_s: tuple[float, ...]
     host_s: tuple[float, ...]
+    slowest_s: float
 
 
 def timed(job: Job, count: int, *, waiting: bool = False) -> Timing:
@@ -211,11 +214,13 @@ def timed(job: Job, count: int, *, waiting: bool = False) -> Timing:
     device_s = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(marks)]
     host_s = [b - a for a, b in pairwise(clock)]
     phases = [tuple(device_s[i : i + 3]) for i in range(0, 4 * count, 4)]
+    times_s = [sum(phase) for phase in phases]
     return Timing(
-        statistics.median(sum(phase) for phase in phases),
+        statistics.median(times_s),
         torch.cuda.max_memory_allocated(),
         tuple(statistics.median(phase[i] for phase in phases) for i in range(3)),
         tuple(statistics.median(host_s[i::4]) for i in range(3)),
+        max(times_s),
     )
 
 

@@ -11,7 +11,6 @@ knows nothing of kilter. Without GPUs it runs on gloo, to test this script.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import statistics
@@ -25,8 +24,7 @@ from typing import Any
 def train(args: argparse.Namespace) -> None:
     """Writes what this rank found to OUT/RANK.json."""
     import torch
-    import torch.nn.functional as F  # noqa: N812
-    from gpt import Gpt
+    from gpt import Gpt, digest, train_step
 
     rank = int(os.environ["RANK"])
     cuda = torch.cuda.is_available()
@@ -56,19 +54,10 @@ def train(args: argparse.Namespace) -> None:
             if step == args.steps - 4:
                 torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item().hex())
+        losses.append(train_step(model, optimizer, tokens, tokens).item().hex())
         times.append(time.perf_counter() - begin)
-    digest = hashlib.sha256("".join(losses).encode())
-    for parameter in model.parameters():
-        local = getattr(parameter, "_local_tensor", parameter)
-        digest.update(local.detach().cpu().numpy().tobytes())
     found = {
-        "digest": digest.hexdigest(),
+        "digest": digest(model, losses),
         "iteration_s": statistics.median(times[-4:]),
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
     }

@@ -12,7 +12,6 @@ deterministic kernels. This file is also the training script, which knows nothin
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
@@ -32,8 +31,7 @@ TOLD = ("memory", "time", "budget", "the rest", "passes", "refused", "an error",
 def train(args: argparse.Namespace) -> tuple[list[str], str]:
     """Losses, and a digest of the parameters."""
     import torch
-    import torch.nn.functional as F  # noqa: N812
-    from gpt import Block
+    from gpt import Block, digest, train_step
     from torch import nn
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,18 +55,10 @@ def train(args: argparse.Namespace) -> tuple[list[str], str]:
         begin = time.perf_counter()
         torch.manual_seed(step)
         tokens = torch.randint(args.vocabulary, (args.batch, length), device=device)
-        with torch.autocast(device, torch.bfloat16):
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item().hex())
+        losses.append(train_step(model, optimizer, tokens, tokens).item().hex())
         times.append(time.perf_counter() - begin)
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().numpy().tobytes())
     print(json.dumps({"last_s": times[-4:], "all_s": [round(t, 3) for t in times]}))
-    return losses, digest.hexdigest()
+    return losses, digest(model, losses)
 
 
 def identity(args: argparse.Namespace) -> dict[str, Any]:

@@ -33,7 +33,7 @@ PAIRS = {"gpt": 50, "resnet50": 100, "mobilenet": 140}
 
 def measure(model_name: str) -> dict:
     import torch
-    from torch import nn
+    from gpt import train_step
     from train_gpu import job
 
     import kilter
@@ -47,12 +47,7 @@ def measure(model_name: str) -> dict:
         """Times of iterations, on the host's clock, each synchronised."""
         ends = [time.perf_counter()]
         for _ in range(count):
-            with torch.autocast("cuda", torch.bfloat16):
-                logits = model(inputs)
-                loss = nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            train_step(model, optimizer, inputs, targets)
             torch.cuda.synchronize()
             ends.append(time.perf_counter())
         return [b - a for a, b in itertools.pairwise(ends)]

@@ -18,18 +18,16 @@ import argparse
 import contextlib
 import gc
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from memory_h200 import Job, Pinned, gpt
+from memory_h200 import Job, Pinned, gpt, timed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kilter.core.units import GIB
@@ -73,9 +71,6 @@ class Machine:
 
     def backend(self) -> Any:
         return CpuStandIn(spoil=True) if self.tiny else Shared.open()
-
-    def mark(self) -> Any:
-        return self.backend().mark() if self.tiny else torch.cuda.Event(enable_timing=True)
 
     def peak_bytes(self) -> int:
         return 0 if self.tiny else torch.cuda.max_memory_allocated()
@@ -225,35 +220,15 @@ def warm(job: Job, engines: Governed, passes: int = 4, most: int = 80) -> None:
         print(f"{engines.steps}: {engines.each_s[-1]} s", end=" ", flush=True, file=sys.stderr)
 
 
-def timed(machine: Machine, job: Job, count: int) -> dict[str, Any]:
-    """Medians of iterations, and of their phases: forward, backward, step, on the device and on the
-    CPU that issues them."""
+def timed_on(machine: Machine, job: Job, count: int) -> dict[str, Any]:
+    """As of `memory_h200`; without a GPU the mean time alone."""
     machine.settle()
-    marks: list[Any] = []
-    clock: list[float] = []
-
-    def mark() -> None:
-        marks.append(machine.mark())
-        clock.append(time.perf_counter())
-        if not machine.tiny:
-            marks[-1].record()
-
-    mark()
+    if not machine.tiny:
+        return asdict(timed(job, count))
+    begin = time.perf_counter()
     for _ in range(count):
-        job.step(mark)
-    if machine.tiny:
-        return {"iteration_s": (clock[-1] - clock[0]) / count, "peak_bytes": 0}
-    torch.cuda.synchronize()
-    phases = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(marks)]
-    hosts = [b - a for a, b in pairwise(clock)]
-    times = [sum(phases[3 * i : 3 * i + 3]) for i in range(count)]
-    return {
-        "iteration_s": statistics.median(times),
-        "slowest_s": max(times),
-        "peak_bytes": machine.peak_bytes(),
-        "device_s": [round(statistics.median(phases[i::3]), 4) for i in range(3)],
-        "host_s": [round(statistics.median(hosts[i::3]), 4) for i in range(3)],
-    }
+        job.step()
+    return {"iteration_s": (time.perf_counter() - begin) / count, "peak_bytes": 0}
 
 
 def told(engines: Governed) -> dict[str, Any]:
@@ -336,7 +311,7 @@ def rows(machine: Machine, names: list[str], records: bool) -> Iterator[dict[str
         with Governed(machine, mode, budget).govern() as engines:
             warm(job, engines)
             warm_s = time.perf_counter() - begin
-            found = timed(machine, job, 6)
+            found = timed_on(machine, job, 6)
             values = told(engines)
             record = observed(engines) if records else {}
         plain_bytes = plain_bytes or int(found["peak_bytes"])
@@ -415,7 +390,7 @@ def cap(machine: Machine, batches: list[int], cap_bytes: int) -> Iterator[dict[s
             with engines.govern(fresh=True):
                 try:
                     warm(job, engines, passes=2)
-                    row |= {"warm_s": time.perf_counter() - begin} | timed(machine, job, 3)
+                    row |= {"warm_s": time.perf_counter() - begin} | timed_on(machine, job, 3)
                 finally:
                     row |= told(engines)
             row["trains"] = True

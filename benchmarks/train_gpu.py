@@ -9,8 +9,7 @@ import statistics
 import time
 
 import torch
-from gpt import Gpt
-from torch import nn
+from gpt import Gpt, train_step
 
 
 def job(name, batch):
@@ -45,12 +44,7 @@ def main():
     times = []
     for _ in range(args.steps):
         begin = time.perf_counter()
-        with torch.autocast("cuda", torch.bfloat16):
-            logits = model(inputs)
-            loss = nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        loss = train_step(model, optimizer, inputs, targets)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
     median = statistics.median(times[len(times) // 2 :])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kilter.clocks.plan.timing import NOTHING, Command, Commanded, CommandSchedule, ScheduleArm
 from kilter.clocks.plan.waits import WaitPlan
-from kilter.clocks.section_conductor import SectionConductor
+from kilter.clocks.section_conductor import Follow, SectionConductor
 from kilter.clocks.section_process import CommandLog, LowWaits
 from kilter.core.errors import Held
 from kilter.testing.box import FOUND, TIMEOUT_S, Box
@@ -52,7 +52,7 @@ class Bench:
         self.conductor = SectionConductor(
             self, self.log.append, lambda: self.now_s, lambda: self.power_w
         )
-        self.conductor.follow(made(**schedule))
+        self.conductor.follow(Follow(schedule=made(**schedule)))
 
     def down(self, sm_clock_hz: float, hold_s: float) -> None:
         assert sm_clock_hz == LOW_HZ
@@ -166,7 +166,7 @@ def test_another_schedule_puts_the_clock_back() -> None:
     bench.mark(0, 0.0)
     bench.until(0.5)
     assert bench.low
-    bench.conductor.follow(NOTHING)
+    bench.conductor.follow(Follow(schedule=NOTHING))
     assert not bench.low
     assert bench.conductor.idle
 
@@ -175,9 +175,8 @@ def test_another_schedule_puts_the_clock_back() -> None:
 def test_arms_rule_from_their_iterations_on(down_s: float) -> None:
     bench = Bench()
     low = made(down_s=down_s)
-    bench.conductor.follow(
-        NOTHING, [ScheduleArm(first=2, schedule=low), ScheduleArm(first=4, schedule=NOTHING)]
-    )
+    arms = (ScheduleArm(first=2, schedule=low), ScheduleArm(first=4, schedule=NOTHING))
+    bench.conductor.follow(Follow(schedule=NOTHING, arms=arms))
     assert not bench.conductor.idle
     for i in range(6):
         bench.mark(i, i * T)
@@ -223,7 +222,8 @@ def waiting(bench: Bench, iterations: int = 20) -> Bench:
 
 def waits(**schedule: float) -> Bench:
     bench = Bench(**schedule)
-    bench.conductor.follow(made(**schedule) if schedule else NOTHING, waits=WAITS)
+    planned = made(**schedule) if schedule else NOTHING
+    bench.conductor.follow(Follow(schedule=planned, waits=WAITS))
     return bench
 
 
@@ -272,7 +272,7 @@ def test_a_power_that_cannot_be_read_ends_all_waits() -> None:
     bench.until(25.2)
     assert not bench.low
     bench.power_w = WAITING_W
-    bench.conductor.follow(NOTHING, waits=WAITS)
+    bench.conductor.follow(Follow(schedule=NOTHING, waits=WAITS))
     assert bench.conductor.idle
 
 
@@ -280,7 +280,7 @@ def test_another_schedule_ends_a_wait() -> None:
     bench = waiting(waits())
     bench.until(25.0)
     assert bench.low
-    bench.conductor.follow(NOTHING)
+    bench.conductor.follow(Follow(schedule=NOTHING))
     assert not bench.low
     assert bench.conductor.idle
 
@@ -327,7 +327,7 @@ PROGRAM = """
 import sys, os, time
 from kilter.clocks.plan.timing import NOTHING, Command, CommandSchedule
 from kilter.clocks.plan.waits import WaitPlan
-from kilter.clocks.section_conductor import Begin, Ended, ConductorReady
+from kilter.clocks.section_conductor import Begin, ConductorReady, Ended, Follow
 from kilter.clocks.section_process import SectionProcess
 from kilter.observe.marker import Marker
 
@@ -344,9 +344,8 @@ if what == "section":
     down = Command(edge="down", key="a", sm_clock_hz=1.2e9, at_s=0.05, lead_s=0.0, hold_s=hold_s)
     up = Command(edge="up", key="a", sm_clock_hz=None, at_s=600.0, lead_s=0.0, hold_s=0.0)
     commands = (down, up)
-    process.follow(
-        CommandSchedule(number=1, commands=commands, iteration_s=1000.0, calls_per_s=10.0)
-    )
+    planned = CommandSchedule(number=1, commands=commands, iteration_s=1000.0, calls_per_s=10.0)
+    process.say(Follow(schedule=planned))
     time.sleep(0.2)
     marker.mark(1)
 else:
@@ -354,7 +353,7 @@ else:
         sm_clock_hz=1.2e9, after_s=0.2, return_s=0.01, share=0.5, high_w=300.0, low_w=300.0,
         rise_w=100.0, settle_s=0.1, calls_per_s=10.0,
     )
-    process.follow(NOTHING, waits=waits)
+    process.say(Follow(schedule=NOTHING, waits=waits))
     for iteration in range(10):
         time.sleep(0.06)
         marker.mark(iteration)

@@ -20,7 +20,7 @@ RANK = """
 import datetime, os, sys, time
 import torch, torch.distributed as dist
 from kilter.clocks.plan.timing import Command, CommandSchedule
-from kilter.clocks.section_conductor import Begin
+from kilter.clocks.section_conductor import Begin, Follow
 from kilter.clocks.section_process import SectionProcess
 from kilter.observe.marker import Marker
 
@@ -30,7 +30,8 @@ marker = Marker()
 process = SectionProcess(marker, Begin(log=log, backend="nvml", device=uuid, program=os.getpid()))
 down = Command(edge="down", key="a", sm_clock_hz=1.2e9, at_s=0.05, lead_s=0.0, hold_s=0.8)
 up = Command(edge="up", key="a", sm_clock_hz=None, at_s=0.3, lead_s=0.0, hold_s=0.0)
-process.follow(CommandSchedule(number=1, commands=(down, up), iteration_s=0.4, calls_per_s=10.0))
+planned = CommandSchedule(number=1, commands=(down, up), iteration_s=0.4, calls_per_s=10.0)
+process.say(Follow(schedule=planned))
 ones = torch.ones(4)
 for iteration in range(10_000):
     dist.all_reduce(ones.fill_(1.0))

@@ -13,7 +13,7 @@ from tests.observe.gpu_program import COMPUTE, GpuProgram
 
 from kilter.clocks.plan.sections import places
 from kilter.clocks.plan.timing import Command, Commanded, CommandSchedule, differences, edges
-from kilter.clocks.section_conductor import SectionConductor
+from kilter.clocks.section_conductor import Follow, SectionConductor
 from kilter.core.errors import FileError
 from kilter.core.rank_trace import IterationMarks, RankTrace
 from kilter.observe.marked_trace import read_marked
@@ -102,9 +102,8 @@ def test_commands_meet_the_edges_however_far_the_host_is_ahead(
     log: list[Commanded] = []
     now = [0.0]
     conductor = SectionConductor(_Setter(), log.append, lambda: now[0])
-    conductor.follow(
-        CommandSchedule(number=1, commands=(command, up), iteration_s=0.15, calls_per_s=1e6)
-    )
+    planned = CommandSchedule(number=1, commands=(command, up), iteration_s=0.15, calls_per_s=1e6)
+    conductor.follow(Follow(schedule=planned))
     for number in range(20, 59):
         seen_s = program.marker_s[number] + look_s
         while conductor.due_s < seen_s:

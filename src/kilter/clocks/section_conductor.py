@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import IO, NamedTuple, Protocol
 
@@ -244,24 +244,19 @@ class SectionConductor:
         planned = (self._schedule, *(arm.schedule for arm in self._arms))
         return any(schedule.commands for schedule in planned)
 
-    def follow(
-        self,
-        schedule: CommandSchedule,
-        arms: Sequence[ScheduleArm] = (),
-        waits: WaitPlan | None = None,
-    ) -> None:
+    def follow(self, order: Follow) -> None:
         """From the next marker on, and the arms from their iterations on, in order. What is low is
         put back: the new schedule may not do so."""
-        self._schedule, self._arms = schedule, tuple(arms)
+        self._schedule, self._arms = order.schedule, order.arms
         self._drop("the schedule has changed")
         if self.low:
             self._put_back("the schedule has changed")
-        if waits is None or self._power is None:
+        if order.waits is None or self._power is None:
             self._watch = None
         elif self._watch is None:
-            self._watch = WaitWatch(waits, acts=self._setter.sets)
+            self._watch = WaitWatch(order.waits, acts=self._setter.sets)
         else:
-            self._watch.plan = waits
+            self._watch.plan = order.waits
 
     def passed(self, iteration: int, t_s: float, within_s: float = 0.0) -> None:
         """The marker of an iteration was passed at this time, or so much before or after it."""
@@ -282,16 +277,18 @@ class SectionConductor:
         next_s = t_s + self._expected_s
         for late in ahead:  # the marker came earlier than was expected
             self._send(late)
-        for command in self._schedule.commands:
-            if command.at_s >= 0.0:
-                due_s = t_s + command.at_s
-                self._pending.append(_Pending(due_s, iteration, command, t_s, self._schedule))
-        after = self._after(iteration)
-        for command in after.commands:
-            if command.at_s < 0.0:
-                due_s = next_s + command.at_s
-                self._pending.append(_Pending(due_s, iteration + 1, command, t_s, after))
+        self._plan(self._schedule, iteration, t_s, t_s, ahead=False)
+        self._plan(self._after(iteration), iteration + 1, next_s, t_s, ahead=True)
         self._pending.sort(key=lambda p: p.due_s)
+
+    def _plan(
+        self, schedule: CommandSchedule, iteration: int, begin_s: float, t_s: float, *, ahead: bool
+    ) -> None:
+        """The commands of an iteration that leave after it has begun, or `ahead` of that."""
+        for command in schedule.commands:
+            if (command.at_s < 0.0) is ahead:
+                due_s = begin_s + command.at_s
+                self._pending.append(_Pending(due_s, iteration, command, t_s, schedule))
 
     def _after(self, iteration: int) -> CommandSchedule:
         """The schedule of the iteration that follows this one."""
@@ -541,7 +538,7 @@ class _Lines:
             if isinstance(order, Stop):
                 return False
             if isinstance(order, Follow):
-                conductor.follow(order.schedule, order.arms, order.waits)
+                conductor.follow(order)
         return bool(found)
 
     def say(self, answer: Answers) -> None:

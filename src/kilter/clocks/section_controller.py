@@ -12,7 +12,6 @@ process groups, and, while there is a conductor, moves the marker or has its GPU
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -341,10 +340,7 @@ class SectionsController:
     def _say(self, plan: RankPlan) -> None:
         found = plan.found
         assert found is not None
-        conducting, search = self._conducting, self._search
-        counts = conducting.counts if conducting is not None else Counter()
-        waits = None if conducting is None else conducting.waits
-        errors = conducting.errors if conducting is not None else None
+        search = self._search
         self._run.log(
             Sectioned(
                 t_s=self._run.log.now_s(),
@@ -360,22 +356,11 @@ class SectionsController:
                 windows=self._windows.count,
                 reopened=self._keys.reopened,
                 collectives=self._keys.collectives,
-                sets=conducting.sets if conducting is not None else False,
-                commands=counts["would set"] + counts["set"],
-                left_out=counts["left out"],
-                edges=0 if errors is None else errors.n,
-                edge_error_p50_s=None if errors is None else errors.p50_s,
-                edge_error_p95_s=None if errors is None else errors.p95_s,
-                edge_bias_s=None if errors is None else errors.bias_s,
-                restored=None if conducting is None else conducting.restored,
                 window_cost_s=self._windows.cost_s,
                 key_cost_s=self._keys.cost_s,
-                conductor_cpu_s=None if conducting is None else conducting.cpu_s,
-                waits=0 if waits is None else waits.count,
-                waits_low_s=0.0 if waits is None else waits.low_s,
-                waits_clock_hz=None if waits is None else waits.sm_clock_hz,
                 search=None if search is None else search.found,
                 blocks=0 if search is None else search.blocks,
+                **({"sets": False} if self._conducting is None else self._conducting.told()),
             )
         )
 

@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -23,7 +24,6 @@ from kilter.clocks.plan.timing import (
     NOTHING,
     Commanded,
     CommandSchedule,
-    EdgeErrors,
     ScheduleArm,
     differences,
     edge_errors,
@@ -81,16 +81,7 @@ class SectionProcess:
         finally:
             theirs.close()
         self._connection = ours
-        self._say(begin)
-
-    def follow(
-        self,
-        schedule: CommandSchedule,
-        arms: Sequence[ScheduleArm] = (),
-        waits: WaitPlan | None = None,
-    ) -> None:
-        """The commands from here on, and from later iterations on."""
-        self._say(Follow(schedule=schedule, arms=tuple(arms), waits=waits))
+        self.say(begin)
 
     def answers(self) -> list[Answers]:
         """What has come since the last call. The end of the connection is an `Ended`, too."""
@@ -109,7 +100,7 @@ class SectionProcess:
 
     def stop(self) -> Ended:
         """Have the found clock put back."""
-        self._say(Stop())
+        self.say(Stop())
         by_s = time.monotonic() + STOP_S
         while time.monotonic() < by_s:
             for answer in self.answers():
@@ -120,7 +111,7 @@ class SectionProcess:
         self._connection.close()
         return Ended(restored=False, refused=f"the conductor does not answer for {STOP_S:g} s")
 
-    def _say(self, order: Orders) -> None:
+    def say(self, order: Orders) -> None:
         """A conductor that is gone says so by its end of the connection."""
         try:
             with as_socket(self._connection) as connection:
@@ -168,7 +159,7 @@ class Conducting:
         """The commands from here on, and from later iterations on."""
         self._schedule = arms[-1].schedule if arms else schedule
         if self._process is not None:
-            self._process.follow(schedule, arms, waits)
+            self._process.say(Follow(schedule=schedule, arms=tuple(arms), waits=waits))
 
     def pause(self) -> None:
         """No commands: the default stands."""
@@ -200,22 +191,30 @@ class Conducting:
         self._log.read()
         self._off += differences(self._log.recent, real)
 
-    @property
-    def errors(self) -> EdgeErrors | None:
-        """How far the commands of all windows were from the real edges."""
-        return edge_errors(self._off)
-
-    @property
-    def counts(self) -> Counter[str]:
-        """Commands so far, by state."""
+    def told(self) -> dict[str, Any]:
+        """What the record `Sectioned` says of the commands so far, and of their edges."""
         self._log.read()
-        return self._log.counts
-
-    @property
-    def waits(self) -> LowWaits:
-        """The long waits so far for which the clock went down, or would have."""
-        self._log.read()
-        return self._log.waits
+        counts, waits, errors = self._log.counts, self._log.waits, edge_errors(self._off)
+        of_edges = (
+            {}
+            if errors is None
+            else {
+                "edges": errors.n,
+                "edge_error_p50_s": errors.p50_s,
+                "edge_error_p95_s": errors.p95_s,
+                "edge_bias_s": errors.bias_s,
+            }
+        )
+        return of_edges | {
+            "sets": self.sets,
+            "commands": counts["would set"] + counts["set"],
+            "left_out": counts["left out"],
+            "restored": self.restored,
+            "conductor_cpu_s": self.cpu_s,
+            "waits": waits.count,
+            "waits_low_s": waits.low_s,
+            "waits_clock_hz": waits.sm_clock_hz,
+        }
 
     def _ended(self, ended: Ended) -> None:
         self._process = None

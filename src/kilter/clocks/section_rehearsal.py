@@ -131,16 +131,11 @@ class SimulatedRanks:
         switch: Switch,
         *,
         seed: int = 0,
-        noise: Noise = STEADY,
-        truth: Mapping[str, Truth] | None = None,
     ) -> None:
         self._offers, self._targets = offers, targets
         self.now_s = 0.0
         """Of the slowest rank's time."""
-        self._ranks = [
-            SimulatedRank(offer, targets, card, switch, seed=seed, noise=noise, truth=truth)
-            for offer in offers
-        ]
+        self._ranks = [SimulatedRank(offer, targets, card, switch, seed=seed) for offer in offers]
 
     def run(self, trials: Trials) -> Outcomes:
         """The blocks of these trials, one after the other."""

@@ -48,7 +48,3 @@ class SectionsFound(msgspec.Struct, frozen=True, kw_only=True):
     def held(self) -> bool:
         """Some section of some rank has a lower clock."""
         return any(depth for row in self.depths for depth in row)
-
-    def of_rank(self, rank: int) -> tuple[int, ...]:
-        """The depths of one rank, by section."""
-        return tuple(row[rank] for row in self.depths)

@@ -167,6 +167,11 @@ class _Open:
     sized: _Work | None
     """FLOPs: of the outermost operation that has a formula; those inside are parts of it."""
 
+    def take(self) -> tuple[float, float]:
+        """FLOPs and bytes that no piece of time has taken yet."""
+        taken = [work.take() for work in (self.operation, self.sized) if work is not None]
+        return sum(flops for flops, _ in taken), sum(bytes_ for _, bytes_ in taken)
+
 
 @dataclass(slots=True)
 class _Thread:
@@ -314,11 +319,7 @@ class _Trace:
             return
         top = thread.stack[-1] if thread.stack else None
         if top is not None and top.busy and thread.cursor < now:
-            flops = bytes_ = 0.0
-            for work in (top.operation, top.sized):
-                if work is not None:
-                    more_flops, more_bytes = work.take()
-                    flops, bytes_ = flops + more_flops, bytes_ + more_bytes
+            flops, bytes_ = top.take()
             owner = top.owner or _OTHER
             begin = thread.cursor
             self._pieces[name].append(_Piece(begin, now, owner, 0, begin, flops, bytes_, 0))
@@ -343,11 +344,7 @@ class _Trace:
         # The GPU runs behind the host: what nobody has launched here was launched before the trace.
         before = -inf if self._launched else event.ts
         launched, parent = self._launched.get(event.arg("correlation"), (before, None))
-        flops = bytes_ = 0.0
-        for work in (parent.operation, parent.sized) if parent else ():
-            if work is not None:
-                more_flops, more_bytes = work.take()
-                flops, bytes_ = flops + more_flops, bytes_ + more_bytes
+        flops, bytes_ = parent.take() if parent else (0.0, 0.0)
         owner = parent.owner if parent else None
         if event.cat == "kernel" and _COLLECTIVE.search(event.name):
             owner = _Owner(event.arg("Collective name") or _short(event.name), Kind.COLLECTIVE)

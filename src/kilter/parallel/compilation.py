@@ -103,6 +103,15 @@ def _graph(unit: Unit) -> fx.GraphModule:
     return unit.graph
 
 
+def with_body(unit: Unit, body: fx.Graph, compiled: Container[Any], key: Hashable) -> Unit:
+    """A unit with other operations. One of `compiled` operations alone has nothing to compile."""
+    body.eliminate_dead_code()
+    graph = fx.GraphModule(torch.nn.Module(), body)
+    rest = [n for n in body.nodes if n.op == "call_function" and not is_view(n)]
+    whole = all(node.target in compiled for node in rest)
+    return replace(unit, run=graph, graph=None if whole else graph, key=key)
+
+
 def to_compile(program: BranchProgram, compiled: Container[Hashable]) -> list[Hashable]:
     """The keys of the distinct units that are not compiled yet, those with the most launches in a
     call first. Kernels of our own, and units of views alone, have nothing to compile."""

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from kilter.observe.torch_internals.branches import BATCH_NORM_INFERENCE
 from kilter.parallel.checks import tf32_allowed
-from kilter.parallel.folding import is_view
+from kilter.parallel.compilation import with_body
 from kilter.parallel.program import BranchProgram, Unit
 from kilter.parallel.timing import graph_seconds, like
 from kilter.parallel.trace import WayRefused, value
@@ -333,9 +333,5 @@ def _rewritten(unit: Unit, ours: Sequence[Convolution]) -> Unit:
             made[old].meta = {**old.meta, "kind": ends[old].kind}
         else:
             made[old] = body.node_copy(old, made.__getitem__)
-    body.eliminate_dead_code()
-    graph = fx.GraphModule(torch.nn.Module(), body)
-    rest = [n for n in body.nodes if n.op == "call_function" and not is_view(n)]
-    whole = all(node.target is operation() for node in rest)
     key = ("convolutions", tuple(c.key for c in ours), unit.key)
-    return replace(unit, run=graph, graph=None if whole else graph, key=key)
+    return with_body(unit, body, {operation()}, key)

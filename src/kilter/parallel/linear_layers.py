@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from kilter.observe.torch_internals.branches import ADDMM_RELU
 from kilter.parallel.checks import tf32_allowed
+from kilter.parallel.compilation import with_body
 from kilter.parallel.folding import is_view
 from kilter.parallel.program import BranchProgram, Unit
 from kilter.parallel.trace import value
@@ -299,15 +300,11 @@ def _rewritten(unit: Unit, layers: list[_Layer], *, triton: bool) -> Unit:
             made[old] = _norm(body, of_norm[old], made, ours)
         else:
             made[old] = body.node_copy(old, made.__getitem__)
-    body.eliminate_dead_code()
-    graph = fx.GraphModule(torch.nn.Module(), body)
-    rest = [n for n in body.nodes if n.op == "call_function" and not is_view(n)]
     alone = {aten.addmm.default, ADDMM_RELU}
     if ours is not None:
         alone |= {ours.linear, ours.finish, ours.single}
-    kept = None if all(node.target in alone for node in rest) else graph
     ways = tuple((layer.one_row, layer.split) for layer in layers)
-    return replace(unit, run=graph, graph=kept, key=("layers", ways, unit.key))
+    return with_body(unit, body, alone, ("layers", ways, unit.key))
 
 
 def _product(

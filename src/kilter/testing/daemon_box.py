@@ -18,7 +18,7 @@ from typing import Any
 
 from kilter.core.daemon_protocol import SOCKET_VARIABLE
 from kilter.lease.daemon.peers import owner_of
-from kilter.testing.box import TIMEOUT_S, Box, BoxJob
+from kilter.testing.box import TIMEOUT_S, Box, BoxJob, until
 
 POLICY = """
 [limits]
@@ -67,18 +67,10 @@ class DaemonBox(Box):
 
     def start_daemon(self) -> subprocess.Popen[bytes]:
         """Returns when it answers."""
-        arguments = [
-            "--socket",
-            self.socket,
-            "--config",
-            self.config,
-            "--audit",
-            self.audit,
-            *self.options,
-        ]
+        paths = ("--socket", self.socket, "--config", self.config, "--audit", self.audit)
         with open(self.root / "daemon.log", "ab") as log:
             self.daemon = subprocess.Popen(
-                [sys.executable, "-m", "kilter", "daemon", *map(str, arguments)],
+                [sys.executable, "-m", "kilter", "daemon", *map(str, paths), *self.options],
                 env=super().environ(KILTER_BASELINE=str(self.root / "baseline.toml")),
                 stderr=log,
             )
@@ -114,11 +106,7 @@ class DaemonBox(Box):
         """A job that computes on a card, and has set nothing. It is of the user `uid` already."""
         uuid = self.fake.state().cards[card].uuid
         job = BoxJob(self, {}, uuid=uuid, uid=uid)
-        give_up_s = time.monotonic() + TIMEOUT_S
-        while uid is not None and owner_of(job.pid) != uid:
-            if time.monotonic() > give_up_s:
-                raise TimeoutError(f"the job does not become user {uid}")
-            time.sleep(0.01)
+        until(lambda: uid is None or owner_of(job.pid) == uid)
         self.jobs.append(job)
         self.names[job.pid] = name
         if computes:

@@ -1,7 +1,5 @@
 """A network whose activations are recomputed with biases that backward itself never reads."""
 
-from __future__ import annotations
-
 import torch
 from seen import DEVICE
 from torch import Tensor, nn

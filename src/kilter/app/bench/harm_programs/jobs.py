@@ -1,7 +1,5 @@
 """Runs jobs under kilter for the rows that look at what kilter itself tells or leaves behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

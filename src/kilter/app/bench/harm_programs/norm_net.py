@@ -1,7 +1,5 @@
 """A network with layer norms of all kinds, which the rows about pickles and copies train."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import seen

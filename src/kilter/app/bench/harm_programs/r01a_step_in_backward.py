@@ -1,7 +1,5 @@
 """Each parameter's own optimizer steps inside backward (PyTorch's recipe)."""
 
-from __future__ import annotations
-
 import torch
 from seen import batch, layers, show_model
 from torch import Tensor

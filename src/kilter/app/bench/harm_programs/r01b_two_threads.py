@@ -1,7 +1,5 @@
 """Two threads train a model each, with another model in the main thread."""
 
-from __future__ import annotations
-
 import threading
 
 import torch

@@ -1,7 +1,5 @@
 """Biases are clamped under no_grad between forward and backward, from the tenth step on."""
 
-from __future__ import annotations
-
 import torch
 from branches import Branches
 from seen import show_model, train

@@ -1,7 +1,5 @@
 """Activations are scaled through `.data` between forward and backward."""
 
-from __future__ import annotations
-
 from seen import layers, show_model, train
 from torch import Tensor, nn
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """The shift of layer norms is changed through `.data` between forward and backward."""
 
-from __future__ import annotations
-
 import torch
 from seen import DEVICE, show_model, train
 from torch import nn

@@ -1,7 +1,5 @@
 """Reads optimizer state that may lie on the host by `state.copy()`."""
 
-from __future__ import annotations
-
 from reading_state import train
 
 RUN = ("state",)

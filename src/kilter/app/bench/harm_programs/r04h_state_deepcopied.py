@@ -1,7 +1,5 @@
 """Reads optimizer state that may lie on the host by `copy.deepcopy(state)`."""
 
-from __future__ import annotations
-
 import copy
 
 from reading_state import train

@@ -1,7 +1,5 @@
 """Trains on a data set in a numpy array that every epoch reads again."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from seen import DEVICE, layers, show, show_model, train

@@ -1,7 +1,5 @@
 """Trains on a memory-mapped file that it may write to."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from seen import DEVICE, layers, show_model, train

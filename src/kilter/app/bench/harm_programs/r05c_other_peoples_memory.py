@@ -1,7 +1,5 @@
 """Trains on memory of a bytearray, of shared memory, and of a file that torch maps."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from seen import DEVICE, layers, show, show_model, train

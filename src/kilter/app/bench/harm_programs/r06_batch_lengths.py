@@ -1,7 +1,5 @@
 """100 iterations whose batches all have other lengths."""
 
-from __future__ import annotations
-
 import random
 
 from seen import batch, layers, show_model, train

@@ -1,7 +1,5 @@
 """Shapes change in every iteration, in 100 of them."""
 
-from __future__ import annotations
-
 from seen import batch, layers, show_model, train
 
 MMAP = True

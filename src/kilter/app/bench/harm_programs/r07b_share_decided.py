@@ -1,7 +1,5 @@
 """Shapes change in every iteration, and a budget that is a share: is the share ever decided?"""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,7 +1,5 @@
 """A SIGALRM handler raises at 150 random moments of training: each exception arrives."""
 
-from __future__ import annotations
-
 import random
 import signal
 from types import FrameType

@@ -1,7 +1,5 @@
 """A SIGALRM handler raises while a function of kilter runs: the exception arrives."""
 
-from __future__ import annotations
-
 import signal
 from types import FrameType
 

@@ -1,7 +1,5 @@
 """Two ranks whose store stops answering before their scripts end: both end within 15 seconds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Closes all descriptors above 2, as a daemon does, and opens its own files in their places."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

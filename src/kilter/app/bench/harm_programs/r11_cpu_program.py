@@ -1,7 +1,5 @@
 """Trains on the CPU only, on a machine that has a GPU: the GPU's settings are left alone."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,7 +1,5 @@
 """`kilter restore` after the job was killed while its watcher was frozen."""
 
-from __future__ import annotations
-
 from restoring import freeze_watcher, machine, restore
 
 EXPECT = {

@@ -1,7 +1,5 @@
 """`kilter restore` after job and watcher were killed while a process that the job forked lives."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """`kilter restore` while job and watcher are frozen past their deadline, then with `--force`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """A custom Function reads attributes of its tensors from `ctx.saved_tensors` in backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

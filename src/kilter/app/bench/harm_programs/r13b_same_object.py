@@ -1,7 +1,5 @@
 """A custom Function gets the very tensors that it saved, while the program holds them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

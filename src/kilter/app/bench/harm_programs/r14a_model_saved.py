@@ -1,7 +1,5 @@
 """Saves the whole model in the middle of iterations: it loads where there is no kilter."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

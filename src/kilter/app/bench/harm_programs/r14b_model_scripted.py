@@ -1,7 +1,5 @@
 """Scripts layer norms and a whole model with `torch.jit.script` in the middle of iterations."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

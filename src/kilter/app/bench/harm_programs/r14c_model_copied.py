@@ -1,7 +1,5 @@
 """Copies and pickles model and optimizer in the middle of iterations, and looks at their hooks."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Exports the model with `torch.export` in the middle of iterations."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Pickles and copies the optimizer and its state in the middle of iterations."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

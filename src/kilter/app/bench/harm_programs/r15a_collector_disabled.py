@@ -1,7 +1,5 @@
 """Switches the garbage collector off and on in the middle of forward."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

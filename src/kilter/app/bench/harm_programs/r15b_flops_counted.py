@@ -1,7 +1,5 @@
 """Counts the FLOPs of every iteration with `FlopCounterMode`."""
 
-from __future__ import annotations
-
 import torch
 from seen import batch, layers, show, show_model
 from torch.utils.flop_counter import FlopCounterMode

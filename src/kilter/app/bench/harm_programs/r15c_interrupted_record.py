@@ -1,7 +1,5 @@
 """KeyboardInterrupts that the program catches arrive while kilter writes its record."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType
 

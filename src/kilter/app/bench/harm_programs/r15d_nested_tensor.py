@@ -1,7 +1,5 @@
 """From the tenth step on, a strided nested tensor is saved for backward."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

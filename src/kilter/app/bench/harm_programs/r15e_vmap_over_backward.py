@@ -1,7 +1,5 @@
 """Batched gradients (vmap over backward) in every third iteration."""
 
-from __future__ import annotations
-
 import torch
 from seen import DEVICE, batch, bits, layers, show, show_model, train
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Forward-mode derivatives beside backward in every iteration."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -1,7 +1,5 @@
 """Batched gradients, forward-mode derivatives, a budget: the peak is within, or it is told why."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 

@@ -1,7 +1,5 @@
 """The learning rate is set between backward and step, to another value from the 20th step on."""
 
-from __future__ import annotations
-
 import torch
 from seen import batch, layers, show_model, train
 

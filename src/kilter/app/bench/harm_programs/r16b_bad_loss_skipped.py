@@ -1,7 +1,5 @@
 """A bad loss is met by `zero_grad(); continue` after backward, from the 25th step on."""
 
-from __future__ import annotations
-
 import torch
 from seen import batch, layers, show_model
 

@@ -1,7 +1,5 @@
 """An average of the weights is taken between backward and step."""
 
-from __future__ import annotations
-
 import torch
 from seen import batch, bits, layers, show, show_model, train
 

@@ -1,7 +1,5 @@
 """Large batches at first, which a budget pushes out, then small ones: what does kilter say?"""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,7 +1,5 @@
 """The training runs in a thread, and the main thread waits for it."""
 
-from __future__ import annotations
-
 import threading
 
 import torch

@@ -1,7 +1,5 @@
 """Runs with standard error closed (`2>&-`)."""
 
-from __future__ import annotations
-
 from seen import layers, show_model, train
 
 RUN = ("energy", "memory", "govern")

@@ -1,7 +1,5 @@
 """Ctrl-C while a function of kilter runs: the traceback shows no frame of kilter."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import traceback

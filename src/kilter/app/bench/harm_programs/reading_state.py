@@ -1,7 +1,5 @@
 """The training of the rows that read optimizer state as a dictionary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dead and frozen runs on a fake GPU, for the rows about `kilter restore`."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a program saw, written where the bench reads it: one line of JSON for each fact."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -171,7 +171,7 @@ def test_a_frozen_run_whose_watcher_has_kept_the_deadline_is_no_error(box: Box) 
 
 
 def test_a_renewed_run_is_not_late(box: Box) -> None:
-    job = low(box, hold_s=0.5)
+    job = low(box, hold_s=5.0)
     assert job.ask("renew")
     holder = box.place.holder()
     assert holder is not None

@@ -228,10 +228,13 @@ def _rms_norm(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]
     return lambda: torch.rms_norm(source(), shape, weight(), eps)
 
 
-def _softmax(apply: Any) -> Build:
+def _to_dtype(apply: Callable[..., torch.Tensor], *names: str) -> Build:
+    """An operation that was told the type of its result, which its node does not keep."""
+
     def build(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
-        source, dim = graph.value(node.next_functions[0]), number(node, "dim")
-        return None if source is None else lambda: apply(source(), dim, dtype=dtype)
+        source = graph.value(node.next_functions[0])
+        how = [number(node, name) for name in names]
+        return None if source is None else lambda: apply(source(), *how, dtype=dtype)
 
     return build
 
@@ -335,14 +338,14 @@ OPERATIONS = {
     "HardswishBackward0": RecomputeRule("hardswish", of_saved(_ATEN.hardswish)),
     "HardtanhBackward0": RecomputeRule("hardtanh", of_saved(_ATEN.hardtanh, "min_val", "max_val")),
     "LeakyReluBackward0": RecomputeRule("leaky relu", of_saved(F.leaky_relu, "negative_slope")),
-    "LogSoftmaxBackward0": RecomputeRule("softmax", _softmax(torch.log_softmax)),
+    "LogSoftmaxBackward0": RecomputeRule("softmax", _to_dtype(torch.log_softmax, "dim")),
     "MaxPool2DWithIndicesBackward0": RecomputeRule(
         "pooling",
         of_saved(
             lambda *how: _ATEN.max_pool2d_with_indices(*how)[0], *_POOL, "dilation", "ceil_mode"
         ),
     ),
-    "MeanBackward1": RecomputeRule("mean", of_input(torch.mean, "dim", "keepdim")),
+    "MeanBackward1": RecomputeRule("mean", _to_dtype(torch.mean, "dim", "keepdim")),
     "MishBackward0": RecomputeRule("mish", of_saved(_ATEN.mish)),
     "MmBackward0": RecomputeRule("matrix product", _matrix_product),
     "MulBackward0": RecomputeRule("product", _multiply),
@@ -398,11 +401,11 @@ OPERATIONS = {
     "SigmoidBackward0": RecomputeRule("sigmoid", of_input(torch.sigmoid)),
     "SiluBackward0": RecomputeRule("silu", of_saved(F.silu)),
     "SinBackward0": RecomputeRule("sine", of_saved(torch.sin)),
-    "SoftmaxBackward0": RecomputeRule("softmax", _softmax(torch.softmax)),
+    "SoftmaxBackward0": RecomputeRule("softmax", _to_dtype(torch.softmax, "dim")),
     "SoftplusBackward0": RecomputeRule("softplus", of_saved(F.softplus, "beta", "threshold")),
     "SqrtBackward0": RecomputeRule("root", of_input(torch.sqrt)),
     "SubBackward0": RecomputeRule("difference", _subtract),
-    "SumBackward1": RecomputeRule("sum", of_input(torch.sum, "dim", "keepdim")),
+    "SumBackward1": RecomputeRule("sum", _to_dtype(torch.sum, "dim", "keepdim")),
     "TanhBackward0": RecomputeRule("tanh", of_input(torch.tanh)),
     "ToCopyBackward0": RecomputeRule("cast", _cast),
     "UpsampleBicubic2DBackward0": _upsampled(_ATEN.upsample_bicubic2d, "align_corners"),

@@ -12,6 +12,7 @@ from typing import NoReturn
 from kilter.connect.script import Program, own_traceback, run_program
 from kilter.core.errors import UsageError
 from kilter.core.ranks import ranks
+from kilter.session.children import SpawnedChildren
 from kilter.session.fence import unheard
 from kilter.session.lifecycle import Session
 from kilter.session.listener import RunListener
@@ -25,7 +26,10 @@ def run_governed(program: Program, options: Options, listener: RunListener) -> N
     are still alive and before `atexit` handlers run: nothing of ours is at work after that.
     """
     with own_traceback():
-        session = Session(options, ranks(os.environ), listener)
+        place = ranks(os.environ)
+        # Those of a rank are the workers of its data loader.
+        children = SpawnedChildren(options) if place.world_size == 1 else None
+        session = Session(options, place, listener, children=children)
         session.__enter__()
         try:
             run_program(program)

@@ -33,6 +33,7 @@ from kilter.observe.iteration_clock import IterationClock
 from kilter.observe.run_files import RunFiles
 from kilter.observe.sampler import Sampler
 from kilter.observe.trace_source import TraceSource
+from kilter.session.children import SpawnedChildren
 from kilter.session.controllers import controllers_of, mode_of, open_device
 from kilter.session.destructors import Destructors
 from kilter.session.fence import Fence
@@ -43,6 +44,7 @@ from kilter.session.messages import RunMessages
 from kilter.session.options import Options
 from kilter.session.recorder import Recorder
 from kilter.session.run_directory import check_out, events_name, run_directory
+from kilter.session.unseen import Unseen
 
 END_S = 10.0
 """How long all that we do after the script may wait for others: our own thread, which may be inside
@@ -64,8 +66,17 @@ class Session:
 
     _running: ClassVar[Session | None] = None
 
-    def __init__(self, options: Options, ranks: Ranks, listener: RunListener | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        ranks: Ranks,
+        listener: RunListener | None = None,
+        *,
+        children: SpawnedChildren | None = None,
+    ) -> None:
+        """`children`: those that the program spawns take part in the run."""
         self._options = options
+        self._children = children
         self._ranks = ranks
         speaks = listener is not None and ranks.rank == 0
         self._listener: RunListener = listener if listener and speaks else SilentListener()
@@ -91,12 +102,17 @@ class Session:
         session = self._outer or self
         session._fence(session.iterations.mark)()
 
+    @classmethod
+    def is_running(cls) -> bool:
+        """One governs this process."""
+        return cls._running is not None and cls._running._pid == os.getpid()
+
     # Begin ----------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
         self._pid = os.getpid()
         outer = Session._running
-        if outer is not None and outer._pid == self._pid:
+        if outer is not None and Session.is_running():
             self._outer = outer
             outer._fence(outer._refuse_inner)()
             return self
@@ -134,8 +150,11 @@ class Session:
         if elsewhere is not None:
             log.notice(f"{elsewhere}: the files of this run are in {self.run}")
         controllers = controllers_of(run, options)
-        self._live = LiveRun(run, controllers, self._ending, trace_asked_for=options.trace)
+        unseen = Unseen(self.iterations, self._children)
+        self._live = LiveRun(run, controllers, self._ending, unseen, trace_asked_for=options.trace)
         self._live.begin()
+        if self._children is not None:
+            self._children.install(self.run)
 
     def _run_of(self, device: Device, log: RunLog, directory: Path) -> Run:
         options, info = self._options, device.info()
@@ -201,6 +220,8 @@ class Session:
         try:
             self._torch_came.cancel()
             self._destructors.stop()
+            if self._children is not None:
+                self._fence.run(self._children.remove)
             if self._live is not None:
                 self._fence.run(self._live.script_ended, self._outcome)
         finally:
@@ -240,6 +261,10 @@ class Session:
         self._fence.run(self._close)
 
     def _sum_up(self, log: RunLog, run: Path) -> None:
+        if self._children is not None and self._children.train:
+            if self._children.left_unreported():
+                self._listener.ended(run, self._options, keep=True)
+            return
         events = log.recorder.path
         if not events.exists():
             raise FileError(f"{run}: deleted while the program ran; nothing is left to report")

@@ -37,13 +37,19 @@ class LiveRun:
     """
 
     def __init__(
-        self, run: Run, controllers: Sequence[Controller], ending: Ending, *, trace_asked_for: bool
+        self,
+        run: Run,
+        controllers: Sequence[Controller],
+        ending: Ending,
+        unseen: Unseen,
+        *,
+        trace_asked_for: bool,
     ) -> None:
         self._run = run
         self._controllers = controllers
         self._ending = ending
         self._trace_asked_for = trace_asked_for
-        self._unseen = Unseen(run.iterations)
+        self._unseen = unseen
         self._pace = Pace(RECORD_EVERY_S)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None

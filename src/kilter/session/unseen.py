@@ -7,6 +7,7 @@ import sys
 import threading
 
 from kilter.observe.iteration_clock import IterationClock
+from kilter.session.children import SpawnedChildren
 
 UNSEEN_S = 2.0
 """A script that has waited so long for other processes, without an iteration of its own, is told
@@ -17,15 +18,18 @@ _WAITS = {
     "/multiprocessing/process.py": "multiprocessing",
     "/torch/multiprocessing/spawn.py": "torch.multiprocessing.spawn",
 }
-"""File in which a thread stands that waits for a process -> how the process was started. Not
+"""File in whose `join` a thread stands that waits for a process -> how the process was started. Not
 `subprocess`: scripts wait for compilers and downloads before their first iteration."""
 
 
 class Unseen:
     """Looks where the iterations of a run are as long as there is none in this process."""
 
-    def __init__(self, iterations: IterationClock) -> None:
+    def __init__(
+        self, iterations: IterationClock, children: SpawnedChildren | None = None
+    ) -> None:
         self._iterations = iterations
+        self._children = children
         self._children_s = children_cpu_s()
         self._waits_since_s: float | None = None
         self._waited_for: str | None = None
@@ -44,13 +48,23 @@ class Unseen:
             self._waits_since_s = now_s
         elif now_s - self._waits_since_s > UNSEEN_S:
             self._waited_for = how
-            return self.why()
+            return None if self._observes_children else self.why()
         return None
+
+    @property
+    def _observes_children(self) -> bool:
+        return self._children is not None and self._children.started
 
     def why(self) -> str | None:
         """Why there was no iteration in this process, and what to do; None if there was one."""
         if self._iterations.index >= 0:
             return None
+        if self._waited_for is not None and self._observes_children:
+            return (
+                "no iteration seen: neither the script nor a process that it started with "
+                f"{self._waited_for} stepped an optimizer of torch.optim; to say where an "
+                "iteration ends: with kilter.govern() as job, and job.mark() after each one"
+            )
         if self._waited_for is not None:
             return (
                 "no iteration seen: the script waits for processes that it started with "
@@ -78,7 +92,7 @@ def waits_for(thread: int) -> str | None:
     frame, found = sys._current_frames().get(thread), None
     while frame is not None:
         for ending, how in _WAITS.items():
-            if frame.f_code.co_filename.endswith(ending):
+            if frame.f_code.co_filename.endswith(ending) and frame.f_code.co_name == "join":
                 found = how
         frame = frame.f_back
     return found

@@ -165,7 +165,7 @@ def test_a_script_that_waits_for_processes_of_its_own_is_told_at_once() -> None:
     command = script(
         "import multiprocessing, sys, time\n"
         "if __name__ == '__main__':\n"
-        "    child = multiprocessing.get_context('spawn').Process(target=time.sleep, args=(8,))\n"
+        "    child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(8,))\n"
         "    child.start(); child.join()\n"
         "    print('over', file=sys.stderr, flush=True)\n"
     )

@@ -178,10 +178,10 @@ class Box:
         limited = now.limit_mw not in (None, now.default_limit_mw)
         return now.sm_lock_mhz is not None or now.memory_lock_mhz is not None or limited
 
-    def wait_for_restore(self) -> None:
+    def wait_for_restore(self, card: int = 0) -> None:
         """By the watcher, after the death of the job."""
         end = time.monotonic() + PATIENCE_S
-        while self.locked():
+        while self.locked(card):
             assert time.monotonic() < end
             time.sleep(0.02)
 
@@ -472,6 +472,97 @@ def test_two_ranks_set_both_cards_alike_and_write_one_report(
         assert err.count("report: ") == 1
         assert report.build(box.run).restored
         assert "before the evidence was in" in err or holding(box)
+
+
+SPAWNED = """
+import os, socket, time
+import torch
+
+def work(rank, port):
+    where = f"tcp://127.0.0.1:{port}"
+    torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
+    print(rank, os.getpid(), flush=True)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    on = torch.ones(())
+    while on:
+        time.sleep(0.002)
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        on = torch.tensor(float(os.path.exists("lamp")))
+        torch.distributed.all_reduce(on, torch.distributed.ReduceOp.MIN)
+
+if __name__ == "__main__":
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(work, (port,), nprocs=2)
+    print("over")
+"""
+# With one import of torch for both.
+FORKED_BY_A_SERVER = SPAWNED.replace(
+    "torch.multiprocessing.spawn(work, (port,), nprocs=2)",
+    """torch.multiprocessing.get_context("forkserver").set_forkserver_preload(["torch"])
+    torch.multiprocessing.start_processes(work, (port,), nprocs=2, start_method="forkserver")""",
+)
+
+# A child of `torch.multiprocessing` computes on the card of its number.
+ON_ITS_NUMBER = """
+from multiprocessing import process
+def own(self):
+    arguments = process.current_process()._args
+    return uuids[arguments[1] if arguments else 0]
+clock.IterationClock.gpu_uuid = property(own)
+"""
+
+
+def test_spawned_ranks_are_governed_as_one_job_and_write_one_report(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    with make_box(warm, tmp_path, card(), card()) as box:
+        box.start(SPAWNED, patch=ON_ITS_NUMBER)
+        box.wait_for(lambda: box.locked(0) and box.locked(1))
+        code, out, err = box.end()
+        assert code == 0, err
+        assert out.splitlines()[-1] == "over"
+        assert not box.locked(0)
+        assert not box.locked(1)
+        started = [box.of(Started, rank)[0] for rank in (0, 1)]
+        assert [(s.rank, s.world_size) for s in started] == [(0, 2), (1, 2)]
+        assert len({s.device.uuid for s in started}) == 2
+        assert box.of(Block)
+        assert box.of(Block, 1) == []
+        stopped = [box.of(Stopped, rank)[-1] for rank in (0, 1)]
+        assert [stop.restored for stop in stopped] == [True, True]
+        assert box.of(Failed) == box.of(Failed, 1) == []
+        assert err.count("report: ") == 1
+        assert err.count("the script trains in 2 processes") == 1
+        assert "no iteration seen" not in err
+        said = report.build(box.run)
+        assert said.restored
+        energies = [stop.energy_j for stop in stopped]
+        assert said.energy_j == sum(energies), "that of the launcher's own sensors is not counted"
+
+
+def test_a_spawned_rank_that_is_killed_ends_the_job_as_ever_and_leaves_the_cards_as_found(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    with make_box(warm, tmp_path, card(), card()) as box:
+        box.start(FORKED_BY_A_SERVER, patch=ON_ITS_NUMBER)
+        box.wait_for(lambda: box.locked(0) and box.locked(1))
+        begun = (tmp_path / "stdout").read_text().split("\n")
+        pids = dict(map(int, line.split()) for line in begun if line)
+        os.kill(pids[1], signal.SIGKILL)
+        code = box.wait()
+        box.pid = 0
+        err = (tmp_path / "stderr").read_text()
+        assert code == 1
+        # Whichever of the two its launcher looks at first.
+        assert "torch.multiprocessing.spawn.Process" in err
+        assert (box.run / "report.json").exists()
+        box.wait_for_restore(0)
+        box.wait_for_restore(1)
+        assert report.build(box.run).restored is None
 
 
 # --- memory beside clocks ------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Lets children that the program spawns take part in its run (`kilter/app/spawned.py` is their side).
+"""Lets children that the program spawns take part in its run (their side: `kilter.app.spawned`).
 
 `multiprocessing` sends every child that it starts by `spawn` or `forkserver` a pickled dictionary
 before anything else. Here the dictionary gets one more item, which no child reads, but whose
@@ -74,8 +74,8 @@ class SpawnedChildren:
         return self._run is not None and launcher_events(self._run).exists()
 
     def left_unreported(self) -> bool:
-        """Their rank 0, which reports at its end, has ended without: it was killed, or their launcher
-        has ended it because another rank failed."""
+        """All have ended, and rank 0, which reports at its end, has not: it was killed, say because
+        another rank had failed."""
         reported = self._run is not None and (self._run / "report.json").exists()
         return not reported and not self._alive()
 

@@ -25,9 +25,7 @@ _WAITS = {
 class Unseen:
     """Looks where the iterations of a run are as long as there is none in this process."""
 
-    def __init__(
-        self, iterations: IterationClock, children: SpawnedChildren | None = None
-    ) -> None:
+    def __init__(self, iterations: IterationClock, children: SpawnedChildren | None = None) -> None:
         self._iterations = iterations
         self._children = children
         self._children_s = children_cpu_s()

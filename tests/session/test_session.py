@@ -367,7 +367,7 @@ sys.stdin.read()
         assert boards[1].look("ended/0") == b""
         boards[1].drop("order/0")
         boards[1].drop("order/0")
-        assert boards[0].look("order/0") is None
+        assert boards[1].look("order/0") is None
         server.send_signal(signal.SIGSTOP)  # its host does not answer: nobody waits for it
         boards[0].post("order/1", b"later")
         assert boards[0].look("order/1") is None

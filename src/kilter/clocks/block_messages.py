@@ -136,11 +136,17 @@ class BlockMessages:
         self.number = 0
         self._ready: _Gathering[ReadyNote] | None = None
         self._results: _Gathering[RankResult] | None = None
+        self._own_order: OrderNote | None = None
+        self._own_begin: int | None = None
+        """What this rank itself has posted."""
 
     def post_order(self, note: OrderNote) -> None:
+        self._own_order = note
         self._messages.post(f"order/{self.number}", msgspec.json.encode(note))
 
     def order(self) -> OrderNote | None:
+        if self._own_order is not None:
+            return self._own_order
         raw = self._messages.look(f"order/{self.number}")
         return None if raw is None else msgspec.json.decode(raw, type=OrderNote)
 
@@ -155,10 +161,13 @@ class BlockMessages:
         return self._ready.sum(late=late)
 
     def post_begin(self, index: int) -> None:
+        self._own_begin = index
         self._messages.post(f"begin/{self.number}", b"%d" % index)
 
     def begin(self) -> int | None:
         """The first iteration of the block, on all ranks."""
+        if self._own_begin is not None:
+            return self._own_begin
         raw = self._messages.look(f"begin/{self.number}")
         return None if raw is None else int(raw)
 
@@ -196,7 +205,7 @@ class BlockMessages:
             self._messages.drop(f"order/{before}")
             self._messages.drop(f"begin/{before}")
         self.number += 1
-        self._ready = self._results = None
+        self._ready = self._results = self._own_order = self._own_begin = None
 
     def _gathering(self, what: str, own: N) -> _Gathering[N]:
         number, kind = self.number, type(own)

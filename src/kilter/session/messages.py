@@ -14,8 +14,13 @@ from kilter.core.messages import LocalMessages, MessagesGone, RankMessages
 from kilter.observe import torch_internals
 
 LOOKS_PER_S = 4096
-"""Looks of all ranks together for messages that are not there yet: what one store answers in
-passing. Up to some hundred ranks each looks as often as it likes."""
+"""Looks of all ranks together for messages that do not come: what one store answers in passing. Up
+to some hundred ranks each looks as often as it likes."""
+BACK_OFF = 0.5
+"""A message that has been missing for so long is looked for again after this share of that time, up
+to the above: most come soon, and all ranks wait for the same one."""
+_MISSING = "?"
+"""No message."""
 ANSWER_S = 0.5
 """How long an answer of the store is waited for: normally a fraction of a millisecond."""
 
@@ -34,8 +39,8 @@ class StoreMessages:
         `RuntimeError`."""
         self._connect = connect
         self._looks_every_s = world_size / LOOKS_PER_S
-        self._looked_s: dict[str, float] = {}
-        """When a message was last found missing, by name."""
+        self._looked_s: dict[str, tuple[float, float]] = {}
+        """When a message was found missing first and last, by name."""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._unanswered: dict[str, _Call] = {}
         """Looks, by name."""
@@ -61,7 +66,8 @@ class StoreMessages:
 
     def look(self, name: str) -> bytes | None:
         now_s = time.monotonic()
-        if now_s - self._looked_s.get(name, -math.inf) < self._looks_every_s:
+        first_s, last_s = self._looked_s.get(name, (now_s, -math.inf))
+        if now_s - last_s < min(self._looks_every_s, BACK_OFF * (now_s - first_s)):
             return None
         call = self._unanswered.pop(name, None)
         call = self._ask(lambda store: _note(store, name), call)
@@ -69,25 +75,32 @@ class StoreMessages:
             self._unanswered[name] = call
         answer: bytes | None = call.answer
         if answer is None:
-            self._looked_s[name] = now_s
+            self._looked_s[name] = first_s, now_s
         else:
             self._looked_s.pop(name, None)
         return answer
 
     def drop(self, name: str) -> None:
-        self._ask(lambda store: store.delete_key(name))
+        """Not waited for: nobody reads it any more."""
+        self._ask(lambda store: store.delete_key(name), wait_s=0.0)
 
     def close(self) -> None:
         """Let the thread end once it has its answers; not waited for."""
         self._calls.put(None)
 
-    def _ask(self, act: Callable[[Any], Any], call: _Call | None = None) -> _Call:
+    def _ask(
+        self,
+        act: Callable[[Any], Any],
+        call: _Call | None = None,
+        *,
+        wait_s: float = ANSWER_S,
+    ) -> _Call:
         """Wait a moment for the answer to this call, or to an earlier one. Later is fine."""
         if call is None:
             call = _Call(act)
             self._calls.put(call)
         if self._gone is None:
-            call.done.wait(ANSWER_S)
+            call.done.wait(wait_s)
         if self._gone is not None:
             raise MessagesGone(f"the key-value store of the job is gone ({self._gone})")
         return call
@@ -115,7 +128,10 @@ class _Call:
 
 
 def _note(store: Any, name: str) -> bytes | None:
-    return bytes(store.get(name)) if store.check([name]) else None
+    """In one round trip, where `check` and `get` take three: a key that is missing is answered with
+    the value that was expected, and nothing is set unless the key has just that value."""
+    found = bytes(store.compare_set(name, _MISSING, _MISSING))
+    return None if found == _MISSING.encode() else found
 
 
 def _second_connection(store: Any) -> Any:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -52,6 +54,16 @@ class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
     """The same as `rank0_notes` of the rank with most of them."""
     all_notes: float
     """Of all ranks together."""
+    rank_notes: float
+    """The same of the usual rank: the median."""
+    rank_looks: float
+    rank_bytes: float
+    """Names and values that the usual rank sends and receives."""
+    call_s: float
+    """A call of the store, on the average of all ranks."""
+    rank_step_cpu_s: float
+    """Processor time that a decision takes of the usual rank's session, its simulated iterations
+    included, and its thread of messages not."""
     rank0_core_share: float
     """Processor time of rank 0's process, simulated iterations included, over time."""
     store_core_share: float
@@ -99,6 +111,11 @@ def run(args: argparse.Namespace) -> int:
             f"  {_seconds(row.agreed_p95_s):>5}  {row.rank0_notes:>14.1f}  {row.rank0_looks:>5.1f}"
             f"  {row.rank0_core_share * 100:>4.1f} %  {row.all_notes:>10.0f}"
             f"  {row.store_core_share * 100:>4.1f} %  {row.longest_step_s * 1e3:>9.0f} ms"
+        )
+        print(
+            f"         the usual rank: {row.rank_notes:.1f} notes and {row.rank_looks:.1f} looks of"
+            f" {row.call_s * 1e6:.0f} us, {row.rank_bytes:.0f} bytes,"
+            f" {row.rank_step_cpu_s * 1e3:.1f} ms of a core"
         )
         if row.late_ticks_share > 0.1:
             print(f"         this machine was too busy in {row.late_ticks_share:.0%} of the rounds")
@@ -178,6 +195,12 @@ def _row(
         rank0_looks=ranks[0].looks / decisions,
         most_notes=max(rank.notes for rank in ranks) / decisions,
         all_notes=sum(rank.notes for rank in ranks) / decisions,
+        rank_notes=statistics.median(rank.notes for rank in ranks) / decisions,
+        rank_looks=statistics.median(rank.looks for rank in ranks) / decisions,
+        rank_bytes=statistics.median(rank.bytes for rank in ranks) / decisions,
+        call_s=sum(rank.talking_s for rank in ranks)
+        / max(1, sum(rank.notes + rank.looks for rank in ranks)),
+        rank_step_cpu_s=statistics.median(rank.stepping_cpu_s for rank in ranks) / decisions,
         rank0_core_share=seen[0].cpu_s / seconds,
         store_core_share=store_cpu_s / seconds,
         longest_step_s=max(rank.longest_step_s for rank in ranks),
@@ -206,7 +229,11 @@ def agreements(ranks: Sequence[RankSeen]) -> list[tuple[float, float]]:
 
 def _process(what: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", RANKS_MODULE, what], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", RANKS_MODULE, what],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        # Without it torch warns once for each connection whose other end has no host name.
+        env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
     )
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from kilter.app.bench.drift import most_events
 from kilter.app.bench.scale import agreements
-from kilter.app.bench.scale_ranks import RankSeen
+from kilter.app.bench.scale_ranks import RankSeen, RanksJob
+from kilter.app.bench.scale_virtual import drive_virtual
 from kilter.app.cli.main import main
 
 
@@ -47,6 +48,23 @@ def test_a_decision_lasts_from_the_last_result_to_the_last_order() -> None:
 
     ranks = [rank((0.0, 2.5, 9.0), (2.0, 8.0)), rank((0.1, 2.75, 8.5), (2.25,))]
     assert agreements(ranks) == [(2.25, 0.5)]
+
+
+def test_ranks_with_a_core_each_agree_in_under_a_second_with_few_calls() -> None:
+    job = RanksJob(
+        port=0,
+        world_size=200,
+        ranks=(),
+        seconds=6.0,
+        iteration_s=0.1,
+        sensor_period_s=0.05,
+        silent=(),
+    )
+    ranks, store = drive_virtual(job, service_s=50e-6)
+    agreed = [agreed_s for _, agreed_s in agreements(ranks)]
+    assert len(agreed) >= 2
+    assert max(agreed) < 1.0, "virtual seconds"
+    assert store.calls < 25 * len(ranks) * (len(agreed) + 1)
 
 
 @pytest.mark.parametrize(

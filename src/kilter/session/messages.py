@@ -25,6 +25,25 @@ ANSWER_S = 0.5
 """How long an answer of the store is waited for: normally a fraction of a millisecond."""
 
 
+class LookPace:
+    """When a rank looks again for a message that was missing, by its name."""
+
+    def __init__(self, world_size: int) -> None:
+        self._most_s = world_size / LOOKS_PER_S
+        self._missing: dict[str, tuple[float, float]] = {}
+        """When each was found missing first and last."""
+
+    def due(self, name: str, now_s: float) -> bool:
+        first_s, last_s = self._missing.get(name, (now_s, -math.inf))
+        return now_s - last_s >= min(self._most_s, BACK_OFF * (now_s - first_s))
+
+    def looked(self, name: str, now_s: float, *, found: bool) -> None:
+        if found:
+            self._missing.pop(name, None)
+        else:
+            self._missing[name] = self._missing.get(name, (now_s, now_s))[0], now_s
+
+
 class StoreMessages:
     """Messages of several ranks in the key-value store at which their process group met.
 
@@ -38,9 +57,7 @@ class StoreMessages:
         """`connect` returns the store; it is called in that thread, and may raise
         `RuntimeError`."""
         self._connect = connect
-        self._looks_every_s = world_size / LOOKS_PER_S
-        self._looked_s: dict[str, tuple[float, float]] = {}
-        """When a message was found missing first and last, by name."""
+        self._pace = LookPace(world_size)
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._unanswered: dict[str, _Call] = {}
         """Looks, by name."""
@@ -66,18 +83,14 @@ class StoreMessages:
 
     def look(self, name: str) -> bytes | None:
         now_s = time.monotonic()
-        first_s, last_s = self._looked_s.get(name, (now_s, -math.inf))
-        if now_s - last_s < min(self._looks_every_s, BACK_OFF * (now_s - first_s)):
+        if not self._pace.due(name, now_s):
             return None
         call = self._unanswered.pop(name, None)
         call = self._ask(lambda store: _note(store, name), call)
         if not call.done.is_set():
             self._unanswered[name] = call
         answer: bytes | None = call.answer
-        if answer is None:
-            self._looked_s[name] = first_s, now_s
-        else:
-            self._looked_s.pop(name, None)
+        self._pace.looked(name, now_s, found=answer is not None)
         return answer
 
     def drop(self, name: str) -> None:

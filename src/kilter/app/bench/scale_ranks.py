@@ -20,6 +20,7 @@ import msgspec
 
 from kilter.clocks.conductor import Conductor, GovernorProgram
 from kilter.core.errors import UsageError
+from kilter.core.messages import RankMessages
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting, Supported
 from kilter.core.units import MHZ
@@ -91,14 +92,15 @@ class Turn:
 class MadeUpGpu:
     """The actuator of a rank: lower clocks take less power and, down to a point, no more time."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.setting = Setting()
         self.ordered_s: list[float] = []
         self.measured_s: list[float] = []
 
     def apply(self, setting: Setting) -> None:
         self.setting = setting
-        self.ordered_s.append(time.monotonic())
+        self.ordered_s.append(self._clock())
 
     def check(self) -> None: ...
 
@@ -106,12 +108,37 @@ class MadeUpGpu:
         return True
 
     def mean_power_w(self, begin_s: float, end_s: float) -> float | None:
-        self.measured_s.append(time.monotonic())
+        self.measured_s.append(self._clock())
         clock_hz = self.setting.sm_clock_hz or MADE_UP_TOP_HZ
         return 100.0 + 200.0 * (clock_hz / MADE_UP_TOP_HZ) ** 3
 
     def sustained(self) -> Setting:
         return Setting(sm_clock_hz=MADE_UP_TOP_HZ)
+
+
+def conductor_of(
+    rank: int,
+    job: RanksJob,
+    gpu: MadeUpGpu,
+    messages: RankMessages,
+    clock: Callable[[], float],
+) -> Conductor:
+    orders = None
+    if rank == 0:
+        supported = Supported(sm_clocks_hz=CLOCKS_HZ)
+        goal = Goal(max_slowdown=0.05)
+        orders = GovernorProgram(goal, Setting(), supported, gpu, seed=0).orders()
+    return Conductor(
+        gpu,
+        messages,
+        found=Setting(),
+        rank=rank,
+        world_size=job.world_size,
+        sensor_period_s=job.sensor_period_s,
+        orders=orders,
+        record=lambda event: None,
+        clock=clock,
+    )
 
 
 class CountingStore:
@@ -163,22 +190,8 @@ class SimulatedRankOfMany:
             self._store = CountingStore(connect())
             return self._store
 
-        orders = None
-        if rank == 0:
-            supported = Supported(sm_clocks_hz=CLOCKS_HZ)
-            goal = Goal(max_slowdown=0.05)
-            orders = GovernorProgram(goal, Setting(), supported, self._gpu, seed=0).orders()
-        self._conductor = Conductor(
-            self._gpu,
-            StoreMessages(counted, world_size=job.world_size),
-            found=Setting(),
-            rank=rank,
-            world_size=job.world_size,
-            sensor_period_s=job.sensor_period_s,
-            orders=orders,
-            record=lambda event: None,
-            clock=time.monotonic,
-        )
+        messages = StoreMessages(counted, world_size=job.world_size)
+        self._conductor = conductor_of(rank, job, self._gpu, messages, time.monotonic)
         self._done = 0
         self._longest_s = self._cpu_s = 0.0
 

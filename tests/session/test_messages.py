@@ -67,12 +67,16 @@ def test_a_missing_message_is_looked_for_less_often_the_longer_it_is_missing(
 
 
 @pytest.mark.parametrize("message", [b"", b"\x00\xff?", b"note"])
-def test_a_look_is_one_question_and_leaves_nothing_behind(message: bytes) -> None:
-    store = AskedStore()
+def test_a_look_is_one_question_and_leaves_nothing_behind(
+    message: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, store = Clock(), AskedStore()
+    monkeypatch.setattr(messages, "time", clock)
     board = StoreMessages(lambda: store)
     assert answered(board, "a") is None
     assert not store._store.check(["a"])
     board.post("a", message)
+    clock.now_s = 1.0
     assert answered(board, "a") == message
     assert store.asked["a"] == 2
     board.close()

@@ -19,6 +19,9 @@ to some hundred ranks each looks as often as it likes."""
 BACK_OFF = 0.5
 """A message that has been missing for so long is looked for again after this share of that time, up
 to the above: most come soon, and all ranks wait for the same one."""
+LEAST_PAUSE_S = 0.05
+"""Between two looks, where the ranks are too many for each to look as often as it likes: a session
+asks more than once in a tick."""
 _MISSING = "?"
 """No message."""
 ANSWER_S = 0.5
@@ -35,7 +38,8 @@ class LookPace:
 
     def due(self, name: str, now_s: float) -> bool:
         first_s, last_s = self._missing.get(name, (now_s, -math.inf))
-        return now_s - last_s >= min(self._most_s, BACK_OFF * (now_s - first_s))
+        again_s = max(LEAST_PAUSE_S, BACK_OFF * (now_s - first_s))
+        return now_s - last_s >= min(self._most_s, again_s)
 
     def looked(self, name: str, now_s: float, *, found: bool) -> None:
         if found:

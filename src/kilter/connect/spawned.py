@@ -85,6 +85,8 @@ class SpawnedRank:
         run = directory_of(message.run, message.group)
         if ranks.rank == 0:
             make_way(run / events_name(ranks))
+        if (run / events_name(ranks)).exists():
+            return  # another child of the group, which trains by itself, too, was first
         options = replace(message.options, out=run)
         session = Session(options, ranks, self._listener_of(options))
         session.__enter__()

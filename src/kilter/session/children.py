@@ -22,6 +22,8 @@ from kilter.session.fence import Fence
 from kilter.session.options import Options
 
 _ITEM = "kilter"
+_FORK_SERVER = "ignore"
+"""The name under which `multiprocessing.forkserver` asks for what its server imports: no child."""
 _ENTER = """\
 try:
     from kilter.app.spawned import enter
@@ -102,7 +104,7 @@ class SpawnedChildren:
         """In place of `multiprocessing.spawn.get_preparation_data`."""
         assert self._original is not None
         data = self._original(name)
-        if os.getpid() == self._pid:
+        if os.getpid() == self._pid and name != _FORK_SERVER:
             self._fence(self._add)(data, name)
         return data
 

@@ -1,4 +1,4 @@
-"""A training script as users write them, for tests: DDP on gloo, some data, Adam.
+"""A training script as users write them, for tests: DDP or FSDP2 on gloo, some data, Adam.
 
 The ranks print nothing; rank 0 writes the losses of the global batches and the final parameters.
 """
@@ -21,6 +21,7 @@ parser.add_argument("--batch", type=int, default=8)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--drop-last", action="store_true")
 parser.add_argument("--batch-norm", action="store_true")
+parser.add_argument("--sharded", action="store_true", help="by fully_shard instead of DDP")
 parser.add_argument("--break-after", type=int)
 parser.add_argument("--sleep", type=float, default=0.0)
 args = parser.parse_args()
@@ -40,7 +41,19 @@ rank = dist.get_rank()
 data = Data(torch.randn(args.samples, 10), torch.randn(args.samples, 3))
 norm = torch.nn.BatchNorm1d(16) if args.batch_norm else torch.nn.Identity()
 net = torch.nn.Sequential(torch.nn.Linear(10, 16), norm, torch.nn.Tanh(), torch.nn.Linear(16, 3))
-model = DistributedDataParallel(net)
+if args.sharded:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(net[0])
+    model = fully_shard(net)
+else:
+    model = DistributedDataParallel(net)
+
+
+def whole(parameter):
+    return parameter.full_tensor() if args.sharded else parameter.detach()
+
+
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.7)
 if args.sampler == "distributed":
@@ -68,13 +81,13 @@ for epoch in range(args.epochs):
         if args.break_after is not None and step + 1 == args.break_after:
             break
     # As a validation would, between the passes, on every rank.
-    vector = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    vector = torch.cat([whole(p).reshape(-1) for p in model.parameters()])
     everyone = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, vector)
     stale.append(max((other - vector).abs().max().item() for other in everyone))
 
-whole = {
-    "parameters": torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist(),
+result = {
+    "parameters": torch.cat([whole(p).reshape(-1) for p in net.parameters()]).tolist(),
     "buffers": [b.flatten().tolist() for b in net.buffers()],
     "lr": optimizer.param_groups[0]["lr"],
     "losses": losses,
@@ -83,5 +96,5 @@ whole = {
     "rank": rank,
 }
 with open(os.path.join(args.out, f"rank{rank}.json"), "w") as file:
-    json.dump(whole, file)
+    json.dump(result, file)
 dist.destroy_process_group()

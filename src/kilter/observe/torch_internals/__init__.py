@@ -184,6 +184,10 @@ ATTRIBUTES = {
     "_prepare_trace": "torch.profiler.profile: the warm-up, apart from the start",
     "_start_trace": "torch.profiler.profile: the start",
     "_get_sequence_number_for_group": "process groups: how many collectives one has begun",
+    "_get_fsdp_state": "modules sharded by fully_shard: what FSDP keeps for one",
+    "_fsdp_param_groups": "states of FSDP: the parameters that are gathered together",
+    "_fsdp_param_group": "states of FSDP: the same, where there is one at most",
+    "_reduce_scatter_comm": "parameter groups of FSDP: how their gradients are summed up",
     "_is_profiler_enabled": "torch.autograd.profiler: whether somebody records",
 }
 """Private attributes of PyTorch's objects, which are read where they are needed."""

@@ -22,12 +22,14 @@ from kilter.sharing.elastic.share import (
     listening_store,
     own_address,
 )
+from kilter.sharing.elastic.sharded import is_sharded, reduces, sharding_flaw, weigh
 from kilter.sharing.elastic.state import RankState
 from kilter.sharing.elastic.votes import Votes
 from kilter.sharing.messages import Facts
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import ProcessGroup, TCPStore
+    from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader
 
@@ -53,7 +55,8 @@ class ElasticJob:
         attached: Callable[[ElasticJob], None] = lambda job: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.models: list[DistributedDataParallel] = []
+        self.models: list[Any] = []
+        """Each DistributedDataParallel, or the outermost module of a `fully_shard`."""
         self.optimizers: list[Any] = []
         self.others: list[Any] = []
         """Schedulers and gradient scalers."""
@@ -79,20 +82,25 @@ class ElasticJob:
 
     # What the script makes.
 
-    def watch(self, model: DistributedDataParallel) -> None:
-        """A model of the script, before its first step."""
+    def watch(self, model: DistributedDataParallel | FSDPModule) -> None:
+        """A model of the script, before its first step. `fully_shard` is applied to the parts of a
+        model before the whole: then the whole takes their place."""
+        parts: list[Any] = list(model.modules())  # type: ignore[union-attr]
+        self.models = [m for m in self.models if not any(m is part for part in parts)]
         self.models.append(model)
 
         def forward(model: Any, _: object) -> None:
             self.guard.run(self._forward, model)
 
-        self._hooks.append(model.register_forward_pre_hook(forward))
+        self._hooks.append(model.register_forward_pre_hook(forward))  # type: ignore[union-attr]
 
     def _forward(self, model: Any) -> None:
         import torch
 
+        if not any(model is known for known in self.models):
+            return
         if model.training and torch.is_grad_enabled():
-            if model.require_backward_grad_sync:
+            if reduces(model) if is_sharded(model) else model.require_backward_grad_sync:
                 self._synced += 1
             else:
                 self._unsynced += 1
@@ -166,13 +174,14 @@ class ElasticJob:
             self.refuse(
                 "no-ddp",
                 "the model is not wrapped in torch.nn.parallel.DistributedDataParallel; wrap it, "
-                "or the ranks train by themselves",
+                "or use fully_shard, or the ranks train by themselves",
             )
         elif unsynced and synced + unsynced:
             self.refuse(
                 "accumulation",
-                "gradients are accumulated under no_sync(), over batches of fixed shares; use a "
-                "larger batch_size instead",
+                "gradients are accumulated without a sum over the ranks (no_sync or "
+                "set_requires_gradient_sync), over batches of fixed shares; use a larger "
+                "batch_size instead",
             )
         elif synced >= WARM_UP_STEPS and steps < batches and not self._scales():
             if steps:
@@ -210,11 +219,12 @@ class ElasticJob:
             return False
         control = dist.new_group(backend="gloo")
         self._forget_hooks()
-        reduction = Reduction(self.models[0].process_group)
+        whole = _process_group(self.models[0])
+        reduction = Reduction(whole)
         if not self._reduces_by(reduction):
             return False
-        self._may_idle = self._may_idle and self._idle_is_possible()
-        groups = Groups(self.models[0].process_group, _world(), subsets=self._may_idle)
+        self._may_idle = self._idle_is_possible()
+        groups = Groups(whole, _world(), subsets=self._may_idle)
         state = RankState(self.models, self.optimizers, self.others)
         host = own_address()
         if dist.get_rank() == 0:
@@ -252,6 +262,9 @@ class ElasticJob:
     def _reduces_by(self, reduction: Reduction) -> bool:
         try:
             for model in self.models:
+                if is_sharded(model):
+                    weigh(model, reduction)
+                    continue
                 # Without annotations: DDP compares those of a hook with its own classes.
                 model.register_comm_hook(None, lambda state, bucket: reduction(bucket))
         except RuntimeError:
@@ -271,7 +284,7 @@ class ElasticJob:
         said = pickle.dumps((self._broken, drawn))
         heard = [pickle.loads(each) for each in self.share.exchange(said)]
         broken = [f"rank {r}: {error}" for r, (error, _) in enumerate(heard) if error is not None]
-        batches = GlobalBatches([mine for _, mine in heard])
+        batches = GlobalBatches([mine for _, mine in heard], may_idle=self._may_idle)
         global_batch = len(batches.all_of(0)) if batches.count else self.share.world
         if broken:
             reason = "error", f"kilter had an error ({broken[0]})"
@@ -295,7 +308,16 @@ class ElasticJob:
         self.guard.run(self._attached, self)
 
     def _idle_is_possible(self) -> bool:
-        """DDP's search for unused parameters is a collective of all ranks."""
+        """A sharded model is gathered from all ranks; DDP's search for unused parameters is a
+        collective of all ranks."""
+        if any(map(is_sharded, self.models)):
+            self._say(
+                "every rank of this job keeps a ratio of 1 to 10, because each holds a part of "
+                "the parameters (fully_shard)"
+            )
+            return False
+        if not self._may_idle:
+            return False
         if _world() > MOST_RANKS_WITH_IDLE:
             self._say(
                 f"ranks of this job are never without samples: that needs {MOST_RANKS_WITH_IDLE} "
@@ -311,8 +333,12 @@ class ElasticJob:
         return True
 
     def _model_flaw(self) -> tuple[str, str] | None:
-        if any(model.process_group.size() != _world() for model in self.models):
-            return "process-group", "the model is replicated over a part of the ranks only"
+        for model in self.models:
+            if is_sharded(model):
+                if (flaw := sharding_flaw(model, self.optimizers, _world())) is not None:
+                    return flaw
+            elif model.process_group.size() != _world():
+                return "process-group", "the model is replicated over a part of the ranks only"
         return None
 
     def _fingerprint(self, drawn: list[list[Index]]) -> str:
@@ -331,6 +357,14 @@ class ElasticJob:
             for model in self.models
             for m in model.modules()
         )
+
+
+def _process_group(model: Any) -> ProcessGroup:
+    """That over which the gradients of the model are summed up: all ranks of the job."""
+    import torch.distributed as dist
+
+    group: ProcessGroup = dist.group.WORLD if is_sharded(model) else model.process_group
+    return group
 
 
 def _world() -> int:

@@ -51,9 +51,13 @@ class GlobalBatches:
     one seed) make a global batch of one copy.
     """
 
-    def __init__(self, drawn: Sequence[Sequence[Sequence[Index]]]) -> None:
-        """`drawn[rank][iteration]` are lists of indices. The shortest rank ends the pass."""
-        self._drawn = drawn
+    def __init__(
+        self, drawn: Sequence[Sequence[Sequence[Index]]], *, may_idle: bool = True
+    ) -> None:
+        """`drawn[rank][iteration]` are lists of indices. The shortest rank ends the pass. Unless
+        ranks may be idle, a batch with fewer samples than ranks (the last one) is not divided:
+        every rank takes what it would take without kilter."""
+        self._drawn, self._may_idle = drawn, may_idle
         self.count = min(len(batches) for batches in drawn)
         self.same = len(drawn) > 1 and all(list(batches) == list(drawn[0]) for batches in drawn[1:])
 
@@ -65,13 +69,18 @@ class GlobalBatches:
 
     def counts(self, iteration: int, ratios: Ratios | None) -> tuple[int, ...]:
         """Samples of each rank."""
-        if ratios is None:
+        if self._plain(iteration, ratios):
             return tuple(len(batches[iteration]) for batches in self._drawn)
+        assert ratios is not None
         return shards(len(self.all_of(iteration)), ratios)
+
+    def _plain(self, iteration: int, ratios: Ratios | None) -> bool:
+        few = len(self.all_of(iteration)) < len(self._drawn)
+        return ratios is None or (few and not self._may_idle)
 
     def mine(self, iteration: int, ratios: Ratios | None, rank: int) -> list[Index]:
         """The samples of one rank."""
-        if ratios is None:
+        if self._plain(iteration, ratios):
             return list(self._drawn[rank][iteration])
         counts = self.counts(iteration, ratios)
         begin = sum(counts[:rank])

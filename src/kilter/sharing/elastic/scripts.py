@@ -1,4 +1,4 @@
-"""Finds the job in an unmodified script: its DDP models, optimizers, schedulers and loaders."""
+"""Finds the job in an unmodified script: its models, optimizers, schedulers and loaders."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from kilter.observe.imports import after_import
 from kilter.sharing.elastic.job import ElasticJob
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def find_in_script(job: ElasticJob) -> None:
         (GradScaler, job.others.append),
     ):
         _after_init(kind, functools.partial(job.guard.run, found))
+    after_import("torch.distributed.fsdp", lambda: _watch_sharding(job)).install()
     _watch_steps(job)
     _watch_losses(job)
     _replace_iteration(job)
@@ -41,6 +43,30 @@ def _after_init(kind: Any, found: Any) -> None:
             found(self)
 
     kind.__init__ = init
+
+
+def _watch_sharding(job: ElasticJob) -> None:
+    from torch.distributed import fsdp
+
+    apply = fsdp.fully_shard
+
+    @functools.wraps(apply)
+    def applied(module: Any, *args: Any, **kwargs: Any) -> Any:
+        sharded = apply(module, *args, **kwargs)
+        for each in module if isinstance(module, list | tuple) else [module]:
+            job.guard.run(job.watch, each)
+        return sharded
+
+    fsdp.fully_shard = applied
+
+    def refuse(model: Any) -> None:
+        job.refuse(
+            "fsdp1",
+            "the model is wrapped in FullyShardedDataParallel, whose shares cannot be uneven; use "
+            "fully_shard or DistributedDataParallel",
+        )
+
+    _after_init(fsdp.FullyShardedDataParallel, functools.partial(job.guard.run, refuse))
 
 
 def _watch_steps(job: ElasticJob) -> None:

@@ -26,7 +26,6 @@ from kilter.sharing.messages import RankStatus
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, TCPStore
-    from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ class Share:
 
     def __init__(
         self,
-        models: Sequence[DistributedDataParallel],
+        models: Sequence[Any],
         state: RankState,
         reduction: Reduction,
         control: ProcessGroup,
@@ -77,7 +76,7 @@ class Share:
         self._everyone = tuple(range(self.world))
         self._release, self._control, self._groups = release, control, groups
         self._models, self._reduction, self._guard = models, reduction, guard
-        syncs = [model for model in models if model.broadcast_buffers]
+        syncs = [model for model in models if getattr(model, "broadcast_buffers", False)]
         self._syncs, self._buffers = syncs, Buffers(models if syncs else [])
         self._listener = Listener(self.store, self.rank, self._apply)
         cuda = next(models[0].parameters()).is_cuda and torch.cuda.is_available()

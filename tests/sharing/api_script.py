@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import kilter
@@ -38,6 +39,8 @@ model = DistributedDataParallel(net)
 refuses(net, global_batch=16)
 refuses(model, global_batch=1)
 refuses(model, global_batch=16, ratios=(9, 9))
+refuses(model, global_batch=16, ratios=(10, 0))
+refuses(fully_shard(torch.nn.Linear(4, 1)), global_batch=16, idle_ranks=True)
 ratios = None if args.ratios is None else tuple(map(int, args.ratios.split(",")))
 share = kilter.share(
     model,

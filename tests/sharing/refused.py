@@ -16,6 +16,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out")
 parser.add_argument("kind")
 kind = parser.parse_args().kind
+ACCUMULATE = ("no-sync", "no-gradient-sync", "accumulation")
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -46,7 +47,16 @@ class Reversed(torch.utils.data.Sampler):
 
 
 net = torch.nn.Linear(4, 1)
-model = net if kind == "no-ddp" else DistributedDataParallel(net)
+if kind in ("ignored-params", "no-gradient-sync"):
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(net, ignored_params={net.bias} if kind == "ignored-params" else None)
+elif kind == "fsdp1":
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(net, device_id=torch.device("cpu"))
+else:
+    model = net if kind == "no-ddp" else DistributedDataParallel(net)
 if kind == "comm-hook":
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -78,14 +88,16 @@ for step, (x, y) in enumerate(loader):
         with model.no_sync():
             loss_of(model(x), y).backward()
     else:
+        if kind == "no-gradient-sync":
+            model.set_requires_gradient_sync(step % 2 == 1)
         loss_of(model(x), y).backward()
-    if kind in ("no-sync", "accumulation") and step % 2 == 0:
+    if kind in ACCUMULATE and step % 2 == 0:
         continue
     optimizer.step()
     optimizer.zero_grad()
     steps += 1
     if step == 15:
         break
-assert steps == (8 if kind in ("no-sync", "accumulation") else 16 if kind != "own-sampler" else 8)
+assert steps == (8 if kind in ACCUMULATE else 16 if kind != "own-sampler" else 8)
 dist.destroy_process_group()
 print(ENDED, file=sys.stderr, flush=True)

@@ -30,7 +30,9 @@ def test_three_lines_train_the_same_at_any_ratio(warm, tmp_path):
     assert {11, 7} <= set(skewed[0]["shapes"])
     together = [a + b for a, b in zip(skewed[0]["shapes"], skewed[1]["shapes"], strict=True)]
     assert set(together) == {16, 10}
-    assert ["init_process_group" in told for told in even[0]["refused"]] == [True] + [False] * 3
-    assert "wrapped in DistributedDataParallel, not a Linear" in even[0]["refused"][1]
+    assert ["init_process_group" in told for told in even[0]["refused"]] == [True] + [False] * 5
+    assert "or sharded by fully_shard, not a Linear" in even[0]["refused"][1]
     assert "smaller than the 2 ranks" in even[0]["refused"][2]
     assert "sum to 10" in even[0]["refused"][3]
+    assert "a share of 0 needs idle_ranks=True" in even[0]["refused"][4]
+    assert "sharded by fully_shard, so that its ratio is 1 to 10" in even[0]["refused"][5]

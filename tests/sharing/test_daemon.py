@@ -23,7 +23,7 @@ from kilter.session.fence import Fence
 from kilter.sharing.daemon import Daemon
 from kilter.sharing.elastic.share import listening_store
 from kilter.sharing.link import DaemonLink, Identity
-from kilter.sharing.messages import Facts, Summary
+from kilter.sharing.messages import Facts, RatioTarget, Summary
 from kilter.sharing.store import Channel, Endpoint, living, read_endpoint
 from kilter.testing.fake_card import Card
 from kilter.testing.fake_nvml import FakeNvml
@@ -224,6 +224,40 @@ def test_a_job_with_a_wrong_token_trains_on_and_joins_once_the_token_is_right(tm
     finally:
         link.leave()
     assert not said
+
+
+def test_a_ratio_that_the_job_cannot_have_is_told_of_and_not_carried_out(tmp_path):
+    """`--idle-ranks --ratios 10,0` for a job of which every rank holds a part."""
+    own = listening_store("127.0.0.1")
+    file, told = tmp_path / "endpoint.json", []
+    channel = Channel.open("127.0.0.1", file)
+    channel.summarise(Summary(1, 1, "even", 1.0, (0, 1), (0.0, 0.0), (), ()))
+    share = SimpleNamespace(address=("127.0.0.1", own.port))
+    link = DaemonLink(
+        file,
+        share,
+        Facts(2, 8, None, 1, may_idle=False),
+        Identity("a", (0, 1), ratios=(10, 0)),
+        Fence(lambda *error: None),
+        told.append,
+    )
+    link.start()
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not channel.status(1):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        channel.want(1, RatioTarget(1, (0, 10), "a daemon of another version"))
+        reported = channel.status(1).number
+        while channel.status(1).number < reported + 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        link.leave()
+    assert told == [
+        "the job begins with an even split: with the ratio [10,0] a rank would have no samples"
+    ]
+    assert not own.check(["proposal/1"])
 
 
 def test_the_store_listens_on_loopback_alone(tmp_path):

@@ -24,6 +24,7 @@ from kilter.sharing.plan.snapshot import (
     SharedJob,
     Snapshot,
     allowed,
+    at_least_one,
     compositions,
     even_ratios,
     first_ratios,
@@ -158,6 +159,46 @@ def test_every_decision_is_allowed_fits_and_is_deterministic(snapshot, name):
 
 
 @examples(max_examples=40)
+@given(snapshot=snapshots(), name=st.sampled_from(sorted(SHARING_POLICIES)))
+def test_no_policy_takes_all_samples_from_a_rank_of_a_sharded_job(snapshot, name):
+    jobs = tuple(msgspec.structs.replace(job, may_idle=False) for job in snapshot.jobs)
+    snapshot = Snapshot(snapshot.gpus, jobs)
+    for decision in SHARING_POLICIES[name](snapshot):
+        job = next(job for job in jobs if job.name == decision.job)
+        assert min(decision.after[g] for g in usable(snapshot, job)) >= 1
+        parts = shards(job.global_batch, decision.after)
+        assert min(parts[g] for g in usable(snapshot, job)) >= 1
+    for job in jobs:
+        first = first_ratios(snapshot, job)
+        assert first is None or min(first[g] for g in usable(snapshot, job)) >= 1
+
+
+def test_thesis_leaves_a_tenth_on_a_full_gpu_to_a_job_that_cannot_leave_it():
+    def decided(may_idle):
+        busy, gpus = (0.0, 0.0), (SharedGpu(utilisation=1.0), SharedGpu(utilisation=0.2))
+        slow = SharedJob("slow", 64, (5, 5), busy=busy, slowdown=4.0, may_idle=may_idle)
+        others = [SharedJob(f"job{i}", 64, (10, 0), slowdown=2.0) for i in range(2)]
+        (made,) = thesis.policy(Snapshot(gpus, (slow, *others)))
+        return made.after
+
+    assert decided(may_idle=True) == (0, 10)
+    assert decided(may_idle=False) == (1, 9)
+
+
+@given(parts=st.lists(st.integers(0, 12), min_size=1, max_size=6), data=st.data())
+def test_at_least_one_takes_no_more_than_is_missing(parts, data):
+    active = data.draw(st.lists(st.sampled_from(range(len(parts))), unique=True))
+    found = at_least_one(parts, active)
+    assert sum(found) == sum(parts)
+    if sum(parts) < len(active):
+        assert list(found) == parts
+        return
+    assert all(found[g] >= 1 for g in active)
+    missing = sum(parts[g] == 0 for g in active)
+    assert sum(abs(a - b) for a, b in zip(found, parts, strict=True)) <= 2 * missing
+
+
+@examples(max_examples=40)
 @given(snapshot=snapshots())
 def test_literal_ratios_can_be_run(snapshot):
     for decision in SHARING_POLICIES["thesis_literal"](snapshot):
@@ -204,6 +245,7 @@ def test_maxmin_leaves_a_job_alone_that_was_just_moved():
     found=st.lists(costs, min_size=2, max_size=3),
     batch=st.integers(16, 128),
     ratios=st.lists(st.sampled_from(compositions(2)), min_size=3, max_size=3),
+    may_idle=st.booleans(),
 )
 @example(
     found=[
@@ -213,17 +255,20 @@ def test_maxmin_leaves_a_job_alone_that_was_just_moved():
     ],
     batch=19,
     ratios=[(0, 10)] * 3,
+    may_idle=True,
 )
-def test_maxmin_is_as_good_as_brute_force(found, batch, ratios):
+def test_maxmin_is_as_good_as_brute_force(found, batch, ratios, may_idle):
+    possible = [r for r in compositions(2) if may_idle or min(r)]
+    ratios = [at_least_one(r, () if may_idle else (0, 1)) for r in ratios]
     alone = [alone_s(cost, even_shards(2, batch)) for cost in found]
     jobs = tuple(
-        SharedJob(f"job{i}", batch, ratios[i], cost=cost, alone_s=alone[i])
+        SharedJob(f"job{i}", batch, ratios[i], cost=cost, alone_s=alone[i], may_idle=may_idle)
         for i, cost in enumerate(found)
     )
     snapshot = Snapshot((SharedGpu(), SharedGpu()), jobs)
     new = {d.job: d.after for d in maxmin.policy(snapshot)}
     got = [new.get(job.name, job.ratios) for job in jobs]
-    cases = list(itertools.product(compositions(2), repeat=len(jobs)))
+    cases = list(itertools.product(possible, repeat=len(jobs)))
     slow = predict(found, np.array([[shards(batch, r) for r in case] for case in cases])).step_s
     best = (slow / np.array(alone)).max(axis=1).min()
     mine = predict(found, np.array([shards(batch, r) for r in got])).step_s / np.array(alone)

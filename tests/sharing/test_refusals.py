@@ -20,6 +20,9 @@ SENTENCES = {
     "comm-hook": "communication hook of its own",
     "an-error-of-ours": "kilter could not take part (ValueError: no state",
     "ranks-disagree": "the ranks disagree about the model",
+    "fsdp1": "wrapped in FullyShardedDataParallel, whose shares cannot be uneven; use fully_shard",
+    "ignored-params": "not all parameters are sharded by fully_shard over all ranks",
+    "no-gradient-sync": "set_requires_gradient_sync(False), over batches of fixed shares; use a",
 }
 
 

@@ -17,18 +17,20 @@ from typing import TYPE_CHECKING, Any
 from kilter.core.errors import UsageError
 from kilter.session.fence import Fence
 from kilter.sharing.elastic.job import ElasticJob
+from kilter.sharing.elastic.sharded import is_sharded
 from kilter.sharing.link import DaemonLink, Identity
 from kilter.sharing.plan.snapshot import Ratios
 from kilter.sharing.store import default_file
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import Dataset
 
 
 def share(
-    model: DistributedDataParallel,
+    model: DistributedDataParallel | FSDPModule,
     optimizer: torch.optim.Optimizer,
     *,
     global_batch: int,
@@ -51,7 +53,7 @@ def share(
             needs when it comes back from a time without samples.
         idle_ranks: whether a rank may have no samples at all for a time. The body of the loop is
             not run on it then: keep collectives of your own out of the loop, and do not end it by
-            a count of batches.
+            a count of batches. Not with `fully_shard`: every rank keeps a ratio of 1 to 10.
         min_samples: the fewest samples of a rank that has any (1; 2 with BatchNorm).
         ratios: tenths for each rank to begin with; an even split if absent.
         max_slowdown: what lower clocks of the GPUs may cost this job (0.02 is 2 %). Without it, and
@@ -59,18 +61,23 @@ def share(
         endpoint: the daemon's file, if it is not the usual one.
 
     Raises:
-        UsageError: torch.distributed is not initialised, the model is not wrapped in DDP, or a
-            number makes no sense.
+        UsageError: torch.distributed is not initialised, the model is neither wrapped in DDP nor
+            sharded by fully_shard, or a number makes no sense.
     """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError("kilter.share needs torch.distributed: call init_process_group() before")
-    if not isinstance(model, DistributedDataParallel):
+    if not (isinstance(model, DistributedDataParallel) or is_sharded(model)):
         raise UsageError(
-            f"kilter.share needs a model wrapped in DistributedDataParallel, not a "
-            f"{type(model).__name__}; FSDP is not supported"
+            f"kilter.share needs a model wrapped in DistributedDataParallel, or sharded by "
+            f"fully_shard, not a {type(model).__name__}"
+        )
+    if idle_ranks and is_sharded(model):
+        raise UsageError(
+            "idle_ranks: each rank holds a part of a model sharded by fully_shard, so that its "
+            "ratio is 1 to 10; leave idle_ranks out"
         )
     world = dist.get_world_size()
     if global_batch < world:
@@ -79,6 +86,8 @@ def share(
         raise UsageError(f"total_steps={total_steps}: give at least 1, or None")
     if ratios is not None and (len(ratios) != world or sum(ratios) != 10 or min(ratios) < 0):
         raise UsageError(f"ratios={ratios}: give {world} numbers of at least 0 that sum to 10")
+    if ratios is not None and not idle_ranks and 0 in ratios:
+        raise UsageError(f"ratios={ratios}: a share of 0 needs idle_ranks=True")
     if max_slowdown is not None and not 0.0 <= max_slowdown < 1.0:
         raise UsageError(f"max_slowdown={max_slowdown}: give a fraction, 0.02 for 2 %")
     identity = Identity(

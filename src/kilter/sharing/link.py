@@ -19,7 +19,7 @@ from kilter.core.errors import KilterError
 from kilter.sharing.elastic.agreement import propose
 from kilter.sharing.elastic.share import MOST_PAUSE_S, Guard, Share, connect, resumed
 from kilter.sharing.messages import Facts, JobStatus, RankStatus
-from kilter.sharing.plan.snapshot import Ratios
+from kilter.sharing.plan.snapshot import Ratios, shown
 from kilter.sharing.store import TIMEOUT, Channel, read_endpoint
 
 _EVERY_S = 0.25
@@ -75,7 +75,13 @@ class DaemonLink(threading.Thread):
     def _follow(self) -> None:
         atexit.register(self.leave)
         if self._identity.ratios is not None:
-            self._change(self._identity.ratios)
+            if self._possible(self._identity.ratios):
+                self._change(self._identity.ratios)
+            else:
+                self._say(
+                    f"the job begins with an even split: with the ratio "
+                    f"{shown(self._identity.ratios)} a rank would have no samples"
+                )
         while not self._stopped.is_set():
             try:
                 self._turn()
@@ -106,7 +112,7 @@ class DaemonLink(threading.Thread):
             self._change(target.ratios)
 
     def _possible(self, ratios: Ratios) -> bool:
-        """A daemon of another version must not ask for what this job cannot do."""
+        """Neither its user nor a daemon may ask for what this job cannot do."""
         fewest = 0 if self._facts.may_idle else 1
         return len(ratios) == self._facts.world and min(ratios) >= fewest and sum(ratios) > 0
 

@@ -15,6 +15,7 @@ from kilter.core.reasons import Reason
 from kilter.observe import torch_internals
 from kilter.sharing.elastic.groups import MOST_RANKS_WITH_IDLE, Groups, Reduction
 from kilter.sharing.elastic.schedule import GlobalBatches, Index
+from kilter.sharing.elastic.sharded import is_sharded, reduces, sharding_flaw, weigh
 from kilter.sharing.elastic.share import (
     POLL_S,
     Guard,
@@ -22,7 +23,6 @@ from kilter.sharing.elastic.share import (
     listening_store,
     own_address,
 )
-from kilter.sharing.elastic.sharded import is_sharded, reduces, sharding_flaw, weigh
 from kilter.sharing.elastic.state import RankState
 from kilter.sharing.elastic.votes import Votes
 from kilter.sharing.messages import Facts
@@ -85,14 +85,14 @@ class ElasticJob:
     def watch(self, model: DistributedDataParallel | FSDPModule) -> None:
         """A model of the script, before its first step. `fully_shard` is applied to the parts of a
         model before the whole: then the whole takes their place."""
-        parts: list[Any] = list(model.modules())  # type: ignore[union-attr]
+        parts: list[Any] = list(model.modules())
         self.models = [m for m in self.models if not any(m is part for part in parts)]
         self.models.append(model)
 
         def forward(model: Any, _: object) -> None:
             self.guard.run(self._forward, model)
 
-        self._hooks.append(model.register_forward_pre_hook(forward))  # type: ignore[union-attr]
+        self._hooks.append(model.register_forward_pre_hook(forward))
 
     def _forward(self, model: Any) -> None:
         import torch
@@ -179,9 +179,8 @@ class ElasticJob:
         elif unsynced and synced + unsynced:
             self.refuse(
                 "accumulation",
-                "gradients are accumulated without a sum over the ranks (no_sync or "
-                "set_requires_gradient_sync), over batches of fixed shares; use a larger "
-                "batch_size instead",
+                "gradients are accumulated under no_sync() or set_requires_gradient_sync(False), "
+                "over batches of fixed shares; use a larger batch_size instead",
             )
         elif synced >= WARM_UP_STEPS and steps < batches and not self._scales():
             if steps:

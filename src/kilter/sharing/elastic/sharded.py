@@ -99,7 +99,7 @@ class WeightedReduceScatter:
 
 def _modules(model: FSDPModule) -> list[Any]:
     """The modules of the model to which `fully_shard` was applied, itself included."""
-    return [module for module in model.modules() if is_sharded(module)]  # type: ignore[attr-defined]
+    return [module for module in model.modules() if is_sharded(module)]
 
 
 def _groups(module: Any) -> list[Any]:

@@ -24,6 +24,7 @@ from kilter.sharing.plan.snapshot import (
     SharedJob,
     Snapshot,
     allowed,
+    at_least_one,
     compositions,
     even_ratios,
     fits,
@@ -192,7 +193,9 @@ class _Problem:
         for i in sorted(range(len(self.jobs)), key=lambda i: -(self.jobs[i].alone_s or 0.0)):
             gpu = min(usable(self.snapshot, self.jobs[i]), key=lambda g: busy_s[g])
             busy_s[gpu] += self.jobs[i].alone_s or 0.0
-            found[i] = _placed((TENTHS,), (gpu,), count)
+            alone = _placed((TENTHS,), (gpu,), count)
+            job = self.jobs[i]
+            found[i] = alone if job.may_idle else at_least_one(alone, usable(self.snapshot, job))
         return found
 
     def descend(self, state: SearchState, *, exchanges: bool = False) -> SearchState:

@@ -66,7 +66,8 @@ class SharedJob(msgspec.Struct, frozen=True):
     min_samples: int = 1
     """The fewest samples of a rank that is active (more than one for BatchNorm)."""
     may_idle: bool = True
-    """Whether a rank may have ratio 0; not so under FSDP, or for a script with collectives."""
+    """Whether a rank may have ratio 0; not so under FSDP, or for a script with collectives: then
+    its ratio is 1 to 10 on each live GPU on which the job has a rank."""
     periods_since_move: int | None = None
     """Periods since the ratio last changed; None if it never did."""
     slowdown: float | None = None
@@ -119,14 +120,20 @@ def largest_remainder(weights: Sequence[int | Fraction], total: int) -> tuple[in
 def shards(batch: int, ratios: Ratios) -> tuple[int, ...]:
     """Samples per GPU: `batch` split by the ratio, largest remainder. While the batch has enough
     samples, every GPU with a ratio above 0 gets at least one (a short last batch may not)."""
-    parts = list(largest_remainder(ratios, batch))
     active = [g for g, ratio in enumerate(ratios) if ratio > 0]
-    if batch >= len(active):
+    return at_least_one(largest_remainder(ratios, batch), active)
+
+
+def at_least_one(parts: Sequence[int], active: Sequence[int]) -> tuple[int, ...]:
+    """The same whole units with one or more at each of these places, taken from where there are
+    most; unchanged where there are fewer units than places."""
+    found = list(parts)
+    if sum(parts) >= len(active):
         for g in active:
-            if parts[g] == 0:
-                parts[max(range(len(parts)), key=parts.__getitem__)] -= 1
-                parts[g] = 1
-    return tuple(parts)
+            if found[g] == 0:
+                found[max(range(len(found)), key=found.__getitem__)] -= 1
+                found[g] = 1
+    return tuple(found)
 
 
 def usable(snapshot: Snapshot, job: SharedJob) -> tuple[int, ...]:

@@ -12,6 +12,9 @@ without work, jobs get a GPU each only if that promises something; else the slow
 `literal` takes the text as printed instead: half-up rounding, `(max - min) / 2`, no lower bound,
 own load included, no rehearsal. Then a ratio may not sum to ten, and the batch is split in
 proportion to it.
+
+The text has ranks without work. Where a job cannot have them (`SharedJob.may_idle`), each of its
+ranks keeps one tenth of what the text would take away; literally, the job stays as it is.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from kilter.sharing.plan.snapshot import (
     SharedJob,
     Snapshot,
     allowed,
+    at_least_one,
     fits,
     in_force,
     largest_remainder,
@@ -65,6 +69,7 @@ def policy(
         if moved is None:
             continue
         new, code, text = moved
+        new = _kept(snapshot, job, new, literal)
         decision = Decision(job.name, job.ratios, new, Reason(code, job.name, text))
         if (
             new != job.ratios
@@ -89,13 +94,14 @@ def _one_gpu_each(snapshot: Snapshot, literal: bool) -> tuple[Decision, ...]:
         held = (0,) * len(snapshot.gpus) if literal or job.ratios is None else job.ratios
         g = min(own, key=lambda g: (load[g], -held[g], g))
         pool.remove(g)
-        new = _whole(g, len(snapshot.gpus))
+        new = _kept(snapshot, job, _whole(g, len(snapshot.gpus)), literal)
         if new == job.ratios or not _in_order(snapshot, job, new, literal):
             continue
         if not fits(snapshot, ratios | {job.name: new}):
             continue
         ratios[job.name] = new
-        text = f"{job.name} gets GPU {g} whole: there are fewer jobs than GPUs"
+        share = "whole" if new[g] == TENTHS else "for most of its work"
+        text = f"{job.name} gets GPU {g} {share}: there are fewer jobs than GPUs"
         reason = Reason("fewer-jobs-than-gpus", job.name, text)
         decisions.append(Decision(job.name, job.ratios, new, reason))
     return tuple(decisions)
@@ -222,10 +228,18 @@ def _whole(g: int, count: int) -> Ratios:
     return tuple(TENTHS if k == g else 0 for k in range(count))
 
 
+def _kept(snapshot: Snapshot, job: SharedJob, ratios: Ratios, literal: bool) -> Ratios:
+    """The ratio with a tenth for each rank of a job whose ranks may not be idle."""
+    if literal or job.may_idle:
+        return ratios
+    return at_least_one(ratios, usable(snapshot, job))
+
+
 def _in_order(snapshot: Snapshot, job: SharedJob, ratios: Ratios, literal: bool) -> bool:
     """A literal ratio need not sum to ten, but it has to be one that a job can run."""
     if not literal:
         return allowed(snapshot, job, ratios)
     own = usable(snapshot, job)
     inside = all(g in own for g, ratio in enumerate(ratios) if ratio)
-    return inside and min(ratios) >= 0 and sum(ratios) > 0
+    active = job.may_idle or all(ratios[g] > 0 for g in own)
+    return inside and active and min(ratios) >= 0 and sum(ratios) > 0

@@ -20,6 +20,8 @@ from kilter.app.cli.live import show_live
 from kilter.app.share_page import page
 from kilter.app.share_worker import ShareOptions, worker_command, worker_environment
 from kilter.connect.launch import add_torchrun_options, run_torchrun, run_without_kilter
+from kilter.connect.ray_launch import RayJob, connect, named_variables
+from kilter.connect.ray_rank import RankSite
 from kilter.connect.script import find_program
 from kilter.core.codec import write_atomically
 from kilter.core.errors import NoDevice, UsageError
@@ -213,7 +215,8 @@ def add_run(actions: Actions) -> None:
         "The script uses DistributedDataParallel and a DataLoader over a map-style data set.",
         "Everything after SCRIPT belongs to the script. Without a daemon, one is started and ends "
         "some time\nafter the last job.\n\nexamples:\n  kilter share run train.py --epochs 3\n"
-        "  kilter share run --name resnet50 --idle-ranks -m package.train\n",
+        "  kilter share run --name resnet50 --idle-ranks -m package.train\n"
+        "  kilter share run --ray --env HF_HOME train.py\n",
     )
     parser.usage = "kilter share run [options] SCRIPT|-m MODULE [ARGS...]"
     parser.add_argument("--name", help="of the job (the script's)")
@@ -252,6 +255,18 @@ def add_run(actions: Actions) -> None:
         "--no-wait", action="store_true", help="with --memory: fail instead of waiting"
     )
     parser.add_argument("--min-samples", type=_count, metavar="N", help="of an active rank")
+    parser.add_argument(
+        "--ray",
+        action="store_true",
+        help="let the Ray cluster that runs here, or at RAY_ADDRESS, place and start the ranks",
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="with --ray: a variable for the ranks, which else have those of Ray's workers",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("command", nargs=argparse.PARSER, metavar="SCRIPT")
     parser.set_defaults(act=_run)
@@ -267,9 +282,14 @@ def _run(args: argparse.Namespace) -> Callable[[], object]:
         return functools.partial(run_without_kilter, command)
     if args.no_wait and args.memory is None:
         raise UsageError("--no-wait: say with --memory how much the job needs")
+    if args.env and not args.ray:
+        raise UsageError("--env: belongs to --ray; without it the ranks have the environment here")
     if args.probe and args.alone_step is not None:
         raise UsageError("--probe measures what --alone-step gives: leave one out")
-    find_program(command)
+    if not args.ray:  # else the nodes are asked
+        find_program(command)
+    variables = named_variables(args.env, os.environ) if args.ray else {}
+    ray = connect() if args.ray else None
     gpus = _daemon(args).gpus
     options = ShareOptions(
         endpoint=str(args.endpoint.resolve()),
@@ -289,6 +309,13 @@ def _run(args: argparse.Namespace) -> Callable[[], object]:
         raise UsageError("--ratios: a share of 0 needs --idle-ranks")
     if args.memory is not None:
         _admit(args)
+    if ray is not None:
+        script = None if args.module else command[0]
+        job = RayJob(ray, gpus, RankSite(os.getcwd(), script, options.endpoint))
+        if job.unreached is not None:
+            print(f"kilter share: {job.unreached}", file=sys.stderr, flush=True)
+        variables |= worker_environment(msgspec.structs.replace(options, gpus=job.gpus))
+        return functools.partial(job.run, worker_command(command), variables)
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_torchrun_options(parser)
     launch = parser.parse_args(["--standalone", f"--nproc-per-node={len(gpus)}"])

@@ -50,7 +50,7 @@ def test_json_keeps_its_keys(tmp_path, capsys):
         "iterations",
         "probe_energy_j",
     }
-    learned = {"kilter-learned", "kilter-recurring"}  # not among the default ones
+    learned = {"kilter-classed", "kilter-learned", "kilter-recurring"}  # not among the default ones
     assert set(document["summary"]) == set(clocks.POLICIES) - learned
     assert set(document["summary"]["kilter"]) >= {
         "mean_saving",

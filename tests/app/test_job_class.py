@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kilter.app.cli.main import main
 from kilter.app.report import build as report
 from kilter.app.report import html, summary
-from kilter.app.report.bound import Bound
+from kilter.clocks.plan.job_class import Bound
 from kilter.core.events import Fitted, Moved, Sampled, Sectioned
 from kilter.core.label import Label
 from kilter.core.plan import Goal, MemoryBudget

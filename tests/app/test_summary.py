@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from kilter.app.report import build as report
 from kilter.app.report import html, summary
-from kilter.app.report.bound import IDLE_TOLD
 from kilter.app.report.glossary import WORDS
+from kilter.clocks.plan.job_class import IDLE_TOLD
 from kilter.core.events import Started, Stopped
 from kilter.core.label import Label
 from kilter.core.reasons import CLOCKS_REFUSED, REHEARSAL_CUT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,7 +16,7 @@ from kilter.core.errors import DeviceError, DeviceLost, FileError, NotObeyed
 from kilter.core.events import AnyEvent, Block, Refused
 from kilter.core.messages import LocalMessages
 from kilter.core.plan import Goal
-from kilter.core.setting import Setting, Supported
+from kilter.core.setting import Sample, Setting, Supported
 
 FOUND = Setting()
 LOW = Setting(sm_clock_hz=1.0e9)
@@ -61,6 +61,9 @@ class Actuator:
 
     def sustained(self) -> Setting:
         return Setting(sm_clock_hz=1.5e9)
+
+    def recent(self) -> Sequence[Sample]:
+        return ()
 
 
 class Script:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -14,7 +14,7 @@ from kilter.core.events import AnyEvent, Block
 from kilter.core.label import Label
 from kilter.core.messages import LocalMessages
 from kilter.core.plan import Goal
-from kilter.core.setting import Setting, Supported
+from kilter.core.setting import Sample, Setting, Supported
 from kilter.core.units import MHZ
 
 TOP_HZ = 1500 * MHZ
@@ -41,6 +41,9 @@ class Card:
 
     def sustained(self) -> Setting:
         return Setting(sm_clock_hz=TOP_HZ)
+
+    def recent(self) -> Sequence[Sample]:
+        return ()
 
 
 class Turn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kilter.core.errors import DeviceError
@@ -11,6 +11,8 @@ from kilter.core.setting import DeviceInfo, Sample, Setting
 from kilter.lease.lease import Lease
 from kilter.observe.sensor_record import DEFAULT_PERIOD_S, SensorRecord
 
+RECENT_S = 5.0
+"""Of readings that tell the class of a job: less than the warm-up at the default takes."""
 LOW_SETTING_HOLD_S = 60.0
 HOLD_ITERATIONS = 5
 """Deadline of a low setting, renewed as long as iterations end: the longer of the two."""
@@ -88,3 +90,7 @@ class DeviceActuator:
 
     def sustained(self) -> Setting:
         return self._sampler.record.sustained()
+
+    def recent(self) -> Sequence[Sample]:
+        latest = self._sampler.record.latest
+        return () if latest is None else self._sampler.record.since(latest.t_s - RECENT_S)

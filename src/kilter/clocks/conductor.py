@@ -21,6 +21,7 @@ from typing import Protocol
 from kilter.clocks.block_messages import BlockMessages, OrderNote, RankResult
 from kilter.clocks.plan.governor import BlockOutcome, Choice, Governor, Order, Phase
 from kilter.clocks.plan.job import Space, space
+from kilter.clocks.plan.job_class import first_settings, job_by_readings
 from kilter.clocks.plan.known import PairBook, RecurringGovernor
 from kilter.clocks.plan.predictor import Predictor
 from kilter.clocks.plan.roles import MOST_ROLES, RoleGovernor
@@ -31,7 +32,7 @@ from kilter.core.messages import RankMessages
 from kilter.core.past_run import KnownSetting
 from kilter.core.plan import Goal
 from kilter.core.reasons import CLOCKS_REFUSED
-from kilter.core.setting import Setting, Supported
+from kilter.core.setting import Sample, Setting, Supported
 from kilter.model.stats import usual_time
 
 STALL = 3.0
@@ -73,6 +74,9 @@ class Actuator(Protocol):
 
     def sustained(self) -> Setting:
         """The clocks seen lately under load."""
+
+    def recent(self) -> Sequence[Sample]:
+        """The readings of the last few seconds."""
 
 
 class Conductor:
@@ -392,7 +396,14 @@ class GovernorProgram:
                 expected = self._predictor.expected(
                     settings.candidates, settings.reference, features
                 )
-            self._governor = Governor(settings, self._goal, seed=self._seed, expected=expected)
+            job = job_by_readings(self._actuator.recent())
+            self._governor = Governor(
+                settings,
+                self._goal,
+                seed=self._seed,
+                expected=expected,
+                first=first_settings(job, settings),
+            )
         yield from self._governor.run()
 
 

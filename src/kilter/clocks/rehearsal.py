@@ -9,9 +9,10 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
+from kilter.clocks.actuator import RECENT_S
 from kilter.clocks.conductor import Conductor, GovernorProgram
 from kilter.clocks.plan.governor import BlockOutcome, Order, Phase
 from kilter.clocks.plan.predictor import Predictor
@@ -103,6 +104,9 @@ class SimulatedActuator:
     def sustained(self) -> Setting:
         last = self._samples[-1] if self._samples else self._gpu.sample()
         return Setting(sm_clock_hz=last.sm_clock_hz, memory_clock_hz=last.memory_clock_hz)
+
+    def recent(self) -> Sequence[Sample]:
+        return [s for s in self._samples if s.t_s >= self._gpu.now_s - RECENT_S]
 
 
 class Rehearsal:

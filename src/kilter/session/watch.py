@@ -20,6 +20,7 @@ from kilter.clocks.job_telemetry import JobTelemetry
 from kilter.clocks.outside import Lost, Observer, OutsideConductor, PeriodLost
 from kilter.clocks.plan.governor import Phase, plan_of
 from kilter.clocks.plan.job import space
+from kilter.clocks.plan.job_class import first_settings, job_by_readings
 from kilter.clocks.plan.rhythm import Rhythm, would_try
 from kilter.core.errors import DeviceError, FileError, NoDevice
 from kilter.core.events import Decided, Started, Stopped, sampled
@@ -259,7 +260,8 @@ class _Watch:
     def _say_what_would_be_tried(self, steady: Rhythm) -> None:
         supported = self._source.device.supported()
         settings = space(self._lease.found, self._source.sensors.record.sustained(), supported)
-        self._tries = tuple(would_try(settings, self._goal))
+        of_class = first_settings(job_by_readings(self._actuator.recent()), settings)
+        self._tries = tuple(would_try(settings, self._goal, of_class))
         if not self._tries:
             self._log.notice("nothing would be tried: no setting promises a saving")
             return

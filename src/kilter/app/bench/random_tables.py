@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,19 +22,19 @@ from kilter.model.roofline import Quantity, Roofline
 
 JOBS = 6
 """Workloads of one card."""
+IDLE = (0.3, 0.97)
 RANDOM_KNOBS = ("sm", "limit", "sm+memory", "sm+limit")
 ROW_ERROR = 0.002
 """Standard deviation of a row's time and energy about the model's."""
 
 
-def random_tables(count: int, *, seed: int = 0) -> dict[str, tuple[RecordedWorkload, ...]]:
-    """So many cards with `JOBS` workloads each. Same seed, same tables."""
-    return {
-        f"random {seed + number}": _RandomCard(np.random.default_rng([seed + number, 16])).table(
-            f"random {seed + number}"
-        )
-        for number in range(count)
-    }
+def random_tables(
+    count: int, *, seed: int = 0, waiting: bool = False
+) -> dict[str, tuple[RecordedWorkload, ...]]:
+    """So many cards with `JOBS` workloads each. Same seed, same tables. `waiting`: the jobs leave
+    the card idle for a share of the time within `IDLE`."""
+    cards = {n: _RandomCard(np.random.default_rng([n, 16])) for n in range(seed, seed + count)}
+    return {f"random {n}": card.table(f"random {n}", waiting) for n, card in cards.items()}
 
 
 class _RandomCard:
@@ -76,9 +77,9 @@ class _RandomCard:
             volts_per_hz=slope,
         )
 
-    def table(self, name: str) -> tuple[RecordedWorkload, ...]:
+    def table(self, name: str, waiting: bool) -> tuple[RecordedWorkload, ...]:
         settings = self._settings()
-        return tuple(self._workload(name, number, settings) for number in range(JOBS))
+        return tuple(self._workload(name, number, settings, waiting) for number in range(JOBS))
 
     def _settings(self) -> Sequence[Setting]:
         """The first one is the default."""
@@ -93,7 +94,9 @@ class _RandomCard:
             for hz, other in itertools.product(self.sm_hz, second)
         ]
 
-    def _workload(self, card: str, number: int, settings: Sequence[Setting]) -> RecordedWorkload:
+    def _workload(
+        self, card: str, number: int, settings: Sequence[Setting], waiting: bool
+    ) -> RecordedWorkload:
         rng = self._rng
         kernels = 8
         # seconds that each kernel would spend in arithmetic and in memory traffic at the top
@@ -111,9 +114,18 @@ class _RandomCard:
             * rng.uniform(0.3, 1.0),
             switched_bytes=float(np.sum((1 - lean) * memory_s)) * 500.0 * memory_hz,
         )
+        if waiting:
+            idle = rng.uniform(*IDLE)
+            busy_s = self._row(replace(work, fixed_s=0.0), settings[0]).time_s
+            work = replace(work, fixed_s=busy_s * idle / (1.0 - idle))
         rows = tuple(self._row(work, setting) for setting in settings)
         return RecordedWorkload(
-            source="random", gpu=card, name=f"job {number}", rows=rows, default=rows[0]
+            source="random",
+            gpu=card,
+            name=f"job {number}",
+            rows=rows,
+            default=rows[0],
+            busy=max(0.0, 1.0 - work.fixed_s / rows[0].time_s),
         )
 
     def _row(self, work: Work, setting: Setting) -> RecordedRow:

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from kilter.clocks.conductor import Conductor, GovernorProgram
 from kilter.core.errors import UsageError
 from kilter.core.messages import RankMessages
 from kilter.core.plan import Goal
-from kilter.core.setting import Setting, Supported
+from kilter.core.setting import Sample, Setting, Supported
 from kilter.core.units import MHZ
 from kilter.session.live import TICK_S
 from kilter.session.messages import StoreMessages
@@ -114,6 +114,9 @@ class MadeUpGpu:
 
     def sustained(self) -> Setting:
         return Setting(sm_clock_hz=MADE_UP_TOP_HZ)
+
+    def recent(self) -> Sequence[Sample]:
+        return ()
 
 
 def conductor_of(

@@ -7,7 +7,6 @@ or by compute. Where the record does not tell, the answer is unknown. Pure.
 
 from __future__ import annotations
 
-import enum
 import math
 import statistics
 from collections.abc import Sequence
@@ -17,24 +16,19 @@ from kilter.app.report.evidence import Probe
 from kilter.app.report.idle import DENSE, LEAN, Idle
 from kilter.app.report.memory import MemoryReport
 from kilter.app.report.section_run import SectionsReport
+from kilter.clocks.plan.job_class import (
+    FEWEST_READINGS,
+    FOLLOWS,
+    HELD_DOWN,
+    IDLE_TOLD,
+    IGNORES,
+    Bound,
+)
 from kilter.core.events import Block, Sampled
 from kilter.core.label import Label
 from kilter.core.setting import DeviceInfo, Setting, Throttle
 from kilter.core.units import show_clock
 from kilter.model.intervals import union
-
-
-class Bound(enum.Enum):
-    """The classes of jobs."""
-
-    OFFLOADING = "offloading"
-    THROTTLED = "throttled"
-    INPUT = "input-bound"
-    IDLE = "idle"
-    COMMUNICATION = "communication-bound"
-    COMPUTE = "compute-bound"
-    MEMORY = "memory-bound"
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,20 +44,12 @@ class JobClass:
     the clock that the time follows."""
 
 
-IDLE_TOLD = 0.3
-"""From this share of idle time on, feeding the GPU is worth more than any clock."""
 STALLED_SHARE = 0.1
 """Share of an iteration in waits for copies from which on offloading bounds the job."""
-HELD_DOWN = 0.5
-"""Share of readings at the default that name a limit."""
 COMMUNICATES = 0.2
 """Share of an iteration in exposed communication: at less, other things bound the job more."""
-FOLLOWS, IGNORES = 0.5, 0.25
-"""How much of a change of the SM clock the iteration time follows: compute-bound from the first on,
-memory-bound up to the second."""
 LOWER_CLOCK = 0.95
 """Of the default's clock: what is nearer cannot be told from noise."""
-FEWEST_READINGS = 5
 
 _LIMITS = {
     Throttle.POWER_CAP.value: "its power cap",

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from kilter.app.report import footprint, glossary, section_run
 from kilter.app.report import memory as memory_report
-from kilter.app.report.bound import Bound, JobClass
+from kilter.app.report.bound import JobClass
 from kilter.app.report.build import Report
 from kilter.app.report.evidence import Arm, Probe
 from kilter.app.report.operations import OperationEnergy
 from kilter.app.report.words import STAND_IN, Finding, allowed, ascii_line, wish
+from kilter.clocks.plan.job_class import Bound
 from kilter.core.label import Label
 from kilter.core.reasons import CLOCKS_REFUSED, REHEARSAL_CUT
 from kilter.core.units import (

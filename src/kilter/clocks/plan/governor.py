@@ -15,7 +15,7 @@ import enum
 import math
 import random
 import statistics
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kilter.clocks.plan.guard import (
@@ -140,7 +140,8 @@ class Governor:
     """Searches, holds, watches for drift, searches again. `choice` is at any moment what stands.
 
     `blocks` is the length of the job where it is known: then a part of it is kept for confirming.
-    `expected` orders the first probes (`forecasts`).
+    `expected` orders the first probes (`forecasts`); `first` are probed before them, by the first
+    search (`plan/job_class`).
     """
 
     def __init__(
@@ -151,8 +152,10 @@ class Governor:
         seed: int = 0,
         blocks: int | None = None,
         expected: Mapping[Setting, tuple[float, float]] | None = None,
+        first: Sequence[Setting] = (),
     ) -> None:
         self._space = space
+        self._first = [space.candidates.index(setting) for setting in first]
         self._expected = expected
         self._goal = goal
         self._contract = Contract(
@@ -180,11 +183,14 @@ class Governor:
 
     def search(self) -> Generator[Order, BlockOutcome, Choice]:
         """Probe and confirm until nothing promises an improvement."""
+        while self._first and self._pairs_left() >= LEAST_TEST + PROBE_PAIRS:
+            yield from self._probe(self._first.pop(0), "the first action for a job of this class")
         while ranking := self._ranking():
             if ranking[0].known:
                 yield from self._confirm(ranking[0])
             else:
-                yield from self._probe(ranking[0])
+                forecast = ranking[0]
+                yield from self._probe(forecast.index, f"predicted {_effect(forecast)}")
         if self.choice.setting == self._space.found:
             tried = len(self._probed)
             reason = (
@@ -251,12 +257,11 @@ class Governor:
         """What the next test may spend of the error probability."""
         return self._error_left * TEST_SHARE
 
-    def _probe(self, forecast: Forecast) -> Generator[Order, BlockOutcome, None]:
-        setting = self._space.candidates[forecast.index]
-        evidence = self._probed.setdefault(forecast.index, _Evidence())
+    def _probe(self, index: int, reason: str) -> Generator[Order, BlockOutcome, None]:
+        setting = self._space.candidates[index]
+        evidence = self._probed.setdefault(index, _Evidence())
         for _ in range(PROBE_PAIRS):
-            pair = yield from self.pair(setting, Phase.PROBE, f"predicted {_effect(forecast)}")
-            evidence.add(*pair)
+            evidence.add(*(yield from self.pair(setting, Phase.PROBE, reason)))
 
     def _confirm(self, forecast: Forecast) -> Generator[Order, BlockOutcome, None]:
         """Sequential tests of time and energy on fresh pairs: those that helped to select a

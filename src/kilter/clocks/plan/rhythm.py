@@ -7,6 +7,7 @@ block is as long as it takes to make that error small against the contract.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -80,8 +81,8 @@ def nothing_to_govern(detection: Detection) -> str:
     )
 
 
-def would_try(space: Space, goal: Goal) -> list[Setting]:
-    """The first settings of a search, the most promising first."""
+def would_try(space: Space, goal: Goal, first: Sequence[Setting]) -> list[Setting]:
+    """The first settings of a search: those of its class (`first`), then the most promising."""
     contract = Contract(max_slowdown=goal.max_slowdown or 0.0)
     ranked = forecasts(
         space,
@@ -91,7 +92,8 @@ def would_try(space: Space, goal: Goal) -> list[Setting]:
         best=0.0,
         price_of_time=goal.price_of_time,
     )
-    return [space.candidates[each.index] for each in ranked[:MOST_TOLD] if each.improvement > 0.0]
+    promising = [space.candidates[each.index] for each in ranked if each.improvement > 0.0]
+    return list(dict.fromkeys([*first, *promising]))[:MOST_TOLD]
 
 
 MOST_TOLD = 3

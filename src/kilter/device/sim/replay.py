@@ -60,6 +60,8 @@ class RecordedWorkload:
     default: RecordedRow
     """The row of the unlocked card (all knobs blank), else the highest core clock, then memory
     clock, then power limit; a knob left blank beside set ones counts as the highest."""
+    busy: float | None = None
+    """Share of the default's time in which the card works, where that is known."""
 
     def at(self, setting: Setting) -> RecordedRow | None:
         """The row of exactly this setting."""

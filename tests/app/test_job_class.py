@@ -15,7 +15,7 @@ from kilter.clocks.plan.job_class import Bound
 from kilter.core.events import Fitted, Moved, Sampled, Sectioned
 from kilter.core.label import Label
 from kilter.core.plan import Goal, MemoryBudget
-from kilter.core.setting import Setting
+from kilter.core.setting import Activity, Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.core.units import GIB, MHZ
 from kilter.testing import runs
@@ -144,6 +144,29 @@ def test_throttled_at_the_default(reason, words):
     assert f"{words} holds the clock down in 100 % of " in found.job.evidence
     assert "at 1380 MHz on average" in found.job.evidence
     assert summary.summary(found, None).splitlines()[0].startswith("kilter: throttled: ")
+
+
+@pytest.mark.parametrize(
+    ("activity", "name"),
+    [
+        (Activity(sm=0.9, dram=0.8, tensor=0.7), Bound.MEMORY),
+        (Activity(sm=0.9, dram=0.3, tensor=0.7), Bound.COMPUTE),
+        (Activity(sm=0.9, dram=None, tensor=0.7), Bound.COMPUTE),
+        (Activity(sm=0.9, dram=0.5, tensor=0.5), Bound.UNKNOWN),
+        (Activity(), Bound.UNKNOWN),
+    ],
+)
+def test_the_busiest_unit_tells_where_the_clock_does_not(activity, name):
+    found = built(watched(clock_share=0.3, activity=activity))
+    assert found.job.name is name
+    if name is Bound.MEMORY:
+        assert found.job.evidence == "80 % of the memory's bandwidth is used, by the GPU's counters"
+        assert found.job.label is Label.MEASURED
+
+
+def test_a_lower_clock_that_was_tried_is_better_evidence_than_a_busy_unit():
+    run = watched(clock_share=0.9, activity=Activity(sm=0.9, dram=0.8, tensor=0.1))
+    assert built(run).job.name is Bound.COMPUTE
 
 
 def test_limit_under_our_own_setting_is_no_throttling():

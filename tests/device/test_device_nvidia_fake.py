@@ -24,8 +24,9 @@ from kilter.core.errors import (
     NotSupported,
     ReadOnly,
 )
-from kilter.core.setting import Setting, Throttle
-from kilter.device.nvidia import NvidiaDevice, missing_privilege, survey
+from kilter.core.setting import Activity, Setting, Throttle
+from kilter.device import gpm
+from kilter.device.nvidia import Library, NvidiaDevice, missing_privilege, survey
 from kilter.device.protocol import Device
 from kilter.testing.device import DeviceConformance
 from kilter.testing.fake_card import Card, Rule
@@ -626,3 +627,118 @@ def test_a_killed_process_leaves_its_settings_behind(make_fake: MakeFake, when: 
     card = fake.state().cards[0]
     assert card.sm_lock_mhz == (345, 1200)
     assert card.enforced_limit_mw == (500_000 if when == "after" else 700_000)
+
+
+# Performance monitoring ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def _monitored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reading is one of the monitor, whatever the real clock says."""
+    monkeypatch.setattr(gpm, "EVERY_S", 0.0)
+
+
+def activities(fake: FakeNvml, device: NvidiaDevice, count: int = 3) -> list[Activity | None]:
+    """Of readings half a second of the cards apart."""
+    found = []
+    for _ in range(count):
+        found.append(device.sample().activity)
+        fake.advance(0.5)
+    return found
+
+
+@pytest.mark.usefixtures("_monitored")
+def test_the_units_of_a_hopper_gpu_are_told_as_means_between_readings(make_fake: MakeFake) -> None:
+    fake = make_fake(Card(load=1.0, sm_active=0.8, dram_active=0.6, tensor_active=0.2))
+    device = open_device(fake)
+    assert activities(fake, device) == [
+        None,  # there is nothing to compare the first one with
+        *2 * [Activity(sm=pytest.approx(0.8), dram=pytest.approx(0.6), tensor=pytest.approx(0.2))],
+    ]
+    with fake.edit() as state:
+        state.cards[0].load = 0.0
+    fake.advance(0.5)
+    after = device.sample().activity
+    assert after is not None
+    assert after.dram == pytest.approx(0.3), "half of the time since the last reading was idle"
+    device.close()
+    assert len(fake.calls("nvmlGpmSampleFree")) == len(fake.calls("nvmlGpmSampleAlloc")) == 2
+    assert not fake.setters()
+    assert device.sample().activity is None, "opened again, it begins anew"
+    device.close()
+
+
+def test_the_units_are_read_once_a_second_at_most(make_fake: MakeFake) -> None:
+    fake = make_fake(Card(load=1.0))
+    monitor = gpm.UnitMonitor(library := Library(FakeNvml(fake.path)), handle_of(library, fake))
+    at_s = (0.0, 0.4, 0.9, 1.0, 1.5)
+    found = []
+    for before_s, now_s in zip((0.0, *at_s), at_s, strict=False):
+        fake.advance(now_s - before_s)
+        found.append(monitor.read(now_s) is not None)
+    assert found == [False, False, False, True, True]
+    assert len(fake.calls("nvmlGpmSampleGet")) == 2
+
+
+def handle_of(library: Library, fake: FakeNvml) -> object:
+    library.open()
+    return library.handle_of(fake.state().cards[0].uuid)
+
+
+@pytest.mark.usefixtures("_monitored")
+@pytest.mark.parametrize(
+    "call",
+    ["nvmlGpmQueryDeviceSupport", "nvmlGpmSampleAlloc", "nvmlGpmSampleGet", "nvmlGpmMetricsGet"],
+)
+@pytest.mark.parametrize("error", ["NO_PERMISSION", "NOT_SUPPORTED", "INVALID_ARGUMENT", "UNKNOWN"])
+def test_a_refused_monitor_is_asked_no_more_and_nothing_else_is_lost(
+    make_fake: MakeFake, call: str, error: str
+) -> None:
+    fake = make_fake(Card(load=1.0))
+    with fake.edit() as state:
+        state.rules.append(Rule(call=call, error=getattr(fake, f"NVML_ERROR_{error}")))
+    device = open_device(fake)
+    assert activities(fake, device, 4) == [None] * 4
+    assert len(fake.calls(call)) == 1
+    assert device.sample().power_w is not None
+    device.close()
+    assert len(fake.calls("nvmlGpmSampleFree")) == len(
+        [c for c in fake.calls("nvmlGpmSampleAlloc") if c.error is None]
+    )
+
+
+@pytest.mark.usefixtures("_monitored")
+def test_gpus_and_drivers_without_a_monitor_are_read_as_ever(make_fake: MakeFake) -> None:
+    fake = make_fake(Card(load=1.0, architecture=7), Card(load=1.0))
+    old = open_device(fake)
+    assert activities(fake, old) == [None] * 3
+    assert len(fake.calls("nvmlGpm*")) == 1
+    old.close()
+    with fake.edit() as state:
+        state.missing = ["nvmlGpmQueryDeviceSupport"]
+    device = open_device(fake, 1)
+    assert activities(fake, device) == [None] * 3
+    assert device.info().can_set
+    device.close()
+
+
+@pytest.mark.usefixtures("_monitored")
+def test_a_metric_that_the_gpu_does_not_tell_is_unknown(make_fake: MakeFake) -> None:
+    fake = make_fake(Card(load=1.0))
+    device = open_device(fake)
+    first, second = device.sample(), device.sample()  # no time has passed between the two
+    assert first.activity is None
+    assert second.activity == Activity()
+    device.close()
+
+
+@pytest.mark.usefixtures("_monitored")
+def test_a_gpu_lost_at_its_monitor_is_lost(make_fake: MakeFake) -> None:
+    fake = make_fake(Card(load=1.0))
+    device = open_device(fake)
+    device.sample()
+    with fake.edit() as state:
+        state.rules.append(Rule(call="nvmlGpmSampleGet", error=fake.NVML_ERROR_GPU_IS_LOST))
+    with pytest.raises(DeviceLost, match="Xid"):
+        device.sample()
+    device.close()

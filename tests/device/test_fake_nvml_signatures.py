@@ -43,3 +43,14 @@ def test_error_class_is_chosen_by_code_as_in_the_binding(name: str) -> None:
         error = module.NVMLError(code)
         assert type(error).__name__ == name
         assert error.value == code
+
+
+def test_a_request_for_metrics_has_the_fields_of_the_binding() -> None:
+    """What `device/gpm` fills in and reads."""
+    real, fake = pynvml.c_nvmlGpmMetricsGet_t(), FakeNvml("unused").c_nvmlGpmMetricsGet_t()
+    for request in (real, fake):
+        request.version, request.numMetrics = pynvml.NVML_GPM_METRICS_GET_VERSION, 3
+        request.metrics[0].metricId = pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL
+        assert [m.metricId for m in request.metrics[:3]] == [10, 0, 0]
+        assert (request.metrics[0].nvmlReturn, request.metrics[0].value) == (0, 0.0)
+    real.sample1 = pynvml.c_nvmlGpmSample_t()

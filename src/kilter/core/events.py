@@ -17,7 +17,7 @@ from kilter.core.label import Label
 from kilter.core.memory_record import MemoryRecord, PlanFigures
 from kilter.core.plan import Goal
 from kilter.core.section_record import SectionsFound
-from kilter.core.setting import DeviceInfo, Sample, Setting
+from kilter.core.setting import Activity, DeviceInfo, Sample, Setting
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower):
@@ -62,6 +62,7 @@ class Sampled(Event, frozen=True, kw_only=True):
     sm_utilisation: float | None = None
     temperature_c: float | None = None
     throttle: tuple[str, ...] | None = None
+    activity: Activity | None = None
 
 
 def sampled(sample: Sample, t_s: float) -> Sampled:
@@ -75,6 +76,7 @@ def sampled(sample: Sample, t_s: float) -> Sampled:
         sm_utilisation=sample.sm_utilisation,
         temperature_c=sample.temperature_c,
         throttle=None if sample.throttle is None else tuple(r.value for r in sample.throttle),
+        activity=sample.activity,
     )
 
 

@@ -70,6 +70,18 @@ class Throttle(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """How busy the units of a device are: shares, means over the last second or so."""
+
+    sm: float | None = None
+    """Of the SMs that run something."""
+    dram: float | None = None
+    """Of the memory's bandwidth."""
+    tensor: float | None = None
+    """Of the cycles in which the tensor pipes work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """What a device said at one instant; `None` means unknown, never zero."""
 
@@ -85,6 +97,7 @@ class Sample:
     temperature_c: float | None = None
     memory_used_bytes: float | None = None
     throttle: tuple[Throttle, ...] | None = None
+    activity: Activity | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

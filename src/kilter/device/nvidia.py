@@ -34,8 +34,9 @@ from kilter.core.errors import (
     ReadOnly,
 )
 from kilter.core.label import Label
-from kilter.core.setting import DeviceInfo, Sample, Setting, Supported, Throttle
+from kilter.core.setting import Activity, DeviceInfo, Sample, Setting, Supported, Throttle
 from kilter.core.units import MHZ, MILLI
+from kilter.device.gpm import UnitMonitor
 from kilter.device.vendor import (
     CALL_TIMEOUT_S,
     VendorDevice,
@@ -259,6 +260,7 @@ class NvidiaDevice(VendorDevice):
         """Why a change would reach beyond this job's GPU."""
         self._absent: set[tuple[Any, ...]] = set()
         """Sensors that the GPU or the driver lacks: asked for once."""
+        self._units: UnitMonitor | None = None
         self._requested: dict[str, float | None] = {}
         """Clocks locked (Hz) or released (`None`) by this object; NaN where its own call may or may
         not have acted; no entry: not touched."""
@@ -398,7 +400,21 @@ class NvidiaDevice(VendorDevice):
             temperature_c=None if celsius is None else float(celsius),
             memory_used_bytes=None if memory is None else float(memory.used),
             throttle=self._read_throttle(handle),
+            activity=self._read_activity(handle, t_s),
         )
+
+    def _read_activity(self, handle: Any, t_s: float) -> Activity | None:
+        if self._units is None or self._units.handle is not handle:  # opened anew, or forked
+            self._units = UnitMonitor(self._library, handle)
+        return self._units.read(t_s)
+
+    def _let_go(self, handle: Any) -> None:
+        units, self._units = self._units, None
+        try:
+            if units is not None and units.handle is handle:
+                units.close()
+        finally:
+            super()._let_go(handle)
 
     def _read_throttle(self, handle: Any) -> tuple[Throttle, ...] | None:
         bits = self._optional("nvmlDeviceGetCurrentClocksEventReasons", handle)

@@ -136,7 +136,7 @@ class VendorDevice(ABC):
         self._worker, self._handle = None, None
         if handle is not None:
             with suppress(DeviceError):
-                worker.do(self._library.close, self._timeout_s)
+                worker.do(lambda: self._let_go(handle), self._timeout_s)
         worker.stop()
 
     def _do(self, act: Callable[[Any], T]) -> T:
@@ -154,6 +154,10 @@ class VendorDevice(ABC):
 
     @abstractmethod
     def _read_sample(self, handle: Any, energy: bool) -> Sample: ...
+
+    def _let_go(self, handle: Any) -> None:
+        """Close the library; `handle` is the last that it gave."""
+        self._library.close()
 
     def _opened(self) -> Any:
         if self._handle is None:

@@ -60,6 +60,13 @@ class Card(msgspec.Struct, kw_only=True):
     event_reasons: int = 0
     """Bits on top of those for idle and power cap."""
 
+    sm_active: float = 0.9
+    dram_active: float = 0.4
+    tensor_active: float = 0.3
+    """At full load, as the performance monitoring of Hopper and newer tells them."""
+    loaded_s: float = 0.0
+    """Integral of the load: its counters."""
+
     energy_mj: float = 0.0
     energy_at_s: float = 0.0
 

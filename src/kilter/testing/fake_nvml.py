@@ -97,6 +97,24 @@ class _Handle:
     mig: int | None = None
 
 
+class _GpmSample:
+    """The buffer of a sample: the card as it was then."""
+
+    def __init__(self) -> None:
+        self.card: Card | None = None
+        self.t_s = 0.0
+        self.freed = False
+
+
+class _GpmMetricsGet:
+    """As `c_nvmlGpmMetricsGet_t`, with fewer metrics."""
+
+    def __init__(self) -> None:
+        self.version = self.numMetrics = 0
+        self.sample1 = self.sample2 = _GpmSample()
+        self.metrics = [SimpleNamespace(metricId=0, nvmlReturn=0, value=0.0) for _ in range(8)]
+
+
 def shim_path() -> Path:
     """The directory with a `pynvml.py` that is this fake. Put it first on `PYTHONPATH`."""
     return Path(__file__).parent / "nvml_shim"
@@ -123,6 +141,10 @@ class FakeNvml:
     NVML_DEVICE_MIG_DISABLE = 0
     NVML_DEVICE_MIG_ENABLE = 1
     NVML_FEATURE_ENABLED = 1
+    NVML_GPM_METRICS_GET_VERSION = 1
+    NVML_GPM_METRIC_SM_UTIL = 2
+    NVML_GPM_METRIC_ANY_TENSOR_UTIL = 5
+    NVML_GPM_METRIC_DRAM_BW_UTIL = 10
     nvmlClocksEventReasonGpuIdle = 0x1  # noqa: N815
     nvmlClocksEventReasonSwPowerCap = 0x4  # noqa: N815
 
@@ -251,6 +273,7 @@ class FakeNvml:
         for card in state.cards:
             if not card.counter_stuck:
                 card.energy_mj += (card.power_w + card.module_w) * (now_s - card.energy_at_s) * 1e3
+            card.loaded_s += card.load * (now_s - card.energy_at_s)
             card.energy_at_s = now_s
 
     # Calls ----------------------------------------------------------------------------------
@@ -527,6 +550,60 @@ class FakeNvml:
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: _Handle) -> int:
         return self._on_card("nvmlDeviceGetCurrentClocksThrottleReasons", handle, self._reasons)
+
+    # Performance monitoring -----------------------------------------------------------------
+
+    c_nvmlGpmMetricsGet_t = _GpmMetricsGet  # noqa: N815
+
+    def nvmlGpmQueryDeviceSupport(self, device: _Handle) -> Any:
+        def read(card: Card) -> Any:
+            hopper = card.architecture >= self.NVML_DEVICE_ARCH_HOPPER
+            return SimpleNamespace(isSupportedDevice=int(hopper))
+
+        return self._on_card("nvmlGpmQueryDeviceSupport", device, read)
+
+    def nvmlGpmSampleAlloc(self) -> _GpmSample:
+        return self._call("nvmlGpmSampleAlloc", None, (), lambda _: _GpmSample())
+
+    def nvmlGpmSampleFree(self, gpmSample: _GpmSample) -> None:
+        def act(_: FakeState) -> None:
+            assert not gpmSample.freed, "freed twice"
+            gpmSample.freed = True
+
+        self._call("nvmlGpmSampleFree", None, (), act)
+
+    def nvmlGpmSampleGet(self, device: _Handle, gpmSample: _GpmSample) -> _GpmSample:
+        def act(state: FakeState) -> _GpmSample:
+            card = state.cards[device.card]
+            if device.mig is not None or card.architecture < self.NVML_DEVICE_ARCH_HOPPER:
+                raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
+            assert not gpmSample.freed, "used after it was freed"
+            self._settle(state)
+            gpmSample.t_s, gpmSample.card = self._now_s(state), card
+            return gpmSample
+
+        return self._call("nvmlGpmSampleGet", device, (), act)
+
+    def nvmlGpmMetricsGet(self, metricsGet: _GpmMetricsGet) -> _GpmMetricsGet:
+        def act(_: FakeState) -> _GpmMetricsGet:
+            before, after = metricsGet.sample1, metricsGet.sample2
+            if before.card is None or after.card is None or metricsGet.version != 1:
+                raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
+            passed_s = after.t_s - before.t_s
+            loaded_s = after.card.loaded_s - before.card.loaded_s
+            shares = {
+                self.NVML_GPM_METRIC_SM_UTIL: after.card.sm_active,
+                self.NVML_GPM_METRIC_ANY_TENSOR_UTIL: after.card.tensor_active,
+                self.NVML_GPM_METRIC_DRAM_BW_UTIL: after.card.dram_active,
+            }
+            for metric in metricsGet.metrics[: metricsGet.numMetrics]:
+                share = shares.get(metric.metricId)
+                metric.nvmlReturn = 0 if share is not None else _ERRORS["NOT_SUPPORTED"][0]
+                load = loaded_s / passed_s if passed_s > 0.0 else math.nan
+                metric.value = math.nan if share is None else 100 * share * load
+            return metricsGet
+
+        return self._call("nvmlGpmMetricsGet", None, (), act)
 
     # Knobs ----------------------------------------------------------------------------------
 

@@ -48,6 +48,8 @@ STALLED_SHARE = 0.1
 """Share of an iteration in waits for copies from which on offloading bounds the job."""
 COMMUNICATES = 0.2
 """Share of an iteration in exposed communication: at less, other things bound the job more."""
+UNIT_BOUND = 0.6
+"""Share of a unit's peak from which on it bounds the work (the guide of NVIDIA Nsight Compute)."""
 LOWER_CLOCK = 0.95
 """Of the default's clock: what is nearer cannot be told from noise."""
 
@@ -78,6 +80,7 @@ def job_class(
         or _starved(idle)
         or _communication(idle, sections)
         or _clock(idle, probes, default, found, label)
+        or _by_units(default, device.label)
         or _modelled(idle)
         or _by_intensity(idle)
         or JobClass(name=Bound.UNKNOWN, evidence=_why_unknown(device, idle, blocks), label=None)
@@ -195,6 +198,26 @@ def _clock(
         text += ", and the GPU is busy"
         return JobClass(name=Bound.MEMORY, evidence=text, label=label, share=share)
     return None
+
+
+def _by_units(default: Sequence[Sampled], label: Label) -> JobClass | None:
+    """The busiest unit, on GPUs that tell how busy each is."""
+    known = [sample.activity for sample in default if sample.activity is not None]
+    units = (
+        (Bound.MEMORY, "memory's bandwidth is used", [unit.dram for unit in known]),
+        (Bound.COMPUTE, "tensor pipes' cycles are used", [unit.tensor for unit in known]),
+    )
+    rows = []
+    for name, what, values in units:
+        shares = [share for share in values if share is not None]
+        if len(shares) >= FEWEST_READINGS:
+            rows.append((statistics.fmean(shares), name, f"of the {what}, by the GPU's counters"))
+    if not rows:
+        return None
+    share, name, text = max(rows, key=lambda row: row[0])
+    if share < UNIT_BOUND:
+        return None
+    return JobClass(name=name, evidence=f"{_percent(share)} {text}", label=label, share=share)
 
 
 def _modelled(idle: Idle | None) -> JobClass | None:

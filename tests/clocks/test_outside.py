@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -202,9 +203,83 @@ def test_an_idle_gpu_is_waited_for_at_the_default(tmp_path):
         gpu.idle(60.0)
 
     _, events, said = watched(tmp_path, gpu, job, seconds=1300.0, events=[(900.0, rest)])
-    assert at == [Setting()]
-    assert any("idle" in text for text in said)
-    assert [d.state for d in of(Decided, events)].count("reopened") == 1
+    assert at == [Setting()], "this card lowers its clock by itself"
+    assert not any("long pause" in text for text in said)
+    assert not [d for d in of(Decided, events) if d.state == "reopened"], "it is the same job"
+    last = of(Decided, events)[-1]
+    assert (last.state, last.setting != Setting()) == ("decided", True)
+
+
+def that_stays_awake(card, workload="gpt"):
+    """The training job on a card that does not lower its clock by itself when it is idle."""
+    _, job = training_job(card, workload)
+    gpu = SimGpu(replace(load_profile(card), sleep_after_s=math.inf), noise=NOISE)
+    job._gpu = gpu
+    return gpu, job
+
+
+def pauses(gpu, times, seconds=60.0):
+    """(events, the clocks in force late in each pause)."""
+    seen = []
+
+    def rest():
+        gpu.idle(seconds / 2)
+        seen.append(gpu.in_force.sm_clock_hz)
+        gpu.idle(seconds / 2)
+
+    return [(t, rest) for t in times], seen
+
+
+def test_long_pauses_are_spent_at_the_lowest_clock_and_the_hold_goes_on(tmp_path):
+    gpu, job = that_stays_awake("h200")
+    events, seen = pauses(gpu, (900.0, 1000.0))
+    end, events, said = watched(tmp_path, gpu, job, seconds=1200.0, events=events)
+    assert seen == [gpu.supported().sm_clocks_hz[0]] * 2
+    assert not end.failed
+    decided = of(Decided, events)
+    assert not [d for d in decided if d.state == "reopened"]
+    assert decided[-1].state == "decided"
+    assert decided[-1].setting != Setting()
+    (told,) = [text for text in said if "long pauses" in text]
+    assert "the idle GPU went to 345 MHz in 2 long pauses; coming back cost at most" in told
+    assert not of(Refused, events)
+    assert gpu.settings() == Setting()
+    # blocks are not judged by what the return cost
+    held = [b.iteration_s for b in of(Block, events) if b.arm == "candidate" and b.phase == "hold"]
+    assert max(held) < 1.02 * min(held)
+
+
+def test_a_watch_that_ends_in_a_pause_puts_the_clock_back(tmp_path):
+    gpu, job = that_stays_awake("h200")
+    events, seen = pauses(gpu, (150.0,), seconds=100.0)
+    end, _, _ = watched(tmp_path, gpu, job, seconds=200.0, events=events)
+    assert seen == [345e6]
+    assert end.reason == "its time is over"
+    assert gpu.settings() == Setting()
+
+
+def test_a_dry_run_lowers_no_clock_in_a_pause(tmp_path):
+    gpu, job = that_stays_awake("h200")
+    events, seen = pauses(gpu, (5.0,))
+    watched(tmp_path, gpu, job, seconds=70.0, events=events, dry_run=True)
+    assert seen == [None]
+
+
+def test_a_slow_return_ends_the_lowering_and_is_said(tmp_path):
+    gpu, job = that_stays_awake("h200")
+    events, seen = pauses(gpu, (150.0, 350.0))
+
+    def switches_take(median_s):
+        gpu.profile = replace(gpu.profile, switch=replace(gpu.profile.switch, median_s=median_s))
+
+    (at_s, rest), second = events
+    first = (at_s, lambda: (rest(), switches_take(20.0)))
+    events = [first, (at_s + 61.0, lambda: switches_take(0.03)), second]
+    _, events, _ = watched(tmp_path, gpu, job, seconds=450.0, events=events)
+    assert seen == [345e6, None]
+    (refused,) = of(Refused, events)
+    assert refused.what == "lowering the clock of the idle GPU"
+    assert "more than the contract leaves" in refused.reason
 
 
 @pytest.mark.parametrize(

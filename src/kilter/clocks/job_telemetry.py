@@ -34,6 +34,11 @@ class JobTelemetry:
         return float("-inf") if latest is None else latest.t_s
 
     @property
+    def latest(self) -> Sample | None:
+        """The last reading."""
+        return self._record.latest
+
+    @property
     def sensor_period_s(self) -> float:
         return self._record.period_s
 

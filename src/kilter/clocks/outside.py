@@ -1,6 +1,8 @@
 """The conductor of a job that kilter did not start: iterations and energy from telemetry alone.
 
     wait for work -> observe (a period?) -> govern by blocks -> the iteration changes -> observe
+                                               ^         v
+                                               +- pause -+
 
 It runs the governor's orders (`search_leader`, `plan/governor`) as `conductor` does; only what it
 knows of an iteration is the period of the telemetry. Blocks are therefore stretches of time, long
@@ -19,7 +21,8 @@ from kilter.clocks.actuator import DeviceActuator
 from kilter.clocks.block_messages import RankResult
 from kilter.clocks.conductor import STALLED, GovernorProgram
 from kilter.clocks.job_telemetry import JobTelemetry
-from kilter.clocks.plan.governor import Phase
+from kilter.clocks.plan.governor import Choice, Phase
+from kilter.clocks.plan.pauses import PausePlan, PauseWatch
 from kilter.clocks.plan.rhythm import Rhythm, nothing_to_govern, rhythm
 from kilter.clocks.search_leader import SearchLeader
 from kilter.core.events import AnyEvent
@@ -64,12 +67,50 @@ class PeriodLost(Exception):
     """Under some setting the telemetry does not show the iterations: nothing more is tried."""
 
 
+class IdleGpu:
+    """Waits until the GPU has work, at its lowest clock where that pays (`plan/pauses`). `plan` is
+    None where nothing may be set."""
+
+    def __init__(
+        self, job: JobTelemetry, actuator: DeviceActuator, plan: PausePlan | None, goal: Goal
+    ) -> None:
+        self._job = job
+        self._actuator = actuator
+        self._bound = goal.max_slowdown or 0.0
+        self._resting = False
+        """Somebody waits for work: the clock is free."""
+        self.pauses = None if plan is None else PauseWatch(plan)
+
+    def read(self, choice: Choice | None) -> None:
+        """At each reading of the sensors: lower the clock, or raise it. `choice` is what stands;
+        returns may lose what it leaves of the contract."""
+        if self.pauses is None or self._job.latest is None:
+            return
+        slower = 0.0 if choice is None else max(0.0, choice.time_ratio - 1.0)
+        slack = max(0.0, self._bound - slower)
+        act = self.pauses.read(self._job.latest, slack=slack, resting=self._resting)
+        if act == "down":
+            self._actuator.apply(Setting(sm_clock_hz=self.pauses.plan.sm_clock_hz))
+        elif act == "up":
+            self._actuator.apply(Setting())
+
+    def wait(self) -> Readings:
+        """Until there is work, and the clock is back. The setting is as found before and after."""
+        self._resting = True
+        while not (self._job.busy() if self.pauses is None else self.pauses.works):
+            yield
+        self._resting = False
+
+
 class Observer:
     """Waits for work, and looks for the period of the iterations. `tell` takes what the user should
     read at once."""
 
-    def __init__(self, job: JobTelemetry, goal: Goal, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, job: JobTelemetry, idle: IdleGpu, goal: Goal, tell: Callable[[str], None]
+    ) -> None:
         self._job = job
+        self._idle = idle
         self._goal = goal
         self._tell = tell
         self.detection: Detection | None = None
@@ -79,7 +120,7 @@ class Observer:
 
     def wait_for_work(self) -> Readings:
         told = False
-        while not self._job.busy():
+        for _ in self._idle.wait():
             if not told and self._job.idle():
                 self._tell("the GPU is idle: waiting for work")
                 told = True
@@ -151,6 +192,7 @@ class OutsideConductor:
         self,
         job: JobTelemetry,
         actuator: DeviceActuator,
+        idle: IdleGpu,
         steady: Rhythm,
         goal: Goal,
         *,
@@ -174,6 +216,7 @@ class OutsideConductor:
         )
         self._job = job
         self._actuator = actuator
+        self._idle = idle
         self._rhythm = steady
         self._setting: Setting | None = None
         """That was asked for last; its open knobs are as found."""
@@ -199,8 +242,8 @@ class OutsideConductor:
         return steady_s if self._setting is None else self._usual_s.get(self._setting, steady_s)
 
     def run(self) -> Generator[None, None, Lost]:
-        """Until the job is another one, or idle; the setting as found is then back. Raises
-        `PeriodLost`, and what the lease raises."""
+        """Until the job is another one; the setting as found is then back. After a pause of the
+        same job the search or the hold goes on. Raises `PeriodLost`, and what the lease raises."""
         note = self._leader.first()
         lost = 0
         while True:
@@ -220,10 +263,10 @@ class OutsideConductor:
                 continue
             begin_s, usual_s, alarm_s = self._begin_s, self.usual_s, self._job.now_s
             yield from self._apply(Setting())  # whatever it is: the default comes first
-            if seen is Lost.IDLE or not (yield from self._is_the_same()):
-                return Lost.IDLE if seen is Lost.IDLE else Lost.CHANGED
-            # no other job: what was not known belongs to this one
-            self._job.learn(note.setting, begin_s, usual_s, alarm_s)
+            if not (yield from self._is_the_same()):
+                return Lost.CHANGED
+            if seen is not Lost.IDLE:  # no other job: what was not known belongs to this one
+                self._job.learn(note.setting, begin_s, usual_s, alarm_s)
             lost += seen is Lost.UNSEEN
             if lost >= LOST_BLOCKS:
                 raise PeriodLost(f"at {note.setting} the telemetry does not show the iterations")
@@ -280,7 +323,11 @@ class OutsideConductor:
         right, and pauses are none."""
         steady = self._rhythm
         begin_s = self._job.now_s
-        yield from self._pass(RECHECK_PERIODS * steady.pace.iteration_s)
+        while self._job.now_s < begin_s + RECHECK_PERIODS * steady.pace.iteration_s:
+            yield
+            if self._job.idle(steady.pace.iteration_s):
+                yield from self._idle.wait()
+                begin_s = self._job.now_s
         seen = self._job.pace(begin_s, steady.pace.iteration_s)
         power_w = None if seen is None else self._job.mean_power_w(seen)
         if seen is None or power_w is None:

@@ -17,10 +17,11 @@ import kilter
 from kilter.clocks.actuator import DeviceActuator, Sensors
 from kilter.clocks.controller import SEED, mode_of
 from kilter.clocks.job_telemetry import JobTelemetry
-from kilter.clocks.outside import Lost, Observer, OutsideConductor, PeriodLost
+from kilter.clocks.outside import IdleGpu, Lost, Observer, OutsideConductor, PeriodLost
 from kilter.clocks.plan.governor import Phase, plan_of
 from kilter.clocks.plan.job import space
 from kilter.clocks.plan.job_class import first_settings, job_by_readings
+from kilter.clocks.plan.pauses import pause_plan
 from kilter.clocks.plan.rhythm import Rhythm, would_try
 from kilter.core.errors import DeviceError, FileError, NoDevice
 from kilter.core.events import Decided, Started, Stopped, sampled
@@ -136,9 +137,18 @@ class _Watch:
         self._log = log
         self._files = files
         self._job = JobTelemetry(source.sensors.record)
-        self._observer = Observer(self._job, options.goal, log.notice)
         self._actuator = DeviceActuator(source.sensors, self._info, self, clock=source.clock)
         self._actuator.lease = lease.held
+        plan = None
+        if lease.held is not None:
+            plan = pause_plan(
+                source.device.supported(),
+                sensor_period_s=source.sensors.record.period_s,
+                switch_latency_s=self._info.switch_latency_s,
+            )
+        self._idle = IdleGpu(self._job, self._actuator, plan, options.goal)
+        self._observer = Observer(self._job, self._idle, options.goal, log.notice)
+        self._told_ended = False
         self._rhythm: Rhythm | None = None
         self._tries: tuple[Setting, ...] = ()
         self._case: OutsideConductor | None = None
@@ -185,6 +195,9 @@ class _Watch:
                 unseen=unseen,
             )
         )
+        pauses = self._idle.pauses
+        if pauses is not None and pauses.returns_s:
+            self._log.notice(str(pauses))
         if reason:
             self._log.notice(f"the watch has ended: {reason}")
         return WatchEnd(
@@ -208,6 +221,11 @@ class _Watch:
             self._sampled_s = self._log.now_s()
             self._log(sampled(sample, self._sampled_s))
         self._actuator.check()
+        self._idle.read(None if self._case is None else self._case.program.choice)
+        pauses = self._idle.pauses
+        if pauses is not None and pauses.ended is not None and not self._told_ended:
+            self._told_ended = True
+            self._log.refuse("lowering the clock of the idle GPU", pauses.ended)
         return next(flow, _OVER) is not _OVER
 
     def _flow(self) -> Generator[None, None, None]:
@@ -236,6 +254,7 @@ class _Watch:
         self._case = OutsideConductor(
             self._job,
             self._actuator,
+            self._idle,
             steady,
             self._goal,
             found=self._lease.found,

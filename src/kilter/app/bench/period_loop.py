@@ -16,7 +16,7 @@ from kilter.app.bench.workloads import OPERATION_WORKLOADS
 from kilter.app.simulated_training import training_job
 from kilter.clocks.actuator import DeviceActuator
 from kilter.clocks.job_telemetry import JobTelemetry
-from kilter.clocks.outside import Observer, OutsideConductor
+from kilter.clocks.outside import IdleGpu, Observer, OutsideConductor
 from kilter.clocks.plan.governor import Choice, Phase
 from kilter.clocks.rehearsal import Rehearsal
 from kilter.core.plan import Goal
@@ -97,11 +97,14 @@ def _outside(card: str, workload: str, seed: int, noise: float, goal: Goal) -> _
     gpu, job = training_job(card, workload, seed=seed, noise=_noise(noise))
     source = SimulatedSource(gpu, job, seconds=MOST_S)
     telemetry = JobTelemetry(source.sensors.record)
-    observer = Observer(telemetry, goal, lambda text: None)
+    actuator = DeviceActuator(source.sensors, gpu.info(), _Paced(), clock=source.clock)
+    idle = IdleGpu(telemetry, actuator, None, goal)
+    observer = Observer(telemetry, idle, goal, lambda text: None)
     conductor: OutsideConductor | None = None
     period_s: float | None = None
 
     with Lease(gpu) as lease:
+        actuator.lease = lease
 
         def flow() -> Iterator[None]:
             nonlocal conductor, period_s
@@ -110,11 +113,10 @@ def _outside(card: str, workload: str, seed: int, noise: float, goal: Goal) -> _
                 if steady is None:
                     continue
                 period_s = steady.pace.iteration_s
-                actuator = DeviceActuator(source.sensors, gpu.info(), _Paced(), clock=source.clock)
-                actuator.lease = lease
                 conductor = OutsideConductor(
                     telemetry,
                     actuator,
+                    idle,
                     steady,
                     goal,
                     found=lease.found,

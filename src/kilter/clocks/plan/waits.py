@@ -23,6 +23,7 @@ from typing import Literal
 
 import msgspec
 
+from kilter.clocks.plan.time_budget import TimeBudget
 from kilter.clocks.plan.worth import ClockCosts
 
 READ_S = 0.1
@@ -113,8 +114,7 @@ class WaitWatch:
         self.last: tuple[int, float] | None = None
         """The last marker: number and time."""
         self._intervals: deque[float] = deque(maxlen=INTERVALS)
-        self._budget_s = 0.0
-        self._filled_s: float | None = None
+        self._budget = TimeBudget(MOST_RETURNS * plan.return_s)
         self._read_s = -math.inf
         self._quiet_s: float | None = None
         """Since then every reading was that of a wait."""
@@ -138,7 +138,7 @@ class WaitWatch:
 
     def passed(self, iteration: int, t_s: float) -> None:
         """The marker of an iteration was passed: no wait goes on."""
-        self._fill(t_s)
+        self._budget.fill(t_s, self.plan.share)
         self.over(t_s)
         if self.last is not None and iteration > self.last[0]:
             ends = iteration - self.last[0]
@@ -154,13 +154,13 @@ class WaitWatch:
         """The clock is, or goes, up. If nobody has looked in time, what that may have cost is owed:
         it comes out of the budget of later waits."""
         if self._low_s is not None:
-            self._budget_s -= max(0.0, t_s - self._read_s - READ_S)
+            self._budget.pay(max(0.0, t_s - self._read_s - READ_S))
         self._low_s = self._quiet_s = None
         self._lowest_w = math.inf
 
     def read(self, t_s: float, power_w: float) -> Literal["down", "up"] | None:
         """What is to be done at this power."""
-        self._fill(t_s)
+        self._budget.fill(t_s, self.plan.share)
         before_s = self._read_s
         if self._low_s is not None:
             computes = self._computes(power_w, t_s - self._low_s)
@@ -175,9 +175,9 @@ class WaitWatch:
         if self._quiet_s is None or t_s > before_s + 2 * READ_S:
             self._quiet_s = t_s
         lasted_s = t_s - self._quiet_s
-        if lasted_s < self.plan.after_s or self._budget_s < self.plan.return_s:
+        if lasted_s < self.plan.after_s or self._budget.left_s < self.plan.return_s:
             return None
-        self._budget_s -= self.plan.return_s
+        self._budget.pay(self.plan.return_s)
         self._low_s = t_s
         return "down"
 
@@ -187,9 +187,3 @@ class WaitWatch:
             return power_w >= self.plan.high_w
         self._lowest_w = min(self._lowest_w, power_w)
         return power_w >= min(self.plan.low_w, self._lowest_w + self.plan.rise_w)
-
-    def _fill(self, t_s: float) -> None:
-        before_s = t_s if self._filled_s is None else self._filled_s
-        self._filled_s = t_s
-        full_s = MOST_RETURNS * self.plan.return_s
-        self._budget_s = min(full_s, self._budget_s + self.plan.share * (t_s - before_s))

@@ -210,10 +210,10 @@ def test_an_idle_gpu_is_waited_for_at_the_default(tmp_path):
     assert (last.state, last.setting != Setting()) == ("decided", True)
 
 
-def that_stays_awake(card, workload="gpt"):
+def that_stays_awake(card, workload="gpt", faults=()):
     """The training job on a card that does not lower its clock by itself when it is idle."""
     _, job = training_job(card, workload)
-    gpu = SimGpu(replace(load_profile(card), sleep_after_s=math.inf), noise=NOISE)
+    gpu = SimGpu(replace(load_profile(card), sleep_after_s=math.inf), noise=NOISE, faults=faults)
     job._gpu = gpu
     return gpu, job
 
@@ -256,6 +256,17 @@ def test_a_watch_that_ends_in_a_pause_puts_the_clock_back(tmp_path):
     assert seen == [345e6]
     assert end.reason == "its time is over"
     assert gpu.settings() == Setting()
+
+
+def test_a_gpu_that_refuses_the_low_clock_ends_the_watch_at_the_default(tmp_path):
+    fault = Fault(trouble=Trouble.SET_REFUSED, begin_s=151.0)
+    gpu, job = that_stays_awake("h200", faults=(fault,))
+    events, seen = pauses(gpu, (150.0,))
+    end, events, _ = watched(tmp_path, gpu, job, seconds=300.0, events=events)
+    assert seen == [None]
+    assert end.failed
+    assert of(Refused, events)
+    assert of(Decided, events)[-1].setting == Setting()
 
 
 def test_a_dry_run_lowers_no_clock_in_a_pause(tmp_path):

@@ -259,13 +259,14 @@ def test_a_watch_that_ends_in_a_pause_puts_the_clock_back(tmp_path):
 
 
 def test_a_gpu_that_refuses_the_low_clock_ends_the_watch_at_the_default(tmp_path):
-    fault = Fault(trouble=Trouble.SET_REFUSED, begin_s=151.0)
+    fault = Fault(trouble=Trouble.SET_REFUSED, setting=Setting(sm_clock_hz=345e6))
     gpu, job = that_stays_awake("h200", faults=(fault,))
-    events, seen = pauses(gpu, (150.0,))
+    events, _ = pauses(gpu, (150.0,))
     end, events, _ = watched(tmp_path, gpu, job, seconds=300.0, events=events)
-    assert seen == [None]
     assert end.failed
     assert of(Refused, events)
+    assert gpu.settings() == Setting()
+    assert 150.0 < gpu.now_s < 210.0
     assert of(Decided, events)[-1].setting == Setting()
 
 

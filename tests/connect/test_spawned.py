@@ -139,7 +139,15 @@ def test_the_message_comes_back_as_it_was() -> None:
 
 
 @pytest.fixture
-def spawned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Any, list[str]]]:
+def trained() -> list[int]:
+    """Iterations of the program itself."""
+    return []
+
+
+@pytest.fixture
+def spawned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: list[int]
+) -> Iterator[tuple[Any, list[str]]]:
     """What `multiprocessing` gets for a child of this name, and the names of those that live."""
     import multiprocessing.spawn as spawn
 
@@ -149,7 +157,7 @@ def spawned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[A
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", False, raising=False)
     original = spawn.get_preparation_data
     ours = SpawnedChildren(OPTIONS)
-    ours.install(tmp_path)
+    ours.install(tmp_path, lambda: bool(trained))
     yield spawn, living
     ours.remove()
     ours.remove()
@@ -172,6 +180,13 @@ def test_children_that_run_at_the_same_time_are_one_group(spawned: tuple[Any, li
         assert "kilter" not in spawn.get_preparation_data("ignore"), "the fork server's own"
         groups.append(group_of(spawn.get_preparation_data(name)))
     assert groups == [1, 1, 1, 2, 3]
+
+
+def test_a_program_that_trains_itself_keeps_its_run(
+    spawned: tuple[Any, list[str]], trained: list[int]
+) -> None:
+    trained.append(0)
+    assert "kilter" not in spawned[0].get_preparation_data("a")
 
 
 def test_a_child_without_kilter_is_started_as_ever(

@@ -52,10 +52,12 @@ class ChildMessage(msgspec.Struct, frozen=True):
 
 
 class SpawnedChildren:
-    """The children that a program starts from `install` to `remove`."""
+    """The children that a program starts from `install` to `remove`. Those of a program that has
+    trained itself are left alone: the run is its own."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
+        self._has_trained: Callable[[], bool] = lambda: False
         self._run: Path | None = None
         self._pid = os.getpid()
         self._fence = Fence(lambda where, error: None)
@@ -84,8 +86,9 @@ class SpawnedChildren:
     def _alive(self) -> bool:
         return bool(self._members & {child.name for child in multiprocessing.active_children()})
 
-    def install(self, run: Path) -> None:
-        self._run = run
+    def install(self, run: Path, has_trained: Callable[[], bool]) -> None:
+        """`has_trained` says whether the program itself has done an iteration."""
+        self._run, self._has_trained = run, has_trained
         self._waiting.install()
 
     def remove(self) -> None:
@@ -104,7 +107,7 @@ class SpawnedChildren:
         """In place of `multiprocessing.spawn.get_preparation_data`."""
         assert self._original is not None
         data = self._original(name)
-        if os.getpid() == self._pid and name != _FORK_SERVER:
+        if os.getpid() == self._pid and name != _FORK_SERVER and not self._has_trained():
             self._fence(self._add)(data, name)
         return data
 

@@ -154,7 +154,7 @@ class Session:
         self._live = LiveRun(run, controllers, self._ending, unseen, trace_asked_for=options.trace)
         self._live.begin()
         if self._children is not None:
-            self._children.install(self.run)
+            self._children.install(self.run, lambda: self.iterations.index >= 0)
 
     def _run_of(self, device: Device, log: RunLog, directory: Path) -> Run:
         options, info = self._options, device.info()

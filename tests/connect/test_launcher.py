@@ -490,7 +490,8 @@ from kilter.connect import launch
 from kilter.connect.script import find_program
 
 class Session:
-    def __init__(self, options, ranks, voice): print("made", options.command, ranks)
+    def __init__(self, options, ranks, voice, children):
+        print("made", options.command, ranks)
     def __enter__(self): print("begins")
     def __exit__(self, kind, error, frames): print("ends", kind and kind.__name__, flush=True)
 

@@ -111,6 +111,6 @@ def _ranks() -> Ranks:
     has given a child is that of its GPU as a rule; without one, its rank is taken for that."""
     dist = _group()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist is not None else (0, 1)
-    me: Any = process.current_process()
-    numbered = getattr(me._target, "__module__", None) == "torch.multiprocessing.spawn"
-    return Ranks(rank, world_size, me._args[1] if numbered else rank)
+    python_process: Any = process.current_process()
+    numbered = getattr(python_process._target, "__module__", "") == "torch.multiprocessing.spawn"
+    return Ranks(rank, world_size, python_process._args[1] if numbered else rank)

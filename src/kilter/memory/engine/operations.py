@@ -28,6 +28,7 @@ from kilter.memory.engine.operation_graph import (
     of_input,
     of_saved,
 )
+from kilter.observe import torch_internals
 
 
 def _cast(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
@@ -307,7 +308,9 @@ _POOL = ("kernel_size", "stride", "padding")
 OPERATIONS = {
     **MOVES,
     "AbsBackward0": RecomputeRule("absolute value", of_saved(torch.abs)),
-    "AdaptiveAvgPool2DBackward0": RecomputeRule("pooling", _adaptive(_ATEN._adaptive_avg_pool2d)),
+    "AdaptiveAvgPool2DBackward0": RecomputeRule(
+        "pooling", _adaptive(lambda x, size: torch_internals.adaptive_avg_pool2d(x, size))
+    ),
     "AdaptiveMaxPool2DBackward0": RecomputeRule(
         "pooling", _adaptive(lambda x, size: _ATEN.adaptive_max_pool2d(x, size)[0])
     ),
@@ -366,7 +369,7 @@ OPERATIONS = {
     "ScaledDotProductCudnnAttentionBackward0": RecomputeRule(
         "attention",
         _attention(
-            lambda q, k, v, bias, causal, scale: _ATEN._scaled_dot_product_cudnn_attention(
+            lambda q, k, v, bias, causal, scale: torch_internals.attention_cudnn(
                 q, k, v, bias, True, 0.0, causal, False, scale=scale
             ),
             "_raw_saved_attn_bias",
@@ -375,7 +378,7 @@ OPERATIONS = {
     "ScaledDotProductEfficientAttentionBackward0": RecomputeRule(
         "attention",
         _attention(
-            lambda q, k, v, bias, causal, scale: _ATEN._scaled_dot_product_efficient_attention(
+            lambda q, k, v, bias, causal, scale: torch_internals.attention_efficient(
                 q, k, v, bias, True, 0.0, causal, scale=scale
             ),
             "_raw_saved_attn_bias",
@@ -384,7 +387,7 @@ OPERATIONS = {
     "ScaledDotProductFlashAttentionBackward0": RecomputeRule(
         "attention",
         _attention(
-            lambda q, k, v, _, causal, scale: _ATEN._scaled_dot_product_flash_attention(
+            lambda q, k, v, _, causal, scale: torch_internals.attention_flash(
                 q, k, v, 0.0, causal, False, scale=scale
             )
         ),
@@ -392,7 +395,7 @@ OPERATIONS = {
     "ScaledDotProductFlashAttentionForCpuBackward0": RecomputeRule(
         "attention",
         _attention(
-            lambda q, k, v, mask, causal, scale: _ATEN._scaled_dot_product_flash_attention_for_cpu(
+            lambda q, k, v, mask, causal, scale: torch_internals.attention_flash_cpu(
                 q, k, v, 0.0, causal, attn_mask=mask, scale=scale
             ),
             "_raw_saved_attn_mask",
@@ -411,6 +414,8 @@ OPERATIONS = {
     "UpsampleBicubic2DBackward0": _upsampled(_ATEN.upsample_bicubic2d, "align_corners"),
     "UpsampleBilinear2DBackward0": _upsampled(_ATEN.upsample_bilinear2d, "align_corners"),
     "UpsampleNearest2DBackward0": _upsampled(_ATEN.upsample_nearest2d),
-    "UpsampleNearestExact2DBackward0": _upsampled(_ATEN._upsample_nearest_exact2d),
+    "UpsampleNearestExact2DBackward0": _upsampled(
+        lambda x, *how: torch_internals.upsample_nearest_exact2d(x, *how)
+    ),
     "WhereBackward0": RecomputeRule("choice", _where),
 }

@@ -23,6 +23,7 @@ STEPS_ASIDE = "kilter steps aside, and the program runs on as it is"
 NO_MEMORY = "a memory budget is given up, and the program runs on as it is"
 NO_WEIGHTS = "weights are not offloaded"
 NO_SEGMENTS = "calls of modules are not recomputed as a whole"
+NO_RECIPE = "what the operation makes is kept or offloaded, and not recomputed"
 NO_FRACTION = "compiled regions save what the compiler has them save"
 NO_SIZE = "`kilter size` cannot be used"
 NO_BRANCHES = "branches run serially"
@@ -82,6 +83,17 @@ TABLE = {
     "global_optimizer_pre_hooks": Internal(
         "torch.optim.optimizer._global_optimizer_pre_hooks", NO_WEIGHTS
     ),
+    # Operations that recipes carry out
+    "attention_flash": Internal("torch.ops.aten._scaled_dot_product_flash_attention", NO_RECIPE),
+    "attention_flash_cpu": Internal(
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", NO_RECIPE
+    ),
+    "attention_efficient": Internal(
+        "torch.ops.aten._scaled_dot_product_efficient_attention", NO_RECIPE
+    ),
+    "attention_cudnn": Internal("torch.ops.aten._scaled_dot_product_cudnn_attention", NO_RECIPE),
+    "adaptive_avg_pool2d": Internal("torch.ops.aten._adaptive_avg_pool2d", NO_RECIPE),
+    "upsample_nearest_exact2d": Internal("torch.ops.aten._upsample_nearest_exact2d", NO_RECIPE),
     # Modes
     "dispatch_mode_depth": Internal("torch._C._len_torch_dispatch_stack", NO_MEMORY),
     "function_mode_depth": Internal("torch._C._len_torch_function_stack", NO_MEMORY),

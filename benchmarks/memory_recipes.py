@@ -6,7 +6,7 @@
 
 One pass is tried as `kilter run --memory-budget` tries it: every datum with a recipe is recomputed
 beside the real one and compared bit for bit. Printed are the share, and the largest kinds of data
-without a recipe. Needs transformers; without a GPU the models are tiny. With `--zoo` the small
+that no operation recomputes. Needs transformers; without a GPU the models are tiny. With `--zoo` the small
 architectures of `memory_zoo.py` are tried instead, with `--vision` networks of torchvision, timm
 and diffusers on two small images, both on the CPU.
 """
@@ -201,8 +201,9 @@ def main() -> None:
         )
         left: Counter[str] = Counter()
         for number, datum in enumerate(data):
-            if datum.recipe is None and number not in called:
-                left[datum.name.split(": ", 1)[-1]] += datum.size_bytes
+            if datum.recompute_s is None:
+                inside = " (in a segment)" if number in called else ""
+                left[datum.name.split(": ", 1)[-1] + inside] += datum.size_bytes
         for name, size_bytes in left.most_common(args.most):
             print(f"  {size_bytes / total_bytes:5.1%}  {name}", flush=True)
 

@@ -152,6 +152,7 @@ BODIES |= {
         "padding", on_planes(lambda x: F.pad(x.relu(), (0, 2, 1, 0), value=3))
     ),
     "CosBackward0": ("cosine", after(torch.cos)),
+    "DivBackward1": ("quotient", after(lambda x: torch.ops.aten.div.Scalar(x, 3.0))),
     "EluBackward0": ("elu", after(F.selu)),
     "ErfBackward0": ("erf", after(torch.erf)),
     "ExpBackward0": ("exponential", after(lambda x: (x * x).exp())),
@@ -171,6 +172,7 @@ BODIES |= {
     "MaxPool2DWithIndicesBackward0": ("pooling", on_planes(lambda x: F.max_pool2d(x, 3, 2, 1))),
     "MeanBackward1": ("mean", after(lambda x: x.view(2, WIDTH, WIDTH).mean(0))),
     "MishBackward0": ("mish", after(F.mish)),
+    "MulBackward1": ("product", after(lambda x: torch.ops.aten.mul.Scalar(x, 0.3))),
     "NativeGroupNormBackward0": ("group norm", of_mine(lambda x, w: w.group(x))),
     "NegBackward0": ("negation", after(lambda x: -x.relu())),
     "PixelShuffleBackward0": ("shuffle", on_planes(lambda x: F.pixel_shuffle(x.relu(), 2))),
@@ -184,6 +186,7 @@ BODIES |= {
     ),
     "RollBackward0": ("roll", on_planes(lambda x: x.relu().roll((1, -2), (-1, 2)))),
     "RsqrtBackward0": ("root", after(lambda x: x.exp().rsqrt())),
+    "SafeSoftmaxBackward0": ("softmax", after(lambda x: torch.ops.aten._safe_softmax(x, -1))),
     "ScaledDotProductFlashAttentionForCpuBackward0": ("attention", attention(mask=True)),
     "SelectBackward0": ("sum", after(lambda x: x[:WIDTH] + x.view(2, WIDTH, -1).select(0, -1))),
     "SinBackward0": ("sine", after(torch.sin)),
@@ -273,6 +276,16 @@ def test_it_is_made_again_and_equal(node: str) -> None:
     assert [d.name for d in data if d.recipe == kind and d.recompute_s is not None]
     assert not [d.name for d in data if d.recipe is not None and d.recompute_s is None]
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+@shows_saved
+def test_a_long_chain_of_views_is_made_again() -> None:
+    def body(x: Tensor, w: Weights) -> Tensor:
+        y = w.one(x).relu().view(2, WIDTH, 4, 12).permute(2, 0, 1, 3)[:, None].squeeze(1)
+        return w.two(-y.transpose(1, 2).transpose(1, 2).permute(1, 2, 0, 3).reshape(96, WIDTH))
+
+    _, data, _ = train(body, 10**9)
+    assert [d.name for d in data if d.recipe == "negation" and d.recompute_s is not None]
 
 
 @shows_saved

@@ -328,6 +328,7 @@ OPERATIONS = {
     "CosBackward0": RecomputeRule("cosine", of_saved(torch.cos)),
     "CudnnBatchNormBackward0": RecomputeRule("batch norm", _batch_norm),
     "DivBackward0": RecomputeRule("quotient", _divide),
+    "DivBackward1": RecomputeRule("quotient", of_input(torch.div, "other")),
     "EluBackward0": RecomputeRule("elu", of_saved(_ATEN.elu, "alpha", "scale", "input_scale")),
     "EmbeddingBackward0": RecomputeRule("lookup", _lookup),
     "ErfBackward0": RecomputeRule("erf", of_saved(torch.erf)),
@@ -352,6 +353,7 @@ OPERATIONS = {
     "MishBackward0": RecomputeRule("mish", of_saved(_ATEN.mish)),
     "MmBackward0": RecomputeRule("matrix product", _matrix_product),
     "MulBackward0": RecomputeRule("product", _multiply),
+    "MulBackward1": RecomputeRule("product", of_input(torch.mul, "other")),
     "NativeBatchNormBackward0": RecomputeRule("batch norm", _batch_norm),
     "NativeDropoutBackward0": RecomputeRule("dropout", _dropout),
     "NativeGroupNormBackward0": RecomputeRule("group norm", _group_norm),
@@ -366,6 +368,10 @@ OPERATIONS = {
         "padding", of_saved(_ATEN.replication_pad2d, "padding")
     ),
     "RsqrtBackward0": RecomputeRule("root", of_input(torch.rsqrt)),
+    "SafeSoftmaxBackward0": RecomputeRule(
+        "softmax",
+        _to_dtype(lambda x, dim, dtype: torch_internals.safe_softmax(x, dim, dtype=dtype), "dim"),
+    ),
     "ScaledDotProductCudnnAttentionBackward0": RecomputeRule(
         "attention",
         _attention(

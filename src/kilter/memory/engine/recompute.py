@@ -32,6 +32,8 @@ from kilter.observe import torch_internals
 
 DEPTH = 5
 """Longest chain of operations that are not saved in between."""
+VIEW_DEPTH = 1 / 4
+"""What a view counts in it: it costs next to nothing."""
 COPIED_SHARE = 1 / 8
 """Of the bytes that a recipe spares, what it may copy of its sources."""
 
@@ -160,7 +162,7 @@ class Reader:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self.epsilon = memory.epsilon
-        self._depth = 0
+        self._depth = 0.0
         self.output = 0
         """The number of the output that the builder that begins is to make."""
         self.made: torch.Tensor | None = None
@@ -198,7 +200,7 @@ class Reader:
         operation = OPERATIONS.get(name)
         if operation is None or (base.output_nr and not operation.many):
             return None
-        self._depth = 1
+        self._depth = 1.0
         self.output, self.made = base.output_nr, base
         self.in_backward = False
         try:
@@ -290,10 +292,11 @@ class Reader:
         if operation is None or (output and not operation.many):
             return None
         like = node._input_metadata[output]  # what comes into it in backward is what it gave
-        self._depth += 1
+        deeper = VIEW_DEPTH if operation.kind == "view" else 1.0
+        self._depth += deeper
         self.output = output
         made = operation.build(self, node, like.dtype, tuple(like.shape))
-        self._depth -= 1
+        self._depth -= deeper
         return made
 
 

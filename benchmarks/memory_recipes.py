@@ -6,9 +6,9 @@
 
 One pass is tried as `kilter run --memory-budget` tries it: every datum with a recipe is recomputed
 beside the real one and compared bit for bit. Printed are the share, and the largest kinds of data
-that no operation recomputes. Needs transformers; without a GPU the models are tiny. With `--zoo` the small
-architectures of `memory_zoo.py` are tried instead, with `--vision` networks of torchvision, timm
-and diffusers on two small images, both on the CPU.
+that no operation recomputes. Needs transformers; without a GPU the models are tiny. With `--zoo`
+the small architectures of `memory_zoo.py` are tried instead, with `--vision` networks of
+torchvision, timm and diffusers on two small images, both on the CPU.
 """
 
 from __future__ import annotations

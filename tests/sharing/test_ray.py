@@ -53,7 +53,7 @@ def script(tmp_path):
 
 
 def placed(ray, tmp_path, gpus=(0, 1)):
-    return RayJob(ray, gpus, site(tmp_path), timeout_s=0.0)
+    return RayJob.placed(ray, gpus, site(tmp_path), timeout_s=0.0)
 
 
 def test_whole_gpus_are_asked_for_unless_gpus_are_offered_for_sharing():
@@ -212,7 +212,7 @@ def test_a_daemon_out_of_reach_of_rank_0_is_told_of(tmp_path, script):
     (tmp_path / "open.json").write_text("{}")
     (tmp_path / "open.json").chmod(0o644)
     for file, why in [("none.json", "No such file"), ("open.json", "chmod 600")]:
-        job = RayJob(FakeRay(WHOLE), (0, 1), site(tmp_path, endpoint=file))
+        job = RayJob.placed(FakeRay(WHOLE), (0, 1), site(tmp_path, endpoint=file))
         assert why in job.unreached
         assert "start the daemon with --host ADDRESS" in job.unreached
         assert "readable by its owner only" in job.unreached

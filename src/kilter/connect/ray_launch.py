@@ -16,6 +16,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -170,24 +171,28 @@ def connect() -> Any:
 class RayJob:
     """The ranks of one job, placed. `run` trains; until then nothing of the script has run."""
 
-    def __init__(
-        self, ray: Any, gpus: Sequence[int], site: RankSite, timeout_s: float = PLACEMENT_TIMEOUT_S
-    ) -> None:
+    def __init__(self, ray: Any, group: Any) -> None:
+        """In this placement group."""
+        self._ray, self._group = ray, group
+
+    @classmethod
+    def placed(
+        cls, ray: Any, gpus: Sequence[int], site: RankSite, timeout_s: float = PLACEMENT_TIMEOUT_S
+    ) -> RayJob:
         """Place a rank on each of the daemon's GPUs and look at their nodes. Raises `NoDevice` if
         there are too few GPUs, `FileError` where the script is missing."""
-        self._ray = ray
         nodes = [
             RayNode(node["NodeManagerAddress"], dict(node["Resources"]))
             for node in ray.nodes()
             if node["Alive"]
         ]
         asked = bundles(nodes, gpus)
-        self._group = ray.util.placement_group(asked, strategy="PACK")
-        try:
-            self._place(asked, nodes, gpus, site, timeout_s)
-        except BaseException:
-            self._give_back()
-            raise
+        job = cls(ray, ray.util.placement_group(asked, strategy="PACK"))
+        with ExitStack() as failed:
+            failed.callback(job._give_back)
+            job._place(asked, nodes, gpus, site, timeout_s)
+            failed.pop_all()
+        return job
 
     def _place(
         self,

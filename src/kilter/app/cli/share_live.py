@@ -311,7 +311,7 @@ def _run(args: argparse.Namespace) -> Callable[[], object]:
         _admit(args)
     if ray is not None:
         script = None if args.module else command[0]
-        job = RayJob(ray, gpus, RankSite(os.getcwd(), script, options.endpoint))
+        job = RayJob.placed(ray, gpus, RankSite(os.getcwd(), script, options.endpoint))
         if job.unreached is not None:
             print(f"kilter share: {job.unreached}", file=sys.stderr, flush=True)
         variables |= worker_environment(msgspec.structs.replace(options, gpus=job.gpus))

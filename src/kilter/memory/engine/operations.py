@@ -1,10 +1,10 @@
 """The operations that recipes know, by the name of their node in autograd's graph.
 
-For each a *builder* reads off the node what the operation read, and says how to do it again; None
-if part of that is out of reach. Known are operations that cost little beside the bytes they spare
-(casts, activations, norms, sums, products, dropout from its mask), the views between them, and
-matrix products and convolutions for the planner to weigh. Nothing here draws a random number or
-changes a module's state. To add one: a builder, and its line in `OPERATIONS`.
+Known are operations that cost little beside the bytes they spare (casts, activations, norms,
+softmax, pooling, sums, products, dropout from its mask), those that only move elements
+(`moved_elements.py`), and attention, matrix products and convolutions for the planner to weigh.
+Nothing here draws a random number or changes a module's state. To add one: a builder (see
+`operation_graph.py`), its line in `OPERATIONS`, and a case in `test_swapper_operations.py`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The default planner: keep, recompute, or swap, each where it costs least.
+"""The default planner: keep, recompute, or offload, each where it costs least.
 
-Making again costs a known time per byte, the same wherever it happens; swapping is free while it
+Recomputing costs a known time per byte, the same wherever it happens; offloading is free while it
 hides behind compute and expensive beyond. So intervals are recomputed in the order of their price
-(seconds per byte, short gaps first: they cannot be swapped anyway), and what is still missing is
-swapped by `spanning`. How far to go along the prices is one number; it is searched, and the
+(seconds per byte, short gaps first: they cannot be offloaded anyway), and what is still missing is
+offloaded by `spanning`. How far to go along the prices is one number; it is searched, and the
 simulator decides.
 
-The host has to issue what is recomputed, and may have little time for that. So each thing made
-again counts with a little time besides: of plans that take the device as long, the one with fewer
-and larger things is taken.
+The host has to issue what is recomputed, and may have little time for that. So each recomputed
+tensor counts with a little time besides: of plans that take the device as long, the one with fewer
+and larger ones is taken.
 """
 
 from __future__ import annotations

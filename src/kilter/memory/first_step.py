@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from kilter.observe import optimizer_steps
+
 FULL = 0.75
 """Of the level at which data leave: what weights and state may take in the second iteration. Casts
 of weights and data on their way out need the rest."""
@@ -15,19 +17,15 @@ class FirstStep:
 
     def __init__(self, begun_bytes: int) -> None:
         """`begun_bytes` are in use before the first step, by little more than weights."""
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
         self._begun_bytes = begun_bytes
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        # A hook before the step: the end of an iteration is noticed in a hook after the step,
-        # and a hook of that kind cannot be removed from inside one.
-        self._hook = register_optimizer_step_pre_hook(
-            lambda optimizer, *_: self.optimizers.add(optimizer)
+        self._leave = optimizer_steps.listen(
+            before=lambda optimizer, *_: self.optimizers.add(optimizer)
         )
 
     def remove(self) -> None:
-        """Take the hook out."""
-        self._hook.remove()
+        """Stop looking."""
+        self._leave()
 
     def room_bytes(self, level_bytes: int) -> int | None:
         """For state, where data leave above `level_bytes` in use; None: the state that was just

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from kilter.observe import torch_internals
+from kilter.observe import optimizer_steps, torch_internals
 from kilter.observe.end_times import EndTimes, Iteration, IterationEnd
 from kilter.observe.imports import after_import
 from kilter.observe.inference_watch import Fenced, InferenceWatch, ModuleMark
@@ -60,14 +60,13 @@ class IterationClock:
         self.calls = 0
         self._optimizers = SteppedOptimizers(timed=gpu_events)
         self._times = EndTimes()
-        self._handles: list[Any] = []
+        self._module_hook: Any = None
+        self._leave_steps: Callable[[], None] = lambda: None
         self._waiting: after_import | None = None
         self._watcher: InferenceWatch | None = None
         self.torch_thread: int | None = None
         """The thread that imported torch; the main thread if it was imported before `start`."""
         self._running = False
-        self._inside = 0
-        """How many threads are in a step of the program at this moment."""
         self._threads: dict[int, bool] = {}
         """Thread in which an optimizer stepped or the program marked -> whether it ever did so
         outside backward. Backward runs in threads of its own on a GPU."""
@@ -87,20 +86,15 @@ class IterationClock:
         self._waiting.install()
 
     def stop(self) -> None:
-        """Be without effect from now on, and take the hooks out. Twice is once.
-
-        Torch walks through its table of hooks while it calls them, and a table that changes then
-        is an error in the program's own step: when called from inside a step or from another
-        thread, the hook stays behind, switched off.
-        """
+        """Be without effect from now on, and take the hooks out. Twice is once."""
         self._running = False
         if self._waiting is not None:
             self._waiting.cancel()
         if self._watcher is not None:
             self._watcher.stop()
-        if not self._inside and self._threads.keys() <= {threading.get_ident()}:
-            while self._handles:
-                self._handles.pop().remove()
+        self._leave_steps()
+        if self._module_hook is not None:
+            self._module_hook.remove()
 
     def mark(self) -> None:
         """The program says that an iteration ends here: from now on nothing else ends one."""
@@ -148,16 +142,9 @@ class IterationClock:
         return self._optimizers.role
 
     def _hook(self) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
         if self.torch_thread is None:
             self.torch_thread = threading.get_ident()
-        stepped = self.fence(self._stepped)
-
-        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-            stepped(optimizer, args, kwargs)
-
-        self._handles.append(register_optimizer_step_post_hook(torch_internals.uncompiled(hook)))
+        self._leave_steps = optimizer_steps.listen(after=self.fence(self._stepped))
         self._watcher = InferenceWatch(self._module_found, self._no_module, self.fence)
         self._watcher.start()
 
@@ -166,15 +153,12 @@ class IterationClock:
             return
         begin = time.perf_counter()
         with self._lock:
-            self._inside += 1
             optimizers = self._optimizers
             if not optimizers.knows(optimizer):
                 self._meet(optimizer)
             device = optimizers.device_of(optimizer)
             ended = self._iteration_ended(device) if optimizers.step(optimizer) else None
         self._tell(ended, begin)
-        with self._lock:
-            self._inside -= 1
 
     def _meet(self, optimizer: Any) -> None:
         if self.source != "optimizer":
@@ -188,7 +172,7 @@ class IterationClock:
         self._set_source("module")
         device = next((p.device for p in module.parameters() if p.is_cuda), None)
         hook = ModuleMark(self.fence(functools.partial(self._module_returned, device)))
-        self._handles.append(module.register_forward_hook(hook))
+        self._module_hook = module.register_forward_hook(hook)
 
     def _no_module(self, why_not: str) -> None:
         self.why_not = why_not

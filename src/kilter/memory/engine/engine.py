@@ -23,10 +23,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from kilter.core.memory_record import MemoryCounts
 from kilter.core.reasons import Reason
@@ -56,7 +52,7 @@ from kilter.memory.engine.waits import Waits
 from kilter.memory.engine.watch import Deviations, Watch
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Link
-from kilter.observe import torch_internals
+from kilter.observe import optimizer_steps, torch_internals
 
 if TYPE_CHECKING:
     from kilter.session.fence import Fence
@@ -151,7 +147,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._watch: Watch | None = None
         self._last_held_peak_bytes = 0
         self._steps = 0
-        self._handles: list[Any] = []
+        self._leave_steps: Callable[[], None] = lambda: None
         self._counts = dict.fromkeys(("passes", "planned", "watched", "deviations", "late"), 0)
 
     # Begin and end
@@ -165,10 +161,9 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._reach.__enter__()
         if self._segments is not None:
             self._segments.calls.enter()
-        self._handles = [
-            register_optimizer_step_pre_hook(self._fenced(self._before_step)),
-            register_optimizer_step_post_hook(self._fenced(self._after_step)),
-        ]
+        self._leave_steps = optimizer_steps.listen(
+            before=self._fenced(self._before_step), after=self._fenced(self._after_step)
+        )
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -177,8 +172,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._reach.__exit__(*exception)
         if self._segments is not None:
             self._segments.calls.exit()
-        for handle in self._handles:
-            handle.remove()
+        self._leave_steps()
         self._store.norms.close()
         self._collector.let_go()
         if self._store.within() is None:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from kilter.core.errors import UsageError
 from kilter.core.plan import GRADIENTS
@@ -40,7 +39,7 @@ from kilter.memory.engine.rounds import Rounds
 from kilter.memory.engine.stream import StateBucket, Stream, Where, size_of
 from kilter.memory.plan.problem import Link
 from kilter.memory.plan.state import Bucket, StatePlan, Update, in_buckets
-from kilter.observe import torch_internals
+from kilter.observe import optimizer_steps, torch_internals
 
 if TYPE_CHECKING:
     from kilter.session.fence import Fence
@@ -132,7 +131,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         self._charges: weakref.WeakKeyDictionary[Any, Charge] = weakref.WeakKeyDictionary()
         self._access = Gradients()
         self._hooks = GradientHooks(self._fenced(self._arrived))
-        self._handles: list[Any] = []
+        self._leave_steps: Callable[[], None] = lambda: None
         self._guard: Any = None
         """On modules, between the first gradient and the step."""
         self._visits = 0
@@ -149,7 +148,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._hooks.remove()
         else:
             self._hooks.search(self._fenced)
-        self._handles = [register_optimizer_step_pre_hook(self._fenced(self._meet))]
+        self._leave_steps = optimizer_steps.listen(before=self._fenced(self._meet))
         leave_uncompiled()
         return self
 
@@ -162,8 +161,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._rounds.bring_home(charge)
             for handle in charge.handles:
                 handle.remove()
-        for handle in self._handles:
-            handle.remove()
+        self._leave_steps()
         self._hooks.stop_search()
         self._let_gradients_be()
         self._backend.close()

@@ -22,10 +22,6 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from kilter.core.reasons import Reason
 from kilter.core.units import MIB
@@ -38,7 +34,7 @@ from kilter.memory.engine.store import kept, original_of, whole
 from kilter.memory.engine.weight_pass import RepeatedPass, Tick, WeightPass, WeightSchedule
 from kilter.memory.plan.problem import Link
 from kilter.memory.plan.weights import WeightPlan
-from kilter.observe import torch_internals
+from kilter.observe import optimizer_steps, torch_internals
 
 if TYPE_CHECKING:
     from kilter.session.fence import Fence
@@ -196,8 +192,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._changed = changed or (lambda: None)
         self._fence = fence
         self._handles: list[Any] = []
-        self._follows = False
-        """Our hook behind optimizer steps was set."""
+        self._leave_steps: Callable[[], None] = lambda: None
         self._hooks: Any = None
         self._stopped = False
         self._reading = False
@@ -232,9 +227,10 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._handles = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._fenced(self._after_module)),
-            register_optimizer_step_pre_hook(self._before_step),
         ]
-        torch_internals.global_optimizer_pre_hooks.move_to_end(self._handles[2].id, last=False)
+        self._leave_steps = optimizer_steps.listen(
+            before=self._before_step, after=self._fenced(self._after_step), first=True
+        )
         if self._own_hooks:
             self._hooks = torch.autograd.graph.saved_tensors_hooks(*self.around(kept, whole))
             self._hooks.__enter__()
@@ -248,6 +244,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             self._hooks.__exit__(*exception)
         for handle in self._handles:
             handle.remove()
+        self._leave_steps()
         self._met.close()
         self._doors.__exit__()
         self._backend.close()
@@ -488,9 +485,6 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._updated.clear()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self._follows:  # we may have begun within such a hook, where none can be set
-            self._follows = True
-            self._handles.append(register_optimizer_step_post_hook(self._fenced(self._after_step)))
         if self._shelf.absent:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

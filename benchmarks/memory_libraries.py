@@ -1,0 +1,371 @@
+"""Models of libraries: plain, with their own checkpointing, and under a memory budget.
+
+    python benchmarks/memory_libraries.py --out DIR [--models resnet152,llama] [--limit-s 500]
+
+For each model the arms run one after the other, each in its own process, started as a user starts
+it: `plain`; `checkpoint` (the library's own activation checkpointing, or each block by
+`torch.utils.checkpoint` where the library has none); `governed` and `segments` (kilter with the
+peak that `checkpoint` had as its budget, without and with whole calls of modules recomputed); and
+shares of plain's peak (`75%`). Only one process trains at a time; others import meanwhile.
+
+The loop is bf16 autocast with a fused AdamW, random data and random weights. Its last iterations
+are timed twice: in a loop that runs on, and in one that waits for the device in every iteration.
+One JSON line per arm in DIR/memory_libraries.jsonl. Needs the libraries that a model names (timm,
+torchvision, transformers, diffusers). This file is also the training script, which knows nothing
+of kilter. Without a GPU it trains tiny models, which only tests this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import importlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TIMED = 6
+"""Iterations of each of the two timed loops."""
+ARMS = ("plain", "checkpoint", "governed", "segments")
+SMALL_BATCH = 4
+
+
+# Models ------------------------------------------------------------------------------------------
+
+
+class Job(NamedTuple):
+    """A model, its batch, and what it is fed with."""
+
+    library: str
+    name: str
+    batch: int
+    feed: str
+    blocks: str = ""
+    """Classes that are checkpointed where the library has no switch for it."""
+    more: dict[str, Any] = {}  # noqa: RUF012 (a NamedTuple's default is never written to)
+
+
+def _wide(width: int, layers: int, **more: Any) -> dict[str, Any]:
+    """A configuration of transformers under the names that its families use."""
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+        "use_cache": False,
+        **more,
+    }
+
+
+JOBS = {
+    "gpt2": Job(
+        "transformers", "GPT2", 8, "words", more={"n_embd": 1600, "n_layer": 48, "n_head": 25}
+    ),
+    "llama": Job("transformers", "Llama", 8, "words", more=_wide(2048, 16, intermediate_size=8192)),
+    "unet": Job("diffusers", "UNet2DModel", 16, "noise"),
+    "vit": Job("timm", "vit_large_patch16_224", 128, "images"),
+    "swin": Job("timm", "swin_base_patch4_window7_224", 128, "images"),
+    "efficientnet": Job("timm", "tf_efficientnetv2_m", 128, "images"),
+    "resnet152": Job("torchvision", "resnet152", 256, "images", "Bottleneck"),
+    "bert": Job(
+        "transformers", "Bert", 32, "words512", more=_wide(1024, 24, intermediate_size=4096)
+    ),
+    "t5": Job(
+        "transformers",
+        "T5",
+        16,
+        "words512",
+        more={"d_model": 1024, "d_ff": 2816, "num_layers": 12, "num_heads": 16, "d_kv": 64},
+    ),
+    "convnext": Job("timm", "convnext_base", 128, "images"),
+    "dit": Job("diffusers", "DiTTransformer2DModel", 64, "latents"),
+    "qwen3": Job(
+        "transformers",
+        "Qwen3",
+        8,
+        "words",
+        more=_wide(1024, 28, intermediate_size=3072, num_key_value_heads=8, head_dim=128),
+    ),
+    "regnet": Job("torchvision", "regnet_y_8gf", 128, "images", "ResBottleneckBlock"),
+    "swin_v2": Job("torchvision", "swin_v2_s", 64, "images", "SwinTransformerBlockV2"),
+    "densenet": Job("torchvision", "densenet201", 128, "images"),
+    "mixer": Job("timm", "mixer_b16_224", 128, "images"),
+    "opt": Job(
+        "transformers",
+        "OPT",
+        8,
+        "words",
+        more=_wide(1024, 24, ffn_dim=4096, word_embed_proj_dim=1024),
+    ),
+    "autoencoder": Job("diffusers", "AutoencoderKL", 8, "pictures"),
+}
+HEADS = {"Bert": "BertForMaskedLM", "T5": "T5ForConditionalGeneration", "GPT2": "GPT2LMHeadModel"}
+WORDS = 32000
+
+
+def language(job: Job, small: bool) -> Any:
+    import transformers
+
+    more = {**job.more, "vocab_size": WORDS}
+    if small:
+        more |= {k: 2 for k in ("n_layer", "num_hidden_layers", "num_layers") if k in more}
+    if job.name == "T5":
+        more |= {"decoder_start_token_id": 0, "use_cache": False}
+    config = getattr(transformers, f"{job.name}Config")(**more)
+    head = HEADS.get(job.name, f"{job.name}ForCausalLM")
+    return getattr(transformers, head)(config)
+
+
+def diffusion(job: Job, small: bool) -> Any:
+    """Sizes as published: DDPM's U-Net, DiT-XL/2, the autoencoder of Stable Diffusion."""
+    import diffusers
+
+    make = getattr(diffusers, job.name)
+    if job.name == "UNet2DModel":
+        widths = (32, 64) if small else (128, 128, 256, 256, 512, 512)
+        downs = ["DownBlock2D"] * len(widths)
+        ups = ["UpBlock2D"] * len(widths)
+        downs[-2], ups[1] = "AttnDownBlock2D", "AttnUpBlock2D"
+        return make(
+            sample_size=128,
+            block_out_channels=widths,
+            down_block_types=tuple(downs),
+            up_block_types=tuple(ups),
+        )
+    if job.name == "AutoencoderKL":
+        widths = (32, 64) if small else (128, 256, 512, 512)
+        return make(
+            block_out_channels=widths,
+            layers_per_block=2,
+            latent_channels=4,
+            down_block_types=("DownEncoderBlock2D",) * len(widths),
+            up_block_types=("UpDecoderBlock2D",) * len(widths),
+        )
+    return make(num_layers=2) if small else make()
+
+
+def checkpointed_blocks(model: Any, classes: list[str]) -> None:
+    """Each block of these classes by `torch.utils.checkpoint`, as a user would write it."""
+    from torch.utils.checkpoint import checkpoint
+
+    for block in [m for m in model.modules() if type(m).__name__ in classes]:
+        block.forward = (
+            lambda *a, _inner=block.forward, **k: checkpoint(_inner, *a, use_reentrant=False, **k)
+        )  # fmt: skip
+
+
+def model_of(job: Job, small: bool, checkpoint: bool) -> Any:
+    if job.library == "transformers":
+        model = language(job, small)
+    elif job.library == "diffusers":
+        model = diffusion(job, small)
+    elif job.library == "timm":
+        model = importlib.import_module("timm").create_model(job.name)
+    else:
+        make = getattr(importlib.import_module("torchvision").models, job.name)
+        own = checkpoint and job.name.startswith("densenet")
+        model = make(memory_efficient=True) if own else make()
+    model.train()
+    if not checkpoint:
+        return model
+    if job.blocks:
+        checkpointed_blocks(model, job.blocks.split(","))
+    elif job.library == "timm":
+        model.set_grad_checkpointing()
+    elif job.library == "diffusers":
+        model.enable_gradient_checkpointing()
+    elif job.library == "transformers":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def losses_of(job: Job, model: Any, batch: int, device: Any) -> Callable[[], Any]:
+    """A function that gives the loss of one fresh random batch."""
+    import torch
+    from torch.nn import functional
+
+    def images() -> Any:
+        x = torch.randn(batch, 3, 224, 224, device=device)
+        return functional.cross_entropy(model(x), torch.randint(0, 1000, (batch,), device=device))
+
+    def words() -> Any:
+        length = 512 if job.feed == "words512" else 1024
+        rows = torch.randint(1, WORDS, (batch, length), device=device)
+        return model(input_ids=rows, labels=rows).loss
+
+    def noise() -> Any:
+        x = torch.randn(batch, 3, 128, 128, device=device)
+        times = torch.randint(0, 1000, (batch,), device=device)
+        return functional.mse_loss(model(x, times).sample, torch.randn_like(x))
+
+    def latents() -> Any:
+        x = torch.randn(batch, 4, 32, 32, device=device)
+        times, classes = torch.randint(0, 1000, (2, batch), device=device)
+        found = model(x, timestep=times, class_labels=classes).sample
+        return functional.mse_loss(found[:, :4], torch.randn_like(x))
+
+    def pictures() -> Any:
+        x = torch.randn(batch, 3, 128, 128, device=device)
+        return functional.mse_loss(model(x, sample_posterior=True).sample, x)
+
+    feeds = {"images": images, "noise": noise, "latents": latents, "pictures": pictures}
+    return feeds.get(job.feed, words)
+
+
+# The training script -----------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> None:
+    """Writes what it found to OUT/found.json."""
+    import torch
+
+    job = JOBS[args.model]
+    importlib.import_module(job.library)
+    with (args.out.parent / "turn").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        began_s = time.monotonic()
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda" if cuda else "cpu")
+        torch.manual_seed(0)
+        model = model_of(job, not cuda, args.checkpoint).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+        loss_of = losses_of(job, model, job.batch if cuda else SMALL_BATCH, device)
+
+        def step() -> Any:
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = loss_of()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        for number in range(args.steps - 2 * TIMED - 1):
+            loss = step()
+            if number % 10 == 0:
+                loss.item()
+        running_s, waiting_s = [], []
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        last_s = time.perf_counter()
+        for _ in range(TIMED):  # the host may be ahead of the device: only the whole is timed
+            step()
+        if cuda:
+            torch.cuda.synchronize()
+        running_s.append((time.perf_counter() - last_s) / TIMED)
+        for _ in range(TIMED + 1):
+            last_s = time.perf_counter()
+            loss = step().item()
+            if cuda:
+                torch.cuda.synchronize()
+            waiting_s.append(time.perf_counter() - last_s)
+        found = {
+            "loss": loss,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "running_s": running_s[0],
+            "waiting_s": statistics.median(waiting_s),
+            "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
+            "all_s": time.monotonic() - began_s,
+        }
+        (args.out / "found.json").write_text(json.dumps(found))
+
+
+# The arms ----------------------------------------------------------------------------------------
+
+
+def run(model: str, arm: str, budget: str, args: argparse.Namespace) -> dict[str, Any]:
+    out = args.out / f"{model}-{arm.strip('%')}"
+    out.mkdir(parents=True)
+    command = [sys.executable]
+    if budget:
+        command += ["-m", "kilter", "run", "--memory-budget", budget, "--out", str(out / "run")]
+        command += ["--recompute", "segments"] if arm == "segments" else []
+    command += [str(Path(__file__).resolve()), "--role", "train", "--model", model]
+    command += ["--out", str(out), "--steps", str(args.steps)]
+    command += ["--checkpoint"] * (arm == "checkpoint")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout)
+    found, report = out / "found.json", out / "run" / "report.json"
+    return {
+        "model": model,
+        "arm": arm,
+        "budget": budget,
+        "exit_code": done.returncode,
+        "stderr": [line[:240] for line in done.stderr.splitlines()[-14:]],
+        **(json.loads(found.read_bytes()) if found.exists() else {}),
+        "memory": json.loads(report.read_bytes())["memory"] if report.exists() else None,
+    }
+
+
+def line_of(row: dict[str, Any], plain: dict[str, Any]) -> str:
+    """One arm for people: the exit code of one that failed, else peak and times beside plain's."""
+    start = f"{row['model']:13} {row['arm']:10}"
+    if "running_s" not in row:
+        return f"{start} exit code {row['exit_code']}: {' | '.join(row['stderr'][-4:])}"
+    times = [
+        f"{what[:-2]} {row[what] * 1e3:7.1f} ms ({row[what] / plain.get(what, row[what]):.3f})"
+        for what in ("running_s", "waiting_s")
+    ]
+    share = row["peak_bytes"] / max(1, plain.get("peak_bytes", 0))
+    peak = f"{row['peak_bytes'] / 2**30:6.2f} GiB ({share:.3f})"
+    return f"{start} {peak}  {'  '.join(times)}  in all {row['all_s']:.0f} s"
+
+
+def compare(model: str, args: argparse.Namespace, end_s: float) -> None:
+    """The arms of one model, each printed and written as soon as it is there."""
+    found: dict[str, dict[str, Any]] = {}
+    for arm in args.arms.split(","):
+        if time.monotonic() > end_s:
+            print(f"{model:13} {arm:10} not begun: the time of --limit-s is over", flush=True)
+            return
+        budget = arm if arm.endswith("%") else ""
+        if arm in ("governed", "segments"):
+            peak = found.get("checkpoint", {}).get("peak_bytes")
+            if not peak:
+                continue
+            budget = f"{peak // 2**20}MiB"
+        try:
+            row = run(model, arm, budget, args)
+        except subprocess.TimeoutExpired:
+            print(f"{model:13} {arm:10} took over {args.timeout:.0f} s", flush=True)
+            continue
+        found[arm] = row
+        with (args.out / "memory_libraries.jsonl").open("a") as file:
+            print(json.dumps(row), file=file)
+        print(line_of(row, found.get("plain", row)), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs"))
+    parser.add_argument("--models", default=",".join(JOBS))
+    parser.add_argument("--arms", default=",".join(ARMS), help="in this order; also shares: 75%%")
+    parser.add_argument("--steps", type=int, default=36, help="iterations of each arm")
+    parser.add_argument("--timeout", type=float, default=150, help="seconds for one arm")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="no arm begins after it")
+    parser.add_argument("--at-once", type=int, default=3, help="models; one process trains")
+    parser.add_argument("--role", choices=("all", "train"), default="all", help=argparse.SUPPRESS)
+    parser.add_argument("--model", choices=tuple(JOBS), help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.out = args.out.absolute()
+    if args.role == "train":
+        train(args)
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    unknown = set(args.models.split(",")) - set(JOBS)
+    if unknown:
+        parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(JOBS)}")
+    end_s = time.monotonic() + args.limit_s
+    with ThreadPoolExecutor(args.at_once) as pool:
+        list(pool.map(lambda model: compare(model, args, end_s), args.models.split(",")))
+
+
+if __name__ == "__main__":
+    main()

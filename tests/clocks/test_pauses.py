@@ -32,11 +32,9 @@ class Gpu:
             if works:
                 self.lost_s += 0.1 * (1.0 - self.clock_hz / TOP_HZ)
             clock_hz = LOW_HZ if self.sleeps and not works else self.clock_hz
-            act = self.watch.read(
-                Sample(t_s=self.t_s, sm_utilisation=float(works), sm_clock_hz=clock_hz),
-                slack=self.slack,
-                resting=resting,
-            )
+            sample = Sample(t_s=self.t_s, sm_utilisation=float(works), sm_clock_hz=clock_hz)
+            self.watch.budget.fill(self.t_s, self.slack)
+            act = self.watch.read(sample, resting=resting)
             if act is not None:
                 self.commands.append((round(self.t_s, 1), act))
                 self.pending = (self.t_s + self.latency_s, LOW_HZ if act == "down" else TOP_HZ)
@@ -90,7 +88,8 @@ def test_sensors_that_do_not_tell_never_lower_the_clock(field):
     watch = PauseWatch(PLAN)
     for i in range(2000):
         told = {"sm_utilisation": float(i < 1000), "sm_clock_hz": TOP_HZ, field: None}
-        assert watch.read(Sample(t_s=0.1 * i, **told), slack=SLACK, resting=True) is None
+        watch.budget.fill(0.1 * i, SLACK)
+        assert watch.read(Sample(t_s=0.1 * i, **told)) is None
 
 
 def test_without_slack_the_clock_stays_up():

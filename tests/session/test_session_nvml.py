@@ -474,6 +474,116 @@ def test_two_ranks_set_both_cards_alike_and_write_one_report(
         assert "before the evidence was in" in err or holding(box)
 
 
+PAUSING = """
+import kilter.clocks.plan.pauses as pauses
+pauses.LONG_PAUSE_S, pauses.RETURNS_WAITED = 0.3, 1.0
+"""
+PAUSES = LOOP.replace(
+    "    time.sleep(0.002)\n",
+    """    time.sleep(0.002)
+    while os.path.exists("pause" + os.environ.get("LOCAL_RANK", "")) and os.path.exists("lamp"):
+        time.sleep(0.01)
+""",
+)
+AWAKE = 0.004
+"""The load of a card that is idle for its sensors, and keeps its clock up."""
+
+
+def pause(box: Box, rank: int = 0, name: str = "pause") -> None:
+    """The program computes on its CPU, until the card is at its lowest clock."""
+    (box.root / name).touch()
+    with box.fake.edit() as state:
+        state.cards[rank].load = AWAKE
+    box.wait_for(lambda: box.fake.state().cards[rank].sm_lock_mhz == (345, 345))
+
+
+def go_on(box: Box, rank: int = 0, name: str = "pause") -> None:
+    with box.fake.edit() as state:
+        state.cards[rank].load = 0.9
+    (box.root / name).unlink()
+    box.wait_for(lambda: box.fake.state().cards[rank].sm_lock_mhz != (345, 345))
+
+
+def test_a_pause_is_spent_at_the_lowest_clock_and_the_search_goes_on(box: Box) -> None:
+    box.start(PAUSES, patch=PAUSING)
+    box.wait_for(blocks(box, 8))
+    pause(box)
+    go_on(box)
+    seen = len(box.of(Block))
+    box.wait_for(blocks(box, seen + 3))
+    code, _, err = box.end()
+    assert code == 0, err
+    assert "the idle GPU went to 345 MHz in 1 long pause" in err
+    assert not box.locked()
+    assert box.of(Stopped)[-1].restored
+    assert box.of(Failed) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
+def test_the_watcher_restores_after_a_death_in_a_pause(box: Box, number: signal.Signals) -> None:
+    box.start(PAUSES, patch=PAUSING)
+    box.wait_for(blocks(box, 8))
+    pause(box)
+    os.kill(box.pid, number)
+    assert box.end()[0] == -number
+    box.wait_for_restore()
+
+
+def test_a_job_that_ends_in_a_pause_leaves_the_card_as_found(box: Box) -> None:
+    box.start(PAUSES, patch=PAUSING)
+    box.wait_for(blocks(box, 8))
+    pause(box)
+    code, _, err = box.end()
+    assert code == 0, err
+    assert not box.locked()
+    assert box.of(Stopped)[-1].restored
+    assert box.of(Failed) == box.of(Refused) == []
+
+
+def test_trouble_in_a_pause_ends_the_setting_and_not_the_job(box: Box) -> None:
+    box.start(PAUSES, patch=PAUSING)
+    box.wait_for(blocks(box, 8))
+    pause(box)
+    with box.fake.edit() as state:
+        refusal = box.fake.NVML_ERROR_NO_PERMISSION
+        rule = Rule(call="nvmlDevice*GpuLockedClocks", error=refusal, times=1)
+        state.rules.append(rule)
+        state.cards[0].load = 0.9
+    box.wait_for(lambda: not box.locked())
+    (box.root / "pause").unlink()
+    code, out, err = box.end()
+    assert code == 0, err
+    assert out.startswith("begun\nsteps ")
+    assert box.of(Failed) == []
+    assert "setting clocks" in refusals(box)
+
+
+def test_ranks_lower_their_own_cards_in_a_pause_of_all(warm: WarmPython, tmp_path: Path) -> None:
+    with make_box(warm, tmp_path, card(), card()) as box:
+        waits = """    while os.path.exists("pause") and os.path.exists("lamp"):
+        time.sleep(0.01)
+    model("""
+        job = TWO.replace("    model(", waits, 1)
+        box.start(job, "--standalone", "--nproc-per-node", "2", patch=PAUSING, cold=())
+        box.wait_for(blocks(box, 8))
+        (box.root / "pause").touch()
+        with box.fake.edit() as state:
+            for each in state.cards:
+                each.load = AWAKE
+        box.wait_for(lambda: all(each.sm_lock_mhz == (345, 345) for each in box.fake.state().cards))
+        with box.fake.edit() as state:
+            for each in state.cards:
+                each.load = 0.9
+        (box.root / "pause").unlink()
+        seen = len(box.of(Block))
+        box.wait_for(blocks(box, seen + 3))
+        code, _, err = box.end()
+        assert code == 0, err
+        assert not box.locked(0)
+        assert not box.locked(1)
+        assert box.of(Failed) == box.of(Failed, 1) == []
+
+
 SPAWNED = """
 import os, socket, time
 import torch

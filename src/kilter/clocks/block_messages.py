@@ -45,6 +45,8 @@ class OrderNote(msgspec.Struct, frozen=True):
     roles: dict[str, Setting]
     """The same by role group; if not empty, a group that is not named is to be as found."""
     iterations: int
+    pause_s: float = 0.0
+    """How much the returns from pauses may lose until the next order (`clocks/pausing`)."""
 
     def of(self, role: str) -> Setting:
         return self.roles.get(role, Setting()) if self.roles else self.setting
@@ -75,14 +77,21 @@ class RankResult(msgspec.Struct, frozen=True):
     """Why the block should be done again."""
     refused: str | None
     """Why a rank sets nothing any more, and which one if there are several."""
+    lost: dict[int, float] = {}
+    """Seconds that iterations have lost by returns from pauses since the last block: by number, as
+    the slowest rank has."""
 
     def with_(self, other: RankResult, /) -> RankResult:
         known = self.energy_j is not None and other.energy_j is not None
+        lost = dict(self.lost)
+        for index, seconds in other.lost.items():
+            lost[index] = max(seconds, lost.get(index, 0.0))
         return RankResult(
             iteration_s=max(self.iteration_s, other.iteration_s),
             energy_j=(self.energy_j or 0.0) + (other.energy_j or 0.0) if known else None,
             why_not=self.why_not or other.why_not,
             refused=self.refused or other.refused,
+            lost=lost,
         )
 
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 import functools
 import statistics
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Protocol
+
+import msgspec
 
 from kilter.clocks.block_messages import BlockMessages, OrderNote, RankResult
 from kilter.clocks.plan.governor import BlockOutcome, Choice, Governor, Order, Phase
@@ -43,6 +45,7 @@ LATE_AFTER_S = 30.0
 """A rank that has not answered for so many blocks and so long, and as much again for each rank on
 the way, is waited for no longer. The ranks of a job keep pace: the others answer within a block."""
 STALLED = "an iteration far longer than the others"
+PAUSED = "an iteration at the low clock of a pause"
 
 
 class TimedIteration(Protocol):
@@ -79,12 +82,27 @@ class Actuator(Protocol):
         """The readings of the last few seconds."""
 
 
+class Pauses(Protocol):
+    """Who lowers the clock of this rank's device in pauses of the job (`clocks/pausing`)."""
+
+    def allow(self, seconds: float) -> None:
+        """Returns may lose so much until the next order."""
+
+    def take_lost(self) -> dict[int, float]:
+        """What iterations have lost since the last call, by number."""
+
+    def touched(self, begin_s: float, end_s: float) -> bool:
+        """Whether the clock was low for a pause at any time of this stretch."""
+
+
 class Conductor:
     """One per rank. Neither `iteration` nor `step` waits; they raise what the board raises.
 
     `orders` is the governor's coroutine on rank 0 and None elsewhere; it is thrown a `DeviceError`
     when a rank cannot set. `role` is the group of this rank. `record` takes the events.
-    `refused`: why this rank sets nothing; what its lease raises becomes the reason.
+    `refused`: why this rank sets nothing; what its lease raises becomes the reason. `pauses` lowers
+    the clock between the iterations; `pauses_left_s` (device time, what iterations have lost), on
+    rank 0, tells how much all ranks may lose by that until the next order.
     """
 
     def __init__(
@@ -102,8 +120,11 @@ class Conductor:
         role: str = "",
         rehearsed: bool = False,
         refused: str | None = None,
+        pauses: Pauses | None = None,
+        pauses_left_s: Callable[[float, Mapping[int, float]], float] | None = None,
     ) -> None:
         self._actuator = actuator
+        self._pauses, self._pauses_left_s = pauses, pauses_left_s
         self._messages = BlockMessages(messages, rank=rank, world_size=world_size)
         self._record = record
         self._clock = clock
@@ -163,9 +184,9 @@ class Conductor:
         try:
             act()
         except (DeviceError, FileError) as error:
-            self._refuse(str(error))
+            self.refuse(str(error))
 
-    def _refuse(self, why: str) -> None:
+    def refuse(self, why: str) -> None:
         """This rank sets nothing any more."""
         if self.refused is None:
             self.refused = why
@@ -213,7 +234,7 @@ class Conductor:
     def _give_up(self, why: str) -> None:
         """Back to the default, and set nothing any more."""
         self._set(functools.partial(self._actuator.apply, Setting()))
-        self._refuse(why)
+        self.refuse(why)
 
     def _take_order(self) -> bool:
         if self._leader is not None and self._leader.order is None:
@@ -222,6 +243,8 @@ class Conductor:
         if self._note is None:
             return False
         self._block_iterations = self._note.iterations
+        if self._pauses is not None:
+            self._pauses.allow(self._note.pause_s)
         self._set(functools.partial(self._actuator.apply, self._note.of(self._role)))
         return True
 
@@ -281,6 +304,9 @@ class Conductor:
             device_end_s=block[-1].end_s,
             rehearsed=self.rehearsed,
         )
+        if self._pauses_left_s is not None:
+            left_s = self._pauses_left_s(self._seen[-1].end_s, result.lost)
+            note = msgspec.structs.replace(note, pause_s=left_s)
         self.blocks += 1
         self._next()
         self._messages.post_order(note)
@@ -301,9 +327,21 @@ class Conductor:
         return RankResult(
             iteration_s=usual_s,
             energy_j=None if power_w is None else power_w * usual_s,
-            why_not=STALLED if max(times) > STALL * statistics.median(times) else None,
+            why_not=STALLED
+            if max(times) > STALL * statistics.median(times)
+            else self._paused(block),
             refused=self._refused_by(),
+            lost={} if self._pauses is None else self._pauses.take_lost(),
         )
+
+    def _paused(self, block: Sequence[TimedIteration]) -> str | None:
+        """Whether the return from a pause has slowed a part of the block. Iterations most of which
+        hold a pause are like that under any setting."""
+        pauses = self._pauses
+        if pauses is None:
+            return None
+        slowed = sum(pauses.touched(i.end_s - i.duration_s, i.end_s) for i in block)
+        return PAUSED if 0 < 2 * slowed <= len(block) else None
 
     def _refused_by(self) -> str | None:
         """Why this rank sets nothing, with its name where there are several."""

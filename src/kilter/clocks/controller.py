@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING
 
-from kilter.clocks.actuator import DeviceActuator
 from kilter.clocks.job_history import JobHistory
 from kilter.clocks.own_gpu import why_not_this_gpu
+from kilter.clocks.pausing import PauseAccount, PausingActuator
+from kilter.clocks.plan.pauses import PausePlan, pause_plan
 from kilter.controller import Hurried, Run
 from kilter.core.errors import DeviceError, FileError
 from kilter.core.events import Decided
@@ -67,6 +68,8 @@ class ClocksController:
         self._mode, self._why = mode_of(run.goal, run.info, dry_run=run.dry_run)
         self._alone = False
         """The other ranks cannot be reached any more."""
+        self._actuator: PausingActuator | None = None
+        self._told_pauses_end = False
         self._conductor: Conductor | None = None
         self._program: GovernorProgram | None = None
         self._rehearsal: Rehearsal | None = None
@@ -112,6 +115,9 @@ class ClocksController:
             self._predict()
         elif self._mode == "govern" and self._conductor is None:
             self._run.log.refuse("governing", self._why_not_begun())
+        watch = None if self._actuator is None else self._actuator.watch
+        if watch is not None and watch.returns_s:
+            self._run.log.notice(str(watch))
         self._write_plan()
 
     # On a real device -----------------------------------------------------------------------
@@ -121,7 +127,7 @@ class ClocksController:
 
         run = self._run
         assert run.sampler is not None
-        actuator = DeviceActuator(run.sampler, run.info, run.iterations)
+        actuator = self._actuator = PausingActuator(run.sampler, run.info, run.iterations)
         refused = why_not_this_gpu(self._run.info, self._run.iterations.gpu_uuid)
         if refused is not None:
             self._only_watch("watching the program's GPU", refused)
@@ -130,6 +136,7 @@ class ClocksController:
         else:
             refused = self._why
         orders: Generator[Order, BlockOutcome, None] | None = None
+        account: PauseAccount | None = None
         if run.ranks.rank == 0 and refused is None:
             self._program = GovernorProgram(
                 run.goal,
@@ -142,6 +149,8 @@ class ClocksController:
                 predictor=self._history.predictor(),
             )
             orders = self._program.orders()
+            if actuator.watch is not None:
+                account = self._pause_account(actuator.watch.plan, self._program)
         elif run.ranks.rank == 0:
             orders = watching(run.lease.found, f"the default stands: {refused}")
         self._conductor = Conductor(
@@ -156,23 +165,37 @@ class ClocksController:
             clock=run.log.now_s,
             role=run.iterations.role,
             refused=refused,
+            pauses=actuator,
+            pauses_left_s=None if account is None else account.left_s,
         )
+
+    def _pause_account(self, plan: PausePlan, program: GovernorProgram) -> PauseAccount:
+        max_slowdown = self._run.goal.max_slowdown or 0.0
+        return PauseAccount(plan, max_slowdown, lambda: program.choice.time_ratio)
 
     def _roles(self) -> Sequence[str]:
         return ("",) if self._conductor is None else self._conductor.roles
 
-    def _take_lease(self, actuator: DeviceActuator) -> str | None:
+    def _take_lease(self, actuator: PausingActuator) -> str | None:
         """Why the device cannot be had, or None."""
+        run = self._run
+        plan = pause_plan(
+            run.device.supported(),
+            sensor_period_s=run.info.sensor_period_s or FALLBACK_SENSOR_PERIOD_S,
+            switch_latency_s=run.info.switch_latency_s,
+        )
         try:
-            actuator.lease = self._run.lease.take()
+            actuator.govern(run.lease.take(), plan)
         except (DeviceError, FileError) as error:
             self._only_watch("setting clocks", str(error), CLOCKS_REFUSED)
             return str(error)
-        self._run.tell_risks()
+        run.tell_risks()
         return None
 
     def _conduct(self, conductor: Conductor, finished: Sequence[Iteration]) -> None:
         try:
+            if self._mode == "govern":
+                self._look_for_pauses(conductor)
             for iteration in finished:
                 conductor.iteration(iteration)
             conductor.step()
@@ -184,6 +207,17 @@ class ClocksController:
         if self._mode == "govern" and conductor.refused is not None:  # the conductor has said why
             self._mode = "shadow"
             self._run.restore()
+
+    def _look_for_pauses(self, conductor: Conductor) -> None:
+        assert self._actuator is not None
+        try:
+            self._actuator.look(self._run.iterations.index)
+        except (DeviceError, FileError) as error:
+            conductor.refuse(str(error))
+        watch = self._actuator.watch
+        if watch is not None and watch.ended is not None and not self._told_pauses_end:
+            self._told_pauses_end = True
+            self._run.log.refuse("lowering the clock of the idle GPU", watch.ended)
 
     def _only_watch(self, subject: str, reason: str, code: str | None = None) -> None:
         """Set nothing from now on; what would have been set is predicted from a trace."""

@@ -22,7 +22,7 @@ from kilter.clocks.block_messages import RankResult
 from kilter.clocks.conductor import STALLED, GovernorProgram
 from kilter.clocks.job_telemetry import JobTelemetry
 from kilter.clocks.plan.governor import Choice, Phase
-from kilter.clocks.plan.pauses import PausePlan, PauseWatch
+from kilter.clocks.plan.pauses import PausePlan, PauseWatch, slack
 from kilter.clocks.plan.rhythm import Rhythm, nothing_to_govern, rhythm
 from kilter.clocks.search_leader import SearchLeader
 from kilter.core.events import AnyEvent
@@ -86,9 +86,9 @@ class IdleGpu:
         returns may lose what it leaves of the contract."""
         if self.pauses is None or self._job.latest is None:
             return
-        slower = 0.0 if choice is None else max(0.0, choice.time_ratio - 1.0)
-        slack = max(0.0, self._bound - slower)
-        act = self.pauses.read(self._job.latest, slack=slack, resting=self._resting)
+        left = slack(self._bound, 1.0 if choice is None else choice.time_ratio)
+        self.pauses.budget.fill(self._job.latest.t_s, left)
+        act = self.pauses.read(self._job.latest, resting=self._resting)
         if act == "down":
             self._actuator.apply(Setting(sm_clock_hz=self.pauses.plan.sm_clock_hz))
         elif act == "up":

@@ -11,6 +11,7 @@ more than there is, the clock is left alone from then on.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from enum import Enum
@@ -65,6 +66,17 @@ def pause_plan(
     )
 
 
+def time_budget(plan: PausePlan) -> TimeBudget:
+    """What returns may lose: some of them are saved up, at most."""
+    return TimeBudget(SAVED_UP * plan.return_s)
+
+
+def slack(max_slowdown: float, time_ratio: float) -> float:
+    """The share of the present time that the contract leaves to returns, beside a setting of this
+    time ratio to the default."""
+    return max(0.0, max_slowdown - max(0.0, time_ratio - 1.0))
+
+
 class _At(Enum):
     WORK = "work"
     IDLE = "idle"
@@ -77,7 +89,8 @@ class PauseWatch:
 
     def __init__(self, plan: PausePlan) -> None:
         self.plan = plan
-        self._budget = TimeBudget(SAVED_UP * plan.return_s)
+        self.budget = time_budget(plan)
+        """What returns may lose; whoever reads the sensors fills it."""
         self._at = _At.WORK
         self._worked_hz: deque[float] = deque(maxlen=USUAL_READINGS)
         self._since_s = 0.0
@@ -94,6 +107,11 @@ class PauseWatch:
         """The GPU has work, and its usual clock as far as that can be waited for."""
         return self._at is _At.WORK
 
+    @property
+    def lowered(self) -> bool:
+        """The clock is down, or not yet seen to be back."""
+        return self._at in (_At.LOW, _At.RETURN)
+
     def __str__(self) -> str:
         count, most = len(self.returns_s), show_time(max(self.returns_s, default=0.0))
         return (
@@ -102,16 +120,23 @@ class PauseWatch:
             f"{show_time(sum(self.returns_s))} together"
         )
 
-    def read(self, sample: Sample, *, slack: float, resting: bool) -> Literal["down", "up"] | None:
-        """One more reading. `slack` is the share of the present time that the contract leaves; the
-        clock may go down while nobody else uses it (`resting`)."""
-        self._budget.fill(sample.t_s, slack)
-        works = sample.sm_utilisation != 0.0  # a GPU that does not tell is not idle
+    def read(
+        self,
+        sample: Sample,
+        *,
+        resting: bool = True,
+        busy: bool = False,
+        asked_hz: float | None = None,
+    ) -> Literal["down", "up"] | None:
+        """One more reading. The clock may go down while nobody else uses it (`resting`). `busy`:
+        the job is known to work, whatever the sensors say. `asked_hz` is what the clock is to come
+        back to, where that is known."""
+        works = busy or sample.sm_utilisation != 0.0  # a GPU that does not tell is not idle
         if self._at is _At.LOW and works:
             self._at, self._since_s = _At.RETURN, self._idle_s
             return "up"
         if self._at is _At.RETURN:  # readings without work are iterations' own waits
-            self._return(sample)
+            self._return(sample, asked_hz or math.inf)
         elif works:
             self._at = _At.WORK
             if sample.sm_clock_hz is not None:
@@ -131,7 +156,7 @@ class PauseWatch:
         if sample.sm_clock_hz <= AWAKE * self.plan.sm_clock_hz:
             return False
         lasted_s = sample.t_s - self._since_s
-        return lasted_s >= self.plan.after_s and self._budget.left_s >= self._expected_s()
+        return lasted_s >= self.plan.after_s and self.budget.left_s >= self._expected_s()
 
     def _expected_s(self) -> float:
         return max(self.returns_s, default=self._lost_s(self.plan.return_s))
@@ -144,16 +169,17 @@ class PauseWatch:
     def _usual_hz(self) -> float:
         return statistics.median(self._worked_hz)
 
-    def _return(self, sample: Sample) -> None:
+    def _return(self, sample: Sample, asked_hz: float) -> None:
         took_s = sample.t_s - self._since_s
-        back = sample.sm_clock_hz is None or sample.sm_clock_hz >= BACK * self._usual_hz
+        back_hz = BACK * min(self._usual_hz, asked_hz)
+        back = sample.sm_clock_hz is None or sample.sm_clock_hz >= back_hz
         if not back and took_s < GIVE_UP_S:
             return
         lost_s = self._lost_s(took_s)
         self.returns_s.append(lost_s)
-        self._budget.pay(lost_s)
+        self.budget.pay(lost_s)
         self._at = _At.WORK
-        if self._budget.left_s < 0.0:
+        if self.budget.left_s < 0.0:
             self.ended = (
                 f"coming back from {show_clock(self.plan.sm_clock_hz)} took {show_time(took_s)} "
                 f"(as much as {show_time(lost_s)} lost), more than the contract leaves for it: the "

@@ -171,10 +171,31 @@ def test_a_script_that_waits_for_processes_of_its_own_is_told_at_once() -> None:
     )
     told = run("--device", "null", command).stderr
     at_once, _, at_the_end = told.partition("over\n")
-    sentence = "the script waits for processes that it started with multiprocessing"
+    sentence = "the script waits for processes that it forked with multiprocessing"
     assert sentence in at_once
     assert "kilter run --nproc-per-node N SCRIPT" in at_once
+    assert "multiprocessing.get_context('spawn')" in at_once
     assert sentence in at_the_end
+
+
+def test_a_forked_child_may_govern_itself_as_the_summary_says() -> None:
+    """It is the only advice that leaves the start method as it is."""
+    command = script(
+        "import multiprocessing, torch, kilter\n"
+        "def work():\n"
+        "    model = torch.nn.Linear(2, 2)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    with kilter.govern(device='null', out='child'):\n"
+        "        for _ in range(30):\n"
+        "            model(torch.ones(1, 2)).sum().backward()\n"
+        "            optimizer.step()\n"
+        "child = multiprocessing.get_context('fork').Process(target=work)\n"
+        "child.start(); child.join()\n"
+        "raise SystemExit(child.exitcode)\n"
+    )
+    done = run("--device", "null", command)
+    assert done.returncode == 0, done.stderr
+    assert of(Stopped, Path("child"))[0].iterations >= 29
 
 
 def test_work_in_a_subprocess_is_noticed_at_the_end() -> None:

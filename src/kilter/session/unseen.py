@@ -63,6 +63,15 @@ class Unseen:
                 f"{self._waited_for} stepped an optimizer of torch.optim; to say where an "
                 "iteration ends: with kilter.govern() as job, and job.mark() after each one"
             )
+        if self._waited_for is not None and self._children is not None:  # which sees all others
+            return (
+                f"no iteration seen: the script waits for processes that it forked with "
+                f"{self._waited_for}, and kilter does not observe forked processes; start them by "
+                "spawn (multiprocessing.get_context('spawn'), or torch.multiprocessing.spawn), and "
+                "those that train are the ranks of this run; or let kilter start them (kilter run "
+                "--nproc-per-node N SCRIPT, as torchrun does); or call kilter.govern() in the "
+                "function that trains"
+            )
         if self._waited_for is not None:
             return (
                 "no iteration seen: the script waits for processes that it started with "

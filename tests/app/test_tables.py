@@ -32,6 +32,15 @@ def test_rows_come_back_in_si_units(table):
     assert (row.time_s, row.power_w, row.energy_j) == (2.5, 100.0, 250.0)
 
 
+def test_the_work_of_a_row_is_read_where_the_table_has_it(table):
+    header = HEADER.strip() + ",flops,bytes_moved\n"
+    body = "s,V100,gemm,1380,877,250,2.5,100,250,4e12,\n"
+    (row,) = load_tables(table(body, header))[0].rows
+    assert (row.flops, row.bytes_moved) == (4e12, None)
+    with pytest.raises(FileError, match="flops=-1 must be positive"):
+        load_tables(table(body.replace("4e12", "-1"), header))
+
+
 def test_workloads_are_separated_by_card_and_name(table):
     body = "s,A,x,100,,,1,1,1\ns,B,x,100,,,1,1,1\ns,A,y,100,,,1,1,1\ns,A,x,200,,,1,1,1\n"
     assert [(w.gpu, w.name, len(w.rows)) for w in load_tables(table(body))] == [

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 from kilter.app.cli.main import main
-from kilter.app.learning import _exported, _fit_both, _matrix, fit, points_of_runs, points_of_table
+from kilter.app.learning import (
+    _exported,
+    _fit_both,
+    _matrix,
+    errors_of,
+    fit,
+    points_of_runs,
+    points_of_table,
+)
+from kilter.app.simulated_training import training_job, training_trace
 from kilter.clocks.plan.governor import BlockOutcome, Governor, Order
 from kilter.clocks.plan.job import Space
 from kilter.clocks.plan.predictor import (
@@ -20,13 +29,15 @@ from kilter.clocks.plan.predictor import (
     Predictor,
     Tree,
     decode_predictor,
+    row_of,
 )
+from kilter.clocks.rehearsal import Rehearsal
 from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.core.past_run import Features, PastRun, SeenSetting
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting
-from kilter.device.sim.replay import load_tables
+from kilter.device.sim.replay import WORK_COLUMNS, load_tables
 
 HEADER = "source,gpu,workload,core_mhz,mem_mhz,power_limit_w,time_s,power_w,energy_j\n"
 CLOCKS = (1500, 1300, 1100, 900, 700)
@@ -80,6 +91,47 @@ def test_time_never_rises_and_power_never_falls_with_a_clock(predictor: Predicto
         for w in (140.0, 260.0)
     ]
     assert slow[1] > slow[0] + 0.2
+
+
+def test_flops_and_bytes_tell_jobs_apart_whose_power_does_not(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    lines = []
+    for number in range(12):
+        compute = number / 11
+        for mhz in CLOCKS:
+            slow = CLOCKS[0] / mhz
+            time = 1.0 - compute + compute * slow
+            power = 80.0 + 120.0 / slow**1.5  # of all jobs
+            work = f"{1e12 * compute + 1e9},{1e12 * (1.0 - compute) + 1e9}"
+            lines.append(f"made,A,job{number},{mhz},,,{time},{power},{time * power},{work}")
+    names = ",".join(WORK_COLUMNS)
+    file = tmp_path / "t.csv"
+    file.write_text(HEADER.strip() + f",{names}\n" + "\n".join(lines) + "\n")
+    told = tmp_path / "told.csv"
+    told.write_text(HEADER + "\n".join(line.rsplit(",", 2)[0] for line in lines) + "\n")
+    (blind,) = errors_of(list(points_of_table(load_tables(told))))
+    (seeing,) = errors_of(list(points_of_table(load_tables(file))))
+    assert seeing.time < blind.time / 2
+    assert seeing.energy < blind.energy
+
+
+def test_a_traced_job_is_described_by_its_trace() -> None:
+    """The rehearsal of a trace asks the predictor with the FLOPs and bytes per second of it."""
+    gpu, _ = training_job("v100", "gpt")
+    trace = training_trace("gpt")
+    rehearsal = Rehearsal(
+        gpu, trace, Goal(max_slowdown=0.05), apply=gpu.set, record=lambda event: None
+    )
+    assert rehearsal.program.book.features.flop_per_s is None
+    while not rehearsal.program.book.work:
+        rehearsal.iterate()
+    features = rehearsal.program.book.features
+    assert features.flop_per_s == pytest.approx(trace.flops / features.iteration_s)
+    assert features.bytes_per_s == pytest.approx(trace.bytes_moved / features.iteration_s)
+    row = row_of(Setting(), Setting(), features)
+    assert row[PREDICTOR_COLUMNS.index("flop_per_byte")] == pytest.approx(
+        trace.flops / trace.bytes_moved
+    )
 
 
 def test_what_governed_runs_have_compared_is_learned_like_a_table() -> None:

@@ -63,12 +63,22 @@ def reference_of(workload: RecordedWorkload) -> Setting:
     return Setting(**{knob: getattr(found, knob) or top(knob) for knob in SEARCHED_KNOBS})
 
 
+def features_of(workload: RecordedWorkload) -> Features:
+    """What a table says of a job at its default."""
+    default = workload.default
+    return Features(
+        power_w=default.power_w,
+        flop_per_s=None if default.flops is None else default.flops / default.time_s,
+        bytes_per_s=None if default.bytes_moved is None else default.bytes_moved / default.time_s,
+    )
+
+
 def points_of_table(workloads: Iterable[RecordedWorkload]) -> Iterator[TrainingPoint]:
     """Every row but the default of every workload."""
     for workload in workloads:
         default = workload.default
         reference = reference_of(workload)
-        features = Features(power_w=default.power_w)
+        features = features_of(workload)
         for row in workload.rows:
             if row is not default:
                 time = math.log(row.time_s / default.time_s)

@@ -35,6 +35,7 @@ from kilter.core.past_run import KnownSetting
 from kilter.core.plan import Goal
 from kilter.core.reasons import CLOCKS_REFUSED
 from kilter.core.setting import Sample, Setting, Supported
+from kilter.core.trace import IterationTrace
 from kilter.model.stats import usual_time
 
 STALL = 3.0
@@ -365,7 +366,8 @@ class GovernorProgram:
     `choice` is what stands at any moment; `roles` tells the role groups, and is asked once every
     rank has run a block. `warm_blocks` come before the first probe (default: `WARM_BLOCKS`).
     `known` is what an earlier run of this job has chosen; `predictor` orders the first probes of a
-    search. `book` holds what was compared.
+    search, and `trace` is asked for the iteration that it is to order them for. `book` holds what
+    was compared.
     """
 
     def __init__(
@@ -380,7 +382,9 @@ class GovernorProgram:
         warm_blocks: int | None = None,
         known: KnownSetting | None = None,
         predictor: Predictor | None = None,
+        trace: Callable[[], IterationTrace | None] = lambda: None,
     ) -> None:
+        self._trace = trace
         self._warm_blocks = WARM_BLOCKS if warm_blocks is None else warm_blocks
         self._goal = goal
         self._found = found
@@ -422,6 +426,9 @@ class GovernorProgram:
                 reason="learning the rhythm",
             )
         settings = self.space = space(self._found, self._actuator.sustained(), self._supported)
+        trace = self._trace()
+        if trace is not None:
+            self.book.work = (trace.flops, trace.bytes_moved)
         roles = self._roles()
         if 1 < len(roles) <= MOST_ROLES:
             self._governor = RoleGovernor(roles, settings, self._goal, seed=self._seed)

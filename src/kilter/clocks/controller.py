@@ -78,7 +78,7 @@ class ClocksController:
     def begin(self) -> None:
         if self._mode == "shadow" and not self._run.dry_run:
             self._run.log.refuse("setting clocks", self._why, CLOCKS_REFUSED)
-        if self._simulates or self._mode == "shadow":
+        if self._simulates or self._mode == "shadow" or self._history.predicts:
             self._want_trace()
 
     def iteration_ended(self, index: int) -> None:
@@ -147,6 +147,7 @@ class ClocksController:
                 roles=self._roles,
                 known=self._history.known(),
                 predictor=self._history.predictor(),
+                trace=lambda: run.trace.trace,
             )
             orders = self._program.orders()
             if actuator.watch is not None:

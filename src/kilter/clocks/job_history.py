@@ -56,6 +56,11 @@ class JobHistory:
         self._known = None if last is None else last.known
         return self._known
 
+    @property
+    def predicts(self) -> bool:
+        """There is a file of a predictor, which is better with a trace."""
+        return self._predictor is not None
+
     def predictor(self) -> Predictor | None:
         """What orders the first probes of a search; None without a file that can be used."""
         if self._predictor is None:

@@ -141,6 +141,7 @@ class Rehearsal:
             seed=seed,
             known=known,
             predictor=predictor,
+            trace=lambda: job if isinstance(job, IterationTrace) else None,
         )
         self._conductor = Conductor(
             self._actuator,

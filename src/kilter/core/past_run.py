@@ -57,6 +57,10 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     memory_clock_hz: float | None = None
     sm_utilisation: float | None = None
     memory_utilisation: float | None = None
+    flop_per_s: float | None = None
+    """Of the whole iteration, as the trace counts its FLOPs."""
+    bytes_per_s: float | None = None
+    """The same of the bytes that its operations move."""
 
 
 class PastRun(msgspec.Struct, frozen=True, kw_only=True):

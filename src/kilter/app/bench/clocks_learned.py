@@ -8,13 +8,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kilter.app.bench.driven import driven
-from kilter.app.learning import LEAST_POINTS, errors_of, fit, need_sklearn, points_of_table
+from kilter.app.learning import (
+    LEAST_POINTS,
+    errors_of,
+    features_of,
+    fit,
+    need_sklearn,
+    points_of_table,
+)
 from kilter.clocks.plan.governor import Governor
 from kilter.clocks.plan.job import Space
 from kilter.clocks.plan.known import PairBook, RecurringGovernor
 from kilter.clocks.plan.predictor import Predictor
 from kilter.core.label import Label
-from kilter.core.past_run import LEAST_FREEDOM, Features, KnownSetting
+from kilter.core.past_run import LEAST_FREEDOM, KnownSetting
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting
 from kilter.device.sim.replay import RecordedWorkload
@@ -32,7 +39,7 @@ def learned(
     run: Replay, space: Space, goal: Goal, seed: int, others: Sequence[RecordedWorkload]
 ) -> Setting:
     """The search, with its first probes ordered by what was learned from the other workloads."""
-    features = Features(power_w=run.workload.default.power_w)
+    features = features_of(run.workload)
     predictor = _fitted(tuple(others))
     expected = None
     if predictor is not None and predictor.why_not_used is None:

@@ -49,6 +49,8 @@ class PairBook:
         """The first block of a pair."""
         self._held = False
         self.baseline: list[BlockOutcome] = []
+        self.work: tuple[float, float] | None = None
+        """FLOPs and bytes of an iteration, where a trace tells them."""
 
     def note(self, orders: Generator[Order, BlockOutcome, T]) -> Generator[Order, BlockOutcome, T]:
         """The same orders; their outcomes are noted on the way."""
@@ -70,7 +72,7 @@ class PairBook:
         if order.phase is Phase.HOLD:
             self._held = True
         elif self._held:  # searched again: the job has changed
-            self._held, self._ratios, self.baseline = False, {}, []
+            self._held, self._ratios, self.baseline, self.work = False, {}, [], None
         if order.baseline:
             self.baseline.append(outcome)
         if order.pair is None or order.roles:
@@ -105,7 +107,13 @@ class PairBook:
         iteration_s = statistics.median(block.iteration_s for block in self.baseline)
         energies = [block.energy_j for block in self.baseline if block.energy_j is not None]
         power_w = statistics.median(energies) / iteration_s if energies else None
-        return Features(iteration_s=iteration_s, power_w=power_w)
+        flops, bytes_moved = self.work or (0.0, 0.0)
+        return Features(
+            iteration_s=iteration_s,
+            power_w=power_w,
+            flop_per_s=flops / iteration_s or None,
+            bytes_per_s=bytes_moved / iteration_s or None,
+        )
 
     @property
     def spread(self) -> tuple[float, float, int]:

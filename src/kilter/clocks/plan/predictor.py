@@ -34,8 +34,11 @@ JOB_COLUMNS = (
     "reference_memory_clock_hz",
     "sm_utilisation",
     "memory_utilisation",
+    "flop_per_byte",
+    "flop_per_s",
+    "bytes_per_s",
 )
-"""Of the job at the reference; NaN where it is not known."""
+"""Of the job at the reference; NaN where it is not known. The last three are of its trace."""
 PREDICTOR_COLUMNS = (*KNOB_COLUMNS, *JOB_COLUMNS)
 MOST_NODES = 2_000_000
 WORTH_USING = 0.8
@@ -52,6 +55,7 @@ def row_of(setting: Setting, reference: Setting, features: Features) -> list[flo
         value, own = getattr(setting, knob), getattr(reference, knob)
         row.append(math.log(value / own) if value and own else 0.0)
     limit_w, power_w = reference.power_limit_w, features.power_w
+    flop_per_s, bytes_per_s = features.flop_per_s, features.bytes_per_s
     job = (
         power_w,
         power_w / limit_w if power_w and limit_w else None,
@@ -59,6 +63,9 @@ def row_of(setting: Setting, reference: Setting, features: Features) -> list[flo
         reference.memory_clock_hz,
         features.sm_utilisation,
         features.memory_utilisation,
+        flop_per_s / bytes_per_s if flop_per_s and bytes_per_s else None,
+        flop_per_s,
+        bytes_per_s,
     )
     return [*row, *(math.nan if value is None else value for value in job)]
 

@@ -34,6 +34,8 @@ COLUMNS = (
     "power_w",
     "energy_j",
 )
+WORK_COLUMNS = ("flops", "bytes_moved")
+"""Columns that a table may have: of the piece of work that `time_s` is the time of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,8 @@ class RecordedRow:
     """Mean power of the card."""
     energy_j: float
     """Energy of the same piece of work."""
+    flops: float | None = None
+    bytes_moved: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,7 @@ class RecordedWorkload:
 def load_tables(path: str | os.PathLike[str]) -> tuple[RecordedWorkload, ...]:
     """The workloads of a clock-table CSV, in the order of their first row.
 
-    Columns as in `COLUMNS` (others are ignored); blank knobs mean "not set". A blank power or
+    Columns as in `COLUMNS`, and `WORK_COLUMNS` where they are there (others are ignored); blank knobs mean "not set". A blank power or
     energy is computed from the other one. Any row that cannot be trusted is a `FileError` that
     names the file and the line: nothing is skipped silently.
     """
@@ -175,6 +179,7 @@ def _row(field: dict[str, str], where: str) -> RecordedRow:
         time_s=time_s,
         power_w=energy_j / time_s if power_w is None else power_w,
         energy_j=energy_j,
+        **{name: _positive(field, name, where) for name in WORK_COLUMNS if name in field},
     )
 
 

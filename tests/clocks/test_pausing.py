@@ -5,12 +5,16 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kilter.app.simulated_training import training_job
+from kilter.clocks.block_messages import RankResult
 from kilter.clocks.conductor import PAUSED, STALLED, Conductor, GovernorProgram
 from kilter.clocks.pausing import PauseAccount, PausingActuator
-from kilter.clocks.plan.pauses import PausePlan, pause_plan
+from kilter.clocks.plan.pauses import SAVED_UP, PausePlan, pause_plan
 from kilter.clocks.rehearsal import SimulatedIteration
 from kilter.core.errors import DeviceError
 from kilter.core.events import Block, Refused
@@ -292,6 +296,32 @@ def test_ranks_that_pause_in_turn_pay_from_one_account():
     assert account.left_s(100.0, {7: 0.4, 9: 0.3}) == pytest.approx(2.3)
     assert account.left_s(100.0, {11: 5.0}) == 0.0
     assert account.left_s(110.0, {}) == 0.0, "what was lost too much is earned back first"
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.1, 60.0), st.dictionaries(st.integers(0, 9), st.floats(0.0, 1.0))),
+        max_size=30,
+    ),
+    st.floats(1.0, 1.1),
+)
+def test_no_more_is_granted_than_the_contract_leaves(blocks, time_ratio):
+    """Whatever ranks lose in whichever iterations, an iteration counts with its slowest rank."""
+    plan = PausePlan(sm_clock_hz=LOW_HZ, after_s=5.0, return_s=0.4)
+    account, now_s, lost_s = PauseAccount(plan, 0.05, lambda: time_ratio), 0.0, 0.0
+    account.left_s(now_s, {})
+    for seconds, by_iteration in blocks:
+        now_s += seconds
+        one, other = (
+            RankResult(iteration_s=1.0, energy_j=None, why_not=None, refused=None, lost=lost)
+            for lost in (by_iteration, {i: s / 2 for i, s in by_iteration.items()})
+        )
+        told = msgspec.json.decode(msgspec.json.encode(other), type=RankResult).with_(one)
+        assert told.lost == by_iteration
+        lost_s += sum(by_iteration.values())
+        left_s = account.left_s(now_s, told.lost)
+        assert 0.0 <= left_s <= SAVED_UP * plan.return_s
+        assert left_s <= max(0.0, 1.05 - time_ratio) * now_s - lost_s + 1e-9 or left_s == 0.0
 
 
 def test_a_dry_run_and_a_card_without_clocks_lower_nothing():

@@ -75,9 +75,10 @@ class RecordedWorkload:
 def load_tables(path: str | os.PathLike[str]) -> tuple[RecordedWorkload, ...]:
     """The workloads of a clock-table CSV, in the order of their first row.
 
-    Columns as in `COLUMNS`, and `WORK_COLUMNS` where they are there (others are ignored); blank knobs mean "not set". A blank power or
-    energy is computed from the other one. Any row that cannot be trusted is a `FileError` that
-    names the file and the line: nothing is skipped silently.
+    Columns as in `COLUMNS`, and `WORK_COLUMNS` where they are there (others are ignored); blank
+    knobs mean "not set". A blank power or energy is computed from the other one. Any row that
+    cannot be trusted is a `FileError` that names the file and the line: nothing is skipped
+    silently.
     """
     groups: dict[tuple[str, str], list[tuple[str, RecordedRow]]] = defaultdict(list)
     lines: dict[tuple[str, str, str, Setting], int] = {}

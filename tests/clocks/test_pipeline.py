@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kilter.app.bench.pipelines import perseus_j, stage_table
+from kilter.app.bench.pipelines import perseus_j, savings, stage_table
 from kilter.clocks.plan.pipeline import (
     BACKWARD,
     FORWARD,
@@ -105,6 +105,14 @@ def test_at_least_nine_tenths_of_what_perseus_saves(device, sizes):
     assert found.energy_j >= best_j * (1 - 1e-9)
     assert default.energy_j - found.energy_j >= 0.9 * (default.energy_j - best_j)
     assert default.energy_j - best_j > 0.02 * default.energy_j
+
+
+@pytest.mark.parametrize("seed", [1006, 1131])
+def test_nine_tenths_where_stages_are_nearly_equal(seed):
+    """Greedy steps alone take slack that several other passes could share: 84 and 88 %."""
+    pytest.importorskip("highspy")
+    found = savings(load_profile("h200"), seed=seed, max_slowdown=0.0)
+    assert found["kilter"][0] >= 0.9 * found["perseus"][0]
 
 
 def test_wrong_problems_are_refused():

@@ -7,9 +7,12 @@ a few times in an iteration; the passes before and behind that phase, which are 
 path once each, keep clocks of their own.
 
 Steps of clocks are taken greedily, the one that saves most energy for the time it takes first, as
-long as the longest path through the schedule stays within the bound. Waiting costs `blocked_w`, so
-what a pass costs is its energy less what waiting would have cost meanwhile (J.-W. Chung et al.,
-Perseus, SOSP 2024, whose optimum over every single pass is the yardstick of the tests).
+long as the longest path through the schedule stays within the bound. Then passes are exchanged: one
+gets its next higher clock, others take up the slack that this leaves, and the exchange stays if it
+saves energy. (A greedy step may have taken the slack of several passes that run at the same time.)
+Waiting costs `blocked_w`, so what a pass costs is its energy less what waiting would have cost
+meanwhile (J.-W. Chung et al., Perseus, SOSP 2024, whose optimum over every single pass is the
+yardstick of the tests).
 """
 
 from __future__ import annotations
@@ -57,12 +60,7 @@ class PipelineSchedule(msgspec.Struct, frozen=True, kw_only=True):
     units: tuple[PipelineUnit, ...]
     needs: tuple[tuple[int, ...], ...]
     """By unit: those that have to be over before."""
-    firsts: tuple[int, ...]
-    """By group, its first unit."""
-
-    @property
-    def groups(self) -> int:
-        return len(self.firsts)
+    groups: int
 
 
 class Pipelined(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,12 +99,7 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> PipelineSchedul
                 units.append(PipelineUnit(stage=s, kind=kind, micro_batch=m, group=group))
                 needs.append(tuple(before))
                 at[s] += 1
-    firsts = {unit.group: place for place, unit in reversed(list(enumerate(units)))}
-    return PipelineSchedule(
-        units=tuple(units),
-        needs=tuple(needs),
-        firsts=tuple(firsts[group] for group in range(len(groups))),
-    )
+    return PipelineSchedule(units=tuple(units), needs=tuple(needs), groups=len(groups))
 
 
 def _row(stage: int, stages: int, micro_batches: int) -> Iterator[tuple[str, int, bool]]:
@@ -161,11 +154,13 @@ def plan(
     counts |= {len(p.energy_j) for s in stages for p in (s.forward, s.backward)}
     if len(counts) != 1:
         raise PlanError("every pass needs a time and an energy for every clock")
-    shared = _greedy(stages, schedule, [0] * schedule.groups, blocked_w, max_slowdown)
-    if not each:
-        return shared
-    alone = apart(schedule)
-    return _greedy(stages, alone, list(shared.levels), blocked_w, max_slowdown)
+    fastest = evaluate(stages, schedule, [0] * len(schedule.units), blocked_w)
+    bound_s = fastest.iteration_s * (1.0 + max_slowdown) * (1.0 + 1e-9)
+    shared = _Search(stages, schedule, blocked_w, bound_s).lowest([0] * schedule.groups)
+    levels = [shared[unit.group] for unit in schedule.units]
+    if each:
+        levels = _Search(stages, apart(schedule), blocked_w, bound_s).lowest(levels)
+    return evaluate(stages, schedule, levels, blocked_w)
 
 
 def apart(schedule: PipelineSchedule) -> PipelineSchedule:
@@ -174,53 +169,99 @@ def apart(schedule: PipelineSchedule) -> PipelineSchedule:
         PipelineUnit(stage=u.stage, kind=u.kind, micro_batch=u.micro_batch, group=i)
         for i, u in enumerate(schedule.units)
     )
-    return PipelineSchedule(units=units, needs=schedule.needs, firsts=tuple(range(len(units))))
+    return PipelineSchedule(units=units, needs=schedule.needs, groups=len(units))
 
 
-def _greedy(
-    stages: Sequence[Stage],
-    schedule: PipelineSchedule,
-    chosen: list[int],
-    blocked_w: float,
-    max_slowdown: float,
-) -> Pipelined:
-    """Lower the clocks of groups from the given ones, step by step."""
-    fastest = evaluate(stages, schedule, [0] * len(schedule.units), blocked_w)
-    best = evaluate(stages, schedule, _levels(schedule, chosen), blocked_w)
-    bound_s = fastest.iteration_s * (1.0 + max_slowdown) * (1.0 + 1e-9)
-    steps = [
-        step
-        for g, level in enumerate(chosen)
-        for step in _step(stages, schedule, g, level, blocked_w)
-    ]
-    heapq.heapify(steps)
-    while steps:
-        _, group, level = heapq.heappop(steps)
-        tried = [*chosen]
-        tried[group] = level
-        outcome = evaluate(stages, schedule, _levels(schedule, tried), blocked_w)
-        # A step that does not fit now never will: clocks only fall.
-        if outcome.iteration_s <= bound_s and outcome.energy_j < best.energy_j:
-            chosen, best = tried, outcome
-            for step in _step(stages, schedule, group, level, blocked_w):
-                heapq.heappush(steps, step)
-    return best
+class _Search:
+    """The lowest clocks of groups of passes within a bound; `chosen` is a clock for each group."""
+
+    def __init__(
+        self, stages: Sequence[Stage], schedule: PipelineSchedule, blocked_w: float, bound_s: float
+    ) -> None:
+        works = [stages[unit.stage].of(unit.kind) for unit in schedule.units]
+        self._schedule, self._bound_s = schedule, bound_s
+        self._lost_w = blocked_w * len(stages)
+        self._time_s = [work.time_s for work in works]
+        self._cost_j = [
+            [e - blocked_w * t for t, e in zip(work.time_s, work.energy_j, strict=True)]
+            for work in works
+        ]
+        self._units: list[list[int]] = [[] for _ in range(schedule.groups)]
+        for place, unit in enumerate(schedule.units):
+            self._units[unit.group].append(place)
+
+    def lowest(self, chosen: Sequence[int]) -> list[int]:
+        """Clocks from the given ones down, until no exchange saves any more."""
+        best_j, best = self._filled(chosen)
+        improved = True
+        while improved:
+            improved = False
+            for group in range(len(best)):
+                if best[group] == 0:
+                    continue
+                raised = [*best]
+                raised[group] -= 1
+                _, others = self._filled(raised, but=group)
+                tried_j, tried = self._filled(others)
+                if _saves(best_j, tried_j):
+                    best_j, best, improved = tried_j, tried, True
+        return best
+
+    def _filled(self, chosen: Sequence[int], *, but: int | None = None) -> tuple[float, list[int]]:
+        """The greedy steps from here, of all groups but one; with the energy."""
+        filled = [*chosen]
+        energy_j, slack_s = self._outcome(filled)
+        steps = [
+            step for g, level in enumerate(filled) if g != but for step in self._step(g, level)
+        ]
+        heapq.heapify(steps)
+        while steps:
+            _, group, level = heapq.heappop(steps)
+            # A step that does not fit now never will: clocks only fall.
+            if self._longer_s(group, filled[group], level) > min(
+                slack_s[unit] for unit in self._units[group]
+            ):
+                continue
+            tried = [*filled]
+            tried[group] = level
+            tried_j, left_s = self._outcome(tried)
+            if min(left_s) >= 0.0 and _saves(energy_j, tried_j):
+                energy_j, slack_s, filled = tried_j, left_s, tried
+                for step in self._step(group, level):
+                    heapq.heappush(steps, step)
+        return energy_j, filled
+
+    def _outcome(self, chosen: Sequence[int]) -> tuple[float, list[float]]:
+        """The energy, and by unit how much later it may end within the bound."""
+        units, needs = self._schedule.units, self._schedule.needs
+        times_s = [of[chosen[unit.group]] for of, unit in zip(self._time_s, units, strict=True)]
+        ends_s: list[float] = []
+        for time_s, before in zip(times_s, needs, strict=True):
+            ends_s.append(max((ends_s[n] for n in before), default=0.0) + time_s)
+        latest_s = [self._bound_s] * len(units)
+        for place in reversed(range(len(units))):
+            begin_s = latest_s[place] - times_s[place]
+            for n in needs[place]:
+                latest_s[n] = min(latest_s[n], begin_s)
+        cost_j = sum(of[chosen[u.group]] for of, u in zip(self._cost_j, units, strict=True))
+        slack_s = [latest - end for latest, end in zip(latest_s, ends_s, strict=True)]
+        return cost_j + self._lost_w * max(ends_s), slack_s
+
+    def _longer_s(self, group: int, level: int, lower: int) -> float:
+        times_s = self._time_s[self._units[group][0]]
+        return times_s[lower] - times_s[level]
+
+    def _step(self, group: int, level: int) -> Iterator[tuple[float, int, int]]:
+        """The next lower clock of a group that saves energy, as (minus energy saved per second that
+        a pass takes longer, group, clock). Nothing at the end."""
+        costs_j = self._cost_j[self._units[group][0]]
+        for lower in range(level + 1, len(costs_j)):
+            if costs_j[lower] < costs_j[level]:
+                longer_s = max(self._longer_s(group, level, lower), 1e-15)
+                yield -(costs_j[level] - costs_j[lower]) / longer_s, group, lower
+                return
 
 
-def _step(
-    stages: Sequence[Stage], schedule: PipelineSchedule, group: int, level: int, blocked_w: float
-) -> Iterator[tuple[float, int, int]]:
-    """The next lower clock of a group that saves energy, as (minus energy saved per second that its
-    passes take longer, group, clock). Nothing at the end."""
-    unit = schedule.units[schedule.firsts[group]]
-    work = stages[unit.stage].of(unit.kind)
-    costs = [e - blocked_w * t for t, e in zip(work.time_s, work.energy_j, strict=True)]
-    for lower in range(level + 1, len(costs)):
-        if costs[lower] < costs[level]:
-            longer_s = max(work.time_s[lower] - work.time_s[level], 1e-15)
-            yield -(costs[level] - costs[lower]) / longer_s, group, lower
-            return
-
-
-def _levels(schedule: PipelineSchedule, chosen: Sequence[int]) -> list[int]:
-    return [chosen[unit.group] for unit in schedule.units]
+def _saves(before_j: float, after_j: float) -> bool:
+    """More than rounding does."""
+    return after_j < before_j - 1e-9 * abs(before_j)

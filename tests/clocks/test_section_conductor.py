@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +15,8 @@ from kilter.clocks.plan.timing import NOTHING, Command, Commanded, CommandSchedu
 from kilter.clocks.plan.waits import WaitPlan
 from kilter.clocks.section_conductor import Follow, SectionConductor
 from kilter.clocks.section_process import CommandLog, LowWaits
-from kilter.core.errors import Held
-from kilter.testing.box import FOUND, TIMEOUT_S, Box
+from kilter.testing.box import until
+from kilter.testing.section_box import DRY_WAIT, WAIT, SectionBox
 
 LOW_HZ = 1.2e9
 WAITING_W, COMPUTING_W = 110.0, 600.0
@@ -323,234 +320,63 @@ def test_what_is_counted_of_waits() -> None:
 
 # Real processes that are really killed, on the fake card whose settings outlive them.
 
-PROGRAM = """
-import sys, os, time
-from kilter.clocks.plan.timing import NOTHING, Command, CommandSchedule
-from kilter.clocks.plan.waits import WaitPlan
-from kilter.clocks.section_conductor import Begin, ConductorReady, Ended, Follow
-from kilter.clocks.section_process import SectionProcess
-from kilter.observe.marker import Marker
-
-uuid, log, hold_s, what = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4]
-marker = Marker()
-sets = what != "dry run"
-process = SectionProcess(
-    marker, Begin(log=log, backend="nvml", device=uuid, sets=sets, program=os.getpid())
-)
-while not (found := process.answers()):
-    time.sleep(0.01)
-print(found[0].pid if isinstance(found[0], ConductorReady) else found[0], flush=True)
-if what == "section":
-    down = Command(edge="down", key="a", sm_clock_hz=1.2e9, at_s=0.05, lead_s=0.0, hold_s=hold_s)
-    up = Command(edge="up", key="a", sm_clock_hz=None, at_s=600.0, lead_s=0.0, hold_s=0.0)
-    commands = (down, up)
-    planned = CommandSchedule(number=1, commands=commands, iteration_s=1000.0, calls_per_s=10.0)
-    process.say(Follow(schedule=planned))
-    time.sleep(0.2)
-    marker.mark(1)
-else:
-    waits = WaitPlan(
-        sm_clock_hz=1.2e9, after_s=0.2, return_s=0.01, share=0.5, high_w=300.0, low_w=300.0,
-        rise_w=100.0, settle_s=0.1, calls_per_s=10.0,
-    )
-    process.say(Follow(schedule=NOTHING, waits=waits))
-    for iteration in range(10):
-        time.sleep(0.06)
-        marker.mark(iteration)
-for line in sys.stdin:
-    if line == "stop\\n":
-        print(process.stop(), flush=True)
-    elif line == "look\\n":
-        print(process.answers(), flush=True)
-    elif line == "mark\\n":
-        marker.mark(100)
-        print("marked", flush=True)
-"""
-
-
-class Program:
-    """A program whose conductor has a low clock in force."""
-
-    def __init__(self, box: Box, *, hold_s: float, what: str) -> None:
-        self.box = box
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                PROGRAM,
-                box.uuid,
-                str(box.root / "log.jsonl"),
-                str(hold_s),
-                what,
-            ],
-            env=box.environ(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        self.conductor = int(self._process.stdout.readline())
-
-    def until(self, reached: Callable[[], bool]) -> None:
-        by_s = time.monotonic() + TIMEOUT_S
-        while not reached():
-            assert time.monotonic() < by_s, f"stands at {self.box.setting()}"
-            time.sleep(0.01)
-
-    def until_low(self) -> None:
-        self.until(lambda: self.box.setting().sm_clock_hz == 1.2e9)
-
-    def until_found(self) -> None:
-        self.until(lambda: self.box.setting() == FOUND)
-
-    def free(self) -> bool:
-        """Nobody controls the card any more."""
-        try:
-            self.box.place.lock(patience_s=0.1).close()
-        except Held:
-            return False
-        return True
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def ask(self, text: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(text + "\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate(timeout=TIMEOUT_S)
-
 
 @pytest.fixture
-def programs(tmp_path: Path) -> Iterator[Callable[..., Program]]:
-    box = Box(tmp_path)
-    begun: list[Program] = []
-
-    def begin(*, hold_s: float = 600.0, what: str = "section") -> Program:
-        box.change(load=0.0 if what != "section" else 1.0)
-        begun.append(Program(box, hold_s=hold_s, what=what))
-        return begun[-1]
-
-    yield begin
-    for program in begun:
-        program.end()
-        program.until(program.free)
+def box(tmp_path: Path) -> Iterator[SectionBox]:
+    box = SectionBox(tmp_path)
+    yield box
+    box.close()
+    box.until_free()
 
 
-def test_the_end_of_the_program_restores(programs: Callable[..., Program]) -> None:
-    program = programs()
-    program.until_low()
+def test_the_end_of_the_program_restores(box: SectionBox) -> None:
+    program = box.begin()
+    program.ask("mark")
+    until(box.low)
     assert "restored=True" in program.ask("stop")
-    assert program.box.setting() == FOUND
+    assert box.found()
 
 
-@pytest.mark.parametrize("dead", [("program",), ("conductor",), ("program", "conductor")])
-def test_a_kill_while_the_clock_is_low_restores(
-    dead: tuple[str, ...], programs: Callable[..., Program]
-) -> None:
-    program = programs()
-    program.until_low()
-    if "program" in dead:
-        program.kill()
-    if "conductor" in dead:
-        os.kill(program.conductor, signal.SIGKILL)
-    program.until_found()
-    program.until(program.free)
-    assert program.box.setting() == FOUND
-
-
-def test_a_kill_before_the_first_command_leaves_all_as_found(
-    programs: Callable[..., Program],
-) -> None:
-    program = programs()
+def test_a_conductor_that_dies_is_noticed(box: SectionBox) -> None:
+    program = box.begin()
     os.kill(program.conductor, signal.SIGKILL)
-    program.until(program.free)
-    assert program.box.setting() == FOUND
-
-
-def test_a_program_that_hangs_in_a_collective_is_restored_by_the_deadline(
-    programs: Callable[..., Program],
-) -> None:
-    program = programs(hold_s=0.5)
-    program.until_low()
-    program.until_found()
-    assert "Ended" not in program.ask("look")
-
-
-def test_a_conductor_that_hangs_is_restored_by_the_watcher(
-    programs: Callable[..., Program],
-) -> None:
-    program = programs(hold_s=1.0)
-    program.until_low()
-    os.kill(program.conductor, signal.SIGSTOP)
-    try:
-        program.until_found()
-        assert program.box.setting() == FOUND
-    finally:
-        os.kill(program.conductor, signal.SIGCONT)
-
-
-def test_a_conductor_that_dies_is_noticed(programs: Callable[..., Program]) -> None:
-    program = programs()
-    program.until_low()
-    os.kill(program.conductor, signal.SIGKILL)
-    program.until_found()
+    until(box.free)
     assert "the conductor has died" in program.ask("look")
 
 
-def test_a_wait_on_a_card_is_seen_by_its_power_and_ends(programs: Callable[..., Program]) -> None:
+def test_a_wait_on_a_card_is_seen_by_its_power_and_ends(box: SectionBox) -> None:
     """By the card's power, by the marker, and where the power cannot be read any more."""
-    program = programs(what="wait")
-    program.until_low()
-    program.box.change(load=1.0)
-    program.until_found()
-    program.box.change(load=0.0)
-    program.until_low()
+    program = box.begin(WAIT)
+    until(box.low)
+    box.change(load=1.0)
+    until(box.found)
+    box.change(load=0.0)
+    until(box.low)
     program.ask("mark")
-    program.until_found()
-    program.until_low()
+    until(box.found)
+    until(box.low)
     for call in ("nvmlDeviceGetFieldValues", "nvmlDeviceGetPowerUsage"):
-        program.box.refuse(call, "NOT_SUPPORTED")
-    program.until_found()
+        box.refuse(call, "NOT_SUPPORTED")
+    until(box.found)
     assert "this device tells no power" in program.ask("look")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_conductor_that_dies_or_hangs_in_a_wait_is_restored(
-    number: signal.Signals, programs: Callable[..., Program]
-) -> None:
-    program = programs(what="wait")
-    program.until_low()
-    os.kill(program.conductor, number)
-    try:
-        program.until_found()
-        assert program.box.setting() == FOUND
-    finally:
-        if number == signal.SIGSTOP:
-            os.kill(program.conductor, signal.SIGCONT)
-
-
-def test_a_dry_run_reads_the_power_and_sets_nothing(programs: Callable[..., Program]) -> None:
-    program = programs(what="dry run")
-    log = CommandLog(program.box.root / "log.jsonl")
+def test_a_dry_run_reads_the_power_and_sets_nothing(box: SectionBox) -> None:
+    program = box.begin(DRY_WAIT)
+    log = CommandLog(program.log)
 
     def waits(wanted: int) -> bool:
         log.read()
         return len(log.recent) >= wanted
 
-    program.until(lambda: waits(1))
+    until(lambda: waits(1))
     program.ask("mark")
-    program.until(lambda: waits(2))
+    until(lambda: waits(2))
     assert [(c.edge, c.key, c.state) for c in log.recent] == [
         ("down", "wait", "would set"),
         ("up", "wait", "would set"),
     ]
     assert log.waits.count == 1
     assert log.waits.low_s > 0.0
-    assert not program.box.fake.setters()
-    assert program.free()
+    assert not box.fake.setters()
+    assert box.free()

@@ -90,7 +90,9 @@ class Box:
         """What the card was last set to before it was put back, from the log of its calls."""
         sm_hz = limit_w = None
         for call in self.fake.setters():
-            if call.error is None and self.names.get(call.pid, "").endswith(("job", "daemon")):
+            if call.error is None and self.names.get(call.pid, "").endswith(
+                ("job", "daemon", "conductor")
+            ):
                 if call.name == "nvmlDeviceSetGpuLockedClocks":
                     sm_hz = call.arguments[1] * MHZ
                 if call.name == "nvmlDeviceSetPowerManagementLimit":

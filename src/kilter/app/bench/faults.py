@@ -19,6 +19,7 @@ from pathlib import Path
 from kilter.app.bench import daemon_faults
 from kilter.app.bench import faults_of_trust as trust
 from kilter.app.bench.random_faults import RANDOM_DAEMON_SCENARIOS, RANDOM_SCENARIOS
+from kilter.app.bench.section_faults import RANDOM_SECTION_SCENARIOS, SECTION_SCENARIOS
 from kilter.app.cli.output import print_json
 from kilter.core.errors import UsageError
 from kilter.core.label import Label
@@ -36,6 +37,7 @@ from kilter.testing.box import (
     until,
 )
 from kilter.testing.daemon_box import DaemonBox
+from kilter.testing.section_box import SectionBox
 
 HELP = "What is left on a GPU after each accident: killed jobs, killed watchers, refusals, losses."
 EPILOG = """\
@@ -45,7 +47,7 @@ exit code: 0 if every scenario ends with the settings that it should, 1 otherwis
 
 examples:
   kilter bench faults
-  kilter bench faults --times 250 --only random      the four rows of random moments, at length
+  kilter bench faults --times 250 --only random      the five rows of random moments, at length
 """
 
 RANDOM_TIMES = 20
@@ -422,6 +424,11 @@ def try_out_daemon(scenario: Callable[..., Setting | None], root: Path, *times: 
     return _try_out(scenario, DaemonBox(root, cards=2), *times)
 
 
+def try_out_sections(scenario: Callable[..., Setting | None], root: Path, *times: int) -> FaultRow:
+    """The same with a program whose conductor sets its card, and a card for each of its ranks."""
+    return _try_out(scenario, SectionBox(root), *times)
+
+
 def _try_out(scenario: Callable[..., Setting | None], box: Box, *times: int) -> FaultRow:
     try:
         found = box.setting()
@@ -462,6 +469,8 @@ _ROWS: tuple[tuple[Act, Sequence[Callable[..., Setting | None]], bool], ...] = (
     (try_out, RANDOM_SCENARIOS, True),
     (try_out_daemon, daemon_faults.DAEMON_SCENARIOS, False),
     (try_out_daemon, RANDOM_DAEMON_SCENARIOS, True),
+    (try_out_sections, SECTION_SCENARIOS, False),
+    (try_out_sections, RANDOM_SECTION_SCENARIOS, True),
 )
 
 

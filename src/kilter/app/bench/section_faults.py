@@ -1,0 +1,224 @@
+"""Rows of `kilter bench faults` for clocks inside the iteration: deaths of a trainer, of the
+conductor of its sections, of both, and of one rank of several; collectives that hang.
+
+Programs, conductors, gloo ranks and their deaths are real processes; the cards are fake.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from kilter.testing.box import FOUND, kill_watcher, until
+from kilter.testing.section_box import (
+    HOLD_S,
+    ITERATION_S,
+    ITERATIONS,
+    LONG_S,
+    UP_S,
+    WAIT,
+    SectionBox,
+    SectionProgram,
+)
+
+SectionAccident = Callable[[SectionBox], None]
+VICTIMS = (("trainer",), ("conductor",), ("trainer", "conductor"))
+MOMENTS_SEED = 13
+
+
+def _low_section(
+    box: SectionBox, *, hold_s: float = LONG_S, up_s: float = LONG_S
+) -> SectionProgram:
+    program = box.begin(hold_s=hold_s, up_s=up_s)
+    program.ask("mark")
+    until(box.low)
+    return program
+
+
+def _section_over(box: SectionBox) -> SectionProgram:
+    program = _low_section(box, up_s=UP_S)
+    until(box.found)
+    return program
+
+
+def _low_wait(box: SectionBox) -> SectionProgram:
+    program = box.begin(WAIT)
+    until(box.low)
+    return program
+
+
+STATES: dict[str, Callable[[SectionBox], SectionProgram]] = {
+    "before its first command": SectionBox.begin,
+    "while a section's clock is low": _low_section,
+    "after a section": _section_over,
+    "while a long wait's clock is low": _low_wait,
+}
+
+
+def _killed(state: str, victims: tuple[str, ...]) -> SectionAccident:
+    def scenario(box: SectionBox) -> None:
+        _kill(STATES[state](box), victims)
+        begin_s = time.monotonic()
+        box.until_free()
+        box.note(f"all as found {time.monotonic() - begin_s:.2f} s after the kill")
+
+    return _named(scenario, f"SIGKILL of {' and '.join(victims)} {state}")
+
+
+def _kill(program: SectionProgram, victims: tuple[str, ...]) -> None:
+    if "watcher" in victims:
+        kill_watcher(program.box.state_directory)
+    if "conductor" in victims:
+        os.kill(program.conductor, signal.SIGKILL)
+    if "trainer" in victims:
+        program.kill()
+    elif not program.lives:
+        program.box.wrong("the trainer ended")
+
+
+def _conductor_hangs(state: str, reach: Callable[[SectionBox], SectionProgram]) -> SectionAccident:
+    def scenario(box: SectionBox) -> None:
+        program = reach(box)
+        os.kill(program.conductor, signal.SIGSTOP)
+        until(box.found)
+        os.kill(program.conductor, signal.SIGCONT)
+        if not program.lives:
+            box.wrong("the trainer ended")
+        program.kill()
+
+    return _named(scenario, f"conductor hangs (SIGSTOP) {state}, the deadline passes")
+
+
+def _named(scenario: SectionAccident, row: str) -> SectionAccident:
+    scenario.__name__ = re.sub(r"\W+", "_", row)
+    scenario.__doc__ = f"sections: {row}"
+    return scenario
+
+
+def trainer_hangs(box: SectionBox) -> None:
+    """sections: the trainer hangs while a section is low, the deadline passes"""
+    program = _low_section(box, hold_s=HOLD_S)
+    os.kill(program.pid, signal.SIGSTOP)
+    begin_s = time.monotonic()
+    until(box.found)
+    box.note(f"back after {time.monotonic() - begin_s:.2f} s of a deadline of {HOLD_S:g} s")
+    if box.free():
+        box.wrong("the conductor ended")
+    program.kill()
+
+
+def refused_at_the_end(box: SectionBox) -> None:
+    """sections: setter refused at the command that ends a section, once"""
+    program = box.begin(up_s=UP_S)
+    box.refuse("nvmlDeviceReset*", times=1)
+    program.ask("mark")
+    until(box.low)
+    until(box.found)
+    if not program.lives:
+        box.wrong("the trainer ended")
+    program.kill()
+
+
+def rank_waits_long(box: SectionBox) -> None:
+    """sections: ranks wait long in a collective for a stopped one while all are low, then go on"""
+    ranks = _all_low(box)
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    _until_left_as_found(box)
+    os.kill(ranks[1].pid, signal.SIGCONT)
+    until(lambda: all(box.low(card) for card in range(len(ranks))))
+    box.note("low again when they went on")
+    for rank in ranks:
+        rank.kill()
+
+
+def collective_hangs(box: SectionBox) -> None:
+    """sections: a collective hangs while all ranks are low, and the job is killed"""
+    ranks = _all_low(box)
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    _until_left_as_found(box)
+    if any(box.free(card) for card in range(len(ranks))):
+        box.wrong("a conductor ended")
+    for rank in ranks:
+        rank.kill()
+
+
+def rank_lost(box: SectionBox) -> None:
+    """sections: SIGKILL of one rank of three in the middle of a section, the others fail"""
+    first, *others = _all_low(box)
+    first.kill()  # the host of the store
+    for rank in others:
+        rank.wait()  # gloo says that its peer is gone
+
+
+def conductor_of_one_rank(box: SectionBox) -> None:
+    """sections: SIGKILL of one rank's conductor while all are low, the job goes on"""
+    ranks = _all_low(box)
+    os.kill(ranks[0].conductor, signal.SIGKILL)
+    until(lambda: box.found([0]))
+    until(lambda: box.low(1))  # in a later iteration
+    if not all(rank.lives for rank in ranks):
+        box.wrong("a rank ended")
+    for rank in ranks:
+        rank.kill()
+
+
+def _all_low(box: SectionBox) -> list[SectionProgram]:
+    ranks = box.begin_ranks()
+    until(lambda: all(box.low(card) for card in range(len(ranks))))
+    return ranks
+
+
+def _until_left_as_found(box: SectionBox) -> None:
+    """All cards as found for three iterations' time: the collective hangs, and nothing is set."""
+    since_s = time.monotonic()
+
+    def steady() -> bool:
+        nonlocal since_s
+        if not box.found():
+            since_s = time.monotonic()
+        return time.monotonic() - since_s > 3 * ITERATION_S
+
+    until(steady)
+
+
+SECTION_SCENARIOS: tuple[SectionAccident, ...] = (
+    *(_killed(state, victims) for state in STATES for victims in VICTIMS),
+    _conductor_hangs("while a section's clock is low", partial(_low_section, hold_s=1.0)),
+    _conductor_hangs("while a long wait's clock is low", _low_wait),
+    trainer_hangs,
+    refused_at_the_end,
+    rank_waits_long,
+    collective_hangs,
+    rank_lost,
+    conductor_of_one_rank,
+)
+
+
+def random_section_kills(box: SectionBox, times: int) -> None:
+    """sections: SIGKILL of trainer, conductor, both or watcher too at random, `kilter restore`"""
+    chance, tried, left = random.Random(MOMENTS_SEED), Counter[str](), 0
+    every = (*VICTIMS, ("watcher",), ("trainer", "conductor", "watcher"))
+    for _ in range(times):
+        victims = chance.choice(every)
+        program = box.begin(ITERATIONS, hold_s=HOLD_S, up_s=UP_S)
+        time.sleep(chance.uniform(0.0, 3 * ITERATION_S))
+        _kill(program, victims)
+        program.kill()
+        until(box.free)
+        if "watcher" in victims:
+            box.restore()
+        tried[" and ".join(victims)] += 1
+        left += box.setting() != FOUND or box.place.journal_path.exists()
+    box.note(", ".join(f"{victims} {count}" for victims, count in sorted(tried.items())))
+    box.note(f"{left} of {times} left behind")
+    if left:
+        box.wrong(f"{left} left behind")
+
+
+RANDOM_SECTION_SCENARIOS = (random_section_kills,)

@@ -246,6 +246,7 @@ def test_point_to_point_is_matched_by_the_pair(tmp_path):
         ((job(0), job(0)), "both of rank 0"),
         ((job(0), job(1, world_size=4)), "run of 2 ranks"),
         ((job(0), job(1, jitter=(0.0, 5e4, 1e5))), "apart"),
+        ((job(0), job(7)), "rank 7, in a run of 2 ranks"),
     ],
 )
 def test_traces_of_different_runs_are_refused(tmp_path, contents, words):
@@ -264,6 +265,13 @@ def test_no_collectives_is_an_answer(tmp_path):
     assert "No communication kernels in the trace" in summary(analysis)
     assert analysis.ranks[0].sections == ()
     assert analysis.ranks[0].mean.compute_s == pytest.approx(20e-6)
+
+
+def test_a_rank_without_communication_beside_one_that_waits_is_said(tmp_path):
+    silent = trace([kernel("gemm", 0, 10), kernel("gemm", 20, 30)], world_size=2)
+    analysis = analyse(read(tmp_path, silent, job(1)))
+    assert "rank 0: holds no communication, though others do" in " ".join(analysis.left_out)
+    assert analysis.ranks[1].mean.wait_s is None
 
 
 def test_the_summary_names_the_worst_rank(tmp_path):

@@ -29,6 +29,7 @@ from kilter.core.rank_trace import (
     RankTimes,
     RankTrace,
 )
+from kilter.core.units import show_count
 from kilter.model.intervals import union
 from kilter.observe.gpu_markers import GpuWork, markers
 from kilter.observe.kineto import ITERATION_END
@@ -36,6 +37,8 @@ from kilter.observe.repetition import starts
 from kilter.observe.trace_events import Args, RawEvent, TraceFile
 
 _US = 1e-6
+MOST_US = 2**63 / 1e3
+"""Times in nanoseconds have 64 bits."""
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH = {"cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime"}
 _STEP = re.compile(r"ProfilerStep\s?#?\*?(\d+)")
@@ -227,6 +230,8 @@ class _Timeline:
         self._host_steps: dict[int, tuple[float, float]] = {}
         self._gpu_steps: dict[int, tuple[float, float]] = {}
         self._iteration_ends_us: list[float] = []
+        self._impossible = 0
+        """Events on the GPU whose times cannot be."""
         self._c10d: dict[int, tuple[str, Args | None]] = {}
         """External id -> name and arguments of an operation of c10d."""
 
@@ -235,7 +240,11 @@ class _Timeline:
         if event.ph != "X" or not isinstance(name, str) or begin is None or length is None:
             return
         if cat in _DEVICE:
-            self._add_device(name, cat, begin, max(length, 0.0), event.args)
+            if length < 0.0 or abs(begin) + length > MOST_US:
+                self._impossible += 1
+                length = 0.0
+            if abs(begin) <= MOST_US:
+                self._add_device(name, cat, begin, length, event.args)
         elif cat in _LAUNCH:
             correlation = _integer(event.args.correlation) if event.args else None
             if correlation is not None:
@@ -295,6 +304,9 @@ class _Timeline:
         begin, length = np.array(self._begin_us), np.array(self._length_us)
         kind, devices = np.array(self._kind), np.array(self._device)
         warnings: list[str] = []
+        if self._impossible:
+            events = show_count(self._impossible, "event")
+            warnings.append(f"{events} on the GPU with impossible times: left out of all sums")
         main = self._main_device(devices, length, warnings)
         own = devices == main
         origin = float(begin[own].min())

@@ -189,8 +189,8 @@ class TraceFile:
             raise FileError(f"{self.path}: not a Kineto trace ({error})") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise FileError(
-                f"{self.path}: not a complete JSON file: it breaks off behind event {self.count}; "
-                "copy the trace again, or let the profiler finish writing"
+                f"{self.path}: not a complete JSON file: it breaks off, or is damaged, after event "
+                f"{self.count} or later; copy the trace again, or let the profiler finish writing"
             ) from error
         keys.pop("traceEvents")
         self.head |= keys

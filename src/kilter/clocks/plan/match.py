@@ -60,7 +60,7 @@ def match(traces: Sequence[RankTrace]) -> Matched:
     if differences and not occurrences:
         raise PlanError(
             f"{traces[0].source} and {traces[1].source} do not run the same collectives "
-            f"({differences[0]}): pass the traces of one run"
+            f"({differences[0]}): pass the traces of one run, and of the same iterations"
         )
     transfer_s: dict[Place, float] = {}
     for places in occurrences:
@@ -80,6 +80,11 @@ def _one_run(traces: Sequence[RankTrace]) -> None:
                 "trace per rank of one run"
             )
         seen[trace.rank] = trace.source
+        if trace.world_size is not None and trace.rank >= trace.world_size:
+            raise PlanError(
+                f"{trace.source}: says that it is of rank {trace.rank}, in a run of "
+                f"{trace.world_size} ranks: pass the traces of one run"
+            )
     sizes = {t.world_size: t.source for t in traces if t.world_size is not None}
     if len(sizes) > 1:
         (a, in_a), (b, in_b) = list(sizes.items())[:2]

@@ -451,6 +451,11 @@ def _alone(traces: Sequence[RankTrace], matched: Matched) -> Iterator[str]:
     for t, trace in enumerate(traces):
         total = len(trace.collectives)
         seen = sum((t, c) in matched.transfer_s for c in range(total))
+        if not total and any(other.collectives for other in traces):
+            yield (
+                f"rank {trace.rank}: holds no communication, though others do; what they waited "
+                "for it is unknown"
+            )
         if 0 < seen < total:
             yield (
                 f"rank {trace.rank}: {total - seen} of {total} collectives were seen on no other "

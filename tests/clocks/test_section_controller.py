@@ -1,0 +1,230 @@
+"""What the conductor is told about long waits while a search goes on, and when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kilter.clocks import section_controller, section_process
+from kilter.clocks.plan.timing import Commanded, CommandSchedule, ScheduleArm
+from kilter.clocks.plan.waits import WaitPlan
+from kilter.clocks.section_conductor import Follow, SectionConductor
+from kilter.clocks.section_controller import SectionsController
+from kilter.core.messages import LocalMessages
+from kilter.core.rank_trace import Collective, RankIteration, RankTrace
+from kilter.observe.end_times import Iteration
+
+T, COMPUTE_S = 1.0, 0.6
+USUAL_W = 460.0
+
+
+def window(exposed_s: float) -> RankTrace:
+    """Five iterations of computation, then an all-reduce that is exposed for so long."""
+    begins = [n * T for n in range(5)]
+    return RankTrace(
+        source="window",
+        rank=0,
+        world_size=1,
+        device="NVIDIA H200",
+        origin_s=0.0,
+        compute=[(t, t + T - exposed_s) for t in begins],
+        copies=[],
+        collectives=tuple(
+            Collective(op="all_reduce", begin_s=t + T - exposed_s, end_s=t + T, stream=1)
+            for t in begins
+        ),
+        iterations=tuple(
+            RankIteration(number=n, begin_s=t, end_s=t + T) for n, t in enumerate(begins)
+        ),
+        found_by="the test",
+    )
+
+
+class Windows:
+    """One window, at once."""
+
+    open, count, failures, cost_s, why_not = False, 1, 0, 0.0, ""
+
+    def __init__(self, trace: RankTrace) -> None:
+        self._traces = [trace]
+
+    def take(self, run: Any, marked_s: Any) -> RankTrace | None:
+        return self._traces.pop() if self._traces else None
+
+    def due(self, run: Any) -> bool:
+        return False
+
+
+class Told:
+    """In place of the conductor's process: what it is told."""
+
+    orders: list[Follow]
+
+    def __init__(self, *_: Any) -> None:
+        type(self).orders = []
+
+    def follow(
+        self,
+        schedule: CommandSchedule,
+        arms: Sequence[ScheduleArm] = (),
+        waits: WaitPlan | None = None,
+    ) -> None:
+        self.orders.append(Follow(schedule=schedule, arms=tuple(arms), waits=waits))
+
+    def look(self) -> None:
+        return None
+
+    def told(self) -> dict[str, Any]:
+        return {"sets": True}
+
+
+class Job:
+    """A rank on a GPU that may be set; iterations take as long as ever, at every clock."""
+
+    def __init__(self, exposed_s: float) -> None:
+        self.refused: list[tuple[str, ...]] = []
+        info = SimpleNamespace(
+            backend="nvml",
+            uuid="GPU-a",
+            name="NVIDIA H200",
+            can_set=True,
+            driver="580",
+            vbios=None,
+            sensor_period_s=0.1,
+            switch_latency_s=None,
+        )
+        power = SimpleNamespace(mean_power_w=lambda begin_s, end_s: USUAL_W)
+        self.iterations = SimpleNamespace(
+            index=0, gpu_uuid="a", device=None, usual_s=T, role="", duration_s=T
+        )
+
+        class Log:
+            now_s = staticmethod(lambda: 0.0)
+            refuse = staticmethod(lambda *what: self.refused.append(what))
+            __call__ = staticmethod(lambda event: None)
+
+        messages = LocalMessages()
+        run: Any = SimpleNamespace(
+            dry_run=False,
+            info=info,
+            iterations=self.iterations,
+            log=Log(),
+            sampler=SimpleNamespace(record=power),
+            ranks=SimpleNamespace(rank=0, world_size=1),
+            messages=lambda: messages,
+            files=SimpleNamespace(),
+            tell_risks=lambda: None,
+        )
+        self.controller = SectionsController(
+            run, max_slowdown=0.005, otherwise=never, rehearse_s=0.0
+        )
+        self.controller._windows = Windows(window(exposed_s))  # type: ignore[assignment]
+
+    def iterate(self, count: int) -> None:
+        for _ in range(count):
+            self.iterations.index += 1
+            index = self.iterations.index
+            self.controller.iteration_ended(index)
+            finished = [Iteration(index=index, end_s=index * T, duration_s=T, timeline="host")]
+            self.controller.tick(finished, settled=True)
+
+
+def never() -> Any:
+    raise AssertionError("nothing takes over")
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[float], Job]:
+    monkeypatch.setattr(section_process, "Conducting", Told)
+    monkeypatch.setattr(section_controller, "write_atomically", lambda path, raw: None)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def begin(exposed_s: float) -> Job:
+        job = Job(exposed_s)
+        job.controller._run.files.directory = tmp_path
+        job.controller.begin()
+        return job
+
+    return begin
+
+
+def test_long_waits_begin_when_the_search_is_over(begun: Callable[[float], Job]) -> None:
+    job = begun(T - COMPUTE_S)
+    job.iterate(20)
+    assert job.controller._search.open_and_undecided
+    assert any(order.arms for order in Told.orders)
+    assert all(order.waits is None for order in Told.orders)
+    tried = len(Told.orders)
+    for _ in range(2000):
+        job.iterate(1)
+        if not job.controller._search.open_and_undecided:
+            break
+    assert job.refused == []
+    assert job.controller._search.found.held
+    held = next(order for order in Told.orders[tried:] if not order.arms)
+    assert held.schedule.commands
+    assert held.waits is not None
+    assert Told.orders[-1].waits is not None  # also while the bound is watched
+
+
+def test_long_waits_begin_on_a_rank_without_sections(begun: Callable[[float], Job]) -> None:
+    job = begun(0.001)
+    job.iterate(3)
+    assert job.controller._search.found.taken == "default"
+    (order,) = Told.orders
+    assert not order.schedule.commands
+    assert order.waits is not None
+
+
+def test_a_rank_that_waits_again_after_the_search_has_the_low_clock(
+    begun: Callable[[float], Job],
+) -> None:
+    """The orders of a real controller, carried out by a real conductor on a clock of the test."""
+    job = begun(0.001)
+    job.iterate(3)
+    now_s, computes = 0.0, True
+    low: list[float | None] = []
+
+    class Setter:
+        sets = True
+
+        def down(self, sm_clock_hz: float, hold_s: float) -> None:
+            low.append(sm_clock_hz)
+
+        def up(self) -> None:
+            low.append(None)
+
+    def power_w() -> float:
+        slow = bool(low) and low[-1] is not None
+        return (300.0 if slow else 600.0) if computes else (80.0 if slow else 115.0)
+
+    log: list[Commanded] = []
+    conductor = SectionConductor(Setter(), log.append, lambda: now_s, power_w)
+    conductor.follow(Told.orders[-1])
+    iteration = 0
+
+    def go(seconds: float, marks: bool) -> None:
+        nonlocal now_s, iteration
+        for step in range(round(seconds * 100)):
+            now_s += 0.01
+            if marks and step % 100 == 99:
+                iteration += 1
+                conductor.passed(iteration, now_s)
+            if conductor.due_s <= now_s:
+                conductor.act()
+
+    for _ in range(2):  # the second wait as the first
+        low.clear()
+        go(150.0, marks=True)  # the budget of half a per cent grows
+        assert low == []
+        computes = False
+        go(20.0, marks=False)
+        assert low[0] is not None
+        assert None not in low
+        computes = True
+        go(3.0, marks=False)
+        assert low[-1] is None
+    assert [c.edge for c in log] == ["down", "up"] * 2

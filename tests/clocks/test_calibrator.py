@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kilter.clocks.calibrator import SimulatedBench, calibrate
+from kilter.clocks.calibrator import GpuBench, SimulatedBench, calibrate
 from kilter.clocks.plan.switching import effect_s
 from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.device.sim.gpu import SimGpu
 from kilter.device.sim.profile import load_profile
+from kilter.observe.gpu_kernels import AHEAD, SpinKernels
 
 KERNEL = Operation(name="matmul", kind=Kind.FORWARD, start_s=0.0, duration_s=1e-3, flops=5e11)
 TRACE = IterationTrace(
@@ -87,3 +88,72 @@ def test_clocks_that_do_not_differ_are_not_made_up() -> None:
     found = calibrate(bench, [gpu.supported().sm_clocks_hz[-1]], repetitions=3)
     assert found.switches == ()
     assert found.latency(down=True) is None
+
+
+class Gpu:
+    """A host and a GPU whose clocks drift apart. The GPU works through its stream, and a set takes
+    a while to return and another while to act."""
+
+    CALL_S, LAUNCH_S, DRIFT, LONGEST_S = 0.012, 5e-6, 1e-4, 0.04
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self._launched: list[tuple[float, int]] = []
+        self._ends = [self.now_s]
+        self._changes = [(0.0, 1.98e9)]
+        self._random = random.Random(0)
+        self.latencies: dict[bool, list[float]] = {True: [], False: []}
+
+    def spin(self, cycles: int) -> None:
+        self.now_s += self.LAUNCH_S
+        self._launched.append((self.now_s, cycles))
+
+    def mark(self) -> GpuMark:
+        return GpuMark(self, len(self._launched))
+
+    def end_s(self, count: int) -> float:
+        """Of the first kernels, so many; later changes of the clock do not matter to them."""
+        while len(self._ends) <= count:
+            launched_s, cycles = self._launched[len(self._ends) - 1]
+            begin_s = max(launched_s, self._ends[-1])
+            hz = next(hz for at_s, hz in reversed(self._changes) if at_s <= begin_s)
+            self._ends.append(begin_s + cycles / hz)
+        return self._ends[count]
+
+    def set(self, setting: Setting) -> None:
+        down = setting.sm_clock_hz is not None
+        latency_s = self._random.uniform(0.005, self.LONGEST_S)
+        self.latencies[down].append(latency_s)
+        self._changes.append((self.now_s + latency_s, setting.sm_clock_hz or 1.98e9))
+        self.now_s += self.CALL_S
+
+
+class GpuMark:
+    def __init__(self, gpu: Gpu, count: int) -> None:
+        self._gpu, self._count = gpu, count
+
+    @property
+    def _at_s(self) -> float:
+        return self._gpu.end_s(self._count)
+
+    def wait(self) -> None:
+        self._gpu.now_s = max(self._gpu.now_s, self._at_s)
+
+    def seconds_to(self, later: GpuMark) -> float:
+        return round((later._at_s - self._at_s) * (1.0 + Gpu.DRIFT), 7)
+
+
+def test_a_gpus_switches_are_measured_while_the_host_is_in_the_drivers_call() -> None:
+    gpu = Gpu()
+    info = SimGpu(load_profile("h200")).info()
+    kernels = SpinKernels(gpu, lambda: gpu.now_s)
+    bench = GpuBench(lambda: info, kernels, gpu.set)
+    found = calibrate(bench, [0.795e9], repetitions=20)
+    # What is launched ahead outlasts the call, so a switch inside it is seen where it happens.
+    assert AHEAD * 1e5 / 1.98e9 > Gpu.CALL_S
+    for switch in found.switches:
+        true = sorted(gpu.latencies[switch.down])
+        kernel_s = 1e5 / (1.98e9 if switch.down else 0.795e9)
+        assert switch.n == 20
+        assert abs(switch.p50_s - true[9]) <= 2 * kernel_s
+        assert abs(switch.p95_s - true[18]) <= 2 * kernel_s

@@ -8,12 +8,12 @@ import pytest
 
 from kilter.app.bench.faults import try_out_sections
 from kilter.app.bench.section_faults import (
-    RANDOM_SECTION_SCENARIOS,
-    SECTION_SCENARIOS,
+    RANDOM_SECTION_ACCIDENTS,
+    SECTION_ACCIDENTS,
     SectionAccident,
 )
 
-SHORTER = [s for s in SECTION_SCENARIOS if not s.__name__.endswith("after_a_section")]
+SHORTER = [s for s in SECTION_ACCIDENTS if not s.__name__.endswith("after_a_section")]
 """Nothing is low then, as before the first command."""
 
 
@@ -25,7 +25,7 @@ def test_every_accident_leaves_the_cards_as_found(
     assert row.ok, row
 
 
-@pytest.mark.parametrize("scenario", RANDOM_SECTION_SCENARIOS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("scenario", RANDOM_SECTION_ACCIDENTS, ids=lambda one: one.__name__)
 def test_random_moments(scenario: SectionAccident, tmp_path: Path) -> None:
     row = try_out_sections(scenario, tmp_path, 2)
     assert row.ok, row

@@ -13,6 +13,7 @@ from kilter.clocks.plan.switching import Calibration, SwitchTimes, effect_s, swi
 from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.trace import IterationTrace
 from kilter.device.sim.gpu import SimGpu
+from kilter.observe.gpu_kernels import SpinKernels
 
 REPETITIONS = 20
 KERNELS_BEFORE = 20
@@ -57,6 +58,27 @@ class SimulatedBench:
         begin_s = self._gpu.now_s
         self._gpu.run(self._work)
         return begin_s, self._gpu.now_s
+
+
+class GpuBench:
+    """Kernels on a real GPU. `set_` is that of the GPU's lease; a switch begins with the call, as
+    it does for the conductor."""
+
+    def __init__(
+        self,
+        info: Callable[[], DeviceInfo],
+        kernels: SpinKernels,
+        set_: Callable[[Setting], None],
+    ) -> None:
+        self.info = info
+        self.kernel = kernels.kernel
+        self._now_s = kernels.now_s
+        self._set = set_
+
+    def set(self, setting: Setting) -> float:
+        commanded_s = self._now_s()
+        self._set(setting)
+        return commanded_s
 
 
 def calibrate(

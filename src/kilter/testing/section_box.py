@@ -30,9 +30,9 @@ LOW_HZ = 1200 * MHZ
 SECTION, WAIT, DRY_WAIT, ITERATIONS, RANK = "section", "wait", "dry wait", "iterations", "rank"
 """What a program does: one long section, begun by `mark`; a long wait, in a dry run, too; short
 iterations with a section each, alone or as one of several gloo ranks."""
-LONG_S = 600.0
+ENDLESS_S = 600.0
 ITERATION_S, DOWN_S, UP_S = 0.4, 0.05, 0.3
-HOLD_S = 0.8
+DEADLINE_S = 0.8
 """Deadline of a low clock in the short iterations."""
 
 
@@ -49,7 +49,7 @@ class SectionBox(Box):
         self.programs: list[SectionProgram] = []
 
     def begin(
-        self, what: str = SECTION, *, hold_s: float = LONG_S, up_s: float = LONG_S
+        self, what: str = SECTION, *, hold_s: float = ENDLESS_S, up_s: float = ENDLESS_S
     ) -> SectionProgram:
         """A program alone, on the first card; its conductor is there, and has set nothing."""
         self.change(load=0.0 if what in (WAIT, DRY_WAIT) else 1.0)
@@ -67,7 +67,9 @@ class SectionBox(Box):
         for rank in range(RANKS):
             names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
             names |= {"WORLD_SIZE": str(RANKS), "RANK": str(rank)}
-            program = SectionProgram(self, RANK, hold_s=HOLD_S, up_s=LONG_S, card=rank, **names)
+            program = SectionProgram(
+                self, RANK, hold_s=DEADLINE_S, up_s=ENDLESS_S, card=rank, **names
+            )
             self.programs.append(program)
         for program in self.programs:
             program.meet()
@@ -178,7 +180,7 @@ def serve(uuid: str, log: str, what: str, hold_s: float, up_s: float) -> None:
     print(ready.pid if isinstance(ready, ConductorReady) else ready, flush=True)
     down = Command(edge="down", key="a", sm_clock_hz=LOW_HZ, at_s=DOWN_S, lead_s=0.0, hold_s=hold_s)
     up = Command(edge="up", key="a", sm_clock_hz=None, at_s=up_s, lead_s=0.0, hold_s=0.0)
-    length_s = ITERATION_S if what in (ITERATIONS, RANK) else 2 * LONG_S
+    length_s = ITERATION_S if what in (ITERATIONS, RANK) else 2 * ENDLESS_S
     waits = WaitPlan(
         sm_clock_hz=LOW_HZ,
         after_s=0.2,

@@ -19,7 +19,7 @@ from pathlib import Path
 from kilter.app.bench import daemon_faults
 from kilter.app.bench import faults_of_trust as trust
 from kilter.app.bench.random_faults import RANDOM_DAEMON_SCENARIOS, RANDOM_SCENARIOS
-from kilter.app.bench.section_faults import RANDOM_SECTION_SCENARIOS, SECTION_SCENARIOS
+from kilter.app.bench.section_faults import RANDOM_SECTION_ACCIDENTS, SECTION_ACCIDENTS
 from kilter.app.cli.output import print_json
 from kilter.core.errors import UsageError
 from kilter.core.label import Label
@@ -469,8 +469,8 @@ _ROWS: tuple[tuple[Act, Sequence[Callable[..., Setting | None]], bool], ...] = (
     (try_out, RANDOM_SCENARIOS, True),
     (try_out_daemon, daemon_faults.DAEMON_SCENARIOS, False),
     (try_out_daemon, RANDOM_DAEMON_SCENARIOS, True),
-    (try_out_sections, SECTION_SCENARIOS, False),
-    (try_out_sections, RANDOM_SECTION_SCENARIOS, True),
+    (try_out_sections, SECTION_ACCIDENTS, False),
+    (try_out_sections, RANDOM_SECTION_ACCIDENTS, True),
 )
 
 

@@ -17,10 +17,10 @@ from functools import partial
 
 from kilter.testing.box import FOUND, kill_watcher, until
 from kilter.testing.section_box import (
-    HOLD_S,
+    DEADLINE_S,
+    ENDLESS_S,
     ITERATION_S,
     ITERATIONS,
-    LONG_S,
     UP_S,
     WAIT,
     SectionBox,
@@ -29,11 +29,11 @@ from kilter.testing.section_box import (
 
 SectionAccident = Callable[[SectionBox], None]
 VICTIMS = (("trainer",), ("conductor",), ("trainer", "conductor"))
-MOMENTS_SEED = 13
+SECTION_MOMENTS_SEED = 13
 
 
 def _low_section(
-    box: SectionBox, *, hold_s: float = LONG_S, up_s: float = LONG_S
+    box: SectionBox, *, hold_s: float = ENDLESS_S, up_s: float = ENDLESS_S
 ) -> SectionProgram:
     program = box.begin(hold_s=hold_s, up_s=up_s)
     program.ask("mark")
@@ -103,11 +103,11 @@ def _named(scenario: SectionAccident, row: str) -> SectionAccident:
 
 def trainer_hangs(box: SectionBox) -> None:
     """sections: the trainer hangs while a section is low, the deadline passes"""
-    program = _low_section(box, hold_s=HOLD_S)
+    program = _low_section(box, hold_s=DEADLINE_S)
     os.kill(program.pid, signal.SIGSTOP)
     begin_s = time.monotonic()
     until(box.found)
-    box.note(f"back after {time.monotonic() - begin_s:.2f} s of a deadline of {HOLD_S:g} s")
+    box.note(f"back after {time.monotonic() - begin_s:.2f} s of a deadline of {DEADLINE_S:g} s")
     if box.free():
         box.wrong("the conductor ended")
     program.kill()
@@ -187,7 +187,7 @@ def _until_left_as_found(box: SectionBox) -> None:
     until(steady)
 
 
-SECTION_SCENARIOS: tuple[SectionAccident, ...] = (
+SECTION_ACCIDENTS: tuple[SectionAccident, ...] = (
     *(_killed(state, victims) for state in STATES for victims in VICTIMS),
     _conductor_hangs("while a section's clock is low", partial(_low_section, hold_s=1.0)),
     _conductor_hangs("while a long wait's clock is low", _low_wait),
@@ -202,11 +202,11 @@ SECTION_SCENARIOS: tuple[SectionAccident, ...] = (
 
 def random_section_kills(box: SectionBox, times: int) -> None:
     """sections: SIGKILL of trainer, conductor, both or watcher too at random, `kilter restore`"""
-    chance, tried, left = random.Random(MOMENTS_SEED), Counter[str](), 0
+    chance, tried, left = random.Random(SECTION_MOMENTS_SEED), Counter[str](), 0
     every = (*VICTIMS, ("watcher",), ("trainer", "conductor", "watcher"))
     for _ in range(times):
         victims = chance.choice(every)
-        program = box.begin(ITERATIONS, hold_s=HOLD_S, up_s=UP_S)
+        program = box.begin(ITERATIONS, hold_s=DEADLINE_S, up_s=UP_S)
         time.sleep(chance.uniform(0.0, 3 * ITERATION_S))
         _kill(program, victims)
         program.kill()
@@ -221,4 +221,4 @@ def random_section_kills(box: SectionBox, times: int) -> None:
         box.wrong(f"{left} left behind")
 
 
-RANDOM_SECTION_SCENARIOS = (random_section_kills,)
+RANDOM_SECTION_ACCIDENTS = (random_section_kills,)

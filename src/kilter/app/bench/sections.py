@@ -40,8 +40,9 @@ EPILOG += """
   pipeline_1f1b  4 unequal stages, 16 micro-batches, no slowdown; beside Perseus' optimum (HiGHS)
   dry_run_gloo   not simulated and not in `all`: a real DDP job of two ranks on gloo, of which one
                  comes late, in a dry run; how far the commands were from the real edges
-  switch_times   how long the simulated device takes to change its clocks, by the calibrator,
-                 from the lengths of kernels; not in `all`
+  switch_times   how long the device takes to change its clocks, by the calibrator, from the
+                 lengths of kernels; not in `all`. With --device nvml on the GPU of this process,
+                 whose clocks are really set for some minutes: needs that right, and PyTorch
 
 Policies: kilter; stepwise, the patent's search (US 2025/0264922, S221-S227) taken literally;
 oracle, the deepest clocks that cost no more than each section's share of the bound.
@@ -60,6 +61,7 @@ STEPS = 12
 PIPELINE = "pipeline_1f1b"
 DRY_RUN = "dry_run_gloo"
 SWITCHES = "switch_times"
+NVML = "nvml"
 SEARCHES = ("kilter", "stepwise", "oracle")
 
 
@@ -102,9 +104,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_noise_argument(parser)
     parser.add_argument("--max-slowdown", type=fraction, default=0.01, metavar="B", help="(1%%)")
     parser.add_argument(
-        "--device", type=simulated, default=None, metavar="sim:NAME", help="(sim:h200)"
+        "--device",
+        type=_device,
+        default=None,
+        metavar="sim:NAME",
+        help=f"(sim:h200); with {SWITCHES} also nvml, whose clocks are set",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _device(text: str) -> Profile | str:
+    return NVML if text == NVML else simulated(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,6 +122,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--seeds {args.seeds}: at least 1")
     if args.first_seed < 0:
         raise UsageError(f"--first-seed {args.first_seed}: at least 0")
+    if args.device == NVML and args.scenario != SWITCHES:
+        raise UsageError(f"--device {NVML} goes with --scenario {SWITCHES} alone")
+    if args.device == NVML:
+        return tell_switches(None, seed=args.first_seed, as_json=args.json, keep=args.keep)
     profile = args.device or load_profile("h200")
     if args.scenario == SWITCHES:
         return tell_switches(profile, seed=args.first_seed, as_json=args.json, keep=args.keep)

@@ -1,4 +1,4 @@
-"""`kilter bench sections --scenario switch_times`: the calibrator on a simulated device."""
+"""`kilter bench sections --scenario switch_times`: the calibrator, simulated or on a GPU."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ import os
 import msgspec
 
 from kilter.app.cli.output import print_json
-from kilter.clocks.calibrator import SimulatedBench, calibrate
+from kilter.clocks.calibrator import GpuBench, SimulatedBench, calibrate
 from kilter.clocks.plan.switching import Calibration
 from kilter.clocks.section_card import card_of
 from kilter.clocks.section_store import SectionStore
+from kilter.core.errors import DeviceError
 from kilter.core.label import Label
 from kilter.core.setting import DeviceInfo
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.core.units import show_clock, show_time
+from kilter.device.find import find
 from kilter.device.sim.gpu import SimGpu
-from kilter.device.sim.profile import Profile
+from kilter.device.sim.profile import Profile, load_profile, profile_of
 from kilter.lease.lease import Lease
+from kilter.observe.gpu_kernels import spin_kernels
 
 KERNEL_FLOPS = 5e11
 """A millisecond or so: a switch is seen at the beginning of the next kernel."""
 
 
-def tell_switches(profile: Profile, *, seed: int, as_json: bool, keep: bool = False) -> int:
+def tell_switches(profile: Profile | None, *, seed: int, as_json: bool, keep: bool = False) -> int:
     """Measure, print the percentiles of each clock in both directions, and `keep` them for the runs
-    on that device."""
-    info, found = measured(profile, seed=seed)
+    on that device. Without a profile, the GPU of this process is set."""
+    info, profile, found = measured_on_gpu() if profile is None else measured(profile, seed=seed)
     kept = SectionStore(os.environ).keep_switches(info, found) if keep else None
     if as_json:
         fields = {"scenario": "switch_times", "device": profile.name}
@@ -50,7 +53,27 @@ def tell_switches(profile: Profile, *, seed: int, as_json: bool, keep: bool = Fa
     return 0
 
 
-def measured(profile: Profile, *, seed: int) -> tuple[DeviceInfo, Calibration]:
+Measured = tuple[DeviceInfo, Profile, Calibration]
+
+
+def measured_on_gpu() -> Measured:
+    """The same on the GPU of this process, with the kernels of PyTorch. Raises device errors."""
+    device = find("nvml", environ=os.environ)
+    info = device.info()
+    name = profile_of(info.name)
+    if name is None:
+        raise DeviceError(f"the clocks of sections on {info.name} are not known: no profile of it")
+    if not info.can_set:
+        raise DeviceError(f"switch times need clocks to be set: {info.refusal or 'not allowed'}")
+    profile = load_profile(name)
+    clocks = [level.sm_clock_hz for level in card_of(profile).levels]
+    kernels = spin_kernels(info.uuid)
+    with Lease(device) as lease:
+        bench = GpuBench(device.info, kernels, lease.set)
+        return info, profile, calibrate(bench, clocks)
+
+
+def measured(profile: Profile, *, seed: int) -> Measured:
     """The clocks that sections are planned with, on a simulated GPU, under a lease."""
     kernel = Operation(
         name="matmul", kind=Kind.FORWARD, start_s=0.0, duration_s=1e-3, flops=KERNEL_FLOPS
@@ -65,4 +88,4 @@ def measured(profile: Profile, *, seed: int) -> tuple[DeviceInfo, Calibration]:
     gpu = SimGpu(profile, seed=seed, index=seed)  # that of the rank of this number
     clocks = [level.sm_clock_hz for level in card_of(profile).levels]
     with Lease(gpu) as lease:
-        return gpu.info(), calibrate(SimulatedBench(gpu, trace, lease.set), clocks)
+        return gpu.info(), profile, calibrate(SimulatedBench(gpu, trace, lease.set), clocks)

@@ -1,5 +1,6 @@
 """No test is timed: a busy machine is no failure. In CI the examples are the same every time."""
 
+import gc
 import os
 import signal
 import sys
@@ -43,6 +44,13 @@ for number, usual in (
 ):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests live as long as the process: neither a collection of garbage nor
+    the engine, which looks for the program's norms among all objects, goes through them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

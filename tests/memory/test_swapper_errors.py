@@ -260,13 +260,10 @@ OF_SEGMENTS = (
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """No garbage of earlier tests goes, and calls our functions, in the middle of a run. What is
-    there already is not looked through in each run."""
+    """No garbage of earlier tests goes, and calls our functions, in the middle of a run."""
     gc.collect()
     gc.disable()
-    gc.freeze()
     yield
-    gc.unfreeze()
     gc.enable()
 
 

@@ -29,7 +29,7 @@ WIDTH = 256
 LAYERS = 12
 CLASSES = 256
 WEIGHT_BYTES = 4 * WIDTH * (WIDTH * LAYERS + CLASSES)
-LOSS_BYTES = 4 * 16 * 256 * CLASSES
+LOSS_BYTES = 4 * 64 * 64 * CLASSES
 """What the end of forward takes beside weights, and nobody can move."""
 
 
@@ -90,7 +90,7 @@ def train(
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = model(torch.randn(256, WIDTH)).repeat(16, 1).float().softmax(-1).square().mean()
+            loss = model(torch.randn(64, WIDTH)).repeat(64, 1).float().softmax(-1).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

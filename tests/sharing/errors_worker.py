@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -185,7 +185,7 @@ def worker(rank, out):
         name = f"{number} of {len(cases)}: rank {of}, {event} of {place}"
         if rank == 0:
             print(name, file=sys.stderr, flush=True)
-        with planted(place if rank == of else "nowhere", event):
+        with planted(place, event) if rank == of else nullcontext():
             parameters, order, said, _ = train(True)
         result = everyone((same(parameters, plain), order, said))
         if not all(right for right, _, _ in result):

@@ -1,7 +1,12 @@
-"""State beside activations: the joint plan is about as good as the best room, and fits budgets."""
+"""State beside activations: the joint plan is about as good as the best room, and fits budgets.
+
+All rooms of a training are planned for that, which takes long: 20 trainings, or as many as
+`KILTER_TEST_PROGRAMS` says.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -64,7 +69,7 @@ trainings = st.builds(
 )
 
 
-@quick
+@settings(quick, max_examples=int(os.environ.get("KILTER_TEST_PROGRAMS", "20")))
 @given(trainings)
 def test_about_as_good_as_the_best_of_all_rooms(
     case: tuple[Problem, list[Bucket], list[int]],

@@ -116,7 +116,8 @@ def let_deadline_pass(box: Box) -> None:
     deadline = repr(holder.deadline_s).encode()
     assert told.count(deadline) == 1
     box.place.lock_path.write_bytes(told.replace(deadline, past.ljust(len(deadline))))
-    assert (holder := box.place.holder()) is not None
+    holder = box.place.holder()
+    assert holder is not None
     assert holder.overdue
 
 

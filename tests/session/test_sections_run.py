@@ -100,7 +100,7 @@ def test_a_script_that_is_too_short_is_searched_on_by_rank_0_and_the_result_kept
     job = ["--late-s", "0.22", "--busy", "--iterations"]
     device = ["--device", "sim:h200", "--max-slowdown", "1%"]
     first, said = governed(warm, tmp_path, *device, job=[*job, "26"])
-    assert "Would hold" in said
+    assert "Would hold" in said, said
     assert "less energy" in said
     assert "One clock for the whole job was expected to save" in said
     search = first["search"]

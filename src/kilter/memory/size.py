@@ -14,7 +14,7 @@ from kilter.core.errors import PlanError, UsageError
 from kilter.core.label import Label
 from kilter.core.units import MIB, show_bytes, show_fraction, show_time
 from kilter.memory.plan.choose import MemoryPlan, plan
-from kilter.memory.plan.microbatch import Division, divide, divided
+from kilter.memory.plan.microbatch import Division, divided
 from kilter.memory.plan.problem import H200_PCIE5, Link, Problem
 from kilter.observe import torch_internals
 
@@ -124,14 +124,7 @@ class Size:
         fewest = next((n for n in counts if cut(n).peak_bytes <= budget_bytes), None)
         if fewest is None or self.batch_norm:
             return None
-        return divide(
-            self.samples,
-            problem,
-            fixed_bytes=fixed_bytes,
-            fixed_s=self.launch_s,
-            batch_norm=False,
-            pieces=(fewest,),
-        )
+        return Division(pieces=fewest, plan=plan(cut(fewest)))
 
     def _problem(self, record: Any, budget_bytes: int) -> Problem:
         problem, _ = record.problem(link=self.link, budget_bytes=budget_bytes, min_bytes=MIB)
@@ -271,7 +264,7 @@ def told(fit: Fit, card: str) -> list[str]:
     if division is not None:
         lines.append(
             f"or in {division.pieces} pieces of the batch (kilter.divided): "
-            f"{_slower(fit, division.plan.iteration_s)}; results differ by {division.effects[0]}"
+            f"{_slower(fit, division.plan.iteration_s)}; results differ by order of summation"
         )
     return lines
 

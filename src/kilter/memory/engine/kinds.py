@@ -17,7 +17,7 @@ from kilter.core.errors import PlanError
 from kilter.core.reasons import Reason
 from kilter.memory import messages
 from kilter.memory.engine.backend import Backend, HostMemoryError
-from kilter.memory.engine.pass_record import ALIGN, PassRecord, SavedSegment
+from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.engine.ready import Ready, ready
 from kilter.memory.engine.store import Store
 from kilter.memory.engine.waits import Waits
@@ -338,7 +338,7 @@ class Kinds:
         kind.segments = self._worth_calling(kind, make_problem)
         problem, numbers = make_problem(segments=kind.segments)
         value = plan(problem, self._planner, alone=not self.taken)
-        offsets, total = arena(problem, value.schedule, align=ALIGN)
+        offsets, total = arena(problem, value.schedule)
         places = {
             numbers[index]: (offset, problem.intervals[index].size_bytes)
             for index, offset in offsets.items()

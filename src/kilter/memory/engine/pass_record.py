@@ -16,10 +16,8 @@ from typing import Any
 
 from kilter.core.label import Label
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
-from kilter.memory.plan.problem import IdleInterval, Link, Problem
+from kilter.memory.plan.problem import IdleInterval, Link, Problem, aligned
 
-ALIGN = 512
-"""Data on the host begin at multiples of so many bytes."""
 FOREIGN = 0
 """Event: something saved in another pass is used."""
 
@@ -233,7 +231,7 @@ class PassRecord:
 
         chosen = set()
         for number in sorted(range(len(self.data)), key=worth, reverse=True):
-            size_bytes = -(-self.data[number].size_bytes // ALIGN) * ALIGN
+            size_bytes = aligned(self.data[number].size_bytes)
             if size_bytes <= room_bytes:
                 room_bytes -= size_bytes
                 chosen.add(number)

@@ -19,12 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from kilter.memory.engine.aliases import holders, shared_with_processes
 from kilter.memory.engine.backend import Backend, CopyEvent, HostMemoryError, owned
+from kilter.memory.plan.problem import aligned
 
 if TYPE_CHECKING:
     import torch
-
-ALIGN = 512
-"""Of tensors in their bucket: what the framework's allocator gives, so kernels vectorise."""
 
 
 class Where(Enum):
@@ -118,7 +116,7 @@ class Stream:
                 tensor = local_of(value)
                 if self._movable(tensor):
                     bucket.parts.append(Part(p, key, value, tensor, tensor.data_ptr()))
-        bucket.size_bytes = sum(_aligned(size_of(part.tensor)) for part in bucket.parts)
+        bucket.size_bytes = sum(aligned(size_of(part.tensor)) for part in bucket.parts)
         self.held_bytes += bucket.size_bytes
 
     def _movable(self, value: Any) -> bool:
@@ -205,7 +203,7 @@ class Stream:
                 bucket.departure = self._backend.copy_out(
                     bucket.host[begin : begin + size_bytes], _bytes_of(part.tensor)
                 )
-                begin += _aligned(size_bytes)
+                begin += aligned(size_bytes)
         self.note(bucket)
         bucket.where = Where.OFFLOADING
         self.out_bytes += bucket.size_bytes
@@ -219,7 +217,7 @@ class Stream:
                 size_bytes = size_of(part.tensor)
                 memory = self._backend.on_device(host, begin, size_bytes)
                 part.on_host = shaped(memory, 0, part.tensor)
-                begin += _aligned(size_bytes)
+                begin += aligned(size_bytes)
         except HostMemoryError:
             self._forget_memory(bucket)
             self._backend.give_back(host)
@@ -263,7 +261,7 @@ class Stream:
             begin = 0
             for part in bucket.parts:
                 part.in_flat = shaped(flat, begin, part.tensor)
-                begin += _aligned(size_of(part.tensor))
+                begin += aligned(size_of(part.tensor))
         else:
             bucket.flat.untyped_storage().resize_(bucket.size_bytes)
         bucket.arrival = self._backend.copy_in(bucket.flat, bucket.host)
@@ -345,7 +343,3 @@ def size_of(tensor: torch.Tensor) -> int:
     """Its bytes here, if it is dense."""
     local = local_of(tensor)
     return int(local.numel() * local.element_size())
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGN) * ALIGN

@@ -13,7 +13,7 @@ from kilter.memory.plan.delay_loads import delay_loads
 from kilter.memory.plan.exact import exact, relax
 from kilter.memory.plan.literal import literal
 from kilter.memory.plan.mix import mix
-from kilter.memory.plan.problem import Problem
+from kilter.memory.plan.problem import Problem, aligned
 from kilter.memory.plan.simulate import Schedule, SimulatedPass, simulate
 from kilter.memory.plan.spanning import spanning
 
@@ -105,13 +105,12 @@ def described(
         in_bytes=outcome.in_bytes,
         host_bytes=arena(problem, schedule)[1],
         transfer_s=sum(
-            problem.link.in_s(j.size_bytes) + (0.0 if j.clean else problem.link.out_s(j.size_bytes))
-            for j in moved
+            problem.link.in_s(j.size_bytes) + problem.link.out_s(j.size_bytes) for j in moved
         ),
     )
 
 
-def arena(problem: Problem, schedule: Schedule, *, align: int = 512) -> tuple[dict[int, int], int]:
+def arena(problem: Problem, schedule: Schedule) -> tuple[dict[int, int], int]:
     """Where each swapped interval lies in one host arena, and how large that must be.
 
     First fit by decreasing size over the time that an interval has bytes on the host: from the end
@@ -125,7 +124,7 @@ def arena(problem: Problem, schedule: Schedule, *, align: int = 512) -> tuple[di
     total = 0
     for negative, index in spans:
         interval = problem.intervals[index]
-        size = -(negative // align) * align
+        size = aligned(-negative)
         low = 0
         beside = sorted(
             (used_low, used_high)

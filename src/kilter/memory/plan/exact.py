@@ -4,7 +4,7 @@ Variables: `x` share of each interval swapped, `r` share recomputed, and for eac
 stall before it, the time of recomputing before it, and the bytes moved out and in by its start.
 Bytes are summed over intervals instead of followed one by one, with no window on when they move:
 every schedule that `simulate` accepts is a feasible point, so the relaxation is a lower bound on
-all of them, and the programme stays small (eleven columns an operation, two an interval).
+all of them, and the programme stays small (ten columns an operation, two an interval).
 
 By the start of operation k
 - bytes out <= bytes of swapped intervals whose gap has begun;  bytes in <= bytes out;
@@ -168,7 +168,6 @@ class _Scaled:
         self.cost = np.array([(j.recompute_s or 0.0) for j in intervals]) * self.second
         self.possible = np.array([recompute and j.recompute_s is not None for j in intervals])
         """To recompute."""
-        self.dirty = np.array([not j.clean for j in intervals])
         self.to_host = np.array([j.to_host for j in intervals], dtype=float)
         self.after = np.array([j.after for j in intervals])
         self.before = np.array([j.before for j in intervals])
@@ -185,13 +184,13 @@ class _Columns:
     which share of it is swapped, and which is recomputed.
 
     Running sums are columns of their own, which keeps the rows short: bytes of swapped intervals
-    whose gap has begun (gone: with a transfer; ready: without), those needed by now, the level
-    taken away by what is recomputed, the time spent on recomputing, what of it is owed and allowed.
+    whose gap has begun (gone), those needed by now, the level taken away by what is recomputed, the
+    time spent on recomputing, what of it is owed and allowed.
     """
 
     NAMES = (
         *("stall", "making", "out", "back"),
-        *("gone", "ready", "needed", "dropped", "spent", "owed", "allowed"),
+        *("gone", "needed", "dropped", "spent", "owed", "allowed"),
     )
 
     def __init__(self, operations: int, intervals: int) -> None:
@@ -231,16 +230,14 @@ def _running(
 def _keep_bytes(rows: _Rows, columns: _Columns, scaled: _Scaled) -> None:
     """What moves is there to be moved, what is needed is back, and the level keeps the budget."""
     x, r, count = columns.swap, columns.recompute, len(columns.k)
-    size, dirty = scaled.size, scaled.dirty
-    after, before = scaled.after, scaled.before
-    _running(rows, columns, "gone", [(after[dirty] + 1, x[dirty], size[dirty])])
-    _running(rows, columns, "ready", [(after[~dirty] + 1, x[~dirty], size[~dirty])])
+    size, after, before = scaled.size, scaled.after, scaled.before
+    _running(rows, columns, "gone", [(after + 1, x, size)])
     _running(rows, columns, "needed", [(before, x, size)])
     _running(rows, columns, "dropped", [(after + 1, r, size), (before, r, -size)])
     rows.add(count, columns.terms(out=1.0, gone=-1.0), -np.inf, 0.0)
-    rows.add(count, columns.terms(back=1.0, out=-1.0, ready=-1.0), -np.inf, 0.0)
+    rows.add(count, columns.terms(back=1.0, out=-1.0), -np.inf, 0.0)
     rows.add(count, columns.terms(back=1.0, needed=-1.0), 0.0, np.inf)
-    level = columns.terms(dropped=-1.0, out=-1.0, ready=-1.0, back=1.0)
+    level = columns.terms(dropped=-1.0, out=-1.0, back=1.0)
     rows.add(count, level, -np.inf, 1.0 - scaled.level)
 
 

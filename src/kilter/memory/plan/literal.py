@@ -24,7 +24,7 @@ class _Search:
         intervals = problem.intervals
         self._problem = problem
         self._in_s = [problem.link.in_s(interval.size_bytes) for interval in intervals]
-        self._out_s = [0.0 if j.clean else problem.link.out_s(j.size_bytes) for j in intervals]
+        self._out_s = [problem.link.out_s(interval.size_bytes) for interval in intervals]
         self.at = {i: interval.before for i, interval in enumerate(intervals)}
         """Where data are swapped in; those whose commands were deleted are not in it."""
         self._busy_in_s = [0.0] * len(problem.operation_s)

@@ -2,69 +2,23 @@
 
 Each piece runs forward and backward with its share of the activations; gradients add up. This is
 never bitwise the undivided run: sums are taken in another order and dropout draws other masks, both
-within the noise of training. Batch norm is another matter: its statistics become those of a piece,
-a change in kind, refused unless the caller allows it.
+within the noise of training. (`kilter.divided` carries it out.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kilter.core.errors import PlanError, UsageError
-from kilter.memory.plan.choose import MemoryPlan, plan
+from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import IdleInterval, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """The best number of pieces, and the plan for an iteration made of them."""
+    """A number of equal pieces, and the plan for an iteration made of them."""
 
     pieces: int
     plan: MemoryPlan
-    effects: tuple[str, ...]
-    """How results differ from the undivided run; empty for one piece."""
-
-
-def divide(
-    batch: int,
-    problem: Problem,
-    *,
-    fixed_bytes: int,
-    fixed_s: float,
-    batch_norm: bool,
-    allow_batch_norm: bool = False,
-    pieces: tuple[int, ...] = (1, 2, 4, 8, 16),
-    planner: str = "mix",
-) -> Division:
-    """The number of equal pieces whose plan is fastest.
-
-    `fixed_bytes` do not depend on the batch (weights, gradients, optimizer state); `fixed_s` is the
-    time an operation takes however small its batch. `PlanError` if no allowed number of pieces
-    fits the budget.
-    """
-    if batch < 1 or fixed_bytes < 0 or fixed_s < 0:
-        raise UsageError("batch must be positive, fixed bytes and time not negative")
-    refused = batch_norm and not allow_batch_norm
-    best: Division | None = None
-    reason = "no number of pieces fits the budget"
-    for count in pieces:
-        if batch % count or (count > 1 and refused):
-            continue
-        try:
-            found = plan(divided(problem, count, fixed_bytes=fixed_bytes, fixed_s=fixed_s), planner)
-        except PlanError as error:
-            reason = str(error)
-            continue
-        if best is None or found.iteration_s < best.plan.iteration_s:
-            effects: tuple[str, ...] = ("order of summation", "dropout masks", "mean over pieces")
-            if batch_norm:
-                effects += ("batch norm statistics of a piece",)
-            best = Division(pieces=count, plan=found, effects=effects if count > 1 else ())
-    if best is None:
-        if refused:
-            reason += "; pieces would change batch norm's statistics and were not allowed"
-        raise PlanError(reason)
-    return best
 
 
 def divided(problem: Problem, pieces: int, *, fixed_bytes: int, fixed_s: float) -> Problem:

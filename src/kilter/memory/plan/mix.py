@@ -13,8 +13,6 @@ and larger ones is taken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kilter.core.errors import BudgetTooSmall, PlanError
 from kilter.memory.plan.problem import Problem
 from kilter.memory.plan.simulate import Schedule, SimulatedPass, simulate
@@ -36,7 +34,7 @@ one recomputation more or less does not matter there, and planning takes seconds
 FINE_STEPS = 256
 
 
-def mix(problem: Problem, reaches: Sequence[float] = REACHES) -> Schedule:
+def mix(problem: Problem) -> Schedule:
     """Swap, recompute and keep. `PlanError` if not even everything away fits the budget, or, where
     not everything may be offloaded, if no plan is found."""
     if problem.peak_bytes <= problem.budget_bytes:
@@ -49,7 +47,7 @@ def mix(problem: Problem, reaches: Sequence[float] = REACHES) -> Schedule:
         order = within_reach(problem, prices, reach)
         return _search(problem, order, len(order) // FINE_STEPS if many else 1)
 
-    usual = [found_with(reach) for reach in (reaches[:1] if many else reaches)]
+    usual = [found_with(reach) for reach in (REACHES[:1] if many else REACHES)]
     found = [one for one in usual if one is not None]
     if found:
         return min(found, key=_cost_s)[0]

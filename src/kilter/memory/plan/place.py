@@ -18,23 +18,18 @@ from kilter.memory.plan.problem import Problem
 from kilter.memory.plan.simulate import Move, Schedule, SimulatedPass, simulate
 
 
-def place(
-    problem: Problem, swapped: Iterable[int], recomputed: frozenset[int] = frozenset()
-) -> Schedule | None:
-    """A schedule that swaps (a part of) `swapped` and recomputes `recomputed`; None if they free
-    too little for the budget."""
-    moves = _moves(problem, sorted(swapped), recomputed, arrival={})
-    return None if moves is None else Schedule(moves=moves, recomputed=tuple(sorted(recomputed)))
-
-
 def judged(
     problem: Problem,
     swapped: Iterable[int],
     recomputed: frozenset[int] = frozenset(),
     rounds: int = 2,
 ) -> tuple[Schedule, SimulatedPass] | None:
-    """`place`, then again with what the simulator says about when transfers complete: memory whose
-    transfer is complete is free at once, so that loads may start earlier. The best is returned."""
+    """A schedule that offloads (a part of) `swapped` and recomputes `recomputed`, and what the
+    simulator says of it; None if they free too little for the budget.
+
+    Each round but the first knows from the simulator when transfers are complete: their memory is
+    free at once then, so that loads may start earlier. The best schedule is returned.
+    """
     chosen = sorted(swapped)
     arrival: dict[int, int] = {}
     best: tuple[Schedule, SimulatedPass] | None = None

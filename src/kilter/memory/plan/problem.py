@@ -20,6 +20,14 @@ from kilter.core.trace import IterationTrace
 
 Bytes = npt.NDArray[np.int64]
 
+ALIGN_BYTES = 512
+"""Tensors that share host memory begin at multiples of this, as in the framework's allocator."""
+
+
+def aligned(size_bytes: int) -> int:
+    """The size rounded up, so that another tensor may begin behind it."""
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -89,8 +97,6 @@ class IdleInterval:
     """Time to make it again from what `needs` names; `None` if it cannot be."""
     needs: tuple[int, ...] = ()
     """Indices of earlier intervals that must be on the device when this one is recomputed."""
-    clean: bool = False
-    """The host holds the same bytes already: leaving costs no transfer."""
     to_host: bool = True
     """May be offloaded; otherwise it is recomputed or stays."""
     together: bool = False

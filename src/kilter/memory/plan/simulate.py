@@ -245,8 +245,7 @@ class _Iteration:
                 self._faults.append(
                     f"{interval.name}: released at operation {operation} while in use"
                 )
-            if not interval.clean:
-                self._stall(operation, self._channels.wait("out", move.interval))
+            self._stall(operation, self._channels.wait("out", move.interval))
             self._state[move.interval] = _State.AWAY
             self._away_bytes += interval.size_bytes
 
@@ -306,10 +305,9 @@ class _Iteration:
 
     def _leave(self, moves: Sequence[Move]) -> None:
         for move in moves:
-            interval = self._problem.intervals[move.interval]
-            if not interval.clean:
-                self._out_bytes += interval.size_bytes
-                self._channels.put("out", move.interval, interval.size_bytes, self._clock_s)
+            size_bytes = self._problem.intervals[move.interval].size_bytes
+            self._out_bytes += size_bytes
+            self._channels.put("out", move.interval, size_bytes, self._clock_s)
 
     def _drop(self, indices: Sequence[int]) -> None:
         for index in indices:

@@ -75,7 +75,7 @@ def short_gaps(problem: Problem, due: list[int], index: int) -> tuple[float, ...
 
 def large_transfers(problem: Problem, due: list[int], index: int) -> tuple[float, ...]:
     interval = problem.intervals[index]
-    return (-interval.size_bytes * (1 if interval.clean else 2), due[index] - interval.after)
+    return (-interval.size_bytes, due[index] - interval.after)
 
 
 def leaving(

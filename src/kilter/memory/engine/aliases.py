@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -85,6 +86,27 @@ class Known:
 
     def gone(self) -> bool:
         return self._storage.expired()
+
+
+def view_of(
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int = 0,
+) -> torch.Tensor:
+    """A tensor on the storage of another one, and no view of it. `offset` counts elements."""
+    import torch
+
+    found = torch.empty(0, dtype=dtype, device=tensor.device)
+    return found.set_(tensor.untyped_storage(), offset, size, stride)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of a tensor's storage."""
+    import torch
+
+    return view_of(tensor, torch.uint8, (tensor.untyped_storage().nbytes(),), (1,))
 
 
 def version_counter(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kilter.memory.engine.aliases import StorageReference
+from kilter.memory.engine.aliases import StorageReference, view_of
 from kilter.memory.engine.recompute import Foreign
 from kilter.observe import torch_internals
 
@@ -77,8 +77,7 @@ class Ref(NamedTuple):
         """The tensor, given one that has the storage."""
         size, stride, offset = self.size, self.stride, self.offset
         if base.dtype is not self.dtype:
-            view = torch.empty(0, dtype=self.dtype, device=base.device)
-            return view.set_(base.untyped_storage(), offset, size, stride)
+            return view_of(base, self.dtype, size, stride, offset)
         if base.size() == size and base.stride() == stride and base.storage_offset() == offset:
             return base
         return base.as_strided(size, stride, offset)

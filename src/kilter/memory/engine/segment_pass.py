@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kilter.memory import messages
+from kilter.memory.engine.aliases import bytes_of
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.pass_record import SavedSegment
 from kilter.memory.engine.ready import Ready
@@ -191,7 +192,7 @@ class SegmentPass:
 
     def _equal(self, members: Mapping[int, Saved], made: Mapping[int, torch.Tensor]) -> bool:
         return all(
-            torch.equal(self._bytes_of(saved), _bytes(made[storage]))
+            torch.equal(self._bytes_of(saved), bytes_of(made[storage]))
             for storage, saved in members.items()
         )
 
@@ -202,11 +203,4 @@ class SegmentPass:
             assert host is not None
             alias = self._backend.alloc_like(host)
             self._backend.wait(self._backend.copy_in(alias, host))
-        return _bytes(alias)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's storage."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
+        return bytes_of(alias)

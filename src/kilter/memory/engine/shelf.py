@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kilter.core.reasons import Reason
 from kilter.memory import messages
-from kilter.memory.engine.aliases import Holders, holders, shared_with_processes
+from kilter.memory.engine.aliases import Holders, bytes_of, holders, shared_with_processes
 from kilter.memory.engine.away import away_class
 from kilter.memory.engine.backend import Backend, CopyEvent, HostMemoryError, owned
 from kilter.memory.engine.saved_hooks import is_ours
@@ -226,11 +226,6 @@ class Shelf:
     def _alone_of(self, parameter: Any) -> Holders:
         return self._alone_in_graph if parameter.requires_grad else self._alone
 
-    def _flat(self, parameter: Any, weight: MovedWeights) -> torch.Tensor:
-        torch = self._torch
-        flat = torch.empty(0, dtype=torch.uint8, device=self._backend.device)
-        return flat.set_(parameter.untyped_storage(), 0, (weight.size_bytes,), (1,))
-
     def _sum(self, flat: torch.Tensor) -> torch.Tensor:
         torch = self._torch
         words = flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
@@ -263,7 +258,7 @@ class Shelf:
             return
         assert weight.host is not None
         with self._undisturbed():
-            flat = self._flat(parameter, weight)
+            flat = bytes_of(parameter)
             weight.sum = self._sum(flat)
             weight.departure = self._backend.copy_out(weight.host, flat)
         weight.version = parameter._version
@@ -298,7 +293,7 @@ class Shelf:
             if weight.stays:
                 return
         with self._undisturbed():
-            self._left.append((self._sum(self._flat(parameter, weight)), weight.sum))
+            self._left.append((self._sum(bytes_of(parameter)), weight.sum))
             self._backend.wait(weight.departure)
             assert weight.on_host is not None
             self._have(parameter, weight.on_host)

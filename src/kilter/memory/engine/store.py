@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from kilter.memory.engine.aliases import StorageReference
+from kilter.memory.engine.aliases import StorageReference, bytes_of, view_of
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.host import HostBlock, HostPool
 from kilter.memory.engine.layer_norms import LayerNorms
@@ -193,20 +193,6 @@ def covers(tensor: torch.Tensor, size_bytes: int) -> bool:
     return bool(tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
-def _seen(
-    storage_of: torch.Tensor,
-    dtype: torch.dtype,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    offset: int,
-) -> torch.Tensor:
-    """Another view of a tensor's storage."""
-    tensor = torch.empty(0, dtype=dtype, device=storage_of.device)
-    tensor.set_(storage_of.untyped_storage(), offset, size, stride)
-    set_version(tensor, storage_of._version)
-    return tensor
-
-
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set the counter of writes to a tensor, which autograd compares."""
     torch_internals.set_version_counter((tensor,), (version,))
@@ -218,12 +204,6 @@ def _users(tensor: torch.Tensor) -> int:
 
 def _lone() -> torch.Tensor:
     return torch.empty(1).detach()
-
-
-def flat(saved: Saved) -> torch.Tensor:
-    """The bytes of a resident datum."""
-    assert saved.alias is not None
-    return _seen(saved.alias, torch.uint8, (saved.size_bytes,), (1,), 0)
 
 
 def called(function: Callable[..., Any], *args: Any) -> bool:
@@ -359,7 +339,8 @@ class Store:
         elif dtype is alias.dtype:
             tensor = alias.as_strided(size, stride, offset)
         else:
-            tensor = _seen(alias, dtype, size, stride, offset)
+            tensor = view_of(alias, dtype, size, stride, offset)
+            set_version(tensor, alias._version)
         if alias._version != saved.version:
             raise Modified(tensor, saved.version)
         return tensor
@@ -377,7 +358,7 @@ class Store:
         if not self._may_go(saved, alias) or not self.alone(alias):
             return None
         if not saved.plain:
-            alias = flat(saved)
+            alias = bytes_of(alias)
         if host.dtype is not alias.dtype or host.size() != alias.size():
             host = host.view(alias.dtype)
         if host.stride() != alias.stride():
@@ -481,7 +462,7 @@ class Store:
         """Have the datum resident now: wait for its copy, or recompute it."""
         recipe = saved.recipe if saved.state == AWAY and saved.host is None else None
         if recipe is not None:
-            alias = self._with_room(lambda: self.made(recipe))
+            alias = self._with_room(lambda: self.carried_out(recipe.make))
         else:
             self.load(saved)
             if self.waits is None:
@@ -516,15 +497,6 @@ class Store:
         if self._backend.device.type == "cuda":
             torch.cuda.empty_cache()
         return take()
-
-    def resident(self, key: int) -> Saved | None:
-        """The resident datum with this storage, of whichever pass."""
-        reference = self._here.get(key)
-        return None if reference is None else reference()
-
-    def made(self, found: Recipe | SegmentTensor) -> torch.Tensor:
-        """The result of the recipe."""
-        return self.carried_out(found.make)
 
     def carried_out(self, make: Callable[[], T]) -> T:
         """What a recipe does, without a graph and outside of autocast."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from kilter.memory.engine.aliases import holders, shared_with_processes
+from kilter.memory.engine.aliases import bytes_of, holders, shared_with_processes, view_of
 from kilter.memory.engine.backend import Backend, CopyEvent, HostMemoryError, owned
 from kilter.memory.plan.problem import aligned
 
@@ -201,7 +201,7 @@ class Stream:
             for part in bucket.parts:
                 size_bytes = size_of(part.tensor)
                 bucket.departure = self._backend.copy_out(
-                    bucket.host[begin : begin + size_bytes], _bytes_of(part.tensor)
+                    bucket.host[begin : begin + size_bytes], bytes_of(part.tensor)
                 )
                 begin += aligned(size_bytes)
         self.note(bucket)
@@ -317,21 +317,10 @@ class Stream:
                 self._backend.wait(event)
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of its storage."""
-    import torch
-
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(tensor.untyped_storage(), 0, (size_of(tensor),), (1,))
-
-
 def shaped(memory: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
     """Bytes of `memory` from `begin` on as a tensor like another one, and no view of any."""
-    import torch
-
     first = begin // like.element_size()
-    empty = torch.empty(0, dtype=like.dtype, device=like.device)
-    return empty.set_(memory.untyped_storage(), first, like.size(), like.stride())
+    return view_of(memory, like.dtype, like.size(), like.stride(), first)
 
 
 def local_of(value: Any) -> Any:

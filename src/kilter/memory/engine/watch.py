@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from kilter.core.reasons import Reason
 from kilter.memory import messages
-from kilter.memory.engine.aliases import StorageReference
+from kilter.memory.engine.aliases import StorageReference, bytes_of
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.operation_graph import HeldSource
 from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedDatum, SavedSegment
 from kilter.memory.engine.recompute import Reader, Recipe, Unlike
-from kilter.memory.engine.store import Saved, Store, flat
+from kilter.memory.engine.store import Saved, Store
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
@@ -264,20 +264,19 @@ class Watch:
         if self.emptied(found.parameters):
             self.refuse(messages.recipe_of_sharded_weights(datum.name))
             return
-        marks = []
+        marks, carried_out = [], self._store.carried_out
         try:
-            made = self._store.made(found)  # from here on what it reads is here, the kernels loaded
+            made = carried_out(found.make)  # what it reads is here from now on, the kernels loaded
             for _ in range(WATCH_REPEATS):
                 self._backend.keep_busy(TRIAL_PAUSE_S)
                 begin = self._backend.mark()
-                made = self._store.made(found)
+                made = carried_out(found.make)
                 marks.append((begin, self._backend.mark()))
         except (Unlike, Modified, torch.OutOfMemoryError) as error:
             self.refuse(messages.recipe_failed(datum.name, error))
             return
-        again = torch.empty(0, dtype=torch.uint8, device=made.device)
-        again.set_(made.untyped_storage(), 0, (saved.size_bytes,), (1,))
-        if torch.equal(flat(saved), again):
+        assert saved.alias is not None
+        if torch.equal(bytes_of(saved.alias), bytes_of(made)):
             datum.recompute_s = min(self._backend.elapsed_s(*pair) for pair in marks)
         else:
             self.refuse(messages.recipe_differs(datum.name))

@@ -123,7 +123,8 @@ class Charge:
             for index, group in enumerate(optimizer.param_groups)
             for p in group["params"]
         }
-        self.refused: list[Reason] = []
+        self.refused: dict[Reason, None] = {}
+        """Why gradients are kept or state stays, each reason once."""
         self.stash: list[tuple[Any, torch.Tensor]] = []
         """Gradients hidden from the program's own step, which has nothing left to do with them."""
         self.handles: list[Any] = []
@@ -186,8 +187,7 @@ class Charge:
     # Reasons
 
     def say(self, reason: Reason) -> None:
-        if reason not in self.refused:
-            self.refused.append(reason)
+        self.refused[reason] = None
 
     def keep_state(self, reason: Reason) -> None:
         self.state.streams = False

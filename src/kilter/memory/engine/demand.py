@@ -26,7 +26,8 @@ class Demand:
         self._chosen: list[weakref.ref[Saved]] = []
         """Data that are offloaded as soon as the program holds them no longer."""
         self.spilled = 0
-        self.refused: list[Reason] = []
+        self.refused: dict[str, Reason] = {}
+        """The first reason of each code."""
 
     def begin(self) -> None:
         """A pass begins."""
@@ -49,11 +50,6 @@ class Demand:
             self._chosen.append(weakref.ref(saved))
         return over
 
-    def refuse(self, reason: Reason) -> None:
-        """Keep the first reason of each code."""
-        if all(reason.code != known.code for known in self.refused):
-            self.refused.append(reason)
-
     def event(self) -> None:
         """Offload the chosen data that nothing else uses; the others wait for a later event."""
         if not self._chosen:
@@ -66,7 +62,8 @@ class Demand:
             try:
                 left = self._store.leave_unplanned(saved)
             except HostMemoryError as error:
-                self.refuse(messages.of_error(error))
+                reason = messages.of_error(error)
+                self.refused.setdefault(reason.code, reason)
                 continue
             self.spilled += left
             if not left:

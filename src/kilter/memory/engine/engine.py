@@ -255,7 +255,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             highest_bytes=self._kinds.highest_bytes,
             most_bytes=self._kinds.most_bytes,
             peaks_bytes=tuple(self._kinds.peaks_bytes),
-            refused=(*self._kinds.refused, *self._demand.refused),
+            refused=(*self._kinds.refused, *self._demand.refused.values()),
         )
 
     def limit(self, budget_bytes: int) -> None:
@@ -550,7 +550,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._deviations.pass_ended(deviated=self._deviated)
         tangents = self._hooks.tangents
         if tangents:
-            self._demand.refuse(messages.tangents_stay(sum(tangents.values())))
+            reason = messages.tangents_stay(sum(tangents.values()))
+            self._demand.refused.setdefault(reason.code, reason)
             tangents.clear()
         if self._watch is not None:
             self._file(self._watch)
@@ -558,7 +559,7 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _file(self, watch: Watch) -> None:
         record = watch.record()
-        self._kinds.refused += watch.refused
+        self._kinds.refused |= watch.refused
         if watch.trial:
             self._kinds.tried(record)
             return

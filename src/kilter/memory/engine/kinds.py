@@ -121,7 +121,7 @@ class Kinds:
         """For copies, in a pass under the plan that was timed last."""
         self.hastened = 0
         """Loads that start earlier than planned, since they were late."""
-        self.refused: list[Reason] = []
+        self.refused: dict[Reason, None] = {}
         self.attention = Attention()
 
     def __iter__(self) -> Iterator[PassKind]:
@@ -284,7 +284,7 @@ class Kinds:
         out, back = slowness(problem, value.schedule, late)
         kind.slow = (kind.slow[0] * out, kind.slow[1] * back)
         kind.outdated = True
-        self._refuse(messages.slower_link(*kind.slow))
+        self.refused[messages.slower_link(*kind.slow)] = None
 
     def _hasten(self, kind: PassKind, late: Waiting) -> bool:
         """The same plan with late loads earlier; `False` if there is no memory for it."""
@@ -314,15 +314,11 @@ class Kinds:
             try:
                 kind.plan = self._ready(kind, budget_bytes, None if room is None else room())
             except (PlanError, HostMemoryError) as error:
-                self._refuse(messages.of_error(error))
+                self.refused[messages.of_error(error)] = None
                 continue
             self.unplanned_peak_bytes = 0
             return
         kind.hopeless = kind.plan is None
-
-    def _refuse(self, reason: Reason) -> None:
-        if reason not in self.refused:
-            self.refused.append(reason)
 
     def _ready(self, kind: PassKind, budget_bytes: int, room_bytes: int | None) -> Ready:
         out, back = kind.slow

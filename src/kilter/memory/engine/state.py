@@ -32,6 +32,7 @@ from kilter.memory import messages
 from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.charge import Charge, PassPhase
 from kilter.memory.engine.engine import leave_uncompiled
+from kilter.memory.engine.fenced_hook import fenced_hook
 from kilter.memory.engine.gone import when_gone
 from kilter.memory.engine.gradient_hooks import GradientHooks
 from kilter.memory.engine.gradients import Followed, GradientConsumed, GradientPlace, Gradients
@@ -209,25 +210,7 @@ class StateMover(AbstractContextManager["StateMover"]):
 
     def _fenced(self, hook: Callable[..., None]) -> Callable[..., None]:
         """A hook behind the fence: after an error of ours state comes back and gradients stay."""
-        fence = self._fence
-        if fence is None:
-            return hook
-
-        def refusal(*args: Any) -> GradientConsumed | None:
-            try:
-                hook(*args)
-            except GradientConsumed as error:  # the program's to know
-                return error
-            return None
-
-        def fenced(*args: Any) -> None:
-            found = [] if fence.down else fence.ask(refusal, *args)
-            if not found:
-                self._give_up()
-            elif found[0] is not None:
-                raise found[0]
-
-        return fenced
+        return fenced_hook(self._fence, hook, GradientConsumed, self._give_up)
 
     def _give_up(self) -> None:
         for charge in self._charges.values():

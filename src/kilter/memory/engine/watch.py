@@ -131,7 +131,8 @@ class Watch:
         self.expected_bytes = expected_bytes
         """Of a trial: what passes of this kind save."""
         self._saved: list[weakref.ref[Saved]] = []
-        self.refused: list[Reason] = []
+        self.refused: dict[Reason, None] = {}
+        """Why something is not recomputed, each reason once."""
         self.peak_bytes = 0
         """The most in use so far, where that is measured."""
         self._marks: list[tuple[CopyEvent, CopyEvent]] = []
@@ -153,9 +154,8 @@ class Watch:
         return [saved for saved in found if saved is not None]
 
     def refuse(self, reason: Reason) -> None:
-        """Note why something is not recomputed, once where many are alike."""
-        if reason not in self.refused:
-            self.refused.append(reason)
+        """Note why something is not recomputed."""
+        self.refused[reason] = None
 
     def emptied(self, held: Iterable[HeldSource]) -> bool:
         """One of these has lost its memory during the pass, as sharded weights do."""

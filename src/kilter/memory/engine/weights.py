@@ -28,6 +28,7 @@ from kilter.core.units import MIB
 from kilter.memory import messages
 from kilter.memory.engine.away import Doors, WeightsMoved
 from kilter.memory.engine.backend import Backend
+from kilter.memory.engine.fenced_hook import fenced_hook
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.shelf import MovedWeights, Shelf
 from kilter.memory.engine.store import kept, original_of, whole
@@ -208,7 +209,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._anew = False
         """After the next step a plan is made."""
         self._schedule: WeightSchedule | None = None
-        self._refused: list[Reason] = []
+        self._refused: dict[Reason, None] = {}
 
     # Begin and end
 
@@ -294,32 +295,11 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         )
 
     def _say(self, reason: Reason) -> None:
-        if reason not in self._refused:
-            self._refused.append(reason)
+        self._refused[reason] = None
 
     def _fenced(self, hook: Callable[..., None]) -> Callable[..., None]:
         """A hook behind the fence: after an error of ours, all weights are copied back and stay."""
-        fence = self._fence
-        if fence is None:
-            return hook
-
-        def fenced(*args: Any) -> None:
-            refusals: list[WeightsMoved] = []
-
-            def run() -> None:
-                try:
-                    hook(*args)
-                except WeightsMoved as refusal:  # the program's to know
-                    refusals.append(refusal)
-
-            if not fence.down:
-                fence.run(run)
-            if refusals:
-                raise refusals[0]
-            if fence.down:
-                self.stop()
-
-        return fenced
+        return fenced_hook(self._fence, hook, WeightsMoved, self.stop)
 
     # Who asks
 

@@ -69,10 +69,10 @@ class GovernedJob:
         on_gpu = cuda is not None
         begin = BudgetInForce.at_begin(asked, card_bytes, card_words, on_gpu=on_gpu)
         unplanned_bytes = UNLIMITED if card_bytes is None else card_bytes
-        self._limit_bytes = unplanned_bytes if begin.size_bytes is None else begin.size_bytes
+        limit_bytes = unplanned_bytes if begin.size_bytes is None else begin.size_bytes
         self._swapper = Swapper(
             backend,
-            budget_bytes=UNLIMITED if run.dry_run else self._limit_bytes,
+            budget_bytes=UNLIMITED if run.dry_run else limit_bytes,
             link=link,
             fence=run.fence,
             segments=segments,
@@ -112,7 +112,7 @@ class GovernedJob:
         self._policy = StateAndWeightPolicy(
             self._swapper, open_backend, self._link, self._run.fence, gradients, weights
         )
-        self._policy.begin(self._backend.used_bytes() or 0, self._limit_bytes)
+        self._policy.begin(self._backend.used_bytes() or 0, self._swapper.budget_bytes)
 
     def stop(self) -> None:
         """Decide nothing any more: the script is over, or this is a forked child."""

@@ -484,7 +484,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._measured = self._plan is None or self._plan.tuned < TUNED
         if self._measured:
             self._backend.peak_bytes()  # from here on
-        if self._plan is not None and self._kinds.listens(self._plan):
+        if self._plan is not None and self._backend.shows_waits and self._kinds.listens(self._plan):
             self._store.waits = Waits(self._backend)
         if self._plan is not None or self._watch is not None:
             self._collector.hold()

@@ -1,4 +1,4 @@
-"""Host memory for data that leave without a plan: blocks that are used again.
+"""Host memory: one arena that all plans share, and blocks for what is offloaded without a plan.
 
 A job whose shapes change asks for ever new sizes. Sizes are rounded up to classes, a block serves
 whatever it is large enough for and not more than twice as large as, and blocks that nothing uses
@@ -110,3 +110,52 @@ class HostPool:
         block = self._free.pop(0)
         self._backend.give_back(block.memory)
         self.taken_bytes -= block.size_bytes
+
+
+class HostArena:
+    """Memory in which every plan has a place for each tensor that it offloads."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.memory: torch.Tensor | None = None
+        self._outgrown: list[torch.Tensor] = []
+        """Earlier memory in which tensors of an older graph may still lie."""
+
+    @property
+    def size_bytes(self) -> int:
+        return 0 if self.memory is None else self.memory.numel()
+
+    @property
+    def host_bytes(self) -> int:
+        """All that is taken, with what was outgrown."""
+        return self.size_bytes + sum(int(memory.numel()) for memory in self._outgrown)
+
+    def forget(self) -> None:
+        """The backend was closed, and all of its host memory went with that."""
+        self.memory = None
+        self._outgrown.clear()
+
+    def room_bytes(self, *, in_use: bool) -> int:
+        """How large the arena may be. `in_use`: tensors of an older graph may lie in it."""
+        left_bytes = self._backend.host.left_bytes or 0
+        return max(self.size_bytes, left_bytes) if in_use else self.size_bytes + left_bytes
+
+    def grow(self, size_bytes: int, *, in_use: bool) -> None:
+        """At least this large. `HostMemoryError` if that is more than there is; the arena is as
+        before then."""
+        if not in_use:
+            while self._outgrown:
+                self._backend.give_back(self._outgrown.pop())
+        if size_bytes <= self.size_bytes:
+            return
+        before, self.memory = self.memory, None
+        if before is not None and not in_use:  # both at once may be more than the host has
+            self._backend.give_back(before)
+        try:
+            self.memory = self._backend.reserve(size_bytes)
+        except HostMemoryError:
+            if before is not None:
+                self.memory = before if in_use else self._backend.reserve(before.numel())
+            raise
+        if before is not None and in_use:
+            self._outgrown.append(before)

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kilter.core.errors import PlanError
 from kilter.core.reasons import Reason
 from kilter.memory import messages
 from kilter.memory.engine.backend import Backend, HostMemoryError
+from kilter.memory.engine.host import HostArena
 from kilter.memory.engine.pass_record import PassRecord, SavedSegment
 from kilter.memory.engine.ready import Ready, ready
 from kilter.memory.engine.store import Store
@@ -28,9 +29,6 @@ from kilter.memory.plan.mix import EACH_S, roughly
 from kilter.memory.plan.problem import Link, Problem
 from kilter.memory.plan.segments import SegmentChoice, best_set
 from kilter.memory.plan.simulate import simulate
-
-if TYPE_CHECKING:
-    import torch
 
 SETTLED_STEPS = 2
 """Optimizer steps before a pass counts as settled: the first creates gradients and state."""
@@ -99,7 +97,6 @@ class Kinds:
     def __init__(
         self, backend: Backend, store: Store, *, link: Link, planner: str, min_bytes: int
     ) -> None:
-        self._backend = backend
         self._store = store
         self._link = link
         self._planner = planner
@@ -109,10 +106,9 @@ class Kinds:
         self._by_events: dict[tuple[int, ...], PassKind] = {}
         self._retained = False
         """Some pass has left its plan and retained its graph."""
-        self._arena: torch.Tensor | None = None
-        self._outgrown: list[torch.Tensor] = []
-        """Arenas of before that data of an older graph may still lie in."""
+        self._arena = HostArena(backend)
         self.peaks_bytes: list[int] = []
+        """Measured peak of the first passes under each plan, in order of planning."""
         self.unplanned_peak_bytes = 0
         """The largest peak of passes without a plan since the newest plan was made."""
         self.most_bytes = 0
@@ -128,21 +124,16 @@ class Kinds:
         return iter(tuple(self._by_events.values()))  # other threads of the program train as well
 
     @property
-    def arena_bytes(self) -> int:
-        return 0 if self._arena is None else self._arena.numel()
-
-    @property
     def host_bytes(self) -> int:
         """Host memory that plans have taken."""
-        return self.arena_bytes + sum(int(arena.numel()) for arena in self._outgrown)
+        return self._arena.host_bytes
 
     def forget(self, *, arena: bool = False) -> None:
         """Everything, the host memory too if it is gone."""
         self._by_events.clear()
         self.attention = Attention()
         if arena:
-            self._arena = None
-            self._outgrown.clear()
+            self._arena.forget()
 
     def relevel(self, record: PassRecord, level_bytes: list[int]) -> None:
         """Passes of this kind take so much from now on, and are planned anew; all others are
@@ -255,7 +246,7 @@ class Kinds:
         if planned.quiet:
             planned.quiet -= 1
             return False
-        return self._backend.shows_waits and bool(planned.places)
+        return bool(planned.places)
 
     def waited(self, planned: Ready, waits: Waits) -> None:
         """A pass under a plan has ended in which waiting was timed. After some of them: loads that
@@ -310,9 +301,10 @@ class Kinds:
         """Give it a plan. If that takes more host memory than there is, one within what there is;
         if that is none or does not suffice, one that only recomputes."""
         kind.outdated = False
-        for room in (None, self._room_bytes, lambda: 0):
+        in_use = self._store.alive > 0
+        for room in (lambda: None, lambda: self._arena.room_bytes(in_use=in_use), lambda: 0):
             try:
-                kind.plan = self._ready(kind, budget_bytes, None if room is None else room())
+                kind.plan = self._ready(kind, budget_bytes, room())
             except (PlanError, HostMemoryError) as error:
                 self.refused[messages.of_error(error)] = None
                 continue
@@ -383,44 +375,22 @@ class Kinds:
         return ready(kind.record, *planned, retained=self._retained, segments=segments)
 
     def _settled_in(self, made: Ready) -> Ready:
-        if self._arena is not None:
-            made.settle_in(self._arena)
+        if self._arena.memory is not None:
+            made.settle_in(self._arena.memory)
         return made
 
-    def _room_bytes(self) -> int:
-        """How large the arena may be."""
-        left_bytes = self._backend.host.left_bytes or 0
-        if self._store.alive == 0:
-            return self.arena_bytes + left_bytes
-        return max(self.arena_bytes, left_bytes)
-
     def _make_room(self, total_bytes: int) -> None:
-        """An arena of this size. What left without a plan needs its host memory no more."""
+        """Host memory of this size for the plan that is being made. What was offloaded without a
+        plan needs its host memory no more."""
         self._store.pool.empty()
-        if self._store.alive == 0:
-            while self._outgrown:
-                self._backend.give_back(self._outgrown.pop())
-        if total_bytes <= self.arena_bytes:
-            return
-        before, self._arena = self._arena, None
+        before = self._arena.memory
         try:
-            if before is None:
-                self._arena = self._backend.reserve(total_bytes)
-            elif self._store.alive:  # data of an older graph may lie in the one of before
-                self._arena = self._backend.reserve(total_bytes)
-                self._outgrown.append(before)
-            else:  # both at once may be more than the host has
-                self._backend.give_back(before)
-                self._arena = self._backend.reserve(total_bytes)
-        except HostMemoryError:
-            if before is not None:
-                alive = self._store.alive
-                self._arena = before if alive else self._backend.reserve(before.numel())
-            raise
+            self._arena.grow(total_bytes, in_use=self._store.alive > 0)
         finally:
-            for kind in self:
-                if kind.plan is not None and self._arena is not None:
-                    kind.plan.settle_in(self._arena)
+            if self._arena.memory is not before:
+                for kind in self:
+                    if kind.plan is not None:
+                        self._settled_in(kind.plan)
 
 
 def _usual(planned: Ready) -> Waiting:

@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,16 @@ COPIED_BYTES = 2**20
 `COPIED_SHARE` of what the segment makes."""
 
 
+class _Running(NamedTuple):
+    """What is known of a call until it returns."""
+
+    recorder: recording.OperationRecorder
+    begin: int
+    """The recorder's first step in the call."""
+    arguments: dict[int, recording.Given]
+    """By address, the tensors that the module was called with."""
+
+
 class ModuleCall:
     """One call of a module, while it runs, and after that as far as it can be recomputed."""
 
@@ -47,13 +57,15 @@ class ModuleCall:
         first: int,
     ) -> None:
         self._calls = calls
-        self._recorder: recording.OperationRecorder | None = recorder
-        self._begin = len(recorder.steps)
-        self._arguments = {
-            tensor.untyped_storage()._cdata: (tensor, tensor._version)
-            for tensor in tensors_in(arguments)
-            if type(tensor) is torch.Tensor
-        }
+        self._running: _Running | None = _Running(
+            recorder,
+            len(recorder.steps),
+            {
+                tensor.untyped_storage()._cdata: recording.Given(tensor, tensor._version, None)
+                for tensor in tensors_in(arguments)
+                if type(tensor) is torch.Tensor
+            },
+        )
         self.module = module
         self.first = first
         """Event of the pass that is the first one inside."""
@@ -79,44 +91,35 @@ class ModuleCall:
 
     def storage_of(self, saved: Saved) -> int | None:
         """The storage of a datum, if the call has made that storage."""
-        assert self._recorder is not None
-        number = self._recorder.number_of(saved.key)
+        assert self._running is not None
+        recorder, begin, _ = self._running
+        number = recorder.number_of(saved.key)
         if number is None or saved.alias is None:  # else the address may be another storage's
             return None
-        return number if self._recorder.made_at[number] >= self._begin else None
+        return number if recorder.made_at[number] >= begin else None
 
     def ended(self, members: Mapping[int, Saved], data: Mapping[int, Saved]) -> None:
         """The module has returned: find out what makes `members`, given by storage. `data` are all
         data of the pass so far, by address. `Foreign` if they cannot be recomputed."""
-        recorder, self._recorder = self._recorder, None
-        assert recorder is not None
-        try:
-            self._resolve(recorder, members, data)
-        finally:
-            self._arguments.clear()
-
-    def _resolve(
-        self,
-        recorder: recording.OperationRecorder,
-        members: Mapping[int, Saved],
-        data: Mapping[int, Saved],
-    ) -> None:
+        running, self._running = self._running, None
+        assert running is not None
+        recorder = running.recorder
         found = {
             recorder.number_of(key): saved for key, saved in data.items() if saved.alias is not None
         }
         casts = {number for number, saved in found.items() if saved.cast}
-        kept = {n for n, (step, _) in recorder.kept.items() if step >= self._begin}
+        kept = {n for n, (step, _) in recorder.kept.items() if step >= running.begin}
 
         def there(number: int) -> bool:
             return number not in members and (number in casts or number in kept)
 
         end = len(recorder.steps)
-        self.steps, given = recorder.program(self._begin, end, members, there)
+        self.steps, given = recorder.program(running.begin, end, members, there)
         left_bytes = COPIED_SHARE * sum(saved.size_bytes for saved in members.values())
         for number in given:
             saved = found.get(number)
             if saved is None:
-                left_bytes -= self._hold(recorder, number, number in kept, left_bytes)
+                left_bytes -= self._hold(running, number, number in kept, left_bytes)
             else:
                 self._read(recorder, number, saved)
         if left_bytes < 0:
@@ -131,11 +134,10 @@ class ModuleCall:
         self.inputs.append(View(saved, _NOBODY, saved.alias.dtype, None))
         self._sources[number] = self.inputs[-1]
 
-    def _hold(
-        self, recorder: recording.OperationRecorder, number: int, kept: bool, left_bytes: float
-    ) -> int:
+    def _hold(self, running: _Running, number: int, kept: bool, left_bytes: float) -> int:
         """Hold what is no datum; the bytes that are copied for that, at most `left_bytes` but for
         parameters."""
+        recorder = running.recorder
         given = recorder.given.get(number)
         if given is None and kept:  # small, and autograd's own
             tensor = recorder.kept[number][1]
@@ -143,7 +145,10 @@ class ModuleCall:
             self._sources[number] = self.parameters[-1]
             return 0
         if given is None:  # an argument that the call around this one has made
-            given = self._argument(recorder, number)
+            keys = [key for key in running.arguments if recorder.number_of(key) == number]
+            if not keys:
+                raise Foreign("reads what is gone")
+            given = running.arguments[keys[0]]
         version, root = given.version, given.root
         tensor = given.tensor.detach()
         storage = tensor.untyped_storage()
@@ -174,12 +179,6 @@ class ModuleCall:
             self.held.append(held)
         self._sources[number] = held
         return 0
-
-    def _argument(self, recorder: recording.OperationRecorder, number: int) -> recording.Given:
-        for key, (tensor, version) in self._arguments.items():
-            if recorder.number_of(key) == number:
-                return recording.Given(tensor, version, None)
-        raise Foreign("reads what is gone")
 
     @property
     def operations(self) -> tuple[Any, ...]:

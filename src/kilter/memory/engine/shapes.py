@@ -159,8 +159,8 @@ def shapes_of(
         for least_bytes in (min_bytes, 0):
             memory = _Memory(clocked)
             with fake.FakeTensorMode(allow_non_fake_inputs=True), _counting(memory):
-                job = _Job(model, inputs, named, memory, loss, optimizer, autocast, least_bytes)
-                shapes = job.run()
+                faked = _FakeModel(model, inputs, named, memory, loss, autocast)
+                shapes = _Job(faked, memory, optimizer, least_bytes).run()
             if shapes is not None:
                 return shapes
     except (fake.DataDependentOutputException, fake.DynamicOutputShapeException) as error:
@@ -202,8 +202,8 @@ def _counting(memory: _Memory) -> Any:
     return Counting()
 
 
-class _Job:
-    """The iterations, on fake tensors."""
+class _FakeModel:
+    """The model, its inputs and its loss, on fake tensors."""
 
     def __init__(
         self,
@@ -212,16 +212,11 @@ class _Job:
         named: Mapping[str, Any],
         memory: _Memory,
         loss: Callable[[Any], torch.Tensor],
-        optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer],
         autocast: torch.dtype | None,
-        min_bytes: int,
     ) -> None:
         import torch
 
-        self._torch = torch
-        self._memory = memory
-        self._model, self._loss, self._autocast = model, loss, autocast
-        self._min_bytes = min_bytes
+        self.model, self._loss, self._autocast = model, loss, autocast
         self.parameters = {
             name: memory.fake(p).requires_grad_(p.requires_grad)
             for name, p in model.named_parameters()
@@ -233,13 +228,42 @@ class _Job:
             torch.Tensor, memory.fake, (tuple(inputs), dict(named))
         )
         self.inputs_bytes = memory.live_bytes - self.weights_bytes
-        self._trained = [p for p in self.parameters.values() if p.requires_grad]
+        self._device_type = memory.device.type
+
+    def loss(self) -> torch.Tensor:
+        """Forward."""
+        import torch
+
+        with torch.autocast(self._device_type, self._autocast, enabled=self._autocast is not None):
+            tensors = {**self.parameters, **self._buffers}
+            return self._loss(
+                torch.func.functional_call(self.model, tensors, self._inputs, self._named)
+            )
+
+
+class _Job:
+    """The iterations."""
+
+    def __init__(
+        self,
+        model: _FakeModel,
+        memory: _Memory,
+        optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer],
+        min_bytes: int,
+    ) -> None:
+        import torch
+
+        self._torch = torch
+        self._memory = memory
+        self._model = model
+        self._min_bytes = min_bytes
+        self._trained = [p for p in model.parameters.values() if p.requires_grad]
         if not self._trained:
             raise UsageError("the model has no parameter that is trained: there is no backward")
         self._optimizer = optimizer(self._trained)
         self._store = Store(memory)  # type: ignore[arg-type]
         self._store.unpack_hook = self._unpack
-        self._owned = {t.untyped_storage()._cdata for t in self.parameters.values()}
+        self._owned = {t.untyped_storage()._cdata for t in model.parameters.values()}
         self._watch: Watch | None = None
         self._within: Pass | None = None
 
@@ -271,10 +295,10 @@ class _Job:
         for one in (record, used_up):
             one.learn(tried)
         return Shapes(
-            weights_bytes=self.weights_bytes,
+            weights_bytes=self._model.weights_bytes,
             gradients_bytes=gradients_bytes,
             state_bytes=state_bytes,
-            inputs_bytes=self.inputs_bytes,
+            inputs_bytes=self._model.inputs_bytes,
             saved_bytes=sum(datum.size_bytes for datum in record.data),
             peak_bytes=max(record.peak_bytes, step_bytes),
             step_bytes=step_bytes,
@@ -296,7 +320,7 @@ class _Job:
         ]
         norms = [
             module.register_forward_hook(note_epsilon)
-            for module in self._model.modules()
+            for module in self._model.model.modules()
             if type(module) is torch.nn.LayerNorm
         ]
         self._within = self._store.begin()
@@ -304,14 +328,7 @@ class _Job:
         memory.peak_bytes()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._store.unpack_hook):
-                with torch.autocast(
-                    memory.device.type, self._autocast, enabled=self._autocast is not None
-                ):
-                    output = torch.func.functional_call(
-                        self._model, {**self.parameters, **self._buffers}, self._inputs, self._named
-                    )
-                    loss = self._loss(output)
-                del output
+                loss = self._model.loss()
             loss.backward()
         finally:
             for handle in (*handles, *norms):

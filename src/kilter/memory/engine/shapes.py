@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kilter.core.errors import UsageError
 from kilter.core.units import MIB
 from kilter.memory.engine.backend import CopyEvent
-from kilter.memory.engine.layer_norms import note_epsilon
+from kilter.memory.engine.norms import note_epsilon
 from kilter.memory.engine.pass_record import PassRecord, again_code, use_code
 from kilter.memory.engine.store import Pass, Store, View, kept, whole
 from kilter.memory.engine.watch import Watch

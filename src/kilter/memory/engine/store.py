@@ -24,8 +24,8 @@ import torch
 from kilter.memory.engine.aliases import StorageReference, bytes_of, view_of
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.host import HostBlock, HostPool
-from kilter.memory.engine.layer_norms import LayerNorms
 from kilter.memory.engine.modified import Modified
+from kilter.memory.engine.norms import ProgramNorms
 from kilter.memory.engine.operation_graph import HeldSource, Source
 from kilter.memory.engine.quiet import uncast, ungraded
 from kilter.memory.engine.recompute import Foreign, Recipe, root_of
@@ -256,7 +256,7 @@ class Store:
         self.segment_peak_bytes = 0
         self.waits: Waits | None = None
         """Times the waits for copies; None in passes in which they are not timed."""
-        self.norms = LayerNorms()
+        self.norms = ProgramNorms()
         self.pool = HostPool(backend)
         """Host memory for data that are offloaded without a plan."""
         self.out_bytes = 0

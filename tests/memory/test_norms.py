@@ -1,4 +1,4 @@
-"""The program's layer norms are found, and no other thread notices."""
+"""The program's norms are found, and no other thread notices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 from torch import nn
 
-from kilter.memory.engine.layer_norms import LayerNorms
+from kilter.memory.engine.norms import ProgramNorms
 
 
 class Own(nn.LayerNorm):
@@ -19,7 +19,13 @@ class Derived(Own):
 
 def test_all_are_found_while_other_threads_fill_tuples() -> None:
     """A list of all objects holds tuples that are being filled: SystemError in their thread."""
-    modules = [nn.LayerNorm(4, eps=1e-3), Own(4, eps=1e-4), Derived(4, eps=1e-6)]
+    modules = [
+        nn.LayerNorm(4, eps=1e-3),
+        Own(4, eps=1e-4),
+        Derived(4, eps=1e-6),
+        nn.GroupNorm(2, 4, eps=1e-2),
+        nn.RMSNorm(4, eps=1e-7),
+    ]
     over = threading.Event()
     errors: list[BaseException] = []
 
@@ -33,7 +39,7 @@ def test_all_are_found_while_other_threads_fill_tuples() -> None:
     threads = [threading.Thread(target=fill) for _ in range(2)]
     for thread in threads:
         thread.start()
-    norms = LayerNorms()
+    norms = ProgramNorms()
     try:
         for _ in range(20):
             norms.find()
@@ -42,5 +48,6 @@ def test_all_are_found_while_other_threads_fill_tuples() -> None:
         for thread in threads:
             thread.join()
     assert errors == []
-    assert [norms.epsilon(None, module.weight) for module in modules] == [1e-3, 1e-4, 1e-6]
+    found = [norms.epsilon(None, module.weight) for module in modules]
+    assert found == [1e-3, 1e-4, 1e-6, 1e-2, 1e-7]
     norms.close()

@@ -1,4 +1,7 @@
-"""The epsilon of norms, which recipes need and the nodes of a graph do not all keep."""
+"""The epsilon of layer, group and RMS norms, which autograd's nodes do not all keep.
+
+To recompute a norm, a recipe needs the epsilon that the module used.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 EPS = "kilter.eps"
-"""Key in a node's metadata: the epsilon of the layer norm that made it."""
+"""Key in a node's metadata: the epsilon of the norm that made it."""
 
 
 def note_epsilon(module: Any, inputs: Any, output: Any) -> None:
-    """Behind a layer norm without a weight: nothing leads from its node back to the module."""
+    """Hook behind a layer norm without a weight: nothing leads from its node to its module."""
     node, eps = getattr(output, "grad_fn", None), vars(module).get("eps")
     if node is not None and eps is not None:
         node.metadata[EPS] = eps
@@ -36,13 +39,13 @@ def _instances(kind: type) -> list[Any]:
     return [found for found in gc.get_referrers(*kinds) if type(found) in kinds]
 
 
-class LayerNorms:
+class ProgramNorms:
     """The program's layer, group and RMS norms, by their weight.
 
-    They are looked for among all objects, once in a trial: a hook on every module call costs more
-    than the rest of an event, and ends compiled regions. Only those without weights need one. It is
-    not on them: a hook of ours on a module of the program would get into its pickles, and
-    TorchScript would try to compile it.
+    The modules are looked for among all objects, once in each trial: a hook on every module call
+    costs more than the rest of an event, and ends compiled regions. Only layer norms without
+    weights need such a hook. It is a global one, since a hook of ours on a module of the program
+    would be saved in the module's pickles, and TorchScript would try to compile it.
     """
 
     def __init__(self) -> None:
@@ -51,7 +54,7 @@ class LayerNorms:
         """Behind modules, where there are layer norms without weights."""
 
     def find(self) -> None:
-        """Look for those that are new."""
+        """Look for norms that the program has made since the last call."""
         norm = torch.nn.LayerNorm
         for module in (
             *_instances(norm),
@@ -69,7 +72,7 @@ class LayerNorms:
                 )
 
     def epsilon(self, node: Any, weight: Any) -> float | None:
-        """Of the norm that has this weight, or has left a note at the node."""
+        """The epsilon of the norm that has this weight, or else the one noted at the node."""
         reference = self._by_weight.get(id(weight))
         module = None if reference is None else reference()
         if module is not None and module.weight is weight:

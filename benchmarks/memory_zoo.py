@@ -155,8 +155,8 @@ def everything(stack: ExitStack, swapper: Swapper, weight_bytes: int) -> None:
     stack.enter_context(state)
     stack.enter_context(swapper)
     stack.enter_context(weights)
-    assert swapper.stand_behind(weights.around)
-    stack.callback(lambda: swapper.stand_behind(lambda pack, unpack: (pack, unpack)))
+    assert swapper.hooks.stand_behind(weights.around)
+    stack.callback(lambda: swapper.hooks.stand_behind(lambda pack, unpack: (pack, unpack)))
 
 
 def rows(kind: str, family: str, what: str, steps: int) -> Iterator[dict[str, Any]]:

@@ -246,15 +246,22 @@ def told(engines: Governed) -> dict[str, Any]:
         found["stall_s"] = [plan.stall_s for plan in state.plans]
         found["refused"] = [str(reason) for reason in state.refused]
     if floor is not None:
-        found |= {"room_bytes": floor.room_bytes, "decided_s": engines.decided_s}
-        found["taken_back"] = None if floor.taken_back is None else str(floor.taken_back)
-    if floor is not None and floor.joint is not None:
-        found["joint"] = {
-            "predicted_s": floor.joint.iteration_s,
-            "taken": floor.joint.taken,
-            "moved_bytes": floor.joint.state.moved_bytes,
+        found |= {
+            "room_bytes": floor.mover and floor.mover.room_bytes,
+            "decided_s": engines.decided_s,
         }
-    weights = engines.weights.report() if engines.weights else floor.weights if floor else None
+        found["taken_back"] = (
+            None if floor.streaming.taken_back is None else str(floor.streaming.taken_back)
+        )
+    if floor is not None and floor.streaming.joint is not None:
+        found["joint"] = {
+            "predicted_s": floor.streaming.joint.iteration_s,
+            "taken": floor.streaming.joint.taken,
+            "moved_bytes": floor.streaming.joint.state.moved_bytes,
+        }
+    weights = (
+        engines.weights.report() if engines.weights else floor.weights.report if floor else None
+    )
     if weights is not None:
         found["weights"] = asdict(weights) | {
             "plan": None,
@@ -287,7 +294,7 @@ def observed(engines: Governed) -> dict[str, Any]:
     if swapper is None or not swapper.records():
         return {}
     record = max(swapper.records(), key=lambda r: r.peak_bytes)
-    visits = floor._mover.visits() if floor is not None and floor._mover is not None else None
+    visits = floor.mover.visits() if floor is not None and floor.mover is not None else None
     return {
         "observed": engines.mode.name,
         "record": msgspec.to_builtins(record),

@@ -44,7 +44,7 @@ class Weighed(CpuStandIn):
         store.hold = counted  # type: ignore[method-assign]
 
     def used_bytes(self) -> int:
-        mover = self.floor and self.floor._mover
+        mover = self.floor and self.floor.mover
         state_bytes = mover._stream.held_bytes if mover else STATE_BYTES
         store = self.swapper._store
         used_bytes = int(state_bytes + store.held_bytes + store.beside_bytes)
@@ -146,7 +146,7 @@ def test_so_much_state_streams_as_is_missing() -> None:
     report = made.report
     assert report is not None
     assert report.consuming
-    assert made.joint is not None
+    assert made.streaming.joint is not None
     assert report.away_bytes >= MIB
     assert "of optimizer state wait on the host" in words(report)
     assert made.settled
@@ -166,7 +166,7 @@ def test_with_gradients_kept_state_streams_in_the_step(gradients: str) -> None:
     assert any("--gradients consume" in text for text in map(str, report.refused)) == (
         gradients == "auto"
     )
-    assert made.joint is None
+    assert made.streaming.joint is None
     assert report.away_bytes >= MIB
     assert swapper.report().planned > 5
 
@@ -251,7 +251,7 @@ def test_streaming_that_makes_iterations_slower_is_taken_back(
     assert made.report is not None
     assert made.report.consuming
     assert (made.report.away_bytes > 0) == (streaming_s < 1)
-    assert (made.taken_back is None) == (streaming_s < 1)
+    assert (made.streaming.taken_back is None) == (streaming_s < 1)
     report = swapper.report()
     assert report.deviations == report.late == 0
     assert report.peaks_bytes[-1] <= STATE_BYTES + 2 * MIB

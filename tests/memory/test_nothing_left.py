@@ -79,8 +79,8 @@ class Engines(ExitStack):
         self.enter_context(self.state)
         self.enter_context(self.swapper)
         self.enter_context(self.weights)
-        assert self.swapper.stand_behind(self.weights.around)
-        self.callback(lambda: self.swapper.stand_behind(lambda pack, unpack: (pack, unpack)))
+        assert self.swapper.hooks.stand_behind(self.weights.around)
+        self.callback(lambda: self.swapper.hooks.stand_behind(lambda pack, unpack: (pack, unpack)))
         return self
 
     def check(self) -> None:

@@ -405,8 +405,10 @@ def differences(program: Program) -> tuple[list[int], list[Any]]:
             stack.enter_context(weights)
             stack.callback(lambda: reports.append(weights.report()))
             if swapper is not None:
-                assert swapper.stand_behind(weights.around)
-                stack.callback(lambda: swapper.stand_behind(lambda pack, unpack: (pack, unpack)))
+                assert swapper.hooks.stand_behind(weights.around)
+                stack.callback(
+                    lambda: swapper.hooks.stand_behind(lambda pack, unpack: (pack, unpack))
+                )
 
     plain, moved = Training(program).run(), Training(program)
     with ExitStack() as stack:

@@ -54,8 +54,8 @@ class Weighed(CpuStandIn):
         swapper._store.hold = counted  # type: ignore[method-assign]
 
     def used_bytes(self) -> int:
-        mover = self.floor and self.floor._mover
-        weights = self.floor and self.floor._weights.mover
+        mover = self.floor and self.floor.mover
+        weights = self.floor and self.floor.weights.mover
         state_bytes = mover._stream.held_bytes if mover else 2 * WEIGHT_BYTES
         weight_bytes = WEIGHT_BYTES - (weights._shelf.gone_bytes if weights else 0)
         store = self.swapper._store
@@ -134,7 +134,7 @@ def test_weights_go_where_all_state_is_not_enough(autocast: bool) -> None:
     assert values == train(steps, autocast=autocast)[0]
     assert made is not None
     assert swapper is not None
-    weights = made.weights
+    weights = made.weights.report
     assert weights is not None
     assert weights.moving
     assert weights.away_bytes >= MIB // 2
@@ -152,7 +152,7 @@ def test_weights_stay_where_state_is_enough() -> None:
     values, made, _ = train(60, 2 * WEIGHT_BYTES + LOSS_BYTES)
     assert values == train(60)[0]
     assert made is not None
-    assert made.weights is None
+    assert made.weights.report is None
     assert made.settled
 
 
@@ -160,12 +160,12 @@ def test_weights_stay_unless_they_are_allowed_to_leave() -> None:
     values, made, _ = train(STEPS, WEIGHT_BYTES + LOSS_BYTES - MIB, weights="keep")
     assert values == train(STEPS)[0]
     assert made is not None
-    assert made.weights is None
-    assert made.weights_kept
+    assert made.weights.report is None
+    assert made.weights.kept
     assert made.settled
 
 
 def test_weights_that_nobody_needs_room_from_are_not_spoken_of() -> None:
     _, made, _ = train(60, 2 * WEIGHT_BYTES + LOSS_BYTES, weights="keep")
     assert made is not None
-    assert not made.weights_kept
+    assert not made.weights.kept

@@ -95,7 +95,7 @@ class PlainIterations:
             if not (self.in_thread and innermost_are_ours()):
                 return True
             self._left = PLAIN
-            self._swapper.step_out()
+            self._swapper.hooks.exit()
             if self._cuda is not None:
                 self._cuda.reset_peak_memory_stats(self._device)
             return False
@@ -107,7 +107,7 @@ class PlainIterations:
         self._left -= 1
         if self._left > 0:
             return False
-        self._swapper.step_in()
+        self._swapper.hooks.step_in()
         if self._cuda is not None:
             self.peak_bytes = int(self._cuda.max_memory_allocated(self._device))
         return True
@@ -115,7 +115,7 @@ class PlainIterations:
     def end(self) -> None:
         """The script ended in the middle of them."""
         if self._left:
-            self._swapper.step_in()
+            self._swapper.hooks.step_in()
 
 
 class JobBudget:

@@ -125,7 +125,7 @@ class GovernedJob:
         self._compiled.close()
         if self._plain.in_thread:
             self._plain.end()
-        if self._plain.in_thread or self._swapper.thread_ended:
+        if self._plain.in_thread or self._swapper.hooks.thread_ended:
             if self._policy is not None:
                 self._policy.close()
             self._swapper.__exit__(None, None, None)
@@ -188,9 +188,9 @@ class GovernedJob:
         policy, budget_bytes = self._policy, self._budget.in_force.size_bytes
         if policy is not None and budget_bytes is not None:
             policy.iteration_ended(report, budget_bytes, self._run.log.now_s())
-            if policy.taken_back is not None:
-                self._log.refuse_new((policy.taken_back,))
-            if policy.weights_kept:
+            if policy.streaming.taken_back is not None:
+                self._log.refuse_new((policy.streaming.taken_back,))
+            if policy.weights.kept:
                 self._log.refuse_new((messages.WEIGHTS_KEPT,))
         if policy is None or policy.settled:
             self._budget.settle_for_least(self._link)
@@ -224,12 +224,10 @@ class GovernedJob:
     def _tell(self, least_bytes: int | None = None, bound_s: float | None = None) -> None:
         report = self._swapper.report()
         state = None if self._policy is None else self._policy.report
-        weights = None if self._policy is None else self._policy.weights
-        movers = [moved for moved in (report, state, weights) if moved is not None]
-        if weights is not None:
-            self._log.refuse_new((*report.refused, *weights.refused))
-        if state is not None:
-            self._log.refuse_new((*report.refused, *state.refused))
+        weights = None if self._policy is None else self._policy.weights.report
+        movers = [moved for moved in (report, weights, state) if moved is not None]
+        if len(movers) > 1:
+            self._log.refuse_new(reason for moved in movers for reason in moved.refused)
         counts = {name: getattr(report, name) for name in MemoryCounts.__struct_fields__}
         for name in ("out_bytes", "in_bytes", "host_bytes"):
             counts[name] = sum(getattr(moved, name) for moved in movers)

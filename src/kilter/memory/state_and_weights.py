@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from kilter.core.reasons import Reason
 from kilter.core.units import MIB, show_bytes
 from kilter.memory.first_step import FirstStep
 from kilter.memory.state_streaming import StateStreaming
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from kilter.memory.engine.pass_record import PassRecord
     from kilter.memory.engine.state import StateMover, StateReport
     from kilter.memory.engine.weights import WeightReport
-    from kilter.memory.plan.joint import Joint
     from kilter.memory.plan.problem import Link, Problem
     from kilter.session.fence import Fence
 
@@ -80,12 +78,12 @@ class StateAndWeightPolicy:
         self._fence = fence
         self._gradients = gradients
         self._min_bytes = min_bytes
-        self._mover: StateMover | None = None
+        self.mover: StateMover | None = None
         self._first_step: FirstStep | None = None
         """None: it is over, or of no interest."""
-        self._streaming = StateStreaming(swapper, link)
+        self.streaming = StateStreaming(swapper, link)
         offload = weights == "offload"
-        self._weights = WeightRoom(swapper, backend, link, fence, min_bytes, offload=offload)
+        self.weights = WeightRoom(swapper, backend, link, fence, min_bytes, offload=offload)
         self._iteration_ends = 0
         """Since something was changed."""
         self._rooms = 0
@@ -97,26 +95,6 @@ class StateAndWeightPolicy:
         self.report: StateReport | None = None
         """How it stood at the last iteration end: optimizers may be gone at the end."""
 
-    @property
-    def room_bytes(self) -> int | None:
-        """Optimizer state that stays on the device; None: all of it."""
-        return None if self._mover is None else self._mover.room_bytes
-
-    @property
-    def joint(self) -> Joint | None:
-        """How state streams, where that was chosen and not taken back."""
-        return self._streaming.joint
-
-    @property
-    def taken_back(self) -> Reason | None:
-        """Why state does not stream any more."""
-        return self._streaming.taken_back
-
-    @property
-    def weights(self) -> WeightReport | None:
-        """How weights stood at the last iteration end; None: they stay."""
-        return self._weights.report
-
     def begin(self, used_bytes: int, budget_bytes: int) -> None:
         """In the first forward, when little more than weights is on the device."""
         if 4 * used_bytes > CROWDED * budget_bytes:
@@ -127,13 +105,13 @@ class StateAndWeightPolicy:
     def iteration_ended(self, report: SwapReport, budget_bytes: int, now_s: float) -> None:
         """An iteration has ended; the swapper stands like this."""
         self._iteration_ends += 1
-        mover = self._mover
+        mover = self.mover
         if mover is not None:
             self.report = mover.report()
-        self._weights.iteration_ended()
+        self.weights.iteration_ended()
         if self.settled:
             return
-        self._streaming.iteration_ended(now_s, counts=self._swapper.planned and report.settled)
+        self.streaming.iteration_ended(now_s, counts=self._swapper.planned and report.settled)
         if mover is not None:
             self._decide(mover, report, budget_bytes)
         elif not self._make_way(report):
@@ -147,23 +125,23 @@ class StateAndWeightPolicy:
         self._swapper.may_plan = not watching  # what a plan is for changes with the gradients
         if watching or self._iteration_ends < PAUSE or not self._swapper.tried:
             return
-        choice = self.report.consuming and not self._streaming.chosen
-        timed = self._streaming.timed or not patient
-        if self._streaming.on_trial:
+        choice = self.report.consuming and not self.streaming.chosen
+        timed = self.streaming.timed or not patient
+        if self.streaming.on_trial:
             if timed:
                 self._iteration_ends = 0
-                self._streaming.judge(mover, self.report)
+                self.streaming.judge(mover, self.report)
             return
         if choice and report.plans and not timed:
             return
         record, problem = self._problem(budget_bytes)
         if record is None or problem is None:
             return
-        if choice and self._streaming.choose(mover, record, problem):
+        if choice and self.streaming.choose(mover, record, problem):
             self._iteration_ends = 0
             return
         missing_bytes = problem.floor_bytes - problem.budget_bytes
-        guessed = self._guessed and not self._streaming.chosen
+        guessed = self._guessed and not self.streaming.chosen
         fits = missing_bytes <= 0 and not guessed
         if fits or self._rooms >= MOST_ROOMS or not self._set_room(mover, missing_bytes):
             self._move_weights(missing_bytes)
@@ -191,7 +169,7 @@ class StateAndWeightPolicy:
         if report.plans:
             if asked and any(p.iteration_s > (1 + COSTS) * p.compute_s for p in report.plans):
                 self._open()
-            self.settled = report.settled and self._mover is None
+            self.settled = report.settled and self.mover is None
         elif asked and report.spilled:
             self._open()  # the budget binds already
         elif self._swapper.tried:
@@ -213,19 +191,14 @@ class StateAndWeightPolicy:
         )
         return record, problem
 
-    @property
-    def weights_kept(self) -> bool:
-        """The budget is missed, and weights could make room but may not."""
-        return self._weights.kept
-
     def close(self) -> None:
         """Bring everything home."""
         if self._first_step is not None:
             self._first_step.remove()
-        self._weights.close()
-        if self._mover is not None:
-            self._mover.__exit__(None, None, None)
-            self._mover = None
+        self.weights.close()
+        if self.mover is not None:
+            self.mover.__exit__(None, None, None)
+            self.mover = None
 
     def _open(self, room_bytes: int | None = None) -> StateMover:
         from kilter.memory.engine.state import StateMover
@@ -243,17 +216,17 @@ class StateAndWeightPolicy:
             fence=self._fence,
         )
         mover.__enter__()
-        self._mover = mover
+        self.mover = mover
         return mover
 
     def _before_update(self, parameters: Iterable[torch.Tensor]) -> None:
         parameters = list(parameters)
-        self._weights.before_update(parameters)
+        self.weights.before_update(parameters)
         self._swapper.before_update(parameters)
 
     def _changed(self) -> None:
         """Between two iterations: gradients and state take another amount of memory from now on."""
-        self._streaming.changed(None if self._mover is None else self._mover.visits())
+        self.streaming.changed(None if self.mover is None else self.mover.visits())
 
     def _set_room(self, mover: StateMover, missing_bytes: int) -> bool:
         """So much state goes as is missing, a little more each time, or comes back where the room
@@ -275,9 +248,7 @@ class StateAndWeightPolicy:
         """The last resort: so much as is still missing, a little more each time."""
         self._iteration_ends = 0
         more_bytes = int((1 + SLACK) * missing_bytes)
-        self.settled = missing_bytes <= 0 or not self._weights.make(
-            more_bytes, self._streaming.taken
-        )
+        self.settled = missing_bytes <= 0 or not self.weights.make(more_bytes, self.streaming.taken)
 
 
 def words(report: StateReport, weights: WeightReport | None = None) -> str:

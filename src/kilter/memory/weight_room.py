@@ -82,7 +82,7 @@ class WeightRoom:
             fence=self._fence,
         )
         mover.__enter__()
-        if not self._swapper.stand_behind(mover.around):
+        if not self._swapper.hooks.stand_behind(mover.around):
             mover.__exit__(None, None, None)  # the program has put hooks of its own about the loop
             return False
         self.mover = mover
@@ -91,6 +91,6 @@ class WeightRoom:
     def close(self) -> None:
         """Have all weights on the device."""
         if self.mover is not None:
-            self._swapper.stand_behind(lambda pack, unpack: (pack, unpack))
+            self._swapper.hooks.stand_behind(lambda pack, unpack: (pack, unpack))
             self.mover.__exit__(None, None, None)
             self.mover = None

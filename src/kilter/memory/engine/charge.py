@@ -194,9 +194,11 @@ class Charge:
         self.say(messages.state_stays(reason))
 
     def watching(self) -> bool:
+        """Whether an objection can still keep the gradients from being consumed."""
         return self.phase is PassPhase.WATCHING
 
     def object_to(self, reason: Reason) -> None:
+        """Something was seen that forbids consuming, and no harm is done yet."""
         if self.phase is not PassPhase.KEEPING:
             self.phase = PassPhase.KEEPING
             self.say(messages.gradients_kept(reason))

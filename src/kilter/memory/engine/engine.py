@@ -125,7 +125,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self.may_plan = True
         """If False, no plans are made: passes are watched, data are offloaded on demand."""
         self._kinds = Kinds(backend, self._store, link=link, planner=planner, min_bytes=min_bytes)
-        self._hooks = TensorHooks(
+        self.hooks = TensorHooks(
             self._store, backend.device, min_bytes, self._save, self._use, fence
         )
         self._fence = fence
@@ -157,7 +157,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._kinds.forget(arena=True)
             self._store.reopen()
         leave_uncompiled()
-        self._hooks.enter()
+        self.hooks.enter()
         self._reach.__enter__()
         if self._segments is not None:
             self._segments.calls.enter()
@@ -168,7 +168,7 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def __exit__(self, *exception: object) -> None:
         """Stop observing. Graphs that are still alive stay usable: their data are fetched."""
-        self._hooks.exit(*exception)
+        self.hooks.exit(*exception)
         self._reach.__exit__(*exception)
         if self._segments is not None:
             self._segments.calls.exit()
@@ -182,24 +182,6 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._store.closing = True
         if self._store.alive == 0:
             self._backend.close()
-
-    @property
-    def thread_ended(self) -> bool:
-        """The thread whose tensors are governed has ended."""
-        return self._hooks.thread_ended
-
-    def step_out(self) -> None:
-        """Between passes: what is saved from here on is left to autograd."""
-        self._hooks.exit(None, None, None)
-
-    def step_in(self) -> None:
-        """Between passes, after `step_out`, in the same thread."""
-        self._hooks.step_in()
-
-    def stand_behind(self, around: Callable[[Any, Any], tuple[Any, Any]]) -> bool:
-        """Between passes: what `around` makes of our hooks takes their place. `False` if they are
-        not the innermost of this thread."""
-        return self._hooks.stand_behind(around)
 
     @property
     def tried(self) -> bool:
@@ -548,7 +530,7 @@ class Swapper(AbstractContextManager["Swapper"]):
                 if waits is not None:
                     self._kinds.waited(planned, waits)
         self._deviations.pass_ended(deviated=self._deviated)
-        tangents = self._hooks.tangents
+        tangents = self.hooks.tangents
         if tangents:
             reason = messages.tangents_stay(sum(tangents.values()))
             self._demand.refused.setdefault(reason.code, reason)

@@ -12,14 +12,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import IntEnum
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kilter.core.errors import UsageError
-from kilter.core.reasons import Reason
 from kilter.memory import messages
 
 if TYPE_CHECKING:
     import torch
+
+    from kilter.memory.engine.charge import Charge
 
 
 class GradientConsumed(RuntimeError):
@@ -49,22 +50,12 @@ class GradientPlace(IntEnum):
     GONE = 4
 
 
-class Owner(Protocol):
-    """Who decides whether an optimizer's gradients may be consumed."""
-
-    def watching(self) -> bool:
-        """Whether an objection can still keep the gradients from being consumed."""
-
-    def object_to(self, reason: Reason) -> None:
-        """Something was seen that forbids consuming, and no harm is done yet."""
-
-
 class Followed:
     """One parameter of an optimizer."""
 
     __slots__ = ("owner", "parameter", "place", "version")
 
-    def __init__(self, parameter: torch.nn.Parameter, owner: Owner, place: GradientPlace) -> None:
+    def __init__(self, parameter: torch.nn.Parameter, owner: Charge, place: GradientPlace) -> None:
         self.parameter = parameter
         self.owner = owner
         self.place = place

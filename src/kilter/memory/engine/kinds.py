@@ -138,15 +138,12 @@ class Kinds:
     def relevel(self, record: PassRecord, level_bytes: list[int]) -> None:
         """Passes of this kind take so much from now on, and are planned anew; all others are
         forgotten."""
-        kept = {e: kind for e, kind in self._by_events.items() if kind.record is record}
         self._by_events = {
-            e: PassKind(record, tried=True, slow=kind.slow)
-            for e, kind in kept.items()
-            if kind.tried
+            events: PassKind(record, tried=True, weighed=True, slow=kind.slow)
+            for events, kind in self._by_events.items()
+            if kind.record is record and kind.tried
         }
-        for kind in self:
-            kind.record.level_bytes = level_bytes
-            kind.weighed = True
+        record.level_bytes = level_bytes
 
     # See
 

@@ -303,7 +303,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             return
         self._access.quiet = False  # a step that raised left it so
         found.arrives()
-        charge: Charge = found.owner  # type: ignore[assignment]
+        charge = found.owner
         if charge.phase is PassPhase.KEEPING:
             return
         if self._guard is None:

@@ -87,10 +87,10 @@ class TensorHooks:
     def exit(self, *exception: object) -> None:
         """What is saved from here on is left to autograd. In the thread of `enter`, if it lives."""
         if not self.thread_ended:
-            self._hooks.__exit__(*exception)
+            self._hooks.__exit__(*(exception or (None, None, None)))
 
     def step_in(self) -> None:
-        """Again, after `exit`, in the same thread."""
+        """Between passes, after `exit`, in the same thread."""
         self._hooks.__enter__()
 
     def stand_behind(self, around: Callable[[Any, Any], tuple[Any, Any]]) -> bool:
@@ -99,7 +99,7 @@ class TensorHooks:
         top = torch_internals.top_saved_hooks(True)
         if top is None or top[1] is not self._store.unpack_hook:
             return False
-        self.exit(None, None, None)
+        self.exit()
         pack, self._store.unpack_hook = around(self._pack, self._unpack)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, self._store.unpack_hook)
         self.step_in()

@@ -212,13 +212,9 @@ def problem_of(
         persistent = datum.kind in ("weight", "optimizer_state")
         change[0 if persistent else max(datum.first_use, 0)] += datum.size_bytes
         change[count if persistent else min(datum.last_use, count - 1) + 1] -= datum.size_bytes
-    uses: dict[int, list[int]] = {}
-    for position, operation in enumerate(trace.operations):
-        for index in {*operation.reads, *operation.writes}:
-            uses.setdefault(index, []).append(position)
     gaps = sorted(
         (after, before, index)
-        for index, positions in uses.items()
+        for index, positions in _uses(trace).items()
         if trace.data[index].kind == "feature_map" and trace.data[index].size_bytes >= min_bytes
         for after, before in pairwise(positions)
         if before - after >= 2
@@ -260,10 +256,7 @@ def problem_of(
 def _observed(trace: IterationTrace, min_bytes: int) -> tuple[IdleInterval, ...]:
     """One interval for each datum that is left alone before its last use, with the measured time to
     make it again."""
-    touched: dict[int, list[int]] = {}
-    for position, operation in enumerate(trace.operations):
-        for index in {*operation.reads, *operation.writes}:
-            touched.setdefault(index, []).append(position)
+    touched = _uses(trace)
     numbers: dict[int, int] = {}
     intervals: list[IdleInterval] = []
     for index, datum in enumerate(trace.data):
@@ -282,6 +275,15 @@ def _observed(trace: IterationTrace, min_bytes: int) -> tuple[IdleInterval, ...]
             )
         )
     return tuple(intervals)
+
+
+def _uses(trace: IterationTrace) -> dict[int, list[int]]:
+    """By datum, the operations that read it or write to it."""
+    uses: dict[int, list[int]] = {}
+    for position, operation in enumerate(trace.operations):
+        for index in {*operation.reads, *operation.writes}:
+            uses.setdefault(index, []).append(position)
+    return uses
 
 
 def _producer(trace: IterationTrace, index: int) -> int:

@@ -171,7 +171,7 @@ class Governed(contextlib.ExitStack):
             self.weights = WeightMover(
                 machine.backend(),
                 link=machine.link,
-                away_bytes=int(mode.weights_gb * scale),
+                offloaded_bytes=int(mode.weights_gb * scale),
                 min_bytes=min_bytes,
             )
         if mode.moves:

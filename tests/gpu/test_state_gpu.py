@@ -74,7 +74,7 @@ def test_same_numbers_in_less_memory(gradients: str, room_mib: int | None) -> No
     assert report.consuming == (gradients == "consume")
     if room_mib is not None:
         assert report.state_bytes <= room_mib * MIB
-        assert plain_bytes - held_bytes >= 0.9 * report.away_bytes
+        assert plain_bytes - held_bytes >= 0.9 * report.offloaded_bytes
 
 
 def test_state_streams_beside_feature_maps() -> None:
@@ -111,7 +111,7 @@ def test_state_streams_beside_feature_maps() -> None:
     assert floor.settled
     assert floor.report is not None
     assert floor.report.consuming
-    assert floor.report.away_bytes > 0
+    assert floor.report.offloaded_bytes > 0
     report = swapper.report()
     assert report.planned > 10
     assert report.late == report.deviations == 0

@@ -80,8 +80,8 @@ def test_same_numbers_in_less_memory(autocast: bool, consume: bool) -> None:
     assert report is not None
     assert report.refused == ()
     assert report.late == report.stayed == 0
-    assert report.away_bytes == (LAYERS - 1) * WEIGHT_BYTES
-    assert plain_bytes - held_bytes >= report.away_bytes - MIB
+    assert report.offloaded_bytes == (LAYERS - 1) * WEIGHT_BYTES
+    assert plain_bytes - held_bytes >= report.offloaded_bytes - MIB
 
 
 def test_reading_between_forward_and_backward() -> None:
@@ -112,7 +112,7 @@ def test_recurrent_weights_share_a_storage_and_stay() -> None:
             last(net(torch.randn(5, 4, WIDTH, device="cuda"))[0]).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert governed.report().most_away_bytes == 0
+        assert governed.report().most_offloaded_bytes == 0
 
 
 def test_captured_graphs_keep_weights_where_they_are() -> None:

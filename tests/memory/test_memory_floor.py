@@ -101,7 +101,7 @@ def train(
 
             def iteration_ended(*_: object) -> None:
                 nonlocal now_s
-                away = made.report is not None and made.report.away_bytes > 0
+                away = made.report is not None and made.report.offloaded_bytes > 0
                 now_s += streaming_s if away else 1.0
                 made.iteration_ended(swapper.report(), budget_bytes, now_s)
 
@@ -147,7 +147,7 @@ def test_so_much_state_streams_as_is_missing() -> None:
     assert report is not None
     assert report.consuming
     assert made.streaming.joint is not None
-    assert report.away_bytes >= MIB
+    assert report.offloaded_bytes >= MIB
     assert "of optimizer state wait on the host" in words(report)
     assert made.settled
     assert swapper.report().planned > 5
@@ -167,7 +167,7 @@ def test_with_gradients_kept_state_streams_in_the_step(gradients: str) -> None:
         gradients == "auto"
     )
     assert made.streaming.joint is None
-    assert report.away_bytes >= MIB
+    assert report.offloaded_bytes >= MIB
     assert swapper.report().planned > 5
 
 
@@ -188,7 +188,7 @@ def test_a_crowded_job_makes_its_state_bucket_by_bucket(gradients: str) -> None:
     assert made is not None
     report = made.report
     assert report is not None
-    assert report.away_bytes > 0
+    assert report.offloaded_bytes > 0
     assert report.state_bytes <= (budget_bytes - STATE_BYTES) // 2
 
 
@@ -250,7 +250,7 @@ def test_streaming_that_makes_iterations_slower_is_taken_back(
     assert made.settled
     assert made.report is not None
     assert made.report.consuming
-    assert (made.report.away_bytes > 0) == (streaming_s < 1)
+    assert (made.report.offloaded_bytes > 0) == (streaming_s < 1)
     assert (made.streaming.taken_back is None) == (streaming_s < 1)
     report = swapper.report()
     assert report.deviations == report.late == 0

@@ -85,8 +85,8 @@ class Engines(ExitStack):
 
     def check(self) -> None:
         assert self.swapper.report().recomputed > 0
-        assert self.weights.report().most_away_bytes > 0
-        assert self.state.report().away_bytes > 0
+        assert self.weights.report().most_offloaded_bytes > 0
+        assert self.state.report().offloaded_bytes > 0
 
 
 def moments(net: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str]]:

@@ -18,7 +18,7 @@ def layered(
     *,
     size_bytes: int = MB,
     tick_s: float = 2e-3,
-    away_bytes: int = 2**62,
+    offloaded_bytes: int = 2**62,
     in_step: bool = True,
 ) -> tuple[list[Weight], WeightPlan]:
     """One weight a layer, forward and back; a tick of backward takes twice as long."""
@@ -37,16 +37,16 @@ def layered(
         at_s=at_s,
         turn=count,
         period_s=tick_s * (3 * count + 1),
-        away_bytes=away_bytes,
+        offloaded_bytes=offloaded_bytes,
         link=LINK,
     )
     return weights, plan
 
 
 def test_so_much_leaves_as_is_asked_for_first_used_first() -> None:
-    _, plan = layered(8, away_bytes=3 * MB)
+    _, plan = layered(8, offloaded_bytes=3 * MB)
     assert plan.moved == (0, 1, 2)
-    assert plan.away_bytes == 3 * MB
+    assert plan.offloaded_bytes == 3 * MB
 
 
 def test_what_is_needed_at_once_stays() -> None:
@@ -77,8 +77,8 @@ def test_a_slow_link_is_said_to_cost() -> None:
 
 
 def test_nothing_asked_for_is_nothing_done() -> None:
-    _, plan = layered(8, away_bytes=0)
-    assert plan == WeightPlan(release={}, load={}, away_bytes=0, stall_s=0.0)
+    _, plan = layered(8, offloaded_bytes=0)
+    assert plan == WeightPlan(release={}, load={}, offloaded_bytes=0, stall_s=0.0)
 
 
 @st.composite
@@ -106,7 +106,7 @@ def passes(draw: st.DrawFn) -> tuple[list[Weight], list[float], int]:
 
 @given(passes(), st.integers(0, 40 * MB), st.floats(0, 0.2))
 def test_every_weight_leaves_after_its_use_and_is_asked_back_before_its_need(
-    made: tuple[list[Weight], list[float], int], away_bytes: int, spare_s: float
+    made: tuple[list[Weight], list[float], int], offloaded_bytes: int, spare_s: float
 ) -> None:
     weights, at_s, turn = made
     plan = plan_weights(
@@ -114,13 +114,13 @@ def test_every_weight_leaves_after_its_use_and_is_asked_back_before_its_need(
         at_s=at_s,
         turn=turn,
         period_s=at_s[-1] + spare_s,
-        away_bytes=away_bytes,
+        offloaded_bytes=offloaded_bytes,
         link=LINK,
     )
     left = {i: tick for tick, numbers in plan.release.items() for i in numbers}
     back = {i: tick for tick, numbers in plan.load.items() for i in numbers}
     assert sorted(left) == sorted(back) == list(plan.moved)
-    assert plan.away_bytes == sum(weights[i].size_bytes for i in left)
+    assert plan.offloaded_bytes == sum(weights[i].size_bytes for i in left)
     for i, tick in left.items():
         assert weights[i].used_at <= tick < turn
         assert turn <= back[i] < weights[i].needed_at
@@ -129,7 +129,9 @@ def test_every_weight_leaves_after_its_use_and_is_asked_back_before_its_need(
     assert plan.stall_s >= 0
     if plan.moved:
         last = max(plan.moved, key=lambda i: (weights[i].used_at, i))
-        assert plan.away_bytes - weights[last].size_bytes < away_bytes  # no more than necessary
+        assert (
+            plan.offloaded_bytes - weights[last].size_bytes < offloaded_bytes
+        )  # no more than necessary
 
 
 def test_lateness_is_that_of_a_queue() -> None:
@@ -140,7 +142,7 @@ def test_lateness_is_that_of_a_queue() -> None:
         at_s=[0.0, 1e-3, 2e-3, 2.5e-3],
         turn=2,
         period_s=1.0,
-        away_bytes=2 * MB,
+        offloaded_bytes=2 * MB,
         link=LINK,
     )
     assert plan.load == {2: (0, 1)}

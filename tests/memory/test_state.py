@@ -179,7 +179,7 @@ def test_ways_to_run_a_model(way: str) -> None:
                 optimizer.zero_grad()
             if governed is not None:
                 assert governed.report().visits > 0
-                assert governed.report().away_bytes > 0
+                assert governed.report().offloaded_bytes > 0
         found.append(values(net, optimizer))
     assert same(*found)
 
@@ -188,7 +188,7 @@ def test_state_leaves() -> None:
     """AdamW of this net has 25 kB of state that can leave, in five buckets."""
     _, report = trained(adamw, mover(room_bytes=10_000))
     assert report is not None
-    assert report.away_bytes > report.state_bytes
+    assert report.offloaded_bytes > report.state_bytes
     assert report.out_bytes >= (STEPS - 1) * report.plans[0].moved_bytes
     assert report.late == 0
     assert report.gradient_bytes < sum(p.nbytes for p in network().parameters()) / 3
@@ -214,14 +214,14 @@ def test_an_optimizer_that_may_be_captured_keeps_gradients_and_state() -> None:
     assert same(plain, found)
     assert report is not None
     assert not report.consuming
-    assert report.away_bytes == report.visits == 0
+    assert report.offloaded_bytes == report.visits == 0
     why = "its step may be captured in a CUDA graph, which keeps addresses"
     texts = [refusal.text for refusal in report.refused]
     assert f"gradients are kept: {why}" in texts
     assert f"optimizer state stays: {why}" in texts
     _, other = trained(not_capturable, mover(room_bytes=0))
     assert other is not None
-    assert other.away_bytes > 0
+    assert other.offloaded_bytes > 0
 
 
 # What forbids it: seen while it is watched
@@ -460,7 +460,7 @@ def test_only_who_asks_for_it_has_gradients_consumed(
                 ]
                 assert len(advice) == (gradients == "auto")
                 assert not report.consuming
-                assert (report.away_bytes > 0) == (room_bytes is not None)
+                assert (report.offloaded_bytes > 0) == (room_bytes is not None)
                 assert "grad" not in vars(nn.Parameter)
         found.append(values(net, optimizer))
     assert same(*found)
@@ -793,7 +793,7 @@ def test_no_host_memory() -> None:
         report = governed.report()
     assert same(plain, values(net, optimizer))
     assert any("host memory" in text for text in map(str, report.refused))
-    assert report.away_bytes == 0
+    assert report.offloaded_bytes == 0
 
 
 def test_state_that_does_not_come_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -863,7 +863,7 @@ def test_optimizers_may_die() -> None:
         del net, optimizer
         gc.collect()
         assert gone() is None
-        assert governed.report().state_bytes == governed.report().away_bytes == 0
+        assert governed.report().state_bytes == governed.report().offloaded_bytes == 0
 
 
 def test_unknown_optimizer_is_left_alone() -> None:
@@ -914,7 +914,7 @@ def test_the_room_may_change() -> None:
             if number == 10:
                 governed.room_bytes = None
             step(net, optimizer, number)
-            away.append(governed.report().away_bytes)
+            away.append(governed.report().offloaded_bytes)
         assert governed.report().late == 0
     assert same(plain, values(net, optimizer))
     assert away[3] == 0 < away[8] < away[4] == 5 * 5 * 1024
@@ -982,7 +982,7 @@ def test_processes_that_share_gradients(tmp_path: Any) -> None:
                     step(whole, optimizer, number)
                 if governed is not None:
                     assert any("processes" in text for text in map(str, governed.report().refused))
-                    assert governed.report().away_bytes > 0
+                    assert governed.report().offloaded_bytes > 0
             found.append(values(net, optimizer))
     finally:
         torch.distributed.destroy_process_group()
@@ -1012,7 +1012,7 @@ def test_sharded_parameters(tmp_path: Any) -> None:
                 if governed is not None:
                     report = governed.report()
                     assert any("sharded" in text for text in map(str, report.refused))
-                    assert report.away_bytes > 0
+                    assert report.offloaded_bytes > 0
                     assert report.state_bytes <= 7_700
             for p in net.parameters():
                 found.append(p.detach().to_local())  # type: ignore[attr-defined]

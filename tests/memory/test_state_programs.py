@@ -370,7 +370,7 @@ def differences(program: Program) -> tuple[list[int], list[Any]]:
             weights = WeightMover(
                 CpuStandIn(lag=program.lag),
                 link=H200_PCIE5,
-                away_bytes=int(program.away * weight_bytes),
+                offloaded_bytes=int(program.away * weight_bytes),
                 min_bytes=256,
                 own_hooks=swapper is None,
             )

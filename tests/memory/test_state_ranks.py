@@ -43,7 +43,7 @@ def trained(sharded, governed):
             optimizer.step()
             optimizer.zero_grad()
         if governed is not None:
-            assert governed.report().away_bytes > 0
+            assert governed.report().offloaded_bytes > 0
             assert not governed.report().consuming
     found = [local(p) for p in net.parameters()]
     for state in optimizer.state.values():

@@ -175,7 +175,7 @@ def test_reading(read: str, moment: str) -> None:
         with governed or nullcontext():
             for number, now in moments(net, optimizer):
                 if now == moment and number in (4, 5, 7):
-                    away = governed is None or governed.report().away_bytes > 0
+                    away = governed is None or governed.report().offloaded_bytes > 0
                     assert away, "nothing is on the host"
                     states = optimizer.state.values()
                     seen += [copy.deepcopy(READS[read](state)) for state in states]
@@ -258,7 +258,7 @@ def test_writing(write: str, moment: str) -> None:
                     for state in list(optimizer.state.values())[::2]:
                         WRITES[write](state)
             if governed is not None:
-                assert governed.report().away_bytes > 0
+                assert governed.report().offloaded_bytes > 0
         found.append(end(net, optimizer))
     assert same(*found)
 
@@ -297,7 +297,7 @@ def test_an_alias_follows_the_updates_and_they_follow_it(kind: str, since: int) 
                 if number == 9:
                     held.clear()
             if governed is not None:
-                assert governed.report().away_bytes > 0
+                assert governed.report().offloaded_bytes > 0
         found.append([seen, end(net, optimizer)])
     assert same(*found)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kilter.core.errors import PlanError
 from kilter.memory.plan.choose import plan
 from kilter.memory.plan.delay_loads import LOSS, delay_loads
-from kilter.memory.plan.joint import JOINT_WORTH, away_bytes, beside, joint
+from kilter.memory.plan.joint import JOINT_WORTH, beside, joint, offloaded_bytes
 from kilter.memory.plan.problem import IdleInterval, Link, Problem
 from kilter.memory.plan.simulate import simulate
 from kilter.memory.plan.state import Bucket, plan_state
@@ -107,7 +107,7 @@ def test_feature_maps_and_state_fit_together(case: tuple[Problem, list[Bucket], 
     assert 0 <= found.taken <= 1
     assert list(found.due_s) == sorted(found.due_s)
     # What is done with it: the swapper plans with what it sees then, and what is left of the link.
-    away = away_bytes(found.state, buckets, at, len(problem.operation_s))
+    away = offloaded_bytes(found.state, buckets, at, len(problem.operation_s))
     levels = tuple(a - b for a, b in zip(problem.resident_bytes, away, strict=True))
     assert min(levels) >= 0
     rest = replace(problem, resident_bytes=levels, link=LINK.less(found.taken))
@@ -152,7 +152,7 @@ def test_away_is_what_the_round_of_visits_leaves(count: int, size: int, share: f
     except PlanError:
         return
     at = [3 + 2 * i for i in range(count)]
-    away = away_bytes(found, buckets, at, 2 * count + 4)
+    away = offloaded_bytes(found, buckets, at, 2 * count + 4)
     assert away[0] == away[-1] == found.moved_bytes
     assert size * count - min(away) <= found.peak_bytes or not found.streamed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kilter.memory.engine.pass_record import PassRecord, SavedDatum, use_code
+from kilter.memory.engine.pass_record import PassRecord, SavedTensor, use_code
 from kilter.memory.engine.ready import ready
 from kilter.memory.plan.choose import described
 from kilter.memory.plan.problem import Link
@@ -16,7 +16,7 @@ def record() -> PassRecord:
     """Saved one after the other, used in reverse; nobody but autograd holds them."""
     count = 2 * LAYERS + 1
     data = tuple(
-        SavedDatum(str(n), 10, packed_at=n, free_at=n + 1, needed_at=count - 1 - n)
+        SavedTensor(str(n), 10, packed_at=n, free_at=n + 1, needed_at=count - 1 - n)
         for n in range(LAYERS)
     )
     codes = [10] * LAYERS + [0] + [use_code(n) for n in reversed(range(LAYERS))]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kilter.memory.engine import CpuStandIn, Swapper
 from kilter.memory.engine.operations import OPERATIONS
-from kilter.memory.engine.pass_record import SavedDatum
+from kilter.memory.engine.pass_record import SavedTensor
 from kilter.memory.plan.problem import Link
 
 LINK = Link(to_host_bytes_per_s=1e6, to_device_bytes_per_s=1e6, both_bytes_per_s=2e6)
@@ -231,7 +231,7 @@ ONLY_ON_A_GPU = {
 }
 
 
-def train(body: Body, budget_bytes: int | None) -> tuple[list[Tensor], list[SavedDatum], int]:
+def train(body: Body, budget_bytes: int | None) -> tuple[list[Tensor], list[SavedTensor], int]:
     """Losses and parameters; what was saved, and how many data were recomputed."""
     torch.manual_seed(0)
     weights = Weights()

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from kilter.core.errors import UsageError
 from kilter.memory.engine import CpuStandIn
 from kilter.memory.engine import weights as weights_module
-from kilter.memory.engine.away import WeightsMoved
+from kilter.memory.engine.offloaded_parameter import WeightsMoved
 from kilter.memory.engine.state import StateMover
 from kilter.memory.engine.weights import WeightMover, WeightReport, graphs_may_exist
 from kilter.memory.host_memory import HostLimit
@@ -150,7 +150,9 @@ def test_optimizers(optimizes: Callable[[Net], Optimizer]) -> None:
     report = check(optimizes=optimizes)
     assert report.late == 0
     assert report.stayed == 0
-    assert report.away_bytes == 5 * WIDTH * WIDTH * 4  # all but the last, which is needed at once
+    assert (
+        report.offloaded_bytes == 5 * WIDTH * WIDTH * 4
+    )  # all but the last, which is needed at once
 
 
 def test_copies_may_be_late_or_early() -> None:
@@ -159,9 +161,9 @@ def test_copies_may_be_late_or_early() -> None:
 
 
 def test_so_much_leaves_as_is_asked_for() -> None:
-    report = check(options={"away_bytes": 3 * WIDTH * WIDTH * 4})
+    report = check(options={"offloaded_bytes": 3 * WIDTH * WIDTH * 4})
     assert report.weights == 3
-    assert report.most_away_bytes == report.away_bytes == 3 * WIDTH * WIDTH * 4
+    assert report.most_offloaded_bytes == report.offloaded_bytes == 3 * WIDTH * WIDTH * 4
 
 
 def test_bytes_are_really_away_and_come_back() -> None:
@@ -174,7 +176,7 @@ def test_bytes_are_really_away_and_come_back() -> None:
         loss = net(batch()).square().mean()
         gone = away(net)
         assert len(gone) == 5
-        known = governed._shelf.weights
+        known = governed._store.weights
         with torch._C.DisableTorchFunctionSubclass():
             assert all(p.data_ptr() == known[id(p)].host.data_ptr() for p in gone)
         assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in gone)
@@ -248,7 +250,7 @@ def test_beside_gradients_that_are_consumed(fused: bool, room_bytes: int | None)
     assert report is not None
     assert report.late == report.stayed == 0
     assert report.weights == 5
-    assert report.out_bytes == 10 * report.away_bytes  # one copy after each update, no more
+    assert report.out_bytes == 10 * report.offloaded_bytes  # one copy after each update, no more
 
 
 def test_accumulation_leaves_in_each_pass() -> None:
@@ -264,7 +266,7 @@ def test_accumulation_leaves_in_each_pass() -> None:
 
     report = check(stepping=stepping)
     assert report.late == 0
-    assert report.in_bytes >= 3 * report.out_bytes - 5 * report.away_bytes
+    assert report.in_bytes >= 3 * report.out_bytes - 5 * report.offloaded_bytes
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -917,7 +919,7 @@ def test_without_host_memory_weights_stay() -> None:
     moved, report = trained(mover(host_limit_bytes=100))
     assert same(plain, moved)
     assert report is not None
-    assert report.most_away_bytes == 0
+    assert report.most_offloaded_bytes == 0
     assert "of host memory" in report.refused[0].text
 
 
@@ -1060,7 +1062,7 @@ def test_another_stream_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network()
     optimizer = adamw(net)
     with mover() as governed:
-        governed._shelf.stream = main
+        governed._store.stream = main
         for number in range(5):
             step(net, optimizer, number)
         net(batch())
@@ -1081,7 +1083,7 @@ def test_an_error_of_ours_brings_all_home(monkeypatch: pytest.MonkeyPatch) -> No
 
     def stepping(net: Net, optimizer: Optimizer, number: int) -> float:
         if number == 5:
-            monkeypatch.setattr(governed._shelf, "leave", lambda weight: 1 / 0)
+            monkeypatch.setattr(governed._store, "offload", lambda weight: 1 / 0)
         return step(net, optimizer, number)
 
     moved, report = trained(governed, stepping=stepping)
@@ -1099,7 +1101,7 @@ def test_one_engine_at_a_time() -> None:
 
 
 def test_room_may_change() -> None:
-    governed = mover(away_bytes=WIDTH * WIDTH * 4)
+    governed = mover(offloaded_bytes=WIDTH * WIDTH * 4)
 
     def stepping(net: Net, optimizer: Optimizer, number: int) -> float:
         if number == 5:

@@ -57,7 +57,7 @@ class Weighed(CpuStandIn):
         mover = self.floor and self.floor.mover
         weights = self.floor and self.floor.weights.mover
         state_bytes = mover._stream.held_bytes if mover else 2 * WEIGHT_BYTES
-        weight_bytes = WEIGHT_BYTES - (weights._shelf.gone_bytes if weights else 0)
+        weight_bytes = WEIGHT_BYTES - (weights._store.offloaded_bytes if weights else 0)
         store = self.swapper._store
         used_bytes = int(weight_bytes + state_bytes + store.held_bytes + store.beside_bytes)
         self.most_bytes = max(self.most_bytes, used_bytes)
@@ -137,7 +137,7 @@ def test_weights_go_where_all_state_is_not_enough(autocast: bool) -> None:
     weights = made.weights.report
     assert weights is not None
     assert weights.moving
-    assert weights.away_bytes >= MIB // 2
+    assert weights.offloaded_bytes >= MIB // 2
     assert made.report is not None
     assert "of weights are on the host between forward and backward" in words(made.report, weights)
     assert made.settled

@@ -101,8 +101,8 @@ class Size:
                 continue
             problem = self._problem(shapes.record if number == 0 else shapes.used_up, budget_bytes)
             if number == 2:
-                away_bytes = shapes.state_bytes - 2 * shapes.bucket_state_bytes
-                levels = tuple(level - away_bytes for level in problem.resident_bytes)
+                offloaded_bytes = shapes.state_bytes - 2 * shapes.bucket_state_bytes
+                levels = tuple(level - offloaded_bytes for level in problem.resident_bytes)
                 problem = replace(problem, resident_bytes=levels)
             try:
                 return fit(how=", ".join(words), fits=True, plan=plan(problem))

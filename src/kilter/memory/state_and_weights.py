@@ -155,7 +155,7 @@ class StateAndWeightPolicy:
         first.remove()
         if not report.spilled or self._swapper.records():  # it fitted, or was not the first
             return False
-        room_bytes = first.room_bytes(self._swapper.leave_above_bytes)
+        room_bytes = first.room_bytes(self._swapper.offload_above_bytes)
         if room_bytes is None:
             return False
         mover = self._open(room_bytes=room_bytes)
@@ -179,7 +179,7 @@ class StateAndWeightPolicy:
 
     def _problem(self, budget_bytes: int) -> tuple[PassRecord | None, Problem | None]:
         """The largest pass, once its levels are known."""
-        from kilter.memory.engine.kinds import ALLOCATION_ROUNDING_BYTES
+        from kilter.memory.engine.pass_kinds import ALLOCATION_ROUNDING_BYTES
 
         record = self._swapper.largest_pass()
         if record is None or record.passes < KNOWN_PASSES:
@@ -234,7 +234,7 @@ class StateAndWeightPolicy:
         report = self.report
         assert report is not None
         self._guessed = False
-        total_bytes = report.state_bytes + report.away_bytes
+        total_bytes = report.state_bytes + report.offloaded_bytes
         more_bytes = int(missing_bytes + SLACK * abs(missing_bytes))
         room_bytes = min(total_bytes, max(0, report.state_bytes - more_bytes))
         if room_bytes == (total_bytes if mover.room_bytes is None else mover.room_bytes):
@@ -256,9 +256,9 @@ def words(report: StateReport, weights: WeightReport | None = None) -> str:
     parts = []
     if report.consuming:
         parts.append(f"gradients are used up as they arrive ({show_bytes(report.gradient_bytes)})")
-    if report.away_bytes:
-        parts.append(f"{show_bytes(report.away_bytes)} of optimizer state wait on the host")
-    if weights is not None and weights.away_bytes:
-        moved = show_bytes(weights.away_bytes)
+    if report.offloaded_bytes:
+        parts.append(f"{show_bytes(report.offloaded_bytes)} of optimizer state wait on the host")
+    if weights is not None and weights.offloaded_bytes:
+        moved = show_bytes(weights.offloaded_bytes)
         parts.append(f"{moved} of weights are on the host between forward and backward")
     return ", ".join(parts) or STAY

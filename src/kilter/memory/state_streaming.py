@@ -106,7 +106,7 @@ class StateStreaming:
         if now_s > before_s:
             self.taken_back = messages.streaming_slower(now_s, before_s)
             self.joint, self._awaiting = None, True
-            mover.make_room(report.state_bytes + report.away_bytes, link=self._link)
+            mover.make_room(report.state_bytes + report.offloaded_bytes, link=self._link)
 
     def changed(self, visits: Visits | None) -> None:
         """Between two iterations: gradients and state take another amount of memory from now on."""
@@ -125,7 +125,7 @@ class StateStreaming:
 
 def away_of(visits: Visits, problem: Problem) -> list[int]:
     """State on the host in each operation of the pass."""
-    from kilter.memory.plan.joint import away_bytes
+    from kilter.memory.plan.joint import offloaded_bytes
 
     assert visits.plan is not None
-    return away_bytes(visits.plan, visits.buckets, visits.at, len(problem.operation_s))
+    return offloaded_bytes(visits.plan, visits.buckets, visits.at, len(problem.operation_s))

@@ -66,7 +66,7 @@ class WeightRoom:
         if self.kept:
             return False
         report = self.report
-        if report is not None and (not report.moving or report.away_bytes < self._asked_bytes):
+        if report is not None and (not report.moving or report.offloaded_bytes < self._asked_bytes):
             return False  # what was asked for before is not there
         self._asked_bytes += more_bytes
         if self.mover is not None:
@@ -75,7 +75,7 @@ class WeightRoom:
         mover = WeightMover(
             self._backend(),
             link=self._link.less(min(taken, 1 - LEFT_TO_WEIGHTS)),
-            away_bytes=self._asked_bytes,
+            offloaded_bytes=self._asked_bytes,
             own_hooks=False,
             min_bytes=self._min_bytes,
             changed=self._swapper.forget,

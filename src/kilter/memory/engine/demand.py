@@ -35,7 +35,7 @@ class Demand:
 
     def learn(self, peak_bytes: int, budget_bytes: int) -> None:
         """A pass was watched to its end."""
-        over_bytes = peak_bytes - self.leave_above_bytes(budget_bytes)
+        over_bytes = peak_bytes - self.offload_above_bytes(budget_bytes)
         self._surge_bytes = max(self._surge_bytes or 0, over_bytes)
 
     def saved(self, saved: Saved, budget_bytes: int) -> bool:
@@ -45,7 +45,7 @@ class Demand:
             store = self._store
             over = store.held_bytes + store.beside_bytes > budget_bytes
         else:
-            over = used_bytes > self.leave_above_bytes(budget_bytes)
+            over = used_bytes > self.offload_above_bytes(budget_bytes)
         if over:
             self._chosen.append(weakref.ref(saved))
         return over
@@ -60,7 +60,7 @@ class Demand:
             if saved is None or not self._store.pending(saved):
                 continue
             try:
-                left = self._store.leave_unplanned(saved)
+                left = self._store.offload_unplanned(saved)
             except HostMemoryError as error:
                 reason = messages.of_error(error)
                 self.refused.setdefault(reason.code, reason)
@@ -70,7 +70,7 @@ class Demand:
                 still.append(reference)
         self._chosen = still
 
-    def leave_above_bytes(self, budget_bytes: int, peak_bytes: int | None = None) -> int:
+    def offload_above_bytes(self, budget_bytes: int, peak_bytes: int | None = None) -> int:
         """Bytes in use above which data are offloaded. `peak_bytes` is the peak of the first pass,
         for the level of the next one."""
         first_bytes = int(UNSEEN_SHARE * budget_bytes)

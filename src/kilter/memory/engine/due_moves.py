@@ -40,25 +40,25 @@ class DueMoves:
     def carry_out(self, planned: Ready, due: Due) -> None:
         """Issue what is due at one event."""
         store = self._store
-        for number in due.leave:
+        for number in due.offload:
             saved = self.followed(number)
             if saved is not None:
-                host = store.leave(saved, planned.hosts[number])
+                host = store.offload(saved, planned.hosts[number])
                 if host is not None:
                     planned.hosts[number] = host
                 elif store.pending(saved):
                     self.overdue[number] = planned.hosts[number]
-        for number in due.release:
+        for number in due.evict:
             saved = self.followed(number)
             if saved is not None and number not in self.overdue:
-                store.release(saved)
+                store.evict(saved)
                 if saved.recipe is not None and store.pending(saved):
                     self.overdue[number] = None
-        for number in due.load:
+        for number in due.prefetch:
             self.overdue.pop(number, None)
             saved = self.followed(number)
             if saved is not None:
-                store.load(saved)
+                store.prefetch(saved)
 
     def catch_up(self) -> None:
         """What should have left goes now, if the program has let go."""
@@ -67,8 +67,8 @@ class DueMoves:
             saved = self.followed(number)
             if saved is not None:
                 if host is not None:
-                    store.leave(saved, host)
-                store.release(saved)
+                    store.offload(saved, host)
+                store.evict(saved)
             if saved is None or not store.pending(saved):
                 del self.overdue[number]
 

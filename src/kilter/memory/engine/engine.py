@@ -32,14 +32,14 @@ from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.collector import Collector
 from kilter.memory.engine.demand import Demand
 from kilter.memory.engine.due_moves import DueMoves
-from kilter.memory.engine.kinds import TUNED, Kinds, PassKind
+from kilter.memory.engine.pass_kinds import TUNED, PassKind, PassKinds
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, again_code, use_code
 from kilter.memory.engine.reach import Reach
 from kilter.memory.engine.ready import Due, Ready
 from kilter.memory.engine.recompute import Reader
 from kilter.memory.engine.segment_pass import SegmentPass
 from kilter.memory.engine.store import (
-    AWAY,
+    EVICTED,
     Pass,
     Store,
     View,
@@ -124,7 +124,9 @@ class Swapper(AbstractContextManager["Swapper"]):
         """The budget for which the next plans are made."""
         self.may_plan = True
         """If False, no plans are made: passes are watched, data are offloaded on demand."""
-        self._kinds = Kinds(backend, self._store, link=link, planner=planner, min_bytes=min_bytes)
+        self._kinds = PassKinds(
+            backend, self._store, link=link, planner=planner, min_bytes=min_bytes
+        )
         self.hooks = TensorHooks(
             self._store, backend.device, min_bytes, self._save, self._use, fence
         )
@@ -209,10 +211,10 @@ class Swapper(AbstractContextManager["Swapper"]):
         return None if self._watch is None else self._watch.event + 1
 
     @property
-    def leave_above_bytes(self) -> int:
+    def offload_above_bytes(self) -> int:
         """Bytes in use above which data are offloaded on demand in the next pass."""
         peak_bytes = None if self._watch is None else self._watch.peak_bytes
-        return self._demand.leave_above_bytes(self.budget_bytes, peak_bytes)
+        return self._demand.offload_above_bytes(self.budget_bytes, peak_bytes)
 
     def report(self) -> SwapReport:
         counts, store = self._counts, self._store
@@ -270,7 +272,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     def before_update(self, parameters: Iterable[torch.Tensor]) -> None:
         """Recompute now what a graph that outlives the update needs of the old parameters."""
         for parameter in parameters:
-            self._store.pay(parameter)
+            self._store.recompute_dependents(parameter)
 
     def forget(self) -> None:
         """What stays on the device takes another amount of memory: watch and plan anew."""
@@ -360,7 +362,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             if planned is not None:
                 self._advance(planned, planned.steps[self._event].due)
                 self._demand.event()  # of a graph that is retained
-            if view and packed.saved.state == AWAY and packed.saved.host is not None:
+            if view and packed.saved.state == EVICTED and packed.saved.host is not None:
                 self._counts["late"] += 1
         else:
             if self._watch is not None:
@@ -461,7 +463,7 @@ class Swapper(AbstractContextManager["Swapper"]):
                 after_step=self._steps > 0,
                 expected_bytes=candidate.saved_bytes if candidate is not None else 0,
             )
-        elif not self._store.absent:
+        elif not self._store.evicted:
             self._plan = next((kind.plan for kind in alike if kind.plan is not None), None)
         self._measured = self._plan is None or self._plan.tuned < TUNED
         if self._measured:
@@ -495,7 +497,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._deviations.to_watch -= asked
             return asked
         # An older graph may still need data in the plans' host memory.
-        if any(kind.plan for kind in alike) and not self._store.absent:
+        if any(kind.plan for kind in alike) and not self._store.evicted:
             return False
         hopeless = bool(alike) and all(kind.hopeless for kind in alike)
         return not (hopeless and self._round % HOPELESS_EVERY) and attention.asks()

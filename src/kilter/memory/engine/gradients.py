@@ -20,7 +20,7 @@ from kilter.memory import messages
 if TYPE_CHECKING:
     import torch
 
-    from kilter.memory.engine.charge import Charge
+    from kilter.memory.engine.governed_optimizer import GovernedOptimizer
 
 
 class GradientConsumed(RuntimeError):
@@ -55,7 +55,9 @@ class Followed:
 
     __slots__ = ("owner", "parameter", "place", "version")
 
-    def __init__(self, parameter: torch.nn.Parameter, owner: Charge, place: GradientPlace) -> None:
+    def __init__(
+        self, parameter: torch.nn.Parameter, owner: GovernedOptimizer, place: GradientPlace
+    ) -> None:
         self.parameter = parameter
         self.owner = owner
         self.place = place

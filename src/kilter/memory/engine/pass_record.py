@@ -33,7 +33,7 @@ def again_code(number: int) -> int:
 
 
 @dataclass(slots=True)
-class SavedDatum:
+class SavedTensor:
     """One storage that autograd keeps, however many views of it were saved."""
 
     name: str
@@ -99,7 +99,7 @@ class PassRecord:
     """Name of each operation: the framework's node at its event."""
     backward_from: int
     """First event of backward."""
-    data: tuple[SavedDatum, ...]
+    data: tuple[SavedTensor, ...]
     operation_s: list[float]
     level_bytes: list[int]
     """Peak during each operation with everything kept."""
@@ -152,7 +152,7 @@ class PassRecord:
         self.segments = tried.segments
 
     def absence(
-        self, datum: SavedDatum, *, swap: bool = True, recompute: bool = True
+        self, datum: SavedTensor, *, swap: bool = True, recompute: bool = True
     ) -> tuple[int, int, float | None] | None:
         """The last event before the datum may be evicted, the event that needs it, and the time to
         recompute it; None if somebody holds it too long. To be recomputed it has to wait for its
@@ -298,7 +298,7 @@ class PassRecorder:
 
     events: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    data: list[SavedDatum] = field(default_factory=list)
+    data: list[SavedTensor] = field(default_factory=list)
     levels: list[int] = field(default_factory=list)
     segments: list[SavedSegment] = field(default_factory=list)
     backward_from: int | None = None
@@ -316,9 +316,9 @@ class PassRecorder:
             self.backward_from = self.event
         return self.event
 
-    def level(self, peak_bytes: int, away_bytes: int) -> None:
+    def level(self, peak_bytes: int, offloaded_bytes: int) -> None:
         """The operation that now ends had this peak, while this much saved data was away."""
-        self.levels.append(peak_bytes + away_bytes)
+        self.levels.append(peak_bytes + offloaded_bytes)
 
     def record(self, operation_s: list[float]) -> PassRecord:
         """The finished pass. The last operation has no end of its own: it takes no time."""

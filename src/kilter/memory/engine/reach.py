@@ -69,7 +69,7 @@ class Reach(AbstractContextManager["Reach"]):
         """What the plain run hands back: the object itself, unless it is an output of `ctx`."""
         if type(packed) is View:
             itself: Any = packed.itself
-            self._store.pay(packed.saved)  # the program may write to it
+            self._store.recompute_dependents(packed.saved)  # the program may write to it
         elif type(packed) is tuple and len(packed) >= 3 and packed[2] is LEAF:
             held: torch.Tensor = packed[0]
             return held

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class Due(NamedTuple):
     """What an event starts: numbers of data, in the order that the plan counts on."""
 
-    leave: tuple[int, ...]
-    release: tuple[int, ...]
-    load: tuple[int, ...]
+    offload: tuple[int, ...]
+    evict: tuple[int, ...]
+    prefetch: tuple[int, ...]
 
 
 class ReadyStep(NamedTuple):
@@ -93,16 +93,16 @@ def ready(
     first of their data. `retained`: passes that begin like
     this one may retain their graph; so all data are followed, and can leave."""
     count = len(record.events)
-    leave: list[list[int]] = [[] for _ in range(count + 1)]
-    release: list[list[int]] = [[] for _ in range(count + 1)]
-    load: list[list[int]] = [[] for _ in range(count + 1)]
+    offload: list[list[int]] = [[] for _ in range(count + 1)]
+    evict: list[list[int]] = [[] for _ in range(count + 1)]
+    prefetch: list[list[int]] = [[] for _ in range(count + 1)]
     deadlines = problem.deadlines(frozenset(value.schedule.recomputed))
     for move in value.schedule.moves:
         number = numbers[move.interval]
-        leave[problem.intervals[move.interval].after + 1].append(number)
-        release[move.release].append(number)
+        offload[problem.intervals[move.interval].after + 1].append(number)
+        evict[move.release].append(number)
     for move in sorted(value.schedule.moves, key=lambda m: (deadlines[m.interval], m.interval)):
-        load[move.load].append(numbers[move.interval])
+        prefetch[move.load].append(numbers[move.interval])
     by_first = {record.members(segment)[:1]: segment for segment in segments}
     called: list[SavedSegment] = []
     alone: list[int] = []
@@ -111,11 +111,11 @@ def ready(
         segment = by_first[number,] if interval.together else None
         if segment is None:
             alone.append(number)
-            release[interval.after + 1].append(number)
+            evict[interval.after + 1].append(number)
         else:
             members = record.members(segment)
             called.append(replace(segment, members=frozenset(members)))
-            release[interval.after + 1] += members
+            evict[interval.after + 1] += members
     recomputed = frozenset(alone)
     moved = frozenset(numbers[move.interval] for move in value.schedule.moves)
     read = frozenset(source for number in recomputed for source in record.data[number].sources)
@@ -127,7 +127,7 @@ def ready(
     steps: list[ReadyStep] = []
     for event, (code, number) in enumerate(zip(record.events, record.numbers(), strict=True)):
         # The last to leave first: who has waited for that copy has waited for those before it.
-        due = Due(tuple(leave[event]), tuple(reversed(release[event])), tuple(load[event]))
+        due = Due(tuple(offload[event]), tuple(reversed(evict[event])), tuple(prefetch[event]))
         used = code in (FOREIGN, use_code(number))
         expected = code if used else record.data[number].size_bytes
         roles = (number in followed, number in read, number in recomputed)

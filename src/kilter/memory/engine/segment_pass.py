@@ -15,7 +15,7 @@ from kilter.memory.engine.pass_record import SavedSegment
 from kilter.memory.engine.ready import Ready
 from kilter.memory.engine.recompute import Foreign, Unlike
 from kilter.memory.engine.segments import ModuleCall, ModuleCalls, SegmentTensor, tensors_in
-from kilter.memory.engine.store import COMING, Saved, Store
+from kilter.memory.engine.store import PREFETCHING, Saved, Store
 from kilter.memory.engine.watch import TRIAL_PAUSE_S, WATCH_REPEATS, Watch
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class SegmentPass:
     def _bytes_of(self, saved: Saved) -> torch.Tensor:
         """The bytes of a datum, or a copy of them where they have left on demand."""
         alias, host = saved.alias, saved.host
-        if saved.state == COMING or alias is None:
+        if saved.state == PREFETCHING or alias is None:
             assert host is not None
             alias = self._backend.alloc_like(host)
             self._backend.wait(self._backend.copy_in(alias, host))

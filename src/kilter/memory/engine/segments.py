@@ -24,7 +24,7 @@ from kilter.memory.engine import recording
 from kilter.memory.engine.backend import owned
 from kilter.memory.engine.operation_graph import HeldSource, Source
 from kilter.memory.engine.recompute import COPIED_SHARE, Foreign
-from kilter.memory.engine.store import HERE, Saved, Store, View
+from kilter.memory.engine.store import RESIDENT, Saved, Store, View
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class ModuleCall:
             saved = reference()
             if saved is not None:
                 found = saved
-                if saved.state != HERE:
+                if saved.state != RESIDENT:
                     break
         return found
 
@@ -232,7 +232,7 @@ _NOBODY: Any = type("Nobody", (), {})()
 
 def _is_away(reference: weakref.ref[Saved]) -> bool:
     saved = reference()
-    return saved is not None and saved.state != HERE and saved.host is None
+    return saved is not None and saved.state != RESIDENT and saved.host is None
 
 
 class SegmentTensor:

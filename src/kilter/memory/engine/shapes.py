@@ -366,9 +366,9 @@ class _Job:
             return whole(packed)
         watch = self._watch
         if watch is None:
-            return self._store.look(packed)
+            return self._store.tensor_of(packed)
         watch.enter(use_code(packed.saved.number), used=True)
-        tensor = self._store.look(packed)
+        tensor = self._store.tensor_of(packed)
         watch.use(packed.saved)
         watch.leave()
         return tensor

@@ -30,10 +30,10 @@ from kilter.core.reasons import Reason
 from kilter.core.units import MIB
 from kilter.memory import messages
 from kilter.memory.engine.backend import Backend
-from kilter.memory.engine.charge import Charge, PassPhase
 from kilter.memory.engine.engine import leave_uncompiled
 from kilter.memory.engine.fenced_hook import fenced_hook
 from kilter.memory.engine.gone import when_gone
+from kilter.memory.engine.governed_optimizer import GovernedOptimizer, GradientPhase
 from kilter.memory.engine.gradient_hooks import GradientHooks
 from kilter.memory.engine.gradients import Followed, GradientConsumed, GradientPlace, Gradients
 from kilter.memory.engine.rounds import Rounds
@@ -74,7 +74,7 @@ class StateReport:
     """The most that gradients take now; without consuming, all of them."""
     state_bytes: int
     """State on the device between visits."""
-    away_bytes: int
+    offloaded_bytes: int
     """State on the host between visits."""
     plans: tuple[StatePlan, ...]
     refused: tuple[Reason, ...]
@@ -129,7 +129,9 @@ class StateMover(AbstractContextManager["StateMover"]):
         self._changed = changed or (lambda: None)
         self._event = event or (lambda: None)
         self._fence = fence
-        self._charges: weakref.WeakKeyDictionary[Any, Charge] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakKeyDictionary[Any, GovernedOptimizer] = (
+            weakref.WeakKeyDictionary()
+        )
         self._access = Gradients()
         self._hooks = GradientHooks(self._fenced(self._arrived))
         self._leave_steps: Callable[[], None] = lambda: None
@@ -155,12 +157,12 @@ class StateMover(AbstractContextManager["StateMover"]):
 
     def __exit__(self, *exception: object) -> None:
         """Have all state on the device, and leave gradients alone."""
-        for charge in self._charges.values():
-            if charge.took:
-                charge.say(messages.NO_STEP_FOLLOWED)
-            self._unstash(charge)
-            self._rounds.bring_home(charge)
-            for handle in charge.handles:
+        for governed in self._optimizers.values():
+            if governed.took:
+                governed.say(messages.NO_STEP_FOLLOWED)
+            self._unstash(governed)
+            self._rounds.fetch_all(governed)
+            for handle in governed.handles:
                 handle.remove()
         self._leave_steps()
         self._hooks.stop_search()
@@ -174,7 +176,7 @@ class StateMover(AbstractContextManager["StateMover"]):
 
     def _rest(self) -> None:
         """Stop watching gradients once no optimizer's may be consumed."""
-        if all(charge.phase is PassPhase.KEEPING for charge in self._charges.values()):
+        if all(governed.phase is GradientPhase.KEEPING for governed in self._optimizers.values()):
             self._let_gradients_be()
 
     def _let_gradients_be(self) -> None:
@@ -184,27 +186,27 @@ class StateMover(AbstractContextManager["StateMover"]):
         self._access.ignore()
 
     def report(self) -> StateReport:
-        charges = list(self._charges.values())
-        buckets = [b for charge in charges for b in charge.state.buckets]
-        away_bytes = sum(b.size_bytes for b in buckets if b.where is Where.OFFLOADED)
+        optimizers = list(self._optimizers.values())
+        buckets = [b for governed in optimizers for b in governed.state.buckets]
+        offloaded_bytes = sum(b.size_bytes for b in buckets if b.where is Where.OFFLOADED)
         return StateReport(
-            consuming=any(c.phase is PassPhase.CONSUMING for c in charges),
-            watching=any(c.phase is PassPhase.WATCHING for c in charges) or not charges,
+            consuming=any(c.phase is GradientPhase.CONSUMING for c in optimizers),
+            watching=any(c.phase is GradientPhase.WATCHING for c in optimizers) or not optimizers,
             visits=self._visits,
             late=self._rounds.late,
             out_bytes=self._stream.out_bytes,
             in_bytes=self._stream.in_bytes,
             host_bytes=self._stream.host_bytes,
-            gradient_bytes=sum(self._gradient_bytes(c) for c in charges),
-            state_bytes=sum(b.size_bytes for b in buckets) - away_bytes,
-            away_bytes=away_bytes,
-            plans=tuple(c.state.plan for c in charges if c.state.plan is not None),
-            refused=tuple(dict.fromkeys(reason for c in charges for reason in c.refused)),
+            gradient_bytes=sum(self._gradient_bytes(c) for c in optimizers),
+            state_bytes=sum(b.size_bytes for b in buckets) - offloaded_bytes,
+            offloaded_bytes=offloaded_bytes,
+            plans=tuple(c.state.plan for c in optimizers if c.state.plan is not None),
+            refused=tuple(dict.fromkeys(reason for c in optimizers for reason in c.refused)),
         )
 
-    def _gradient_bytes(self, charge: Charge) -> int:
-        sizes = [b.gradient_bytes for b in charge.state.buckets]
-        if charge.phase is PassPhase.CONSUMING:
+    def _gradient_bytes(self, governed: GovernedOptimizer) -> int:
+        sizes = [b.gradient_bytes for b in governed.state.buckets]
+        if governed.phase is GradientPhase.CONSUMING:
             return max(sizes, default=0)
         return sum(sizes)
 
@@ -213,85 +215,85 @@ class StateMover(AbstractContextManager["StateMover"]):
         return fenced_hook(self._fence, hook, GradientConsumed, self._give_up)
 
     def _give_up(self) -> None:
-        for charge in self._charges.values():
-            if charge.state.streams or charge.phase is not PassPhase.KEEPING:
-                charge.phase, charge.state.streams = PassPhase.KEEPING, False
-                self._rounds.bring_home(charge)
+        for governed in self._optimizers.values():
+            if governed.state.streams or governed.phase is not GradientPhase.KEEPING:
+                governed.phase, governed.state.streams = GradientPhase.KEEPING, False
+                self._rounds.fetch_all(governed)
 
     # Optimizers and their parameters
 
     def _meet(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """The step of an optimizer is about to begin, perhaps its first."""
-        charge = self._charges.get(optimizer)
-        if charge is not None and not charge.altered:
-            charge.stand_innermost()
+        governed = self._optimizers.get(optimizer)
+        if governed is not None and not governed.altered:
+            governed.stand_innermost()
             return
         self._hooks.stop_search()
-        if charge is not None:
-            if charge.took:
+        if governed is not None:
+            if governed.took:
                 raise GradientConsumed("the optimizer's parameters changed before the step")
-            self._rounds.bring_home(charge)
-            for handle in charge.handles:
+            self._rounds.fetch_all(governed)
+            for handle in governed.handles:
                 handle.remove()
-            self._forget(charge)
-        charge = self._charges[optimizer] = self._charged(optimizer)
-        charge.stand_innermost()
+            self._forget(governed)
+        governed = self._optimizers[optimizer] = self._governed(optimizer)
+        governed.stand_innermost()
         self._rest()
-        when_gone(optimizer, self._forget, charge)
+        when_gone(optimizer, self._forget, governed)
 
     def take_over(self, optimizer: Any) -> None:
         """Between a step and the next forward: follow an optimizer that has made its state already,
         and offload at once what there is no room for."""
         self._meet(optimizer, (), {})
-        charge = self._charges[optimizer]
-        for f in charge.followed:
+        governed = self._optimizers[optimizer]
+        for f in governed.followed:
             f.steps()
-        if charge.state.streams:
-            self._rounds.adopt(charge)
-            self._rounds.plan(charge)
+        if governed.state.streams:
+            self._rounds.adopt(governed)
+            self._rounds.plan(governed)
 
-    def _charged(self, optimizer: Any) -> Charge:
-        charge = Charge(optimizer)
+    def _governed(self, optimizer: Any) -> GovernedOptimizer:
+        governed = GovernedOptimizer(optimizer)
         order = self._hooks.by_arrival([p for g in optimizer.param_groups for p in g["params"]])
-        reason = charge.unfit(self._backend.device, self._access.followed)
+        reason = governed.unfit(self._backend.device, self._access.followed)
         if reason is not None:
-            charge.object_to(reason)
-            charge.keep_state(reason)
-            return charge
+            governed.object_to(reason)
+            governed.keep_state(reason)
+            return governed
         for parameter in order:
             self._hooks.follow(parameter)
             place = (
                 GradientPlace.NONE if self._access.get(parameter) is None else GradientPlace.THERE
             )
-            charge.followed.append(Followed(parameter, charge, place))
-        self._access.followed.update((id(f.parameter), f) for f in charge.followed)
+            governed.followed.append(Followed(parameter, governed, place))
+        self._access.followed.update((id(f.parameter), f) for f in governed.followed)
         updates = [Update(gradient_bytes=size_of(p), state_bytes=0) for p in order]
         for number, cut in enumerate(in_buckets(updates, self._bucket_bytes)):
             members = order[cut.first : cut.first + cut.count]
-            charge.state.buckets.append(StateBucket(members))
-            charge.state.bucket_of.update((id(p), number) for p in members)
-        charge.state.room_bytes = self.room_bytes
-        charge.state.streams = self.room_bytes is not None
+            governed.state.buckets.append(StateBucket(members))
+            governed.state.bucket_of.update((id(p), number) for p in members)
+        governed.state.room_bytes = self.room_bytes
+        governed.state.streams = self.room_bytes is not None
         if self._kept is not None:
-            charge.object_to(self._kept)
-        elif any(bucket.sharded for bucket in charge.state.buckets):
-            charge.object_to(messages.SHARDED_PARAMETERS)
-        charge.handles = [
+            governed.object_to(self._kept)
+        elif any(bucket.sharded for bucket in governed.state.buckets):
+            governed.object_to(messages.SHARDED_PARAMETERS)
+        governed.handles = [
             optimizer.register_step_pre_hook(self._fenced(self._before_step)),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_load_state_dict_post_hook(self._fenced(self._after_load)),
         ]
-        return charge
+        return governed
 
-    def _forget(self, charge: Charge) -> None:
+    def _forget(self, governed: GovernedOptimizer) -> None:
         """Its optimizer is gone, or has other parameters now."""
-        for f in charge.followed:
+        for f in governed.followed:
             if self._access.followed.get(id(f.parameter)) is f:
                 del self._access.followed[id(f.parameter)]
-        for bucket in charge.state.buckets:
+        for bucket in governed.state.buckets:
             self._stream.disown(bucket)
-        charge.followed, charge.state.buckets = [], []
+        governed.followed, governed.state.buckets = [], []
 
     # Backward
 
@@ -303,41 +305,43 @@ class StateMover(AbstractContextManager["StateMover"]):
             return
         self._access.quiet = False  # a step that raised left it so
         found.arrives()
-        charge = found.owner
-        if charge.phase is PassPhase.KEEPING:
+        governed = found.owner
+        if governed.phase is GradientPhase.KEEPING:
             return
         if self._guard is None:
             self._guard = register_module_forward_pre_hook(self._module_runs)
         gradient = self._access.get(parameter)
         assert gradient is not None
-        if torch_internals.graph_task_keeps_graph() and not charge.took:
-            charge.object_to(messages.GRAPH_KEPT)
-            charge.state.anew = True
+        if torch_internals.graph_task_keeps_graph() and not governed.took:
+            governed.object_to(messages.GRAPH_KEPT)
+            governed.state.anew = True
             return
-        if charge.evidence.settings is None:
-            charge.evidence.settings = charge.options()
-        charge.evidence.arrived(parameter, self._event)
-        if charge.phase is PassPhase.WATCHING:
-            charge.evidence.marks.append((id(parameter), self._backend.mark()))
-            charge.watch(parameter, gradient)
+        if governed.evidence.settings is None:
+            governed.evidence.settings = governed.options()
+        governed.evidence.arrived(parameter, self._event)
+        if governed.phase is GradientPhase.WATCHING:
+            governed.evidence.marks.append((id(parameter), self._backend.mark()))
+            governed.watch(parameter, gradient)
             return
-        self._count_down(charge, parameter, gradient)
+        self._count_down(governed, parameter, gradient)
 
-    def _count_down(self, charge: Charge, parameter: Any, gradient: torch.Tensor) -> None:
+    def _count_down(
+        self, governed: GovernedOptimizer, parameter: Any, gradient: torch.Tensor
+    ) -> None:
         """Visit the bucket of this parameter if its gradient is the last one there."""
-        number = charge.state.bucket_of[id(parameter)]
-        bucket = charge.state.buckets[number]
+        number = governed.state.bucket_of[id(parameter)]
+        bucket = governed.state.buckets[number]
         bucket.missing -= 1
         if gradient.requires_grad or gradient.layout is not torch.strided:
             bucket.missing = len(bucket.members) + 1  # left to the step
-        if not charge.round.open:
-            if charge.altered:
-                charge.object_to(messages.OTHER_PARAMETERS)
+        if not governed.round.open:
+            if governed.altered:
+                governed.object_to(messages.OTHER_PARAMETERS)
                 return
-            self._rounds.begin(charge)
+            self._rounds.begin(governed)
         if bucket.missing == 0:
             self._visits += 1
-            self._rounds.visit(charge, number, keep=False)
+            self._rounds.visit(governed, number, keep=False)
 
     def _module_runs(self, module: Any, inputs: Any) -> None:
         """Between the first gradient and the step only checkpointing runs modules, and only such
@@ -350,102 +354,102 @@ class StateMover(AbstractContextManager["StateMover"]):
     # The step
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        charge = self._charges[optimizer]
+        governed = self._optimizers[optimizer]
         self._unguard()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
-            self._before_closure(charge)
+            self._before_closure(governed)
             return
-        if charge.phase is PassPhase.WATCHING:
-            charge.judge(self._access.get, self._backend.device.type)
-        elif charge.took:
-            self._check_unchanged(charge)
-        for f in charge.followed:
+        if governed.phase is GradientPhase.WATCHING:
+            governed.judge(self._access.get, self._backend.device.type)
+        elif governed.took:
+            self._check_unchanged(governed)
+        for f in governed.followed:
             f.steps()
-        if charge.state.streams:
-            if not charge.round.open:
-                self._rounds.begin(charge)
-            for number, bucket in enumerate(charge.state.buckets):
-                if bucket.streamed or charge.state.plan is None:
-                    self._rounds.visit(charge, number, keep=True)
+        if governed.state.streams:
+            if not governed.round.open:
+                self._rounds.begin(governed)
+            for number, bucket in enumerate(governed.state.buckets):
+                if bucket.streamed or governed.state.plan is None:
+                    self._rounds.visit(governed, number, keep=True)
                 else:  # left to the program's own step
-                    self._rounds.pass_by(charge, number)
-        self._rounds.end(charge)
+                    self._rounds.pass_by(governed, number)
+        self._rounds.end(governed)
         self._access.quiet = True
 
-    def _check_unchanged(self, charge: Charge) -> None:
+    def _check_unchanged(self, governed: GovernedOptimizer) -> None:
         """The step is to be the one that the updates in backward were made for."""
-        if charge.evidence.settings != charge.options():
+        if governed.evidence.settings != governed.options():
             raise GradientConsumed("the optimizer's options changed between backward and step")
-        if getattr(charge.optimizer, "grad_scale", None) is not None:
+        if getattr(governed.optimizer, "grad_scale", None) is not None:
             raise GradientConsumed("gradients are to be unscaled")
-        if self._rounds.written(charge):
+        if self._rounds.written(governed):
             raise GradientConsumed("optimizer state was changed between backward and step")
 
-    def _before_closure(self, charge: Charge) -> None:
-        if charge.took:
+    def _before_closure(self, governed: GovernedOptimizer) -> None:
+        if governed.took:
             raise GradientConsumed("optimizer.step was given a closure")
-        charge.object_to(messages.CLOSURE)
-        if charge.state.streams:
-            charge.keep_state(messages.CLOSURE)
-            self._rounds.bring_home(charge)
+        governed.object_to(messages.CLOSURE)
+        if governed.state.streams:
+            governed.keep_state(messages.CLOSURE)
+            self._rounds.fetch_all(governed)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        charge = self._charges[optimizer]
+        governed = self._optimizers[optimizer]
         self._access.quiet = False
-        self._unstash(charge)
+        self._unstash(governed)
         if self._fence is None:
-            self._settle(charge)
+            self._settle(governed)
         elif not self._fence.down:
-            self._fence.run(self._settle, charge)
+            self._fence.run(self._settle, governed)
 
-    def _settle(self, charge: Charge) -> None:
+    def _settle(self, governed: GovernedOptimizer) -> None:
         """Between a step and the next backward: decide how it goes on."""
-        charge.steps += 1
-        charge.evidence.end(self._backend.elapsed_s)
-        armed = charge.phase is PassPhase.WATCHING and charge.steps >= WATCHED_STEPS
+        governed.steps += 1
+        governed.evidence.end(self._backend.elapsed_s)
+        armed = governed.phase is GradientPhase.WATCHING and governed.steps >= WATCHED_STEPS
         if armed:
-            charge.phase = PassPhase.CONSUMING
-            for bucket in charge.state.buckets:
+            governed.phase = GradientPhase.CONSUMING
+            for bucket in governed.state.buckets:
                 bucket.missing = bucket.awaited = sum(
-                    id(p) in charge.evidence.seen for p in bucket.members
+                    id(p) in governed.evidence.seen for p in bucket.members
                 )
-        if charge.fit and (charge.state.anew or self.room_bytes != charge.state.room_bytes):
-            charge.state.anew, charge.state.room_bytes = False, self.room_bytes
-            charge.state.streams = self.room_bytes is not None
-            if not charge.state.streams:
-                self._rounds.bring_home(charge)
-            charge.state.plan = None
-        charge.order_state()
-        if charge.steps == 1:
-            self._rounds.adopt(charge)
-        if charge.state.streams and (armed or charge.state.plan is None):
-            self._rounds.plan(charge)
-        consuming = charge.phase is PassPhase.CONSUMING
-        if consuming != charge.told:
+        if governed.fit and (governed.state.anew or self.room_bytes != governed.state.room_bytes):
+            governed.state.anew, governed.state.room_bytes = False, self.room_bytes
+            governed.state.streams = self.room_bytes is not None
+            if not governed.state.streams:
+                self._rounds.fetch_all(governed)
+            governed.state.plan = None
+        governed.order_state()
+        if governed.steps == 1:
+            self._rounds.adopt(governed)
+        if governed.state.streams and (armed or governed.state.plan is None):
+            self._rounds.plan(governed)
+        consuming = governed.phase is GradientPhase.CONSUMING
+        if consuming != governed.told:
             self._changed()
-        charge.told = consuming
+        governed.told = consuming
         self._rest()
-        charge.evidence.forget()
+        governed.evidence.forget()
 
     def visits(self) -> Visits | None:
         """What streams, or could, beside the computation: the state of the only optimizer, if its
         gradients are consumed and it is known where in the pass they arrive."""
-        charges = [charge for charge in self._charges.values() if charge.followed]
-        if len(charges) != 1 or charges[0].phase is not PassPhase.CONSUMING:
+        optimizers = [governed for governed in self._optimizers.values() if governed.followed]
+        if len(optimizers) != 1 or optimizers[0].phase is not GradientPhase.CONSUMING:
             return None
-        (charge,) = charges
+        (governed,) = optimizers
         at = []
-        for bucket in charge.state.buckets:
+        for bucket in governed.state.buckets:
             found = [
-                charge.evidence.at[id(p)] for p in bucket.members if id(p) in charge.evidence.at
+                governed.evidence.at[id(p)] for p in bucket.members if id(p) in governed.evidence.at
             ]
             if not found:
                 return None
             at.append(max(found))
         if at != sorted(at):
             return None
-        return Visits(tuple(self._rounds.cuts(charge)), tuple(at), charge.state.plan)
+        return Visits(tuple(self._rounds.cuts(governed)), tuple(at), governed.state.plan)
 
     def make_room(
         self, room_bytes: int, *, due_s: Sequence[float] | None = None, link: Link | None = None
@@ -456,27 +460,27 @@ class StateMover(AbstractContextManager["StateMover"]):
         self.room_bytes = room_bytes
         if link is not None:
             self._rounds.link = link
-        for charge in self._charges.values():
-            charge.state.due_s = charge.state.due_s if due_s is None else tuple(due_s)
-            charge.state.anew = True
+        for governed in self._optimizers.values():
+            governed.state.due_s = governed.state.due_s if due_s is None else tuple(due_s)
+            governed.state.anew = True
 
-    def _unstash(self, charge: Charge) -> None:
-        for parameter, gradient in charge.stash:
+    def _unstash(self, governed: GovernedOptimizer) -> None:
+        for parameter, gradient in governed.stash:
             self._access.put(parameter, gradient)
-        charge.stash.clear()
+        governed.stash.clear()
 
     # Checkpoints
 
     def _before_state_dict(self, optimizer: Any) -> None:
-        if self._charges[optimizer].took:
+        if self._optimizers[optimizer].took:
             raise GradientConsumed("state_dict was asked for between backward and step")
 
     def _after_load(self, optimizer: Any) -> None:
         """The program has loaded other state, which may be more than there is room for."""
-        charge = self._charges[optimizer]
-        charge.state.plan = None
-        for bucket in charge.state.buckets:
+        governed = self._optimizers[optimizer]
+        governed.state.plan = None
+        for bucket in governed.state.buckets:
             bucket.streamed = False
             self._stream.adopt(bucket, optimizer.state)
-            if charge.state.streams:
-                self._rounds.shed(charge)
+            if governed.state.streams:
+                self._rounds.shed(governed)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HERE, COMING, AWAY = range(3)
+RESIDENT, PREFETCHING, EVICTED = range(3)
 OUTPUT = "kilter.output"
 """Key in a node's metadata: its output, if an operation saved it."""
 
@@ -79,7 +79,7 @@ class Saved:
         self.handed_out = False
         """Backward has asked for this datum. It stays: who holds it since is not known."""
         self.key = tensor.untyped_storage()._cdata
-        self.state = HERE
+        self.state = RESIDENT
         self.host: torch.Tensor | None = None
         self.pooled: HostBlock | None = None
         """Host memory that is given back when the datum is gone."""
@@ -92,7 +92,7 @@ class Saved:
     def __del__(self) -> None:
         store = getattr(self, "store", None)
         if store is not None:
-            store.gone(self)
+            store.dropped(self)
 
     @property
     def unchanged(self) -> bool:
@@ -104,7 +104,7 @@ class Saved:
     @property
     def closed(self) -> bool:
         """Only the engine can reach the bytes any more."""
-        if self.alias is None or self.state != HERE:
+        if self.alias is None or self.state != RESIDENT:
             return True
         copied = self.departure is not None and not self.handed_out
         return copied or self.store.alone(self.alias)
@@ -136,7 +136,7 @@ class View(NamedTuple):
 
     def __call__(self) -> torch.Tensor:
         """The tensor, fetched if it is away, for a recipe."""
-        return self.saved.store.look(self)
+        return self.saved.store.tensor_of(self)
 
 
 LEAF: Any = type("Leaf", (), {})()
@@ -237,18 +237,18 @@ class Store:
         self.within = weakref.ref(Pass())
         """The present pass, while anything is left of it."""
         self._one = _users(_lone())
-        self._here: dict[int, weakref.ref[Saved]] = {}
+        self._resident: dict[int, weakref.ref[Saved]] = {}
         """By storage, the resident data. Each holds its storage, so no key is ever reused."""
-        self._owed: dict[int, list[Callable[[], Saved | None]]] = {}
+        self._dependents: dict[int, list[Callable[[], Saved | None]]] = {}
         """By identity of a parameter or a datum, the evicted data that are recomputed from it."""
         self._touched: dict[int, StorageReference] = {}
         """By storage, the tensors whose `.data` the program has asked for in this pass."""
         self.alive = 0
         """How many data autograd may still ask for."""
-        self.absent = 0
+        self.evicted = 0
         """How many of them are not resident."""
         self.closing = False
-        self.away_bytes = 0
+        self.evicted_bytes = 0
         self.held_bytes = 0
         self.beside_bytes = 0
         """Held as well, by saved tensors that the engine does not follow."""
@@ -267,8 +267,10 @@ class Store:
         """Begin a pass. Everything that is saved in the pass holds the `Pass`."""
         within = Pass()
         self.within = weakref.ref(within, lambda _: self._guard(self._over))
-        owed = {leaf: [r for r in found if r() is not None] for leaf, found in self._owed.items()}
-        self._owed = {leaf: found for leaf, found in owed.items() if found}
+        dependents = {
+            leaf: [r for r in found if r() is not None] for leaf, found in self._dependents.items()
+        }
+        self._dependents = {leaf: found for leaf, found in dependents.items() if found}
         self._touched.clear()
         self.beside_bytes = 0
         self.held_peak_bytes = self.segment_peak_bytes = self.held_bytes
@@ -278,7 +280,7 @@ class Store:
 
     def find(self, tensor: torch.Tensor, within: Pass) -> Saved | None:
         """The datum of this pass that is this tensor's storage, unchanged since it was saved."""
-        reference = self._here.get(tensor.untyped_storage()._cdata)
+        reference = self._resident.get(tensor.untyped_storage()._cdata)
         saved = None if reference is None else reference()
         if saved is None or saved.within is not within or saved.version != tensor._version:
             return None
@@ -293,7 +295,7 @@ class Store:
         # A view of something in another layout does not count: recomputed, it has that layout.
         saved.plain = plain or (base is None and covers(tensor, size_bytes))
         saved.touched = saved.key in self._touched
-        self._here[saved.key] = saved.itself
+        self._resident[saved.key] = saved.itself
         self.hold(size_bytes)
         self.alive += 1
         saved.store = self
@@ -312,14 +314,14 @@ class Store:
 
     def hand_out(self, view: View) -> torch.Tensor:
         """The tensor that autograd is given in backward. `Modified` if it was written to."""
-        tensor = self.look(view)
+        tensor = self.tensor_of(view)
         view.saved.handed_out = True
         return tensor
 
     def lend(self, view: View) -> torch.Tensor:
         """The same in a backward that retains its graph. The datum may be evicted again as soon as
         backward has let go of the tensor; writes to the tensor are in another copy then."""
-        tensor, saved = self.look(view), view.saved
+        tensor, saved = self.tensor_of(view), view.saved
         assert saved.alias is not None
         saved.alias = saved.alias.detach()  # so that `alone` tells who else holds the bytes
         if saved.departure is not None:
@@ -327,10 +329,10 @@ class Store:
             saved.departure = None
         return tensor
 
-    def look(self, view: View) -> torch.Tensor:
+    def tensor_of(self, view: View) -> torch.Tensor:
         """The tensor behind a view, fetched if it is evicted. `Modified` if it was written to."""
         saved, _, dtype, size, stride, offset = view
-        if saved.state != HERE:
+        if saved.state != RESIDENT:
             self.fetch(saved)
         alias = saved.alias
         assert alias is not None
@@ -347,7 +349,7 @@ class Store:
 
     # Offload, evict, prefetch, recompute
 
-    def leave(self, saved: Saved, host: torch.Tensor) -> torch.Tensor | None:
+    def offload(self, saved: Saved, host: torch.Tensor) -> torch.Tensor | None:
         """Start the copy to the host; the datum stays until it is released. Returns the host memory
         in the datum's shape (which a caller may give next time), or None if nothing is to go, or
         not yet (`pending`): what the program holds it may write to, and no memory would be freed.
@@ -370,14 +372,16 @@ class Store:
 
     def _may_go(self, saved: Saved, alias: torch.Tensor) -> bool:
         return (
-            saved.state == HERE and not saved.handed_out and bool(alias._version == saved.version)
+            saved.state == RESIDENT
+            and not saved.handed_out
+            and bool(alias._version == saved.version)
         )
 
     def pending(self, saved: Saved) -> bool:
         """The datum is resident, and is evicted as soon as the program no longer holds it."""
-        return saved.state == HERE and not saved.handed_out
+        return saved.state == RESIDENT and not saved.handed_out
 
-    def leave_unplanned(self, saved: Saved) -> bool:
+    def offload_unplanned(self, saved: Saved) -> bool:
         """Offload the datum now, to host memory that is reserved for it, and evict it, if that is
         allowed. `HostMemoryError` if there is no host memory."""
         alias = saved.alias
@@ -385,8 +389,8 @@ class Store:
             return False
         if saved.pooled is None:
             saved.pooled = self.pool.take(saved.size_bytes)
-        self.leave(saved, saved.pooled.memory[: saved.size_bytes])
-        self.release(saved)
+        self.offload(saved, saved.pooled.memory[: saved.size_bytes])
+        self.evict(saved)
         return True
 
     def reopen(self) -> None:
@@ -396,7 +400,7 @@ class Store:
             self.pool.forget()
         self.closing = False
 
-    def release(self, saved: Saved) -> None:
+    def evict(self, saved: Saved) -> None:
         """Give the device memory up, if the bytes are on the host or can be recomputed."""
         alias = saved.alias
         if alias is None or not self._may_go(saved, alias):
@@ -412,32 +416,32 @@ class Store:
         else:
             reference = recipe.reference(saved)
             for source in recipe.read():
-                self._owed.setdefault(id(source), []).append(reference)
+                self._dependents.setdefault(id(source), []).append(reference)
             recipe.told()
         # Interrupted between two lines, the datum is resident, or evicted with a known source.
-        saved.state = AWAY
+        saved.state = EVICTED
         saved.alias = None
-        self._here.pop(saved.key, None)
-        self.absent += 1
+        self._resident.pop(saved.key, None)
+        self.evicted += 1
         self.hold(-saved.size_bytes)
-        self.away_bytes += saved.size_bytes
+        self.evicted_bytes += saved.size_bytes
         if self._backend.spoils and self.alone(alias):
             self._backend.evicted(alias.untyped_storage())
 
-    def pay(self, source: object) -> None:
+    def recompute_dependents(self, source: object) -> None:
         """This parameter or datum is about to change: recompute what depends on it now."""
-        for reference in self._owed.pop(id(source), ()):
+        for reference in self._dependents.pop(id(source), ()):
             saved = reference()
-            if saved is not None and saved.state == AWAY and saved.host is None:
+            if saved is not None and saved.state == EVICTED and saved.host is None:
                 with contextlib.suppress(Modified):  # then autograd refuses that graph's backward
                     self.fetch(saved)
 
     def touched(self, tensor: torch.Tensor) -> None:
         """The program asks for the `.data` of this tensor."""
-        self.pay(root_of(tensor))
+        self.recompute_dependents(root_of(tensor))
         storage = tensor.untyped_storage()
         self._touched[storage._cdata] = StorageReference(storage)
-        reference = self._here.get(storage._cdata)
+        reference = self._resident.get(storage._cdata)
         saved = None if reference is None else reference()
         if saved is not None:
             saved.touched = True
@@ -446,25 +450,25 @@ class Store:
         """The program has asked for the `.data` of this tensor since the pass began."""
         return bool(self._touched) and tensor.untyped_storage()._cdata in self._touched
 
-    def load(self, saved: Saved) -> None:
+    def prefetch(self, saved: Saved) -> None:
         """Start the copy back to the device."""
         host = saved.host
-        if saved.state != AWAY or host is None:
+        if saved.state != EVICTED or host is None:
             return
         alias = self._with_room(lambda: self._backend.alloc_like(host))
         arrival = self._backend.copy_in(alias, host)
-        saved.alias, saved.arrival, saved.state = alias, arrival, COMING
+        saved.alias, saved.arrival, saved.state = alias, arrival, PREFETCHING
         self.in_bytes += saved.size_bytes
         self.hold(saved.size_bytes)
-        self.away_bytes -= saved.size_bytes
+        self.evicted_bytes -= saved.size_bytes
 
     def fetch(self, saved: Saved) -> None:
         """Have the datum resident now: wait for its copy, or recompute it."""
-        recipe = saved.recipe if saved.state == AWAY and saved.host is None else None
+        recipe = saved.recipe if saved.state == EVICTED and saved.host is None else None
         if recipe is not None:
             alias = self._with_room(lambda: self.carried_out(recipe.make))
         else:
-            self.load(saved)
+            self.prefetch(saved)
             if self.waits is None:
                 self._backend.wait(saved.arrival)
             else:
@@ -474,16 +478,16 @@ class Store:
         set_version(alias, saved.version)  # filling it counted as a write
         key = alias.untyped_storage()._cdata
         # From here on nothing can fail.
-        saved.alias, saved.key, saved.state = alias, key, HERE
-        self._here[key] = saved.itself
-        self.absent -= 1
+        saved.alias, saved.key, saved.state = alias, key, RESIDENT
+        self._resident[key] = saved.itself
+        self.evicted -= 1
         if recipe is not None:
             saved.recipe = None  # lets go of what it reads; one that is to be tried stays
             self.recomputed += 1
-            self.away_bytes -= saved.size_bytes
+            self.evicted_bytes -= saved.size_bytes
             self.hold(saved.size_bytes)
             for other in recipe.others():
-                if other.state == AWAY and other.host is None:
+                if other.state == EVICTED and other.host is None:
                     self.fetch(other)
 
     def _with_room(self, take: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -518,18 +522,18 @@ class Store:
             if held_bytes > self.held_peak_bytes:
                 self.held_peak_bytes = held_bytes
 
-    def gone(self, saved: Saved) -> None:
+    def dropped(self, saved: Saved) -> None:
         """Autograd has dropped this datum. A copy in flight still uses its memory: what is
         issued from now on must come after the copy, or the memory stays."""
         self.alive -= 1
-        self.absent -= saved.state != HERE
-        if saved.state == AWAY:
-            self.away_bytes -= saved.size_bytes
+        self.evicted -= saved.state != RESIDENT
+        if saved.state == EVICTED:
+            self.evicted_bytes -= saved.size_bytes
         else:
-            if self._here.get(saved.key) is saved.itself:
-                del self._here[saved.key]
+            if self._resident.get(saved.key) is saved.itself:
+                del self._resident[saved.key]
             self.held_bytes -= saved.size_bytes
-            event = saved.arrival if saved.state == COMING else saved.departure
+            event = saved.arrival if saved.state == PREFETCHING else saved.departure
             if event is not None and not self._guard(self._backend.wait, event):
                 self._stranded.append(saved.alias)
         if saved.pooled is not None:

@@ -37,7 +37,7 @@ class Where(Enum):
 
 
 @dataclass(slots=True)
-class Part:
+class StateTensor:
     """One state tensor of a bucket."""
 
     parameter: torch.nn.Parameter
@@ -80,7 +80,7 @@ class StateBucket:
         self.where = Where.RESIDENT
         self.size_bytes = 0
         """Of the state that can be offloaded."""
-        self.parts: list[Part] = []
+        self.parts: list[StateTensor] = []
         self.without: list[torch.nn.Parameter] = []
         """Members that have no state yet."""
         self.flat: torch.Tensor | None = None
@@ -115,7 +115,7 @@ class Stream:
             for key, value in states.get(p, {}).items():
                 tensor = local_of(value)
                 if self._movable(tensor):
-                    bucket.parts.append(Part(p, key, value, tensor, tensor.data_ptr()))
+                    bucket.parts.append(StateTensor(p, key, value, tensor, tensor.data_ptr()))
         bucket.size_bytes = sum(aligned(size_of(part.tensor)) for part in bucket.parts)
         self.held_bytes += bucket.size_bytes
 
@@ -270,7 +270,7 @@ class Stream:
         self.held_bytes += bucket.size_bytes
         self.in_bytes += bucket.size_bytes
 
-    def bring(self, bucket: StateBucket) -> None:
+    def fetch(self, bucket: StateBucket) -> None:
         """Have it on the device for what is issued from here on; what the program has an
         alias of is used where it lies."""
         if bucket.where is Where.OFFLOADING:

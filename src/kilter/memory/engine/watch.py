@@ -15,7 +15,7 @@ from kilter.memory.engine.aliases import StorageReference, bytes_of
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.operation_graph import HeldSource
-from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedDatum, SavedSegment
+from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedSegment, SavedTensor
 from kilter.memory.engine.recompute import Reader, Recipe, Unlike
 from kilter.memory.engine.store import Saved, Store
 from kilter.observe import torch_internals
@@ -189,7 +189,7 @@ class Watch:
             self.peak_bytes = max(self.peak_bytes, peak_bytes or 0)
             self._recorder.level(
                 self._store.segment_peak_bytes if peak_bytes is None else peak_bytes,
-                self._store.away_bytes,
+                self._store.evicted_bytes,
             )
         self._poll(event)
         for key, storage in self._read.items():
@@ -202,7 +202,7 @@ class Watch:
         self._store.segment_peak_bytes = self._store.held_bytes
 
     def save(self, saved: Saved, tensor: torch.Tensor) -> None:
-        datum = SavedDatum(
+        datum = SavedTensor(
             name=f"{saved.number}: {described(tensor)}",
             size_bytes=saved.size_bytes,
             packed_at=self._recorder.event,
@@ -253,7 +253,7 @@ class Watch:
         for number in freed:
             del self._held_by_others[number]
 
-    def _try(self, saved: Saved, datum: SavedDatum) -> None:
+    def _try(self, saved: Saved, datum: SavedTensor) -> None:
         """Recompute a datum beside the real one: note how long it takes and whether it is equal."""
         import torch
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kilter.memory.engine.backend import CopyEvent
-from kilter.memory.engine.shelf import MovedWeights
+from kilter.memory.engine.weight_store import MovedWeight
 from kilter.memory.plan.problem import Link
 from kilter.memory.plan.weights import Weight, WeightPlan, plan_weights
 
@@ -93,14 +93,14 @@ class RepeatedPass:
 
     def schedule(
         self,
-        moved: Iterable[MovedWeights],
-        used_by: Mapping[int, Sequence[MovedWeights]],
+        moved: Iterable[MovedWeight],
+        used_by: Mapping[int, Sequence[MovedWeight]],
         *,
-        away_bytes: int,
+        offloaded_bytes: int,
         link: Link,
     ) -> WeightSchedule:
-        """Have at least `away_bytes` of the `moved` weights away at the end of forward. `used_by`
-        has the weights of each module."""
+        """Have at least `offloaded_bytes` of the `moved` weights on the host at the end of forward.
+        `used_by` has the weights of each module."""
         assert self.kind is not None
         ticks, turn = self.kind
         at_s = [0.0]
@@ -126,7 +126,12 @@ class RepeatedPass:
                 )
             )
         plan = plan_weights(
-            weights, at_s=at_s, turn=turn, period_s=period_s, away_bytes=away_bytes, link=link
+            weights,
+            at_s=at_s,
+            turn=turn,
+            period_s=period_s,
+            offloaded_bytes=offloaded_bytes,
+            link=link,
         )
         return WeightSchedule(
             plan,
@@ -139,5 +144,5 @@ class WeightSchedule(NamedTuple):
     """A plan, with the weights that leave and come back at each tick."""
 
     plan: WeightPlan
-    release: dict[Tick, list[MovedWeights]]
-    load: dict[Tick, list[MovedWeights]]
+    release: dict[Tick, list[MovedWeight]]
+    load: dict[Tick, list[MovedWeight]]

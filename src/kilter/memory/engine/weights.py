@@ -1,12 +1,13 @@
 """Weights are offloaded after their use in forward and prefetched for backward.
 
-The host has a copy of a weight's value since its last update, so leaving is free. A weight that is
-away is an `Away` (see there): whoever asks for it gets it back first. The schedule hangs on two
-kinds of *ticks*: a module has run, a gradient has arrived. It is planned from passes that were
-watched (`memory/plan/weights.py`) and decides only when: a weight that is needed comes back,
-planned or not, and one that anybody might reach otherwise does not leave.
+The host has a copy of a weight's value since its last update, so offloading copies nothing. An
+offloaded weight is an `OffloadedParameter` (`offloaded_parameter.py`): it is fetched before anybody
+reads it. The schedule is a list of moves for two kinds of *ticks*: a module has run, a gradient has
+arrived. It is planned from passes that were watched (`memory/plan/weights.py`) and decides only
+when weights move: a weight that is needed is fetched, planned or not, and one whose bytes anybody
+might reach in another way is not offloaded.
 
-`shelf.py` moves the bytes and says who may not leave.
+`weight_store.py` moves the bytes and says which weights have to stay.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from torch.nn.modules.module import (
 from kilter.core.reasons import Reason
 from kilter.core.units import MIB
 from kilter.memory import messages
-from kilter.memory.engine.away import Doors, WeightsMoved
 from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.fenced_hook import fenced_hook
 from kilter.memory.engine.modified import Modified
-from kilter.memory.engine.shelf import MovedWeights, Shelf
+from kilter.memory.engine.offloaded_parameter import AccessGuards, WeightsMoved
 from kilter.memory.engine.store import kept, original_of, whole
 from kilter.memory.engine.weight_pass import RepeatedPass, Tick, WeightPass, WeightSchedule
+from kilter.memory.engine.weight_store import MovedWeight, WeightStore
 from kilter.memory.plan.problem import Link
 from kilter.memory.plan.weights import WeightPlan
 from kilter.observe import optimizer_steps, torch_internals
@@ -60,9 +61,9 @@ class WeightReport:
     moving: bool
     weights: int
     """How many are offloaded under the present plan."""
-    away_bytes: int
+    offloaded_bytes: int
     """Offloaded at the end of forward, by the present plan."""
-    most_away_bytes: int
+    most_offloaded_bytes: int
     """The most that was ever offloaded at one time."""
     late: int
     """Times that a weight was asked for while it was offloaded and not being prefetched."""
@@ -79,19 +80,19 @@ class SavedView:
     """A view of a weight that autograd saved, without holding its bytes. Called, it takes the view
     again; to recipes it is a source that reads the parameter."""
 
-    __slots__ = ("_home", "_parameter", "_size", "_start", "_stride", "_version")
+    __slots__ = ("_fetch", "_parameter", "_size", "_start", "_stride", "_version")
 
-    def __init__(self, view: torch.Tensor, home: Callable[[Any], None]) -> None:
+    def __init__(self, view: torch.Tensor, fetch: Callable[[Any], None]) -> None:
         self._parameter = view._base
         self._size, self._stride, self._start = view.size(), view.stride(), view.storage_offset()
         self._version = view._version
-        self._home = home
+        self._fetch = fetch
 
     def __call__(self) -> torch.Tensor:
         parameter: Any = self._parameter
         if parameter._version != self._version:
             raise Modified(parameter, self._version)
-        self._home(parameter)
+        self._fetch(parameter)
         view: torch.Tensor = parameter.detach().as_strided(self._size, self._stride, self._start)
         return view
 
@@ -99,24 +100,28 @@ class SavedView:
         return (self._parameter, self._version)[index]
 
 
-class MetWeights:
+class ModuleWeights:
     """The weights that modules have shown when they ran. `arrived` is the hook by which the need
     of weights in backward is known, on one parameter of each module."""
 
     def __init__(
-        self, shelf: Shelf, device: torch.device, min_bytes: int, arrived: Callable[[Any], None]
+        self,
+        store: WeightStore,
+        device: torch.device,
+        min_bytes: int,
+        arrived: Callable[[Any], None],
     ) -> None:
-        self._shelf = shelf
+        self._store = store
         self._device = device
         self._min_bytes = min_bytes
         self._arrived = arrived
         self._known: dict[int, weakref.ref[Any]] = {}
         """Parameters that were looked at."""
         self._handles: list[Any] = []
-        self.used_by: dict[int, list[MovedWeights]] = {}
+        self.used_by: dict[int, list[MovedWeight]] = {}
         """By module, its weights that may be offloaded."""
 
-    def of_module(self, module: Any) -> list[MovedWeights]:
+    def of_module(self, module: Any) -> list[MovedWeight]:
         """Those of this module, which is looked at when it first runs."""
         mine = []
         for parameter in module._parameters.values():
@@ -126,7 +131,7 @@ class MetWeights:
             if found is None or found() is not parameter:
                 self._known[id(parameter)] = weakref.ref(parameter)
                 self._meet(parameter, module)
-            weight = self._shelf.weights.get(id(parameter))
+            weight = self._store.weights.get(id(parameter))
             if weight is not None:
                 mine.append(weight)
         if mine:
@@ -153,7 +158,7 @@ class MetWeights:
             or parameter.untyped_storage().nbytes() != parameter.nbytes
         ):
             return
-        weight = self._shelf.add(parameter)
+        weight = self._store.add(parameter)
         if marker is not None:
             weight.marker = id(marker)
 
@@ -166,7 +171,7 @@ class MetWeights:
 class WeightMover(AbstractContextManager["WeightMover"]):
     """Keeps weights on the host over the end of forward, where training's memory peaks.
 
-    At least `away_bytes` are away then, if there is so much; weights below `min_bytes` stay.
+    At least `offloaded_bytes` are away then, if there is so much; weights below `min_bytes` stay.
     Without `own_hooks` somebody else puts `around` about his hooks on saved tensors.
     `changed` is called when weights take another amount of memory from now on.
 
@@ -179,7 +184,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         backend: Backend,
         *,
         link: Link,
-        away_bytes: int = ALL,
+        offloaded_bytes: int = ALL,
         min_bytes: int = MIB,
         own_hooks: bool = True,
         changed: Callable[[], None] | None = None,
@@ -187,7 +192,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
     ) -> None:
         self._backend = backend
         self._link = link
-        self._away_bytes = away_bytes
+        self._offload_bytes = offloaded_bytes
         self._min_bytes = min_bytes
         self._own_hooks = own_hooks
         self._changed = changed or (lambda: None)
@@ -203,7 +208,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._steps = 0
         self._iteration_ended = True
         """An optimizer has stepped, and no module has run since."""
-        self._updated: list[MovedWeights] = []
+        self._updated: list[MovedWeight] = []
         """Weights that were updated in backward and not copied yet."""
         self._repeated = RepeatedPass()
         self._anew = False
@@ -214,17 +219,17 @@ class WeightMover(AbstractContextManager["WeightMover"]):
     # Begin and end
 
     def __enter__(self) -> WeightMover:
-        shelf = self._shelf = Shelf(self._backend, late=self._was_late, say=self._say)
-        self._doors = Doors(
-            home=shelf.home,
-            all_home=self.stop,
-            wrote=shelf.wrote,
-            moved=lambda: shelf.moved,
-            foreign=shelf.foreign,
+        store = self._store = WeightStore(self._backend, late=self._was_late, say=self._say)
+        self._doors = AccessGuards(
+            fetch=store.fetch,
+            fetch_all=self.stop,
+            wrote=store.wrote,
+            moved=lambda: store.moved,
+            foreign=store.foreign,
         )
         self._doors.__enter__()
         arrived = torch.compiler.disable(self._fenced(self._arrived))
-        self._met = MetWeights(shelf, self._backend.device, self._min_bytes, arrived)
+        self._met = ModuleWeights(store, self._backend.device, self._min_bytes, arrived)
         self._handles = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._fenced(self._after_module)),
@@ -259,37 +264,37 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         if self._stopped:
             return
         self._stopped = True
-        self._shelf.bring_all()
-        self._shelf.compare()
-        self._shelf.settle()
+        self._store.fetch_all()
+        self._store.compare()
+        self._store.settle()
         self._schedule = None
         self._updated.clear()
-        if self._shelf.moved:
+        if self._store.moved:
             self._changed()
 
     def _check(self) -> None:
         """Raise `WeightsMoved` if a weight differed from its copy when it was offloaded."""
-        if self._shelf.falsified():
+        if self._store.falsified():
             self.stop()
             raise WeightsMoved(FALSIFIED)
 
-    def make_room(self, away_bytes: int) -> None:
-        """From the next pass on, have `away_bytes` offloaded at the end of forward."""
-        self._away_bytes = away_bytes
+    def make_room(self, offloaded_bytes: int) -> None:
+        """From the next pass on, have `offloaded_bytes` offloaded at the end of forward."""
+        self._offload_bytes = offloaded_bytes
         self._anew = True
 
     def report(self) -> WeightReport:
-        plan, shelf = None if self._schedule is None else self._schedule.plan, self._shelf
+        plan, store = None if self._schedule is None else self._schedule.plan, self._store
         return WeightReport(
             moving=plan is not None,
             weights=0 if plan is None else len(plan.moved),
-            away_bytes=0 if plan is None else plan.away_bytes,
-            most_away_bytes=shelf.most_gone_bytes,
+            offloaded_bytes=0 if plan is None else plan.offloaded_bytes,
+            most_offloaded_bytes=store.most_offloaded_bytes,
             late=self._late,
-            stayed=shelf.stayed,
-            out_bytes=shelf.out_bytes,
-            in_bytes=shelf.in_bytes,
-            host_bytes=shelf.host_bytes,
+            stayed=store.stayed,
+            out_bytes=store.out_bytes,
+            in_bytes=store.in_bytes,
+            host_bytes=store.host_bytes,
             plan=plan,
             refused=tuple(self._refused),
         )
@@ -303,7 +308,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
 
     # Who asks
 
-    def _was_late(self, weight: MovedWeights) -> None:
+    def _was_late(self, weight: MovedWeight) -> None:
         """A weight is asked for that is not being prefetched: the next plan has it in time."""
         if self._stopped or self._reading:
             return
@@ -321,12 +326,12 @@ class WeightMover(AbstractContextManager["WeightMover"]):
 
     def around(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Any:
         """Hooks on saved tensors that hold no bytes of weights and hand out resident ones only."""
-        shelf, plain_class = self._shelf, torch.nn.Parameter
+        store, plain_class = self._store, torch.nn.Parameter
 
         def pack_weight(tensor: torch.Tensor) -> Any:
             base = tensor._base
-            if type(base) is plain_class and shelf.weights.get(id(base)) and _strided(tensor, base):
-                return SavedView(tensor, shelf.home)
+            if type(base) is plain_class and store.weights.get(id(base)) and _strided(tensor, base):
+                return SavedView(tensor, store.fetch)
             self._reading = True  # a recipe, perhaps, which looks at what it will need
             try:
                 return pack(tensor)
@@ -341,7 +346,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
                     packed, None if type(packed) is SavedView else original_of(packed)
                 )
             if type(packed) is not SavedView:
-                shelf.home(tensor)
+                store.fetch(tensor)
             return tensor
 
         return pack_weight, unpack_weight
@@ -350,13 +355,13 @@ class WeightMover(AbstractContextManager["WeightMover"]):
 
     def _before_module(self, module: Any, inputs: Any) -> None:
         """Give a module its weights with their own class, which some modules look at."""
-        if not self._shelf.absent:
+        if not self._store.offloaded:
             return
         for parameter in module._parameters.values():
-            self._shelf.home(parameter)
+            self._store.fetch(parameter)
         if isinstance(module, FAST_MODULES):
             for parameter in module.parameters():
-                self._shelf.home(parameter)
+                self._store.fetch(parameter)
 
     def _after_module(self, module: Any, inputs: Any, output: Any) -> None:
         if self._stopped or not module._parameters or not torch.is_grad_enabled():
@@ -373,7 +378,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         tick = self._tick("forward", module)
         if self._schedule is not None:
             for weight in self._schedule.release.get(tick, ()):
-                self._shelf.leave(weight)
+                self._store.offload(weight)
 
     def _arrived(self, parameter: Any) -> None:
         """A gradient was accumulated."""
@@ -382,18 +387,18 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         if self._pass.turn is None:
             self._pass.turn = len(self._pass.ticks)
         tick = self._tick("backward", parameter)
-        self._shelf.compare()
+        self._store.compare()
         self._publish()
         if self._schedule is not None:
             for weight in self._schedule.load.get(tick, ()):
-                self._shelf.load(weight)
+                self._store.prefetch(weight)
 
     def _tick(self, what: str, whose: Any) -> Tick:
         tick = self._pass.add(what, id(whose), self._backend.mark)
         if self._backend.device.type == "cuda":
-            if self._shelf.stream is None:
-                self._shelf.stream = torch.cuda.current_stream(self._backend.device)
-            elif self._shelf.elsewhere():
+            if self._store.stream is None:
+                self._store.stream = torch.cuda.current_stream(self._backend.device)
+            elif self._store.on_other_stream():
                 self.stop(messages.SEVERAL_STREAMS)
         return tick
 
@@ -411,8 +416,8 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             end = self._backend.mark()
             elapsed_s = self._backend.elapsed_s
             self._anew |= self._repeated.add(self._pass, end, elapsed_s, planned=planned)
-        self._shelf.bring_all()  # what no backward has asked for
-        self._shelf.compare()
+        self._store.fetch_all()  # what no backward has asked for
+        self._store.compare()
         self._pass.begin(timed=not planned or self._repeated.wants_times)
         self._iteration_ended = False
 
@@ -428,19 +433,19 @@ class WeightMover(AbstractContextManager["WeightMover"]):
     def _make_plan(self) -> None:
         """Between two passes."""
         self._anew = False
-        if not self._shelf.moved and graphs_may_exist(self._backend.device):
+        if not self._store.moved and graphs_may_exist(self._backend.device):
             self.stop(messages.GRAPHS_BEFORE)
             return
         self._schedule = self._repeated.schedule(
-            self._shelf.weights.values(),
+            self._store.weights.values(),
             self._met.used_by,
-            away_bytes=self._away_bytes,
+            offloaded_bytes=self._offload_bytes,
             link=self._link,
         )
         for weights_here in self._schedule.release.values():
             for weight in weights_here:
                 if weight.version < 0:
-                    self._shelf.copy_out(weight)
+                    self._store.copy_out(weight)
         self._changed()
 
     # Updates
@@ -449,8 +454,8 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         """These are updated now, inside backward or a step. They have to be here, and of their own
         class, which optimizers look at."""
         for parameter in parameters:
-            self._shelf.home(parameter)
-            weight = self._shelf.weights.get(id(parameter))
+            self._store.fetch(parameter)
+            weight = self._store.weights.get(id(parameter))
             if weight is not None:
                 weight.lent = True
                 self._updated.append(weight)
@@ -460,15 +465,15 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         for weight in self._updated:
             weight.updated_at = len(self._pass.ticks) - 1
             if weight.version >= 0:
-                self._shelf.copy_out(weight)
+                self._store.copy_out(weight)
                 weight.published = True
         self._updated.clear()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._shelf.absent:
+        if self._store.offloaded:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    self._shelf.home(parameter)
+                    self._store.fetch(parameter)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Copy what the optimizer wrote, also where no version shows it."""
@@ -477,11 +482,11 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         self._updated.clear()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                weight = self._shelf.weights.get(id(parameter))
+                weight = self._store.weights.get(id(parameter))
                 if weight is None or weight.version < 0:
                     continue
                 if not weight.published or parameter._version != weight.version or weight.lent:
-                    self._shelf.copy_out(weight)
+                    self._store.copy_out(weight)
                 weight.published = False
         if self._anew and not self._stopped and self._repeated.seen >= WATCHED_PASSES:
             self._make_plan()

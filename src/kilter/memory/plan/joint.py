@@ -47,7 +47,7 @@ class Joint:
     """When the buckets are visited, from the first gradient on."""
 
 
-def away_bytes(
+def offloaded_bytes(
     state: StatePlan, buckets: Sequence[Bucket], at: Sequence[int], count: int
 ) -> list[int]:
     """State on the host during each of `count` operations; bucket `i` is visited in `at[i]`."""
@@ -124,7 +124,7 @@ def beside(
         state = plan_state(_due(buckets, at, begins), room_bytes=room_bytes, link=link)
         span_s = max(begins[-1] - begins[at[0]], 1e-9)
         taken = min(MOST_TAKEN, state.moved_bytes / (rate * span_s))
-        away = away_bytes(state, buckets, at, count)
+        away = offloaded_bytes(state, buckets, at, count)
         levels = [
             level - bytes_ for level, bytes_ in zip(problem.resident_bytes, away, strict=True)
         ]

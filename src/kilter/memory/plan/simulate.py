@@ -68,9 +68,9 @@ class SimulatedPass:
 
 
 class _State(enum.Enum):
-    HERE = "on the device"
-    AWAY = "away"
-    COMING = "on its way in"
+    RESIDENT = "on the device"
+    EVICTED = "away"
+    PREFETCHING = "on its way in"
 
 
 @dataclass(slots=True)
@@ -193,12 +193,12 @@ class _Iteration:
     def __init__(self, problem: Problem, timetable: _Timetable) -> None:
         self._problem = problem
         self._timetable = timetable
-        self._state = dict.fromkeys(timetable.touched, _State.HERE)
+        self._state = dict.fromkeys(timetable.touched, _State.RESIDENT)
         self._spans: list[Span] = []
         self._faults: list[str] = []
         self._channels = _Channels(problem.link, self._spans.append)
         self._clock_s = self._stall_s = self._recompute_s = 0.0
-        self._away_bytes = self._peak_bytes = self._out_bytes = self._in_bytes = 0
+        self._offload_bytes = self._peak_bytes = self._out_bytes = self._in_bytes = 0
 
     def run(self) -> SimulatedPass:
         due = self._timetable
@@ -216,7 +216,7 @@ class _Iteration:
             self._leave(due.leave.get(operation, ()))
             self._drop(due.drop.get(operation, ()))
         for index, where in self._state.items():
-            if where is not _State.HERE:
+            if where is not _State.RESIDENT:
                 name = self._problem.intervals[index].name
                 self._faults.append(f"{name}: {where.value} at the end of the iteration")
         return SimulatedPass(
@@ -241,31 +241,31 @@ class _Iteration:
     def _release(self, operation: int, moves: Sequence[Move]) -> None:
         for move in moves:
             interval = self._problem.intervals[move.interval]
-            if operation <= interval.after or self._state[move.interval] is not _State.HERE:
+            if operation <= interval.after or self._state[move.interval] is not _State.RESIDENT:
                 self._faults.append(
                     f"{interval.name}: released at operation {operation} while in use"
                 )
             self._stall(operation, self._channels.wait("out", move.interval))
-            self._state[move.interval] = _State.AWAY
-            self._away_bytes += interval.size_bytes
+            self._state[move.interval] = _State.EVICTED
+            self._offload_bytes += interval.size_bytes
 
     def _load(self, operation: int, moves: Sequence[Move]) -> None:
         for move in moves:
             interval = self._problem.intervals[move.interval]
-            if self._state[move.interval] is not _State.AWAY:
+            if self._state[move.interval] is not _State.EVICTED:
                 self._faults.append(
                     f"{interval.name}: loaded at operation {operation} before it left"
                 )
-            self._state[move.interval] = _State.COMING
-            self._away_bytes -= interval.size_bytes
+            self._state[move.interval] = _State.PREFETCHING
+            self._offload_bytes -= interval.size_bytes
             self._in_bytes += interval.size_bytes
             self._channels.put("in", move.interval, interval.size_bytes, self._clock_s)
 
     def _arrive(self, operation: int, users: Sequence[int]) -> None:
         for index in users:
-            if self._state[index] is _State.COMING and self._timetable.due[index] == operation:
+            if self._state[index] is _State.PREFETCHING and self._timetable.due[index] == operation:
                 self._stall(operation, self._channels.wait("in", index))
-                self._state[index] = _State.HERE
+                self._state[index] = _State.RESIDENT
 
     def _recompute(self, operation: int, indices: Sequence[int]) -> None:
         for index in indices:
@@ -278,25 +278,25 @@ class _Iteration:
             self._spans.append(Span("recompute", index, self._clock_s, end_s))
             self._clock_s = end_s
             self._recompute_s += interval.recompute_s
-            if self._state[index] is not _State.AWAY:
+            if self._state[index] is not _State.EVICTED:
                 self._faults.append(f"{interval.name}: recomputed but never dropped")
-            self._state[index] = _State.HERE
-            self._away_bytes -= interval.size_bytes
+            self._state[index] = _State.RESIDENT
+            self._offload_bytes -= interval.size_bytes
 
     def _check_sources(self, operation: int, interval: IdleInterval) -> None:
         for index in interval.needs:
             source = self._problem.intervals[index]
             covers = source.after < operation <= source.before
-            if covers and self._state.get(index, _State.HERE) is not _State.HERE:
+            if covers and self._state.get(index, _State.RESIDENT) is not _State.RESIDENT:
                 self._faults.append(f"{interval.name}: recomputed while {source.name} is away")
 
     def _check(self, operation: int, users: Sequence[int]) -> None:
         """The operation runs now."""
         for index in users:
-            if self._state[index] is not _State.HERE:
+            if self._state[index] is not _State.RESIDENT:
                 found = f"{self._problem.intervals[index].name}: {self._state[index].value}"
                 self._faults.append(f"{found} when operation {operation} uses it")
-        used_bytes = self._problem.resident_bytes[operation] - self._away_bytes
+        used_bytes = self._problem.resident_bytes[operation] - self._offload_bytes
         self._peak_bytes = max(self._peak_bytes, used_bytes)
         if used_bytes > self._problem.budget_bytes:
             self._faults.append(
@@ -311,8 +311,8 @@ class _Iteration:
 
     def _drop(self, indices: Sequence[int]) -> None:
         for index in indices:
-            self._state[index] = _State.AWAY
-            self._away_bytes += self._problem.intervals[index].size_bytes
+            self._state[index] = _State.EVICTED
+            self._offload_bytes += self._problem.intervals[index].size_bytes
 
 
 def simulate(problem: Problem, schedule: Schedule) -> SimulatedPass:

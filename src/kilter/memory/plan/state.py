@@ -127,20 +127,23 @@ def _candidates(buckets: Sequence[Bucket], room_bytes: int) -> Iterator[frozense
     for head, tail, window in product(MARGINS, MARGINS, WINDOW_BUCKETS):
         pool = holders[head : len(holders) - tail]
         sizes = [buckets[i].state_bytes for i in pool]
-        away_bytes = total_bytes - room_bytes + window * max(sizes, default=0)
-        if sum(sizes) >= away_bytes:
-            yield frozenset(_spread(pool, buckets, away_bytes))
+        offloaded_bytes = total_bytes - room_bytes + window * max(sizes, default=0)
+        if sum(sizes) >= offloaded_bytes:
+            yield frozenset(_spread(pool, buckets, offloaded_bytes))
     if max(b.state_bytes for b in buckets) <= room_bytes:
         yield frozenset(holders)
 
 
-def _spread(pool: Sequence[int], buckets: Sequence[Bucket], away_bytes: int) -> Iterator[int]:
-    """Members of `pool` with at least `away_bytes` in all, the gaps between them filled evenly."""
+def _spread(pool: Sequence[int], buckets: Sequence[Bucket], offloaded_bytes: int) -> Iterator[int]:
+    """Members of `pool` with at least `offloaded_bytes` in all, evenly spread."""
     pool_bytes = sum(buckets[i].state_bytes for i in pool)
     seen_bytes = taken_bytes = 0
     for i in pool:
         seen_bytes += buckets[i].state_bytes
-        if taken_bytes * pool_bytes < away_bytes * seen_bytes and taken_bytes < away_bytes:
+        if (
+            taken_bytes * pool_bytes < offloaded_bytes * seen_bytes
+            and taken_bytes < offloaded_bytes
+        ):
             taken_bytes += buckets[i].state_bytes
             yield i
 

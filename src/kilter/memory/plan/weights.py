@@ -38,8 +38,8 @@ class WeightPlan:
 
     release: dict[int, tuple[int, ...]]
     load: dict[int, tuple[int, ...]]
-    away_bytes: int
-    """Away at the end of forward."""
+    offloaded_bytes: int
+    """OffloadedParameter at the end of forward."""
     stall_s: float
     """Time for which compute waits for loads and for ways out, as far as is known."""
 
@@ -54,10 +54,10 @@ def plan_weights(
     at_s: Sequence[float],
     turn: int,
     period_s: float,
-    away_bytes: int,
+    offloaded_bytes: int,
     link: Link,
 ) -> WeightPlan:
-    """At least `away_bytes` away at the end of forward, or all that can be.
+    """At least `offloaded_bytes` away at the end of forward, or all that can be.
 
     `at_s` are the times of the ticks, `turn` is the first of backward, and a pass begins
     `period_s` after the one before it.
@@ -65,7 +65,7 @@ def plan_weights(
     moved, total_bytes = [], 0
     for i in sorted(range(len(weights)), key=lambda i: weights[i].used_at):
         weight = weights[i]
-        if total_bytes >= away_bytes or weight.used_at >= turn - 1:
+        if total_bytes >= offloaded_bytes or weight.used_at >= turn - 1:
             break
         if weight.needed_at > turn:
             moved.append(i)
@@ -75,7 +75,7 @@ def plan_weights(
     return WeightPlan(
         release=release,
         load=load,
-        away_bytes=total_bytes,
+        offloaded_bytes=total_bytes,
         stall_s=load_stall_s + release_stall_s,
     )
 

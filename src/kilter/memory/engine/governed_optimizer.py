@@ -27,7 +27,7 @@ ELEMENTWISE = frozenset(
 what they compute at once, bit for bit."""
 
 
-class PassPhase(Enum):
+class GradientPhase(Enum):
     """WATCHING ends in one of the others, CONSUMING may still end in KEEPING."""
 
     WATCHING = "watching"
@@ -104,12 +104,12 @@ class GradientEvidence:
         self.seen.clear()
 
 
-class Charge:
+class GovernedOptimizer:
     """One optimizer, what is known of it, and what is decided."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.phase = PassPhase.WATCHING
+        self.phase = GradientPhase.WATCHING
         self.steps = 0
         self.state = StateInBuckets()
         self.round = RoundOfVisits()
@@ -195,12 +195,12 @@ class Charge:
 
     def watching(self) -> bool:
         """Whether an objection can still keep the gradients from being consumed."""
-        return self.phase is PassPhase.WATCHING
+        return self.phase is GradientPhase.WATCHING
 
     def object_to(self, reason: Reason) -> None:
         """Something was seen that forbids consuming, and no harm is done yet."""
-        if self.phase is not PassPhase.KEEPING:
-            self.phase = PassPhase.KEEPING
+        if self.phase is not GradientPhase.KEEPING:
+            self.phase = GradientPhase.KEEPING
             self.say(messages.gradients_kept(reason))
 
     def unfit(self, device: torch.device, followed: Mapping[int, Followed]) -> Reason | None:

@@ -1,13 +1,13 @@
-"""A parameter whose bytes are offloaded, and the places where a program might meet it.
+"""The class of a parameter whose bytes are offloaded, and guards where it could be read unnoticed.
 
-While its bytes are on the host a parameter has another class, `Away`. It is the same object and
-still an `nn.Parameter`, but whatever Python code does with it goes through `__torch_function__`,
-which brings the bytes back first: operations, lists of tensors, `.data`, copies, checkpoints,
-printing. What reads tensors in C++ without asking is stopped at the door: hooks on saved tensors,
-`torch.func`, CUDA graphs.
+While its bytes are on the host a parameter has another class, `OffloadedParameter`. It is the same
+object and still an `nn.Parameter`, but whatever Python code does with it goes through
+`__torch_function__`, which fetches the bytes first: operations, lists of tensors, `.data`, copies,
+checkpoints, printing. Code in C++ does not call `__torch_function__`. `AccessGuards` replaces the
+functions by which it gets at parameters: hooks on saved tensors, `torch.func`, CUDA graphs.
 
-A parameter that is here is an ordinary one. Writes to it move its version on, but for those through
-`.data`, which is why that goes through a property, and those that know its address.
+A resident parameter is an ordinary one. Each write to it changes its version, except for writes
+through `.data`, which is therefore a property of ours, and writes to its address.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class WeightsMoved(RuntimeError):
         )
 
 
-def away_class(home: Callable[[Any], None]) -> type[torch.nn.Parameter]:
-    """The class of parameters that `home` brings back."""
+def offloaded_class(fetch: Callable[[Any], None]) -> type[torch.nn.Parameter]:
+    """The class of offloaded parameters. `fetch` makes one resident again."""
     import torch
 
     plain = torch.nn.Parameter
@@ -53,8 +53,8 @@ def away_class(home: Callable[[Any], None]) -> type[torch.nn.Parameter]:
         tensor.register_post_accumulate_grad_hook,
     }
 
-    class Away(torch.nn.Parameter):  # type: ignore[misc]
-        """Only ever the class of an existing parameter; called, it makes an ordinary one."""
+    class OffloadedParameter(torch.nn.Parameter):  # type: ignore[misc]
+        """Given to existing parameters only; called, it makes an ordinary parameter."""
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             return plain(*args, **kwargs)
@@ -66,31 +66,31 @@ def away_class(home: Callable[[Any], None]) -> type[torch.nn.Parameter]:
             if func in untouched:
                 with torch_internals.DisableFunctionSubclass():
                     return func(*args, **(kwargs or {}))
-            _visit(args, Away, home)
+            _visit(args, OffloadedParameter, fetch)
             if kwargs:
-                _visit(kwargs.values(), Away, home)
+                _visit(kwargs.values(), OffloadedParameter, fetch)
             return func(*args, **(kwargs or {}))
 
         def __deepcopy__(self, memo: Any) -> Any:
-            home(self)
+            fetch(self)
             return copy.deepcopy(self, memo)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            home(self)
+            fetch(self)
             return self.__reduce_ex__(protocol)
 
-    return Away
+    return OffloadedParameter
 
 
-def _visit(values: Iterable[Any], away: type, home: Callable[[Any], None]) -> None:
-    """Bring back every parameter of the class `away` among these values and what they contain."""
+def _visit(values: Iterable[Any], kind: type, fetch: Callable[[Any], None]) -> None:
+    """Fetch every parameter of the class `kind` among these values and what they contain."""
     for value in values:
-        if type(value) is away:
-            home(value)
+        if type(value) is kind:
+            fetch(value)
         elif isinstance(value, (list, tuple)):
-            _visit(value, away, home)
+            _visit(value, kind, fetch)
         elif isinstance(value, dict):
-            _visit(value.values(), away, home)
+            _visit(value.values(), kind, fetch)
 
 
 _METADATA = (
@@ -105,24 +105,24 @@ _METADATA = (
 )
 
 
-class Doors(AbstractContextManager["Doors"]):
-    """The places at which a program might reach a parameter's bytes past `Away`.
+class AccessGuards(AbstractContextManager["AccessGuards"]):
+    """Replaces functions of the framework that read a parameter without `__torch_function__`.
 
-    `home(parameter)` brings one back if it is away, `all_home(reason)` brings all back and lets
-    none leave any more, `wrote(parameter)` is told of each access to `.data`.
+    `fetch(parameter)` makes one resident, `fetch_all(reason)` makes all resident for good, and
+    `wrote(parameter)` is called at each access to `.data`.
     """
 
     def __init__(
         self,
         *,
-        home: Callable[[Any], None],
-        all_home: Callable[[Reason], None],
+        fetch: Callable[[Any], None],
+        fetch_all: Callable[[Reason], None],
         wrote: Callable[[Any], None],
         moved: Callable[[], bool],
         foreign: Callable[[Any], bool],
     ) -> None:
-        self._home = home
-        self._all_home = all_home
+        self._fetch = fetch
+        self._fetch_all = fetch_all
         self._wrote = wrote
         self._moved = moved
         """Whether some weight no longer has the address that it began with."""
@@ -133,7 +133,7 @@ class Doors(AbstractContextManager["Doors"]):
         self._graphs: set[int] = set()
         """Identities of graphs that were captured since all weights stay on the device."""
 
-    def __enter__(self) -> Doors:
+    def __enter__(self) -> AccessGuards:
         """`UsageError` if another engine has replaced `Parameter.data` already."""
         import torch
 
@@ -161,7 +161,7 @@ class Doors(AbstractContextManager["Doors"]):
             return data
 
         def write(parameter: Any, value: Any) -> None:
-            self._home(parameter)
+            self._fetch(parameter)
             plain.__set__(parameter, value)
             wrote(parameter)
 
@@ -169,7 +169,7 @@ class Doors(AbstractContextManager["Doors"]):
         new = torch.nn.Parameter.__new__
 
         def made(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-            self._home(data)  # it compares classes
+            self._fetch(data)  # it compares classes
             return new(cls, data, requires_grad)
 
         self._replaced.put(torch.nn.Parameter, "__new__", staticmethod(made))
@@ -186,7 +186,7 @@ class Doors(AbstractContextManager["Doors"]):
     def _guarded(self, unpack: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def guarded_unpack(packed: Any) -> Any:
             tensor = unpack(packed)
-            self._home(tensor)
+            self._fetch(tensor)
             return tensor
 
         return guarded_unpack
@@ -194,7 +194,7 @@ class Doors(AbstractContextManager["Doors"]):
     @contextmanager
     def _functions_transformed(self) -> Iterator[None]:
         """`torch.func.grad` and its kin wrap arguments in C++: all weights come back before."""
-        self._all_home(messages.USES_FUNC)
+        self._fetch_all(messages.USES_FUNC)
         yield
 
     def _guard_graphs(self, torch: Any) -> None:
@@ -203,12 +203,12 @@ class Doors(AbstractContextManager["Doors"]):
         begin, replay = kind.capture_begin, kind.replay
 
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            self._all_home(messages.CAPTURES_GRAPHS)
+            self._fetch_all(messages.CAPTURES_GRAPHS)
             self._graphs.add(id(graph))
             return begin(graph, *args, **kwargs)
 
         def replayed(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            self._all_home(messages.REPLAYS_GRAPHS)
+            self._fetch_all(messages.REPLAYS_GRAPHS)
             if self._moved() and id(graph) not in self._graphs:
                 raise WeightsMoved("a CUDA graph is replayed that was captured before")
             return replay(graph, *args, **kwargs)
@@ -225,7 +225,7 @@ class Doors(AbstractContextManager["Doors"]):
 
         def leave_stream(stream: Any) -> None:
             if self._foreign(stream):
-                self._all_home(messages.SEVERAL_STREAMS)
+                self._fetch_all(messages.SEVERAL_STREAMS)
 
         def set_stream(stream: Any) -> None:
             if not sys._getframe(1).f_globals.get("__name__", "").startswith(OUR_MODULES):

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from kilter.core.reasons import Reason
 from kilter.memory import messages
 from kilter.memory.engine.aliases import Holders, bytes_of, holders, shared_with_processes
-from kilter.memory.engine.away import away_class
 from kilter.memory.engine.backend import Backend, CopyEvent, HostMemoryError, owned
+from kilter.memory.engine.offloaded_parameter import offloaded_class
 from kilter.memory.engine.saved_hooks import is_ours
 from kilter.memory.engine.stream import Where, shaped
 from kilter.observe import torch_internals
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class MovedWeights:
+class MovedWeight:
     """One weight that may be offloaded: where its bytes are, its copies, and what is known of its
     use. One object, since each decision to offload compares all of them."""
 
@@ -65,7 +65,7 @@ class MovedWeights:
         self.stays = False
 
 
-class Shelf:
+class WeightStore:
     """Moves weights and counts. `late` is called with a weight that is asked for while it is
     offloaded.
 
@@ -74,7 +74,7 @@ class Shelf:
     """
 
     def __init__(
-        self, backend: Backend, late: Callable[[MovedWeights], None], say: Callable[[Reason], None]
+        self, backend: Backend, late: Callable[[MovedWeight], None], say: Callable[[Reason], None]
     ) -> None:
         import torch
 
@@ -83,14 +83,14 @@ class Shelf:
         self._late = late
         self._say = say
         self._plain = torch.nn.Parameter
-        self._away = away_class(self.home)
+        self._offloaded_class = offloaded_class(self.fetch)
         self.stream: Any = None
         """The stream on which the program's modules issue their work."""
-        self.weights: dict[int, MovedWeights] = {}
+        self.weights: dict[int, MovedWeight] = {}
         """By parameter."""
-        self.absent = 0
-        """Parameters that are `Away`."""
-        self.gone_bytes = self.most_gone_bytes = 0
+        self.offloaded = 0
+        """Parameters that are `OffloadedParameter`."""
+        self.offloaded_bytes = self.most_offloaded_bytes = 0
         self.stayed = 0
         """Times that a weight could not be offloaded because something else held its bytes."""
         self.out_bytes = self.in_bytes = self.host_bytes = 0
@@ -111,8 +111,8 @@ class Shelf:
         self._alone_in_graph = holders(fresh)
         del edge
 
-    def add(self, parameter: torch.nn.Parameter) -> MovedWeights:
-        weight = self.weights[id(parameter)] = MovedWeights(parameter, self._forget)
+    def add(self, parameter: torch.nn.Parameter) -> MovedWeight:
+        weight = self.weights[id(parameter)] = MovedWeight(parameter, self._forget)
         return weight
 
     def _forget(self, key: int) -> None:
@@ -120,17 +120,17 @@ class Shelf:
         weight = self.weights.pop(key, None)
         if weight is None:
             return
-        self.absent -= weight.where is not Where.RESIDENT
+        self.offloaded -= weight.where is not Where.RESIDENT
         if weight.where is Where.PREFETCHING:  # others get its memory now: not before the copy
             self._backend.wait(weight.arrival)
         if weight.where is Where.OFFLOADED:
-            self.gone_bytes -= weight.size_bytes
+            self.offloaded_bytes -= weight.size_bytes
         weight.incoming = None
         weight.where, weight.stays = Where.RESIDENT, True
 
-    def home(self, parameter: Any) -> None:
+    def fetch(self, parameter: Any) -> None:
         """Have the parameter resident for what is issued from now on."""
-        if type(parameter) is not self._away:
+        if type(parameter) is not self._offloaded_class:
             return
         weight = self.weights.get(id(parameter))
         if weight is None:
@@ -140,15 +140,15 @@ class Shelf:
             return
         if weight.where is Where.OFFLOADED:
             self._late(weight)
-        if self.elsewhere():  # nobody knows who has waited for whom
+        if self.on_other_stream():  # nobody knows who has waited for whom
             with self._torch.cuda.stream(self.stream):
-                self._bring(weight, parameter)
+                self._fetch(weight, parameter)
             self.stream.synchronize()
         else:
-            self._bring(weight, parameter)
+            self._fetch(weight, parameter)
 
-    def _bring(self, weight: MovedWeights, parameter: Any) -> None:
-        self.load(weight)
+    def _fetch(self, weight: MovedWeight, parameter: Any) -> None:
+        self.prefetch(weight)
         assert weight.host is not None
         assert weight.incoming is not None
         assert weight.on_host is not None
@@ -161,14 +161,14 @@ class Shelf:
                 weight.stays = True
                 self._say(messages.HELD_ON_HOST)
             else:
-                self._have(parameter, shaped(weight.incoming, 0, weight.on_host))
+                self._take(parameter, shaped(weight.incoming, 0, weight.on_host))
             weight.storage = parameter.untyped_storage()._cdata
         weight.incoming = None
         weight.where = Where.RESIDENT
         parameter.__class__ = self._plain
-        self.absent -= 1
+        self.offloaded -= 1
 
-    def _have(self, parameter: Any, bytes_of: torch.Tensor) -> None:
+    def _take(self, parameter: Any, bytes_of: torch.Tensor) -> None:
         """Give the parameter the bytes of another tensor. Its version stays, as its value does."""
         data: Any = self._torch.Tensor.data
         data.__set__(parameter, bytes_of)
@@ -182,7 +182,7 @@ class Shelf:
         if self.moved and self.stream is not None:
             self.stream.synchronize()
 
-    def elsewhere(self) -> bool:
+    def on_other_stream(self) -> bool:
         """The program issues work on another stream than that of its modules."""
         if self._backend.device.type != "cuda" or self.stream is None:
             return False
@@ -231,7 +231,7 @@ class Shelf:
         words = flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
         return words.sum(dtype=torch.int64)
 
-    def copy_out(self, weight: MovedWeights) -> None:
+    def copy_out(self, weight: MovedWeight) -> None:
         """Copy the present value to the host."""
         parameter = weight.parameter()
         if parameter is None or weight.stays or weight.where is not Where.RESIDENT:
@@ -264,7 +264,7 @@ class Shelf:
         weight.version = parameter._version
         self.out_bytes += weight.size_bytes
 
-    def _reserve(self, weight: MovedWeights, parameter: Any) -> None:
+    def _reserve(self, weight: MovedWeight, parameter: Any) -> None:
         host = self._backend.reserve(weight.size_bytes)
         with self._undisturbed():
             try:
@@ -276,7 +276,7 @@ class Shelf:
         weight.host = host
         self.host_bytes += weight.size_bytes
 
-    def leave(self, weight: MovedWeights) -> None:
+    def offload(self, weight: MovedWeight) -> None:
         """Evict the weight, if the host has its bytes and they can be reached in no other way."""
         parameter = weight.parameter()
         if parameter is None or weight.stays or type(parameter) is not self._plain:
@@ -296,16 +296,16 @@ class Shelf:
             self._left.append((self._sum(bytes_of(parameter)), weight.sum))
             self._backend.wait(weight.departure)
             assert weight.on_host is not None
-            self._have(parameter, weight.on_host)
+            self._take(parameter, weight.on_host)
             self._backend.evicted(storage)
         weight.where = Where.OFFLOADED
-        parameter.__class__ = self._away
-        self.absent += 1
+        parameter.__class__ = self._offloaded_class
+        self.offloaded += 1
         self.moved = True
-        self.gone_bytes += weight.size_bytes
-        self.most_gone_bytes = max(self.most_gone_bytes, self.gone_bytes)
+        self.offloaded_bytes += weight.size_bytes
+        self.most_offloaded_bytes = max(self.most_offloaded_bytes, self.offloaded_bytes)
 
-    def load(self, weight: MovedWeights) -> None:
+    def prefetch(self, weight: MovedWeight) -> None:
         """Start the copy back to the device, if the weight is offloaded."""
         if weight.where is not Where.OFFLOADED:
             return
@@ -314,20 +314,23 @@ class Shelf:
             weight.incoming = self._backend.alloc(weight.size_bytes)
             weight.arrival = self._backend.copy_in(weight.incoming, weight.host)
         weight.where = Where.PREFETCHING
-        self.gone_bytes -= weight.size_bytes
+        self.offloaded_bytes -= weight.size_bytes
         self.in_bytes += weight.size_bytes
 
-    def bring_all(self) -> None:
+    def fetch_all(self) -> None:
         for weight in list(self.weights.values()):
-            self.load(weight)
-            self.home(weight.parameter())
+            self.prefetch(weight)
+            self.fetch(weight.parameter())
 
     def compare(self) -> None:
         """Compare the weights that were offloaded since the last call with their copies."""
         if not self._left:
             return
         torch = self._torch
-        with self._undisturbed(), torch.cuda.stream(self.stream if self.elsewhere() else None):
+        with (
+            self._undisturbed(),
+            torch.cuda.stream(self.stream if self.on_other_stream() else None),
+        ):
             now, then = (torch.stack(sums) for sums in zip(*self._left, strict=True))
             wrong = (now != then).any().view(torch.uint8).view(1)
             if self._flag is None:

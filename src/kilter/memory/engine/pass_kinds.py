@@ -1,7 +1,7 @@
 """The kinds of passes that a job has: what was seen of each, and its plan.
 
 A kind is watched, then tried, then planned; a plan whose measured peak is above the budget is made
-anew for less. Kinds are told apart by their events.
+anew for less. PassKinds are told apart by their events.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class PassKind:
         return plan is None or (plan.tuned >= TUNED and not self.outdated and not plan.waits)
 
 
-class Kinds:
+class PassKinds:
     """All kinds met so far, and the host memory that their plans share."""
 
     def __init__(

@@ -35,7 +35,7 @@ GIVE_UP = 60
 """Iteration end after which clocks no longer wait for a memory plan."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """What the framework's allocator is configured by. Where the program says nothing, segments may
-grow: data that come and go in many sizes would leave fragments of the fixed ones."""
+grow: tensors of many sizes, allocated and freed, would leave fragments in fixed segments."""
 GROWING = "expandable_segments:True"
 LINK_BYTES = 64 * MIB
 """Buffers that the link is measured with."""
@@ -76,7 +76,7 @@ class MemoryController:
         self._first.begin()
 
     def _forked(self) -> None:
-        """A child has the hooks of the thread that forked it, and nothing to govern."""
+        """A forked child has the hooks of its parent's thread, but is not governed."""
         self._stop()
 
     def _stop(self) -> None:
@@ -85,7 +85,8 @@ class MemoryController:
             self._job.stop()
 
     def _meet(self, tensor: torch.Tensor) -> None:
-        """The program has used the device: open it, and take our place in front of the wait."""
+        """The program has used the device: open it, and replace the waiting hooks by the
+        engine's."""
         from kilter.memory.engine import CpuStandIn
         from kilter.memory.plan.problem import H200_PCIE5
 
@@ -138,7 +139,8 @@ class MemoryController:
         return self._job.settled
 
     def script_ended(self) -> None:
-        """The program is over: take the hooks out. Data that are away still find their way back."""
+        """The program is over: take the hooks out. Offloaded tensors that are still asked for
+        are fetched."""
         self._stop()
         if os.environ.get(ALLOCATOR[0]) == GROWING and self._grows:
             del os.environ[ALLOCATOR[0]]  # the allocator has read it long ago
@@ -147,7 +149,7 @@ class MemoryController:
         self._first.remove_hooks()
 
     def end(self, finished: Sequence[Iteration], outcome: ScriptEnd) -> None:
-        """Tell what came of it, once all times are known, and how the program has ended."""
+        """Record the result, once all times are known, and how the program has ended."""
         self._times.add(finished, self._run.trace.disturbs)
         if self._job is not None:
             if outcome.out_of_memory:

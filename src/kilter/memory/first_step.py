@@ -8,8 +8,8 @@ from typing import Any
 from kilter.observe import optimizer_steps
 
 FULL = 0.75
-"""Of the level at which data leave: what weights and state may take in the second iteration. Casts
-of weights and data on their way out need the rest."""
+"""Of the level at which tensors leave: what weights and state may take in the second iteration.
+Casts of weights and tensors on their way out need the rest."""
 
 
 class FirstStep:
@@ -28,7 +28,7 @@ class FirstStep:
         self._leave()
 
     def room_bytes(self, level_bytes: int) -> int | None:
-        """For state, where data leave above `level_bytes` in use; None: the state that was just
+        """For state, where tensors leave above `level_bytes` in use; None: the state that was just
         made fits."""
         state_bytes = sum(state_bytes_of(optimizer) for optimizer in self.optimizers)
         if not state_bytes or self._begun_bytes + state_bytes <= FULL * level_bytes:

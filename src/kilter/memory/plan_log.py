@@ -36,7 +36,7 @@ class PlanLog:
         self._run.log.refuse("a part of the memory plan", reason.text, reason.code)
 
     def refuse_new(self, reasons: Iterable[Reason]) -> None:
-        """Each reason once; one that holds for several data, with their number."""
+        """Each reason once; one that holds for several tensors, with their number."""
         unknown = [reason for reason in dict.fromkeys(reasons) if reason not in self._refused]
         self._refused.update(unknown)
         for reason, count in Counter(replace(reason, subject="") for reason in unknown).items():

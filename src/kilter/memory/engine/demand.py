@@ -10,13 +10,13 @@ from kilter.memory.engine.backend import Backend, HostMemoryError
 from kilter.memory.engine.store import Saved, Store
 
 UNSEEN_SHARE = 0.6
-"""Share of the budget above which data are offloaded in the first pass. The rest is for data that
-cannot be offloaded and have not been seen yet (the logits of a language model are often the
+"""Share of the budget above which tensors are offloaded in the first pass. The rest is for tensors
+that cannot be offloaded and have not been seen yet (the logits of a language model are often the
 largest)."""
 
 
 class Demand:
-    """Offloads data above a level of memory, and learns how far a pass goes above that level."""
+    """Offloads tensors above a level of memory, and learns how far a pass goes above that level."""
 
     def __init__(self, backend: Backend, store: Store) -> None:
         self._backend = backend
@@ -39,7 +39,7 @@ class Demand:
         self._surge_bytes = max(self._surge_bytes or 0, over_bytes)
 
     def saved(self, saved: Saved, budget_bytes: int) -> bool:
-        """If the budget is reached, this datum is offloaded at a later event."""
+        """If the budget is reached, this tensor is offloaded at a later event."""
         used_bytes = self._backend.used_bytes()
         if used_bytes is None:
             store = self._store
@@ -51,7 +51,7 @@ class Demand:
         return over
 
     def event(self) -> None:
-        """Offload the chosen data that nothing else uses; the others wait for a later event."""
+        """Offload the chosen tensors that nothing else uses; the others wait for a later event."""
         if not self._chosen:
             return
         still = []
@@ -71,8 +71,8 @@ class Demand:
         self._chosen = still
 
     def offload_above_bytes(self, budget_bytes: int, peak_bytes: int | None = None) -> int:
-        """Bytes in use above which data are offloaded. `peak_bytes` is the peak of the first pass,
-        for the level of the next one."""
+        """Bytes in use above which tensors are offloaded. `peak_bytes` is the peak of the first
+        pass, for the level of the next one."""
         first_bytes = int(UNSEEN_SHARE * budget_bytes)
         surge_bytes = self._surge_bytes
         if surge_bytes is None and peak_bytes is not None:

@@ -29,11 +29,11 @@ class DueMoves:
         self.overdue.clear()
 
     def follow(self, number: int, saved: Saved) -> None:
-        """This datum of the pass is the one that the plan calls `number`."""
+        """This tensor of the pass is the one that the plan calls `number`."""
         self._by_number[number] = saved.itself
 
     def followed(self, number: int) -> Saved | None:
-        """The datum of that number, while anybody may still ask for it."""
+        """The tensor of that number, while anybody may still ask for it."""
         reference = self._by_number.get(number)
         return None if reference is None else reference()
 

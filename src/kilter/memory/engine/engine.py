@@ -1,18 +1,20 @@
 """The engine: carries a memory schedule out at the events of saved tensors.
 
 One *pass* is from the first save to the moment when nothing saved is alive any more: a forward with
-its backward. Passes are told apart by their events, the large tensors saved and used. A new kind of
-pass is watched first (large data leave only where the budget forces them: the patent's
-demand-swapped first iterations), then its recipes are tried against the real data, then it is
-planned; from then on each event runs the few commands that the plan attached to it.
+its backward. Passes are distinguished by their events, the large tensors saved and used. A new kind
+of pass is watched first (large tensors are offloaded only where the budget forces that: the
+patent's demand-swapped first iterations), then its recipes are tried against the real tensors, then
+it is planned; from then on each event runs the few commands that the plan attached to it.
 
-Whatever happens, the numbers are those of the plain run: a datum comes back from a copy, or from a
-recipe that was taken in this very pass, or it never left. The plan decides only when; what the
-program still holds when it is due stays until the program lets go. A pass that departs from its
-events drops its plan in the middle and goes on like a watched one.
+Whatever happens, the numbers are those of the plain run: a tensor is copied back from the host, or
+recomputed by a recipe that was read in this very pass, or was never evicted. The plan decides only
+the moments; a tensor that the program still holds when it is due to be offloaded stays until the
+program drops it. A pass that departs from the events of its plan drops the plan in the middle and
+goes on like a watched one.
 
-Under a plan the host's time counts: a job that issues its work just in time has none to give. So
-what the plan leaves alone is handed to autograd as it is, and an event is one look at a list.
+Under a plan the host's time counts: a job that issues its work just in time has none to spare. So
+tensors that the plan leaves alone are handed to autograd as they are, and an event costs one look
+at a list.
 """
 
 from __future__ import annotations
@@ -58,11 +60,11 @@ if TYPE_CHECKING:
     from kilter.session.fence import Fence
 
 HOPELESS_EVERY = 8
-"""One in this many passes that begin like one that cannot be planned is watched again."""
+"""Of passes that begin like one that cannot be planned, one in this many is watched again."""
 
 
 class SwapReport(MemoryCounts, frozen=True, kw_only=True):
-    """What the engine did so far, and how it stands."""
+    """What the engine did so far, and its present state."""
 
     watched: int
     """Passes that were watched, or tried."""
@@ -70,7 +72,7 @@ class SwapReport(MemoryCounts, frozen=True, kw_only=True):
     """Of passes without a plan one in this many is watched; more than 1 where shapes keep changing.
     """
     held_peak_bytes: int
-    """The most saved data on the device at one time in the last pass that was measured: watched,
+    """The most bytes of saved tensors on the device at one time in the last pass that was watched,
     or among the first under a plan."""
     plans: tuple[MemoryPlan, ...]
     settled: bool
@@ -94,11 +96,12 @@ class Swapper(AbstractContextManager["Swapper"]):
     """Keeps the training inside the `with` block within `budget_bytes` of device memory.
 
     `link` is the measured table of this machine. Storages below `min_bytes` are left alone. What
-    goes wrong in here ends at the `fence`, where there is one: from then on data only come back.
+    goes wrong in here ends at the `fence`, where there is one: from then on tensors are only
+    fetched.
 
-    The state of the present pass (event, plan, whether it is measured) lies here, with the parts
-    that it is looked up for, and not in an object of its own: every event of every saved tensor
-    reads it.
+    It has more attributes than most classes: the state of the present pass (event, plan, whether it
+    is measured) is kept here, beside the parts of the engine, and not in an object of its own,
+    since every event of every saved tensor reads it.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         self.budget_bytes = budget_bytes
         """The budget for which the next plans are made."""
         self.may_plan = True
-        """If False, no plans are made: passes are watched, data are offloaded on demand."""
+        """If False, no plans are made: passes are watched, tensors are offloaded on demand."""
         self._kinds = PassKinds(
             backend, self._store, link=link, planner=planner, min_bytes=min_bytes
         )
@@ -155,7 +158,7 @@ class Swapper(AbstractContextManager["Swapper"]):
     # Begin and end
 
     def __enter__(self) -> Swapper:
-        if self._store.closing:  # used before: plans and host memory of then are gone
+        if self._store.closing:  # used before: its plans and host memory are gone
             self._kinds.forget(arena=True)
             self._store.reopen()
         leave_uncompiled()
@@ -169,7 +172,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop observing. Graphs that are still alive stay usable: their data are fetched."""
+        """Stop observing. Graphs that are still alive stay usable: their tensors are fetched."""
         self.hooks.exit(*exception)
         self._reach.__exit__(*exception)
         if self._segments is not None:
@@ -212,7 +215,7 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     @property
     def offload_above_bytes(self) -> int:
-        """Bytes in use above which data are offloaded on demand in the next pass."""
+        """Bytes in use above which tensors are offloaded on demand in the next pass."""
         peak_bytes = None if self._watch is None else self._watch.peak_bytes
         return self._demand.offload_above_bytes(self.budget_bytes, peak_bytes)
 
@@ -243,7 +246,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         )
 
     def limit(self, budget_bytes: int) -> None:
-        """From here on this is the budget, and passes are planned for it."""
+        """Plan passes for this budget from here on."""
         self.budget_bytes, self.may_plan = budget_bytes, True
         self._kinds.outdate()
 
@@ -256,7 +259,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         return max(self.records(), key=lambda record: record.peak_bytes, default=None)
 
     def plans(self) -> tuple[tuple[PassRecord, MemoryPlan, tuple[int, ...]], ...]:
-        """For each kind of pass with a plan: its record, the plan, and the number of the datum
+        """For each kind of pass with a plan: its record, the plan, and the number of the tensor
         behind each interval that the plan names."""
         found = [(kind.record, kind.plan) for kind in self._kinds]
         return tuple((record, r.value, r.numbers) for record, r in found if r is not None)
@@ -270,20 +273,22 @@ class Swapper(AbstractContextManager["Swapper"]):
         self.before_update(p for group in optimizer.param_groups for p in group["params"])
 
     def before_update(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Recompute now what a graph that outlives the update needs of the old parameters."""
+        """Recompute now what a graph that outlives the update needs from the old parameters."""
         for parameter in parameters:
             self._store.recompute_dependents(parameter)
 
     def forget(self) -> None:
-        """What stays on the device takes another amount of memory: watch and plan anew."""
+        """Weights, gradients or optimizer state take another amount of device memory from now on:
+        watch and plan anew."""
         if self._store.within() is None:
             self._end_pass()
         self._kinds.forget()
         self._deviations.forget()
 
     def relevel(self, record: PassRecord, level_bytes: list[int], taken: float) -> None:
-        """The same, where it is known what a kind of pass takes with everything kept: it is planned
-        anew without being watched. Others take a share of the way to the device from now on."""
+        """The same, where the levels of one kind of pass with everything kept are known: it is
+        planned anew without being watched. From now on optimizer state takes the share `taken` of
+        the link to the device."""
         if self._store.within() is None:
             self._end_pass()
         self._kinds.taken = taken
@@ -292,7 +297,7 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._steps += 1
-        self._collector.let_go()  # something unused may keep the pass alive
+        self._collector.let_go()  # a cycle of unused objects may keep the pass alive
         self._boundary = self._store.within() is not None
 
     # Events
@@ -347,7 +352,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         return store.view(saved, tensor)
 
     def _use(self, packed: Any) -> torch.Tensor:
-        """A large tensor is needed."""
+        """Backward needs a large tensor."""
         store = self._store
         view = type(packed) is View
         if view:
@@ -385,8 +390,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         return tensor
 
     def _lend(self, view: View) -> torch.Tensor:
-        """In a backward that retains its graph. The datum leaves again, if with another one as
-        large the budget would be reached."""
+        """Hand out a tensor in a backward that retains its graph. The tensor is offloaded again if
+        the budget would be reached with another one as large."""
         tensor, saved = self._store.lend(view), view.saved
         if self._demand.saved(saved, self.budget_bytes - saved.size_bytes) and self._deviated:
             self._kinds.retain()
@@ -403,7 +408,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._moves.carry_out(planned, due)
 
     def _weigh(self, planned: Ready, due: Due | None) -> None:
-        """The same in a pass that is measured: count what is held before and after the moves."""
+        """Issue the moves in a pass that is measured: count what is held before and after them."""
         store, event = self._store, self._event - 1
         store.beside_bytes = min(planned.beside_bytes[event], store.beside_bytes)
         if due is not None:
@@ -412,7 +417,7 @@ class Swapper(AbstractContextManager["Swapper"]):
         store.hold(0)
 
     def _switch(self, before: Ready, code: int) -> Ready | None:
-        """The pass departs from its plan: take the plan of one that began alike, or none."""
+        """The pass departs from its plan: take the plan of a kind that began alike, or none."""
         other = self._kinds.branch(before, self._event, code)
         if other is not None and self._moves.on_host_alike(before, other):
             self._plan = other
@@ -496,7 +501,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             asked = attention.asks()
             self._deviations.to_watch -= asked
             return asked
-        # An older graph may still need data in the plans' host memory.
+        # An older graph may still need tensors in the plans' host memory.
         if any(kind.plan for kind in alike) and not self._store.evicted:
             return False
         hopeless = bool(alike) and all(kind.hopeless for kind in alike)

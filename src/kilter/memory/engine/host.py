@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CLASSES = 8
 """Size classes for each doubling of the size: a new block is at most an eighth too large."""
 LARGER_BLOCK = 2
-"""A block serves data of at least this part of its size. At the limit any larger block does."""
+"""A block serves tensors of at least this part of its size. At the limit any larger block does."""
 SPARE = 2
 """The pool takes at most so many times the most that was in use at one time."""
 
@@ -33,7 +33,7 @@ def class_bytes(size_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostBlock:
-    """Host memory that a datum may use."""
+    """Host memory that a tensor may use."""
 
     memory: torch.Tensor
     size_bytes: int
@@ -59,12 +59,12 @@ class HostPool:
         return block
 
     def put(self, block: HostBlock) -> None:
-        """The datum needs it no more; copies may still be under way."""
+        """The tensor needs it no more; copies may still be under way."""
         self._used_bytes -= block.size_bytes
         self._free.append(block)
 
     def empty(self) -> None:
-        """Give back what no datum uses."""
+        """Give back what no tensor uses."""
         while self._free:
             self._give_back_oldest()
         self._most_used_bytes = self._used_bytes

@@ -58,7 +58,7 @@ class PassKind:
 
     record: PassRecord
     tried: bool = False
-    """Its recipes were tried against the real data."""
+    """Its recipes were tried against the real tensors."""
     trials: int = 0
     segments: tuple[SavedSegment, ...] = ()
     """Calls of modules among which the plan has chosen what to recompute."""
@@ -191,7 +191,7 @@ class PassKinds:
             self._by_events[record.events] = PassKind(record, weighed=weighed)
 
     def tried(self, record: PassRecord) -> None:
-        """A pass was watched while its data were recomputed beside the real ones. It may be of
+        """A pass was watched while its tensors were recomputed beside the real ones. It may be of
         another kind than the one for which that was done, or of none that is known."""
         kind = self._by_events.get(record.events)
         if kind is None:
@@ -361,7 +361,7 @@ class PassKinds:
 
     def retain(self) -> None:
         """A pass has left its plan and retains its graph, above the budget: what plans have left to
-        autograd since they let it stay cannot leave there. From now on they follow all data."""
+        autograd since they let it stay cannot leave there. From now on they follow all tensors."""
         if not self._retained:
             self._retained = True
             for kind in self:

@@ -23,12 +23,12 @@ FOREIGN = 0
 
 
 def use_code(number: int) -> int:
-    """Event: datum `number` is used. That it is saved, its size in bytes says instead."""
+    """Event: tensor `number` is used. That it is saved, its size in bytes says instead."""
     return -1 - 2 * number
 
 
 def again_code(number: int) -> int:
-    """Event: datum `number` is saved once more."""
+    """Event: tensor `number` is saved once more."""
     return -2 - 2 * number
 
 
@@ -47,7 +47,7 @@ class SavedTensor:
     recipe: str | None = None
     """How it could be recomputed (`gelu`, `cast`, ...)."""
     sources: tuple[int, ...] = ()
-    """Numbers of the data that the recipe reads."""
+    """Numbers of the tensors that the recipe reads."""
     closed: tuple[int, ...] = ()
     """Of them, those that only autograd may hold when this one is evicted to be recomputed."""
     in_backward: bool = False
@@ -70,9 +70,9 @@ class SavedSegment:
     last: int
     """First and last event inside."""
     members: frozenset[int]
-    """Numbers of the data that are made together."""
+    """Numbers of the tensors that are made together."""
     sources: frozenset[int]
-    """Numbers of the data that are read for that."""
+    """Numbers of the tensors that are read for that."""
     operations: tuple[Any, ...]
     """What has to run, in order."""
     held_bytes: int
@@ -116,7 +116,7 @@ class PassRecord:
         return max(range(len(self.level_bytes)), key=self.level_bytes.__getitem__)
 
     def numbers(self) -> list[int]:
-        """The datum of each event, -1 for `FOREIGN`."""
+        """The tensor of each event, -1 for `FOREIGN`."""
         found, count = [], 0
         for code in self.events:
             if code > 0:
@@ -143,7 +143,7 @@ class PassRecord:
                 setattr(mine, moment, (max if latest else min)(known) if known and both else None)
 
     def learn(self, tried: PassRecord) -> None:
-        """Take over what a trial has found out about making data again."""
+        """Take over what a trial has found out about making tensors again."""
         assert self.events == tried.events
         for mine, theirs in zip(self.data, tried.data, strict=True):
             mine.recipe, mine.sources = theirs.recipe, theirs.sources
@@ -154,9 +154,9 @@ class PassRecord:
     def absence(
         self, datum: SavedTensor, *, swap: bool = True, recompute: bool = True
     ) -> tuple[int, int, float | None] | None:
-        """The last event before the datum may be evicted, the event that needs it, and the time to
+        """The last event before the tensor may be evicted, the event that needs it, and the time to
         recompute it; None if somebody holds it too long. To be recomputed it has to wait for its
-        sources as well; where that takes until the pass has its peak, it had better be swapped."""
+        sources as well; where that takes until the pass has its peak, it is better offloaded."""
         if datum.free_at is None or datum.needed_at is None:
             return None
         before = datum.needed_at
@@ -182,12 +182,12 @@ class PassRecord:
         recompute: bool = True,
         segments: Sequence[SavedSegment] = (),
     ) -> tuple[Problem, tuple[int, ...]]:
-        """What the planners need, and for each interval the number of its datum.
+        """What the planners need, and for each interval the number of its tensor.
 
-        Where the host has only so much room, the data for which that is worth most may be
+        Where the host has only so much room, the tensors for which that is worth most may be
         offloaded, and the others are recomputed or stay. With `recompute` false nothing is
-        recomputed. Each of the `segments` is one interval in the place of its data, with the number
-        of the first of them.
+        recomputed. Each of the `segments` is one interval in the place of its tensors, with the
+        number of the first of them.
         """
         to_host = None if host_room_bytes is None else self._worth_offloading(host_room_bytes)
         found = _Intervals(self, min_bytes, to_host, recompute=recompute)
@@ -208,8 +208,8 @@ class PassRecord:
         return problem, tuple(found.numbers)
 
     def members(self, segment: SavedSegment) -> tuple[int, ...]:
-        """The data that are evicted together and made by the call. What somebody holds for longer,
-        or backward does not ask for, is left out."""
+        """The tensors that are evicted together and made by the call. What somebody holds for
+        longer, or backward does not ask for, is left out."""
         found = []
         for number in sorted(segment.members):
             datum = self.data[number]
@@ -219,8 +219,8 @@ class PassRecord:
         return tuple(found)
 
     def _worth_offloading(self, room_bytes: int) -> frozenset[int]:
-        """The data that cannot be recomputed, those with the longest gap first, then the dearest to
-        recompute: as many as there is room for."""
+        """The tensors that cannot be recomputed, those with the longest gap first, then the dearest
+        to recompute: as many as there is room for."""
 
         def worth(number: int) -> tuple[float, int]:
             datum = self.data[number]
@@ -317,7 +317,7 @@ class PassRecorder:
         return self.event
 
     def level(self, peak_bytes: int, offloaded_bytes: int) -> None:
-        """The operation that now ends had this peak, while this much saved data was away."""
+        """The operation that now ends had this peak, while this much saved tensors was away."""
         self.levels.append(peak_bytes + offloaded_bytes)
 
     def record(self, operation_s: list[float]) -> PassRecord:
@@ -351,16 +351,16 @@ class _Intervals:
         self._to_host = to_host
         self._recompute = recompute
         self._together: dict[int, tuple[SavedSegment, IdleInterval]] = {}
-        """By datum, the segment that makes it."""
+        """By tensor, the segment that makes it."""
         self._index: dict[int, int] = {}
-        """By datum, its interval."""
+        """By tensor, its interval."""
         self.intervals: list[IdleInterval] = []
         self.numbers: list[int] = []
-        """For each interval its datum, or the first of them."""
+        """For each interval its tensor, or the first of them."""
 
     def put_together(self, segment: SavedSegment) -> int | None:
         """Have all that a segment makes be one interval; gives the event that needs it. None where
-        nothing would be gained: its data stay on their own."""
+        nothing would be gained: its tensors stay on their own."""
         record = self._record
         members = record.members(segment)
         data = [record.data[number] for number in members]
@@ -385,7 +385,7 @@ class _Intervals:
         return before
 
     def put(self, number: int) -> None:
-        """The interval of a datum, if it has one."""
+        """The interval of a tensor, if it has one."""
         if number in self._index:
             return
         found = self._together.get(number)

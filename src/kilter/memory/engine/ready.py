@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Due(NamedTuple):
-    """What an event starts: numbers of data, in the order that the plan counts on."""
+    """What an event starts: numbers of tensors, in the order that the plan counts on."""
 
     offload: tuple[int, ...]
     evict: tuple[int, ...]
@@ -34,13 +34,13 @@ class ReadyStep(NamedTuple):
     number: int = -1
     due: Due | None = None
     followed: bool = False
-    """The datum leaves, or another one is recomputed from it. Else it is left to autograd."""
+    """The tensor leaves, or another one is recomputed from it. Else it is left to autograd."""
     read: bool = False
     """Another one is recomputed from it."""
     recomputed: bool = False
     """It is recomputed itself."""
     version: int = 0
-    """How often a datum that is saved had been written to before, when recipes were tried."""
+    """How often a tensor that is saved had been written to before, when recipes were tried."""
 
 
 @dataclass(slots=True)
@@ -50,16 +50,16 @@ class Ready:
     value: MemoryPlan
     problem: Problem
     numbers: tuple[int, ...]
-    """The datum behind each interval that was planned."""
+    """The tensor behind each interval that was planned."""
     events: tuple[int, ...]
     steps: list[ReadyStep]
     """One for each event, and one after the end that nothing meets."""
     places: dict[int, tuple[int, int]]
-    """Where in the arena the data go, by number: offset and size."""
+    """Where in the arena the tensors go, by number: offset and size."""
     beside_bytes: list[int]
-    """What is held at each event by data that are not followed."""
+    """What is held at each event by tensors that are not followed."""
     hosts: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The same as memory; in the shape of the datum once it is known."""
+    """The same as memory; in the shape of the tensor once it is known."""
     segments: dict[int, SavedSegment] = field(default_factory=dict)
     """By the first event inside, the calls of modules that are recomputed."""
     tuned: int = 0
@@ -72,7 +72,7 @@ class Ready:
     """Passes to come in which it is not."""
 
     def settle_in(self, arena: torch.Tensor) -> None:
-        """From here on data go to this arena."""
+        """From here on tensors go to this arena."""
         self.hosts = {
             number: arena[offset : offset + size_bytes]
             for number, (offset, size_bytes) in self.places.items()
@@ -89,9 +89,9 @@ def ready(
     retained: bool = False,
     segments: Sequence[SavedSegment] = (),
 ) -> Ready:
-    """`numbers` are the data behind the problem's intervals, those of `segments` among them by the
-    first of their data. `retained`: passes that begin like
-    this one may retain their graph; so all data are followed, and can leave."""
+    """`numbers` are the tensors behind the problem's intervals, those of `segments` among them by
+    the first of their tensors. `retained`: passes that begin like this one may retain their graph;
+    so all tensors are followed, and can leave."""
     count = len(record.events)
     offload: list[list[int]] = [[] for _ in range(count + 1)]
     evict: list[list[int]] = [[] for _ in range(count + 1)]

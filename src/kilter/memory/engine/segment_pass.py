@@ -128,7 +128,7 @@ class SegmentPass:
             saved.calls = [*(saved.calls or ()), call]
 
     def use(self, saved: Saved) -> None:
-        """Backward asks for a datum."""
+        """Backward asks for a tensor."""
         calls, saved.calls = saved.calls, None
         for call in calls or ():
             if self._watch is not None and call.expected == (self._watch, None):
@@ -197,7 +197,7 @@ class SegmentPass:
         )
 
     def _bytes_of(self, saved: Saved) -> torch.Tensor:
-        """The bytes of a datum, or a copy of them where they have left on demand."""
+        """The bytes of a tensor, or a copy of them where they have left on demand."""
         alias, host = saved.alias, saved.host
         if saved.state == PREFETCHING or alias is None:
             assert host is not None

@@ -73,24 +73,24 @@ class ModuleCall:
         self.expected: Any = None
         """What its observer expects of it."""
         self.inputs: list[View] = []
-        """What it reads of the engine's data."""
+        """What it reads of the engine's tensors."""
         self.held: list[HeldSource] = []
-        """What nobody else may hold when the data of the call are given up."""
+        """What nobody else may hold when the tensors of the call are given up."""
         self.parameters: list[HeldSource] = []
         """What it reads in place, since autograd saved it as well."""
         self._sources: dict[int, Source] = {}
         """By storage, all that it reads."""
         self.steps: tuple[recording.Step, ...] = ()
         self.members: dict[int, weakref.ref[Saved]] = {}
-        """By storage, the data that are made together."""
+        """By storage, the tensors that are made together."""
         self._made: dict[int, torch.Tensor] = {}
         self.told = False
-        """Who changes what the call reads has its data made before."""
+        """Who changes what the call reads has its tensors made before."""
 
     # The end of the call
 
     def storage_of(self, saved: Saved) -> int | None:
-        """The storage of a datum, if the call has made that storage."""
+        """The storage of a tensor, if the call has made that storage."""
         assert self._running is not None
         recorder, begin, _ = self._running
         number = recorder.number_of(saved.key)
@@ -100,7 +100,7 @@ class ModuleCall:
 
     def ended(self, members: Mapping[int, Saved], data: Mapping[int, Saved]) -> None:
         """The module has returned: find out what makes `members`, given by storage. `data` are all
-        data of the pass so far, by address. `Foreign` if they cannot be recomputed."""
+        tensors of the pass so far, by address. `Foreign` if they cannot be recomputed."""
         running, self._running = self._running, None
         assert running is not None
         recorder = running.recorder
@@ -135,7 +135,7 @@ class ModuleCall:
         self._sources[number] = self.inputs[-1]
 
     def _hold(self, running: _Running, number: int, kept: bool, left_bytes: float) -> int:
-        """Hold what is no datum; the bytes that are copied for that, at most `left_bytes` but for
+        """Hold what is no tensor; the bytes that are copied for that, at most `left_bytes` but for
         parameters."""
         recorder = running.recorder
         given = recorder.given.get(number)
@@ -197,7 +197,7 @@ class ModuleCall:
         )
 
     def __call__(self) -> Saved | None:
-        """A datum that is away, or else any."""
+        """A tensor that is away, or else any."""
         found: Saved | None = None
         for reference in self.members.values():
             saved = reference()
@@ -208,7 +208,7 @@ class ModuleCall:
         return found
 
     def make(self, number: int) -> torch.Tensor:
-        """One datum, by storage. The first that is asked for makes all that are away."""
+        """One tensor, by storage. The first that is asked for makes all that are away."""
         if number not in self._made:
             away = {n for n, one in self.members.items() if _is_away(one)}
             made = self.run()
@@ -227,7 +227,7 @@ class ModuleCall:
 
 
 _NOBODY: Any = type("Nobody", (), {})()
-"""Stands for the program's own tensor where a segment looks at a datum."""
+"""Stands for the program's own tensor where a segment looks at a tensor."""
 
 
 def _is_away(reference: weakref.ref[Saved]) -> bool:
@@ -236,7 +236,7 @@ def _is_away(reference: weakref.ref[Saved]) -> bool:
 
 
 class SegmentTensor:
-    """The recipe of a datum that a segment makes."""
+    """The recipe of a tensor that a segment makes."""
 
     __slots__ = ("_layout", "_number", "call")
 
@@ -248,7 +248,7 @@ class SegmentTensor:
         )
 
     def read(self) -> list[object]:
-        """What must not change before the datum is made."""
+        """What must not change before the tensor is made."""
         call = self.call
         if call.told:
             return []
@@ -259,7 +259,7 @@ class SegmentTensor:
         self.call.told = True
 
     def reference(self, saved: Saved) -> Callable[[], Saved | None]:
-        """Gives a datum that brings all back which the call makes."""
+        """Gives a tensor that brings all back which the call makes."""
         call = weakref.ref(self.call)
 
         def away() -> Saved | None:

@@ -1,10 +1,10 @@
-"""A training iteration on shapes alone: what memory it takes, before anything is allocated.
+"""The memory that a training iteration takes, from shapes alone, before anything is allocated.
 
 The model runs forward, backward and step on fake tensors, which have sizes and no bytes. A
-dispatch mode counts what is alive after every operation and puts the operations one after the
-other on a timeline of a roofline; the engine's own watch stands in autograd's hooks as it does in
-a real pass, tries the same recipes, and makes the same record for the same planners. A model of
-billions of parameters takes seconds and no GPU. Everything here is simulated.
+dispatch mode counts what is alive after every operation and times the operations by a roofline,
+one after the other; the engine's own `Watch` is called from autograd's hooks as in a real pass,
+tries the same recipes, and makes the same record for the same planners. A model of billions of
+parameters takes seconds and no GPU. All figures are simulated.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Shapes:
     record: PassRecord
     """Forward and backward with everything kept."""
     used_up: PassRecord
-    """The same with gradients used up as they arrive."""
+    """Forward and backward with gradients consumed as they arrive."""
     bucket_state_bytes: int
     """The least optimizer state that is on the device at any time if the state is streamed."""
 
@@ -151,7 +151,7 @@ def shapes_of(
 
     The model's own tensors are read for their shapes only, so it may lie on the meta device. Its
     `forward` runs four times on fake tensors of a CPU, whose kernels decide what is kept.
-    `UsageError` if it asks for a value that only real data have.
+    `UsageError` if it asks for a value that only real tensors have.
     """
     fake = torch_internals.fake_tensor
     try:
@@ -268,7 +268,7 @@ class _Job:
         self._within: Pass | None = None
 
     def run(self) -> Shapes | None:
-        """The record of the pass; None if no datum that was kept for backward is large enough."""
+        """The record of the pass; None if no tensor that was kept for backward is large enough."""
         memory = self._memory
         self._iteration()  # makes gradients and state
         record = self._iteration()
@@ -289,8 +289,8 @@ class _Job:
         buckets = in_buckets(updates)
         order = list(reversed(self._trained))
         used_up = self._iteration(buckets=[order[b.first : b.first + b.count] for b in buckets])
-        # Last: what is recomputed beside the real data takes memory, some of it for good (the fake
-        # mode remembers whose storage was looked at).
+        # Last: recomputing beside the real tensors takes memory, some of it for good (the fake mode
+        # remembers whose storage was looked at).
         tried = self._iteration(trial=True)
         for one in (record, used_up):
             one.learn(tried)

@@ -1,14 +1,15 @@
 """Where each saved storage is, and how it is offloaded, evicted, prefetched and recomputed.
 
-A datum is *here*, *away*, or *coming*. Two rules keep its bytes right:
+A saved storage is resident, evicted, or being prefetched. Two rules keep its bytes right:
 
-- Bytes are copied or given up only while nobody else can reach the storage. So nobody can write to
-  them any more, by whatever way, and a tensor that the program still holds is never a second one.
-- Bytes are given up only for a source that cannot fail: a finished copy on the host, or a recipe
-  whose sources nobody can write to (`recompute.py`).
+- Bytes are copied or evicted only while nobody else can reach the storage. So nobody can write to
+  them any more, by whatever way, and there is never a second copy of a tensor that the program
+  holds.
+- Bytes are evicted only if they can be had again without fail: from a finished copy on the host, or
+  by a recipe whose sources nobody can write to (`recompute.py`).
 
-Whatever is done in steps ends with those that cannot fail, so that after an error in between the
-same call does it all.
+In each method the steps that can fail come first, so that after an error the same call can be made
+again.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Pass:
 
 
 class Saved:
-    """One storage that autograd saved, and where its bytes are. It has slots and no parts of its
-    own, since there is one for each large saved tensor."""
+    """One storage that autograd saved, and where its bytes are. It has slots, and all attributes in
+    one object, since there is one for each large saved tensor."""
 
     __slots__ = (
         "__weakref__", "alias", "arrival", "calls", "cast", "departure", "handed_out", "host",
@@ -59,7 +60,7 @@ class Saved:
     )  # fmt: skip
 
     store: Store
-    """Set once the store has counted this datum."""
+    """Set once the store has counted this storage."""
 
     def __init__(self, within: Pass, number: int, tensor: torch.Tensor, size_bytes: int) -> None:
         self.itself = weakref.ref(self)
@@ -73,21 +74,21 @@ class Saved:
         self.version = tensor._version
         self.touched = False
         """The program has asked for the `.data` of this storage and may have written to it without
-        a trace, so the datum is not recomputed: only a copy of the bytes is right."""
+        a trace, so the tensor is not recomputed: only a copy of the bytes is right."""
         self.cast = False
         """Autograd's cast of a parameter, which autocast holds as well."""
         self.handed_out = False
-        """Backward has asked for this datum. It stays: who holds it since is not known."""
+        """Backward has been given this tensor. It stays: who holds it since is not known."""
         self.key = tensor.untyped_storage()._cdata
         self.state = RESIDENT
         self.host: torch.Tensor | None = None
         self.pooled: HostBlock | None = None
-        """Host memory that is given back when the datum is gone."""
+        """Host memory that is given back when the tensor is gone."""
         self.departure: CopyEvent = None
         self.arrival: CopyEvent = None
         self.recipe: Recipe | SegmentTensor | None = None
         self.calls: list[ModuleCall] | None = None
-        """Calls of modules that saved this datum, in a pass in which segments are tried."""
+        """Calls of modules that saved this tensor, in a pass in which segments are tried."""
 
     def __del__(self) -> None:
         store = getattr(self, "store", None)
@@ -124,7 +125,8 @@ class Itself(weakref.ref["torch.Tensor"]):
 
 
 class View(NamedTuple):
-    """What autograd is given instead of a large tensor: a storage and how it is looked at."""
+    """What autograd is given instead of a large tensor: a saved storage, and the tensor's
+    layout."""
 
     saved: Saved
     itself: Itself
@@ -135,12 +137,12 @@ class View(NamedTuple):
     offset: int = 0
 
     def __call__(self) -> torch.Tensor:
-        """The tensor, fetched if it is away, for a recipe."""
+        """The tensor, fetched if it is evicted, for a recipe."""
         return self.saved.store.tensor_of(self)
 
 
 LEAF: Any = type("Leaf", (), {})()
-"""Stands for `Itself` where the tensor itself is held."""
+"""In the place of `Itself` where the tensor itself is held."""
 
 
 def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int, Itself]:
@@ -212,10 +214,10 @@ def called(function: Callable[..., Any], *args: Any) -> bool:
 
 
 class Store:
-    """All data that the engine follows, resident and offloaded.
+    """All saved storages that the engine follows, resident and evicted.
 
-    One object for all of it: each move changes the place of a datum, the index of storages and the
-    counts of bytes in one step, and an interrupted step must not leave them apart.
+    It has more attributes than most classes: each move changes the state of a storage, the index of
+    storages and the counts of bytes in one step, which an interruption must not leave half done.
     """
 
     def __init__(
@@ -233,18 +235,18 @@ class Store:
         self._stranded: list[torch.Tensor | None] = []
         """Memory that a copy may still use, after an error in waiting for that copy."""
         self.unpack_hook: Any = None
-        """The engine's own: by it packed data are known from those of other hooks."""
+        """The engine's own hook: tensors packed by other hooks have another one."""
         self.within = weakref.ref(Pass())
         """The present pass, while anything is left of it."""
         self._one = _users(_lone())
         self._resident: dict[int, weakref.ref[Saved]] = {}
-        """By storage, the resident data. Each holds its storage, so no key is ever reused."""
+        """By address of the storage. Each holds its storage, so no address is ever reused."""
         self._dependents: dict[int, list[Callable[[], Saved | None]]] = {}
-        """By identity of a parameter or a datum, the evicted data that are recomputed from it."""
+        """By identity of a parameter or a saved storage, what is recomputed from it and evicted."""
         self._touched: dict[int, StorageReference] = {}
         """By storage, the tensors whose `.data` the program has asked for in this pass."""
         self.alive = 0
-        """How many data autograd may still ask for."""
+        """How many saved storages autograd may still ask for."""
         self.evicted = 0
         """How many of them are not resident."""
         self.closing = False
@@ -258,7 +260,7 @@ class Store:
         """Times the waits for copies; None in passes in which they are not timed."""
         self.norms = ProgramNorms()
         self.pool = HostPool(backend)
-        """Host memory for data that are offloaded without a plan."""
+        """Host memory for tensors that are offloaded without a plan."""
         self.out_bytes = 0
         self.in_bytes = 0
         self.recomputed = 0
@@ -279,7 +281,7 @@ class Store:
     # Save and look
 
     def find(self, tensor: torch.Tensor, within: Pass) -> Saved | None:
-        """The datum of this pass that is this tensor's storage, unchanged since it was saved."""
+        """What this pass has saved of this tensor's storage, if it is unchanged since."""
         reference = self._resident.get(tensor.untyped_storage()._cdata)
         saved = None if reference is None else reference()
         if saved is None or saved.within is not within or saved.version != tensor._version:
@@ -302,7 +304,7 @@ class Store:
         return saved
 
     def view(self, saved: Saved, tensor: torch.Tensor) -> View:
-        """How autograd's tensor is found in the datum again."""
+        """What autograd is given for a tensor on this saved storage."""
         size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
         alias = saved.alias
         assert alias is not None
@@ -319,7 +321,7 @@ class Store:
         return tensor
 
     def lend(self, view: View) -> torch.Tensor:
-        """The same in a backward that retains its graph. The datum may be evicted again as soon as
+        """The same in a backward that retains its graph. The tensor may be evicted again as soon as
         backward has let go of the tensor; writes to the tensor are in another copy then."""
         tensor, saved = self.tensor_of(view), view.saved
         assert saved.alias is not None
@@ -350,9 +352,10 @@ class Store:
     # Offload, evict, prefetch, recompute
 
     def offload(self, saved: Saved, host: torch.Tensor) -> torch.Tensor | None:
-        """Start the copy to the host; the datum stays until it is released. Returns the host memory
-        in the datum's shape (which a caller may give next time), or None if nothing is to go, or
-        not yet (`pending`): what the program holds it may write to, and no memory would be freed.
+        """Start the copy to the host; the bytes stay resident until `evict`. Returns the host
+        memory in the tensor's shape (which a caller may give next time), or None if nothing is
+        copied, or not yet (`pending`): the program may write to what it holds, and no memory would
+        be freed.
         """
         alias = saved.alias
         if alias is None or saved.departure is not None:
@@ -378,11 +381,11 @@ class Store:
         )
 
     def pending(self, saved: Saved) -> bool:
-        """The datum is resident, and is evicted as soon as the program no longer holds it."""
+        """It is resident, and may be evicted as soon as the program no longer holds it."""
         return saved.state == RESIDENT and not saved.handed_out
 
     def offload_unplanned(self, saved: Saved) -> bool:
-        """Offload the datum now, to host memory that is reserved for it, and evict it, if that is
+        """Offload the tensor now, to host memory that is reserved for it, and evict it, if that is
         allowed. `HostMemoryError` if there is no host memory."""
         alias = saved.alias
         if alias is None or not self._may_go(saved, alias) or not self.alone(alias):
@@ -394,14 +397,14 @@ class Store:
         return True
 
     def reopen(self) -> None:
-        """After the block that was left before. If nothing of it is alive, the backend was closed,
-        and all host memory of then is gone."""
+        """Begin again after an earlier `with` block. If nothing of that block is alive, the backend
+        was closed, and its host memory is gone."""
         if self.alive == 0:
             self.pool.forget()
         self.closing = False
 
     def evict(self, saved: Saved) -> None:
-        """Give the device memory up, if the bytes are on the host or can be recomputed."""
+        """Free the device memory, if the bytes are on the host or can be recomputed."""
         alias = saved.alias
         if alias is None or not self._may_go(saved, alias):
             return
@@ -418,7 +421,7 @@ class Store:
             for source in recipe.read():
                 self._dependents.setdefault(id(source), []).append(reference)
             recipe.told()
-        # Interrupted between two lines, the datum is resident, or evicted with a known source.
+        # Interrupted between two lines, it is resident, or evicted with a known source.
         saved.state = EVICTED
         saved.alias = None
         self._resident.pop(saved.key, None)
@@ -429,7 +432,7 @@ class Store:
             self._backend.evicted(alias.untyped_storage())
 
     def recompute_dependents(self, source: object) -> None:
-        """This parameter or datum is about to change: recompute what depends on it now."""
+        """This parameter or saved storage is about to change: recompute now what depends on it."""
         for reference in self._dependents.pop(id(source), ()):
             saved = reference()
             if saved is not None and saved.state == EVICTED and saved.host is None:
@@ -463,7 +466,7 @@ class Store:
         self.evicted_bytes -= saved.size_bytes
 
     def fetch(self, saved: Saved) -> None:
-        """Have the datum resident now: wait for its copy, or recompute it."""
+        """Make the bytes resident now: wait for their copy, or recompute them."""
         recipe = saved.recipe if saved.state == EVICTED and saved.host is None else None
         if recipe is not None:
             alias = self._with_room(lambda: self.carried_out(recipe.make))
@@ -503,15 +506,15 @@ class Store:
         return take()
 
     def carried_out(self, make: Callable[[], T]) -> T:
-        """What a recipe does, without a graph and outside of autocast."""
+        """Carry out a recipe, without recording a graph and outside of autocast."""
         device_type = self._backend.device.type
         if not torch.is_grad_enabled() and not torch.is_autocast_enabled(device_type):
             return make()  # as in every ordinary backward
         return uncast(device_type, lambda: ungraded(make))
 
     def alone(self, tensor: torch.Tensor) -> bool:
-        """This tensor alone holds its storage. The count is compared with that of a lone tensor,
-        since the framework's own wrapper counts too."""
+        """No other tensor holds this one's storage. The count is compared with that of a lone
+        tensor, since the framework's own wrapper counts too."""
         return _users(tensor) == self._one
 
     def hold(self, change_bytes: int) -> None:
@@ -523,7 +526,7 @@ class Store:
                 self.held_peak_bytes = held_bytes
 
     def dropped(self, saved: Saved) -> None:
-        """Autograd has dropped this datum. A copy in flight still uses its memory: what is
+        """Autograd has dropped this storage. A copy in flight still uses its memory: what is
         issued from now on must come after the copy, or the memory stays."""
         self.alive -= 1
         self.evicted -= saved.state != RESIDENT
@@ -544,7 +547,7 @@ class Store:
     # What recipes ask
 
     def mark(self, view: View, tensor: torch.Tensor) -> None:
-        """Note at the node that produced the tensor which datum its output has become."""
+        """Note at the node that produced the tensor where its output is saved."""
         node = tensor.grad_fn
         if node is not None and tensor.output_nr == 0:
             node.metadata[OUTPUT] = (view[0].itself, view[1:])
@@ -567,8 +570,8 @@ class Store:
     def kept_by(
         self, node: Any, name: str, index: int | None
     ) -> tuple[Source, Saved | None] | None:
-        """What a node saved under a name, as we packed it; nothing is unpacked, since the hooks of
-        others may do anything (checkpointing runs the forward again)."""
+        """What a node saved under a name, as we packed it; nothing is unpacked, since hooks of
+        others may do anything (those of checkpointing run the forward again)."""
         raw = getattr(node, name)
         if index is not None:
             raw = raw[index]

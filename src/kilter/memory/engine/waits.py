@@ -20,13 +20,13 @@ class Waits:
         self._marks: list[tuple[int | None, CopyEvent, CopyEvent]] = []
 
     def wait(self, event: CopyEvent, number: int | None = None) -> None:
-        """For the load of this datum; without one, for a copy to the host."""
+        """For the load of this tensor; without one, for a copy to the host."""
         begin = self._backend.mark()
         self._backend.wait(event)
         self._marks.append((number, begin, self._backend.mark()))
 
     def read(self) -> dict[int | None, float]:
-        """Seconds for each datum that was loaded, and for all copies to the host together. Blocks
+        """Seconds for each tensor that was loaded, and for all copies to the host together. Blocks
         until the device has come that far."""
         found: dict[int | None, float] = {}
         for number, begin, end in self._marks:

@@ -31,7 +31,7 @@ operations."""
 TRIAL_PAUSE_S = 4e-4
 """The same in a trial, and before each recomputing."""
 WATCH_REPEATS = 3
-"""How often a datum is recomputed in a trial; the shortest time counts."""
+"""How often a tensor is recomputed in a trial; the shortest time counts."""
 IN_VAIN = 16
 """Passes that are watched in vain before watching becomes rare. A pass is watched in vain if it is
 unlike every pass before, or has a plan; a pass like an earlier one without a plan makes up for one.
@@ -110,7 +110,7 @@ def described(tensor: torch.Tensor) -> str:
 
 
 class Watch:
-    """One pass. In a `trial` every datum with a recipe is recomputed beside the real one.
+    """One pass. In a `trial` every tensor with a recipe is recomputed beside the real one.
     `after_step` says that the pass began after an optimizer had stepped."""
 
     def __init__(
@@ -145,11 +145,11 @@ class Watch:
 
     @property
     def saved(self) -> int:
-        """How many data were saved so far."""
+        """How many tensors were saved so far."""
         return len(self._recorder.data)
 
     def saved_since(self, number: int) -> list[Saved]:
-        """The data from this number on that are alive."""
+        """The tensors from this number on that are alive."""
         found = [reference() for reference in self._saved[number:]]
         return [saved for saved in found if saved is not None]
 
@@ -254,7 +254,8 @@ class Watch:
             del self._held_by_others[number]
 
     def _try(self, saved: Saved, datum: SavedTensor) -> None:
-        """Recompute a datum beside the real one: note how long it takes and whether it is equal."""
+        """Recompute a tensor beside the real one: note how long it takes and whether it is
+        equal."""
         import torch
 
         found = saved.recipe

@@ -27,7 +27,8 @@ AHEAD_S = 0.1
 """Share of the iteration by which loads are issued before they would have to be: times vary."""
 AHEAD_OF_OTHERS = 0.04
 """The same where others use the link: so much that a load may find one of their transfers (a bucket
-of optimizer state) under way, and so little that they need not wait behind a queue of loads."""
+of optimizer state) under way, and so little that those transfers need not wait behind a queue of
+loads."""
 SWAP_ONLY = frozenset({"spanning", "literal"})
 
 
@@ -111,7 +112,7 @@ def described(
 
 
 def arena(problem: Problem, schedule: Schedule) -> tuple[dict[int, int], int]:
-    """Where each swapped interval lies in one host arena, and how large that must be.
+    """Where each offloaded interval lies in one host arena, and how large that must be.
 
     First fit by decreasing size over the time that an interval has bytes on the host: from the end
     of the operation that it follows to its next use.

@@ -1,9 +1,9 @@
 """Loads no earlier than they have to be: for a link that others use, and a host that is busy.
 
 The planners load as early as memory allows. That is mostly one moment, where backward begins:
-optimizer state that streams would then wait behind data that nobody needs for long, and the host
-issues all loads in a row. Moved later, in the order of the deadlines, they are issued one by one
-and leave gaps for others. Where nobody else uses the link it costs nothing.
+optimizer state that streams would then wait behind tensors that are not needed for long, and the
+host would issue all loads in a row. Moved later, in the order of the deadlines, they are issued one
+by one and leave gaps for others. Where nothing else uses the link it costs nothing.
 """
 
 from __future__ import annotations

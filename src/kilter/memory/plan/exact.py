@@ -1,15 +1,15 @@
-"""The linear programme behind the bound, and with whole choices the exact planner (HiGHS).
+"""The linear programme of the bound, and with whole choices the exact planner (HiGHS).
 
-Variables: `x` share of each interval swapped, `r` share recomputed, and for each operation the
+Variables: `x` share of each interval offloaded, `r` share recomputed, and for each operation the
 stall before it, the time of recomputing before it, and the bytes moved out and in by its start.
-Bytes are summed over intervals instead of followed one by one, with no window on when they move:
+Bytes are summed over intervals, not followed one by one, and may move at any time in the gap:
 every schedule that `simulate` accepts is a feasible point, so the relaxation is a lower bound on
 all of them, and the programme stays small (ten columns an operation, two an interval).
 
 By the start of operation k
-- bytes out <= bytes of swapped intervals whose gap has begun;  bytes in <= bytes out;
-- bytes in >= bytes of swapped intervals needed by then;
-- level - recomputed and away - out + in <= budget;
+- bytes out <= bytes of offloaded intervals whose gap has begun;  bytes in <= bytes out;
+- bytes in >= bytes of offloaded intervals needed by then;
+- level - recomputed and evicted - out + in <= budget;
 - between two starts each direction moves at most its rate times (operation + recomputing +
   stall), both together at most the measured total.
 """
@@ -44,7 +44,8 @@ class Relaxed:
 def exact(
     problem: Problem, *, recompute: bool = True, gap: float = 0.001, limit_s: float = 8.0
 ) -> Schedule:
-    """The best whole choice of what to swap and what to recompute, placed in time by `place`.
+    """The best whole choice of what to offload and what to recompute, placed in time by
+    `place.judged`.
 
     The solver stops at the relative optimality gap `gap`, or with the best that it has after
     `limit_s`. `PlanError` if no choice fits; `UsageError` without HiGHS.
@@ -58,8 +59,8 @@ def exact(
     swapped = [i for i, share in enumerate(solution.swapped) if share > 0.5]
     recomputed = frozenset(i for i, share in enumerate(solution.recomputed) if share > 0.5)
     found = judged(problem, swapped, recomputed, rounds=3)
-    # The programme moves parts of data and frees them at once; whole transfers come back a little
-    # later. Where that costs more than a heuristic's choice, the heuristic's choice is better.
+    # The programme moves parts of tensors and frees them at once; whole transfers take a little
+    # longer. Where that costs more than a heuristic's choice, the heuristic's choice is better.
     other = simulate(problem, heuristic)
     if found is None or other.iteration_s < found[1].iteration_s:
         return heuristic
@@ -181,9 +182,9 @@ class _Scaled:
 
 class _Columns:
     """The variables of the programme: for each operation those of `NAMES`, then for each interval
-    which share of it is swapped, and which is recomputed.
+    which share of it is offloaded, and which is recomputed.
 
-    Running sums are columns of their own, which keeps the rows short: bytes of swapped intervals
+    Running sums are columns of their own, which keeps the rows short: bytes of offloaded intervals
     whose gap has begun (gone), those needed by now, the level taken away by what is recomputed, the
     time spent on recomputing, what of it is owed and allowed.
     """
@@ -254,7 +255,7 @@ def _keep_rates(rows: _Rows, columns: _Columns, scaled: _Scaled) -> None:
 
 def _recompute_in_time(rows: _Rows, columns: _Columns, scaled: _Scaled) -> None:
     """An interval is recomputed at its next use, or earlier if another is made from it; no more
-    than all of it is swapped or recomputed."""
+    than all of it is offloaded or recomputed."""
     x, r, each, count = columns.swap, columns.recompute, columns.each, len(columns.k)
     possible = scaled.possible
     made, cost = r[possible], scaled.cost[possible]

@@ -1,8 +1,8 @@
-"""What passes under a plan tell it: copies that were waited for longer than the simulator expected.
+"""Correcting a plan where its passes waited longer for copies than the simulator expected.
 
-Loads that were late start earlier, as far as the budget allows. Where that cannot be the cure,
-since data were waited for on their way out or have no memory to come earlier, the link is slower
-than its table says, and there has to be another plan.
+Loads that were late start earlier, as far as the budget allows. Where that cannot help, since the
+wait was for copies to the host or there is no memory for earlier loads, the link is slower than its
+table says, and another plan is made for the slower link.
 """
 
 from __future__ import annotations

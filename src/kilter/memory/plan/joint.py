@@ -1,9 +1,10 @@
 """How much optimizer state streams beside activations, so that an iteration takes least time.
 
-State that is away while memory peaks is room for activations, which then need not be recomputed.
-What it costs is a share of the link in backward, where activations come back, and waiting where
-that is not enough. For one room both are planned, each with what the other leaves of the way to the
-device; the rooms are searched, and the simulators decide.
+State that is offloaded while memory peaks leaves room for activations, which then need not be
+recomputed. That costs a share of the link in backward, where activations are prefetched, and
+waiting where the rest of the link is not enough. For each size of the room for state both are
+planned, each with what the other leaves of the link to the device; the sizes are searched, and the
+simulators decide.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ about what the rough plans behind the comparison are worth."""
 JOINT_WORTH = 0.01
 """Of the iteration, what streaming has to save."""
 MOST_TAKEN = 0.95
-"""Of the way to the device, what one of the two may take."""
+"""Of the link to the device, what state or activations may take at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,10 @@
 """The heuristic of US 2025/0259058 A1 as written ([0061]-[0066], claim 1), kept as a baseline.
 
-Every datum is first swapped in at the operation that needs it and swapped out after the one that
+Every tensor is first swapped in at the operation that needs it and swapped out after the one that
 used it. An *excess unit operation* is one whose transfers take longer than itself (their sum: the
 text counts both directions together). Its swap-in is moved to the *excess preceding operation*:
 the one earlier operation that can overlap the most of it. If the search meets the swap-out of the
-same datum, both commands are deleted. Repeated until the schedule no longer changes.
+same tensor, both commands are deleted. Repeated until the schedule no longer changes.
 
 Two additions, since the text has no capacity test: a search stops, and a pair is not deleted,
 where memory would exceed the budget; and passes are limited. The rest is not improved on purpose.
@@ -18,7 +18,7 @@ from kilter.memory.plan.simulate import Move, Schedule
 
 
 class _Search:
-    """Where each datum is swapped in, and how busy the operations are."""
+    """Where each tensor is prefetched, and how busy the operations are."""
 
     def __init__(self, problem: Problem) -> None:
         intervals = problem.intervals
@@ -26,7 +26,7 @@ class _Search:
         self._in_s = [problem.link.in_s(interval.size_bytes) for interval in intervals]
         self._out_s = [problem.link.out_s(interval.size_bytes) for interval in intervals]
         self.at = {i: interval.before for i, interval in enumerate(intervals)}
-        """Where data are swapped in; those whose commands were deleted are not in it."""
+        """Where tensors are prefetched; those whose commands were deleted are not in it."""
         self._busy_in_s = [0.0] * len(problem.operation_s)
         self._busy_out_s = [0.0] * len(problem.operation_s)
         self._arriving: list[list[int]] = [[] for _ in problem.operation_s]
@@ -89,14 +89,14 @@ class _Search:
 
 
 def literal(problem: Problem, *, max_passes: int = 50) -> Schedule:
-    """Swap only. `PlanError` if not even everything away fits the budget."""
+    """Offload only. `PlanError` if the budget is not met even with everything evicted."""
     problem.check_floor()
     intervals = problem.intervals
     search = _Search(problem)
     for _ in range(max_passes):
         if not search.improve():
             break
-    # The text swaps out "when the operation is completed", beside what follows: the memory is freed
+    # The text offloads "when the operation is completed", beside what follows: the memory is freed
     # as late as the budget allows, which favours it.
     back = [search.at.get(i, interval.before) for i, interval in enumerate(intervals)]
     leaving = sorted(i for i in search.at if back[i] > intervals[i].after + 1)

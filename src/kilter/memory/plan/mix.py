@@ -21,22 +21,22 @@ from kilter.memory.plan.spanning import TOO_FEW, swap_rest
 REACHES = (0.01, 0.04)
 """Shares of the iteration by which something may be recomputed before its own use."""
 WIDER_REACHES = (0.16, 0.64)
-"""Tried where those give no plan: with little host memory, what may be recomputed has to wait for
-sources that are recomputed as well."""
+"""Tried where `REACHES` give no plan: with little host memory, intervals may have to be recomputed
+from sources that are recomputed as well."""
 EACH_S = 1e-5
-"""Counted for each thing recomputed. A thing takes about 0.1 ms of the host's time, but plans that
+"""Counted for each interval recomputed. One takes about 0.1 ms of the host's time, but plans that
 count so much are slower even where the host is late (measured, docs/measurements/memory.md)."""
 ROUGHLY = 32
 """Steps in which `roughly` goes along the prices."""
 MANY = 1024
 """More intervals than this are searched in one order and reach, to within one part in `FINE_STEPS`:
-one recomputation more or less does not matter there, and planning takes seconds."""
+one interval more or less does not matter there, and planning takes seconds."""
 FINE_STEPS = 256
 
 
 def mix(problem: Problem) -> Schedule:
-    """Swap, recompute and keep. `PlanError` if not even everything away fits the budget, or, where
-    not everything may be offloaded, if no plan is found."""
+    """Offload, recompute and keep. `PlanError` if the budget is not met even with everything
+    evicted, or, where not everything may be offloaded, if no plan is found."""
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule()
     problem.check_floor()
@@ -58,8 +58,8 @@ def mix(problem: Problem) -> Schedule:
 
 
 def roughly(problem: Problem) -> tuple[Schedule, SimulatedPass]:
-    """The same with a tenth of the work, to compare one problem with another: one order, and the
-    number of things to recompute to within one part in `ROUGHLY`. As above, `PlanError`."""
+    """`mix` with a tenth of the work, to compare one problem with another: one order, and the
+    number of intervals to recompute to within one part in `ROUGHLY`. `PlanError` as in `mix`."""
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule(), simulate(problem, Schedule())
     if problem.floor_bytes > problem.budget_bytes:
@@ -105,7 +105,7 @@ def by_price(problem: Problem) -> list[int]:
     """Intervals that can be recomputed, cheapest per byte first, then the shortest gap.
 
     Before them those that stand for several data: they are in the problem because they are to be
-    recomputed, and what is made from their data would otherwise force them back too early."""
+    recomputed, and what is made from their tensors would otherwise force them back too early."""
 
     def price(index: int) -> tuple[bool, float, int, int]:
         interval = problem.intervals[index]
@@ -118,11 +118,11 @@ def by_price(problem: Problem) -> list[int]:
 
 
 def within_reach(problem: Problem, order: list[int], reach: float) -> list[int]:
-    """`order` without those whose making would bring others back too early.
+    """`order` without those that would need others too early when they are recomputed.
 
-    What is made from something that is itself recomputed forces that one to be there first, and so
-    on back: a chain through the whole model would hold everything at once. An interval joins only
-    if nothing recomputed comes earlier than its own use by more than `reach` of the iteration.
+    An interval that is recomputed from another recomputed one needs that one first, and so on back:
+    a chain through the whole model would hold everything at once. An interval is accepted only if
+    nothing is recomputed earlier than its own use by more than `reach` of the iteration.
     """
     intervals = problem.intervals
     limit = max(1, int(reach * len(problem.operation_s)))
@@ -152,7 +152,8 @@ def within_reach(problem: Problem, order: list[int], reach: float) -> list[int]:
 
 
 def _needed(problem: Problem, chosen: list[int]) -> frozenset[int]:
-    """`chosen` without those that may stay even if nothing else is swapped, dearest first."""
+    """`chosen` without those that fit on the device even if nothing else is offloaded, the
+    dearest first."""
     recomputed = frozenset(chosen)
     due = problem.deadlines(recomputed)
     away = {i: (problem.intervals[i].after + 1, due[i]) for i in recomputed}

@@ -1,9 +1,9 @@
-"""When to leave and when to come back: turns a choice of intervals into a schedule.
+"""When intervals are offloaded and prefetched: turns a choice of intervals into a schedule.
 
 Memory is decided in program order and never exceeds the budget. An interval's memory is freed as
 late as the budget allows, so that its transfer has time to finish; it is loaded as early as the
-budget allows, in the order of the deadlines, so that the load is done in time. What is never
-forced out before its next use was not worth moving: both transfers are cancelled.
+budget allows, in the order of the deadlines, so that the load is done in time. An interval that the
+budget never forces out before its next use stays: both of its transfers are cancelled.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kilter.memory.plan.simulate import Move, Schedule, SimulatedPass, simulate
 
 def judged(
     problem: Problem,
-    swapped: Iterable[int],
+    offloaded: Iterable[int],
     recomputed: frozenset[int] = frozenset(),
     rounds: int = 2,
 ) -> tuple[Schedule, SimulatedPass] | None:
-    """A schedule that offloads (a part of) `swapped` and recomputes `recomputed`, and what the
+    """A schedule that offloads (a part of) `offloaded` and recomputes `recomputed`, and what the
     simulator says of it; None if they free too little for the budget.
 
     Each round but the first knows from the simulator when transfers are complete: their memory is
     free at once then, so that loads may start earlier. The best schedule is returned.
     """
-    chosen = sorted(swapped)
+    chosen = sorted(offloaded)
     arrival: dict[int, int] = {}
     best: tuple[Schedule, SimulatedPass] | None = None
     for _ in range(rounds):
@@ -56,17 +56,17 @@ def judged(
 
 
 def _moves(
-    problem: Problem, swapped: list[int], recomputed: frozenset[int], arrival: dict[int, int]
+    problem: Problem, offloaded: list[int], recomputed: frozenset[int], arrival: dict[int, int]
 ) -> tuple[Move, ...] | None:
     intervals = problem.intervals
     due = problem.deadlines(recomputed)
-    away = {i: (intervals[i].after + 1, due[i]) for i in swapped}
+    away = {i: (intervals[i].after + 1, due[i]) for i in offloaded}
     away |= {i: (intervals[i].after + 1, due[i]) for i in recomputed}
     least = problem.profile(away)
     if int(least.max()) > problem.budget_bytes:
         return None
-    release = releases(problem, swapped, due, least.tolist(), arrival)
-    for index in swapped:
+    release = releases(problem, offloaded, due, least.tolist(), arrival)
+    for index in offloaded:
         away[index] = (release.get(index, due[index]), due[index])
     slack = problem.budget_bytes - problem.profile(away)
     moves = []
@@ -82,7 +82,7 @@ def _moves(
 
 def releases(
     problem: Problem,
-    swapped: list[int],
+    offloaded: list[int],
     due: list[int],
     least: list[int],
     arrival: dict[int, int] | None = None,
@@ -91,7 +91,7 @@ def releases(
     before the budget needs it. `least` is the level with all of them away; `arrival` names the
     operation by which a transfer is known to be complete."""
     leaving: dict[int, list[int]] = {}
-    for index in swapped:
+    for index in offloaded:
         leaving.setdefault(problem.intervals[index].after + 1, []).append(index)
     arrival = arrival or {}
     pending: deque[int] = deque()

@@ -1,8 +1,8 @@
 """What has to fit: operations with their times, evictable intervals, the link and the budget.
 
 Memory is counted in program order, as an eager framework's allocator counts it: operation `k`
-needs `resident_bytes[k]` when nothing is evicted, less the size of every interval that is away
-during `k`. Time is another matter, and belongs to `simulate`.
+needs `resident_bytes[k]` when nothing is evicted, less the size of every interval that is evicted
+during `k`. Times are the matter of `simulate`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Link:
         return min(1.0, self.both_bytes_per_s / alone)
 
     def less(self, taken: float) -> Link:
-        """What is left while others move data both ways and take a share of the way to the device
-        (0: nothing, the link as it is)."""
+        """What is left while others move tensors both ways and take the share `taken` of the rate
+        to the device (0: the link as it is)."""
         if not taken:
             return self
         to_device = self.to_device_bytes_per_s * self.shared * (1 - taken)
@@ -85,7 +85,7 @@ H200_PCIE5 = Link(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleInterval:
-    """A datum that no operation touches between two uses, so that it may be away in between."""
+    """A tensor that no operation touches between two uses, so that it may be evicted in between."""
 
     name: str
     size_bytes: int
@@ -94,17 +94,17 @@ class IdleInterval:
     before: int
     """Index of the operation that needs it again; at least `after` + 2."""
     recompute_s: float | None = None
-    """Time to make it again from what `needs` names; `None` if it cannot be."""
+    """Time to recompute it from what `needs` names; `None` if it cannot be."""
     needs: tuple[int, ...] = ()
     """Indices of earlier intervals that must be on the device when this one is recomputed."""
     to_host: bool = True
     """May be offloaded; otherwise it is recomputed or stays."""
     together: bool = False
-    """Stands for several data, which the call of a module makes together."""
+    """Stands for several tensors, which the call of a module makes together."""
 
     @property
     def gap(self) -> int:
-        """Number of operations during which it may be away."""
+        """Number of operations during which it may be evicted."""
         return self.before - self.after - 1
 
 
@@ -151,7 +151,8 @@ class Problem:
         return int(self.resident.max())
 
     def profile(self, away: dict[int, tuple[int, int]]) -> Bytes:
-        """Bytes during each operation when interval `i` is away in operations `[start, stop)`."""
+        """Bytes during each operation when interval `i` is evicted in operations `[start,
+        stop)`."""
         change = np.zeros(len(self.operation_s) + 1, dtype=np.int64)
         for index, (start, stop) in away.items():
             size = self.intervals[index].size_bytes
@@ -161,7 +162,7 @@ class Problem:
 
     @property
     def floor_bytes(self) -> int:
-        """The smallest peak that any schedule reaches: everything away in all of its gap."""
+        """The smallest peak that any schedule reaches: everything evicted in all of its gap."""
         gaps = {i: (j.after + 1, j.before) for i, j in enumerate(self.intervals)}
         return int(self.profile(gaps).max())
 
@@ -170,12 +171,12 @@ class Problem:
         if self.floor_bytes > self.budget_bytes:
             raise BudgetTooSmall(
                 f"the budget of {self.budget_bytes} bytes is below {self.floor_bytes}, which "
-                "operations need even when everything else is away"
+                "operations need even when everything else is evicted"
             )
 
     def deadlines(self, recomputed: frozenset[int]) -> list[int]:
-        """For each interval the operation at which it must be back: its next use, or earlier when
-        an interval in `recomputed` is recomputed from it."""
+        """For each interval the operation at which it must be resident again: its next use, or
+        earlier when an interval in `recomputed` is recomputed from it."""
         due = [interval.before for interval in self.intervals]
         for index in sorted(recomputed, reverse=True):
             for other in self.intervals[index].needs:
@@ -189,9 +190,9 @@ def problem_of(
 ) -> Problem:
     """The planning problem of a trace: every activation of at least `min_bytes` between two uses.
 
-    A activation can be recomputed when all that its producer reads is still alive at its next use;
+    An activation can be recomputed when all that its producer reads is still alive at its next use;
     the cost is the producer's own time. Weights, optimizer state and gradients stay.
-    A trace of a run under a memory budget has measured levels and measured costs, and these rule.
+    A trace of a run under a memory budget has measured levels and costs, which are used instead.
     `PlanError` if the trace carries no required data (`IterationTrace.data`).
     """
     trace = trace.memory or trace
@@ -254,8 +255,8 @@ def problem_of(
 
 
 def _observed(trace: IterationTrace, min_bytes: int) -> tuple[IdleInterval, ...]:
-    """One interval for each datum that is left alone before its last use, with the measured time to
-    make it again."""
+    """One interval for each tensor that is left alone before its last use, with the measured time
+    to recompute it."""
     touched = _uses(trace)
     numbers: dict[int, int] = {}
     intervals: list[IdleInterval] = []
@@ -278,7 +279,7 @@ def _observed(trace: IterationTrace, min_bytes: int) -> tuple[IdleInterval, ...]
 
 
 def _uses(trace: IterationTrace) -> dict[int, list[int]]:
-    """By datum, the operations that read it or write to it."""
+    """By tensor, the operations that read it or write to it."""
     uses: dict[int, list[int]] = {}
     for position, operation in enumerate(trace.operations):
         for index in {*operation.reads, *operation.writes}:
@@ -298,7 +299,7 @@ def _needs(
     of_datum: dict[int, list[tuple[int, int, int]]],
     numbers: dict[tuple[int, int, int], int],
 ) -> tuple[int, ...] | None:
-    """The intervals to have back at operation `at` to make the datum again; None if impossible."""
+    """The intervals to have back at operation `at` to recompute the tensor; None if impossible."""
     producer = trace.data[index].producer
     if producer is None:
         return None

@@ -1,10 +1,10 @@
-"""The event simulator that judges every schedule: channels, events, allocator.
+"""The event simulator that judges every schedule: transfers, waiting, memory.
 
 It shares no code with the planners. Compute runs the operations in order; one channel a direction
 serves transfers first in, first out; while both are busy they share the link. Before operation `k`
 
 1. every release due at `k` waits until its transfer to the host is complete, and frees the memory;
-2. every load due at `k` takes memory and joins the queue to the device;
+2. every load due at `k` takes memory and is queued for the transfer to the device;
 3. the operation waits for what it needs, and recomputes what is to be recomputed.
 
 A transfer to the host starts no earlier than the end of the operation before the gap. Waiting is
@@ -26,8 +26,8 @@ from kilter.memory.plan.problem import IdleInterval, Link, Problem
 
 @dataclass(frozen=True, slots=True, order=True)
 class Move:
-    """One swap: `interval` leaves after its use, its memory is free from operation `release` on,
-    and it is loaded again from operation `load` on."""
+    """One interval that is offloaded after its use: its memory is free from operation `release` on,
+    and its transfer back may start from operation `load` on."""
 
     interval: int
     release: int
@@ -36,7 +36,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What is swapped and what is recomputed; every other interval is kept."""
+    """What is offloaded and what is recomputed; every other interval is kept."""
 
     moves: tuple[Move, ...] = ()
     recomputed: tuple[int, ...] = ()

@@ -1,8 +1,9 @@
-"""The default heuristic for swapping: one load may span several preceding operations.
+"""The default heuristic for offloading: one load may span several preceding operations.
 
-Which intervals leave: all that may, except that the shortest gaps stay while they fit (Belady's
-rule; a short gap is also what a transfer out and back cannot cross). When they leave and return:
-`place`. How much memory to leave free for transfers in flight is tried, and the simulator decides.
+All intervals are offloaded that may be, except that those with the shortest gaps stay while they
+fit (Belady's rule; in a short gap there is no time for a transfer out and back). `place` decides
+when they are moved. How much memory to leave free for transfers in flight is tried, and the
+simulator decides.
 
 Compared with the patent's heuristic (`literal`): loads span operations, residency is checked
 against the completion of transfers, and waiting is part of the predicted time.
@@ -21,13 +22,14 @@ from kilter.memory.plan.problem import Problem
 from kilter.memory.plan.simulate import Schedule, SimulatedPass
 
 TOO_FEW = "the budget is not reached with as much as may be offloaded"
-"""Everything away fits, so some choice does, unless not everything may be offloaded."""
+"""With everything evicted the budget is met, so some choice meets it, unless not everything may be
+offloaded."""
 SMALL = 256
 """Up to this many intervals, a second order and memory left free for transfers are tried."""
 
 
 def spanning(problem: Problem) -> Schedule:
-    """Swap only. `PlanError` if not even everything away fits the budget."""
+    """Offload only. `PlanError` if the budget is not met even with everything evicted."""
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule()
     problem.check_floor()
@@ -40,7 +42,7 @@ def spanning(problem: Problem) -> Schedule:
 def swap_rest(
     problem: Problem, recomputed: frozenset[int]
 ) -> tuple[Schedule, SimulatedPass] | None:
-    """The best schedule that makes `recomputed` again and swaps what it must of the rest."""
+    """The best schedule that recomputes `recomputed` and offloads what it must of the rest."""
     if not problem.intervals:
         return None
     largest = max(interval.size_bytes for interval in problem.intervals)
@@ -66,7 +68,7 @@ def swap_rest(
 
 
 SwapOrder = Callable[[Problem, list[int], int], tuple[float, ...]]
-"""Sort key: who stays first. Arguments: the problem, deadlines, an interval."""
+"""Sort key: intervals with the least keys stay. Arguments: the problem, deadlines, an interval."""
 
 
 def short_gaps(problem: Problem, due: list[int], index: int) -> tuple[float, ...]:
@@ -85,8 +87,8 @@ def leaving(
     headroom_bytes: int = 0,
     order: SwapOrder = short_gaps,
 ) -> tuple[int, ...] | None:
-    """The intervals to swap besides `recomputed`: those that must leave to bring the peak down to
-    the budget less the headroom (where that is out of reach, as low as it gets)."""
+    """The intervals to offload besides `recomputed`: those that must leave to bring the peak down
+    to the budget less the headroom (where that is out of reach, as low as it gets)."""
     intervals = problem.intervals
     due = problem.deadlines(recomputed)
     rest = [

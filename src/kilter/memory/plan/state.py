@@ -1,12 +1,12 @@
-"""Optimizer state that streams through the device, and gradients that end as they arrive.
+"""Optimizer state that streams through the device, and gradients that are consumed on arrival.
 
 The optimizer's work is cut into *buckets*: parameters whose gradients arrive one after the other in
-backward. When the last gradient of a bucket is there, the bucket is *visited*: its state is waited
-for, its parameters are updated, and its state starts its way back to the host. The state of a
-bucket that is not streamed stays.
+backward. When the last gradient of a bucket has arrived, the bucket is *visited*: its state is
+waited for, its parameters are updated, and the copy of its state to the host starts. The state of a
+bucket that is not streamed stays on the device.
 
-As everywhere here, memory is decided in program order and only time is simulated: a bucket is on
-the device from the visit at which its load is issued to the visit at which it is released.
+As in all of these planners, memory is decided in program order and only time is simulated: a bucket
+is on the device from the visit at which its load is issued to the visit at which it is released.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ the device one bucket of gradients."""
 WINDOW_BUCKETS = (2, 3, 4, 6)
 """Sizes tried for the room that streamed buckets share, in buckets of the largest size."""
 LAGS = (1, 2, 3)
-"""Visits that a bucket is given to leave before its memory is asked for."""
+"""Visits that the copy of a bucket to the host is given before its memory is needed."""
 MARGINS = (0, 1, 2, 4)
-"""Buckets at either end that are tried as not streamed: the first have nobody to hide behind on
-their way in, the last on their way out."""
+"""Buckets at either end that are tried as not streamed: no computation hides the loads of the first
+ones, nor the offloading of the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +61,11 @@ class StatePlan:
     begin: tuple[int, ...]
     """Loaded when the first gradient is there, in this order."""
     release: tuple[tuple[int, ...], ...]
-    """For each visit the buckets whose memory is given up after it, before its loads."""
+    """For each visit the buckets whose memory is freed after it, before its loads."""
     load: tuple[tuple[int, ...], ...]
-    """For each visit the buckets whose way in starts after it."""
+    """For each visit the buckets whose loads start after it."""
     resident_bytes: int
-    """State on the device when no bucket is under way: during forward."""
+    """State on the device while no bucket is being copied: during forward."""
     peak_bytes: int
     """The most state on the device at one time."""
     moved_bytes: int

@@ -1,9 +1,9 @@
-"""When weights leave and come back: between their use in forward and their need in backward.
+"""When weights are offloaded and prefetched: between their use in forward and in backward.
 
-The host has a copy of each weight's value since its last update, so leaving costs nothing but the
-memory's way back to the allocator. What is used first in forward is needed last in backward: these
-weights are away the longest, over the end of forward, where memory peaks. They come back in the
-order of their need, as late as the link allows.
+The host has a copy of each weight's value since its last update, so offloading copies nothing and
+only frees the memory. Weights that are used first in forward are needed last in backward: these are
+offloaded for the longest time, over the end of forward, where memory peaks. They are prefetched in
+the order in which they are needed, as late as the link allows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Weight:
     used_at: int
     """After this tick forward does not need it any more."""
     needed_at: int
-    """Before this tick of backward it has to be back."""
+    """Before this tick of backward it has to be resident."""
     updated_at: int | None = None
     """From this tick on its new value is known; `None`: at the end, in the optimizer's step."""
 
@@ -41,7 +41,7 @@ class WeightPlan:
     offloaded_bytes: int
     """OffloadedParameter at the end of forward."""
     stall_s: float
-    """Time for which compute waits for loads and for ways out, as far as is known."""
+    """Predicted time for which compute waits for copies in either direction."""
 
     @property
     def moved(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Applies a memory schedule to a running PyTorch job. Results never depend on the schedule.
 
-`engine` stands in the saved-tensor hooks, `backend` moves bytes (CUDA, or a stand-in on the CPU),
-`recompute` knows how a saved tensor can be recomputed from others.
+`engine` is called by the saved-tensor hooks, `backend` moves bytes (CUDA, or a stand-in on the
+CPU), `recompute` knows how a saved tensor can be recomputed from others.
 """
 
 # First, and whole: who waits for torch to be imported imports modules of this package then.

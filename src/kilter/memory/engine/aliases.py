@@ -1,7 +1,7 @@
-"""Whether anybody reaches a tensor's bytes other than through the tensor itself.
+"""Whether a tensor's bytes can be reached other than through the tensor itself.
 
-A tensor may change its place if all who read it ask the tensor. A view, an array of NumPy, a DLPack
-capsule or another process has the address instead.
+A tensor's bytes may be moved if all readers go through the tensor object. A view, an array of
+NumPy, a DLPack capsule or another process holds the address instead.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ class StorageReference:
 
 
 class Known:
-    """Knows a parameter again. Not by a weak reference to the parameter: with one,
-    `torch.utils.swap_tensors` refuses it, and with that `module.to` of some kinds of parameters."""
+    """Recognises a parameter that was seen before. Not by a weak reference to the parameter: with
+    one, `torch.utils.swap_tensors` refuses it, and with that `module.to` of some kinds of
+    parameters."""
 
     __slots__ = ("_storage", "_storage_key")
 

@@ -1,4 +1,4 @@
-"""Python's garbage collector, held back while a pass is under way.
+"""Keeps Python's garbage collector from running while a pass is under way.
 
 Forward leaves thousands of small objects with autograd, and backward takes them all away again. To
 the collector, which goes by how many more objects there are than before, that looks like garbage

@@ -16,7 +16,7 @@ largest)."""
 
 
 class Demand:
-    """Offloads tensors above a level of memory, and learns how far a pass goes above that level."""
+    """Offloads tensors above a level of memory, and measures how far passes go above that level."""
 
     def __init__(self, backend: Backend, store: Store) -> None:
         self._backend = backend

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class DueMoves:
-    """Issues what is due. What the program still holds is overdue until the program lets go."""
+    """Issues what is due. A tensor that the program still holds is overdue until it is dropped."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._by_number: dict[int, weakref.ref[Saved]] = {}
         """Data of the present pass that are followed."""
         self.overdue: dict[int, torch.Tensor | None] = {}
-        """Those of them that should have left, and were held by the program. With the host memory
-        for the copy; None: to be recomputed."""
+        """Those of them that are due to be evicted but held by the program, with the host memory
+        for the copy (None: to be recomputed)."""
 
     def begin(self) -> None:
         """A pass begins."""
@@ -33,7 +33,7 @@ class DueMoves:
         self._by_number[number] = saved.itself
 
     def followed(self, number: int) -> Saved | None:
-        """The tensor of that number, while anybody may still ask for it."""
+        """The tensor of that number, while autograd may still ask for it."""
         reference = self._by_number.get(number)
         return None if reference is None else reference()
 
@@ -61,7 +61,7 @@ class DueMoves:
                 store.prefetch(saved)
 
     def catch_up(self) -> None:
-        """What should have left goes now, if the program has let go."""
+        """Evict what is overdue and no longer held by the program."""
         store = self._store
         for number, host in list(self.overdue.items()):
             saved = self.followed(number)
@@ -73,10 +73,10 @@ class DueMoves:
                 del self.overdue[number]
 
     def on_host_alike(self, before: Ready, other: Ready) -> bool:
-        """What this pass has on the host lies where the other plan has it, too."""
-        left = [number for number in before.places if self._has_left(number)]
-        return all(other.places.get(number) == before.places[number] for number in left)
+        """Tensors of this pass that are on the host have the same places in the other plan."""
+        moved = [number for number in before.places if self._is_on_host(number)]
+        return all(other.places.get(number) == before.places[number] for number in moved)
 
-    def _has_left(self, number: int) -> bool:
+    def _is_on_host(self, number: int) -> bool:
         saved = self.followed(number)
         return saved is not None and saved.host is not None

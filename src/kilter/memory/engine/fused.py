@@ -1,8 +1,8 @@
 """One kernel where a recipe would take two: a layer norm from its statistics, cast on the way.
 
 Autograd keeps mean and reciprocal deviation of every row, so a layer norm is recomputed without
-summing anything, and the result leaves in the type of the cast that follows: 6 bytes an element
-move instead of 14. As with every recipe, it is used only where a trial found it bitwise equal.
+summing anything, and the result is written in the type of the cast that follows: 6 bytes an element
+are moved instead of 14. As with every recipe, it is used only where a trial found it bitwise equal.
 Needs Triton, which PyTorch's CUDA builds for Linux bring along.
 """
 

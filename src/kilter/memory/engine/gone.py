@@ -1,4 +1,4 @@
-"""What is done when an object is no more.
+"""Calls a function when an object has been freed.
 
 `weakref.finalize` calls its function from Python code of the standard library. Where a signal
 handler of the program raises meanwhile, Python drops the exception, and nobody can tell that the
@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 _numbers = itertools.count()
 _watched: dict[int, weakref.ref[object]] = {}
-"""Their callbacks run as long as they are here: not when the interpreter ends."""
+"""References whose callbacks are to run. They are dropped when the interpreter exits."""
 
 
 def when_gone(thing: object, function: Callable[..., object], *arguments: object) -> None:
-    """Call the function, which must not hold the object, once the object is no more. Not at exit:
-    what is left then ends with the process."""
+    """Call the function, which must not hold the object, once the object is freed. Not when the
+    interpreter exits."""
     number = next(_numbers)
 
     def gone(_: weakref.ref[object]) -> None:

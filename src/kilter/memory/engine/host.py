@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CLASSES = 8
 """Size classes for each doubling of the size: a new block is at most an eighth too large."""
 LARGER_BLOCK = 2
-"""A block serves tensors of at least this part of its size. At the limit any larger block does."""
+"""A block is used for a tensor of at least half its size. At the limit any larger block is used."""
 SPARE = 2
 """The pool takes at most so many times the most that was in use at one time."""
 
@@ -59,7 +59,7 @@ class HostPool:
         return block
 
     def put(self, block: HostBlock) -> None:
-        """The tensor needs it no more; copies may still be under way."""
+        """The tensor no longer needs the block; copies may still be under way."""
         self._used_bytes -= block.size_bytes
         self._free.append(block)
 

@@ -41,15 +41,15 @@ TUNED = 3
 LISTEN_EVERY = 200
 """After so many passes without it, waiting is timed again."""
 MAX_SHIFTS = 2
-"""In a row: what is late still, the link is too slow for."""
+"""Plans in a row with earlier loads: if loads are still late then, the link is too slow."""
 MAX_ANSWERS = 8
-"""Of one kind to what its passes waited for."""
+"""Plans of one kind that are made because its passes waited for copies."""
 ALLOCATION_ROUNDING_BYTES = 512
 """One part in so many of the budget is left to the allocator, which rounds sizes up."""
 MAX_EXCESSES = 4
-"""Of one kind: each time that a plan's peak is measured above the budget there is a new one."""
+"""Plans of one kind that are replaced because their measured peak was above the budget."""
 MAX_KINDS = 32
-"""To know; the oldest is forgotten, one without a plan first."""
+"""Kinds that are remembered; the oldest is forgotten, one without a plan first."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class PassKind:
     """Calls of modules among which the plan has chosen what to recompute."""
     plan: Ready | None = None
     outdated: bool = False
-    """Its plan measured otherwise than predicted, and there is to be another."""
+    """Its plan was measured otherwise than predicted, and another one is to be made."""
     excesses: int = 0
     """Plans that measured above the budget."""
     weighed: bool = False
@@ -101,7 +101,7 @@ class PassKinds:
         self._link = link
         self._planner = planner
         self.taken = 0.0
-        """Share of the way to the device that others take."""
+        """Share of the link to the device that optimizer state takes."""
         self._min_bytes = min_bytes
         self._by_events: dict[tuple[int, ...], PassKind] = {}
         self._retained = False
@@ -136,7 +136,7 @@ class PassKinds:
             self._arena.forget()
 
     def relevel(self, record: PassRecord, level_bytes: list[int]) -> None:
-        """Passes of this kind take so much from now on, and are planned anew; all others are
+        """Passes of this kind have these levels from now on, and are planned anew; all others are
         forgotten."""
         self._by_events = {
             events: PassKind(record, tried=True, weighed=True, slow=kind.slow)
@@ -145,7 +145,7 @@ class PassKinds:
         }
         record.level_bytes = level_bytes
 
-    # See
+    # Observe
 
     def alike(self, first: int) -> list[PassKind]:
         """Those that begin with this event."""
@@ -224,7 +224,7 @@ class PassKinds:
                 kind.outdated = True
 
     def counted(self, planned: Ready | None, peak_bytes: int) -> None:
-        """Any pass has ended with this peak; nothing follows from it but what is told."""
+        """Any pass has ended with this peak, which is reported."""
         self.most_bytes = max(self.most_bytes, peak_bytes)
         if planned is None:
             self.unplanned_peak_bytes = max(self.unplanned_peak_bytes, peak_bytes)
@@ -239,15 +239,15 @@ class PassKinds:
             kind.hopeless = False
 
     def listens(self, planned: Ready) -> bool:
-        """Waiting for copies is to be timed in the pass that begins."""
+        """Whether waiting for copies is to be timed in the pass that begins."""
         if planned.quiet:
             planned.quiet -= 1
             return False
         return bool(planned.places)
 
     def waited(self, planned: Ready, waits: Waits) -> None:
-        """A pass under a plan has ended in which waiting was timed. After some of them: loads that
-        were late start earlier; if that is no cure, the link is slower than its table says."""
+        """A pass under a plan has ended in which waiting was timed. After `TUNED` of them late
+        loads are started earlier; if that does not help, the link is slower than its table says."""
         planned.waits.append(waits)
         if len(planned.waits) < TUNED:
             return
@@ -296,7 +296,7 @@ class PassKinds:
 
     def plan(self, kind: PassKind, budget_bytes: int) -> None:
         """Give it a plan. If that takes more host memory than there is, one within what there is;
-        if that is none or does not suffice, one that only recomputes."""
+        if there is none, or too little, one that only recomputes."""
         kind.outdated = False
         in_use = self._store.alive > 0
         for room in (lambda: None, lambda: self._arena.room_bytes(in_use=in_use), lambda: 0):
@@ -360,8 +360,8 @@ class PassKinds:
         return tuple(found[i] for i in best_set(choices, cost_s))
 
     def retain(self) -> None:
-        """A pass has left its plan and retains its graph, above the budget: what plans have left to
-        autograd since they let it stay cannot leave there. From now on they follow all tensors."""
+        """A pass has departed from its plan and retains its graph, above the budget: tensors that
+        plans have left to autograd cannot be offloaded. From now on they follow all tensors."""
         if not self._retained:
             self._retained = True
             for kind in self:
@@ -391,9 +391,9 @@ class PassKinds:
 
 
 def _usual(planned: Ready) -> Waiting:
-    """Of the passes that were timed: for each copy the median. One of them may wait for somebody
-    else as well, and in the first one, right after planning, the device may wait for the host, and
-    so not for copies."""
+    """For each copy the median of the passes that were timed. One of them may be delayed by
+    something else, and in the first one, right after planning, the device may wait for the host
+    instead of for copies."""
     found = [waits.read() for waits in planned.waits]
     usual = {number: median(one.get(number, 0.0) for one in found) for number in found[0]}
     out_s = usual.pop(None, 0.0)

@@ -1,11 +1,11 @@
-"""The required data of one pass: what autograd keeps from forward to backward, and what for.
+"""The record of one pass: which tensors autograd keeps from forward to backward, and when.
 
 A *pass* is one forward with its backward. Its clock is the sequence of saved-tensor events: a large
-tensor is packed (saved by an operation) or unpacked (needed again). Operation `k` is everything
-from event `k` to the next one, so an observer that stands in the two hooks sees every operation,
-and nothing has to be installed around the framework's own operations.
+tensor is packed (saved by an operation) or unpacked (needed in backward). Operation `k` is
+everything from event `k` to the next one, so the two hooks see every operation, and nothing has to
+be installed around the framework's own operations.
 
-Values and arithmetic only: who stands in the hooks is `kilter.memory.engine`.
+Values and arithmetic only; the hooks are in `tensor_hooks.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOREIGN = 0
 
 
 def use_code(number: int) -> int:
-    """Event: tensor `number` is used. That it is saved, its size in bytes says instead."""
+    """Event: tensor `number` is used. (The event of its first save is its size in bytes.)"""
     return -1 - 2 * number
 
 
@@ -41,7 +41,7 @@ class SavedTensor:
     packed_at: int
     """Event of the first save."""
     free_at: int | None = None
-    """First event at which nothing but autograd held it; None: somebody does all the time."""
+    """First event at which only autograd held it; None: the program holds it all the time."""
     needed_at: int | None = None
     """Event of the first use in backward; None if backward never asks for it."""
     recipe: str | None = None
@@ -49,9 +49,9 @@ class SavedTensor:
     sources: tuple[int, ...] = ()
     """Numbers of the tensors that the recipe reads."""
     closed: tuple[int, ...] = ()
-    """Of them, those that only autograd may hold when this one is evicted to be recomputed."""
+    """Those of the sources that only autograd may hold when this one is evicted."""
     in_backward: bool = False
-    """To be recomputed it may be evicted in backward only."""
+    """It may be evicted and recomputed inside backward only."""
     version: int = 0
     """How often it had been written to when it was saved."""
     recompute_s: float | None = None
@@ -76,15 +76,15 @@ class SavedSegment:
     operations: tuple[Any, ...]
     """What has to run, in order."""
     held_bytes: int
-    """What it reads, and nobody but this segment has after the call."""
+    """Bytes that it reads and that only this segment holds after the call."""
     extra_bytes: int
-    """Beside what it makes, the most that it takes while it runs again."""
+    """Most memory that running it again takes, beside what it makes."""
     recompute_s: float
     """Measured; all that it makes was bitwise equal then."""
 
 
 HELD_EVENTS = 3
-"""After the end of a call; what somebody holds longer is no part of the segment."""
+"""After the end of a call; tensors that are held longer are no part of the segment."""
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ class PassRecord:
                 setattr(mine, moment, (max if latest else min)(known) if known and both else None)
 
     def learn(self, tried: PassRecord) -> None:
-        """Take over what a trial has found out about making tensors again."""
+        """Take over what a trial has found out about recomputing tensors."""
         assert self.events == tried.events
         for mine, theirs in zip(self.data, tried.data, strict=True):
             mine.recipe, mine.sources = theirs.recipe, theirs.sources
@@ -152,11 +152,11 @@ class PassRecord:
         self.segments = tried.segments
 
     def absence(
-        self, datum: SavedTensor, *, swap: bool = True, recompute: bool = True
+        self, datum: SavedTensor, *, offload: bool = True, recompute: bool = True
     ) -> tuple[int, int, float | None] | None:
         """The last event before the tensor may be evicted, the event that needs it, and the time to
-        recompute it; None if somebody holds it too long. To be recomputed it has to wait for its
-        sources as well; where that takes until the pass has its peak, it is better offloaded."""
+        recompute it; None if it is held too long. Before it may be recomputed its sources must be
+        free as well; where that is not before the peak of the pass, it is better offloaded."""
         if datum.free_at is None or datum.needed_at is None:
             return None
         before = datum.needed_at
@@ -168,7 +168,7 @@ class PassRecord:
         for source in datum.closed:
             free_at = self.data[source].free_at
             latest = max(latest, before if free_at is None else free_at - 1)
-        if before - latest < 2 or (swap and after < self._peak_at - 1 <= latest):
+        if before - latest < 2 or (offload and after < self._peak_at - 1 <= latest):
             return after, before, None
         return latest, before, datum.recompute_s
 
@@ -208,8 +208,8 @@ class PassRecord:
         return problem, tuple(found.numbers)
 
     def members(self, segment: SavedSegment) -> tuple[int, ...]:
-        """The tensors that are evicted together and made by the call. What somebody holds for
-        longer, or backward does not ask for, is left out."""
+        """The tensors that are evicted and recomputed together. Those that the program holds for
+        longer, or backward does not need, are left out."""
         found = []
         for number in sorted(segment.members):
             datum = self.data[number]
@@ -247,7 +247,7 @@ class PassRecord:
         data = []
         for number, datum in enumerate(self.data):
             first, last = datum.packed_at, count - 1
-            held_until, recompute_s = last, None  # by others than autograd: no chance to be away
+            held_until, recompute_s = last, None  # held by the program: it cannot be evicted
             absence = self.absence(datum)
             if absence is not None:
                 after, last, recompute_s = absence
@@ -316,9 +316,9 @@ class PassRecorder:
             self.backward_from = self.event
         return self.event
 
-    def level(self, peak_bytes: int, offloaded_bytes: int) -> None:
-        """The operation that now ends had this peak, while this much saved tensors was away."""
-        self.levels.append(peak_bytes + offloaded_bytes)
+    def level(self, peak_bytes: int, evicted_bytes: int) -> None:
+        """The operation that now ends had this peak, while so many saved bytes were evicted."""
+        self.levels.append(peak_bytes + evicted_bytes)
 
     def record(self, operation_s: list[float]) -> PassRecord:
         """The finished pass. The last operation has no end of its own: it takes no time."""
@@ -402,7 +402,7 @@ class _Intervals:
     def _put_alone(self, number: int) -> None:
         datum = self._record.data[number]
         offloads = self._to_host is None or number in self._to_host
-        absence = self._record.absence(datum, swap=offloads, recompute=self._recompute)
+        absence = self._record.absence(datum, offload=offloads, recompute=self._recompute)
         if absence is None or datum.size_bytes < self._min_bytes:
             return
         after, before, recompute_s = absence

@@ -1,4 +1,5 @@
-"""Calls with settings of the framework put aside, which a signal handler cannot leave changed.
+"""Calls under changed settings of the framework, which are put back even if a signal handler
+raises.
 
 A handler of the program may raise wherever python looks for signals: at the entry of each function
 written in Python, also of an `__exit__`, and after a call. `torch.no_grad` is written in Python; if

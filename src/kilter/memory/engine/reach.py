@@ -1,9 +1,9 @@
-"""Where a program's Python code reaches the tensors that autograd saved.
+"""Properties that see where a program's Python code gets at tensors that autograd saved.
 
 `ctx.saved_tensors` of a custom function: under hooks on saved tensors, whoever sets them, the
 framework makes new tensor objects, without the attributes of those that were saved. `Tensor.data`:
 no version counter tells of what is written through it. Both are properties of classes of the
-framework's; ours take their place while the engine stands.
+framework's; ours replace them while the engine runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A plan made ready to run: for each event what is expected, and what is due.
+"""A plan made ready to run: for each event what is expected, and which moves are due.
 
-So that an ordinary event under a plan costs the host one look at a list.
+With this list an ordinary event under a plan costs the host one look-up.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class ReadyStep(NamedTuple):
     number: int = -1
     due: Due | None = None
     followed: bool = False
-    """The tensor leaves, or another one is recomputed from it. Else it is left to autograd."""
+    """It is offloaded or recomputed, or another one is recomputed from it. All others are left to
+    autograd."""
     read: bool = False
-    """Another one is recomputed from it."""
+    """Another tensor is recomputed from it."""
     recomputed: bool = False
     """It is recomputed itself."""
     version: int = 0
@@ -69,10 +70,10 @@ class Ready:
     waits: list[Waits] = field(default_factory=list)
     """Of passes in which waiting for copies was timed."""
     quiet: int = 0
-    """Passes to come in which it is not."""
+    """Coming passes in which waiting is not timed."""
 
     def settle_in(self, arena: torch.Tensor) -> None:
-        """From here on tensors go to this arena."""
+        """From here on tensors are offloaded to this arena."""
         self.hosts = {
             number: arena[offset : offset + size_bytes]
             for number, (offset, size_bytes) in self.places.items()
@@ -91,7 +92,7 @@ def ready(
 ) -> Ready:
     """`numbers` are the tensors behind the problem's intervals, those of `segments` among them by
     the first of their tensors. `retained`: passes that begin like this one may retain their graph;
-    so all tensors are followed, and can leave."""
+    so all tensors are followed, and can be offloaded."""
     count = len(record.events)
     offload: list[list[int]] = [[] for _ in range(count + 1)]
     evict: list[list[int]] = [[] for _ in range(count + 1)]
@@ -126,7 +127,7 @@ def ready(
 
     steps: list[ReadyStep] = []
     for event, (code, number) in enumerate(zip(record.events, record.numbers(), strict=True)):
-        # The last to leave first: who has waited for that copy has waited for those before it.
+        # The last one first: who has waited for its copy has waited for all copies before it.
         due = Due(tuple(offload[event]), tuple(reversed(evict[event])), tuple(prefetch[event]))
         used = code in (FOREIGN, use_code(number))
         expected = code if used else record.data[number].size_bytes

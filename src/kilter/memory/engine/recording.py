@@ -1,13 +1,13 @@
-"""What a call of a module computed: the operations that ran, in order, to be carried out again.
+"""Records the operations that ran in the call of a module, so that they can be run again.
 
 The operations are recorded where the dispatcher hands them to the kernels, below autograd and
 autocast, so the list does not depend on any Python code: whatever a module reads (a counter, a
-file, NumPy's random numbers, the value of a tensor), the list has what came of it. Carried out
-again on the same tensors, with the random state that each operation found, the list makes the same
-bits, unless an operation is no function of what it is given; those are refused.
+file, NumPy's random numbers, the value of a tensor), the list holds the operations that followed
+from it. Run again on the same tensors, each with the random state that it found, the operations
+make the same bits, unless one is not a function of its arguments; such operations are refused.
 
-The recorder stands at a dispatch key of PyTorch's that nothing else uses. A `TorchDispatchMode`
-would not do: some operations are carried out otherwise while a mode is active.
+The recorder is registered at a dispatch key of PyTorch that nothing else uses. A
+`TorchDispatchMode` does not serve: some operations run otherwise while a mode is active.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ class OperationRecorder:
         self.made_at.append(step)
         return number
 
-    # What makes some of the storages again
+    # Recomputing some of the storages
 
     def program(
         self, begin: int, end: int, wanted: Iterable[int], there: Callable[[int], bool]
@@ -388,8 +388,8 @@ def _elements(step: Step) -> int:
 def carried_out(
     steps: tuple[Step, ...], bases: dict[int, torch.Tensor], wanted: Iterable[int]
 ) -> dict[int, torch.Tensor]:
-    """The wanted storages, each as the tensor that a step has made. What is not read any more is
-    let go of on the way."""
+    """The wanted storages, each as the tensor that a step has made. Storages that no later step
+    reads are freed on the way."""
     kept = frozenset(wanted)
     last: dict[int, int] = {}
     for index, step in enumerate(steps):

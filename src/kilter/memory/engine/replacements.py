@@ -1,4 +1,4 @@
-"""Attributes of the framework's classes and modules in whose place ours stand for a while."""
+"""Attributes of the framework's classes and modules that ours replace for a while."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ class Replacements:
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """The last first. Twice is once."""
+        """Put everything back, the last replacement first. A second call does nothing."""
         while self._undo:
             self._undo.pop()()

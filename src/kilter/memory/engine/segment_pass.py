@@ -197,7 +197,7 @@ class SegmentPass:
         )
 
     def _bytes_of(self, saved: Saved) -> torch.Tensor:
-        """The bytes of a tensor, or a copy of them where they have left on demand."""
+        """The bytes of a tensor, or a copy of them where they were offloaded on demand."""
         alias, host = saved.alias, saved.host
         if saved.state == PREFETCHING or alias is None:
             assert host is not None

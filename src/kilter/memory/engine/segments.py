@@ -1,13 +1,14 @@
 """Recompute of a segment: what the call of a module saved, recomputed all at one time.
 
 The calls of modules are watched while a pass is tried, and those that a plan recomputes are watched
-in every pass under the plan. What runs in such a call is recorded (`recording.py`), and the part of
-the record that makes the data of the call is carried out again when backward asks for the first of
-them. The module itself is not called again.
+in every pass under the plan. The operations of such a call are recorded (`recording.py`), and those
+that make the tensors saved in the call are run again when backward needs the first of them. The
+module itself is not called again.
 
-A segment reads what a recipe may read: data that only the engine can reach, copies of everything
-small, and parameters that autograd saved for the same call, so that a program that writes to one of
-those gets autograd's error in the plain run as well. A call that reads anything else is no segment.
+A segment reads what a recipe may read: saved tensors that only the engine can reach, copies of
+everything small, and parameters that autograd saved for the same call, so that a program that
+writes to one of those gets autograd's error in the plain run as well. A call that reads anything
+else is no segment.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class ModuleCall:
         self.inputs: list[View] = []
         """What it reads of the engine's tensors."""
         self.held: list[HeldSource] = []
-        """What nobody else may hold when the tensors of the call are given up."""
+        """Tensors that it reads, and that nobody else may hold when its own are evicted."""
         self.parameters: list[HeldSource] = []
         """What it reads in place, since autograd saved it as well."""
         self._sources: dict[int, Source] = {}
@@ -85,7 +86,8 @@ class ModuleCall:
         """By storage, the tensors that are made together."""
         self._made: dict[int, torch.Tensor] = {}
         self.told = False
-        """Who changes what the call reads has its tensors made before."""
+        """Parameters and tensors that the call reads have its tensors recomputed before they
+        change."""
 
     # The end of the call
 
@@ -135,8 +137,8 @@ class ModuleCall:
         self._sources[number] = self.inputs[-1]
 
     def _hold(self, running: _Running, number: int, kept: bool, left_bytes: float) -> int:
-        """Hold what is no tensor; the bytes that are copied for that, at most `left_bytes` but for
-        parameters."""
+        """Hold what the engine has not saved. Gives the bytes that are copied for that, at most
+        `left_bytes` but for parameters."""
         recorder = running.recorder
         given = recorder.given.get(number)
         if given is None and kept:  # small, and autograd's own
@@ -197,7 +199,7 @@ class ModuleCall:
         )
 
     def __call__(self) -> Saved | None:
-        """A tensor that is away, or else any."""
+        """One of its saved tensors, evicted if there is such a one."""
         found: Saved | None = None
         for reference in self.members.values():
             saved = reference()
@@ -208,11 +210,11 @@ class ModuleCall:
         return found
 
     def make(self, number: int) -> torch.Tensor:
-        """One tensor, by storage. The first that is asked for makes all that are away."""
+        """One tensor, by storage. The first call makes all that are evicted."""
         if number not in self._made:
-            away = {n for n, one in self.members.items() if _is_away(one)}
+            evicted = {n for n, one in self.members.items() if _is_evicted(one)}
             made = self.run()
-            self._made = {n: tensor for n, tensor in made.items() if n in away}
+            self._made = {n: tensor for n, tensor in made.items() if n in evicted}
         return self._made.pop(number)
 
     def others(self) -> list[Saved]:
@@ -227,10 +229,10 @@ class ModuleCall:
 
 
 _NOBODY: Any = type("Nobody", (), {})()
-"""Stands for the program's own tensor where a segment looks at a tensor."""
+"""In the place of the program's own tensor where a segment reads a saved one."""
 
 
-def _is_away(reference: weakref.ref[Saved]) -> bool:
+def _is_evicted(reference: weakref.ref[Saved]) -> bool:
     saved = reference()
     return saved is not None and saved.state != RESIDENT and saved.host is None
 
@@ -259,14 +261,14 @@ class SegmentTensor:
         self.call.told = True
 
     def reference(self, saved: Saved) -> Callable[[], Saved | None]:
-        """Gives a tensor that brings all back which the call makes."""
+        """Gives a saved tensor; to fetch it recomputes all that the call makes."""
         call = weakref.ref(self.call)
 
-        def away() -> Saved | None:
+        def one() -> Saved | None:
             alive = call()
             return None if alive is None else alive()
 
-        return away
+        return one
 
     def ready(self) -> bool:
         """Carried out from now on, it makes what was saved."""
@@ -282,7 +284,7 @@ class SegmentTensor:
 
 
 class ModuleCalls:
-    """Stands in the place of `Module.__call__` and tells of calls that may be segments.
+    """Replaces `Module.__call__` and reports calls that may be segments.
 
     `begin(module)` gives the event at which a call begins that is of interest, and what is expected
     of it, or None; `end` is told of a call that has ended, with its result.

@@ -1,7 +1,8 @@
 """Autograd's hooks on saved tensors: which tensors the engine takes, and which stay as they are.
 
-A pack hook decides in one look. Modes of the program, which count operations or change them, are
-not for what the engine does; and behind the fence an error of ours leaves only the way back.
+The pack hook decides from the tensor alone. Modes of the program, which count or change operations,
+must not see operations of the engine. After an error of ours, behind the fence, tensors are only
+fetched.
 """
 
 from __future__ import annotations
@@ -138,9 +139,9 @@ class TensorHooks:
             error.raise_in_the_program(packed, original_of(packed))
 
     def _apart(self, hook: Callable[[Any], Any], argument: Any, kind: type) -> Any:
-        """Modes of the program's, which count operations or change them, are not for ours, and
-        nothing that we make has a tangent. Modes that record or imitate the program have to see
-        all; there nothing is moved."""
+        """Call a hook of ours past the program's modes that count or change operations, and without
+        tangents. Modes that record or imitate the program have to see everything; under those
+        nothing is moved."""
         if forward_ad._current_level >= 0 and torch_internals.is_forward_mode_enabled():
             done = untangented(lambda: self._apart(hook, argument, kind))
             if hook == self._pack_tensor:

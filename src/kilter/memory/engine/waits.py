@@ -1,4 +1,4 @@
-"""How long the computing stream stands still for copies, in the few passes in which that is timed.
+"""How long the computing stream waits for copies, in the few passes in which that is timed.
 
 Timing costs events around each wait, so other passes do without (`Store.waits` is None).
 """
@@ -8,12 +8,11 @@ from __future__ import annotations
 from kilter.memory.engine.backend import Backend, CopyEvent
 
 NOISE_S = 2e-5
-"""Two marks may be so far apart without a wait in between: where the host is late, its own pace is
-timed."""
+"""Two marks may be this far apart without a wait in between, where the host issues work late."""
 
 
 class Waits:
-    """Those of one pass."""
+    """The waits of one pass."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -1,4 +1,4 @@
-"""Watching a pass: how long each operation takes, who holds what, and what can be recomputed.
+"""Watching a pass: how long operations take, which tensors are held, what can be recomputed.
 
 Slow and thorough; a pass under a plan is not watched.
 """
@@ -49,8 +49,8 @@ LOOK = 4
 
 
 class Attention:
-    """Which of the passes without a plan are watched. Watching costs the device's time, and where
-    shapes never come again it is of no use."""
+    """Which of the passes without a plan are watched. Watching costs the device's time, and is of
+    no use where shapes never repeat."""
 
     def __init__(self) -> None:
         self._left = IN_VAIN

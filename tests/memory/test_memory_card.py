@@ -223,7 +223,7 @@ def test_a_reason_is_told_once_with_the_number_of_its_data() -> None:
         log.refuse_new((few[0], tangents, few[1], unreached, no_plan, few[2]))
     told = [event for event in events if isinstance(event, Refused)]
     assert [(event.code, event.reason) for event in told] == [
-        ("recipe_differs", "recomputed, it differs (3 data)"),
+        ("recipe_differs", "recomputed, it differs (3 tensors)"),
         ("forward_mode", tangents.text),
         ("no_plan", "the budget of an unknown kind"),
     ]

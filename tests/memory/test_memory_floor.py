@@ -148,7 +148,7 @@ def test_so_much_state_streams_as_is_missing() -> None:
     assert report.consuming
     assert made.streaming.joint is not None
     assert report.offloaded_bytes >= MIB
-    assert "of optimizer state wait on the host" in words(report)
+    assert "of optimizer state are on the host" in words(report)
     assert made.settled
     assert swapper.report().planned > 5
     assert swapper.report().late == 0

@@ -1,7 +1,7 @@
 """Which budget is in force: a size, what the card has, or a share of the plain peak.
 
 A share needs the peak of the job with everything kept. So the job is observed first, and runs a few
-iterations without the engine, whose time and peak every later plan is held against.
+iterations without the engine, with whose time and peak every later plan is compared.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ UNLIMITED = 2**60
 SEEN_PASSES = 2
 """Passes of one kind after which its peak is known: the first creates gradients and state."""
 UNTRIED = 6
-"""Iteration ends after which a share does not wait any longer for what can be recomputed."""
+"""Iteration ends after which a share is taken even if recipes were not tried yet."""
 PLAIN = 4
-"""Iterations without us, to know what they take; only where the budget is a share of that."""
+"""Iterations without the engine that are timed, where the budget is a share of the plain peak."""
 LARGER_PEAK = 1.01
 """A plain peak that is larger than the largest so far by this factor makes another budget."""
 LEAST_ROOM = 1.003
@@ -64,7 +64,7 @@ class BudgetInForce:
 class PlainIterations:
     """Lets some iterations run without the engine. They fit, since the watched ones did.
 
-    Belongs to the thread that makes it, as the engine's hooks on saved tensors do.
+    Used in the thread that makes it, since the engine's hooks on saved tensors belong to a thread.
     """
 
     def __init__(

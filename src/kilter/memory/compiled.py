@@ -1,9 +1,9 @@
 """Jobs that use `torch.compile`: a memory budget by way of the compiler's own planner.
 
-Within a compiled region nothing can be given up from outside, but the compiler itself keeps less
-for backward if it is told a fraction (`activation_memory_budget`). Which one meets a size is
-measured: a fraction is set, everything is compiled anew, and the peak of the next passes counts.
-What the fraction leaves above the budget is the engine's.
+Within a compiled region no tensor can be evicted from outside, but the compiler itself keeps less
+for backward if it is given a fraction (`activation_memory_budget`). The fraction that meets a size
+is found by measuring: a fraction is set, everything is compiled anew, and the peak of the next
+passes is taken. The engine plans for what the fraction leaves above the budget.
 
 At the ends of iterations, in the program's thread.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kilter.session.fence import Fence
 
 OF_REGIONS = ("input ", "CompiledFunction")
-"""How names of tensors begin that a compiled region has made: within it autograd knows nothing."""
+"""How the names of tensors begin that a compiled region has made: it is one node to autograd."""
 SEEN_PASSES = 2
 """Under one fraction, after the pass in which the regions were compiled."""
 
@@ -81,7 +81,7 @@ class CompiledRegions:
 
     @property
     def words(self) -> str:
-        """What came of it; empty where there was nothing to look for."""
+        """The result in words; empty where no fraction was looked for."""
         if not self._tried:
             return ""
         peaks = ", ".join(

@@ -1,4 +1,4 @@
-"""The first step of a job makes its optimizer state: does the second forward fit beside it?"""
+"""Whether the second forward fits beside the optimizer state that the first step has made."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from kilter.observe import optimizer_steps
 
 FULL = 0.75
-"""Of the level at which tensors leave: what weights and state may take in the second iteration.
-Casts of weights and tensors on their way out need the rest."""
+"""Share of the level above which tensors are offloaded: what weights and state may take in the
+second iteration. Casts of weights, and tensors that are being offloaded, need the rest."""
 
 
 class FirstStep:
@@ -28,8 +28,8 @@ class FirstStep:
         self._leave()
 
     def room_bytes(self, level_bytes: int) -> int | None:
-        """For state, where tensors leave above `level_bytes` in use; None: the state that was just
-        made fits."""
+        """Room for state, where tensors are offloaded above `level_bytes` in use; None: the state
+        that was just made fits."""
         state_bytes = sum(state_bytes_of(optimizer) for optimizer in self.optimizers)
         if not state_bytes or self._begun_bytes + state_bytes <= FULL * level_bytes:
             return None

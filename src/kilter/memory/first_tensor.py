@@ -39,7 +39,7 @@ class FirstTensor:
         self.torch: Any = None
         """None: the program has not imported it."""
         self.device_type: str | None = None
-        """Of the tensors that the job is governed by: `cuda` or `cpu`; None: not known yet."""
+        """Type of the device whose tensors are governed: `cuda` or `cpu`; None: not known yet."""
 
     def begin(self) -> None:
         """Begin as soon as the program has imported torch."""
@@ -93,7 +93,7 @@ class FirstTensor:
         self._hooks[here] = hooks
 
     def _governs(self, tensor: torch.Tensor) -> bool:
-        """Whether this is the first of the tensors that the job is to be governed by."""
+        """Whether the engine governs tensors like this one."""
         if tensor.numel() * tensor.element_size() < MIB or (
             tensor.is_leaf and tensor.requires_grad
         ):

@@ -1,4 +1,5 @@
-"""A job whose saved tensors the engine has taken: its budget, its plans, and what came of them."""
+"""A job whose saved tensors are in the hands of the engine: its budget, its plans, their
+results."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 SETTLED = 3
 """Iterations under a plan after which the job counts as settled; the peak is measured in them."""
 TELL_EVERY_S = 5.0
-"""The report of a killed run may be so old."""
+"""How old the report of a killed run may be."""
 MOST_BOUND = 3000
 BOUND_S = 5.0
 """Operations up to which the bound is computed, and for how long, at the end of the script."""
@@ -40,7 +41,7 @@ BOUND_ROUNDING = 1e-6
 
 
 class GovernedJob:
-    """From the first large saved tensor on. Belongs to the program's threads, but `conclude`."""
+    """From the first large saved tensor on. All but `conclude` runs in the program's threads."""
 
     def __init__(
         self,
@@ -119,8 +120,8 @@ class GovernedJob:
         self._stopped = True
 
     def close(self) -> None:
-        """Take all out, in the thread whose tensors are governed or after its end. While that
-        one goes on in the background, all stays as it is."""
+        """Remove all hooks, in the thread whose tensors are governed or after its end. While that
+        thread goes on in the background, nothing is removed."""
         self._peak_bytes = self._measured_peak_bytes()
         self._compiled.close()
         if self._plain.in_thread:
@@ -131,7 +132,7 @@ class GovernedJob:
             self._swapper.__exit__(None, None, None)
 
     def conclude(self) -> None:
-        """Tell what came of it, once all times are known."""
+        """Record the result, once all times are known."""
         if self._run.dry_run:
             self._plan_only()
         else:
@@ -210,7 +211,7 @@ class GovernedJob:
     def _problem(self, record: PassRecord, budget_bytes: int) -> tuple[Problem, tuple[int, ...]]:
         return record.problem(link=self._link, budget_bytes=budget_bytes, min_bytes=MIB)
 
-    # What came of it
+    # Results
 
     def _measured_peak_bytes(self) -> int | None:
         """Of passes of all kinds, as they run now. Since the newest of them was measured, the

@@ -11,7 +11,7 @@ from kilter.core.units import show_bytes
 
 
 def of_error(error: KilterError, subject: str = "plan") -> Reason:
-    """What an error of ours says, under its own code."""
+    """The text of an error of ours, under its own code."""
     return Reason(error.code, subject, str(error))
 
 
@@ -21,12 +21,12 @@ CHANGING_SHAPES = Reason(
     "changing_shapes",
     "passes",
     "passes keep differing from those seen before: few of them are watched from here on, and where "
-    "there is no plan, data are offloaded as soon as the budget is reached",
+    "there is no plan, tensors are offloaded as soon as the budget is reached",
 )
 
 
 def tangents_stay(size_bytes: int) -> Reason:
-    """What the saved tensors of a pass had as tangents."""
+    """Saved tensors of a pass had tangents of this size."""
     return Reason(
         "forward_mode",
         "tangents",
@@ -36,12 +36,12 @@ def tangents_stay(size_bytes: int) -> Reason:
 
 
 def slower_link(out: float, back: float) -> Reason:
-    """By which factors copies take longer than the link's table says."""
+    """Copies take these times as long as the link's table says."""
     return Reason(
         "slower_link",
         "copies",
-        f"copies out and in take {out:.2f} and {back:.2f} times as long as by the link's table, "
-        "or more: there is a plan for that",
+        f"copies to the host and back take at least {out:.2f} and {back:.2f} times the measured "
+        "link time: planned again for the slower link",
     )
 
 
@@ -49,7 +49,7 @@ def recipe_of_sharded_weights(datum: str) -> Reason:
     return Reason(
         "recipe_reads_sharded_weights",
         datum,
-        "is made from weights that come and go (sharding)",
+        "is recomputed from sharded weights, whose memory is freed in between",
     )
 
 

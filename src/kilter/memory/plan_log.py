@@ -1,4 +1,4 @@
-"""What a run records of memory plans: each plan that came into force, each reason against one."""
+"""Records the memory plans of a run: each plan that came into force, each reason against one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PlanLog:
         self._refused.update(unknown)
         for reason, count in Counter(replace(reason, subject="") for reason in unknown).items():
             if reason.code != BudgetTooSmall.code:  # told with the least that is possible
-                text = reason.text if count == 1 else f"{reason.text} ({count} data)"
+                text = reason.text if count == 1 else f"{reason.text} ({count} tensors)"
                 self.refuse(replace(reason, text=text))
 
     def notice(self, reason: Reason) -> None:

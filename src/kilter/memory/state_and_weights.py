@@ -1,12 +1,13 @@
-"""Lets gradients and optimizer state make room, where activations cannot and where it pays.
+"""Saves memory on gradients and optimizer state, where activations are not enough or cost more.
 
-Gradients go first: they are used up as they arrive, where nothing forbids it; without being asked
-(`consume`) only where no plan for activations alone meets the budget. Then it is decided
-once how much optimizer state streams: so much that activations and state together cost the least
-time (`memory/plan/joint.py`), or, where gradients are kept, so much as is missing for the budget.
+Gradients come first: they are consumed as they arrive, where nothing forbids it. Where the user has
+not asked for that (`consume`), they are watched only if no plan for activations alone meets the
+budget. Then it is decided once how much optimizer state streams: so much that activations and state
+together cost the least time (`memory/plan/joint.py`), or, where gradients are kept, as much as is
+missing for the budget.
 
-Where all of that is not enough and the user has allowed it, weights leave between their use in
-forward and their need in backward: so much as is missing.
+Where all of that is not enough and the user has allowed it, weights are offloaded between their use
+in forward and in backward: as much as is missing.
 
 A job whose weights, gradients and state do not fit together would run out of memory in its first
 step. The size of its weights shows that: its state is then created bucket by bucket, and each
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
     from kilter.session.fence import Fence
 
 STAY = "gradients and optimizer state stay"
-"""What is said of them where nothing came of looking."""
+"""The report where neither gradients nor state are moved."""
 SLACK = 0.1
-"""More state goes than what is missing, as a share of it: buckets are whole."""
+"""More state is offloaded than is missing, by this share of it: buckets are whole."""
 COSTS = 0.01
 """Of the iteration: a plan for activations that costs no more is left alone."""
 KNOWN_PASSES = 2
@@ -164,7 +165,7 @@ class StateAndWeightPolicy:
         return True
 
     def _consider(self, report: SwapReport, budget_bytes: int) -> None:
-        """Are gradients and state of interest at all?"""
+        """Whether to look at gradients and state at all."""
         asked = self._gradients == "consume"  # else they are touched only where that is needed
         if report.plans:
             if asked and any(p.iteration_s > (1 + COSTS) * p.compute_s for p in report.plans):
@@ -192,7 +193,7 @@ class StateAndWeightPolicy:
         return record, problem
 
     def close(self) -> None:
-        """Bring everything home."""
+        """Fetch everything."""
         if self._first_step is not None:
             self._first_step.remove()
         self.weights.close()
@@ -229,8 +230,8 @@ class StateAndWeightPolicy:
         self.streaming.changed(None if self.mover is None else self.mover.visits())
 
     def _set_room(self, mover: StateMover, missing_bytes: int) -> bool:
-        """So much state goes as is missing, a little more each time, or comes back where the room
-        was a guess; whether that is another room."""
+        """Offload as much state as is missing, a little more each time, or fetch some where the
+        room was a guess. Whether that is another room than before."""
         report = self.report
         assert report is not None
         self._guessed = False
@@ -245,19 +246,19 @@ class StateAndWeightPolicy:
         return True
 
     def _move_weights(self, missing_bytes: int) -> None:
-        """The last resort: so much as is still missing, a little more each time."""
+        """The last resort: offload weights for what is still missing, a little more each time."""
         self._iteration_ends = 0
         more_bytes = int((1 + SLACK) * missing_bytes)
         self.settled = missing_bytes <= 0 or not self.weights.make(more_bytes, self.streaming.taken)
 
 
 def words(report: StateReport, weights: WeightReport | None = None) -> str:
-    """What became of gradients, state and weights."""
+    """What is done with gradients, state and weights, in words."""
     parts = []
     if report.consuming:
         parts.append(f"gradients are used up as they arrive ({show_bytes(report.gradient_bytes)})")
     if report.offloaded_bytes:
-        parts.append(f"{show_bytes(report.offloaded_bytes)} of optimizer state wait on the host")
+        parts.append(f"{show_bytes(report.offloaded_bytes)} of optimizer state are on the host")
     if weights is not None and weights.offloaded_bytes:
         moved = show_bytes(weights.offloaded_bytes)
         parts.append(f"{moved} of weights are on the host between forward and backward")

@@ -1,8 +1,8 @@
 """Optimizer state that streams beside activations: chosen by prediction, judged by measurement.
 
 State and activations are given the shares of memory and link with which an iteration takes the
-least time (`memory/plan/joint.py`). Predicting is not enough: the iterations with streaming state
-are held against those before it, and if they are not faster, all state comes back.
+least time (`memory/plan/joint.py`). The prediction is checked: iterations with streaming state are
+compared with those before it, and if they are not faster, all state is fetched.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StateStreaming:
         self._shared: tuple[PassRecord, Problem] | None = None
         """The pass that a room was chosen for, as it is with all state on the device."""
         self._awaiting = False
-        """State comes or goes at the next step, and then the pass is planned anew."""
+        """State is moved at the next step, and then the pass is planned anew."""
         self._before_s: float | None = None
         """An iteration without streaming state, while those with it are to be judged."""
         self._last_s: float | None = None
@@ -52,7 +52,7 @@ class StateStreaming:
 
     @property
     def taken(self) -> float:
-        """Share of the way to the device that state takes."""
+        """Share of the link to the device that state takes."""
         return 0.0 if self.joint is None else self.joint.taken
 
     @property
@@ -99,7 +99,7 @@ class StateStreaming:
         return True
 
     def judge(self, mover: StateMover, report: StateReport) -> None:
-        """Does the plan with streaming state keep its promise? If not, everything comes back."""
+        """If iterations with streaming state are not faster than those before, fetch all state."""
         assert self._before_s is not None
         before_s, self._before_s = self._before_s, None
         now_s = statistics.median(self._times_s) if self._times_s else float("inf")

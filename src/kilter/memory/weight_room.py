@@ -1,4 +1,4 @@
-"""Room that weights make between forward and backward: the last resort."""
+"""Memory that is saved by offloading weights between forward and backward: the last resort."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kilter.session.fence import Fence
 
 LEFT_TO_WEIGHTS = 0.5
-"""Of the way to the device, however much state takes: loaded much earlier, weights would be in the
-way of what they make room for."""
+"""Share of the link to the device, however much state takes: with less, weights would be prefetched
+so early that they take the memory that they are to free."""
 
 
 class WeightRoom:
@@ -32,7 +32,7 @@ class WeightRoom:
         *,
         offload: bool,
     ) -> None:
-        """`offload`: weights may leave at all."""
+        """`offload`: weights may be offloaded at all."""
         self._swapper = swapper
         self._backend = backend
         self._link = link
@@ -40,7 +40,7 @@ class WeightRoom:
         self._min_bytes = min_bytes
         self._offload = offload
         self.kept = False
-        """They were asked for room, and may not make any."""
+        """Memory was needed from weights, and they may not be offloaded."""
         self._asked_bytes = 0
         """That are to be on the host at the end of forward."""
         self.mover: WeightMover | None = None

@@ -1,7 +1,7 @@
-"""One optimizer, and whether its gradients may be used up inside backward.
+"""One optimizer, and whether its gradients may be consumed inside backward.
 
-It is decided by what the optimizer is and by what the watched iterations show, for a program whose
-user says that later ones do nothing else.
+That depends on the kind of optimizer and on what the watched iterations show. The user says that
+later iterations do nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ what they compute at once, bit for bit."""
 
 
 class GradientPhase(Enum):
-    """WATCHING ends in one of the others, CONSUMING may still end in KEEPING."""
+    """How gradients of an optimizer are treated: WATCHING is followed by CONSUMING or KEEPING, and
+    CONSUMING may be followed by KEEPING."""
 
     WATCHING = "watching"
     CONSUMING = "consuming"
@@ -49,7 +50,7 @@ class StateInBuckets:
         """What the plan was made for."""
         self.plan: StatePlan | None = None
         self.anew = False
-        """After the next step a plan is made, whatever the room."""
+        """After the next step another plan is made, also for the same room."""
         self.due_s: tuple[float, ...] = ()
         """When the buckets are visited, where that is planned rather than watched."""
 
@@ -73,7 +74,7 @@ class RoundOfVisits:
 
 
 class GradientEvidence:
-    """What one iteration shows of its gradients, from the first one to the step."""
+    """What was seen of the gradients of one iteration, from the first one to the step."""
 
     def __init__(self) -> None:
         self.settings: Any = None
@@ -126,7 +127,7 @@ class GovernedOptimizer:
         self.refused: dict[Reason, None] = {}
         """Why gradients are kept or state stays, each reason once."""
         self.stash: list[tuple[Any, torch.Tensor]] = []
-        """Gradients hidden from the program's own step, which has nothing left to do with them."""
+        """Gradients that are hidden from the program's own step, since they were used already."""
         self.handles: list[Any] = []
         """Of hooks on the optimizer; the first two before and after its step."""
 
@@ -162,8 +163,8 @@ class GovernedOptimizer:
         ]
 
     def stand_innermost(self) -> None:
-        """Run after the program's hooks before the step, which may change gradients, and before
-        those after it."""
+        """Have our hooks called closest to the step: after the program's own hooks before the step,
+        which may change gradients, and before its hooks after the step."""
         if self.handles:
             before, after = self.handles[:2]
             self.optimizer._optimizer_step_pre_hooks.move_to_end(before.id)
@@ -174,8 +175,8 @@ class GovernedOptimizer:
         self.round.had_state = {id(p) for p in self.optimizer.state}
 
     def order_state(self) -> None:
-        """Have the state that was made in a round of visits in the order in which the optimizer
-        makes it at once."""
+        """Sort state that was made in a round of visits into the order in which the optimizer's own
+        step makes it."""
         states = self.optimizer.state
         if len(states) > len(self.round.had_state):
             for group in self.optimizer.param_groups:
@@ -230,7 +231,7 @@ class GovernedOptimizer:
         """A gradient has arrived in a watched iteration."""
         if gradient.requires_grad or gradient.layout is not torch.strided:
             self.object_to(messages.SPARSE_OR_GRAPH)
-            return  # there may be no storage to tell it by
+            return  # there may be no storage to recognise it by
         # A hook of the program might change a gradient that we have used already.
         hooks = parameter._post_accumulate_grad_hooks.values()
         if not all(str(getattr(h, "__module__", "")).startswith("kilter.") for h in hooks):
@@ -238,7 +239,7 @@ class GovernedOptimizer:
         self.evidence.seen[id(parameter)] = _state_of(gradient)
 
     def judge(self, gradient_of: Callable[[Any], torch.Tensor | None], device_type: str) -> None:
-        """Object to whatever a watched iteration shows when its step begins."""
+        """At the begin of the step, object to what the watched iteration shows."""
         if self.evidence.settings is not None and self.evidence.settings != self.options():
             self.object_to(messages.OPTIONS_CHANGE)
         if getattr(self.optimizer, "grad_scale", None) is not None:

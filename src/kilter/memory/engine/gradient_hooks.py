@@ -1,4 +1,4 @@
-"""Hooks behind the accumulation of gradients, from before the optimizers are known."""
+"""Hooks that are called when a gradient was accumulated, also before the optimizers are known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GradientHooks:
         self._ended = False
 
     def search(self, fenced: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        """Until the first step nobody knows the optimizers: modules show the parameters."""
+        """Find parameters by the modules that run: before the first step no optimizer is known."""
         self._search = register_module_forward_pre_hook(fenced(self._before_module))
 
     def _before_module(self, module: Any, inputs: Any) -> None:
@@ -38,7 +38,7 @@ class GradientHooks:
             self._search = None
 
     def follow(self, parameter: Any) -> None:
-        """Have one hook on this parameter, where it can have a gradient."""
+        """Put one hook on this parameter, if it can have a gradient."""
         hooked = self._hooked.get(id(parameter))
         if self._ended or not (parameter.requires_grad and parameter.is_leaf):
             return

@@ -1,8 +1,8 @@
-"""Where each parameter's gradient is, and who asks for it.
+"""The state of each parameter's gradient, and a property that sees who reads and writes it.
 
-While gradients are watched or consumed, `.grad` of parameters goes through a property: the
-framework's own descriptor cannot be hooked. What the framework does in C++ does not pass here, and
-need not: it is backward itself.
+While gradients are watched or consumed, `.grad` of parameters is a property of ours: the
+framework's own descriptor cannot be hooked. Accesses from C++ are not seen, and need not be: they
+are backward itself.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class GradientConsumed(RuntimeError):
 
 
 class GradientPlace(IntEnum):
-    """Of a gradient. NONE -> THERE -> STEPPED -> NONE in every training loop; consumed ones go
-    NONE -> TAKEN -> GONE -> NONE, where plain has the gradient at TAKEN and GONE."""
+    """The state of a gradient. NONE -> THERE -> STEPPED -> NONE in every training loop; for
+    consumed gradients NONE -> TAKEN -> GONE -> NONE, where the plain run still has one at TAKEN and
+    GONE."""
 
     NONE = 0
     THERE = 1
@@ -46,7 +47,7 @@ class GradientPlace(IntEnum):
     STEPPED = 2
     """Used by the step, not zeroed yet."""
     TAKEN = 3
-    """Used up in backward, before the program has called step."""
+    """Consumed in backward, before the program has called step."""
     GONE = 4
 
 
@@ -76,7 +77,7 @@ class Followed:
         self.version = self.parameter._version
 
     def taken(self) -> None:
-        """Its gradient was used up by an update."""
+        """Its gradient was consumed by an update."""
         self.place = GradientPlace.TAKEN
         self.version = self.parameter._version
 
@@ -149,7 +150,7 @@ class Gradients(AbstractContextManager["Gradients"]):
         self.ignore()
 
     def ignore(self) -> None:
-        """Take the property away; `get` and `put` go on to work."""
+        """Remove the property; `get` and `put` still work."""
         import torch
 
         if "grad" in vars(torch.nn.Parameter):

@@ -1,7 +1,7 @@
 """Rounds of visits to an optimizer's buckets: state is prefetched, used and offloaded again.
 
-A round begins with the first gradient and ends with the program's step. What moves when is planned
-(`memory/plan/state.py`); a bucket whose state is not there yet fetches it then and there.
+A round begins with the first gradient and ends with the program's step. The moves are planned
+(`memory/plan/state.py`); state that is not resident when its bucket is visited is fetched then.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class Rounds:
-    """What is done with the buckets of all optimizers. `before_update` is told which parameters are
-    about to change, `changed` that state takes another amount of memory from now on."""
+    """Visits the buckets of all optimizers. `before_update` is called with parameters that are
+    about to change, `changed` when state takes another amount of memory from now on."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Rounds:
         self._before_update = before_update
         self._changed = changed
         self.late = 0
-        """Visits that found their state offloaded and fetched it then and there."""
+        """Visits that found their state offloaded and had to fetch it."""
 
     def begin(self, governed: GovernedOptimizer) -> None:
         governed.round.open = True
@@ -136,21 +136,21 @@ class Rounds:
         for bucket in governed.state.buckets:
             bucket.missing = bucket.awaited
             if not self._stream.known(bucket, governed.optimizer.state):
-                self._know(governed, bucket)
+                self._adopt_again(governed, bucket)
             if bucket.streamed:
                 self._offload(governed, bucket)
                 self._evict(governed, bucket)
 
-    def _know(self, governed: GovernedOptimizer, bucket: StateBucket) -> None:
+    def _adopt_again(self, governed: GovernedOptimizer, bucket: StateBucket) -> None:
         """The optimizer has made more state, or the program has exchanged some."""
         self._settle(governed, bucket)
         self._stream.adopt(bucket, governed.optimizer.state)
         governed.state.anew |= governed.state.streams  # its bytes are others than planned
 
-    # To and fro
+    # Moves
 
     def adopt(self, governed: GovernedOptimizer) -> None:
-        """Know the state of all buckets."""
+        """Find the state of all buckets."""
         for bucket in governed.state.buckets:
             if bucket.host is None:
                 self._stream.adopt(bucket, governed.optimizer.state)

@@ -1,4 +1,5 @@
-"""Our hooks on saved tensors beside those of the program, and `torch.func`, which allows none.
+"""Our hooks on saved tensors beside those of the program, and under `torch.func`, which allows
+none.
 
 `torch.func.grad` and its kin call `torch.autograd.graph.disable_saved_tensors_hooks`. The one
 replacement of that function enters what the parts of the engine have to do around the call.

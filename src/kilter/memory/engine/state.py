@@ -1,7 +1,7 @@
-"""Below the floor of weights, gradients and optimizer state: the optimizer's work in buckets.
+"""Less memory for gradients and optimizer state: the optimizer's work is done in buckets.
 
 *Optimizer state streams.* Between its visits a bucket's state lies in host memory, where it can be
-read and written like before (`stream.py`). Inside `optimizer.step()` the buckets are prefetched,
+read and written as before (`stream.py`). Inside `optimizer.step()` the buckets are prefetched,
 updated and offloaded one after the other. That is right for any program.
 
 *Gradients are consumed as they arrive*, where the user says so. When the last gradient of a bucket
@@ -60,13 +60,13 @@ class StateReport:
     """What happened so far, and how it stands now."""
 
     consuming: bool
-    """Gradients of at least one optimizer are used up in backward."""
+    """Gradients of at least one optimizer are consumed in backward."""
     watching: bool
-    """It is not decided yet for another optimizer."""
+    """For at least one optimizer that is not decided yet."""
     visits: int
     """Buckets updated in backward."""
     late: int
-    """Visits that found their state offloaded and fetched it then and there."""
+    """Visits that found their state offloaded and had to fetch it."""
     out_bytes: int
     in_bytes: int
     host_bytes: int
@@ -95,11 +95,11 @@ class StateMover(AbstractContextManager["StateMover"]):
     """Keeps gradients and optimizer state off the device while nothing needs them.
 
     With `room_bytes`, at most so much optimizer state is on the device at any time, from the first
-    step on; without, all of it stays. With `gradients="consume"` they are used up as they arrive,
-    unless the watched iterations give a reason not to; otherwise they are kept.
+    step on; without, all of it stays. With `gradients="consume"` gradients are consumed as they
+    arrive, unless the watched iterations give a reason not to; otherwise they are kept.
 
-    `before_update` is told which parameters are about to change, `changed` that the memory which
-    gradients and state take is another from now on. `event` tells which operation of the pass is
+    `before_update` is called with parameters that are about to change, `changed` when gradients and
+    state take another amount of memory from now on. `event` gives the operation of the pass that is
     being issued, where that is known.
     """
 
@@ -211,7 +211,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         return sum(sizes)
 
     def _fenced(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """A hook behind the fence: after an error of ours state comes back and gradients stay."""
+        """A hook behind the fence: after an error of ours state is fetched and gradients stay."""
         return fenced_hook(self._fence, hook, GradientConsumed, self._give_up)
 
     def _give_up(self) -> None:

@@ -1,13 +1,12 @@
 """Optimizer state of some parameters that moves between the device and the host as a whole.
 
-A state tensor is never without its bytes. While it is offloaded it is the same object of the same
-class, on the same device, and its bytes lie in pinned host memory that the device reads and writes
-across the link. Whoever reads it or writes to it, from Python or from C++, and by whatever way,
-finds the right values, only more slowly. So nothing stands guard in the optimizer's dictionaries,
-and nothing of ours is in a copy or a pickle of them.
+A state tensor always has its bytes. While it is offloaded it is the same object of the same class,
+on the same device, and its bytes lie in pinned host memory that the device reads and writes across
+the link. Any reader or writer, in Python or in C++, finds the right values, only more slowly. So
+the optimizer's dictionaries need no guards, and nothing of ours is in a copy or a pickle of them.
 
-A tensor changes its place only if nobody has the address of its bytes (`aliases.py`). One that
-somebody has an alias of stays where it is, and is updated there, on either side of the link.
+A tensor is moved only if nobody has the address of its bytes (`aliases.py`). A tensor that has an
+alias stays where it is, and is updated there, on either side of the link.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ class Stream:
         )
 
     def disown(self, bucket: StateBucket) -> None:
-        """Follow its tensors no longer, wherever their bytes are."""
+        """Stop following its tensors, wherever their bytes are."""
         self._finish_copies(bucket)
         if bucket.where is not Where.OFFLOADED:
             self.held_bytes -= bucket.size_bytes
@@ -142,7 +141,7 @@ class Stream:
         bucket.where = Where.RESIDENT
 
     def _forget_memory(self, bucket: StateBucket) -> None:
-        """Whoever still lies in it keeps it alive."""
+        """Tensors whose bytes are still in it keep it alive."""
         if bucket.host is not None:
             self.host_bytes -= bucket.host.numel()
         bucket.flat = bucket.host = None
@@ -150,7 +149,8 @@ class Stream:
             part.on_host = part.in_flat = None
 
     def known(self, bucket: StateBucket, states: dict[Any, Any]) -> bool:
-        """The optimizer still has these tensors and no others, where we know them to be."""
+        """The optimizer still has these tensors and no others, and their bytes are where we put
+        them."""
         if any(states.get(p) for p in bucket.without):
             return False
         nothing: dict[str, Any] = {}
@@ -160,7 +160,7 @@ class Stream:
         )
 
     def note(self, bucket: StateBucket) -> None:
-        """From here on we want to know of writes."""
+        """Remember the versions, to recognise writes from here on."""
         for part in bucket.parts:
             part.version = part.tensor._version
 

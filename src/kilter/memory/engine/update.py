@@ -1,8 +1,8 @@
 """The optimizer's own step on some of its parameters.
 
-In a round of visits it is called some forty times an iteration, with a dozen parameters each, and
-what `step` costs the host beside its kernels is then not small. For the fused kinds of Adam,
-which end in two calls of the framework, these two are made at once; all others go through `step`.
+In a round of visits it is called some forty times an iteration, with a dozen parameters each, so
+the host time of `step` beside its kernels counts. For the fused kinds of Adam, whose step ends in
+two calls of the framework, only these two calls are made; all others go through `step`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def update(
 
 
 def _fused(optimizer: Any, number: int, parameters: list[Any], gradients: list[Any]) -> bool:
-    """What `step` of a fused Adam or AdamW comes to; `False` if there is more to it, and nothing
-    was done."""
+    """Do what `step` of a fused Adam or AdamW does; `False` if there is more to it, and nothing was
+    done."""
 
     from kilter.memory.engine.quiet import ungraded
 

@@ -1,4 +1,5 @@
-"""The passes of a job as weights see them: a module has run, a gradient has arrived."""
+"""Passes as sequences of ticks, by which weights are moved: a module has run, a gradient
+arrived."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ TIMED_PASSES = 4
 """Passes under a plan whose times are taken as well, before it is made anew with them."""
 
 Tick = tuple[str, int, int]
-"""What happened, to whom, and for the how-many-th time in the pass."""
+"""What happened (a module ran or a gradient arrived), the identity of the module or parameter, and
+the how-many-th time in the pass."""
 
 
 class WeightPass:
@@ -49,7 +51,7 @@ class WeightPass:
 
 
 class RepeatedPass:
-    """The kind of pass that repeats, and how long its parts take."""
+    """The kind of pass that repeats, and the times between its ticks."""
 
     def __init__(self) -> None:
         self.kind: tuple[tuple[Tick, ...], int] | None = None
@@ -141,7 +143,7 @@ class RepeatedPass:
 
 
 class WeightSchedule(NamedTuple):
-    """A plan, with the weights that leave and come back at each tick."""
+    """A plan, with the weights that are offloaded and prefetched at each tick."""
 
     plan: WeightPlan
     release: dict[Tick, list[MovedWeight]]

@@ -2,12 +2,12 @@
 
 A weight is offloaded if the host has a copy of its value and nobody reaches its bytes but through
 the parameter: no other tensor on its storage, no holder in C++ (a graph that saved it without our
-hooks, a scripted module), no other process. The copy counts as long as version, storage and `.data`
-say that nobody wrote; otherwise the weight is copied again as it is offloaded. Somebody may write
-who knows its address. So a sum over its bits then is held against that of the copy.
+hooks, a scripted module), no other process. The copy is valid as long as version, storage and
+`.data` show no write; otherwise the weight is copied again when it is offloaded. Code that knows
+the address may write unnoticed. So a sum over the bits is then compared with that of the copy.
 
-Offloaded, a weight has its bytes in host memory: who reads it without asking, in C++, finds the
-right values, only more slowly.
+The bytes of an offloaded weight are in host memory that the device can read: code in C++ that reads
+them finds the right values, only more slowly.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 class MovedWeight:
-    """One weight that may be offloaded: where its bytes are, its copies, and what is known of its
-    use. One object, since each decision to offload compares all of them."""
+    """One weight that may be offloaded: where its bytes are, its copies, and its use. It has more
+    attributes than most classes, since each decision to offload compares all of them."""
 
     def __init__(self, parameter: torch.nn.Parameter, forget: Callable[[int], None]) -> None:
         key = id(parameter)
@@ -48,7 +48,7 @@ class MovedWeight:
         self.version = -1
         """The parameter's version when it was copied to the host; -1: there is no copy."""
         self.lent = False
-        """The program has had `.data` since the copy, or holds the bytes by another tensor."""
+        """The program has read `.data` since the copy, or holds the bytes by another tensor."""
         self.departure: CopyEvent = None
         self.arrival: CopyEvent = None
         self.sum: Any = None
@@ -59,18 +59,18 @@ class MovedWeight:
         """Identity of the parameter whose gradient tells when backward needs the weight."""
         self.updated_at: int | None = None
         self.needed_at: int | None = None
-        """The tick at which the weight was asked for, where that was before its gradient."""
+        """The tick at which the weight was needed, where that was before its gradient."""
         self.asked_in = -2
-        """The last pass in which forward asked for the weight after it was offloaded."""
+        """The last pass in which forward needed the weight after it was offloaded."""
         self.stays = False
 
 
 class WeightStore:
-    """Moves weights and counts. `late` is called with a weight that is asked for while it is
+    """Moves weights and counts. `late` is called with a weight that is needed while it is
     offloaded.
 
-    One object: offloading a weight changes its class, its bytes, the counts and the sums that are
-    compared later in one step.
+    It has more attributes than most classes: offloading a weight changes its class, its bytes, the
+    counts and the sums that are compared later in one step.
     """
 
     def __init__(
@@ -129,18 +129,18 @@ class WeightStore:
         weight.where, weight.stays = Where.RESIDENT, True
 
     def fetch(self, parameter: Any) -> None:
-        """Have the parameter resident for what is issued from now on."""
+        """Make the parameter resident for all work that is issued from now on."""
         if type(parameter) is not self._offloaded_class:
             return
         weight = self.weights.get(id(parameter))
         if weight is None:
-            # The program has made another tensor of this class. Its bytes, wherever they are, are
-            # its value: also those in host memory, which the device reads.
+            # The program has made another tensor of this class. Its value is in its own bytes, also
+            # where they are in host memory, which the device reads.
             parameter.__class__ = self._plain
             return
         if weight.where is Where.OFFLOADED:
             self._late(weight)
-        if self.on_other_stream():  # nobody knows who has waited for whom
+        if self.on_other_stream():  # which stream has waited for which is not known
             with self._torch.cuda.stream(self.stream):
                 self._fetch(weight, parameter)
             self.stream.synchronize()
@@ -178,7 +178,7 @@ class WeightStore:
         return self.stream is not None and stream is not None and stream != self.stream
 
     def settle(self) -> None:
-        """Wait until weights that were copied back may be read by any stream."""
+        """Wait until weights that were fetched may be read by any stream."""
         if self.moved and self.stream is not None:
             self.stream.synchronize()
 

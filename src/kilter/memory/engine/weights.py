@@ -49,7 +49,7 @@ FAST_MODULES = (
     torch.nn.TransformerEncoderLayer,
     torch.nn.MultiheadAttention,
 )
-"""They may compute in C++ with the weights of the modules below them, which do not run then."""
+"""Modules that may compute in C++ with the weights of the modules below them, which do not run."""
 ALL = 2**62
 """Bytes: every weight that can be offloaded."""
 
@@ -77,8 +77,8 @@ class WeightReport:
 
 
 class SavedView:
-    """A view of a weight that autograd saved, without holding its bytes. Called, it takes the view
-    again; to recipes it is a source that reads the parameter."""
+    """A view of a weight that autograd saved, without holding its bytes. A call takes the view
+    anew; to recipes it is a source that reads the parameter."""
 
     __slots__ = ("_fetch", "_parameter", "_size", "_start", "_stride", "_version")
 
@@ -101,8 +101,8 @@ class SavedView:
 
 
 class ModuleWeights:
-    """The weights that modules have shown when they ran. `arrived` is the hook by which the need
-    of weights in backward is known, on one parameter of each module."""
+    """The weights of the modules that have run. `arrived` is put as a hook on the gradient of one
+    parameter of each module: it shows when backward needs the module's weights."""
 
     def __init__(
         self,
@@ -171,12 +171,13 @@ class ModuleWeights:
 class WeightMover(AbstractContextManager["WeightMover"]):
     """Keeps weights on the host over the end of forward, where training's memory peaks.
 
-    At least `offloaded_bytes` are away then, if there is so much; weights below `min_bytes` stay.
-    Without `own_hooks` somebody else puts `around` about his hooks on saved tensors.
+    At least `offloaded_bytes` are on the host then, if there are so many; weights below `min_bytes`
+    stay. Without `own_hooks` the caller wraps its hooks on saved tensors in `around`.
     `changed` is called when weights take another amount of memory from now on.
 
-    What moves the bytes, the present pass, the repeated pass and the weights that were met are
-    objects of their own; the rest is what was asked for, our hooks, and how far we are.
+    The store, the present pass, the repeated pass and the weights of modules are objects of their
+    own. It still has more attributes than most classes: the caller's arguments, the hooks, and the
+    state between the hooks, most of which read nearly all of it.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             self._check()
 
     def stop(self, reason: Reason | None = None) -> None:
-        """Have all weights on the device from now on, for good."""
+        """Make all weights resident from now on, for good."""
         if reason is not None:
             self._say(messages.weights_stay(reason))
         if self._stopped:
@@ -306,10 +307,10 @@ class WeightMover(AbstractContextManager["WeightMover"]):
         """A hook behind the fence: after an error of ours, all weights are copied back and stay."""
         return fenced_hook(self._fence, hook, WeightsMoved, self.stop)
 
-    # Who asks
+    # Reads by the program
 
     def _was_late(self, weight: MovedWeight) -> None:
-        """A weight is asked for that is not being prefetched: the next plan has it in time."""
+        """A weight is needed that is not being prefetched: the next plan prefetches it in time."""
         if self._stopped or self._reading:
             return
         self._late += 1
@@ -325,7 +326,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             weight.asked_in = self._pass.number
 
     def around(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Any:
-        """Hooks on saved tensors that hold no bytes of weights and hand out resident ones only."""
+        """Hooks on saved tensors that hold no bytes of weights and return resident weights only."""
         store, plain_class = self._store, torch.nn.Parameter
 
         def pack_weight(tensor: torch.Tensor) -> Any:
@@ -354,7 +355,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
     # Ticks
 
     def _before_module(self, module: Any, inputs: Any) -> None:
-        """Give a module its weights with their own class, which some modules look at."""
+        """Fetch the weights of a module that is about to run: some modules look at their class."""
         if not self._store.offloaded:
             return
         for parameter in module._parameters.values():
@@ -451,8 +452,8 @@ class WeightMover(AbstractContextManager["WeightMover"]):
     # Updates
 
     def before_update(self, parameters: Iterable[torch.Tensor]) -> None:
-        """These are updated now, inside backward or a step. They have to be here, and of their own
-        class, which optimizers look at."""
+        """These are updated now, inside backward or a step. They have to be resident and of their
+        own class, which optimizers look at."""
         for parameter in parameters:
             self._store.fetch(parameter)
             weight = self._store.weights.get(id(parameter))

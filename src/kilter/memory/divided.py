@@ -1,10 +1,10 @@
 """`kilter.divided`: forward and backward in pieces of the batch, one alive at a time.
 
-A piece's activations are gone before the next one begins, so the largest batch is no matter of
-memory any more. Gradients add up to those of the whole batch, with sums taken in another order and
-other dropout masks. How many pieces there have to be is learned in the first call, which runs
-pieces of 1, 1, 2, 4, ... samples and measures what a sample takes: nothing is tried that is not
-expected to fit. The idea is [0068] of US 2025/0259058 A1 (256 into 4 times 64).
+A piece's activations are freed before the next one begins, so memory does not limit the batch.
+Gradients add up to those of the whole batch, with sums taken in another order and other dropout
+masks. How many pieces there have to be is learned in the first call, which runs pieces of 1, 1, 2,
+4, ... samples and measures what a sample takes: nothing is tried that is not expected to fit. The
+idea is [0068] of US 2025/0259058 A1 (256 into 4 times 64).
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class FirstTensor:
             waiting.__exit__()
 
     def leave(self) -> None:
-        """From `met`: the waiting hook of this thread goes. It is on top, since autograd has just
+        """From `met`: remove the waiting hook of this thread. It is on top, since autograd has just
         called it."""
         self._hooks.pop(threading.get_ident()).__exit__()
         self._ended = True

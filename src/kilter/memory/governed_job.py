@@ -215,7 +215,7 @@ class GovernedJob:
 
     def _measured_peak_bytes(self) -> int | None:
         """Of passes of all kinds, as they run now. Since the newest of them was measured, the
-        allocator alone knows."""
+        only the allocator shows it."""
         peak_bytes = self._swapper.report().highest_bytes
         if self._cuda is not None and self._swapper.planned:
             allocated_bytes = int(self._cuda.max_memory_allocated(self._backend.device))

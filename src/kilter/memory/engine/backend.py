@@ -34,7 +34,7 @@ def owned(storage: torch.UntypedStorage) -> bool:
     """Whether the framework's allocator made this memory, for this process alone.
 
     Memory of NumPy, of DLPack and other buffers, of files and of other processes is not owned, nor
-    is a storage cut out of another one. Who else reads or writes such memory cannot be known, so
+    is a storage cut out of another one. Others may read or write such memory at any time, so
     its bytes are neither given up nor computed with at another time than the program does.
     """
     # The framework calls every CUDA storage shared; one that came from elsewhere has no allocator.
@@ -50,7 +50,7 @@ class Backend(Protocol):
     spoils: bool
     """Whether `evicted` has an effect."""
     shows_waits: bool
-    """Two marks around a `wait` tell how long the device stood still for the copy."""
+    """Two marks around a `wait` show how long the device waited for the copy."""
 
     def alloc(self, size_bytes: int) -> torch.Tensor:
         """Device memory as a flat byte tensor."""

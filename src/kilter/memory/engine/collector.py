@@ -1,8 +1,8 @@
 """Keeps Python's garbage collector from running while a pass is under way.
 
 Forward leaves thousands of small objects with autograd, and backward takes them all away again. To
-the collector, which goes by how many more objects there are than before, that looks like garbage
-piling up: it ran a dozen times in every planned forward, and once in about ten iterations through
+the collector, which counts how many more objects there are than before, that looks like growing
+garbage: it ran a dozen times in every planned forward, and once in about ten iterations through
 all that the process has (115 ms beside an iteration of 250). Nothing of it can be garbage yet. In
 passes that are watched it would also count as time of operations, and always of the same ones.
 """

@@ -88,7 +88,7 @@ class GradientEvidence:
         """By parameter, the operation of the pass in which its gradient arrives."""
 
     def arrived(self, parameter: Any, event: Callable[[], int | None]) -> None:
-        """A gradient was accumulated; `event` tells the operation of the pass, if it is known."""
+        """A gradient was accumulated; `event` gives the operation of the pass, if it is known."""
         if id(parameter) not in self.at and (at := event()) is not None:
             self.at[id(parameter)] = at
 
@@ -106,7 +106,7 @@ class GradientEvidence:
 
 
 class GovernedOptimizer:
-    """One optimizer, what is known of it, and what is decided."""
+    """One optimizer: its gradients, its state, and what was decided for both."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -147,7 +147,7 @@ class GovernedOptimizer:
 
     @property
     def altered(self) -> bool:
-        """The groups have other parameters than when the optimizer was met."""
+        """The groups have other parameters than at the first step."""
         groups = self.optimizer.param_groups
         return [id(p) for group in groups for p in group["params"]] != list(self.group_of)
 
@@ -269,5 +269,5 @@ def _unusual(parameter: Any, device: torch.device) -> Reason | None:
 
 
 def _state_of(gradient: torch.Tensor) -> tuple[int, int]:
-    """Storage and version, by which a changed gradient is known."""
+    """Storage and version, by which a changed gradient is recognised."""
     return gradient.untyped_storage()._cdata, gradient._version

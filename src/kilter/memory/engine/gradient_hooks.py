@@ -20,7 +20,7 @@ class GradientHooks:
         self._hooks: list[Any] = []
         self._search: Any = None
         self._early: dict[int, Known] = {}
-        """Parameters whose gradient arrived before their optimizer was met, in this order."""
+        """Parameters whose gradient arrived before their optimizer was known, in this order."""
         self._ended = False
 
     def search(self, fenced: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
@@ -32,7 +32,7 @@ class GradientHooks:
             self.follow(parameter)
 
     def stop_search(self) -> None:
-        """Modules need not be looked at any more."""
+        """Stop finding parameters by modules."""
         if self._search is not None:
             self._search.remove()
             self._search = None
@@ -53,8 +53,8 @@ class GradientHooks:
         self._early[id(parameter)] = Known(parameter)
 
     def by_arrival(self, parameters: Sequence[Any]) -> list[Any]:
-        """Those of an optimizer that is met now: in the order in which their gradients arrived,
-        then the others from the last to the first, as backward goes."""
+        """The parameters of an optimizer: in the order in which their gradients arrived, then the
+        others from the last to the first, which is the order of backward."""
         known = {id(p): p for p in parameters}
         early = [key for key, same in self._early.items() if key in known and same(known[key])]
         for key in early:

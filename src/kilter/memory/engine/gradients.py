@@ -110,7 +110,7 @@ class Followed:
 
 
 class Gradients(AbstractContextManager["Gradients"]):
-    """The property on `torch.nn.Parameter` that tells who reads and writes gradients."""
+    """The property on `torch.nn.Parameter` that sees reads and writes of gradients."""
 
     def __init__(self) -> None:
         self.followed: dict[int, Followed] = {}

@@ -193,7 +193,7 @@ class AccessGuards(AbstractContextManager["AccessGuards"]):
 
     @contextmanager
     def _functions_transformed(self) -> Iterator[None]:
-        """`torch.func.grad` and its kin wrap arguments in C++: all weights come back before."""
+        """`torch.func.grad` and its kin wrap arguments in C++: all weights are fetched before."""
         self._fetch_all(messages.USES_FUNC)
         yield
 

@@ -1,7 +1,7 @@
 """The kinds of passes that a job has: what was seen of each, and its plan.
 
-A kind is watched, then tried, then planned; a plan whose measured peak is above the budget is made
-anew for less. PassKinds are told apart by their events.
+A kind is watched, then tried, then planned. A plan whose measured peak is above the budget is
+replaced by one for a smaller budget. Kinds are distinguished by their events.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MAX_KINDS = 32
 
 @dataclass(slots=True)
 class PassKind:
-    """What is known of one kind of pass."""
+    """One kind of pass: its record, and its plan."""
 
     record: PassRecord
     tried: bool = False
@@ -68,7 +68,7 @@ class PassKind:
     excesses: int = 0
     """Plans that measured above the budget."""
     weighed: bool = False
-    """Its levels were looked at after an optimizer step, which makes the optimizer's state."""
+    """Its levels were measured after an optimizer step, which makes the optimizer's state."""
     hopeless: bool = False
     less_bytes: int = 0
     """Taken off the budget because passes under a plan measured more than predicted."""
@@ -92,7 +92,7 @@ class PassKind:
 
 
 class PassKinds:
-    """All kinds met so far, and the host memory that their plans share."""
+    """All kinds of passes so far, and the host memory that their plans share."""
 
     def __init__(
         self, backend: Backend, store: Store, *, link: Link, planner: str, min_bytes: int
@@ -105,7 +105,7 @@ class PassKinds:
         self._min_bytes = min_bytes
         self._by_events: dict[tuple[int, ...], PassKind] = {}
         self._retained = False
-        """Some pass has left its plan and retained its graph."""
+        """Some pass has departed from its plan and retained its graph."""
         self._arena = HostArena(backend)
         self.peaks_bytes: list[int] = []
         """Measured peak of the first passes under each plan, in order of planning."""
@@ -129,7 +129,7 @@ class PassKinds:
         return self._arena.host_bytes
 
     def forget(self, *, arena: bool = False) -> None:
-        """Everything, the host memory too if it is gone."""
+        """Forget all kinds, and with `arena` the host memory, which was given back."""
         self._by_events.clear()
         self.attention = Attention()
         if arena:

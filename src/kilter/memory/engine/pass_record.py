@@ -43,7 +43,7 @@ class SavedTensor:
     free_at: int | None = None
     """First event at which only autograd held it; None: the program holds it all the time."""
     needed_at: int | None = None
-    """Event of the first use in backward; None if backward never asks for it."""
+    """Event of the first use in backward; None if backward does not need it."""
     recipe: str | None = None
     """How it could be recomputed (`gelu`, `cast`, ...)."""
     sources: tuple[int, ...] = ()
@@ -89,12 +89,12 @@ HELD_EVENTS = 3
 
 @dataclass(slots=True)
 class PassRecord:
-    """What is known of passes with the same events. Operation times are the shortest seen, levels
+    """Passes with the same events. Operation times are the shortest seen, levels
     the highest seen (gradients and optimizer state appear after the first pass)."""
 
     events: tuple[int, ...]
     """What happened: the size of a storage saved for the first time, `again_code`, `use_code`, or
-    `FOREIGN`. Passes are told apart by it."""
+    `FOREIGN`. Passes are distinguished by it."""
     names: tuple[str, ...]
     """Name of each operation: the framework's node at its event."""
     backward_from: int
@@ -184,8 +184,8 @@ class PassRecord:
     ) -> tuple[Problem, tuple[int, ...]]:
         """What the planners need, and for each interval the number of its tensor.
 
-        Where the host has only so much room, the tensors for which that is worth most may be
-        offloaded, and the others are recomputed or stay. With `recompute` false nothing is
+        Where host memory is limited to `host_room_bytes`, the tensors for which that is worth most
+        may be offloaded, and the others are recomputed or stay. With `recompute` false nothing is
         recomputed. Each of the `segments` is one interval in the place of its tensors, with the
         number of the first of them.
         """

@@ -54,13 +54,13 @@ class Ready:
     """The tensor behind each interval that was planned."""
     events: tuple[int, ...]
     steps: list[ReadyStep]
-    """One for each event, and one after the end that nothing meets."""
+    """One for each event, and one after the last that matches no event."""
     places: dict[int, tuple[int, int]]
     """Where in the arena the tensors go, by number: offset and size."""
     beside_bytes: list[int]
     """What is held at each event by tensors that are not followed."""
     hosts: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The same as memory; in the shape of the tensor once it is known."""
+    """The host memory at these places; in the shape of the tensor once it is known."""
     segments: dict[int, SavedSegment] = field(default_factory=dict)
     """By the first event inside, the calls of modules that are recomputed."""
     tuned: int = 0

@@ -65,7 +65,7 @@ _KINDS = (torch.Tensor, torch.nn.Parameter)
 
 
 class Ref(NamedTuple):
-    """A tensor among the arguments of an operation: a storage, and how it is looked at."""
+    """A tensor among the arguments of an operation: a storage, and the tensor's layout."""
 
     storage: int
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class Ref(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What is known of an operation, whatever it is called with."""
+    """What holds for every call of an operation."""
 
     name: str
     looks: bool
@@ -114,7 +114,7 @@ def rules_of(operation: Any) -> Rules:
     if not positions:
         looks = any(returned.alias_info is not None for returned in schema.returns)
     ends = ""
-    if namespace != "aten":  # what it writes to, and whom it talks to, is not known
+    if namespace != "aten":  # what it reads and writes is not known
         ends = f"{schema.name} is not the framework's"
     elif name in _MOVED or torch.Tag.inplace_view in operation.tags:
         ends = f"{name} changes the memory of a tensor"
@@ -351,7 +351,7 @@ class OperationRecorder:
     ) -> tuple[tuple[Step, ...], tuple[int, ...]]:
         """The steps from `begin` to `end` that make these storages, and the storages that have to
         be given to them: those from before, and those that are `there` in any case. `Foreign` if
-        the steps would not make the same again."""
+        the steps would not make the same bits."""
         if self.ended and self.ended_at < end:
             raise Foreign(self.ended)
         written = {number for step in self.steps[begin:end] for number in step.writes}
@@ -405,11 +405,11 @@ def carried_out(
     return {number: bases[number] for number in kept}
 
 
-# --- where operations are met ---------------------------------------------------------------------
+# --- recording operations -------------------------------------------------------------------------
 
 
 class Recording:
-    """Has a recorder told of the operations of this thread. One at a time."""
+    """Passes the operations of this thread to a recorder. One at a time."""
 
     def __init__(self, guard: Callable[..., bool]) -> None:
         """`guard` calls a function of ours, and says whether it came to its end."""

@@ -39,7 +39,7 @@ class Rounds:
         self._backend = backend
         self._stream = stream
         self.link = link
-        """What is left of it for state."""
+        """The link less what activations take of it."""
         self._access = gradients
         self._before_update = before_update
         self._changed = changed
@@ -200,8 +200,8 @@ class Rounds:
         self._changed()
 
     def shed(self, governed: GovernedOptimizer) -> None:
-        """State is being made and nothing is planned yet: the oldest is evicted while there is more
-        than room for."""
+        """State is being made and nothing is planned yet: evict the oldest while there is more
+        state than room for it."""
         assert governed.state.room_bytes is not None
         for bucket in governed.state.buckets:
             if self._stream.held_bytes <= governed.state.room_bytes:
@@ -226,7 +226,7 @@ class Rounds:
             governed.say(messages.STATE_ADDRESS_HELD)
 
     def _fetch(self, governed: GovernedOptimizer, bucket: StateBucket) -> None:
-        """Have the state on the device from here on, even if nothing was prepared for that."""
+        """Make the state resident from here on, even if it was not prefetched."""
         if bucket.where is Where.OFFLOADED:
             self.late += governed.round.open
             for other in governed.state.buckets:
@@ -243,7 +243,7 @@ class Rounds:
             governed.say(messages.STATE_ON_HOST)
 
     def fetch_all(self, governed: GovernedOptimizer) -> None:
-        """All state on the device for good, or in host memory if it does not fit there."""
+        """Make all state resident for good, or leave it in host memory if it does not fit."""
         governed.state.plan = None
         for bucket in governed.state.buckets:
             self._settle(governed, bucket)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kilter.memory.engine.due_moves import DueMoves
 
 LARGEST_SHARE = 1 / 4
-"""Of all saved bytes, what one segment may save at most: all of it comes back at one time."""
+"""Of all saved bytes, what one segment may save at most: all of it is recomputed at one time."""
 
 
 class SegmentPass:
@@ -107,7 +107,7 @@ class SegmentPass:
     # In a trial
 
     def _to_try(self, call: ModuleCall, result: Any, watch: Watch, first: int) -> None:
-        """Have the call tried when backward asks for the first of what it saved."""
+        """Have the call tried when backward needs the first of the tensors that it saved."""
         returned = {tensor.untyped_storage()._cdata for tensor in tensors_in(result)}
         members: dict[int, Saved] = {}
         for saved in watch.saved_since(first):
@@ -128,7 +128,7 @@ class SegmentPass:
             saved.calls = [*(saved.calls or ()), call]
 
     def use(self, saved: Saved) -> None:
-        """Backward asks for a tensor."""
+        """Backward needs a tensor."""
         calls, saved.calls = saved.calls, None
         for call in calls or ():
             if self._watch is not None and call.expected == (self._watch, None):
@@ -154,7 +154,7 @@ class SegmentPass:
         before_bytes = backend.used_bytes()
         marks = []
         try:
-            made = self._store.carried_out(call.run)  # what it reads is here from now on
+            made = self._store.carried_out(call.run)  # what it reads is resident from now on
             equal = self._equal(alive, made)
             for _ in range(WATCH_REPEATS):
                 del made

@@ -37,7 +37,7 @@ COPIED_BYTES = 2**20
 
 
 class _Running(NamedTuple):
-    """What is known of a call until it returns."""
+    """What a call needs only until it returns."""
 
     recorder: recording.OperationRecorder
     begin: int
@@ -218,7 +218,7 @@ class ModuleCall:
         return self._made.pop(number)
 
     def others(self) -> list[Saved]:
-        """Data that were made as well, and are still counted as away."""
+        """Tensors that were made as well, and are still counted as evicted."""
         found = [self.members[number]() for number in self._made]
         return [saved for saved in found if saved is not None]
 
@@ -287,7 +287,7 @@ class ModuleCalls:
     """Replaces `Module.__call__` and reports calls that may be segments.
 
     `begin(module)` gives the event at which a call begins that is of interest, and what is expected
-    of it, or None; `end` is told of a call that has ended, with its result.
+    of it, or None; `end` is called when a call has ended, with its result.
     """
 
     def __init__(

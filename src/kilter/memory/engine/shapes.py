@@ -65,7 +65,7 @@ class Shapes:
 
 
 class _Memory:
-    """The backend that the watch asks: levels and moments come from the dispatch mode."""
+    """The backend for `Watch`: levels and moments come from the dispatch mode."""
 
     def __init__(self, clocked: Clocked) -> None:
         import torch
@@ -92,7 +92,7 @@ class _Memory:
         return made
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same for a tensor on the meta device that the job has and did not show: labels in
+        """The same for a tensor on the meta device that is no argument of the job: labels in
         a loss, tables of a model. Always the same one."""
         if tensor.device.type != "meta" or isinstance(tensor, self._fakes):
             return tensor

@@ -6,11 +6,11 @@ updated and offloaded one after the other. That is right for any program.
 
 *Gradients are consumed as they arrive*, where the user says so. When the last gradient of a bucket
 has been accumulated, the optimizer's own step is run on its parameters, inside backward, and the
-gradients are freed; the bucket's state is prefetched beside the computation.
-`optimizer.step()` of the program then finds nothing left to do for them. What a later iteration
-does between backward and step cannot be known before: a new learning rate, a skipped step. So this
-is done only for a user who asked for it, a loop that was watched and did nothing of the kind, and
-an optimizer that treats each parameter on its own.
+gradients are freed; the bucket's state is prefetched beside the computation. The program's own
+`optimizer.step()` then has nothing left to do for them. What a later iteration does between
+backward and step cannot be known before: a new learning rate, a skipped step. So gradients are
+consumed only if the user asked for it, the watched iterations did nothing of the kind, and the
+optimizer treats each parameter on its own.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Have all state on the device, and leave gradients alone."""
+        """Make all state resident, and stop watching gradients."""
         for governed in self._optimizers.values():
             if governed.took:
                 governed.say(messages.NO_STEP_FOLLOWED)
@@ -287,7 +287,7 @@ class StateMover(AbstractContextManager["StateMover"]):
         return governed
 
     def _forget(self, governed: GovernedOptimizer) -> None:
-        """Its optimizer is gone, or has other parameters now."""
+        """Its optimizer was freed, or has other parameters now."""
         for f in governed.followed:
             if self._access.followed.get(id(f.parameter)) is f:
                 del self._access.followed[id(f.parameter)]
@@ -404,7 +404,7 @@ class StateMover(AbstractContextManager["StateMover"]):
             self._fence.run(self._settle, governed)
 
     def _settle(self, governed: GovernedOptimizer) -> None:
-        """Between a step and the next backward: decide how it goes on."""
+        """Between a step and the next backward: decide what the next iteration does."""
         governed.steps += 1
         governed.evidence.end(self._backend.elapsed_s)
         armed = governed.phase is GradientPhase.WATCHING and governed.steps >= WATCHED_STEPS
@@ -454,9 +454,9 @@ class StateMover(AbstractContextManager["StateMover"]):
     def make_room(
         self, room_bytes: int, *, due_s: Sequence[float] | None = None, link: Link | None = None
     ) -> None:
-        """From the next step on so much state stays. Where they are known, `due_s` says when the
-        buckets of the only optimizer are visited, from the first gradient on, and `link` what is
-        left of the link for them."""
+        """From the next step on `room_bytes` of state stay. Where they are known, `due_s` says when
+        the buckets of the only optimizer are visited, from the first gradient on, and `link` what
+        is left of the link for them."""
         self.room_bytes = room_bytes
         if link is not None:
             self._rounds.link = link

@@ -73,7 +73,7 @@ class Saved:
         part, and flat bytes are copied back."""
         self.version = tensor._version
         self.touched = False
-        """The program has asked for the `.data` of this storage and may have written to it without
+        """The program has read the `.data` of this storage and may have written to it without
         a trace, so the tensor is not recomputed: only a copy of the bytes is right."""
         self.cast = False
         """Autograd's cast of a parameter, which autocast holds as well."""
@@ -181,7 +181,7 @@ def read_kept(held: tuple[Any, ...]) -> torch.Tensor:
 
 def sole(tensor: torch.Tensor) -> bool:
     """A tensor, or what it is a view of, has its storage to itself. Otherwise others may write to
-    the storage, and no version counter of ours tells (recurrent cells do so; arenas)."""
+    the storage, and no version counter of ours shows it (recurrent cells do so; arenas)."""
     base = tensor._base
     return bool((tensor if base is None else base).nbytes == tensor.untyped_storage().nbytes())
 
@@ -244,7 +244,7 @@ class Store:
         self._dependents: dict[int, list[Callable[[], Saved | None]]] = {}
         """By identity of a parameter or a saved storage, what is recomputed from it and evicted."""
         self._touched: dict[int, StorageReference] = {}
-        """By storage, the tensors whose `.data` the program has asked for in this pass."""
+        """By storage, the tensors whose `.data` the program has read in this pass."""
         self.alive = 0
         """How many saved storages autograd may still ask for."""
         self.evicted = 0
@@ -278,7 +278,7 @@ class Store:
         self.held_peak_bytes = self.segment_peak_bytes = self.held_bytes
         return within
 
-    # Save and look
+    # Save and read
 
     def find(self, tensor: torch.Tensor, within: Pass) -> Saved | None:
         """What this pass has saved of this tensor's storage, if it is unchanged since."""
@@ -321,11 +321,11 @@ class Store:
         return tensor
 
     def lend(self, view: View) -> torch.Tensor:
-        """The same in a backward that retains its graph. The tensor may be evicted again as soon as
-        backward has let go of the tensor; writes to the tensor are in another copy then."""
+        """The same in a backward that retains its graph. The storage may be evicted again as soon
+        as backward has dropped the tensor; writes to the tensor are in another copy then."""
         tensor, saved = self.tensor_of(view), view.saved
         assert saved.alias is not None
-        saved.alias = saved.alias.detach()  # so that `alone` tells who else holds the bytes
+        saved.alias = saved.alias.detach()  # so that `alone` shows whether others hold the bytes
         if saved.departure is not None:
             self._backend.wait(saved.departure)
             saved.departure = None
@@ -440,7 +440,7 @@ class Store:
                     self.fetch(saved)
 
     def touched(self, tensor: torch.Tensor) -> None:
-        """The program asks for the `.data` of this tensor."""
+        """The program reads or sets the `.data` of this tensor."""
         self.recompute_dependents(root_of(tensor))
         storage = tensor.untyped_storage()
         self._touched[storage._cdata] = StorageReference(storage)
@@ -450,7 +450,7 @@ class Store:
             saved.touched = True
 
     def was_touched(self, tensor: torch.Tensor) -> bool:
-        """The program has asked for the `.data` of this tensor since the pass began."""
+        """The program has read or set the `.data` of this tensor since the pass began."""
         return bool(self._touched) and tensor.untyped_storage()._cdata in self._touched
 
     def prefetch(self, saved: Saved) -> None:
@@ -544,7 +544,7 @@ class Store:
         if self.closing and self.alive == 0:
             self._guard(self._backend.close)
 
-    # What recipes ask
+    # What recipes read
 
     def mark(self, view: View, tensor: torch.Tensor) -> None:
         """Note at the node that produced the tensor where its output is saved."""

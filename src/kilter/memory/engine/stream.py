@@ -271,8 +271,8 @@ class Stream:
         self.in_bytes += bucket.size_bytes
 
     def fetch(self, bucket: StateBucket) -> None:
-        """Have it on the device for what is issued from here on; what the program has an
-        alias of is used where it lies."""
+        """Make it resident for what is issued from here on; what the program has an alias of is
+        used where it is."""
         if bucket.where is Where.OFFLOADING:
             bucket.where = Where.RESIDENT
         if bucket.where is Where.OFFLOADED:

@@ -113,7 +113,7 @@ class TensorHooks:
         return self._pack_any(tensor)
 
     def _pack_recorded(self, tensor: Tensor, by: recording.Recording) -> Any:
-        """The same while a call is recorded, of which what is done in here is no part."""
+        """The same while a call is recorded; what is done in here is no part of the record."""
         packed = self._pack_any(tensor)
         if type(packed) is tuple and len(packed) == 3:
             by.hears(tensor, packed[0])
@@ -191,7 +191,7 @@ class TensorHooks:
         return packed[0] if packed else kept(tensor)
 
     def _use_fenced(self, packed: Any) -> Tensor:
-        """After an error of ours only the way back is left; what fails there is the program's."""
+        """After an error of ours tensors are only fetched; what fails in that is the program's."""
         assert self._fence is not None
         found = [] if self._fence.down else self._fence.ask(self._use_or_modified, packed)
         if not found:

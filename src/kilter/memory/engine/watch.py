@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 
 PAUSE_S = 1e-3
-"""For which the device stands still at each event of a pass that is watched. Such a pass is issued
-slowly; without the pauses the device would wait elsewhere, and that would count as time of
-operations."""
+"""Pause of the device at each event of a pass that is watched. Such a pass is issued slowly;
+without the pauses the device would wait elsewhere, and that would count as time of operations."""
 TRIAL_PAUSE_S = 4e-4
 """The same in a trial, and before each recomputing."""
 WATCH_REPEATS = 3
@@ -267,7 +266,9 @@ class Watch:
             return
         marks, carried_out = [], self._store.carried_out
         try:
-            made = carried_out(found.make)  # what it reads is here from now on, the kernels loaded
+            made = carried_out(
+                found.make
+            )  # its sources are resident from now on, the kernels loaded
             for _ in range(WATCH_REPEATS):
                 self._backend.keep_busy(TRIAL_PAUSE_S)
                 begin = self._backend.mark()

@@ -1,7 +1,7 @@
 """The bytes of weights: on the device, or in host memory that the device reads across the link.
 
-A weight is offloaded if the host has a copy of its value and nobody reaches its bytes but through
-the parameter: no other tensor on its storage, no holder in C++ (a graph that saved it without our
+A weight is offloaded if the host has a copy of its value and its bytes are reached only through the
+parameter: no other tensor on its storage, no holder in C++ (a graph that saved it without our
 hooks, a scripted module), no other process. The copy is valid as long as version, storage and
 `.data` show no write; otherwise the weight is copied again when it is offloaded. Code that knows
 the address may write unnoticed. So a sum over the bits is then compared with that of the copy.
@@ -56,7 +56,7 @@ class MovedWeight:
         self.published = False
         """The weight was copied since it was updated in backward."""
         self.marker = key
-        """Identity of the parameter whose gradient tells when backward needs the weight."""
+        """Identity of the parameter whose gradient shows when backward needs the weight."""
         self.updated_at: int | None = None
         self.needed_at: int | None = None
         """The tick at which the weight was needed, where that was before its gradient."""
@@ -116,7 +116,7 @@ class WeightStore:
         return weight
 
     def _forget(self, key: int) -> None:
-        """The parameter is gone."""
+        """The parameter was freed."""
         weight = self.weights.pop(key, None)
         if weight is None:
             return
@@ -205,7 +205,7 @@ class WeightStore:
         return stack
 
     def wrote(self, parameter: Any) -> None:
-        """The program has asked for the `.data` of a parameter."""
+        """The program has read or set the `.data` of a parameter."""
         weight = self.weights.get(id(parameter))
         if weight is not None:
             weight.lent = True

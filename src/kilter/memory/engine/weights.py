@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kilter.session.fence import Fence
 
 WATCHED_PASSES = 2
-"""Passes of one kind that are watched before weights leave."""
+"""Passes of one kind that are watched before weights are offloaded."""
 FALSIFIED = "weights were written to past the framework, by their address"
 FAST_MODULES = (
     torch.nn.TransformerEncoder,
@@ -66,7 +66,7 @@ class WeightReport:
     most_offloaded_bytes: int
     """The most that was ever offloaded at one time."""
     late: int
-    """Times that a weight was asked for while it was offloaded and not being prefetched."""
+    """Times that a weight was needed while it was offloaded and not being prefetched."""
     stayed: int
     """Times that a weight could not be offloaded because something else held its bytes."""
     out_bytes: int
@@ -116,13 +116,13 @@ class ModuleWeights:
         self._min_bytes = min_bytes
         self._arrived = arrived
         self._known: dict[int, weakref.ref[Any]] = {}
-        """Parameters that were looked at."""
+        """Parameters that were seen."""
         self._handles: list[Any] = []
         self.used_by: dict[int, list[MovedWeight]] = {}
         """By module, its weights that may be offloaded."""
 
     def of_module(self, module: Any) -> list[MovedWeight]:
-        """Those of this module, which is looked at when it first runs."""
+        """The weights of this module, found when it first runs."""
         mine = []
         for parameter in module._parameters.values():
             if parameter is None:
@@ -333,7 +333,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             base = tensor._base
             if type(base) is plain_class and store.weights.get(id(base)) and _strided(tensor, base):
                 return SavedView(tensor, store.fetch)
-            self._reading = True  # a recipe, perhaps, which looks at what it will need
+            self._reading = True  # perhaps by a recipe that is being read
             try:
                 return pack(tensor)
             finally:
@@ -417,7 +417,7 @@ class WeightMover(AbstractContextManager["WeightMover"]):
             end = self._backend.mark()
             elapsed_s = self._backend.elapsed_s
             self._anew |= self._repeated.add(self._pass, end, elapsed_s, planned=planned)
-        self._store.fetch_all()  # what no backward has asked for
+        self._store.fetch_all()  # weights that no backward has needed
         self._store.compare()
         self._pass.begin(timed=not planned or self._repeated.wants_times)
         self._iteration_ended = False

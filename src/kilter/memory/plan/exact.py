@@ -229,7 +229,7 @@ def _running(
 
 
 def _keep_bytes(rows: _Rows, columns: _Columns, scaled: _Scaled) -> None:
-    """What moves is there to be moved, what is needed is back, and the level keeps the budget."""
+    """Bytes move only once they may, needed bytes are resident, and the level keeps the budget."""
     x, r, count = columns.swap, columns.recompute, len(columns.k)
     size, after, before = scaled.size, scaled.after, scaled.before
     _running(rows, columns, "gone", [(after + 1, x, size)])
@@ -279,7 +279,7 @@ def _bounds(columns: _Columns, scaled: _Scaled) -> tuple[np.ndarray, np.ndarray]
 def _objective(columns: _Columns, scaled: _Scaled, *, whole: bool) -> np.ndarray:
     """The time beyond compute. The programme does not follow single intervals, so it cannot see
     that a short gap is hard to cross with two transfers. Among `whole` choices of nearly equal
-    time: swap long gaps, recompute short ones, and move no more than is of use."""
+    time: offload long gaps, recompute short ones, and move no more than is of use."""
     objective = np.zeros(columns.count)
     objective[columns["stall"]] = objective[columns["making"]] = 1.0
     if whole:

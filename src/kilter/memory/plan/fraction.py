@@ -1,6 +1,6 @@
 """Which fraction of what compiled regions save keeps a budget, found from measured peaks.
 
-`torch.compile` plans within a region by itself, but it is told a fraction of the saved tensors and
+`torch.compile` plans within a region by itself, but it takes a fraction of the saved tensors and
 not a size. The peak need not follow the fraction: what is recomputed takes memory as well, and a
 lower fraction may have a higher peak. So nothing is concluded from a fraction that was not
 measured, and since each costs a compilation, only a few are.

@@ -20,7 +20,7 @@ from kilter.memory.plan.simulate import simulate
 from kilter.memory.plan.state import Bucket, StatePlan, plan_state
 
 COARSE = 8
-"""Into so many parts the state is divided first."""
+"""Parts into which the state is divided first."""
 FINE = 1
 """How often the distance between rooms is halved around the best."""
 ALIKE = 0.003
@@ -34,7 +34,7 @@ MOST_TAKEN = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
-    """One room for optimizer state, and what becomes of the iteration. Predicted, SI units."""
+    """One room for optimizer state, and the iteration that follows. Predicted, SI units."""
 
     room_bytes: int
     state: StatePlan

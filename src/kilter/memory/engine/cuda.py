@@ -28,6 +28,8 @@ from kilter.observe import torch_internals
 
 CLOCK_HZ = 2e9
 """Of the counter that the framework's sleep counts by, near enough."""
+LARGE_COPIES, SMALL_COPIES = 4, 64
+"""By which rates and the latency of the link are measured."""
 HOST_SHARE = 0.8
 """Share of what the host can give that may be pinned; the job's own data loaders need the rest."""
 
@@ -242,7 +244,7 @@ class Cuda:
         self._registered.clear()
 
 
-def measure_link(backend: Cuda, *, size_bytes: int = 256 * MIB, repeats: int = 4) -> Link:
+def measure_link(backend: Cuda, *, size_bytes: int = 256 * MIB) -> Link:
     """The link's table on this machine: each direction alone, both at once, and a small copy. The
     host memory for that is given back; less is used where the limit leaves less."""
     left_bytes = backend.host.left_bytes
@@ -266,13 +268,13 @@ def measure_link(backend: Cuda, *, size_bytes: int = 256 * MIB, repeats: int = 4
 
     for out, back in ((True, False), (False, True), (True, True)):
         seconds(out, back, size_bytes, 1)
-    moved = size_bytes * repeats
-    out_s = seconds(True, False, size_bytes, repeats)
-    in_s = seconds(False, True, size_bytes, repeats)
-    both_s = seconds(True, True, size_bytes, repeats)
-    small = 64
+    moved = size_bytes * LARGE_COPIES
+    out_s = seconds(True, False, size_bytes, LARGE_COPIES)
+    in_s = seconds(False, True, size_bytes, LARGE_COPIES)
+    both_s = seconds(True, True, size_bytes, LARGE_COPIES)
     small_bytes = min(MIB, size_bytes)
-    latency_s = seconds(True, False, small_bytes, small) / small - small_bytes * out_s / moved
+    small_s = seconds(True, False, small_bytes, SMALL_COPIES) / SMALL_COPIES
+    latency_s = small_s - small_bytes * out_s / moved
     for host in hosts:
         backend.give_back(host)
     return Link(

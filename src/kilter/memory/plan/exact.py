@@ -26,8 +26,9 @@ from kilter.memory.plan.mix import mix
 from kilter.memory.plan.place import judged
 from kilter.memory.plan.problem import Problem
 from kilter.memory.plan.simulate import Schedule, simulate
-from kilter.memory.plan.spanning import spanning
 
+GAP = 1e-3
+"""Of the objective: a whole choice that is within this of the best is good enough."""
 TIE = 2e-3
 """Weight of the preference among choices of nearly equal time, as a share of the compute time."""
 
@@ -41,19 +42,17 @@ class Relaxed:
     recomputed: tuple[float, ...]
 
 
-def exact(
-    problem: Problem, *, recompute: bool = True, gap: float = 0.001, limit_s: float = 8.0
-) -> Schedule:
+def exact(problem: Problem, *, limit_s: float = 8.0) -> Schedule:
     """The best whole choice of what to offload and what to recompute, placed in time by
     `place.judged`.
 
-    The solver stops at the relative optimality gap `gap`, or with the best that it has after
+    The solver stops at the relative optimality gap `GAP`, or with the best that it has after
     `limit_s`. `PlanError` if no choice fits; `UsageError` without HiGHS.
     """
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule()
-    heuristic = mix(problem) if recompute else spanning(problem)
-    solution = _solve(problem, recompute=recompute, whole=True, gap=gap, limit_s=limit_s)
+    heuristic = mix(problem)
+    solution = _solve(problem, recompute=True, whole=True, limit_s=limit_s)
     if solution is None:
         return heuristic
     swapped = [i for i, share in enumerate(solution.swapped) if share > 0.5]
@@ -69,7 +68,7 @@ def exact(
 
 def relax(problem: Problem, *, recompute: bool = True, limit_s: float = 60.0) -> Relaxed:
     """The lower bound. Same errors as `exact`, and `PlanError` if it takes longer than that."""
-    found = _solve(problem, recompute=recompute, whole=False, gap=0.0, limit_s=limit_s)
+    found = _solve(problem, recompute=recompute, whole=False, limit_s=limit_s)
     if found is None:
         raise PlanError(f"the bound was not reached in {limit_s} s")
     return found
@@ -111,9 +110,7 @@ class _Rows:
         return starts, columns, np.concatenate(self._values)[order]
 
 
-def _solve(
-    problem: Problem, *, recompute: bool, whole: bool, gap: float, limit_s: float
-) -> Relaxed | None:
+def _solve(problem: Problem, *, recompute: bool, whole: bool, limit_s: float) -> Relaxed | None:
     """The programme's solution; None if there was none in time."""
     try:
         import highspy
@@ -144,7 +141,7 @@ def _solve(
         kinds = np.full(columns.count, highspy.HighsVarType.kContinuous, dtype=object)
         kinds[columns.swap] = kinds[columns.recompute] = highspy.HighsVarType.kInteger
         model.integrality_ = kinds.tolist()
-    found = _run(model, problem, whole=whole, gap=gap, limit_s=limit_s)
+    found = _run(model, problem, whole=whole, limit_s=limit_s)
     if found is None:
         return None
     excess, value = found
@@ -291,7 +288,7 @@ def _objective(columns: _Columns, scaled: _Scaled, *, whole: bool) -> np.ndarray
 
 
 def _run(
-    model: Any, problem: Problem, *, whole: bool, gap: float, limit_s: float
+    model: Any, problem: Problem, *, whole: bool, limit_s: float
 ) -> tuple[float, np.ndarray] | None:
     """HiGHS on the programme of `problem`: the bound of its objective, and the values of its
     columns; None if there were none in time."""
@@ -300,9 +297,9 @@ def _run(
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("time_limit", limit_s)
-    solver.setOptionValue("mip_rel_gap", gap)
+    solver.setOptionValue("mip_rel_gap", GAP)
     # The objective is the excess over compute; a gap relative to it alone would be far too fine.
-    solver.setOptionValue("mip_abs_gap", gap)
+    solver.setOptionValue("mip_abs_gap", GAP)
     solver.passModel(model)
     solver.run()
     status = solver.getModelStatus()

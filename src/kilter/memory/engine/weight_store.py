@@ -168,10 +168,10 @@ class WeightStore:
         parameter.__class__ = self._plain
         self.offloaded -= 1
 
-    def _take(self, parameter: Any, bytes_of: torch.Tensor) -> None:
+    def _take(self, parameter: Any, source: torch.Tensor) -> None:
         """Give the parameter the bytes of another tensor. Its version stays, as its value does."""
         data: Any = self._torch.Tensor.data
-        data.__set__(parameter, bytes_of)
+        data.__set__(parameter, source)
 
     def foreign(self, stream: Any) -> bool:
         """Modules have run on another stream than this."""

@@ -1,7 +1,7 @@
-"""What a recipe may ask of autograd's graph, and what it reads: the words of the builders.
+"""What a recipe reads of autograd's graph, and what builders of recipes are made of.
 
-A *builder* reads off a node what the operation read, and says how to do it again; None if part of
-that is out of reach.
+A *builder* reads from a node what the operation read, and returns a function that recomputes its
+result; None if part of that cannot be reached.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from kilter.memory.engine.modified import Modified
 Make: TypeAlias = Callable[[], torch.Tensor]
 Build: TypeAlias = Callable[["Graph", Any, torch.dtype, tuple[int, ...]], Make | None]
 Source = Any
-"""How to have a tensor that a recipe reads: called without arguments, it gives the tensor, or None
-for an affine parameter that a norm does not have."""
+"""A function that gives a tensor which a recipe reads, or None for an affine parameter that a norm
+does not have."""
 
 
 class Graph(Protocol):
-    """What a builder may ask for. All of it is had when the recipe is carried out."""
+    """What a builder may read. The tensors are fetched when the recipe is carried out."""
 
     output: int
     """The number of the node's output that is wanted, when the builder begins."""
@@ -39,7 +39,7 @@ class Graph(Protocol):
 
 
 class HeldSource:
-    """A source that is no datum of the engine: a parameter, or a small tensor that autograd saved.
+    """A source that the engine has not saved: a parameter, or a small tensor that autograd saved.
 
     It must have the version that the operation read. `own` puts a copy in its place, which nobody
     else can write to.
@@ -75,9 +75,9 @@ class RecomputeRule(NamedTuple):
     kind: str
     """What the operation is called, for people."""
     build: Build
-    """What makes an output of this type and size again."""
+    """What recomputes an output of this type and size."""
     many: bool = False
-    """It has several outputs, and knows each of them by its number."""
+    """It has several outputs, each with a number."""
 
 
 def number(node: Any, name: str) -> Any:

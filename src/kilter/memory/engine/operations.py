@@ -1,6 +1,6 @@
-"""The operations that recipes know, by the name of their node in autograd's graph.
+"""The operations that recipes can recompute, by the name of their node in autograd's graph.
 
-Known are operations that cost little beside the bytes they spare (casts, activations, norms,
+These are operations that cost little beside the bytes that they save (casts, activations, norms,
 softmax, pooling, sums, products, dropout from its mask), those that only move elements
 (`moved_elements.py`), and attention, matrix products and convolutions for the planner to weigh.
 Nothing here draws a random number or changes a module's state. To add one: a builder (see
@@ -135,7 +135,7 @@ def _lookup(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) 
 
 
 def _dropout(graph: Graph, node: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Make | None:
-    """With the very mask that was drawn: what backward does to a gradient is what forward did."""
+    """With the mask that was drawn: backward does to a gradient what forward did to the input."""
     mask = graph.saved(node, "_raw_saved_result1")
     source = graph.value(node.next_functions[0])
     if mask is None or source is None or node._saved_p >= 1:

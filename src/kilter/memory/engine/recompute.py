@@ -5,10 +5,10 @@ that the operation read, so a recipe is right by construction: there is no match
 positions. It is taken anew in every pass, and holds what it reads. The operations that are known
 are in `operations.py`.
 
-A tensor whose bytes are given up exists as its recipe only, so what the recipe reads must still be
-there, unchanged, when backward asks for it. A source is one of
+An evicted tensor exists as its recipe only, so the sources of the recipe must still be there,
+unchanged, when backward needs the tensor. A source is one of
 
-- a datum of the engine whose storage nobody else can reach (looked at when the bytes are to go);
+- a saved tensor of the engine whose storage nobody else can reach (checked before evicting);
 - a copy of the engine's own: of everything small that the program could write to;
 - a large parameter that autograd saved for the same operation, or its cast: if the program writes
   to that, backward fails in the plain run as well;
@@ -33,13 +33,13 @@ from kilter.observe import torch_internals
 DEPTH = 5
 """Longest chain of operations that are not saved in between."""
 VIEW_DEPTH = 1 / 4
-"""What a view counts in it: it costs next to nothing."""
+"""What a view counts in that chain: it costs next to nothing."""
 COPIED_SHARE = 1 / 8
-"""Of the bytes that a recipe spares, what it may copy of its sources."""
+"""Share of the bytes that a recipe saves which it may copy of its sources."""
 
 
 class Recomputable(Protocol):
-    """What a recipe needs to know of a datum of the engine."""
+    """What a recipe reads of a saved tensor of the engine."""
 
     @property
     def number(self) -> int: ...
@@ -50,7 +50,7 @@ class Recomputable(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Nobody but the engine can reach the bytes any more."""
+        """Only the engine can reach the bytes any more."""
 
     @property
     def unchanged(self) -> bool:
@@ -58,13 +58,13 @@ class Recomputable(Protocol):
 
 
 class Memory(Protocol):
-    """Who knows what operations saved and produced."""
+    """Gives what operations saved and produced."""
 
     def kept_by(
         self, node: Any, name: str, index: int | None
     ) -> tuple[Source, Recomputable | None] | None:
-        """What a node saved under an attribute's name (of a list: at this index), and its datum
-        (None: a `HeldSource`); None if the node saved nothing there. May raise `Foreign`."""
+        """What a node saved under an attribute's name (of a list: at this index), and its saved
+        tensor (None: a `HeldSource`); None if the node saved nothing there. May raise `Foreign`."""
 
     def produced_by(self, node: Any) -> tuple[Source, Recomputable] | None:
         """A node's output, if some operation saved it."""
@@ -102,13 +102,13 @@ class Recipe:
         self.node = node
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.sources = tuple(reader.sources)
-        """Data that it reads."""
+        """Saved tensors that it reads."""
         self.closed = tuple(reader.closed)
-        """Of them, those that nobody else may be able to reach when the bytes go."""
+        """Those of the sources that nobody else may be able to reach when the bytes are evicted."""
         self.parameters = tuple(reader.parameters)
-        """Large ones, that it reads where they are."""
+        """Large parameters, which it reads where they are."""
         self.in_backward = reader.in_backward
-        """Only there the bytes may go."""
+        """The bytes may be evicted inside backward only."""
 
     @property
     def kind(self) -> str:
@@ -116,18 +116,18 @@ class Recipe:
         return OPERATIONS[self.node].kind
 
     def read(self) -> list[object]:
-        """What must not change before the tensor is made."""
+        """What must not change before the tensor is recomputed."""
         return [*self.sources, *(root_of(held.tensor) for held in self.parameters)]
 
     def told(self) -> None:
-        """Those who may change it are known."""
+        """The store has noted what this recipe reads."""
 
     def reference(self, saved: Any) -> Any:
-        """Gives the datum that this makes."""
+        """Gives the saved tensor that this recomputes."""
         return saved.itself
 
     def others(self) -> list[Any]:
-        """Data that were made together with this one."""
+        """Saved tensors that were recomputed together with this one."""
         return []
 
     def ready(self) -> bool:
@@ -171,7 +171,7 @@ class Reader:
         """By identity, parameters that operations read without saving them, their counters of
         versions, and their versions at the beginning of the pass."""
         self._held: list[tuple[HeldSource, bool]] = []
-        """What the present recipe reads beside data, and whether autograd saved it."""
+        """What the present recipe reads beside saved tensors, and whether autograd saved it."""
         self.sources: list[Recomputable] = []
         self.closed: list[Recomputable] = []
         self.parameters: list[HeldSource] = []
@@ -311,14 +311,14 @@ def _private(held: HeldSource) -> bool:
 
 
 def _size_of(held: HeldSource) -> float:
-    """Bytes; a parameter that may be on the host is not to be asked."""
+    """Bytes; infinite for a parameter that may be on the host, since reading it would fetch it."""
     plain = type(held.tensor) in (torch.Tensor, torch.nn.Parameter)
     return held.tensor.nbytes if plain and held.take is None else math.inf
 
 
 def _refuse_foreign(tensor: torch.Tensor) -> None:
     """`Foreign` for memory that others may have written to by the time a recipe reads it. (A
-    parameter that is away has a class of its own, and its memory is the framework's.)"""
+    parameter that is offloaded has a class of its own, and its memory is the framework's.)"""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     if plain and not owned(tensor.untyped_storage()):
         raise Foreign("reads memory that is not the framework's")
@@ -326,7 +326,7 @@ def _refuse_foreign(tensor: torch.Tensor) -> None:
 
 def _parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """What an optimizer may update, perhaps without moving a version. Autograd saves a view of it;
-    a parameter that is on the host has a class of its own, and is not to be asked for anything."""
+    a parameter that is on the host has a class of its own, and reading it would fetch it."""
     root = root_of(tensor)
     if type(root) is not torch.Tensor or (root.is_leaf and root.requires_grad):
         return root

@@ -44,7 +44,7 @@ UNFENCED = frozenset(
         # They call what may fail behind the fence.
         "__del__", "_read_saved", "_read_data", "_write_data",
         # Called by the interpreter where no error can go anywhere: names and numbers.
-        "let_go", "gone",
+        "let_go", "gone", "freed",
         # Parts of the function around them, which an error in the interpreter's own calls ends.
         "<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>",
     }

@@ -93,7 +93,7 @@ class Saved:
     def __del__(self) -> None:
         store = getattr(self, "store", None)
         if store is not None:
-            store.dropped(self)
+            store.freed(self)
 
     @property
     def unchanged(self) -> bool:
@@ -525,7 +525,7 @@ class Store:
             if held_bytes > self.held_peak_bytes:
                 self.held_peak_bytes = held_bytes
 
-    def dropped(self, saved: Saved) -> None:
+    def freed(self, saved: Saved) -> None:
         """Autograd has dropped this storage. A copy in flight still uses its memory: what is
         issued from now on must come after the copy, or the memory stays."""
         self.alive -= 1

@@ -41,9 +41,9 @@ def test_what_is_needed_first_is_loaded_first() -> None:
     made = ready(seen, problem, numbers, value, {})
     due = made.steps[LAYERS + 1].due
     assert due is not None
-    needed = [seen.data[number].needed_at or 0 for number in due.load]
+    needed = [seen.data[number].needed_at or 0 for number in due.prefetch]
     assert len(needed) >= 3
     assert needed == sorted(needed)
     gone = made.steps[LAYERS].due
     assert gone is not None
-    assert sorted(gone.release) == sorted(due.load)
+    assert sorted(gone.evict) == sorted(due.prefetch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +85,7 @@ def perseus_j(
     model = highspy.Highs()  # type: ignore[no-untyped-call]
     model.setOptionValue("output_flag", False)
     ends = [model.addVariable(lb=0.0, ub=bound_s) for _ in schedule.units]
-    cost = 0.0
+    cost: Any = 0.0  # becomes a linear expression
     for end, unit, needs in zip(ends, schedule.units, schedule.needs, strict=True):
         work = stages[unit.stage].of(unit.kind)
         shares = [model.addVariable(lb=0.0, ub=1.0) for _ in work.time_s]
@@ -98,5 +99,5 @@ def perseus_j(
             share * (e - blocked_w * t)
             for share, t, e in zip(shares, work.time_s, work.energy_j, strict=True)
         )
-    model.minimize(cost)  # type: ignore[arg-type]
+    model.minimize(cost)
     return float(model.getObjectiveValue()) + blocked_w * len(stages) * bound_s

@@ -18,6 +18,7 @@ from kilter.clocks.plan.pipeline import (
 )
 from kilter.device.sim.profile import Profile
 from kilter.model.power import LEAKAGE_AT_C, capped_clock
+from kilter.model.quiet_solver import quiet_solver
 
 STAGES, MICRO_BATCHES, CLOCKS = 4, 16, 16
 FORWARD_S = 0.05
@@ -80,10 +81,7 @@ def perseus_j(
     """Least energy of an iteration within the bound, where each pass mixes its clocks freely: the
     linear programme to which Perseus' energy-optimal schedule is a solution, by HiGHS. A lower
     bound for every schedule whose passes keep one clock each."""
-    import highspy
-
-    model = highspy.Highs()  # type: ignore[no-untyped-call]
-    model.setOptionValue("output_flag", False)
+    model = quiet_solver()
     ends = [model.addVariable(lb=0.0, ub=bound_s) for _ in schedule.units]
     cost: Any = 0.0  # becomes a linear expression
     for end, unit, needs in zip(ends, schedule.units, schedule.needs, strict=True):

@@ -26,6 +26,7 @@ from kilter.memory.plan.mix import mix
 from kilter.memory.plan.place import judged
 from kilter.memory.plan.problem import Problem
 from kilter.memory.plan.simulate import Schedule, simulate
+from kilter.model.quiet_solver import quiet_solver
 
 GAP = 1e-3
 """Of the objective: a whole choice that is within this of the best is good enough."""
@@ -294,8 +295,7 @@ def _run(
     columns; None if there were none in time."""
     import highspy
 
-    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-    solver.setOptionValue("output_flag", False)
+    solver = quiet_solver()
     solver.setOptionValue("time_limit", limit_s)
     solver.setOptionValue("mip_rel_gap", GAP)
     # The objective is the excess over compute; a gap relative to it alone would be far too fine.

@@ -243,8 +243,9 @@ OPTIONS = {
         Option(
             "predictor",
             _predictor,
-            "order the first settings that are tried by this file of kilter learn; what is chosen"
-            " is decided by measurement alone",
+            "order the first settings that are tried by this file of kilter learn, from a trace of"
+            " one iteration (a pause as with --trace); what is chosen is decided by measurement"
+            " alone",
             "FILE",
         ),
         Option("out", _directory, "where the files of the run go (default: runs/ID)", "DIR"),

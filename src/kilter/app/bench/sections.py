@@ -48,7 +48,7 @@ Policies: kilter; stepwise, the patent's search (US 2025/0264922, S221-S227) tak
 oracle, the deepest clocks that cost no more than each section's share of the bound.
 `found_step_error` is the largest distance from the oracle in steps of the clock (12 from the
 highest to the lowest), `accepted_harmful` a true slowdown above the bound. Every figure is
-simulated, but for those of dry_run_gloo, which are measured on the CPU.
+simulated, but for those of dry_run_gloo and of switch_times with --device nvml: they are measured.
 
 examples:
   kilter bench sections --scenario all

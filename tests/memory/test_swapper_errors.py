@@ -36,7 +36,7 @@ UNFENCED = frozenset(
     {
         # The hooks themselves, which only decide where an event goes, and the way back.
         "_pack", "_pack_tensor", "_unpack", "_unpack_tensor", "_save_fenced", "_use_fenced",
-        "_use_or_modified", "kept", "whole", "of", "refuse", "sole", "owned", "_under_a_mode",
+        "_use_or_modified", "kept", "whole", "of", "refuse", "owned", "_under_a_mode",
         "takes",
         "_pack_recorded", "_pack_any", "_unpack_any",
         # The same for calls of modules, and operations in them.

@@ -471,7 +471,7 @@ def test_two_ranks_set_both_cards_alike_and_write_one_report(
         assert box.of(Failed) == box.of(Failed, 1) == []
         assert err.count("report: ") == 1
         assert report.build(box.run).restored
-        told = ("before the evidence was in", "the default stands")  # how far it got, or its verdict
+        told = ("before the evidence was in", "the default stands")  # how far it got; a verdict
         assert any(words in err for words in told) or holding(box)
 
 

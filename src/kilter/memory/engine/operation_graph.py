@@ -64,8 +64,9 @@ class HeldSource:
     def changed(self) -> bool:
         return bool(self.tensor._version != self.version)
 
-    def own(self) -> None:
-        self.tensor = self().detach().clone()
+    def own(self, copy: torch.Tensor | None) -> None:
+        """Read this copy, or one that is made now, from here on."""
+        self.tensor = self().detach().clone() if copy is None else copy
         self.version, self.take = self.tensor._version, None
 
 

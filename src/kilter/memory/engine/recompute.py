@@ -28,6 +28,7 @@ from kilter.memory.engine.aliases import Known, version_counter
 from kilter.memory.engine.backend import owned
 from kilter.memory.engine.operation_graph import HeldSource, Source
 from kilter.memory.engine.operations import OPERATIONS
+from kilter.memory.engine.small_copies import SmallCopies
 from kilter.observe import torch_internals
 
 DEPTH = 5
@@ -167,6 +168,7 @@ class Reader:
         """The number of the output that the builder that begins is to make."""
         self.made: torch.Tensor | None = None
         """That output itself, where it is the tensor that is read."""
+        self._copies = SmallCopies()
         self._leaves: dict[int, tuple[Known, torch.Tensor, int]] = {}
         """By identity, parameters that operations read without saving them, their counters of
         versions, and their versions at the beginning of the pass."""
@@ -179,6 +181,7 @@ class Reader:
 
     def begin(self) -> None:
         """A pass begins."""
+        self._copies.begin()
         self._leaves = {
             key: (known, counter, counter._version)
             for key, (known, counter, _) in self._leaves.items()
@@ -235,8 +238,15 @@ class Reader:
         for held in small:
             if held.tensor.untyped_storage().nbytes() == 0:
                 return False  # sharding has taken the bytes away
-            held.own()
+            held.own(self._copy_of(held))
         return True
+
+    def _copy_of(self, held: HeldSource) -> torch.Tensor | None:
+        """The copy of a parameter from the beginning of the pass. Who holds its storage beside it
+        may have written to it since without a trace."""
+        if held.take is not None or not self._memory.alone(held.tensor):
+            return None
+        return self._copies.of(held.tensor, held.version)
 
     # For builders
 

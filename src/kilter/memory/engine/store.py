@@ -179,13 +179,6 @@ def read_kept(held: tuple[Any, ...]) -> torch.Tensor:
         error.raise_in_the_program(held, original_of(held))
 
 
-def sole(tensor: torch.Tensor) -> bool:
-    """A tensor, or what it is a view of, has its storage to itself. Otherwise others may write to
-    the storage, and no version counter of ours shows it (recurrent cells do so; arenas)."""
-    base = tensor._base
-    return bool((tensor if base is None else base).nbytes == tensor.untyped_storage().nbytes())
-
-
 def covers(tensor: torch.Tensor, size_bytes: int) -> bool:
     """The tensor is its storage, each element once, in a layout that copies keep."""
     if tensor.nbytes != size_bytes or tensor.storage_offset() != 0:

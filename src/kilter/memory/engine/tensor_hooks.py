@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,6 @@ from kilter.memory.engine.store import (
     View,
     kept,
     original_of,
-    sole,
     whole,
 )
 from kilter.observe import torch_internals
@@ -166,21 +164,23 @@ class TensorHooks:
 
     def takes(self, tensor: Tensor) -> bool:
         """The engine takes this tensor over from autograd."""
-        return (
-            type(tensor) is Tensor
-            and tensor.numel() * tensor.element_size() >= self._min_bytes
-            and tensor.device == self._device
-            and tensor.layout is strided
-            and not tensor.is_nested
-            and not (tensor.is_leaf and tensor.requires_grad)
-            and type(tensor._base) in (NoneType, Tensor)  # not of a parameter, nor of a subclass
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-            and not tensor._is_zerotensor()
-            and tensor.untyped_storage().nbytes() >= self._min_bytes
-            and sole(tensor)
-            and owned(tensor.untyped_storage())
-        )
+        if type(tensor) is not Tensor or tensor.layout is not strided or tensor.is_nested:
+            return False
+        if tensor.nbytes < self._min_bytes or tensor.device != self._device:
+            return False  # most tensors end here
+        base = tensor._base
+        if not (base is None or type(base) is Tensor):
+            return False  # a view of a parameter, or of a subclass
+        if tensor.is_leaf and tensor.requires_grad:
+            return False
+        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+            return False
+        # A tensor, or what it is a view of, has its storage to itself. Otherwise others may write
+        # to the storage, and no version counter of ours shows it (recurrent cells do so; arenas).
+        storage = tensor.untyped_storage()
+        size_bytes = storage.nbytes()
+        sole = (tensor if base is None else base).nbytes == size_bytes
+        return bool(sole and size_bytes >= self._min_bytes and owned(storage))
 
     def _unpack_tensor(self, packed: Any) -> Tensor:
         return whole(packed) if len(packed) == 3 else self._use_large(packed)

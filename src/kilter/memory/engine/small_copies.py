@@ -1,0 +1,89 @@
+"""Copies of the small parameters that recipes read, made together when a pass begins.
+
+A recipe must not read what the program can write to, so it reads a copy. To copy each parameter for
+itself takes a call of the framework and a kernel of the device (165 of them in a forward of
+ViT-L/16). Which ones are wanted is known from the passes before: these are copied by one
+concatenation for each type.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from kilter.memory.engine.quiet import ungraded
+from kilter.observe import torch_internals
+
+PASSES = 4
+"""Passes in which a copy is made again without having been read."""
+
+
+class _Copy(NamedTuple):
+    tensor: torch.Tensor
+    version: int
+    """The parameter's count of writes when it was copied."""
+    storage: int
+
+
+class SmallCopies:
+    """Copies that are valid for one pass."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[int, tuple[Parameter, int]] = {}
+        """By identity, and how many passes ago it was read. An alias in the parameter's place would
+        count as a holder of its storage."""
+        self._copies: dict[int, _Copy] = {}
+        self._stream: Any = None
+
+    def begin(self) -> None:
+        """A pass begins: copy what the last ones wanted."""
+        self._wanted = {
+            key: (parameter, passes + 1)
+            for key, (parameter, passes) in self._wanted.items()
+            if passes < PASSES
+        }
+        self._copies = {}
+        by_type: dict[tuple[torch.device, torch.dtype], list[Parameter]] = {}
+        for parameter, _ in self._wanted.values():
+            if parameter.is_contiguous() and parameter.untyped_storage().nbytes():
+                by_type.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        for (device, _), parameters in by_type.items():
+            self._stream = _stream_of(device)
+            self._copies |= ungraded(partial(_copies_of, parameters))
+
+    def of(self, tensor: torch.Tensor, version: int) -> torch.Tensor | None:
+        """The copy of a parameter as it was at that count of writes. `None` if there is none; from
+        the next pass on there is one."""
+        if type(tensor) is not Parameter:
+            return None
+        self._wanted[id(tensor)] = tensor, 0
+        found = self._copies.get(id(tensor))
+        if (
+            found is None
+            or found.version != version
+            or found.storage != tensor.untyped_storage()._cdata
+            or self._stream != _stream_of(tensor.device)
+        ):
+            return None
+        return found.tensor
+
+
+def _copies_of(parameters: list[Parameter]) -> dict[int, _Copy]:
+    """By identity; all of one type and device."""
+    versions = [parameter._version for parameter in parameters]
+    joined = torch.cat([parameter.view(-1) for parameter in parameters])
+    parts = joined.split([parameter.numel() for parameter in parameters])
+    return {
+        id(parameter): _Copy(
+            part.view(parameter.size()), version, parameter.untyped_storage()._cdata
+        )
+        for parameter, part, version in zip(parameters, parts, versions, strict=True)
+    }
+
+
+def _stream_of(device: torch.device) -> Any:
+    """The stream to which operations of this device are issued."""
+    return torch_internals.cuda_raw_stream(device.index) if device.type == "cuda" else None

@@ -1,0 +1,152 @@
+"""Copies of small parameters, which recipes read: whatever the program does to a parameter during
+a pass, the numbers are those of the plain run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from kilter.memory.engine import Swapper
+from kilter.memory.engine.small_copies import SmallCopies
+from kilter.memory.plan.problem import Link
+from kilter.testing.steady_stand_in import SteadyStandIn
+
+SLOW = Link(to_host_bytes_per_s=1e6, to_device_bytes_per_s=1e6, both_bytes_per_s=2e6)
+LAYERS, WIDTH, ROWS, PASSES = 8, 64, 256, 14
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.disturb: Callable[[nn.Parameter, int], None] = lambda bias, number: None
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            self.disturb(layer.bias, self.passes)
+            x = torch.sigmoid(layer(x)) * torch.tanh(x)
+        self.passes += 1
+        return x
+
+
+def train(disturb: Callable[[nn.Parameter, int], None], share: float | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Net()
+    model.disturb = disturb
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget = 10**12 if share is None else int(share * 12 * LAYERS * WIDTH * ROWS)
+    engine = Swapper(SteadyStandIn(), budget_bytes=budget, link=SLOW, min_bytes=16_384)
+    seen = []
+    with nullcontext() if share is None else engine:
+        for _ in range(PASSES):
+            loss = model(torch.randn(ROWS, WIDTH)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.detach())
+        assert share is None or engine.report().plans
+    return [*seen, *(p.detach() for p in model.parameters())]
+
+
+def nothing(bias: nn.Parameter, number: int) -> None:
+    pass
+
+
+def in_place(bias: nn.Parameter, number: int) -> None:
+    if number % 3 == 1:
+        with torch.no_grad():
+            bias.mul_(0.9)
+
+
+def through_data(bias: nn.Parameter, number: int) -> None:
+    if number % 3 == 1:
+        bias.data.add_(0.1)
+
+
+def other_data(bias: nn.Parameter, number: int) -> None:
+    if number % 3 == 1:
+        bias.data = bias.data * 0.9
+
+
+def by_kept_data() -> Callable[[nn.Parameter, int], None]:
+    """The `.data` of an earlier pass is written to."""
+    held: dict[int, torch.Tensor] = {}
+
+    def by_kept_data(bias: nn.Parameter, number: int) -> None:
+        if number == 8:
+            held[id(bias)] = bias.data
+        if number > 9:
+            held[id(bias)].mul_(0.9)
+
+    return by_kept_data
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each copy that a recipe asked for, whether it was there."""
+    asked: list[bool] = []
+    of = SmallCopies.of
+
+    def counted(self: SmallCopies, tensor: torch.Tensor, version: int) -> torch.Tensor | None:
+        found = of(self, tensor, version)
+        asked.append(found is not None)
+        return found
+
+    monkeypatch.setattr(SmallCopies, "of", counted)
+    return asked
+
+
+DISTURBANCES = {
+    "nothing": lambda: nothing,
+    "in place": lambda: in_place,
+    "through data": lambda: through_data,
+    "other data": lambda: other_data,
+    "by kept data": by_kept_data,
+}
+
+
+@pytest.mark.parametrize("name", DISTURBANCES)
+def test_numbers_are_plains_whatever_is_done_to_a_bias(name: str, given: list[bool]) -> None:
+    plain, governed = (train(DISTURBANCES[name](), share) for share in (None, 0.6))
+    assert all(torch.equal(one, other) for one, other in zip(plain, governed, strict=True))
+    assert any(given), "no recipe was given a copy"
+
+
+def test_all_copies_of_one_type_are_one_tensor() -> None:
+    parameters = [nn.Parameter(torch.randn(3 + n)) for n in range(3)]
+    copies = SmallCopies()
+    copies.begin()
+    assert [copies.of(p, p._version) for p in parameters] == [None] * 3
+    copies.begin()
+    found = [copies.of(p, p._version) for p in parameters]
+    assert all(
+        one is not None and torch.equal(one, p) for one, p in zip(found, parameters, strict=True)
+    )
+    assert len({one.untyped_storage()._cdata for one in found if one is not None}) == 1
+    with torch.no_grad():
+        parameters[1].zero_()
+    assert copies.of(parameters[1], parameters[1]._version) is None
+    assert found[1] is not None
+    assert found[1].any(), "an older recipe reads what was there"
+
+
+def test_a_parameter_that_is_not_read_any_more_is_let_go() -> None:
+    copies = SmallCopies()
+    copies.of(nn.Parameter(torch.ones(2)), 0)
+    for _ in range(8):
+        copies.begin()
+    assert not copies._wanted
+
+
+def test_a_parameter_whose_bytes_were_taken_away_is_not_copied() -> None:
+    copies = SmallCopies()
+    parameter = nn.Parameter(torch.ones(2))
+    copies.of(parameter, 0)
+    parameter.untyped_storage().resize_(0)
+    copies.begin()
+    assert copies.of(parameter, parameter._version) is None

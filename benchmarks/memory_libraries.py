@@ -33,6 +33,8 @@ from typing import Any, NamedTuple
 
 TIMED = 6
 """Iterations of each of the two timed loops."""
+WARM = 6
+"""Iterations before the timed ones in the arms that have nothing to plan."""
 ARMS = ("plain", "checkpoint", "governed", "segments")
 SMALL_BATCH = 4
 
@@ -226,15 +228,15 @@ def train(args: argparse.Namespace) -> None:
     import torch
 
     job = JOBS[args.model]
-    importlib.import_module(job.library)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    torch.manual_seed(0)
+    with device:
+        model = model_of(job, not cuda, args.checkpoint)
     with (args.out.parent / "turn").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         signal.alarm(args.timeout)  # kills an arm that takes too long; waiting does not count
         began_s = time.monotonic()
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda" if cuda else "cpu")
-        torch.manual_seed(0)
-        model = model_of(job, not cuda, args.checkpoint).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
         loss_of = losses_of(job, model, job.batch if cuda else SMALL_BATCH, device)
 
@@ -246,7 +248,7 @@ def train(args: argparse.Namespace) -> None:
             optimizer.zero_grad()
             return loss
 
-        for number in range(args.steps - 2 * TIMED - 1):
+        for number in range(args.steps):
             loss = step()
             if number % 10 == 0:
                 loss.item()
@@ -288,7 +290,8 @@ def run(model: str, arm: str, budget: str, args: argparse.Namespace) -> dict[str
         command += ["-m", "kilter", "run", "--memory-budget", budget, "--out", str(out / "run")]
         command += ["--recompute", "segments"] if arm == "segments" else []
     command += [str(Path(__file__).resolve()), "--role", "train", "--model", model]
-    command += ["--out", str(out), "--steps", str(args.steps), "--timeout", str(args.timeout)]
+    steps = args.steps if budget else min(args.steps, WARM)
+    command += ["--out", str(out), "--steps", str(steps), "--timeout", str(args.timeout)]
     command += ["--checkpoint"] * (arm == "checkpoint")
     done = subprocess.run(command, capture_output=True, text=True)
     found, report = out / "found.json", out / "run" / "report.json"
@@ -343,7 +346,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs"))
     parser.add_argument("--models", default=",".join(JOBS))
     parser.add_argument("--arms", default=",".join(ARMS), help="in this order; also shares: 75%%")
-    parser.add_argument("--steps", type=int, default=36, help="iterations of each arm")
+    parser.add_argument("--steps", type=int, default=24, help="iterations before the timed ones")
     parser.add_argument("--timeout", type=int, default=150, help="seconds for one arm")
     parser.add_argument("--limit-s", type=float, default=1e9, help="no arm begins after it")
     parser.add_argument("--at-once", type=int, default=3, help="models; one process trains")

@@ -38,7 +38,9 @@ def owned(storage: torch.UntypedStorage) -> bool:
     its bytes are neither given up nor computed with at another time than the program does.
     """
     # The framework calls every CUDA storage shared; one that came from elsewhere has no allocator.
-    return bool(storage.resizable() and (storage.is_cuda or not storage.is_shared()))
+    # Its `is_cuda` is a property written in Python, and this is asked for each saved tensor.
+    cuda = storage.device.type == "cuda"
+    return bool(storage.resizable() and (cuda or not storage.is_shared()))
 
 
 class Backend(Protocol):

@@ -30,17 +30,16 @@ SPOIL = "KILTER_SPOIL_EVICTED"
 """Environment variable: `1` makes the stand-in overwrite what was evicted. Tests set it."""
 
 
-def owned(storage: torch.UntypedStorage) -> bool:
-    """Whether the framework's allocator made this memory, for this process alone.
+def owned(storage: torch.UntypedStorage, *, on_cuda: bool) -> bool:
+    """Whether the framework's allocator made this memory, for this process alone. (To ask the
+    storage itself for its device takes longer than all the rest here.)
 
     Memory of NumPy, of DLPack and other buffers, of files and of other processes is not owned, nor
     is a storage cut out of another one. Others may read or write such memory at any time, so
     its bytes are neither given up nor computed with at another time than the program does.
     """
     # The framework calls every CUDA storage shared; one that came from elsewhere has no allocator.
-    # Its `is_cuda` is a property written in Python, and this is asked for each saved tensor.
-    cuda = storage.device.type == "cuda"
-    return bool(storage.resizable() and (cuda or not storage.is_shared()))
+    return bool(storage.resizable() and (on_cuda or not storage.is_shared()))
 
 
 class Backend(Protocol):
@@ -190,7 +189,7 @@ class CpuStandIn:
         self._run_until(event)
 
     def evicted(self, storage: torch.UntypedStorage) -> None:
-        if self.spoils and owned(storage):
+        if self.spoils and owned(storage, on_cuda=False):
             storage.fill_(self.POISON)
 
     def mark(self) -> CopyEvent:

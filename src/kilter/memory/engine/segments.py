@@ -158,7 +158,7 @@ class ModuleCall:
             raise Foreign("the call has written to what it reads")
         if storage.nbytes() == 0 and tensor.numel():
             raise Foreign("reads weights that come and go (sharding)")
-        if not owned(storage):
+        if not owned(storage, on_cuda=tensor.is_cuda):
             raise Foreign("reads memory that is not the framework's")
         store = self._calls.store
         if store.was_touched(tensor):

@@ -128,7 +128,7 @@ class Stream:
             and not value.requires_grad
             and size_of(value) >= self._min_bytes
             and value.untyped_storage().nbytes() == size_of(value)
-            and owned(value.untyped_storage())
+            and owned(value.untyped_storage(), on_cuda=value.is_cuda)
         )
 
     def disown(self, bucket: StateBucket) -> None:

@@ -180,7 +180,8 @@ class TensorHooks:
         storage = tensor.untyped_storage()
         size_bytes = storage.nbytes()
         sole = (tensor if base is None else base).nbytes == size_bytes
-        return bool(sole and size_bytes >= self._min_bytes and owned(storage))
+        ours = owned(storage, on_cuda=tensor.is_cuda)
+        return bool(sole and size_bytes >= self._min_bytes and ours)
 
     def _unpack_tensor(self, packed: Any) -> Tensor:
         return whole(packed) if len(packed) == 3 else self._use_large(packed)

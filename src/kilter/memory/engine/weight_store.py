@@ -216,7 +216,7 @@ class WeightStore:
             return False
         if holders(parameter).exceed(self._alone_of(parameter)):
             return False
-        if not owned(parameter.untyped_storage()):
+        if not owned(parameter.untyped_storage(), on_cuda=parameter.is_cuda):
             return False
         top = torch_internals.top_saved_hooks(True)
         if top is not None and not is_ours(top[1]):

@@ -345,19 +345,25 @@ def _time(memory: MemoryReport) -> str:
 
 def _beyond(memory: MemoryReport) -> list[tuple[str, str]]:
     """What an iteration takes longer than the plan accounts for, where that is a lot."""
-    record = memory.record
+    record, plan = memory.record, memory.plan
     before_s, after_s = record.plain_iteration_s, record.iteration_s
-    if record.backend == "stand-in" or before_s is None or after_s is None:
+    if record.backend == "stand-in" or plan is None or after_s is None:
         return []
-    if memory.plan is None:
-        return []
-    beyond_s = (after_s - before_s) - (memory.plan.iteration_s - memory.plan.compute_s)
-    if beyond_s < BEYOND * before_s:
+    if before_s is None:
+        beyond_s = after_s - plan.iteration_s
+        what = (
+            "are no part of forward and backward as planned: the optimizer, what the program does"
+        )
+        what += " in between, and the host where it is late in issuing"
+    else:
+        beyond_s = (after_s - before_s) - (plan.iteration_s - plan.compute_s)
+        what = "are not in the plan, which counts the device's time alone: the host is likely late"
+        what += " in issuing"
+    if beyond_s < BEYOND * (before_s or plan.iteration_s):
         return []
     text = (
-        f"{show_time(beyond_s)} an iteration are not in the plan, which counts the device's time "
-        "alone: the host is likely late in issuing what moves and what is recomputed; larger "
-        "batches, or fewer waits for the device (.item(), print), give it time"
+        f"{show_time(beyond_s)} an iteration {what} what moves and what is recomputed; larger "
+        "batches, fewer waits for the device (.item(), print), or --recompute segments give it time"
     )
     return [("beyond the plan", text)]
 

@@ -351,10 +351,8 @@ def _beyond(memory: MemoryReport) -> list[tuple[str, str]]:
         return []
     if before_s is None:
         beyond_s = after_s - plan.iteration_s
-        what = (
-            "are no part of forward and backward as planned: the optimizer, what the program does"
-        )
-        what += " in between, and the host where it is late in issuing"
+        what = "are no part of forward and backward as planned: the optimizer, other work of the"
+        what += " program, and the host where it is late in issuing"
     else:
         beyond_s = (after_s - before_s) - (plan.iteration_s - plan.compute_s)
         what = "are not in the plan, which counts the device's time alone: the host is likely late"

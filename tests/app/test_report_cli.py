@@ -28,7 +28,7 @@ KEYS = {
     *("mode_reason", "outcome", "ranks", "command", "kilter", "wall_time", "config", "duration_s"),
     *("overhead", "probes", "decisions", "errors", "prediction", "memory", "sections", "blocks"),
     *("series", "operations", "operations_method"),
-    *("host", "torch", "driver", "energy_j", "idle", "job", "unseen", "no_trace"),
+    *("host", "torch", "driver", "energy_j", "features", "idle", "job", "unseen", "no_trace"),
 }
 
 HOSTILE = '"><img src=x onerror=alert(1)>&\x1b[31m\x00</title></svg>'

@@ -4,6 +4,7 @@ import math
 import random
 import sqlite3
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -13,11 +14,13 @@ from kilter.clocks.history import KEPT_RUNS, VERSION, History, network_file_syst
 from kilter.clocks.plan.governor import BlockOutcome, Governor, Order, Phase
 from kilter.clocks.plan.job import Space
 from kilter.clocks.plan.known import KNOWN_PAIRS, PairBook, RecurringGovernor, below
+from kilter.clocks.plan.predictor import PREDICTOR_COLUMNS, row_of
 from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.core.past_run import Features, KnownSetting, PastRun
 from kilter.core.plan import Goal
-from kilter.core.setting import Setting
+from kilter.core.setting import Sample, Setting, Throttle
+from kilter.core.trace import IterationTrace, Kind, Operation
 
 FOUND = Setting()
 CLOCKS = [Setting(sm_clock_hz=mhz * 1e6) for mhz in (1400, 1300, 1200, 1100, 1000, 900)]
@@ -132,6 +135,38 @@ def test_pairs_are_noted_by_setting_and_forgotten_when_the_job_has_changed() -> 
     )
     changed.play(orders, 3)
     assert [seen.pairs for seen in book.seen] == [1]
+
+
+def test_what_the_trace_and_the_sensors_show_of_a_job_is_kept(tmp_path: Path) -> None:
+    book = PairBook()
+    Job(slowdown=0.02, saving=0.2, noise=0.0, seed=4).play(
+        book.note(Governor(SPACE, GOAL).run()), 9
+    )
+    reading = Sample(t_s=0.0, sm_clock_hz=1.4e9, sm_utilisation=0.8, throttle=(Throttle.POWER_CAP,))
+    book.readings = [*[reading] * 6, Sample(t_s=7.0, sm_clock_hz=1.4e9, throttle=())]
+    parts = [(Kind.FORWARD, 0.5, 40), (Kind.COLLECTIVE, 0.2, 1), (Kind.GAP, 0.3, 1)]
+    operations = tuple(
+        Operation(name="", kind=kind, start_s=0.0, duration_s=s, kernels=kernels, flops=6.0)
+        for kind, s, kernels in parts
+    )
+    trace = IterationTrace(
+        iteration_s=1.0, operations=operations, timeline="gpu", device="", label=Label.MEASURED
+    )
+    book.trace = trace
+    features = book.features
+    assert (features.sm_clock_hz, features.sm_utilisation) == (1.4e9, pytest.approx(0.8))
+    assert features.throttled == pytest.approx(6 / 7)
+    assert features.kernels_per_s == 41
+    assert features.host_gap == pytest.approx(0.3)
+    assert features.exposed_communication == pytest.approx(0.2)
+    history = History(tmp_path / "history.sqlite")
+    history.add(run_of(features=features))
+    (kept,) = history.runs(Label.MEASURED)
+    assert kept.features == features
+    row = dict(zip(PREDICTOR_COLUMNS, row_of(CLOCKS[0], SPACE.reference, features), strict=True))
+    assert (row["kernels_per_s"], row["host_gap"]) == (41, pytest.approx(0.3))
+    book.trace = replace(trace, timeline="host")  # which does not show what the GPU does
+    assert book.features.kernels_per_s is None
 
 
 def iter_orders(

@@ -123,7 +123,7 @@ def test_a_traced_job_is_described_by_its_trace() -> None:
         gpu, trace, Goal(max_slowdown=0.05), apply=gpu.set, record=lambda event: None
     )
     assert rehearsal.program.book.features.flop_per_s is None
-    while not rehearsal.program.book.work:
+    while rehearsal.program.book.trace is None:
         rehearsal.iterate()
     features = rehearsal.program.book.features
     assert features.flop_per_s == pytest.approx(trace.flops / features.iteration_s)

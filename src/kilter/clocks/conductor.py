@@ -426,9 +426,7 @@ class GovernorProgram:
                 reason="learning the rhythm",
             )
         settings = self.space = space(self._found, self._actuator.sustained(), self._supported)
-        trace = self._trace()
-        if trace is not None:
-            self.book.work = (trace.flops, trace.bytes_moved)
+        self.book.trace, self.book.readings = self._trace(), self._actuator.recent()
         roles = self._roles()
         if 1 < len(roles) <= MOST_ROLES:
             self._governor = RoleGovernor(roles, settings, self._goal, seed=self._seed)
@@ -441,7 +439,7 @@ class GovernorProgram:
                 expected = self._predictor.expected(
                     settings.candidates, settings.reference, features
                 )
-            job = job_by_readings(self._actuator.recent())
+            job = job_by_readings(self.book.readings)
             self._governor = Governor(
                 settings,
                 self._goal,

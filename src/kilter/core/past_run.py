@@ -57,10 +57,16 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     memory_clock_hz: float | None = None
     sm_utilisation: float | None = None
     memory_utilisation: float | None = None
+    throttled: float | None = None
+    """Share of the readings that name a limit of power, temperature or hardware."""
     flop_per_s: float | None = None
     """Of the whole iteration, as the trace counts its FLOPs."""
     bytes_per_s: float | None = None
     """The same of the bytes that its operations move."""
+    kernels_per_s: float | None = None
+    """Of the trace, as `TraceFeatures` has it; so are the next two."""
+    host_gap: float | None = None
+    exposed_communication: float | None = None
 
 
 class PastRun(msgspec.Struct, frozen=True, kw_only=True):

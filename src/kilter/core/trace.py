@@ -81,6 +81,20 @@ class Datum:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFeatures:
+    """How an iteration uses its GPU, whatever its length."""
+
+    kernels_per_s: float
+    """Kernels and copies."""
+    host_gap: float
+    """Share of the iteration in which the GPU has nothing to do."""
+    exposed_communication: float
+    """Share of the iteration in which collectives run and nothing else."""
+    flop_per_byte: float | None
+    label: Label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IterationTrace:
     """The operations of one repeated iteration, in order of their start."""
 
@@ -123,6 +137,22 @@ class IterationTrace:
         """Sum of the operations' durations, without gaps and data waits."""
         idle = (Kind.GAP, Kind.DATA_WAIT)
         return sum(op.duration_s for op in self.operations if op.kind not in idle)
+
+    @property
+    def features(self) -> TraceFeatures | None:
+        """None on the host's timeline, which does not show what the GPU does."""
+        if self.timeline != "gpu" or self.iteration_s <= 0.0:
+            return None
+        idle = (Kind.GAP, Kind.DATA_WAIT)
+        kernels = sum(op.kernels for op in self.operations if op.kind not in idle)
+        exposed_s = sum(op.duration_s for op in self.operations if op.kind is Kind.COLLECTIVE)
+        return TraceFeatures(
+            kernels_per_s=kernels / self.iteration_s,
+            host_gap=min(1.0, max(0.0, 1.0 - self.busy_s / self.iteration_s)),
+            exposed_communication=min(1.0, exposed_s / self.iteration_s),
+            flop_per_byte=self.flops / self.bytes_moved if self.bytes_moved else None,
+            label=self.label,
+        )
 
     @property
     def flops(self) -> float:

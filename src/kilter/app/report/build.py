@@ -50,7 +50,7 @@ from kilter.core.label import Label
 from kilter.core.plan import Goal, Plan
 from kilter.core.secrets import masked
 from kilter.core.setting import DeviceInfo, Setting
-from kilter.core.trace import IterationTrace
+from kilter.core.trace import IterationTrace, TraceFeatures
 
 T = TypeVar("T")
 
@@ -150,6 +150,8 @@ class Report(Judgement):
     """Why no iteration was seen, and what to do about it; None if one was."""
     job: JobClass
     """What bounds the job."""
+    features: TraceFeatures | None
+    """How an iteration uses the GPU; None without a trace of it."""
     idle: Idle | None
     """How much of the time the GPU has nothing to do."""
     ranks: str
@@ -310,9 +312,8 @@ def summarise(
     )
     iterations, rehearsed_iterations = _iterations(ranks[0], stops, complete=complete)
     end = _end(ranks, iterations)
-    operations, operations_method = attribute(
-        trace if end["no_trace"] is None else None, judged.baseline.energy_j, lead.device
-    )
+    shown = trace if end["no_trace"] is None else None
+    operations, operations_method = attribute(shown, judged.baseline.energy_j, lead.device)
     label = _label(lead, memory, governed=choice.setting != lead.found, judged=judged)
     idle = idle_of(trace, lead.device, ranks[0].samples, ranks[0].blocks)
     sections = sections_report((rank.started.rank, rank.sectioned) for rank in ranks)
@@ -354,6 +355,7 @@ def summarise(
             memory=memory,
             sections=sections,
         ),
+        features=None if shown is None else shown.features,
         idle=idle,
         ranks=_ranks_text(ranks),
         command=masked(lead.command),

@@ -36,6 +36,7 @@ from kilter.app.report.summary import (
     next_step,
     plain_name,
     result,
+    use,
     verdict,
     whole_run,
 )
@@ -203,6 +204,9 @@ def _operations(report: Report) -> str:
             return ""
         why = f"<p>Its operations were not recorded: {escape(report.no_trace)}.</p>"
         return section(WHERE_ENERGY_GOES, why)
+    told = ""
+    if (features := report.features) is not None:
+        told = f"<p>One iteration: {escape(use(features))}. {tag(features.label)}</p>"
     shown, rest = report.operations[:MOST_OPERATIONS], report.operations[MOST_OPERATIONS:]
     largest = shown[0].share
     rows = [_operation_row(counted(op), op, largest) for op in shown]
@@ -211,7 +215,7 @@ def _operations(report: Report) -> str:
         rows.append(_operation_row(f"{len(group)} more", _together(group), largest))
     return section(
         WHERE_ENERGY_GOES,
-        f"<p>{escape(_capital(report.operations_method or ''))}. {tag(report.label)}</p>",
+        f"<p>{escape(_capital(report.operations_method or ''))}. {tag(report.label)}</p>{told}",
         table(
             (
                 ("Operation", "name"),

@@ -19,6 +19,7 @@ from kilter.app.report.words import STAND_IN, Finding, allowed, ascii_line, wish
 from kilter.clocks.plan.job_class import Bound
 from kilter.core.label import Label
 from kilter.core.reasons import CLOCKS_REFUSED, REHEARSAL_CUT
+from kilter.core.trace import TraceFeatures
 from kilter.core.units import (
     KWH_J,
     show_count,
@@ -115,6 +116,8 @@ def full(report: Report) -> str:
     if report.probes:
         lines += ["", f"settings tried, relative to the default [{label}]:"]
         lines += [f"  {_probe(probe)}" for probe in report.probes]
+    if report.features is not None:
+        lines += ["", f"one iteration: {use(report.features)} [{report.features.label.value}]"]
     if report.operations:
         lines += ["", f"energy of one iteration, {report.operations_method}:"]
         lines += [_operation(op) for op in report.operations[:_MOST_OPERATIONS]]
@@ -190,6 +193,17 @@ def counted(operation: OperationEnergy) -> str:
 def kind(operation: OperationEnergy) -> str:
     """What an operation does, in words."""
     return "device idle" if operation.kind == "gap" else operation.kind.replace("_", " ")
+
+
+def use(features: TraceFeatures) -> str:
+    """How an iteration uses the GPU, by its trace."""
+    intensity = features.flop_per_byte
+    return (
+        f"{features.kernels_per_s:,.0f} kernels per second; the GPU idles "
+        f"{show_fraction(features.host_gap)} of the time; exposed communication takes "
+        f"{show_fraction(features.exposed_communication)}"
+        + ("" if intensity is None else f"; {intensity:.3g} FLOP per byte")
+    )
 
 
 def bound(report: Report) -> Finding:

@@ -56,16 +56,23 @@ class JobReadings:
 def job_by_readings(samples: Sequence[Sample]) -> JobReadings:
     """The class that readings at the default show; `UNKNOWN` where only a trace or a lower clock
     could tell. Readings do not say what an idle GPU waits for."""
-    known = [sample.throttle for sample in samples if sample.throttle is not None]
     used = [sample.sm_utilisation for sample in samples if sample.sm_utilisation is not None]
-    held = sum(any(limit in reasons for limit in LIMITS) for reasons in known)
+    held = throttled(samples)
     busy = statistics.fmean(used) if len(used) >= FEWEST_READINGS else 1.0
     name = Bound.UNKNOWN
-    if len(known) >= FEWEST_READINGS and held >= HELD_DOWN * len(known):
+    if held is not None and held >= HELD_DOWN:
         name = Bound.THROTTLED
     elif 1.0 - busy >= IDLE_TOLD:
         name = Bound.IDLE
     return JobReadings(name=name, busy=busy)
+
+
+def throttled(samples: Sequence[Sample]) -> float | None:
+    """Share of the readings that name a limit; None where too few name any reason."""
+    known = [sample.throttle for sample in samples if sample.throttle is not None]
+    if len(known) < FEWEST_READINGS:
+        return None
+    return statistics.fmean(any(limit in reasons for limit in LIMITS) for reasons in known)
 
 
 def first_settings(job: JobReadings, space: Space) -> tuple[Setting, ...]:

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from kilter.clocks.plan.governor import BlockOutcome, Choice, Governor, Order, Phase
 from kilter.clocks.plan.guard import Contract
 from kilter.clocks.plan.job import Space
+from kilter.clocks.plan.job_class import throttled
 from kilter.core.errors import DeviceError
 from kilter.core.past_run import Features, KnownSetting, SeenSetting
 from kilter.core.plan import Goal
-from kilter.core.setting import Setting
+from kilter.core.setting import Sample, Setting
+from kilter.core.trace import IterationTrace
 from kilter.model.stats import t_cdf
 
 KNOWN_PAIRS = 3
@@ -49,8 +51,10 @@ class PairBook:
         """The first block of a pair."""
         self._held = False
         self.baseline: list[BlockOutcome] = []
-        self.work: tuple[float, float] | None = None
-        """FLOPs and bytes of an iteration, where a trace tells them."""
+        self.readings: Sequence[Sample] = ()
+        """Of the sensors, under the baseline."""
+        self.trace: IterationTrace | None = None
+        """One iteration, where it is on record."""
 
     def note(self, orders: Generator[Order, BlockOutcome, T]) -> Generator[Order, BlockOutcome, T]:
         """The same orders; their outcomes are noted on the way."""
@@ -72,7 +76,8 @@ class PairBook:
         if order.phase is Phase.HOLD:
             self._held = True
         elif self._held:  # searched again: the job has changed
-            self._held, self._ratios, self.baseline, self.work = False, {}, [], None
+            self._held, self._ratios, self.baseline = False, {}, []
+            self.readings, self.trace = (), None
         if order.baseline:
             self.baseline.append(outcome)
         if order.pair is None or order.roles:
@@ -107,12 +112,21 @@ class PairBook:
         iteration_s = statistics.median(block.iteration_s for block in self.baseline)
         energies = [block.energy_j for block in self.baseline if block.energy_j is not None]
         power_w = statistics.median(energies) / iteration_s if energies else None
-        flops, bytes_moved = self.work or (0.0, 0.0)
+        trace = self.trace
+        used = None if trace is None else trace.features
         return Features(
             iteration_s=iteration_s,
             power_w=power_w,
-            flop_per_s=flops / iteration_s or None,
-            bytes_per_s=bytes_moved / iteration_s or None,
+            sm_clock_hz=_mean(sample.sm_clock_hz for sample in self.readings),
+            memory_clock_hz=_mean(sample.memory_clock_hz for sample in self.readings),
+            sm_utilisation=_mean(sample.sm_utilisation for sample in self.readings),
+            memory_utilisation=_mean(sample.memory_utilisation for sample in self.readings),
+            throttled=throttled(self.readings),
+            flop_per_s=None if trace is None else trace.flops / iteration_s or None,
+            bytes_per_s=None if trace is None else trace.bytes_moved / iteration_s or None,
+            kernels_per_s=None if used is None else used.kernels_per_s,
+            host_gap=None if used is None else used.host_gap,
+            exposed_communication=None if used is None else used.exposed_communication,
         )
 
     @property
@@ -128,6 +142,12 @@ class PairBook:
         if freedom == 0:
             return 0.0, 0.0, 0
         return math.sqrt(squares[0] / freedom), math.sqrt(squares[1] / freedom), freedom
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are known."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 class RecurringGovernor:

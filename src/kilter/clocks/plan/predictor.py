@@ -37,8 +37,12 @@ JOB_COLUMNS = (
     "flop_per_byte",
     "flop_per_s",
     "bytes_per_s",
+    "throttled",
+    "kernels_per_s",
+    "host_gap",
+    "exposed_communication",
 )
-"""Of the job at the reference; NaN where it is not known. The last three are of its trace."""
+"""Of the job at the reference; NaN where it is not known."""
 PREDICTOR_COLUMNS = (*KNOB_COLUMNS, *JOB_COLUMNS)
 MOST_NODES = 2_000_000
 WORTH_USING = 0.8
@@ -66,6 +70,10 @@ def row_of(setting: Setting, reference: Setting, features: Features) -> list[flo
         flop_per_s / bytes_per_s if flop_per_s and bytes_per_s else None,
         flop_per_s,
         bytes_per_s,
+        features.throttled,
+        features.kernels_per_s,
+        features.host_gap,
+        features.exposed_communication,
     )
     return [*row, *(math.nan if value is None else value for value in job)]
 

@@ -41,9 +41,9 @@ LEAST_TEST = 4
 TEST_PART = 0.5
 """Of the pairs left, a test may use this part: others may follow, of a better setting after one
 that has passed, of a safer one after one that has failed."""
-LEAST_IMPROVEMENT = 0.001
+LEAST_IMPROVEMENT = 0.0003
 """Expected improvement (fraction of the objective) below which settings cannot be told apart."""
-LEAST_SHARE = 0.01
+LEAST_SHARE = 0.003
 """The same as a share of what the setting accepted so far saves: less cannot be told from the
 luck of a probe, and the search would try one neighbour after the other."""
 JOB_PAIRS = 1800
@@ -166,6 +166,7 @@ class Governor:
         self._pairs = 0
         self._pairs_before = 0
         self._error_left = goal.error_probability
+        self._test_part = TEST_PART
         self._probed: dict[int, _Evidence] = {}
         self._decided: set[int] = set()
         self.choice = Choice(setting=space.found, reason="the default stands: nothing tried yet")
@@ -240,7 +241,7 @@ class Governor:
     def _affordable(self) -> list[TestSize]:
         """The tests that a setting can be put to now."""
         left, spread = self._pairs_left(), self._spread()
-        most = left if left < 2 * LEAST_TEST else max(LEAST_TEST, int(left * TEST_PART))
+        most = left if left < 2 * LEAST_TEST else max(LEAST_TEST, int(left * self._test_part))
         sizes = {n for k in range(8) if (n := round(LEAST_TEST * 1.5**k)) < most} | {most}
         return [
             TestSize(

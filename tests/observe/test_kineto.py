@@ -140,6 +140,22 @@ def test_idle_gpu_while_the_data_loader_works_is_waiting_for_data(tmp_path):
     assert sum(gaps) == pytest.approx(130e-6)  # the mean of 120 and, at a border, 140
 
 
+@pytest.mark.parametrize(("iteration_s", "waited_s"), [(1e-3, 800e-6), (140e-6, 0.0)])
+def test_a_wait_for_data_at_the_begin_of_the_only_iteration(tmp_path, iteration_s, waited_s):
+    """The second GPU is behind its host: it has not been idle while the host was waiting."""
+    record = Recording()
+    record.iteration_ended(10_000)
+    loader = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
+    record.host(loader, 10_010, 10_810, "user_annotation")
+    record.kernel("k", 10_820, 10_830, 10_900)
+    record.kernel("l", 10_825, 10_910, 10_970)
+    record.iteration_ended(10_980)
+    trace = record.read(tmp_path, iteration_s=iteration_s)
+    waits = [o.duration_s for o in trace.operations if o.kind is Kind.DATA_WAIT]
+    assert sum(waits) == pytest.approx(waited_s, rel=0.05)
+    assert trace.busy_s == pytest.approx(130e-6)
+
+
 def test_the_known_time_of_an_iteration_changes_gaps_and_no_kernel(tmp_path):
     record = Recording()
     for at in (10_000, 11_000):

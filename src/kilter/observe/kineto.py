@@ -222,7 +222,7 @@ class _Trace:
         pieces = self._kernels() if self._device_events else self._main_thread()
         if not pieces:
             raise FileError(f"{self._where}: holds no operations that take time")
-        spans = self._number(pieces, iterations)
+        spans = self._number(pieces, iterations, iteration_s)
         units = [_Unit.group([p for p in pieces if p.iteration == i]) for i in range(len(spans))]
         mean, length_us, count = _average(units, spans, self._waits)
         name = device or next(iter(self._devices), "") or ("cpu" if timeline == "host" else "gpu")
@@ -358,8 +358,11 @@ class _Trace:
 
     # Iterations.
 
-    def _number(self, pieces: list[_Piece], iterations: int | None) -> list[Interval]:
-        """Say of each piece to which iteration it belongs (-1: none); the iterations' spans."""
+    def _number(
+        self, pieces: list[_Piece], iterations: int | None, iteration_s: float | None
+    ) -> list[Interval]:
+        """Say of each piece to which iteration it belongs (-1: none); the iterations' spans.
+        `iteration_s` is the length of an iteration where it is known."""
         iteration_ends = [] if iterations else self._iteration_ends()
         if len(iteration_ends) < 2:
             iteration_ends = _equal_parts(pieces, iterations)
@@ -376,8 +379,13 @@ class _Trace:
             own = [p for p in pieces if p.iteration == i]
             if not own:
                 raise FileError(f"{self._where}: an iteration without kernels")
-            begin = spans[-1][1] if spans else min(p.begin for p in own)
-            spans.append((begin, max(begin, *(p.end for p in own))))
+            first, last = min(p.begin for p in own), max(p.end for p in own)
+            begin = spans[-1][1] if spans else first
+            if not spans and iteration_s is not None:
+                # The GPU was idle in front of its first kernel as far as its work does not fill
+                # the known time of an iteration: a wait for data, mostly.
+                begin = min(first, max(iteration_ends[0], last - iteration_s * 1e6))
+            spans.append((begin, max(begin, last)))
         return spans
 
     def _iteration_ends(self) -> list[float]:

@@ -1,9 +1,9 @@
 """The loss curve of a job whose data ratio changes, against the same job without kilter.
 
-    python benchmarks/share_losses.py [--ranks 3] [--json]              a CPU, gloo
+    python benchmarks/share_losses.py [--ranks 3] [--epochs 6] [--json] a CPU, gloo
     python benchmarks/share_losses.py --ranks 2 --cuda [--json]         GPUs, NCCL (torchvision)
 
-Forked ranks. The ratio changes about every ten steps; ranks are idle and come back.
+Forked ranks. The ratio changes about every seven steps; ranks are idle and come back.
 The loss of a step is the mean over the global batch. Models: without BatchNorm under Adam and
 gradient clipping with a learning rate by step, under SGD with momentum and a gradient scaler, with
 a learning rate by epoch; and with BatchNorm, where the curve differs by construction, because each
@@ -18,7 +18,6 @@ import argparse
 import json
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from kilter.session.fence import Fence
-from kilter.sharing.elastic.agreement import propose
 from kilter.sharing.elastic.job import ElasticJob
-from kilter.sharing.elastic.share import connect
 from kilter.testing import forked
+from kilter.testing.ratio_plan import RatioPlan
 
 PLANS = {
     2: [(7, 3), (10, 0), (2, 8), (0, 10), (5, 5), (9, 1)],
@@ -39,7 +37,7 @@ PLANS = {
 }
 CASES = ("adam, clipping, by step", "sgd, scaler", "adamw, layernorm, by epoch", "batchnorm")
 CUDA_CASES = ("alexnet", "resnet18, batchnorm")
-SAMPLES, EPOCHS = 576, 6
+SAMPLES = 576
 
 
 def problem(case: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor, Any]:
@@ -68,12 +66,12 @@ def network(case: str) -> torch.nn.Module:
 
 
 def train(
-    case: str, plan: list[tuple[int, ...]], device: torch.device
+    case: str, plan: list[tuple[int, ...]], device: torch.device, epochs: int
 ) -> tuple[dict[int, float], int, int]:
     """This rank's part of the loss of each step, how often the ratio changed, and the steps in
     which this rank was idle. Without a plan, as without kilter."""
     torch.manual_seed(0)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     net, x, y, loss_of = problem(case)
     x, y = x.to(device), y.to(device)
     model = DistributedDataParallel(net.to(device))
@@ -89,28 +87,17 @@ def train(
     data = TensorDataset(torch.arange(SAMPLES))
     sampler: DistributedSampler[Any] = DistributedSampler(data)
     loader: DataLoader[Any] = DataLoader(data, batch, sampler=sampler)
-    over, threads = threading.Event(), []
-
-    def attached(job: ElasticJob) -> None:
-        if rank == 0:
-            threads.append(threading.Thread(target=carry_out, args=(job.share,)))
-            threads[0].start()
-
-    def carry_out(share: Any) -> None:
-        store = connect(share.address)
-        for number, ratios in enumerate(plan, start=1):
-            verdict = propose(store, number, ratios, world, stop=over.is_set)
-            while not over.is_set() and not store.check([f"reached/{verdict.at}"]):
-                over.wait(0.002)
-
-    job = ElasticJob(guard=Fence, may_idle=True, release=True, attached=attached, say=sys.exit)
+    ratios = RatioPlan(plan)
+    job = ElasticJob(
+        guard=Fence, may_idle=True, release=True, attached=ratios.attached, say=sys.exit
+    )
     if plan:
         job.watch(model)
         job.others += [scheduler, scaler]
         optimizer.register_step_post_hook(lambda *_: job.guard.run(job.stepped, optimizer))
     losses: dict[int, float] = {}
     steps = offset = 0
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for (index,) in job.batches(loader, lambda: iter(loader)) if plan else loader:
             inputs, targets = x[index.to(device)], y[index.to(device)]
@@ -125,40 +112,39 @@ def train(
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
+            ratios.keep_pace(job)
             if "by step" in case:
                 scheduler.step()
             losses[step] = loss.item() * len(inputs) / (batch * world)
             steps += 1
         if "by step" not in case:
             scheduler.step()
-    over.set()
-    for thread in threads:
-        thread.join()
+    ratios.end()
     changes = 0 if job.share is None else len(job.share.schedule.ratios())
-    return losses, changes, EPOCHS * SAMPLES // (batch * world) - steps
+    return losses, changes, epochs * SAMPLES // (batch * world) - steps
 
 
 def curve(
-    case: str, plan: list[tuple[int, ...]], device: torch.device
+    case: str, plan: list[tuple[int, ...]], device: torch.device, epochs: int
 ) -> tuple[list[float], int, int]:
     """The loss of the global batch, step by step; changes of the ratio; idle steps of all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, train(case, plan, device))
-    steps = EPOCHS * SAMPLES // 24
+    dist.all_gather_object(found, train(case, plan, device, epochs))
+    steps = epochs * SAMPLES // 24
     whole = [sum(losses.get(step, 0.0) for losses, _, _ in found) for step in range(steps)]
     return whole, found[0][1], sum(idle for _, _, idle in found)
 
 
-def rank(number: int, out: Path, cuda: bool) -> None:
-    rows = []
+def rank(number: int, out: Path, cuda: bool, epochs: int) -> None:
+    rows, plan = [], PLANS[dist.get_world_size()]
     device = torch.device("cuda", number) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
         torch.backends.cudnn.allow_tf32 = False
     for case in (*CASES, *CUDA_CASES) if cuda else CASES:
-        solo, _, _ = curve(case, [], device)
-        again, _, _ = curve(case, [], device)
-        shared, changes, idle = curve(case, PLANS[dist.get_world_size()], device)
+        solo, _, _ = curve(case, [], device, epochs)
+        again, _, _ = curve(case, [], device, epochs)
+        shared, changes, idle = curve(case, plan, device, epochs)
         rows.append(
             {
                 "case": case,
@@ -183,12 +169,14 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, choices=PLANS, default=3, help="(3)")
     parser.add_argument("--cuda", action="store_true", help="on GPUs, one for each rank")
+    parser.add_argument("--epochs", type=int, default=6, help="of 24 steps each (6)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     backend = "cpu:gloo,cuda:nccl" if args.cuda else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
-        if any(forked.ForkedRanks(args.ranks, rank, out, args.cuda, backend=backend).wait()):
+        given = out, args.cuda, args.epochs
+        if any(forked.ForkedRanks(args.ranks, rank, *given, backend=backend).wait()):
             return 1
         text = out.read_text()
     if args.json:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kilter
 from kilter.core.errors import UsageError
+from kilter.testing.ratio_plan import RatioPlan
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path)
@@ -51,6 +51,7 @@ share = kilter.share(
     endpoint=args.out / "none.json",
 )
 loader = share.loader(data)
+plan = RatioPlan([] if ratios is None else [ratios])
 shapes = []
 for _ in range(20):
     for x, y in loader:
@@ -58,7 +59,7 @@ for _ in range(20):
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         shapes.append(len(x))
-        time.sleep(0.05)
+        plan.keep_pace(share.job)
 found = {
     "parameters": [p.flatten().tolist() for p in net.parameters()],
     "shapes": shapes,

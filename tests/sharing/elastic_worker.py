@@ -6,55 +6,38 @@ import faulthandler
 import json
 import runpy
 import sys
-import threading
-import time
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kilter.session.fence import Fence
-from kilter.sharing.elastic.agreement import propose
 from kilter.sharing.elastic.job import ElasticJob
 from kilter.sharing.elastic.scripts import find_in_script
-from kilter.sharing.elastic.share import connect, resumed
+from kilter.sharing.elastic.share import resumed
+from kilter.testing.ratio_plan import RatioPlan
 
-faulthandler.dump_traceback_later(230, exit=True)  # a rank that hangs says where
-plan = json.loads(sys.argv[1])
+faulthandler.dump_traceback_later(840, exit=True)  # a rank that hangs says where
+ratios = [tuple(each) for each in json.loads(sys.argv[1])]
 sys.argv = sys.argv[2:]
 
 
-over = threading.Event()
+def agreed(store, number, verdict):
+    if number == 2 and verdict.at is not None:
+        store.set(resumed(verdict.at), "1")
 
 
-def carry_out(share):
-    store = connect(share.address)
-    for number, ratios in enumerate(plan, start=1):
-        # With every change all ranks pause: for a moment, or until somebody ends the pause.
-        pause_s = 25.0 if number == 2 else 0.2
-        verdict = propose(
-            store, number, tuple(ratios), share.world, pause_s=pause_s, stop=over.is_set
-        )
-        if number == 2 and verdict.at is not None:
-            time.sleep(0.2)
-            store.set(resumed(verdict.at), "1")
-        while not over.is_set() and not store.check([f"reached/{verdict.at}"]):
-            time.sleep(0.01)
-
-
-def attached(job):
-    if job.share.rank == 0:
-        thread = threading.Thread(target=carry_out, args=(job.share,), daemon=True)
-        thread.start()
-        # A thread that comes back from C++ while the interpreter ends takes the process down.
-        atexit.register(thread.join)
-        atexit.register(over.set)
-
-
+# With every change all ranks pause: for a moment, or until somebody ends the pause.
+plan = RatioPlan(ratios, pause_s=lambda number: 25.0 if number == 2 else 0.02, agreed=agreed)
 job = ElasticJob(
     guard=Fence,
     may_idle=True,
     release=True,
-    attached=attached,
+    attached=plan.attached,
     say=lambda text: print(f"kilter: {text}", file=sys.stderr),
 )
+# A thread that comes back from C++ while the interpreter ends takes the process down.
+atexit.register(plan.end)
 find_in_script(job)
+register_optimizer_step_post_hook(lambda *_: plan.keep_pace(job))
 runpy.run_path(sys.argv[0], run_name="__main__")
 if job.share is not None:
     print("changes", json.dumps(job.share.schedule._changes), file=sys.stderr)

@@ -9,7 +9,6 @@ wrong where.
 import json
 import os
 import sys
-import threading
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -21,10 +20,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import kilter.sharing.elastic
 from kilter.session.fence import Fence
-from kilter.sharing.elastic.agreement import propose
 from kilter.sharing.elastic.job import ElasticJob
-from kilter.sharing.elastic.share import connect
 from kilter.testing import forked
+from kilter.testing.ratio_plan import RatioPlan
 
 OURS = str(Path(kilter.sharing.elastic.__file__).parent)
 EVERY = bool(os.environ.get("KILTER_TEST_EVERY_CALL"))
@@ -61,10 +59,10 @@ class Counts(torch.nn.Module):
         return x
 
 
-def train(shared, plan=PLAN, epochs=5):
+def train(shared, plan=PLAN, epochs=3):
     """Parameters and samples after a training, with what kilter said."""
     torch.manual_seed(0)
-    rank, said = dist.get_rank(), []
+    said = []
     data = TensorDataset(torch.randn(72, 4), torch.randn(72, 1), torch.arange(72))
     net = torch.nn.Sequential(Counts(), torch.nn.Linear(4, 80), torch.nn.Tanh(),
                               torch.nn.Linear(80, 1))  # fmt: skip
@@ -72,21 +70,10 @@ def train(shared, plan=PLAN, epochs=5):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     sampler = DistributedSampler(data)
     loader = DataLoader(data, 4, sampler=sampler)
-    over, threads, seen = threading.Event(), [], []
-
-    def attached(job):
-        if rank == 0:
-            threads.append(threading.Thread(target=carry_out, args=(job.share,)))
-            threads[-1].start()
-
-    def carry_out(share):
-        store = connect(share.address)
-        for number, ratios in enumerate(plan, start=1):
-            verdict = propose(store, number, ratios, share.world, stop=over.is_set)
-            while not over.is_set() and not store.check([f"reached/{verdict.at}"]):
-                over.wait(0.002)
-
-    job = ElasticJob(guard=Fence, may_idle=True, release=True, attached=attached, say=said.append)
+    changes, seen = RatioPlan(plan), []
+    job = ElasticJob(
+        guard=Fence, may_idle=True, release=True, attached=changes.attached, say=said.append
+    )
     if shared:
         job.watch(model)
         job.others.append(torch.optim.lr_scheduler.StepLR(optimizer, 1000))
@@ -100,12 +87,11 @@ def train(shared, plan=PLAN, epochs=5):
                 optimizer.zero_grad()
                 torch.nn.functional.mse_loss(model(x), y).backward()
                 optimizer.step()
+                changes.keep_pace(job)
                 seen += index.tolist()
     finally:
         inside.clear()
-        over.set()
-        for thread in threads:
-            thread.join()
+        changes.end()
     held = job.share.schedule._changes if job.share is not None else []
     return [p.detach().clone() for p in net.parameters()], sorted(seen), said, held
 

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 240
+TIMEOUT_S = 900
 ENDED = "the script has ended"
 """On stderr, as a script's last act."""
 

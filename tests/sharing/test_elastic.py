@@ -11,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ranks import changes, train
 
 PLAN = [[4, 3, 3], [6, 4, 0], [0, 5, 5], [10, 0, 0], [2, 2, 6]]
-SLOW = ("--sleep", "0.02")
 
 
 def difference(a, b):
@@ -31,7 +30,7 @@ def plain(warm, tmp_path_factory):
 def test_any_ratios_train_as_without_kilter(warm, tmp_path, plain):
     """Ranks leave and come back; nothing is lost or seen twice; the state is whole at each end of
     a pass; gradients, learning rate and data are what they were."""
-    ranks, told = train(warm, 3, tmp_path / "out", PLAN, "--epochs", "4", *SLOW)
+    ranks, told = train(warm, 3, tmp_path / "out", PLAN, "--epochs", "4")
     agreed = changes(told)
     assert [ratios for _, ratios in agreed[1:]] == PLAN
     assert difference(ranks[0]["parameters"], plain[0]["parameters"]) < 1e-5
@@ -57,7 +56,7 @@ def test_any_ratios_train_as_without_kilter(warm, tmp_path, plain):
 def test_other_ways_to_load(warm, tmp_path, arguments, plan):
     arguments = ("--epochs", "4", "--samples", "120", *arguments)
     alone, _ = train(warm, 2, tmp_path / "alone", None, *arguments)
-    ranks, told = train(warm, 2, tmp_path / "shared", plan, *arguments, *SLOW)
+    ranks, told = train(warm, 2, tmp_path / "shared", plan, *arguments)
     assert len(changes(told)) >= 3
     assert difference(ranks[0]["parameters"], alone[0]["parameters"]) < 1e-5
     assert ranks[0]["parameters"] == ranks[1]["parameters"]
@@ -72,7 +71,7 @@ def test_batch_norm_statistics_are_those_of_the_global_batch(warm, tmp_path):
     plan = [[7, 3], [3, 7]]
     arguments = ("--batch-norm", "--epochs", "2", "--samples", "256", "--batch", "16")
     alone, _ = train(warm, 2, tmp_path / "alone", None, *arguments)
-    ranks, _ = train(warm, 2, tmp_path / "shared", plan, *arguments, *SLOW)
+    ranks, _ = train(warm, 2, tmp_path / "shared", plan, *arguments)
     assert ranks[0]["buffers"] == ranks[1]["buffers"]
     # The shards normalise by themselves, as under any DDP: close, and not the same.
     assert difference(ranks[0]["parameters"], alone[0]["parameters"]) < 0.2

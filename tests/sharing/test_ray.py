@@ -317,7 +317,7 @@ def test_two_ranks_train_and_one_fails_on_a_real_ray(cluster, tmp_path):
     def run(*arguments):
         command = [sys.executable, "-m", "kilter", "share", "run", "--ray", "train.py", *arguments]
         return subprocess.run(
-            command, cwd=tmp_path, env=cluster, capture_output=True, text=True, timeout=300
+            command, cwd=tmp_path, env=cluster, capture_output=True, text=True, timeout=900
         )
 
     trained = run()

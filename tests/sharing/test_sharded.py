@@ -29,7 +29,7 @@ def test_uneven_shares_of_a_sharded_model_train_as_even_ones(warm, tmp_path, sam
     samples = "49" if sampler == "plain" else "120"
     arguments = ("--sharded", "--epochs", "3", "--samples", samples, "--sampler", sampler)
     even, _ = train(warm, 2, tmp_path / "even", None, *arguments)
-    uneven, told = train(warm, 2, tmp_path / "uneven", PLAN, *arguments, "--sleep", "0.02")
+    uneven, told = train(warm, 2, tmp_path / "uneven", PLAN, *arguments)
     assert [ratios for _, ratios in changes(told)[1:]] == PLAN
     assert uneven[0]["parameters"] == uneven[1]["parameters"]
     assert uneven[0]["parameters"] == pytest.approx(even[0]["parameters"], abs=1e-6)
@@ -42,9 +42,7 @@ def test_uneven_shares_of_a_sharded_model_train_as_even_ones(warm, tmp_path, sam
 
 
 def test_the_user_is_told_once_that_no_rank_is_ever_without_samples(warm, tmp_path):
-    _, told = train(
-        warm, 2, tmp_path / "out", [[7, 3]], "--sharded", "--samples", "120", "--sleep", "0.01"
-    )
+    _, told = train(warm, 2, tmp_path / "out", [[7, 3]], "--sharded", "--samples", "120")
     said = [line for line in told.splitlines() if line.startswith("kilter:")]
     assert said == [
         "kilter: every rank of this job keeps a ratio of 1 to 10, because each holds a part of "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-HANG_TIMEOUT_S = 240.0
+HANG_TIMEOUT_S = 1200.0
 
 
 class ForkedRanks:

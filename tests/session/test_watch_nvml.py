@@ -1,7 +1,9 @@
 """`kilter watch` as a real process, beside a real process as the job, on cards that are a file.
 
-The job is no Python of ours that could mark anything: it only makes its card busy and less busy, in
-turn, and ends when the test takes its lamp away or kills it. Nothing here waits for a fixed time.
+The job is no Python of ours that could mark anything: its card is busy and less busy, in turn,
+until the test takes the job's lamp away or kills it. The card, its sensors and the watch live in
+virtual time, which goes on with each reading of the sensors: what the watch finds does not depend
+on how fast or loaded the machine is. Processes, signals and the lease are real.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from kilter.testing.fake_nvml import FakeNvml
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc, pidfd and flock of Linux")
 
 KILTER = str(Path(sys.executable).with_name("kilter"))
-PATIENCE_S = 150.0
+PATIENCE_S = 900.0
 
 # Sensors of 40 ms, iterations of 0.4 s, and fewer of them: a low clock after some ten seconds.
 FASTER = """
@@ -40,25 +42,46 @@ kilter.clocks.plan.rhythm.LEAST_WATCHED_BLOCK_S = 2.0
 kilter.clocks.plan.rhythm.MOST_BLOCK_S = 4.0
 """
 
+# Each time that the watch waits for new readings, its sensors are read 40 ms later.
+VIRTUAL_TIME = """
+import os, threading, types
+import kilter.app.cli.watch, kilter.device.nvidia, kilter.session.watched_gpu
+from kilter.observe.sampler import Sampler
+from kilter.testing.fake_nvml import FakeNvml
+
+fake, samplers, ticks = FakeNvml({path!r}), [], 0
+
+def now_s():
+    return ticks * 0.04
+
+class Stop(threading.Event):
+    def wait(self, timeout):
+        global ticks
+        ticks += 1
+        with fake.edit() as state:
+            state.virtual_s = now_s()
+            for card in state.cards:
+                works = any(os.path.exists(f"/proc/{{pid}}") for pid in card.pids)
+                card.load = works * (1.0 if now_s() % 0.4 < 0.25 else 0.3)
+        for sampler in samplers:
+            sampler.poll()
+        return self.is_set()
+
+Sampler.start = lambda self: samplers.append(self)
+kilter.app.cli.watch.threading = types.SimpleNamespace(Event=Stop)
+kilter.session.watched_gpu.monotonic = now_s
+kilter.device.nvidia.time = types.SimpleNamespace(monotonic=now_s)
+"""
+
 JOB = """
 import os, sys, time
 from kilter.testing.fake_nvml import FakeNvml
 
-fake = FakeNvml(sys.argv[1])
-with fake.edit() as state:
+with FakeNvml(sys.argv[1]).edit() as state:
     for card in map(int, sys.argv[2].split(",")):
         state.cards[card].pids += (os.getpid(),)
-at_s = time.monotonic()
 while os.path.exists("lamp"):
-    for load, seconds in ((1.0, 0.25), (0.3, 0.15)):
-        with fake.edit() as state:
-            for card in map(int, sys.argv[2].split(",")):
-                state.cards[card].load = load
-        at_s += seconds
-        time.sleep(max(0.0, at_s - time.monotonic()))
-with fake.edit() as state:
-    for card in state.cards:
-        card.load = 0.0
+    time.sleep(0.05)
 """
 
 
@@ -67,11 +90,13 @@ class Box:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.fake = FakeNvml.create(root / "cards.json", Card(), Card(), virtual_time=False)
+        self.fake = FakeNvml.create(root / "cards.json", Card(), Card())
         (root / "lamp").touch()
         (root / "job.py").write_text(JOB)
         (root / "faster").mkdir()
-        (root / "faster" / "sitecustomize.py").write_text(FASTER)
+        (root / "faster" / "sitecustomize.py").write_text(
+            FASTER + VIRTUAL_TIME.format(path=str(self.fake.path))
+        )
         environ = self.fake.environ()
         environ["PYTHONPATH"] = f"{root / 'faster'}{os.pathsep}{environ['PYTHONPATH']}"
         environ |= {"KILTER_STATE_DIR": str(root / "state"), "OMP_NUM_THREADS": "1"}
@@ -198,8 +223,8 @@ def test_a_job_killed_at_any_moment_leaves_the_card_as_found(box: Box, seed: int
     box.start_watch(*(("--pid", str(pid)) if seed % 2 else ("--gpu", "0")))
     assert box.watch is not None
     assert box.job is not None
-    end_s = time.monotonic() + random.Random(seed).uniform(1.0, 15.0)
-    box.wait_for(lambda: time.monotonic() > end_s, box.watch)
+    moment_s = random.Random(seed).uniform(1.0, 15.0)
+    box.wait_for(lambda: box.fake.state().virtual_s > moment_s, box.watch)
     box.job.kill()
     box.job.communicate()
     code, _, err = box.end()

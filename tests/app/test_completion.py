@@ -35,7 +35,7 @@ def test_the_shell_can_read_it(shell: str, capsys: pytest.CaptureFixture[str]) -
         pytest.skip(f"{shell} is not installed")
     script = printed(shell, capsys)
     done = subprocess.run(
-        [shell, "-n"], input=script, capture_output=True, text=True, timeout=60, check=False
+        [shell, "-n"], input=script, capture_output=True, text=True, timeout=900, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -56,6 +56,6 @@ def test_bash_completes(line: str, expected: set[str], capsys: pytest.CaptureFix
     )
     script = f'{printed("bash", capsys)}\n{ask}\n_kilter\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
     done = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True
+        ["bash", "-c", script], capture_output=True, text=True, timeout=900, check=True
     )
     assert set(done.stdout.split()) == expected

@@ -106,7 +106,7 @@ print(json.dumps({"mib": mib, "s": took_s, "bytes": size}))
 def cost(run: Path) -> dict[str, float]:
     """Of the report, in a process of its own."""
     command = [sys.executable, "-c", REPORT, str(run)]
-    done = subprocess.run(command, capture_output=True, check=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, check=True, timeout=900)
     found: dict[str, float] = json.loads(done.stdout)
     return found
 

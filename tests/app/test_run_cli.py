@@ -524,7 +524,7 @@ def test_a_named_file_is_read_instead_and_the_report_says_so(tmp_path: Path) -> 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
     )
     assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
     found = report.build(tmp_path / "run")

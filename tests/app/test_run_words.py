@@ -64,7 +64,7 @@ def script(text: str) -> str:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*KILTER, *arguments], capture_output=True, text=True, timeout=240, check=False
+        [*KILTER, *arguments], capture_output=True, text=True, timeout=900, check=False
     )
 
 

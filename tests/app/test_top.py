@@ -27,7 +27,7 @@ from kilter.core.setting import Setting
 from kilter.core.units import GIB
 from kilter.testing import runs
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 900.0
 
 
 def running(**options):

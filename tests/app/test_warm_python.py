@@ -72,10 +72,14 @@ def test_one_that_does_not_end_is_killed_with_its_children(
     (tmp_path / "program.py").write_text(
         "import os, time\nos.fork()\nopen(f'{os.getpid()}', 'w').close()\ntime.sleep(600)\n"
     )
+    with open(os.devnull, "r+b") as nothing:
+        process = warm.start(
+            ["program.py"], cwd=tmp_path, environ=os.environ, streams=[nothing] * 3
+        )
+    while len(pids := [path.name for path in tmp_path.glob("[0-9]*")]) < 2:
+        time.sleep(0.01)
     with pytest.raises(subprocess.TimeoutExpired):
-        warm.run(["program.py"], cwd=tmp_path, timeout_s=3.0)
-    pids = [path.name for path in tmp_path.glob("[0-9]*")]
-    assert len(pids) == 2
+        process.wait(0.01)
     while any(Path("/proc", pid).exists() for pid in pids):
         time.sleep(0.01)
     assert warm.run(["-c", "print('still there')"]).stdout == "still there\n"

@@ -83,7 +83,7 @@ def cards(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=900,
         )
         return done.returncode, done.stdout, done.stderr
 

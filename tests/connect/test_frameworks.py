@@ -13,7 +13,7 @@ import pytest
 from kilter.app.report import build as report
 
 PACKAGES = {"huggingface": "transformers", "lightning": "lightning", "accelerate": "accelerate"}
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0
 STEPS = 30
 
 

@@ -315,7 +315,7 @@ def start(command: list[str], case: Case, directory: Path) -> End:
         text=True,
         encoding="utf-8",
         errors="surrogateescape",
-        timeout=300,
+        timeout=900,
     )
     kept = [line for line in done.stderr.splitlines() if not line.startswith("kilter")]
     return End(done.returncode, done.stdout, "\n".join(kept))
@@ -405,7 +405,7 @@ def test_a_signal_from_outside_ends_it_as_python(
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=900)
         codes.append(process.returncode)
     assert codes[0] == codes[1]
 
@@ -534,7 +534,7 @@ def test_a_script_typed_at_a_terminal_is_refused(tmp_path: Path) -> None:
         stdin=theirs,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=900,
     )
     os.close(ours)
     os.close(theirs)

@@ -74,7 +74,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
     reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
     reader.start()
     codec.write_atomically(pipe, b"page")
-    reader.join(10)
+    reader.join(600)
     assert read == [b"page"]
     assert pipe.is_fifo()
 

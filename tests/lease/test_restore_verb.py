@@ -122,7 +122,7 @@ def let_deadline_pass(box: Box) -> None:
 
 
 def test_a_dead_run_whose_watcher_is_frozen_is_an_error_until_it_is_forced(box: Box) -> None:
-    job = low(box, hold_s=60.0)
+    job = low(box, hold_s=3600.0)
     frozen_watcher(box)
     job.kill()
     code, text = restore(box, "--all")
@@ -138,7 +138,7 @@ def test_a_dead_run_whose_watcher_is_frozen_is_an_error_until_it_is_forced(box: 
 
 
 def test_a_dead_run_whose_child_keeps_the_lock_is_an_error_until_it_is_forced(box: Box) -> None:
-    job = low(box, hold_s=60.0)
+    job = low(box, hold_s=3600.0)
     child = job.ask("fork", in_c=True)
     try:
         kill_watcher(box.state_directory)
@@ -153,7 +153,7 @@ def test_a_dead_run_whose_child_keeps_the_lock_is_an_error_until_it_is_forced(bo
 
 
 def test_a_run_that_is_frozen_with_its_watcher_is_forced_after_its_deadline(box: Box) -> None:
-    job = low(box, hold_s=60.0)
+    job = low(box, hold_s=3600.0)
     frozen_watcher(box)
     os.kill(job.pid, signal.SIGSTOP)
     code, text = restore(box, "--all", "--force")

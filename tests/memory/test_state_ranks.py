@@ -68,5 +68,5 @@ def test_two_processes(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=900)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors

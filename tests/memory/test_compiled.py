@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Guards may run slower on Python"),
     pytest.mark.filterwarnings("ignore:Using `torch.compile"),
 ]
-WIDTH, ROWS = 128, 4096
+WIDTH, ROWS = 128, 2048
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -115,9 +116,15 @@ def train(
     return losses + [p.detach().numpy().tobytes() for p in model.parameters()], made, swapper
 
 
+@cache
+def plain(steps: int) -> list[bytes]:
+    """What comes of the training without kilter."""
+    return train(steps)[0]
+
+
 def test_gradients_stay_where_feature_maps_alone_meet_the_budget() -> None:
     values, made, swapper = train(20, STATE_BYTES + 2 * MIB)
-    assert values == train(20)[0]
+    assert values == plain(20)
     assert made is not None
     assert swapper is not None
     assert made.settled
@@ -127,7 +134,7 @@ def test_gradients_stay_where_feature_maps_alone_meet_the_budget() -> None:
 
 def test_asked_for_gradients_go_where_feature_maps_cost() -> None:
     values, made, swapper = train(40, STATE_BYTES + 2 * MIB, "consume")
-    assert values == train(40)[0]
+    assert values == plain(40)
     assert made is not None
     assert swapper is not None
     assert made.settled
@@ -140,7 +147,7 @@ def test_asked_for_gradients_go_where_feature_maps_cost() -> None:
 
 def test_so_much_state_streams_as_is_missing() -> None:
     values, made, swapper = train(60, STATE_BYTES - MIB, "consume")
-    assert values == train(60)[0]
+    assert values == plain(60)
     assert made is not None
     assert swapper is not None
     report = made.report
@@ -157,7 +164,7 @@ def test_so_much_state_streams_as_is_missing() -> None:
 @pytest.mark.parametrize("gradients", ["auto", "keep"])
 def test_with_gradients_kept_state_streams_in_the_step(gradients: str) -> None:
     values, made, swapper = train(60, STATE_BYTES - MIB, gradients)
-    assert values == train(60)[0]
+    assert values == plain(60)
     assert made is not None
     assert swapper is not None
     report = made.report
@@ -173,7 +180,7 @@ def test_with_gradients_kept_state_streams_in_the_step(gradients: str) -> None:
 
 def test_a_budget_that_does_not_bind_changes_nothing() -> None:
     values, made, _ = train(20, 10 * STATE_BYTES)
-    assert values == train(20)[0]
+    assert values == plain(20)
     assert made is not None
     assert made.settled
     assert made.report is None
@@ -184,7 +191,7 @@ def test_a_crowded_job_makes_its_state_bucket_by_bucket(gradients: str) -> None:
     """Weights, gradients and state do not fit: known from the weights, before the first step."""
     budget_bytes = int(1.6 * STATE_BYTES)
     values, made, _ = train(4, budget_bytes, gradients, crowded=True)
-    assert values == train(4)[0]
+    assert values == plain(4)
     assert made is not None
     report = made.report
     assert report is not None
@@ -196,7 +203,7 @@ def test_a_guessed_room_is_set_right() -> None:
     """Once it is known what the pass takes, state that has room comes back."""
     budget_bytes = int(1.6 * STATE_BYTES)
     values, made, swapper = train(60, budget_bytes, "keep", crowded=True)
-    assert values == train(60)[0]
+    assert values == plain(60)
     assert made is not None
     assert swapper is not None
     assert made.settled
@@ -209,7 +216,7 @@ def test_state_leaves_as_soon_as_it_was_made_if_the_second_forward_has_no_room_f
     """Known from the first pass, in which data had to leave and there was no state."""
     budget_bytes = STATE_BYTES + 2 * MIB
     values, made, swapper = train(60, budget_bytes, begun_bytes=budget_bytes // 5)
-    assert values == train(60)[0]
+    assert values == plain(60)
     assert made is not None
     assert swapper is not None
     assert made.settled
@@ -223,7 +230,7 @@ def test_state_leaves_as_soon_as_it_was_made_if_the_second_forward_has_no_room_f
 def test_a_crowded_job_settles_within_its_budget(gradients: str) -> None:
     budget_bytes = int(0.9 * STATE_BYTES)
     values, made, swapper = train(60, budget_bytes, gradients, crowded=True)
-    assert values == train(60)[0]
+    assert values == plain(60)
     assert made is not None
     assert swapper is not None
     assert made.settled
@@ -244,7 +251,7 @@ def test_streaming_that_makes_iterations_slower_is_taken_back(
         lambda problem, buckets, at: beside(problem, buckets, at, STATE_BYTES // 2),
     )
     values, made, swapper = train(70, STATE_BYTES + 2 * MIB, "consume", streaming_s=streaming_s)
-    assert values == train(70)[0]
+    assert values == plain(70)
     assert made is not None
     assert swapper is not None
     assert made.settled

@@ -69,7 +69,7 @@ trainings = st.builds(
 )
 
 
-@settings(quick, max_examples=int(os.environ.get("KILTER_TEST_PROGRAMS", "20")))
+@settings(quick, max_examples=int(os.environ.get("KILTER_TEST_PROGRAMS", "10")))
 @given(trainings)
 def test_about_as_good_as_the_best_of_all_rooms(
     case: tuple[Problem, list[Bucket], list[int]],

@@ -208,7 +208,9 @@ def script(tmp_path):
 
 
 def test_the_verb_prints_each_batch(script, capsys) -> None:
-    assert main(["size", f"{script}:make", "--batch", "1024,8192", "--memory-budget", "256MiB"]) == 0
+    assert (
+        main(["size", f"{script}:make", "--batch", "1024,8192", "--memory-budget", "256MiB"]) == 0
+    )
     out = capsys.readouterr().out
     assert "batch 8192" in out
     assert "fits as it is" in out

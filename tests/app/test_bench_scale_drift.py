@@ -84,8 +84,12 @@ def test_wrong_usage_is_one_line(words: list[str], capsys: pytest.CaptureFixture
 
 def test_a_few_ranks_agree_through_a_real_store(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
-    assert main(["bench", "scale", "--ranks", "4", "--seconds", "10", "--json"]) == 0
-    (row,) = msgspec.json.decode(capsys.readouterr().out)["rows"]
+    for seconds in (10, 60, 300):  # the ranks live in real time: longer on a busy machine
+        arguments = ["--ranks", "4", "--seconds", str(seconds), "--json"]
+        assert main(["bench", "scale", *arguments]) == 0
+        (row,) = msgspec.json.decode(capsys.readouterr().out)["rows"]
+        if row["decisions"]:
+            break
     assert row["decisions"] > 0
     assert row["rank0_notes"] > 0
     assert row["all_notes"] > row["rank0_notes"]

@@ -191,7 +191,7 @@ def measure(count: int, *, seconds: float, processes: int, iteration_s: float = 
         time.sleep(max(0.0, begin_s - time.monotonic()))
         store.stdin.write(b"\n")
         store.stdin.flush()
-        seen = [_seen(process, seconds + 60.0) for process in running]
+        seen = [_seen(process, seconds + 600.0) for process in running]
         store.stdin.close()
         store_cpu_s = float(store.stdout.readline() or "nan")
     return _row(count, seen, begin_s, seconds, late[2], store_cpu_s, iteration_s)

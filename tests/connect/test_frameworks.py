@@ -174,7 +174,7 @@ def step():
     optimizer.step()
 trainer.train(step, {STEPS}, 1)
 assert not any("kilter" in name for row in logger.rows for name in row)
-assert "kilter/simulated/default_energy_j" in trainer.state.log_history[-1]
+assert "kilter/simulated/default_iteration_s" in trainer.state.log_history[-1]
 assert trainer.state.log_history[-1]["step"] == {STEPS}
 """
     program = tmp_path / "program.py"

@@ -11,20 +11,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-JOB = ["--standalone", "--nproc-per-node", "2", "-m", "kilter.testing.gloo_program"]
+import pytest
+
+from kilter.testing.warm_python import WarmPython
+
+PROGRAM = ["-m", "kilter.testing.gloo_program"]
+TORCHRUN = ["--standalone", "--nproc-per-node", "2"]
 TIMEOUT_S = 300
 
 
-def start(command: list[str], where: Path) -> subprocess.CompletedProcess[str]:
-    environ = {n: v for n, v in os.environ.items() if not n.startswith("KILTER")}
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=where,
-        env=environ | {"OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(where / "state")},
-        timeout=TIMEOUT_S,
-    )
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in os.environ:
+        if name.startswith("KILTER"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 def losses(output: str) -> list[str]:
@@ -32,23 +33,39 @@ def losses(output: str) -> list[str]:
     return sorted(re.findall(r"rank \d: [0-9a-f]{64}", output))
 
 
-def governed(where: Path, *options: str, job: list[str]) -> tuple[list[str], dict[str, Any], str]:
-    """Hashes of the losses, the report, and what was said."""
+def read_report(where: Path) -> dict[str, Any]:
+    sections: dict[str, Any] = json.loads((where / "out" / "report.json").read_text())["sections"]
+    return sections
+
+
+def governed(
+    warm: WarmPython, where: Path, *options: str, job: list[str]
+) -> tuple[dict[str, Any], str]:
+    """The report, and what was said, of two ranks that are started as torchrun starts them."""
     shutil.rmtree(where / "out", ignore_errors=True)
-    kilter = [sys.executable, "-m", "kilter", "run", "--sections", "--out", str(where / "out")]
-    done = start([*kilter, *options, *JOB, *job], where)
-    assert done.returncode == 0, done.stderr
-    report = json.loads((where / "out" / "report.json").read_text())
-    return losses(done.stdout), report["sections"], done.stderr
+    kilter = ["-m", "kilter", "run", "--sections", "--out", "out", *options]
+    ranks = warm.run_ranks(2, [*kilter, *PROGRAM, *job], cwd=where, timeout_s=TIMEOUT_S)
+    said = "".join(rank.stderr for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    return read_report(where), said
 
 
 def test_a_waiting_rank_gets_a_plan_and_another_one_when_the_collectives_change(
-    tmp_path: Path,
+    tmp_path: Path, warm: WarmPython
 ) -> None:
-    job = ["--iterations", "60", "--late-s", "0.25", "--more-from", "32"]
-    plain = start([sys.executable, "-m", "torch.distributed.run", *JOB, *job], tmp_path)
-    hashes, found, said = governed(tmp_path, "--dry-run", "--device", "sim:h200", job=job)
-    assert hashes == losses(plain.stdout)
+    job = [*PROGRAM, "--iterations", "60", "--more-from", "32", "--late-s"]
+    ranks = warm.run_ranks(2, [*job, "0"], cwd=tmp_path)
+    options = ["--sections", "--dry-run", "--device", "sim:h200", "--out", "out", *TORCHRUN]
+    done = subprocess.run(
+        [sys.executable, "-m", "kilter", "run", *options, *job, "0.25"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    hashes, found, said = losses(done.stdout), read_report(tmp_path), done.stderr
+    assert hashes == losses("".join(rank.stdout for rank in ranks))
     assert len(hashes) == 2
     first, second = (each["sections"] for each in found["ranks"])
     assert first["planned"]
@@ -65,9 +82,9 @@ def test_a_waiting_rank_gets_a_plan_and_another_one_when_the_collectives_change(
     assert "would set" in states
 
 
-def test_nothing_to_gain_is_an_answer(tmp_path: Path) -> None:
+def test_nothing_to_gain_is_an_answer(tmp_path: Path, warm: WarmPython) -> None:
     job = ["--iterations", "40", "--late-s", "0"]
-    _, found, said = governed(tmp_path, "--dry-run", "--device", "sim:h200", job=job)
+    found, said = governed(warm, tmp_path, "--dry-run", "--device", "sim:h200", job=job)
     assert not found["planned"]
     assert found["commands"] == 0
     assert "sections: rank" in said
@@ -76,14 +93,14 @@ def test_nothing_to_gain_is_an_answer(tmp_path: Path) -> None:
 
 
 def test_a_script_that_is_too_short_is_searched_on_by_rank_0_and_the_result_kept(
-    tmp_path: Path,
+    tmp_path: Path, warm: WarmPython
 ) -> None:
     """Rank 0 waits for rank 1, which computes. With two idle cores (`KILTER_TEST_QUIET=1`) the next
     run sees the same sections: it confirms what was kept, and holds it."""
     job = ["--late-s", "0.22", "--busy", "--iterations"]
     device = ["--device", "sim:h200", "--max-slowdown", "1%"]
-    _, first, said = governed(tmp_path, *device, job=[*job, "26"])
-    assert "Would hold" in said
+    first, said = governed(warm, tmp_path, *device, job=[*job, "26"])
+    assert "Would hold" in said, said
     assert "less energy" in said
     assert "One clock for the whole job was expected to save" in said
     search = first["search"]
@@ -99,7 +116,7 @@ def test_a_script_that_is_too_short_is_searched_on_by_rank_0_and_the_result_kept
 
     if not os.environ.get("KILTER_TEST_QUIET"):
         return
-    _, second, said = governed(tmp_path, *device, job=[*job, "115"])
+    second, said = governed(warm, tmp_path, *device, job=[*job, "115"])
     search = second["search"]
     assert search["known"]
     assert not search["rehearsed"]
@@ -113,7 +130,7 @@ def test_a_script_that_is_too_short_is_searched_on_by_rank_0_and_the_result_kept
     assert last >= 110  # until the end
 
 
-def test_without_a_device_the_run_says_what_to_name(tmp_path: Path) -> None:
+def test_without_a_device_the_run_says_what_to_name(tmp_path: Path, warm: WarmPython) -> None:
     (tmp_path / "train.py").write_text(
         "import torch\n"
         "model = torch.nn.Linear(4, 4)\n"
@@ -122,9 +139,8 @@ def test_without_a_device_the_run_says_what_to_name(tmp_path: Path) -> None:
         "    model(torch.ones(2, 4)).sum().backward()\n"
         "    optimizer.step()\n"
     )
-    out = ["--out", str(tmp_path / "out"), "train.py"]
-    command = [sys.executable, "-m", "kilter", "run", "--sections", "--device", "null", *out]
-    done = start(command, tmp_path)
+    options = ["--sections", "--device", "null", "--out", "out"]
+    done = warm.run(["-m", "kilter", "run", *options, "train.py"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "refused: looking for sections:" in done.stderr
     assert "--device sim:" in done.stderr

@@ -74,6 +74,9 @@ def main() -> None:
     print(f"rank {rank}: {seen.hexdigest()}", flush=True)
     if rank == 0 and args.edges is not None:
         args.edges.write_bytes(msgspec.json.encode(edges))
+    # DDP's reducer, as the last to hold the process group, would free it under Python's lock, for
+    # which the group's own thread may be waiting: PyTorch then hangs, now and then.
+    del parallel
     dist.destroy_process_group()
 
 

@@ -85,6 +85,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
             "--device",
             "--rehearse",
             "--sections",
+            "--no-sections",
             "--dry-run",
         ),
         *("--trace", "--history", "--predictor", "--out", "--json", "--config", "-m"),

@@ -80,17 +80,21 @@ class Told:
     def told(self) -> dict[str, Any]:
         return {"sets": True}
 
+    def stop(self) -> None:
+        return None
+
 
 class Job:
     """A rank on a GPU that may be set; iterations take as long as ever, at every clock."""
 
-    def __init__(self, exposed_s: float) -> None:
+    def __init__(self, exposed_s: float, *, asked: bool = True, can_set: bool = True) -> None:
         self.refused: list[tuple[str, ...]] = []
         info = SimpleNamespace(
             backend="nvml",
             uuid="GPU-a",
             name="NVIDIA H200",
-            can_set=True,
+            can_set=can_set,
+            refusal=None if can_set else "no permission",
             driver="580",
             vbios=None,
             sensor_period_s=0.1,
@@ -104,9 +108,12 @@ class Job:
         class Log:
             now_s = staticmethod(lambda: 0.0)
             refuse = staticmethod(lambda *what: self.refused.append(what))
-            __call__ = staticmethod(lambda event: None)
+            __call__ = staticmethod(lambda event: self.told.append(event))
 
-        messages = LocalMessages()
+        self.messages = messages = LocalMessages()
+        self.told: list[Any] = []
+        self.whole_job: list[int] = []
+        """The iterations that the controller of the whole job's clock was told."""
         run: Any = SimpleNamespace(
             dry_run=False,
             info=info,
@@ -119,9 +126,19 @@ class Job:
             tell_risks=lambda: None,
         )
         self.controller = SectionsController(
-            run, max_slowdown=0.005, otherwise=never, rehearse_s=0.0
+            run,
+            max_slowdown=0.005,
+            otherwise=never if asked else self.take_over,
+            asked=asked,
+            rehearse_s=0.0,
         )
         self.controller._windows = Windows(window(exposed_s))  # type: ignore[assignment]
+
+    def take_over(self) -> Any:
+        return SimpleNamespace(
+            begin=lambda: None,
+            tick=lambda finished, settled: self.whole_job.extend(i.index for i in finished),
+        )
 
     def iterate(self, count: int) -> None:
         for _ in range(count):
@@ -137,13 +154,13 @@ def never() -> Any:
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[float], Job]:
+def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[..., Job]:
     monkeypatch.setattr(section_process, "Conducting", Told)
     monkeypatch.setattr(section_controller, "write_atomically", lambda path, raw: None)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
-    def begin(exposed_s: float) -> Job:
-        job = Job(exposed_s)
+    def begin(exposed_s: float, **more: bool) -> Job:
+        job = Job(exposed_s, **more)
         job.controller._run.files.directory = tmp_path
         job.controller.begin()
         return job
@@ -228,3 +245,57 @@ def test_a_rank_that_waits_again_after_the_search_has_the_low_clock(
         go(3.0, marks=False)
         assert low[-1] is None
     assert [c.edge for c in log] == ["down", "up"] * 2
+
+
+def test_without_sections_that_pay_the_whole_job_is_governed_after_one_window(
+    begun: Callable[..., Job],
+) -> None:
+    job = begun(0.001, asked=False)
+    job.iterate(10)
+    assert job.whole_job[-1] == 10
+    assert job.controller._windows.count == 1
+    last = job.told[-1]
+    assert last.search.taken == "default"
+    assert last.instead == last.search.reason
+    assert "expected of the sections" in last.instead
+    assert job.refused == []
+
+
+def test_with_sections_that_pay_they_are_searched(begun: Callable[..., Job]) -> None:
+    job = begun(T - COMPUTE_S, asked=False)
+    job.iterate(10)
+    assert job.whole_job == []
+    assert job.controller._search.open_and_undecided
+
+
+def test_where_another_rank_has_no_sections_the_whole_job_is_governed(
+    begun: Callable[..., Job],
+) -> None:
+    job = begun(T - COMPUTE_S, asked=False)
+    job.iterate(10)
+    job.messages.post(section_controller.GIVEN_UP, b"rank 1: the profiler is in use")
+    job.iterate(10)
+    assert job.whole_job[-1] == 20
+    assert job.controller._off
+    assert job.controller._why_instead == "rank 1: the profiler is in use"
+
+
+def test_a_rank_that_may_set_nothing_tells_the_others_at_once(begun: Callable[..., Job]) -> None:
+    job = begun(T - COMPUTE_S, asked=False, can_set=False)
+    job.iterate(2)
+    assert job.whole_job == [1, 2]
+    assert job.messages.look(section_controller.GIVEN_UP) == b"rank 0: no permission"
+    assert job.refused == []  # the controller of the whole job refuses
+
+
+def test_a_window_that_fails_again_and_again_leaves_the_whole_job(
+    begun: Callable[..., Job],
+) -> None:
+    job = begun(T - COMPUTE_S, asked=False)
+    job.controller._windows._traces.clear()
+    job.controller._windows.failures = section_controller.WINDOW_FAILURES
+    job.controller._windows.why_not = "the profiler is in use"
+    job.iterate(3)
+    assert job.whole_job == [2, 3]
+    assert job.refused == [("observing sections", "the profiler is in use", None)]
+    assert job.messages.look(section_controller.GIVEN_UP) == b"rank 0: the profiler is in use"

@@ -30,6 +30,7 @@ from kilter.core.events import (
     Fitted,
     Moved,
     Refused,
+    Sectioned,
     Started,
     Stopped,
     read_events,
@@ -474,6 +475,53 @@ def test_two_ranks_set_both_cards_alike_and_write_one_report(
         assert report.build(box.run).restored
         told = ("before the evidence was in", "the default stands")  # how far it got; a verdict
         assert any(words in err for words in told) or holding(box)
+        # Before all that, one window has shown that the job's sections are too short for a clock.
+        for rank in (0, 1):
+            last = box.of(Sectioned, rank)[-1]
+            assert (last.windows, last.planned, last.commands) == (1, False, 0)
+            assert last.instead is not None
+        assert "kilter: sections: rank " in err
+        assert "Nothing to gain: " in err
+        assert "One clock for the whole job instead: 0.0 % expected of the sections, " in err
+
+
+LATE = TWO.replace(
+    "    time.sleep(0.002)\n",
+    """    until = time.monotonic() + (0.3 if os.environ["RANK"] == "1" else 0.002)
+    while time.monotonic() < until:
+        torch.mm(matrix, matrix)
+""",
+).replace("steps = 0\n", "steps = 0\nmatrix = torch.eye(256)\n")
+"""Rank 0 waits in every iteration for rank 1, which computes."""
+
+
+def test_the_sections_of_a_rank_that_waits_are_lowered_in_place_of_the_whole_job(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    two_ranks = ("--standalone", "--nproc-per-node", "2")
+    with make_box(warm, tmp_path, card(), card()) as box:
+        box.start(LATE, "--max-slowdown", "1%", *two_ranks, cold=())
+        box.wait_for(lambda: box.locked(0))
+        code, _, err = box.end()
+        assert code == 0, err
+        assert not box.locked(0)
+        assert {call.card for call in box.fake.setters()} == {0}
+        assert box.of(Block) == box.of(Block, 1) == []
+        assert box.of(Failed) == box.of(Failed, 1) == []
+        last = box.of(Sectioned)[-1]
+        assert (last.instead, last.planned, last.restored) == (None, True, True)
+        assert "the default stood" in err  # the search has only begun
+        assert "the found clock is back" in err
+
+
+def test_sections_can_be_declined(warm: WarmPython, tmp_path: Path) -> None:
+    with make_box(warm, tmp_path, card(), card()) as box:
+        box.start(TWO, "--no-sections", "--standalone", "--nproc-per-node", "2", cold=())
+        box.wait_for(lambda: box.of(Block))
+        code, _, err = box.end()
+        assert code == 0, err
+        assert box.of(Sectioned) == box.of(Sectioned, 1) == []
+        assert "kilter: sections" not in err
 
 
 PAUSING = """

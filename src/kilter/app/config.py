@@ -40,6 +40,8 @@ class Option:
     help: str
     metavar: str | None = None
     """None for a switch, which takes no value as a flag, and 0, 1, true or false elsewhere."""
+    negated: str | None = None
+    """The help of `--no-NAME`, for a switch that is on where it is not named."""
 
     @property
     def variable(self) -> str:
@@ -50,6 +52,14 @@ class Option:
         text = help_text or self.help
         if self.metavar is None:
             parser.add_argument(f"--{self.name}", action="store_const", const="1", help=text)
+            if self.negated is not None:
+                parser.add_argument(
+                    f"--no-{self.name}",
+                    action="store_const",
+                    const="0",
+                    dest=self.name.replace("-", "_"),
+                    help=self.negated,
+                )
         else:
             parser.add_argument(f"--{self.name}", metavar=self.metavar, help=text)
 
@@ -224,7 +234,9 @@ OPTIONS = {
             "sections",
             _switch,
             "lower the clock in communication sections that are worth it, inside the iteration, or"
-            " one clock for the whole job where that pays more",
+            " one clock for the whole job where that pays more; without the option, jobs of several"
+            " ranks are looked at whose GPUs may be set",
+            negated="do not look for communication sections",
         ),
         Option("dry-run", _switch, "observe, plan and report, but set nothing"),
         Option(
@@ -284,7 +296,7 @@ def resolve(
     for name, does in _OF_MEMORY.items():
         if memory_budget is None and flags.get(name) is not None:
             raise UsageError(f"--{name} {does}: add --memory-budget")
-    sections = given.get("sections", False)
+    sections = given.get("sections")
     if max_slowdown is None and (memory_budget is None or sections):
         max_slowdown = DEFAULT_MAX_SLOWDOWN
     elif max_slowdown is None and any(flags.get(n) is not None for n in _OF_CLOCKS):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,6 +29,7 @@ from kilter.core.messages import MessagesGone
 from kilter.core.rank_trace import WINDOW_FILE, RankTrace
 from kilter.core.reasons import CLOCKS_REFUSED, REHEARSAL_CUT
 from kilter.core.script_end import ScriptEnd
+from kilter.core.section_record import SectionsFound
 from kilter.device.sim.cards import names
 from kilter.observe.end_times import Iteration
 
@@ -42,6 +44,8 @@ UNKNOWN_SENSOR_PERIOD_S = 1.0
 """Of a device that does not say: as slow as a power that is averaged over a second."""
 WINDOW_FAILURES = 3
 """After so many windows without a trace nothing more is tried."""
+GIVEN_UP = "sections/given-up"
+"""The message of a rank without sections: why."""
 
 
 class SectionsController:
@@ -49,7 +53,8 @@ class SectionsController:
 
     A device that may be set: the ranks search together (`JointSearch`), and what is found is held.
     Otherwise the plan of each rank is written down by its conductor as it stands. `otherwise` makes
-    the controller of the whole job's clock, which takes over where that is expected to pay more.
+    the controller of the whole job's clock, which takes over where that is expected to pay more;
+    unless the user `asked` for sections, it takes over wherever no section gets a lower clock.
     `rehearse_s`: the real time that a search on simulated devices may take after the script.
     """
 
@@ -59,13 +64,18 @@ class SectionsController:
         *,
         max_slowdown: float,
         otherwise: Callable[[], Controller],
+        asked: bool,
         rehearse_s: float,
     ) -> None:
         self._run = run
         self._max_slowdown = max_slowdown
         self._otherwise = otherwise
+        self._asked = asked
         self._rehearse_s = rehearse_s
         self._instead: Controller | None = None
+        self._why_instead: str | None = None
+        self._untold: str | None = None
+        """The same, for the other ranks."""
         self._off = self._given_up = False
         self._keys = IterationKeys()
         self._plan: RankPlan | None = None
@@ -84,13 +94,18 @@ class SectionsController:
         if self._run.dry_run or self._run.info.can_set:
             return
         reason = self._run.info.refusal or "this device cannot be set"
-        self._run.log.refuse("setting clocks", reason, CLOCKS_REFUSED)
+        if self._asked:
+            self._run.log.refuse("setting clocks", reason, CLOCKS_REFUSED)
+        else:
+            self._hand_over(reason, tell=True)  # the whole job's controller refuses it, too
 
     def iteration_ended(self, index: int) -> None:
         if not self._off:
             self._keys.iteration_ended(index, self._run.iterations.device)
 
     def tick(self, finished: Sequence[Iteration], *, settled: bool) -> None:
+        if self._untold is not None:
+            self._tell(self._untold)
         if self._instead is not None:
             self._instead.tick(finished, settled=settled)
             return
@@ -98,8 +113,8 @@ class SectionsController:
             return
         if self._plan is None:
             self._plan = self._begin_planning()
-            if self._plan is None:
-                return
+        if self._plan is None or self._another_gave_up():
+            return
         if self._conducting is not None:
             self._look(self._conducting)
         if self._keys.failed is not None:
@@ -121,18 +136,17 @@ class SectionsController:
             self._conducting.stop()
         self._keys.close()
         if self._keys.failed is not None and not self._given_up:
-            self._give_up("marking iterations for the conductor", self._keys.failed)
-        if self._run.fence.down or self._plan is None:
-            if not (self._given_up or self._run.fence.down):
-                self._run.log.refuse("looking for sections", self._run.too_few(1))
-            return
-        if self._plan.found is None:
-            self._run.log.refuse("looking for sections", self._why_unseen())
+            self._run.log.refuse("marking iterations for the conductor", self._keys.failed)
+        if self._run.fence.down:
             return
         search = self._search
         if search is not None and search.simulated and search.found is None and outcome.finished:
             self._rehearse(search)
-        self._say(self._plan)
+        if self._plan is not None and self._plan.found is not None:
+            self._say(self._plan)
+        elif self._instead is None and not self._given_up:
+            subject = "looking for sections" if self._asked else "governing"
+            self._run.log.refuse(subject, self._why_unseen())
         if self._instead is not None:
             self._instead.end(finished, outcome)
 
@@ -147,6 +161,9 @@ class SectionsController:
         from kilter.device.sim.profile import profile_of
 
         refused = why_not_this_gpu(run.info, run.iterations.gpu_uuid)
+        if refused is not None and not self._asked:
+            self._hand_over(refused, tell=True)  # as above
+            return None
         if refused is not None:
             self._give_up("setting clocks", refused, CLOCKS_REFUSED)
             return None
@@ -301,18 +318,46 @@ class SectionsController:
             return
         if search.found is before:
             return
+        if search.found is not None and self._is_for_the_whole_job(search.found):
+            self._hand_over(search.found.reason)
         self._say(plan)
-        if search.found is not None and search.found.taken == "whole job":
-            self._hand_over()
 
-    def _hand_over(self) -> None:
-        """One clock for the whole job is expected to pay more. The conductor lets the device go."""
+    def _is_for_the_whole_job(self, found: SectionsFound) -> bool:
+        return found.taken == "whole job" or (found.taken == "default" and not self._asked)
+
+    def _another_gave_up(self) -> bool:
+        """The ranks set one kind of clocks together: where one has no sections, none has."""
+        if self._asked or (self._search is not None and self._search.found is not None):
+            return False
+        try:
+            messages = self._run.messages()
+            told = None if messages is None else messages.look(GIVEN_UP)
+        except MessagesGone:
+            return False  # whoever needs the messages says so
+        if told is not None:
+            self._hand_over(told.decode())
+        return told is not None
+
+    def _hand_over(self, why: str, *, tell: bool = False) -> None:
+        """To one clock for the whole job. The conductor lets the device go. `tell`: the other ranks
+        do not know it."""
         self._off = True
         self._keys.marking = False
         if self._conducting is not None:
             self._conducting.stop()
+        if tell:
+            self._untold = f"rank {self._run.ranks.rank}: {why}"
+        self._why_instead = why
         self._instead = self._otherwise()
         self._instead.begin()
+
+    def _tell(self, why: str) -> None:
+        """As soon as the ranks have met, and the program iterates."""
+        messages = self._run.messages() if self._run.iterations.index >= 0 else None
+        if messages is not None:
+            self._untold = None
+            with suppress(MessagesGone):  # whoever needs the messages says so
+                messages.post(GIVEN_UP, why.encode())
 
     def _rehearse(self, search: JointSearch) -> None:
         log = self._run.log
@@ -359,6 +404,7 @@ class SectionsController:
                 window_cost_s=self._windows.cost_s,
                 key_cost_s=self._keys.cost_s,
                 search=None if search is None else search.found,
+                instead=self._why_instead,
                 blocks=0 if search is None else search.blocks,
                 **({"sets": False} if self._conducting is None else self._conducting.told()),
             )
@@ -369,6 +415,10 @@ class SectionsController:
         if self._conducting is not None:
             self._conducting.pause()
         self._run.log.refuse(subject, reason, code)
+        if not self._asked:
+            self._hand_over(reason, tell=True)
 
     def _why_unseen(self) -> str:
+        if self._plan is None:
+            return self._run.too_few(1)
         return self._windows.why_not or self._run.too_few(self._windows.needed)

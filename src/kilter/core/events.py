@@ -188,6 +188,8 @@ class Sectioned(Event, frozen=True, kw_only=True):
     waits_clock_hz: float | None = None
     search: SectionsFound | None = None
     """What the ranks' search has come to; None: it is not over, or nothing may be set."""
+    instead: str | None = None
+    """Why one clock for the whole job is governed in place of sections; None: it is not."""
     blocks: int = 0
     """Blocks of iterations that rank 0 has judged in it."""
 

@@ -13,6 +13,7 @@ from kilter.clocks.job_history import JobHistory
 from kilter.clocks.section_controller import SectionsController
 from kilter.controller import Controller, Run
 from kilter.core.errors import UsageError
+from kilter.core.plan import Objective
 from kilter.core.ranks import Ranks
 from kilter.device.find import find
 from kilter.device.protocol import Device
@@ -42,18 +43,34 @@ def controllers_of(run: Run, options: Options) -> Sequence[Controller]:
                 recompute=options.recompute,
             )
         )
-    if options.sections and run.goal.max_slowdown is not None:
+    asked = options.sections
+    if run.goal.max_slowdown is not None and (asked or (asked is None and _may_pay(run))):
         controllers.append(
             SectionsController(
                 run,
                 max_slowdown=run.goal.max_slowdown,
                 otherwise=clocks,
+                asked=bool(asked),
                 rehearse_s=options.rehearsal_s,
             )
         )
     else:
         controllers.append(clocks())
     return controllers
+
+
+def _may_pay(run: Run) -> bool:
+    """Whether a job is looked at for sections of which its user has said nothing: it communicates,
+    and its devices are real (what one clock would save on a simulated one is rehearsed without the
+    job's communication). A memory schedule changes the times that sections are planned from, and
+    their search knows no objective but energy. The same on all ranks."""
+    return (
+        run.ranks.world_size > 1
+        and run.info.backend != "sim"
+        and not run.dry_run
+        and run.goal.memory_budget is None
+        and run.goal.objective is Objective.ENERGY
+    )
 
 
 def _history_file(options: Options) -> Path | None:

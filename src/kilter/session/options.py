@@ -32,8 +32,9 @@ class Options:
     """One of `RECOMPUTE`."""
     trace: bool = False
     """Record the operations of an iteration also where nothing but the report needs them."""
-    sections: bool = False
-    """Clocks inside the iteration, for communication sections, in place of the whole job's."""
+    sections: bool | None = None
+    """Clocks inside the iteration, for communication sections, in place of the whole job's; None:
+    where they pay more."""
     rehearse_s: float | None = None
     """Real seconds for a rehearsal after the script; None: `REHEARSE_S`."""
     history: str = HISTORY_AUTO

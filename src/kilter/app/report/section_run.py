@@ -42,6 +42,8 @@ class SectionsReport(msgspec.Struct, frozen=True, kw_only=True):
     """None: no conductor ran, or the record has no end."""
     search: SectionsFound | None
     """What the ranks' search has come to; None: it was not over, or nothing could be set."""
+    instead: str | None
+    """Why one clock for the whole job was governed in place of sections; None: it was not."""
     blocks: int
     """Blocks of iterations that were judged in it."""
     ranks: tuple[RankSectioned, ...]
@@ -67,6 +69,7 @@ def sections_report(ranks: Iterable[tuple[int, Sequence[Sectioned]]]) -> Section
         edge_error_p95_s=max(errors, default=None),
         restored=all(ends) if ends else None,
         search=next((each.sections.search for each in last if each.sections.search), None),
+        instead=next((each.sections.instead for each in last if each.sections.instead), None),
         blocks=max(each.sections.blocks for each in last),
         ranks=tuple(last),
     )
@@ -96,7 +99,9 @@ def headline(report: SectionsReport, *, simulated: bool) -> str:
 def answer(report: SectionsReport) -> str:
     """What was taken and why, or what would be, in one or two sentences."""
     found = report.search
-    if found is None and report.blocks and not report.dry_run:
+    if report.instead is not None:
+        return f"{report.summary} One clock for the whole job instead: {report.instead}."
+    if found is None and report.planned and not report.dry_run:
         blocks = show_count(report.blocks, "block")
         return f"The search was not over after {blocks}: the default stood. {report.summary}"
     if found is None:

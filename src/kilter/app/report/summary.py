@@ -82,7 +82,7 @@ def sections(report: Report) -> list[str]:
 def by_sections(report: Report) -> bool:
     """Whether the clocks were those of sections, and not one clock for the whole job after all."""
     found = report.sections
-    return found is not None and (found.search is None or found.search.taken != "whole job")
+    return found is not None and found.instead is None
 
 
 def full(report: Report) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kilter.clocks.calibrator import GpuBench, SimulatedBench, calibrate
 from kilter.clocks.plan.switching import effect_s
 from kilter.core.label import Label
-from kilter.core.setting import Setting
+from kilter.core.setting import Sample, Setting, Throttle
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.device.sim.gpu import SimGpu
 from kilter.device.sim.profile import load_profile
@@ -95,6 +95,8 @@ class Gpu:
     a while to return and another while to act."""
 
     CALL_S, LAUNCH_S, DRIFT, LONGEST_S = 0.012, 5e-6, 1e-4, 0.04
+    CONSTANT_S = 3.5e-6
+    """Of every kernel at every clock, as an H200 has it."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -117,7 +119,7 @@ class Gpu:
             launched_s, cycles = self._launched[len(self._ends) - 1]
             begin_s = max(launched_s, self._ends[-1])
             hz = next(hz for at_s, hz in reversed(self._changes) if at_s <= begin_s)
-            self._ends.append(begin_s + cycles / hz)
+            self._ends.append(begin_s + cycles / hz + self.CONSTANT_S)
         return self._ends[count]
 
     def set(self, setting: Setting) -> None:
@@ -147,7 +149,8 @@ def test_a_gpus_switches_are_measured_while_the_host_is_in_the_drivers_call() ->
     gpu = Gpu()
     info = SimGpu(load_profile("h200")).info()
     kernels = SpinKernels(gpu, lambda: gpu.now_s)
-    bench = GpuBench(lambda: info, kernels, gpu.set)
+    capped = Sample(t_s=0.0, throttle=(Throttle.POWER_CAP,))
+    bench = GpuBench(lambda: info, kernels, gpu.set, lambda: capped)
     found = calibrate(bench, [0.795e9], repetitions=20)
     # What is launched ahead outlasts the call, so a switch inside it is seen where it happens.
     assert AHEAD * 1e5 / 1.98e9 > Gpu.CALL_S
@@ -157,3 +160,10 @@ def test_a_gpus_switches_are_measured_while_the_host_is_in_the_drivers_call() ->
         assert switch.n == 20
         assert abs(switch.p50_s - true[9]) <= 2 * kernel_s
         assert abs(switch.p95_s - true[18]) <= 2 * kernel_s
+        assert switch.call is not None
+        assert switch.call.p50_s == pytest.approx(Gpu.CALL_S)
+        assert switch.reasons == ("power_cap",)
+        own = found.latency(down=switch.down, sm_clock_hz=0.795e9)
+        assert own is not None
+        assert own.median_s == switch.p50_s
+        assert own.quantile(0.95) == pytest.approx(switch.p95_s)

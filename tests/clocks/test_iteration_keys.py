@@ -162,7 +162,9 @@ def never() -> Any:
 def begun() -> Callable[..., tuple[SectionsController, Log]]:
     def begin(uuid: str | None, **info: Any) -> tuple[SectionsController, Log]:
         run, log = run_on(uuid, info=gpu(**info))
-        controller = SectionsController(run, max_slowdown=0.02, otherwise=never, asked=True, rehearse_s=0.0)
+        controller = SectionsController(
+            run, max_slowdown=0.02, otherwise=never, asked=True, rehearse_s=0.0
+        )
         controller.begin()
         controller.tick([], settled=True)
         return controller, log

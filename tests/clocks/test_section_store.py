@@ -71,6 +71,15 @@ def test_measured_switch_times_rule_the_plan() -> None:
     card = card_of(profile, calibration=SWITCHES)
     assert card.break_even_s == pytest.approx(1.2 * (0.002 + 0.004))
     assert card.break_even_s < card_of(profile).break_even_s
+    lowest = card.levels[-1]
+    slow = SwitchTimes(
+        sm_clock_hz=lowest.sm_clock_hz, down=True, n=20, p50_s=0.1, p95_s=0.2, p99_s=0.3
+    )
+    both = msgspec.structs.replace(SWITCHES, switches=(*SWITCHES.switches, slow))
+    card = card_of(profile, calibration=both)
+    assert card.break_even_of_s(card.levels[-1]) > 0.2 > 0.01 > card.break_even_s
+    down, _ = card.switches(card.levels[-1])
+    assert down.quantile(0.95) == pytest.approx(0.2)
     none = msgspec.structs.replace(SWITCHES, switches=())
     assert card_of(profile, calibration=none) == card_of(profile)
 

@@ -9,8 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kilter.clocks.plan.switching import Calibration, SwitchTimes, effect_s, switch_times
-from kilter.core.setting import DeviceInfo, Setting
+from kilter.clocks.plan.switching import (
+    Calibration,
+    SeenSwitch,
+    SwitchTimes,
+    effect_s,
+    switch_times,
+)
+from kilter.core.setting import DeviceInfo, Sample, Setting
 from kilter.core.trace import IterationTrace
 from kilter.device.sim.gpu import SimGpu
 from kilter.observe.gpu_kernels import SpinKernels
@@ -29,8 +35,12 @@ class KernelBench(Protocol):
     def info(self) -> DeviceInfo:
         """Whose switches these are."""
 
-    def set(self, setting: Setting) -> float:
-        """Set, and return the time of the command on the device's timeline."""
+    def set(self, setting: Setting) -> tuple[float, float | None]:
+        """Set, and return the time of the command on the device's timeline, and how long the call
+        took to return; None in virtual time."""
+
+    def reasons(self) -> tuple[str, ...]:
+        """What keeps the clock below what was asked, now."""
 
     def kernel(self) -> tuple[float, float]:
         """Run one; its begin and end."""
@@ -50,9 +60,12 @@ class SimulatedBench:
     def info(self) -> DeviceInfo:
         return self._gpu.info()
 
-    def set(self, setting: Setting) -> float:
+    def set(self, setting: Setting) -> tuple[float, float | None]:
         self._set(setting)
-        return self._gpu.now_s
+        return self._gpu.now_s, None
+
+    def reasons(self) -> tuple[str, ...]:
+        return _reasons(self._gpu.sample())
 
     def kernel(self) -> tuple[float, float]:
         begin_s = self._gpu.now_s
@@ -69,16 +82,25 @@ class GpuBench:
         info: Callable[[], DeviceInfo],
         kernels: SpinKernels,
         set_: Callable[[Setting], None],
+        sample: Callable[[], Sample],
     ) -> None:
         self.info = info
+        self._sample = sample
         self.kernel = kernels.kernel
         self._now_s = kernels.now_s
         self._set = set_
 
-    def set(self, setting: Setting) -> float:
+    def set(self, setting: Setting) -> tuple[float, float | None]:
         commanded_s = self._now_s()
         self._set(setting)
-        return commanded_s
+        return commanded_s, self._now_s() - commanded_s
+
+    def reasons(self) -> tuple[str, ...]:
+        return _reasons(self._sample())
+
+
+def _reasons(sample: Sample) -> tuple[str, ...]:
+    return tuple(reason.value for reason in sample.throttle or ())
 
 
 def calibrate(
@@ -88,14 +110,12 @@ def calibrate(
     switches: list[SwitchTimes] = []
     for hz in sm_clocks_hz:
         low = Setting(sm_clock_hz=hz)
-        seen: dict[bool, list[float]] = {True: [], False: []}
+        seen: dict[bool, list[SeenSwitch]] = {True: [], False: []}
         for _ in range(repetitions):
             for down in (True, False):
-                took_s = _switch(bench, low if down else Setting())
-                if took_s is not None:
-                    seen[down].append(took_s)
-        for down, times in seen.items():
-            found = switch_times(times, hz, down=down)
+                seen[down].append(_switch(bench, low if down else Setting()))
+        for down, switched in seen.items():
+            found = switch_times(switched, hz, down=down)
             if found is not None:
                 switches.append(found)
     info = bench.info()
@@ -108,11 +128,13 @@ def calibrate(
     )
 
 
-def _switch(bench: KernelBench, setting: Setting) -> float | None:
+def _switch(bench: KernelBench, setting: Setting) -> SeenSwitch:
     kernels = [bench.kernel() for _ in range(KERNELS_BEFORE)]
-    commanded_s = bench.set(setting)
+    commanded_s, call_s = bench.set(setting)
     usual_s = bench.info().switch_latency_s
     longest_s = LONGEST_SWITCH_S if usual_s is None else LONGEST * usual_s
     while kernels[-1][1] < commanded_s + longest_s:
         kernels.append(bench.kernel())
-    return effect_s(kernels, commanded_s)
+    return SeenSwitch(
+        effect_s=effect_s(kernels, commanded_s), call_s=call_s, reasons=bench.reasons()
+    )

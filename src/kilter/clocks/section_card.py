@@ -19,8 +19,8 @@ def card_of(
     calibration: Calibration | None = None,
 ) -> ClockCosts:
     """The card of a profile, with so many clocks below the highest. A switch takes what was
-    calibrated, or always `switch_s`, or else the profile's latency, of which the spread between
-    targets is taken as calibrated."""
+    calibrated, clock by clock, or always `switch_s`, or else the profile's latency, of which the
+    spread between targets is taken as calibrated."""
     knobs, power = profile.knobs, profile.power
     memory_hz, top_hz = knobs.memory_clocks_hz[-1], knobs.sm_highest_hz
     ratio = (knobs.sm_lowest_hz / top_hz) ** (1 / levels)
@@ -31,9 +31,9 @@ def card_of(
     latency = Latency(median_s=profile.switch.median_s, spread=profile.switch.spread)
     if switch_s is not None:
         latency = Latency(median_s=switch_s, spread=0.0)
-    down = up = None
-    if calibration is not None:
-        down, up = (calibration.latency(down=each) for each in (True, False))
+
+    def measured(down: bool, hz: float | None = None) -> Latency | None:
+        return None if calibration is None else calibration.latency(down=down, sm_clock_hz=hz)
 
     computing_w = knobs.limit_highest_w * knobs.limit_kept
     # Work per second that draws the limit at the highest clock; less of it at a lower one.
@@ -48,12 +48,14 @@ def card_of(
             waiting_w=there_w,
             computing_w=there_w + float(power.work_j(flops * hz / top_hz, 0.0, 1.0, hz)),
             stretch=top_hz / hz,
+            down=measured(True, hz),
+            up=measured(False, hz),
         )
 
     return ClockCosts(
         levels=tuple(level(hz) for hz in clocks if hz < top_hz),
-        down=down or latency,
-        up=up or latency,
+        down=measured(True) or latency,
+        up=measured(False) or latency,
         computing_w=computing_w,
         waiting_w=waiting_w,
     )

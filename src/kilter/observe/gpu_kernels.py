@@ -2,10 +2,10 @@
 calibrator of switch times looks at.
 
 A kernel spins for a fixed number of SM cycles, so its length is the period of the SM clock times
-that number, and nothing else. Some are always launched ahead, so that the GPU goes on while the
-host is inside a call of the driver. The host's clock is brought to the GPU's by the kernels that
-the host has waited for: it cannot see an end before it is there, so the smallest difference is the
-true one.
+that number, and a constant for its launch and its end (3.5 us on an H200). Some are always launched
+ahead, so that the GPU goes on while the host is inside a call of the driver. The host's clock is
+brought to the GPU's by the kernels that the host has waited for: it cannot see an end before it is
+there, so the smallest difference is the true one.
 """
 
 from __future__ import annotations

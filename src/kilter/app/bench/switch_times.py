@@ -35,14 +35,14 @@ def tell_switches(profile: Profile | None, *, seed: int, as_json: bool, keep: bo
         fields = {"scenario": "switch_times", "device": profile.name}
         print_json("kilter.bench.sections/1", found.label, fields | msgspec.to_builtins(found))
         return 0
-    print("{:<10} {:<5} {:>3} {:>9} {:>9} {:>9}".format("clock", "to", "n", "p50", "p95", "p99"))
+    row = "{:<10} {:<5} {:>3} {:>9} {:>9} {:>9}  {:>9}  {}"
+    print(row.format("clock", "to", "n", "p50", "p95", "p99", "call p95", "kept back by"))
     for s in found.switches:
-        times = (show_time(t) for t in (s.p50_s, s.p95_s, s.p99_s))
-        print(
-            "{:<10} {:<5} {:>3} {:>9} {:>9} {:>9}".format(
-                show_clock(s.sm_clock_hz), "low" if s.down else "found", s.n, *times
-            )
-        )
+        times = [show_time(t) for t in (s.p50_s, s.p95_s, s.p99_s)]
+        call = "-" if s.call is None else show_time(s.call.p95_s)
+        to = "low" if s.down else "found"
+        why = ", ".join(s.reasons) or "-"
+        print(row.format(show_clock(s.sm_clock_hz), to, s.n, *times, call, why))
     down, up = (found.latency(down=down) for down in (True, False))
     if down is not None and up is not None:
         even_s = down.quantile(0.95) + up.quantile(0.95)
@@ -69,7 +69,7 @@ def measured_on_gpu() -> Measured:
     clocks = [level.sm_clock_hz for level in card_of(profile).levels]
     kernels = spin_kernels(info.uuid)
     with Lease(device) as lease:
-        bench = GpuBench(device.info, kernels, lease.set)
+        bench = GpuBench(device.info, kernels, lease.set, device.sample)
         return info, profile, calibrate(bench, clocks)
 
 

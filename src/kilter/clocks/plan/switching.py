@@ -23,6 +23,14 @@ LEAST_KERNELS = 3
 """On both sides of a change."""
 
 
+class CallTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the calls that set the clock, seen or not."""
+
+    p50_s: float
+    p95_s: float
+    p99_s: float
+
+
 class SwitchTimes(msgspec.Struct, frozen=True, kw_only=True):
     """One direction of one clock."""
 
@@ -34,6 +42,15 @@ class SwitchTimes(msgspec.Struct, frozen=True, kw_only=True):
     p50_s: float
     p95_s: float
     p99_s: float
+    call: CallTimes | None = None
+    """How long the calls took to return; None: in virtual time, or not kept."""
+    reasons: tuple[str, ...] = ()
+    """What kept the clock below what was asked, after any of the switches: `Throttle`'s words."""
+
+    @property
+    def latency(self) -> Latency:
+        spread = math.log(self.p95_s / self.p50_s) / NormalDist().inv_cdf(0.95)
+        return Latency(median_s=self.p50_s, spread=spread)
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,12 +62,16 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     label: Label
     switches: tuple[SwitchTimes, ...]
 
-    def latency(self, *, down: bool) -> Latency | None:
-        """Of all clocks in one direction: the medians' geometric mean, and the widest spread that a
-        clock's 95th percentile shows about it. None if no switch was seen."""
+    def latency(self, *, down: bool, sm_clock_hz: float | None = None) -> Latency | None:
+        """Of one clock (of the nearest one that was measured), or of all clocks in one direction:
+        the medians' geometric mean, and the widest spread that a clock's 95th percentile shows
+        about it. None if no switch was seen."""
         of = [s for s in self.switches if s.down is down]
         if not of:
             return None
+        if sm_clock_hz is not None:
+            wanted = math.log(sm_clock_hz)
+            return min(of, key=lambda s: abs(math.log(s.sm_clock_hz) - wanted)).latency
         median_s = math.exp(sum(math.log(s.p50_s) for s in of) / len(of))
         widest = max(s.p95_s for s in of)
         spread = max(0.0, math.log(widest / median_s) / NormalDist().inv_cdf(0.95))
@@ -83,20 +104,44 @@ def effect_s(kernels: Sequence[tuple[float, float]], commanded_s: float) -> floa
     return kernels[at][0] - commanded_s
 
 
-def switch_times(seen: Sequence[float], sm_clock_hz: float, *, down: bool) -> SwitchTimes | None:
+class SeenSwitch(msgspec.Struct, frozen=True, kw_only=True):
+    """One switch."""
+
+    effect_s: float | None
+    """None: the kernels before and after it cannot be told apart."""
+    call_s: float | None = None
+    reasons: tuple[str, ...] = ()
+
+
+def switch_times(
+    seen: Sequence[SeenSwitch], sm_clock_hz: float, *, down: bool
+) -> SwitchTimes | None:
     """Percentiles of what was seen, the next larger value; None if nothing was."""
-    if not seen:
+    effects = [s.effect_s for s in seen if s.effect_s is not None]
+    calls = [s.call_s for s in seen if s.call_s is not None]
+    if not effects:
         return None
-    ascending = sorted(seen)
-
-    def quantile(share: float) -> float:
-        return ascending[math.ceil(share * len(ascending)) - 1]
-
+    p50_s, p95_s, p99_s = _percentiles(effects)
     return SwitchTimes(
         sm_clock_hz=sm_clock_hz,
         down=down,
-        n=len(ascending),
-        p50_s=quantile(0.5),
-        p95_s=quantile(0.95),
-        p99_s=quantile(0.99),
+        n=len(effects),
+        p50_s=p50_s,
+        p95_s=p95_s,
+        p99_s=p99_s,
+        call=_calls(calls),
+        reasons=tuple(sorted({reason for s in seen for reason in s.reasons})),
     )
+
+
+def _calls(calls: Sequence[float]) -> CallTimes | None:
+    if not calls:
+        return None
+    p50_s, p95_s, p99_s = _percentiles(calls)
+    return CallTimes(p50_s=p50_s, p95_s=p95_s, p99_s=p99_s)
+
+
+def _percentiles(seen: Sequence[float]) -> tuple[float, float, float]:
+    ascending = sorted(seen)
+    p50, p95, p99 = (ascending[math.ceil(q * len(ascending)) - 1] for q in (0.5, 0.95, 0.99))
+    return p50, p95, p99

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from kilter.clocks.plan.sections import SectionOccurrence
-from kilter.clocks.plan.worth import ClockCosts, LowStretch
+from kilter.clocks.plan.worth import ClockCosts, LowStretch, at_level
 
 LONGEST_HOLD_S = 1.0
 """Longest deadline of a low clock, unless the stretch itself takes longer."""
@@ -116,9 +116,10 @@ NOTHING = CommandSchedule(number=0, commands=(), iteration_s=0.0, calls_per_s=0.
 def at_depths(
     stretches: Sequence[LowStretch], depths: Sequence[int], card: ClockCosts
 ) -> tuple[LowStretch, ...]:
-    """The stretches at so many steps below the default clock; those at the default are left out."""
+    """The stretches at so many steps below the default clock, with commands that leave as early as
+    that clock needs; those at the default are left out."""
     return tuple(
-        msgspec.structs.replace(stretch, sm_clock_hz=card.levels[depth - 1].sm_clock_hz)
+        at_level(stretch, card.levels[depth - 1], card)
         for stretch, depth in zip(stretches, depths, strict=True)
         if depth
     )
@@ -141,13 +142,15 @@ def _commands(stretch: LowStretch, card: ClockCosts) -> tuple[Command, Command]:
     length_s = stretch.up_at_s - stretch.down_at_s
     usual_s = min(HOLD_LENGTHS * length_s, LONGEST_HOLD_S)
     cover = stretch.cover
+    level = next(x for x in card.levels if x.sm_clock_hz == stretch.sm_clock_hz)
+    _, back = card.switches(level)
     down = Command(
         edge="down",
         key=stretch.first if cover is None else f"{stretch.first} after {cover.after}",
         sm_clock_hz=stretch.sm_clock_hz,
         at_s=stretch.down_at_s,
         lead_s=stretch.start_s - stretch.down_at_s,
-        hold_s=max(usual_s, length_s + card.up.quantile(0.99)),
+        hold_s=max(usual_s, length_s + back.quantile(0.99)),
     )
     up = Command(
         edge="up",

@@ -83,8 +83,9 @@ def wait_plan(
     rise_w = above_w / (card.computing_w - card.waiting_w) * (level.computing_w - level.waiting_w)
     if level.saved_w <= 0.0 or rise_w < LEAST_RISE * level.waiting_w:
         return None
-    settle_s = card.down.quantile(0.95) + sensor_period_s
-    blind_s = settle_s + READ_S + card.up.quantile(0.95)
+    down, up = card.switches(level)
+    settle_s = down.quantile(0.95) + sensor_period_s
+    blind_s = settle_s + READ_S + up.quantile(0.95)
     return_s = blind_s * (1.0 - 1.0 / level.stretch)
     # The same work at the low clock instead, and all other ranks wait for it.
     default_j = blind_s / level.stretch * (card.waiting_w + above_w)
@@ -92,7 +93,7 @@ def wait_plan(
     cost_j = max(0.0, cost_j) + return_s * card.waiting_w
     return WaitPlan(
         sm_clock_hz=level.sm_clock_hz,
-        after_s=max(card.break_even_s, cost_j / level.saved_w),
+        after_s=max(card.break_even_of_s(level), cost_j / level.saved_w),
         return_s=return_s,
         share=max_slowdown,
         high_w=card.waiting_w + NEAR_WAITING * above_w,

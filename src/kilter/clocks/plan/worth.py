@@ -78,6 +78,10 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     computing_w: float
     stretch: float
     """Time of computation over that by default, at most: as if no kernel waited for memory."""
+    down: Latency | None = None
+    """Of the switch to this clock; None: as of all clocks."""
+    up: Latency | None = None
+    """Of the switch back from it."""
 
 
 class ClockCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,15 +90,27 @@ class ClockCosts(msgspec.Struct, frozen=True, kw_only=True):
     levels: tuple[Level, ...]
     """The gentlest first."""
     down: Latency
+    """Of a clock that has no switch times of its own."""
     up: Latency
     computing_w: float
     waiting_w: float
     """In communication, at the default clock."""
     calls_per_s: float = CALLS_PER_S
 
+    def switches(self, level: Level) -> tuple[Latency, Latency]:
+        """To this clock, and back."""
+        return level.down or self.down, level.up or self.up
+
+    def break_even_of_s(self, level: Level) -> float:
+        """The shortest section in which both switches fit."""
+        down, up = self.switches(level)
+        return down.quantile(0.95) + up.quantile(0.95)
+
     @property
     def break_even_s(self) -> float:
-        return self.down.quantile(0.95) + self.up.quantile(0.95)
+        """Of the clock that changes fastest."""
+        of_all = self.down.quantile(0.95) + self.up.quantile(0.95)
+        return min(map(self.break_even_of_s, self.levels), default=of_all)
 
 
 class LowStretch(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,7 +197,7 @@ def retimed(
             if cover is None:
                 return None
         again = _stretch(inside, level, card, computed_s, cover)
-        if again.end_s - again.start_s < card.break_even_s:
+        if again.end_s - again.start_s < card.break_even_of_s(level):
             return None
         newer.append(again)
     return tuple(newer)
@@ -314,7 +330,7 @@ def candidates(
         for level in card.levels:
             for cover in (None, *_usable(sections[a], level)):
                 stretch = _stretch(sections[a : b + 1], level, card, computed_s, cover)
-                if stretch.end_s - stretch.start_s < card.break_even_s:
+                if stretch.end_s - stretch.start_s < card.break_even_of_s(level):
                     continue
                 if stretch.saved_j > 0.0 and stretch.delay_s <= budget_s:
                     yield b, stretch
@@ -333,7 +349,7 @@ def _stretch(
     computed_s: float,
     cover: Cover | None,
 ) -> LowStretch:
-    down, up = card.down, card.up
+    down, up = card.switches(level)
     lead_s = 0.0 if cover is None else cover.lead_s
     start_s, end_s = sections[0].start_s - lead_s, _end_s(sections[-1])
     lost_s = down.median_s - down.quantile(0.05)
@@ -358,6 +374,17 @@ def _stretch(
         - level.waiting_w * slower_s,
         delay_s=slower_s + mistimed_s,
         cover=cover,
+    )
+
+
+def at_level(stretch: LowStretch, level: Level, card: ClockCosts) -> LowStretch:
+    """The same stretch at another clock: only its commands change."""
+    down, up = card.switches(level)
+    return msgspec.structs.replace(
+        stretch,
+        sm_clock_hz=level.sm_clock_hz,
+        down_at_s=stretch.start_s - down.quantile(0.05),
+        up_at_s=stretch.end_s - up.quantile(0.95),
     )
 
 

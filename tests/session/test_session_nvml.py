@@ -514,6 +514,50 @@ def test_the_sections_of_a_rank_that_waits_are_lowered_in_place_of_the_whole_job
         assert "the found clock is back" in err
 
 
+PIPELINE = """
+import os
+import torch, torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(1 + 2 * rank)))
+stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+schedule = Schedule1F1B(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+while True:
+    if rank == 0:
+        schedule.step(torch.ones(4, 8))
+    else:
+        schedule.step(target=torch.ones(4, 8))
+    optimizer.step()
+    optimizer.zero_grad()
+    on = torch.tensor(float(os.path.exists("lamp")))
+    dist.all_reduce(on, dist.ReduceOp.MIN)
+    if not on:
+        break
+"""
+
+
+def test_the_stages_of_a_pipeline_are_tried_one_after_the_other(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    """Each has its own slack: while one is tried, the other one's card is as it was found."""
+    with make_box(warm, tmp_path, card(), card()) as box:
+
+        def asked(number: int) -> int:
+            return sum(call.card == number for call in box.fake.setters())
+
+        box.start(PIPELINE, "--standalone", "--nproc-per-node", "2", cold=())
+        box.wait_for(lambda: abs(asked(0) - asked(1)) >= 5)
+        code, _, err = box.end()
+        assert code == 0, err
+        assert min(asked(0), asked(1)) <= 1  # putting back what was found
+        assert not box.locked(0)
+        assert not box.locked(1)
+        assert box.of(Failed) == box.of(Failed, 1) == []
+
+
 def test_sections_can_be_declined(warm: WarmPython, tmp_path: Path) -> None:
     with make_box(warm, tmp_path, card(), card()) as box:
         box.start(TWO, "--no-sections", "--standalone", "--nproc-per-node", "2", cold=())

@@ -483,6 +483,7 @@ def test_two_ranks_set_both_cards_alike_and_write_one_report(
         assert "kilter: sections: rank " in err
         assert "Nothing to gain: " in err
         assert "One clock for the whole job instead: 0.0 % expected of the sections, " in err
+        assert "[simulated; exposed: measured]" in err
 
 
 LATE = TWO.replace(

@@ -92,7 +92,8 @@ def windows(directory: Path) -> Analysis | None:
 
 def headline(report: SectionsReport, *, simulated: bool) -> str:
     """The answer. What the plan would save is simulated; what is exposed was measured."""
-    label = "simulated; exposed: measured" if simulated or report.search is None else "measured"
+    expected = simulated or report.search is None or report.instead is not None
+    label = "simulated; exposed: measured" if expected else "measured"
     return f"sections: {answer(report)} [{label}]"
 
 

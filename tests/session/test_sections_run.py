@@ -98,7 +98,7 @@ def test_a_script_that_is_too_short_is_searched_on_by_rank_0_and_the_result_kept
     """Rank 0 waits for rank 1, which computes. With two idle cores (`KILTER_TEST_QUIET=1`) the next
     run sees the same sections: it confirms what was kept, and holds it."""
     job = ["--late-s", "0.22", "--busy", "--iterations"]
-    device = ["--device", "sim:h200", "--max-slowdown", "1%"]
+    device = ["--device", "sim:h200", "--max-slowdown", "1%", "--rehearse", "120s"]
     first, said = governed(warm, tmp_path, *device, job=[*job, "26"])
     assert "Would hold" in said, said
     assert "less energy" in said

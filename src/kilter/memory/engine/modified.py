@@ -6,8 +6,8 @@ and what they raise in the program is what the framework would have raised.
 
 from __future__ import annotations
 
+import _thread
 import re
-import threading
 from typing import Any, NoReturn
 
 import torch
@@ -32,18 +32,21 @@ class Modified(Exception):
     def raise_in_the_program(self, packed: Any, original: torch.Tensor | None) -> NoReturn:
         """What the framework raises. `packed` is what autograd was given for the tensor, and
         `original` the program's own tensor, if it is alive."""
-        text = [_TEXT]
-        maker = _maker(packed, original)
+        text, tensor = [_TEXT], self.tensor
+        kind = tensor.dtype, tensor.device, tensor.size()
+        question = (kind, (self.version, tensor._version), _maker(packed, original), text)
         # Hooks belong to a thread: in one of its own the framework checks versions itself.
-        asked = threading.Thread(target=_ask, args=(self.tensor, self.version, maker, text))
-        asked.start()
-        asked.join()
+        # `threading.Thread` would lose what a signal handler of the program raises meanwhile.
+        answered = _thread.allocate_lock()
+        answered.acquire()
+        _thread.start_new_thread(_answer, (answered, question))
+        answered.acquire()
         plain = RuntimeError(text[-1])
         try:
             raise plain
         finally:
             plain.__context__ = None  # this error, which the program does not know
-            del self, packed, original, asked, plain  # the traceback keeps this frame alive
+            del self, tensor, packed, original, plain  # the traceback keeps this frame alive
 
 
 def _maker(packed: Any, original: torch.Tensor | None) -> str:
@@ -73,16 +76,30 @@ class _Kept(torch.autograd.Function):  # type: ignore[misc]
         return other.clone()
 
 
-def _ask(tensor: torch.Tensor, version: int, maker: str, text: list[str]) -> None:
-    """Have the framework find a tensor of this type and size, without its memory, modified."""
-    one = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
-    differentiable = tensor.is_floating_point() or tensor.is_complex()
+def _answer(answered: _thread.LockType, question: tuple[Any, ...]) -> None:
+    try:
+        _ask(*question)
+    finally:
+        answered.release()
+
+
+def _ask(
+    kind: tuple[torch.dtype, torch.device, torch.Size],
+    versions: tuple[int, int],
+    maker: str,
+    text: list[str],
+) -> None:
+    """Have the framework find a tensor of this type and size, without its memory, modified.
+    `versions` are the one that was saved and the one now; the answer is added to `text`."""
+    (dtype, device, size), (saved, now) = kind, versions
+    one = torch.empty(1, dtype=dtype, device=device)
+    differentiable = one.is_floating_point() or one.is_complex()
     with torch.enable_grad():
-        example = one.requires_grad_(bool(maker) and differentiable).expand(tensor.size())
+        example = one.requires_grad_(bool(maker) and differentiable).expand(size)
         setting = torch_internals.set_version_counter
-        setting((example,), (version,))
+        setting((example,), (saved,))
         kept: Any = _Kept.apply(example, torch.ones((), requires_grad=True))
-        setting((example,), (tensor._version,))
+        setting((example,), (now,))
     try:
         kept.grad_fn.saved_tensors  # noqa: B018
     except RuntimeError as error:

@@ -315,6 +315,53 @@ def test_what_a_handler_raises_in_a_destructor_of_ours_arrives(
     assert fence.down
 
 
+def alarms_behind(error: BaseException | None) -> int:
+    return 0 if error is None else isinstance(error, TimeIsUp) + alarms_behind(error.__context__)
+
+
+@pytest.mark.parametrize("moment", range(1, 100))
+def test_a_second_alarm_does_not_replace_the_first(
+    moment: int, alarm: Alarm, dropped: list[object]
+) -> None:
+    """The second comes at one of the moments after the first has left a destructor, at which python
+    calls a signal handler: at the entry of a function, and after a call of one written in C."""
+    raised, left = 0, moment
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        nonlocal raised
+        raised += 1
+        raise TimeIsUp(raised)
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left
+        if raised == 1 and event in ("call", "c_return"):
+            left -= 1
+            if left == 0:
+                signal.raise_signal(signal.SIGALRM)
+
+    classes, fence, arrived = ours(), Fence(Ears()), 0
+    destructors = Destructors(fence)
+    destructors.start()
+    alarm(ring)
+    data = [classes["Other"](), classes["Datum"]()]
+    sys.setprofile(profile)
+    try:
+        try:
+            fence.ask(data.clear)
+            list(map(abs, range(3)))
+        except TimeIsUp as error:
+            arrived += alarms_behind(error)
+            list(map(abs, range(3)))
+    except TimeIsUp as error:  # the second, while the program was handling the first
+        arrived = alarms_behind(error)
+    finally:
+        sys.setprofile(None)
+        destructors.stop()
+    assert raised in (1, 2)
+    assert arrived == raised
+    assert dropped == []
+
+
 def test_what_a_destructor_raises_itself_goes_where_it_went(dropped: list[object]) -> None:
     before = sys.unraisablehook
     destructors = Destructors(Fence(Ears()))
@@ -349,6 +396,45 @@ def test_what_a_handler_raises_at_the_end_of_an_object_arrives(dropped: list[obj
         signal.signal(signal.SIGALRM, before)
     assert arrived == 1
     assert dropped == []
+
+
+CALLBACK = """
+import signal, weakref
+
+class Thing:
+    pass
+
+def import_something():
+    thing = Thing()
+    kept = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGALRM))
+    del thing
+    for _ in range(3):
+        pass
+"""
+
+
+@pytest.mark.parametrize("at_work", [True, False])
+def test_what_a_handler_raises_in_a_callback_of_the_library_arrives_from_our_calls(
+    at_work: bool, alarm: Alarm, dropped: list[object]
+) -> None:
+    """The locks of imports have such callbacks. What the program calls is not ours."""
+    library: dict[str, Callable[[], None]] = {}
+    exec(compile(CALLBACK, "<frozen importlib._bootstrap>", "exec"), library)
+    fence, arrived = Fence(Ears()), 0
+    destructors = Destructors(fence)
+    destructors.start()
+    alarm(handler)
+    call = library["import_something"]
+    try:
+        if at_work:
+            fence.ask(call)
+        else:
+            call()
+    except TimeIsUp as error:
+        arrived += error.args == ("now",)
+    finally:
+        destructors.stop()
+    assert (arrived, dropped) == ((1, []) if at_work else (0, [TimeIsUp]))
 
 
 def test_the_end_of_an_object_is_told_once() -> None:

@@ -17,6 +17,7 @@ import inspect
 import opcode
 import os
 import queue
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -54,8 +55,8 @@ class Fence:
         until `aside` has been called."""
         self.broken_into: str | None = None
         """Which exception of the program has interrupted us, and where."""
-        self.late: int | None = None
-        """The id of an exception of the program that is being raised for the second time."""
+        self.late: set[int] = set()
+        """The ids of exceptions of the program that are being raised for the second time."""
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., None]:
         """`function` behind the fence. Its result is dropped."""
@@ -95,11 +96,21 @@ class Fence:
                     self.run(self._tell, _name(function), error)
                     self.close()
                 return []
-        self.interrupted(theirs, _name(function))
         try:
             raise theirs
+        except BaseException:
+            # In here, what a handler raises next is chained to it.
+            self.interrupted(theirs, _name(function))
+            raise
         finally:
             del theirs  # with its traceback it would keep the program's frames alive
+
+    def is_at_work(self) -> bool:
+        """The calling function was called, through whatever others, by one behind the fence."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not Fence.ask.__code__:
+            frame = frame.f_back
+        return frame is not None
 
     def the_programs(self, error: BaseException) -> BaseException | None:
         """The exception of the program that is behind `error`, or None if all of it is ours.
@@ -108,7 +119,7 @@ class Fence:
         code expects of the system.
         """
         for each in behind(error):
-            if not isinstance(each, Exception) or id(each) == self.late or _asynchronous(each):
+            if not isinstance(each, Exception) or id(each) in self.late or asynchronous(each):
                 return each
         return None
 
@@ -130,7 +141,7 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
 
 
-def behind(error: BaseException) -> Iterator[BaseException]:
+def behind(error: BaseException) -> list[BaseException]:
     """An exception and those that it was raised from, or while they were handled."""
     seen: list[BaseException] = []
     due = [error]
@@ -138,11 +149,11 @@ def behind(error: BaseException) -> Iterator[BaseException]:
         each = due.pop()
         if not any(each is before for before in seen):
             seen.append(each)
-            yield each
             due += [e for e in (each.__context__, each.__cause__) if e is not None]
+    return seen
 
 
-def _asynchronous(error: Exception) -> bool:
+def asynchronous(error: BaseException) -> bool:
     """Whether it came from outside of what our frames do: out of a signal handler, or from another
     thread."""
     if threading.current_thread().name.startswith(THREADS):

@@ -4,6 +4,7 @@ the real packages where they are installed."""
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,29 @@ def trainings(request, tmp_path_factory, warm):
     ended = warm.run([str(program), name, kind, str(out)])
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1]), ended.stderr, out
+
+
+INTERRUPTED = """
+import sys
+import torch
+from kilter.connect.governing import Governing
+
+governing = Governing({"memory_budget": "60%", "device": "null", "out": sys.argv[1]})
+governing.begin()
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(5):
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+raise KeyboardInterrupt
+"""
+
+
+def test_an_uncaught_ctrl_c_ends_the_process_as_without_kilter(warm, tmp_path):
+    ended = warm.run(["-c", INTERRUPTED, str(tmp_path / "run")])
+    assert ended.stderr.count("KeyboardInterrupt") >= 1
+    assert ended.returncode == -signal.SIGINT
+    assert report.build(tmp_path / "run").outcome is not None
 
 
 def test_governs_and_counts_each_optimizer_step_once(trainings):

@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kilter.memory.engine import quiet
+from kilter.memory.engine.modified import Modified
 
 
 class Alarm(Exception):
@@ -53,6 +54,31 @@ def test_an_alarm_leaves_no_setting_changed(number: int) -> None:
         found = settings()
         torch.set_grad_enabled(True)
         assert found == before == (True, True)
+
+
+def test_an_alarm_while_autograds_error_is_asked_for_arrives() -> None:
+    """At any moment, until the error is raised."""
+    tensor, moments, ended = torch.ones(4, 4), 0, None
+    while not isinstance(ended, RuntimeError):
+        moments += 1
+        plant, planted = at_moment(moments), False
+
+        def profile(frame: FrameType, event: str, argument: Any) -> None:
+            nonlocal planted
+            try:
+                plant(frame, event, argument)  # noqa: B023
+            except Alarm:
+                planted = True
+                raise
+
+        sys.setprofile(profile)
+        try:
+            Modified(tensor, tensor._version + 1).raise_in_the_program(None, tensor)
+        except (Alarm, RuntimeError) as error:
+            sys.setprofile(None)
+            ended = error
+        assert isinstance(ended, Alarm) == planted
+    assert moments > 10
 
 
 def test_the_programs_modes_see_nothing_of_ours() -> None:

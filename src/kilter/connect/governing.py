@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -83,11 +83,22 @@ class Governing:
         self._fence.run(function, *args, **kwargs)
 
     def _leave(self) -> None:
-        self.end(getattr(sys, "last_value", None) or TrainingLeft())
+        error = getattr(sys, "last_value", None)
+        self.end(error or TrainingLeft())
+        if type(error) is KeyboardInterrupt:
+            _die_of_interrupt()
 
 
 def _close(context: AbstractContextManager[Session], error: BaseException | None) -> None:
     context.__exit__(None if error is None else type(error), error, None)
+
+
+def _die_of_interrupt() -> None:
+    """After a Ctrl-C that nobody caught, the interpreter dies of SIGINT; it ends with 1 instead if
+    source code has run since, as it does when a module with a dataclass is imported. The last that
+    ran counts."""
+    with suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")
 
 
 def _say(where: str, error: str) -> None:

@@ -1,4 +1,8 @@
-"""Ctrl-C while a function of kilter runs: the traceback shows no frame of kilter."""
+"""Ctrl-C while a function of kilter runs: the traceback shows no frame of kilter.
+
+Python dies of SIGINT then; or it ends with 1 if anything runs the source of code after that, say a
+function that an installation of torch has registered for the exit, with or without kilter.
+"""
 
 import signal
 import sys
@@ -10,7 +14,7 @@ from seen import batch, is_inside_kilter, is_of_kilter, layers, show
 
 RUN = ("energy", "recompute")
 NOT_COMPARED = ("stderr",)
-ENDS = "-2 (SIGINT)"
+ENDS = ("-2 (SIGINT)", "1")
 
 
 def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

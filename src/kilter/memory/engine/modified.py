@@ -56,10 +56,13 @@ def _maker(packed: Any, original: torch.Tensor | None) -> str:
     for a dead input of an operation with several.
     """
     node = torch_internals.current_node()
+    saved = [name for name in dir(node) if name.startswith("_raw_saved_")]
     # Nodes name what they have made themselves so.
-    names = ("_raw_saved_result", "_raw_saved_output")
-    own = [getattr(node, name) for name in dir(node) if name.startswith(names)]
-    if node is not None and any(getattr(raw, "data", None) is packed for raw in own):
+    own = [name for name in saved if name.startswith(("_raw_saved_result", "_raw_saved_output"))]
+    raw = [getattr(node, name) for name in own]
+    # PyTorch 2.8 does not show which tensor that is: known where the node saved nothing else.
+    shown = all(hasattr(each, "data") for each in raw)
+    if raw and (any(each.data is packed for each in raw) if shown else own == saved):
         return str(node.name())
     if original is not None:
         return "" if original.grad_fn is None else str(original.grad_fn.name())

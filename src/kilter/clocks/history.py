@@ -79,9 +79,10 @@ class History:
                 (run.signature, run.label.value, run.gpu, run.began, record),
             )
             database.execute(
-                "DELETE FROM run WHERE signature = ?1 AND label = ?2 AND id NOT IN (SELECT id FROM"
-                " run WHERE signature = ?1 AND label = ?2 ORDER BY id DESC LIMIT ?3)",
-                (run.signature, run.label.value, KEPT_RUNS),
+                "DELETE FROM run WHERE signature = ? AND label = ? AND id NOT IN (SELECT id FROM"
+                " run WHERE signature = ? AND label = ? ORDER BY id DESC LIMIT ?)",
+                # Python 3.12.1 warns of numbered parameters, where they are given in a sequence.
+                2 * (run.signature, run.label.value) + (KEPT_RUNS,),
             )
 
     def last(self, signature: str, label: Label) -> PastRun | None:

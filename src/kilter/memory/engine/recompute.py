@@ -133,12 +133,16 @@ class Recipe:
 
     def ready(self) -> bool:
         """Carried out from now on, it makes what was saved."""
-        return (
-            all(datum.closed for datum in self.closed)
-            and all(datum.unchanged for datum in self.sources)
-            and not any(held.changed for held in self.parameters)
-            and not (self.in_backward and torch_internals.current_graph_task() == -1)
-        )
+        for datum in self.closed:
+            if not datum.closed:
+                return False
+        for datum in self.sources:
+            if not datum.unchanged:
+                return False
+        for held in self.parameters:
+            if held.changed:
+                return False
+        return not (self.in_backward and torch_internals.current_graph_task() == -1)
 
     def make(self) -> torch.Tensor:
         """The tensor, in its own layout. May raise `Unlike`."""

@@ -193,12 +193,9 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch_internals.set_version_counter((tensor,), (version,))
 
 
-def _users(tensor: torch.Tensor) -> int:
-    return int(torch_internals.storage_use_count(tensor.untyped_storage()._cdata))
-
-
-def _lone() -> torch.Tensor:
-    return torch.empty(1).detach()
+def _users_of_a_lone_tensor() -> int:
+    lone = torch.empty(1).detach()
+    return int(torch_internals.storage_use_count(lone.untyped_storage()._cdata))
 
 
 def called(function: Callable[..., Any], *args: Any) -> bool:
@@ -231,7 +228,7 @@ class Store:
         """The engine's own hook: tensors packed by other hooks have another one."""
         self.within = weakref.ref(Pass())
         """The present pass, while anything is left of it."""
-        self._one = _users(_lone())
+        self._one = _users_of_a_lone_tensor()
         self._resident: dict[int, weakref.ref[Saved]] = {}
         """By address of the storage. Each holds its storage, so no address is ever reused."""
         self._dependents: dict[int, list[Callable[[], Saved | None]]] = {}
@@ -508,7 +505,8 @@ class Store:
     def alone(self, tensor: torch.Tensor) -> bool:
         """No other tensor holds this one's storage. The count is compared with that of a lone
         tensor, since the framework's own wrapper counts too."""
-        return _users(tensor) == self._one
+        users = torch_internals.storage_use_count(tensor.untyped_storage()._cdata)
+        return bool(users == self._one)
 
     def hold(self, change_bytes: int) -> None:
         self.held_bytes += change_bytes

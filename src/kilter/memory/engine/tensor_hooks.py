@@ -105,7 +105,10 @@ class TensorHooks:
         return True
 
     def _pack(self, tensor: Tensor) -> Any:
-        """What autograd holds instead of a tensor."""
+        """What autograd holds instead of a tensor. In the usual case by few calls: this runs for
+        each saved tensor, in forward, where the host is ahead of the device the least."""
+        if recording.present is None and not _under_a_mode():
+            return self._save_large(tensor) if self.takes(tensor) else kept(tensor)
         if recording.present is not None:
             return recording.unrecorded(self._pack_recorded, tensor, recording.present)
         return self._pack_any(tensor)
@@ -123,18 +126,21 @@ class TensorHooks:
         return self._pack_tensor(tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
-        if recording.present is not None:
-            return recording.unrecorded(self._unpack_any, packed)
-        return self._unpack_any(packed)
-
-    def _unpack_any(self, packed: Any) -> Tensor:
+        """The tensor again, likewise."""
         try:
-            if _under_a_mode():
-                tensor: Tensor = self._apart(self._unpack_tensor, packed, type(packed[0]))
-                return tensor
-            return self._unpack_tensor(packed)
+            if recording.present is None and not _under_a_mode():
+                return whole(packed) if len(packed) == 3 else self._use_large(packed)
+            if recording.present is not None:
+                return recording.unrecorded(self._unpack_any, packed)
+            return self._unpack_any(packed)
         except Modified as error:
             error.raise_in_the_program(packed, original_of(packed))
+
+    def _unpack_any(self, packed: Any) -> Tensor:
+        if _under_a_mode():
+            tensor: Tensor = self._apart(self._unpack_tensor, packed, type(packed[0]))
+            return tensor
+        return self._unpack_tensor(packed)
 
     def _apart(self, hook: Callable[[Any], Any], argument: Any, kind: type) -> Any:
         """Call a hook of ours past the program's modes that count or change operations, and without

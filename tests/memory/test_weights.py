@@ -10,7 +10,6 @@ import copy
 import ctypes
 import io
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,15 +29,6 @@ from kilter.memory.host_memory import HostLimit
 from kilter.memory.messages import READ_LATER, RESIZED
 from kilter.memory.plan.problem import Link
 from kilter.session.fence import Fence
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_before() -> None:
-    """Weights stay in a process that compiles, and other tests do."""
-    compiler = sys.modules.get("torch._dynamo.utils")
-    if compiler is not None:
-        compiler.counters.clear()
-
 
 LINK = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
 WIDTH = 24

@@ -6,7 +6,8 @@ For each model the arms run one after the other, each in its own process, starte
 it: `plain`; `checkpoint` (the library's own activation checkpointing, or each block by
 `torch.utils.checkpoint` where the library has none); `governed` and `segments` (kilter with the
 peak that `checkpoint` had as its budget, without and with whole calls of modules recomputed); and
-shares of plain's peak (`75%`). Only one process trains at a time; others import meanwhile.
+shares of plain's peak (`75%`). Only one process trains at a time; others import and build
+their model meanwhile.
 
 The loop is bf16 autocast with a fused AdamW, random data and random weights. Its last iterations
 are timed twice: in a loop that runs on, and in one that waits for the device in every iteration.

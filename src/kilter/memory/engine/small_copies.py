@@ -18,7 +18,7 @@ from kilter.memory.engine.quiet import ungraded
 from kilter.observe import torch_internals
 
 PASSES = 4
-"""Passes in which a copy is made again without having been read."""
+"""A parameter whose copy no recipe has read for so many passes is not copied any more."""
 
 
 class _Copy(NamedTuple):

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from kilter.memory.engine import quiet
+from kilter.memory.engine import CpuStandIn, Swapper, quiet
 from kilter.memory.engine.modified import Modified
+from kilter.memory.engine.watch import Watch
+from kilter.memory.plan.problem import Link
 
 
 class Alarm(Exception):
@@ -79,6 +81,25 @@ def test_an_alarm_while_autograds_error_is_asked_for_arrives() -> None:
             ended = error
         assert isinstance(ended, Alarm) == planted
     assert moments > 10
+
+
+def test_a_pass_that_an_alarm_ended_before_its_tensor_was_noted_is_like_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two passes end at the same event, one after and one before the tensor was noted."""
+    link = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
+    weight = torch.ones(64, 64, requires_grad=True)
+    with Swapper(CpuStandIn(), budget_bytes=1 << 14, link=link, min_bytes=1024) as swapper:
+        (weight * 2).sin()
+        monkeypatch.setattr(Watch, "save", at_once)
+        twice = weight * 2
+        with pytest.raises(Alarm):
+            twice.sin()
+    assert swapper.report().passes == 2
+
+
+def at_once(*arguments: Any) -> None:
+    raise Alarm
 
 
 def test_the_programs_modes_see_nothing_of_ours() -> None:

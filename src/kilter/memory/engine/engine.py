@@ -548,6 +548,8 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _file(self, watch: Watch) -> None:
         record = watch.record()
+        if not record.whole:
+            return
         self._kinds.refused |= watch.refused
         if watch.trial:
             self._kinds.tried(record)

@@ -108,6 +108,12 @@ class PassRecord:
     """Calls of modules that were tried with success."""
 
     @property
+    def whole(self) -> bool:
+        """Each tensor that was saved is there. It is not where an exception of the program's (of
+        a signal handler) ended a hook between the event and its tensor."""
+        return sum(code > 0 for code in self.events) == len(self.data)
+
+    @property
     def peak_bytes(self) -> int:
         return max(self.level_bytes)
 

@@ -15,10 +15,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kilter.memory.engine import CpuStandIn, Swapper
+from kilter.memory.engine import CpuStandIn, Swapper, pass_kinds
 from kilter.memory.engine.engine import SwapReport
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Link
+from kilter.memory.plan.segments import levels
 
 LINK = Link(to_host_bytes_per_s=2e7, to_device_bytes_per_s=2e7, both_bytes_per_s=4e7)
 """So slow that what can be recomputed had better be."""
@@ -523,4 +524,32 @@ def test_changes_nothing_of_a_loop(loop: Loop) -> None:
         found = run()
         assert any(record.segments for record in swapper.records())
     assert equal(plain, found)
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+
+
+def test_calls_are_tried_and_left_again_while_the_job_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Whatever was measured.
+    monkeypatch.setattr(pass_kinds, "best_set", lambda choices, cost_s: levels(choices)[0])
+    plain = trained(Language, text)
+    swapper = Swapper(
+        CpuTime(spoil=True),
+        budget_bytes=int(0.36 * peak_bytes(Language, text)),
+        link=LINK,
+        min_bytes=MIN_BYTES,
+    )
+    seen = []
+
+    def batch() -> Tensor:
+        seen.append((swapper.planned, swapper.recomputes_calls))
+        if world["step"] in (4, 6):
+            assert swapper.planned
+            swapper.recompute(calls=world["step"] == 4)
+        return text()
+
+    with swapper:
+        found = trained(Language, batch)
+    assert equal(plain, found)
+    assert [calls for _, calls in seen] == [False] * 6 + [True, False]
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl

@@ -191,8 +191,9 @@ OPTIONS = {
         Option(
             "recompute",
             recompute,
-            "operations (single ones, from what autograd saved), or segments (what whole calls of"
-            " modules saved as well, from a record of their operations; experimental)",
+            "operations (single ones, from what autograd saved), segments (what whole calls of"
+            " modules saved as well, from a record of their operations; experimental), or auto"
+            " (whichever is faster in this job: each is measured for a few iterations)",
             "NAME",
         ),
         Option(

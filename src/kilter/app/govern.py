@@ -43,7 +43,8 @@ def govern(
     `gradients="consume"` lets a budget use them up as they arrive in backward, in a program that
     never clips them, reads them or skips a step; `auto` and `keep` keep them for the step.
     `weights="offload"` (experimental) lets weights be on the host between forward and backward.
-    `recompute="segments"` (experimental) recomputes what whole calls of modules saved as well.
+    `recompute="segments"` (experimental) recomputes what whole calls of modules saved as well,
+    `"auto"` does so if that is faster in this job.
     A setting is taken only if it saves at least `price_of_time` times as large a fraction of the
     energy as it is slower.
     `host_memory` (`"16GiB"`, bytes) limits what is offloaded to the host; the default is this

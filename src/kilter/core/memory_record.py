@@ -86,6 +86,9 @@ class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
     """Which of this rank's plans (`Fitted`) rule now: one for each kind of pass that has one."""
     state: str = ""
     """What became of gradients and optimizer state, where they had to move as well."""
+    recompute_choice: str = ""
+    """Single operations or whole calls of modules, and what was measured for that, where the job
+    was to choose; empty: it was not, or has not come so far."""
     compiled: str = ""
     """What compiled regions were told to save, and what was measured for that; empty: nothing."""
     bound_s: float | None = None

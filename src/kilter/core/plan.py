@@ -78,7 +78,7 @@ GRADIENTS = ("auto", "consume", "keep")
 WEIGHTS = ("keep", "offload")
 """What a memory plan may do with gradients: keep them and say where more could be done, use them up
 as they arrive, or keep them."""
-RECOMPUTE = ("operations", "segments")
+RECOMPUTE = ("operations", "segments", "auto")
 """What a memory plan may run again: single operations, or whole calls of modules as well."""
 
 

@@ -57,7 +57,7 @@ class MemoryController:
         self._budget = budget
         self._host = HostLimit(run.goal.host_memory_bytes)
         self._gradients, self._weights = gradients, weights
-        self._segments = recompute == "segments"
+        self._recompute = recompute
         self._first = FirstTensor(self._meet, run.fence, on_gpu=run.info.backend == "nvml")
         self._grows = False
         """We have configured the framework's allocator."""
@@ -110,7 +110,7 @@ class MemoryController:
             self._log,
             cuda=cuda,
             card=card_memory(self._first.torch.cuda, backend.device, self._run.info),
-            segments=self._segments,
+            recompute=self._recompute,
         )
         self._first.leave()
         job.begin()

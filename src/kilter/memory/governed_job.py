@@ -18,6 +18,7 @@ from kilter.memory.budget import UNLIMITED, BudgetInForce, JobBudget, PlainItera
 from kilter.memory.compiled import CompiledRegions
 from kilter.memory.iteration_times import IterationTimes, median_s
 from kilter.memory.plan_log import PlanLog
+from kilter.memory.recompute_choice import RecomputeChoice
 from kilter.memory.state_and_weights import StateAndWeightPolicy, words
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class GovernedJob:
         *,
         cuda: Any,
         card: tuple[int | None, str],
-        segments: bool = False,
+        recompute: str = "operations",
     ) -> None:
         """`cuda` is `torch.cuda` where the job's device is a GPU, else None; `card` is what the
         card has for this process, in bytes and in words."""
@@ -76,8 +77,9 @@ class GovernedJob:
             budget_bytes=UNLIMITED if run.dry_run else limit_bytes,
             link=link,
             fence=run.fence,
-            segments=segments,
+            segments=recompute == "segments",
         )
+        self._choice = RecomputeChoice(self._swapper, times) if recompute == "auto" else None
         self._swapper.may_plan = begin.size_bytes is not None or run.dry_run
         self._plain = PlainIterations(self._swapper, backend.device, cuda, times)
         self._budget = JobBudget(
@@ -149,10 +151,13 @@ class GovernedJob:
     @property
     def settled(self) -> bool:
         """The job runs as it is going to run."""
-        decided = self._policy is None or self._policy.settled
-        if self._compiled.searching:
-            return False
-        return decided and len(self._times.planned_s) >= SETTLED
+        chosen = self._choice is None or self._choice.decided
+        return self._stands and chosen and len(self._times.planned_s) >= SETTLED
+
+    @property
+    def _stands(self) -> bool:
+        """What is moved and to which budget is decided."""
+        return not self._compiled.searching and (self._policy is None or self._policy.settled)
 
     def iteration_ended(self) -> None:
         """An iteration of the program ends here, in its thread."""
@@ -179,6 +184,7 @@ class GovernedJob:
             self._log.notice(messages.CHANGING_SHAPES)
         if not self._stopped and not self._compiled.searching:
             self._make_room(report)
+            self._choose()
 
     def _plain_pass(self) -> PassRecord | None:
         """The largest pass with everything kept, once its peak is known."""
@@ -195,6 +201,14 @@ class GovernedJob:
                 self._log.refuse_new((messages.WEIGHTS_KEPT,))
         if policy is None or policy.settled:
             self._budget.settle_for_least(self._link)
+
+    def _choose(self) -> None:
+        """Single operations or whole calls of modules."""
+        choice = self._choice
+        if choice is not None and not choice.decided and self._plain.in_thread:
+            choice.iteration_ended(settled=self._stands and self._swapper.report().settled)
+            if choice.words:
+                self._log.tell(f"memory: {choice.words}")
 
     def _log_plan(self, record: PassRecord, plan: MemoryPlan, numbers: tuple[int, ...]) -> None:
         problem, every = self._problem(record, plan.budget_bytes)
@@ -253,6 +267,7 @@ class GovernedJob:
                 in_force=self._log.numbers_of(report.plans),
                 state="" if state is None else words(state, weights),
                 compiled=self._compiled.words,
+                recompute_choice="" if self._choice is None else self._choice.words,
                 bound_s=bound_s,
                 **counts,
             )

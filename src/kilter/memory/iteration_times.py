@@ -34,6 +34,11 @@ class IterationTimes:
             self._durations_s[self.index] = self.planned_s
         self._was_planned = now
 
+    def begin_plan(self) -> None:
+        """Iterations from here on run under plans of another sort: they are timed on their own."""
+        self.planned_s = deque(maxlen=self.planned_s.maxlen)
+        self._was_planned = False
+
     def add(self, finished: Sequence[Iteration], disturbed: Callable[[Iteration], bool]) -> None:
         """Durations have become known; those of disturbed iterations do not count."""
         for iteration in finished:

@@ -278,6 +278,8 @@ def _conditions(memory: MemoryReport) -> list[tuple[str, str]]:
     if not record.plain_peak_seen and record.plain_peak_bytes is not None:
         text = f"{show_bytes(record.plain_peak_bytes)} counted: parts were away on demand"
         lines.append(("peak before", f"{text} from the first iteration on"))
+    if record.recompute_choice:
+        lines.append(("recompute", record.recompute_choice))
     if record.compiled:
         lines.append(("compiled", record.compiled))
     if record.applied and record.most_bytes > (record.peak_bytes or record.most_bytes):
@@ -361,7 +363,7 @@ def _beyond(memory: MemoryReport) -> list[tuple[str, str]]:
         return []
     text = (
         f"{show_time(beyond_s)} an iteration {what} what moves and what is recomputed; larger "
-        "batches, fewer waits for the device (.item(), print), or --recompute segments give it time"
+        "batches, fewer waits for the device (.item(), print), or --recompute auto give it time"
     )
     return [("beyond the plan", text)]
 

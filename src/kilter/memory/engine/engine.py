@@ -136,11 +136,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._fence = fence
         self._moves = DueMoves(self._store)
         self._followed, self._overdue = self._moves.followed, self._moves.overdue
-        self._segments = (
-            SegmentPass(self._store, backend, self._moves, guard, self._next_event, self._depart)
-            if segments
-            else None
-        )
+        self._guard = guard
+        self._segments = self._segment_pass() if segments else None
         self._open = False
         self._measured = False
         self._boundary = False
@@ -154,6 +151,11 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._steps = 0
         self._leave_steps: Callable[[], None] = lambda: None
         self._counts = dict.fromkeys(("passes", "planned", "watched", "deviations", "late"), 0)
+
+    def _segment_pass(self) -> SegmentPass:
+        return SegmentPass(
+            self._store, self._backend, self._moves, self._guard, self._next_event, self._depart
+        )
 
     # Begin and end
 
@@ -293,6 +295,26 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._end_pass()
         self._kinds.taken = taken
         self._kinds.relevel(record, level_bytes)
+        self._deviations.forget()
+
+    @property
+    def recomputes_calls(self) -> bool:
+        """A plan recomputes whole calls of modules."""
+        return any(kind.plan is not None and kind.plan.segments for kind in self._kinds)
+
+    def recompute(self, *, calls: bool, each_s: float = 0.0) -> None:
+        """In the thread of `enter`: from the next pass on recompute whole calls of modules where a
+        plan gains by it, which are tried first, or single operations alone. `each_s` is what the
+        host takes for a tensor that is recomputed alone, beyond what every plan counts for it."""
+        if self._store.within() is None:
+            self._end_pass()
+        if calls and self._segments is None:
+            self._segments = self._segment_pass()
+            self._segments.calls.enter()
+        elif not calls and self._segments is not None:
+            self._segments.calls.exit()
+            self._segments = None
+        self._kinds.recompute(calls=calls, each_s=each_s)
         self._deviations.forget()
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

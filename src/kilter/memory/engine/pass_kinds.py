@@ -104,6 +104,8 @@ class PassKinds:
         """Share of the link to the device that optimizer state takes."""
         self._min_bytes = min_bytes
         self._by_events: dict[tuple[int, ...], PassKind] = {}
+        self._alone_s = 0.0
+        """Counted, where calls of modules are chosen, for each tensor recomputed alone."""
         self._retained = False
         """Some pass has departed from its plan and retained its graph."""
         self._arena = HostArena(backend)
@@ -144,6 +146,20 @@ class PassKinds:
             if kind.record is record and kind.tried
         }
         record.level_bytes = level_bytes
+
+    def recompute(self, *, calls: bool, each_s: float) -> None:
+        """Those that were tried are tried again with calls of modules, or planned without them."""
+        self._alone_s = each_s
+        for events, kind in self._by_events.items():
+            if calls and kind.tried:
+                self._by_events[events] = PassKind(
+                    kind.record, weighed=True, slow=kind.slow, less_bytes=kind.less_bytes
+                )
+            elif not calls:
+                kind.record.segments = ()
+                kind.outdated |= kind.plan is not None and bool(kind.plan.segments)
+                kind.tried |= any(datum.recipe is not None for datum in kind.record.data)
+                kind.hopeless = False
 
     # Observe
 
@@ -355,7 +371,8 @@ class PassKinds:
                 schedule, outcome = roughly(problem)
             except PlanError:
                 return math.inf
-            return outcome.iteration_s + EACH_S * len(schedule.recomputed)
+            alone = sum(not problem.intervals[i].together for i in schedule.recomputed)
+            return outcome.iteration_s + EACH_S * len(schedule.recomputed) + self._alone_s * alone
 
         return tuple(found[i] for i in best_set(choices, cost_s))
 

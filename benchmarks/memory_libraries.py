@@ -4,10 +4,10 @@
 
 For each model the arms run one after the other, each in its own process, started as a user starts
 it: `plain`; `checkpoint` (the library's own activation checkpointing, or each block by
-`torch.utils.checkpoint` where the library has none); `governed` and `segments` (kilter with the
-peak that `checkpoint` had as its budget, without and with whole calls of modules recomputed); and
-shares of plain's peak (`75%`). Only one process trains at a time; others import and build
-their model meanwhile.
+`torch.utils.checkpoint` where the library has none); `governed`, `segments` and `auto` (kilter with
+the peak that `checkpoint` had as its budget, without and with whole calls of modules recomputed,
+and left to choose); and shares of plain's peak (`75%`). Only one process trains at a time; others
+import and build their model meanwhile.
 
 The loop is bf16 autocast with a fused AdamW, random data and random weights. Its last iterations
 are timed twice: in a loop that runs on, and in one that waits for the device in every iteration.
@@ -36,7 +36,11 @@ TIMED = 6
 """Iterations of each of the two timed loops."""
 WARM = 6
 """Iterations before the timed ones in the arms that have nothing to plan."""
-ARMS = ("plain", "checkpoint", "governed", "segments")
+RECOMPUTE = {"governed": "operations", "segments": "segments", "auto": "auto"}
+"""The arms at checkpointing's peak, and what they recompute."""
+ARMS = ("plain", "checkpoint", *RECOMPUTE)
+CHOOSING = 32
+"""More iterations before the timed ones in an arm that chooses."""
 SMALL_BATCH = 4
 
 
@@ -289,9 +293,10 @@ def run(model: str, arm: str, budget: str, args: argparse.Namespace) -> dict[str
     command = [sys.executable]
     if budget:
         command += ["-m", "kilter", "run", "--memory-budget", budget, "--out", str(out / "run")]
-        command += ["--recompute", "segments"] if arm == "segments" else []
+        command += ["--recompute", RECOMPUTE.get(arm, "operations")]
     command += [str(Path(__file__).resolve()), "--role", "train", "--model", model]
     steps = args.steps if budget else min(args.steps, WARM)
+    steps += CHOOSING if arm == "auto" else 0
     command += ["--out", str(out), "--steps", str(steps), "--timeout", str(args.timeout)]
     command += ["--checkpoint"] * (arm == "checkpoint")
     done = subprocess.run(command, capture_output=True, text=True)
@@ -329,7 +334,7 @@ def compare(model: str, args: argparse.Namespace, end_s: float) -> None:
             print(f"{model:13} {arm:10} not begun: the time of --limit-s is over", flush=True)
             return
         budget = arm if arm.endswith("%") else ""
-        if arm in ("governed", "segments"):
+        if arm in RECOMPUTE:
             peak = found.get("checkpoint", {}).get("peak_bytes")
             if not peak:
                 continue

@@ -2,11 +2,10 @@
 
     python benchmarks/memory_models.py --out DIR [--cases llama,t5] [--budget 60%] [--at-once 3]
 
-Random weights, random data, deterministic kernels (not with `--fast`, which is for times); each
-case is started as a user would start it (`kilter run --memory-budget`). One JSON line each: peak,
-median iteration, and whether losses and parameters equal the plain run's bit for bit. With
-`--arms plain,checkpoint,governed` the framework's own activation checkpointing runs beside them,
-and `--budget checkpoint` gives kilter the peak that it had.
+Random weights, random data, deterministic kernels; each case is started as a user would start it
+(`kilter run --memory-budget`). One JSON line each: peak, median iteration, and whether losses and
+parameters equal the plain run's bit for bit. Times beside the libraries' own checkpointing are
+measured by memory_libraries.py.
 
 Needs transformers, accelerate, timm and lightning for the cases that name them. This file is also
 the training script, which knows nothing of kilter. Without a GPU it runs tiny models, to test
@@ -16,16 +15,12 @@ this script.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
-import importlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,13 +32,9 @@ CASES = {
     "vit": "timm model, own loop, bf16, learning rate schedule",
     "convnext": "timm model, own loop, bf16, channels last",
     "lightning": "Lightning Trainer, GPT-2, bf16-mixed, clipping",
-    "unet": "diffusion U-Net with group norm, own loop, bf16, 128 x 128",
 }
 TIMED = 6
 """Iterations at the end."""
-
-GOVERNED = ("governed", "segments")
-"""Arms under kilter, without and with whole calls of modules recomputed."""
 
 
 class Timed:
@@ -112,70 +103,6 @@ def language(case: str, small: bool) -> Any:
     )
 
 
-def diffusion(small: bool, checkpoint: bool) -> Any:
-    """A U-Net of residual blocks with group norm, as diffusion models have; blocks checkpointed."""
-    import torch
-    from torch import nn
-    from torch.utils.checkpoint import checkpoint as again
-
-    class Block(nn.Module):
-        def __init__(self, inputs: int, outputs: int) -> None:
-            super().__init__()
-            self.one = nn.Sequential(nn.GroupNorm(32, inputs), nn.SiLU())
-            self.conv = nn.Conv2d(inputs, outputs, 3, padding=1)
-            self.two = nn.Sequential(nn.GroupNorm(32, outputs), nn.SiLU())
-            self.last = nn.Conv2d(outputs, outputs, 3, padding=1)
-            self.skip = nn.Conv2d(inputs, outputs, 1)
-
-        def forward(self, x: Any) -> Any:
-            return self.skip(x) + self.last(self.two(self.conv(self.one(x))))
-
-    def call(block: Any, x: Any) -> Any:
-        return again(block, x, use_reentrant=False) if checkpoint else block(x)
-
-    class UNet(nn.Module):
-        def __init__(self, base: int, times: tuple[int, ...]) -> None:
-            super().__init__()
-            widths = [base * n for n in times]
-            self.first, self.last = (
-                nn.Conv2d(3, base, 3, padding=1),
-                nn.Conv2d(base, 3, 3, padding=1),
-            )
-            pairs = list(zip([base, *widths], widths, strict=False))
-            self.down = nn.ModuleList(nn.ModuleList((Block(a, b), Block(b, b))) for a, b in pairs)
-            self.middle = Block(widths[-1], widths[-1])
-            self.up = nn.ModuleList(
-                nn.ModuleList((Block(2 * b, b), Block(b, a))) for a, b in reversed(pairs)
-            )
-
-        def forward(self, x: Any) -> Any:
-            x, kept = self.first(x), []
-            for blocks in self.down:
-                for block in blocks:
-                    x = call(block, x)
-                kept.append(x)
-                x = nn.functional.avg_pool2d(x, 2)
-            x = call(self.middle, x)
-            for blocks in self.up:
-                x = torch.cat((nn.functional.interpolate(x, scale_factor=2.0), kept.pop()), 1)
-                for block in blocks:
-                    x = call(block, x)
-            return self.last(x)
-
-    return UNet(32, (1, 2)) if small else UNet(128, (1, 2, 2, 4))
-
-
-def checkpointed(model: Any, checkpoint: bool) -> None:
-    """As the libraries do it: every layer recomputed in backward."""
-    if not checkpoint:
-        return
-    if hasattr(model, "set_grad_checkpointing"):  # timm
-        model.set_grad_checkpointing()
-    else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-
-
 def tokens(case: str, small: bool, count: int) -> list[dict[str, Any]]:
     """Samples, each a sequence with labels."""
     import torch
@@ -187,7 +114,7 @@ def tokens(case: str, small: bool, count: int) -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def by_trainer(case: str, steps: int, batch: int, small: bool, out: Path, checkpoint: bool) -> Any:
+def by_trainer(case: str, steps: int, batch: int, small: bool, out: Path) -> Any:
     import transformers as hf
 
     every = 2 if case == "t5" else 1
@@ -199,7 +126,6 @@ def by_trainer(case: str, steps: int, batch: int, small: bool, out: Path, checkp
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
             losses.append(logs.get("loss", 0.0))
 
-    checkpointed(model, checkpoint)
     trainer = hf.Trainer(
         model,
         hf.TrainingArguments(
@@ -222,7 +148,7 @@ def by_trainer(case: str, steps: int, batch: int, small: bool, out: Path, checkp
     return model, losses
 
 
-def by_lightning(steps: int, batch: int, small: bool, out: Path, checkpoint: bool) -> Any:
+def by_lightning(steps: int, batch: int, small: bool, out: Path) -> Any:
     import lightning
     import torch
 
@@ -232,7 +158,6 @@ def by_lightning(steps: int, batch: int, small: bool, out: Path, checkpoint: boo
         def __init__(self) -> None:
             super().__init__()
             self.model = language("gpt2", small)
-            checkpointed(self.model, checkpoint)
 
         def training_step(self, rows: dict[str, Any], _: int) -> Any:
             loss = self.model(**rows).loss
@@ -260,7 +185,7 @@ def by_lightning(steps: int, batch: int, small: bool, out: Path, checkpoint: boo
     return job, [loss.item() for loss in losses]
 
 
-def by_hand(case: str, steps: int, batch: int, small: bool, checkpoint: bool) -> Any:
+def by_hand(case: str, steps: int, batch: int, small: bool) -> Any:
     """A plain loop: a model of timm or transformers, half precision, a scaler or a schedule."""
     import torch
 
@@ -268,8 +193,6 @@ def by_hand(case: str, steps: int, batch: int, small: bool, checkpoint: bool) ->
     model: Any
     if case == "bert":
         model = language(case, small).to(device)
-    elif case == "unet":
-        model = diffusion(small, checkpoint).to(device)
     else:
         import timm
 
@@ -278,7 +201,6 @@ def by_hand(case: str, steps: int, batch: int, small: bool, checkpoint: bool) ->
         model = timm.create_model((tiny if small else names)[case]).to(device)
         if case == "convnext":
             model = model.to(memory_format=torch.channels_last)
-    checkpointed(model, checkpoint and case != "unet")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     half = torch.float16 if case == "bert" and not small else torch.bfloat16
@@ -291,9 +213,6 @@ def by_hand(case: str, steps: int, batch: int, small: bool, checkpoint: bool) ->
                 rows = tokens(case, small, batch)
                 inputs = {k: torch.stack([row[k] for row in rows]).to(device) for k in rows[0]}
                 loss = model(**inputs).loss
-            elif case == "unet":
-                images = torch.randn(batch, 3, *(2 * [32 if small else 128]), device=device)
-                loss = torch.nn.functional.mse_loss(model(images), torch.randn_like(images))
             else:
                 images = torch.randn(batch, 3, 224, 224, device=device)
                 classes = torch.randint(0, 1000, (batch,), device=device)
@@ -307,18 +226,6 @@ def by_hand(case: str, steps: int, batch: int, small: bool, checkpoint: bool) ->
     return model, losses
 
 
-@contextlib.contextmanager
-def turn(args: argparse.Namespace) -> Iterator[None]:
-    """With `--fast` one trains at a time, while others still import their libraries."""
-    libraries = {"llama": ["transformers"], "lightning": ["transformers", "lightning"]}
-    for name in libraries.get(args.case, ["transformers"] if args.case in ("t5", "bert") else []):
-        importlib.import_module(name)
-    with (args.out.parent / "turn").open("w") as file:
-        if args.fast:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def train(args: argparse.Namespace) -> None:
     """Writes what it found to OUT/found.json."""
     import torch
@@ -326,24 +233,21 @@ def train(args: argparse.Namespace) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     cuda = torch.cuda.is_available()
-    torch.use_deterministic_algorithms(not args.fast)
+    torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     timed = Timed(args.steps, cuda)
     register_optimizer_step_post_hook(timed)
-    small, case, steps, again = not cuda, args.case, args.steps, args.checkpoint
-    batch = (
-        8 if small else {"t5": 8, "bert": 32, "vit": 128, "convnext": 64, "unet": 16}.get(case, 8)
-    )
-    with turn(args):
-        if case in ("llama", "t5"):
-            model, losses = by_trainer(case, steps, batch, small, args.out, again)
-        elif case == "lightning":
-            model, losses = by_lightning(steps, batch, small, args.out, again)
-        else:
-            model, losses = by_hand(case, steps, batch, small, again)
+    small, case, steps = not cuda, args.case, args.steps
+    batch = 8 if small else {"t5": 8, "bert": 32, "vit": 128, "convnext": 64}.get(case, 8)
+    if case in ("llama", "t5"):
+        model, losses = by_trainer(case, steps, batch, small, args.out)
+    elif case == "lightning":
+        model, losses = by_lightning(steps, batch, small, args.out)
+    else:
+        model, losses = by_hand(case, steps, batch, small)
     times = [b - a for a, b in zip(timed.ends_s, timed.ends_s[1:], strict=False)]
     found = {
-        "digest": None if args.fast else digest(model, losses),
+        "digest": digest(model, losses),
         "losses": [losses[0], losses[-1]],
         "parameters": sum(p.numel() for p in model.parameters()),
         "iteration_s": statistics.median(times),
@@ -352,16 +256,13 @@ def train(args: argparse.Namespace) -> None:
     (args.out / "found.json").write_text(json.dumps(found))
 
 
-def run(case: str, arm: str, budget: str, args: argparse.Namespace) -> dict[str, Any]:
+def run(case: str, arm: str, args: argparse.Namespace) -> dict[str, Any]:
     out = args.out / f"{case}-{arm}"
     out.mkdir(parents=True)
-    verb = ["-m", "kilter", "run", "--memory-budget", budget, "--out", str(out / "run")]
-    verb += ["--recompute", "segments"] if arm == "segments" else []
+    verb = ["-m", "kilter", "run", "--memory-budget", args.budget, "--out", str(out / "run")]
     job = [str(Path(__file__).resolve()), "--role", "train", "--case", case, "--out", str(out)]
     done = subprocess.run(
-        [sys.executable, *(verb if arm in GOVERNED else []), *job, "--steps", str(args.steps)]
-        + ["--fast"] * args.fast
-        + ["--checkpoint"] * (arm == "checkpoint"),
+        [sys.executable, *(verb if arm == "governed" else []), *job, "--steps", str(args.steps)],
         capture_output=True,
         text=True,
         timeout=args.timeout,
@@ -371,7 +272,7 @@ def run(case: str, arm: str, budget: str, args: argparse.Namespace) -> dict[str,
     return {
         "case": case,
         "arm": arm,
-        "budget": budget if arm in GOVERNED else None,
+        "budget": args.budget if arm == "governed" else None,
         "rc": done.returncode,
         "stderr": [line[:200] for line in done.stderr.splitlines()[-14:]],
         **(json.loads(found.read_bytes()) if found.exists() else {}),
@@ -380,32 +281,26 @@ def run(case: str, arm: str, budget: str, args: argparse.Namespace) -> dict[str,
 
 
 def compare(case: str, args: argparse.Namespace) -> list[str]:
-    """The arms one after the other; lines for people."""
+    """Plain, then governed; lines for people."""
     found: dict[str, dict[str, Any]] = {}
-    for arm in args.arms.split(","):
-        budget = args.budget
-        if arm in GOVERNED and budget == "checkpoint":
-            budget = f"{found['checkpoint']['peak_bytes'] // 2**20}MiB"
+    for arm in ("plain", "governed"):
         try:
-            found[arm] = run(case, arm, budget, args)
+            found[arm] = run(case, arm, args)
         except subprocess.TimeoutExpired:
             return [f"{case}: {arm} took over {args.timeout} s"]
-    plain = found.get("plain", {})
     lines = []
     with open(args.out / "memory_models.jsonl", "a") as file:
         for arm, row in found.items():
-            row["same"] = row.get("digest") == plain.get("digest") is not None
+            row["same"] = row.get("digest") == found["plain"].get("digest") is not None
             print(json.dumps(row), file=file)
             peak, took = row.get("peak_bytes", 0) / 2**30, row.get("iteration_s", 0) * 1e3
             lines.append(f"{case} {arm}: exit {row['rc']}, {peak:.2f} GiB, {took:.1f} ms")
-            if row["rc"] or arm in GOVERNED:
+            if row["rc"] or arm == "governed":
                 lines += [f"   {line[:170]}" for line in row["stderr"] if "kilter" in line]
             if row["rc"]:
                 lines += [f"   {line[:170]}" for line in row["stderr"][-3:]]
-    if not args.fast:
-        same = "the same bits" if found["governed"]["same"] else "DIFFERENT"
-        lines.append(f"{case}: {same} ({CASES[case]})")
-    return lines
+    same = "the same bits" if found["governed"]["same"] else "DIFFERENT"
+    return [*lines, f"{case}: {same} ({CASES[case]})"]
 
 
 def main() -> None:
@@ -415,13 +310,10 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--case", default="llama")
     parser.add_argument("--budget", default="60%")
-    parser.add_argument("--arms", default="plain,governed")
-    parser.add_argument("--checkpoint", action="store_true")
-    parser.add_argument("--fast", action="store_true", help="kernels need not be deterministic")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--timeout", type=float, default=120)
     parser.add_argument(
-        "--at-once", type=int, default=1, help="cases; without --fast times mean nothing then"
+        "--at-once", type=int, default=1, help="cases; with more than one, times mean nothing"
     )
     args = parser.parse_args()
     args.out = args.out.absolute()

@@ -11,7 +11,7 @@ import msgspec
 from kilter.app.cli.live import show_live
 from kilter.app.report.build import find_run
 from kilter.app.report.follow import GrowingRun
-from kilter.app.report.top import Now, now, screen
+from kilter.app.report.top import Now, as_json, now, screen
 from kilter.core.errors import FileError
 
 HELP = """\
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = _look(growing)
     if arguments.json:
         # What is not a finite number becomes null.
-        sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.encode(as_json(found)) + b"\n")
         sys.stdout.buffer.flush()
         return 0
     if not arguments.once and sys.stdout.isatty() and found.state != "ended":

@@ -1,4 +1,4 @@
-"""What `kilter top` shows: a run as its event files stand now, as one value, and as text.
+"""What `kilter top` shows: a run as its event files stand now, as JSON and as text.
 
 The judgement is the report's own, so that both say the same of the same record; the last readings
 of the sensors are added. Pure: from what was read to what is shown.
@@ -6,20 +6,16 @@ of the sensors are added. Pure: from what was read to what is shown.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from kilter.app.report import build as report
 from kilter.app.report import memory as memory_report
 from kilter.app.report import summary
-from kilter.app.report.build import Rank, Report
+from kilter.app.report.build import Rank, Report, summarise, taken
 from kilter.app.report.evidence import Arm
 from kilter.app.report.words import ascii_line, wish
-from kilter.core.events import Decided, Failed, Refused, Sampled
-from kilter.core.label import Label
-from kilter.core.setting import Setting
+from kilter.core.events import Block, Moved, Sampled
 from kilter.core.units import (
     show_bytes,
     show_clock,
@@ -38,136 +34,120 @@ _PLOT_WIDTH = 60
 _LEVELS = " .:-=+*#"
 
 
-class RankNow(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank: the last reading of its sensors, and its memory. `None` is unknown."""
+@dataclass(frozen=True, slots=True)
+class Now:
+    """A run as it stands. `ranks` must not be empty."""
 
-    rank: int
-    device: str
-    outcome: str | None
-    """How its program has ended; None: no end on record."""
-    power_w: float | None = None
-    sm_clock_hz: float | None = None
-    memory_clock_hz: float | None = None
-    sm_utilisation: float | None = None
-    temperature_c: float | None = None
-    throttle: tuple[str, ...] | None = None
-    budget_bytes: int | None = None
-    peak_bytes: int | None = None
-
-
-class Now(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole run."""
-
-    schema: str
-    label: Label
-    run: str
-    state: str
-    """`running`, `silent` (no end on record, and nothing written for a while) or `ended`."""
+    report: Report
+    """As far as the record goes."""
+    ranks: Sequence[Rank]
     silent_s: float
     """Since the last line was written."""
-    duration_s: float
-    """The run's clock at the last line."""
-    command: tuple[str, ...]
-    device: str
-    goal: str
-    mode: str
-    mode_reason: str
-    outcome: str | None
-    iterations: int
-    """As far as the record goes."""
-    setting: Setting | None
-    """Of the last block; None before the first."""
-    phase: str | None
-    """`warm`, `probe`, `confirm`, `hold` or `drift`, of the last block."""
-    last: Arm | None
-    """Iteration of the last block."""
-    baseline: Arm
-    governed: Arm
-    saving: float | None
-    saving_ci95: tuple[float, float] | None
-    slowdown: float | None
-    slowdown_ci95: tuple[float, float] | None
-    contract: float | None
-    within_contract: bool | None
-    pairs: int
-    result: str
-    """The report's sentence, as far as there is one."""
-    memory: tuple[str, ...]
-    """The report's sentences about a memory budget."""
-    sections: tuple[str, ...]
-    """The report's sentences about communication sections."""
-    ranks: tuple[RankNow, ...]
-    power_w: tuple[float, ...]
-    """Of rank 0 (or the first rank that has a sensor): the last readings, the newest last."""
-    decisions: tuple[Decided, ...]
-    refused: tuple[Refused, ...]
-    errors: tuple[Failed, ...]
+
+    @property
+    def state(self) -> str:
+        """`running`, `silent` (no end on record, and nothing written for a while) or `ended`."""
+        if all(rank.stopped is not None for rank in self.ranks):
+            return "ended"
+        return "silent" if self.silent_s > SILENT_S else "running"
+
+    @property
+    def block(self) -> Block | None:
+        """The last one."""
+        return self.report.blocks[-1] if self.report.blocks else None
+
+    @property
+    def result(self) -> str:
+        """The report's sentence; while the search goes on, how far it has come."""
+        found = self.report
+        if self.state == "ended" or found.errors or found.slowdown is not None:
+            return summary.headline(found)
+        if found.goal.max_slowdown is None:
+            return "clocks are left alone"
+        if found.mode == "observe":
+            return f"only watching: {found.mode_reason}"
+        if not found.blocks:
+            return "nothing judged yet"
+        tried = len({probe.setting for probe in found.probes})
+        return f"no verdict yet: {show_count(tried, 'setting')} compared with the default"
+
+    @property
+    def memory(self) -> list[str]:
+        """The report's sentences about a memory budget."""
+        return [] if self.report.memory is None else memory_report.lines(self.report.memory)
+
+    @property
+    def power_w(self) -> list[float]:
+        """The readings of the first rank that has a sensor, the newest last."""
+        for rank in self.ranks:
+            if found := [s.power_w for s in rank.samples if s.power_w is not None]:
+                return found
+        return []
 
 
 def now(ranks: Sequence[Rank], *, run: str, silent_s: float) -> Now:
-    """The run as it stands. `ranks` must not be empty."""
-    found = report.summarise(ranks, run=run, trace=None, plan=None)
-    ended = all(rank.stopped is not None for rank in ranks)
-    state = "ended" if ended else "silent" if silent_s > SILENT_S else "running"
-    block = found.blocks[-1] if found.blocks else None
-    return Now(
-        schema=TOP_SCHEMA,
-        state=state,
-        silent_s=silent_s,
-        goal=wish(found.goal),
-        **_shared(found, Now, but=("schema", "goal", "memory", "sections", "ranks")),
-        setting=None if block is None else block.setting,
-        phase=None if block is None else block.phase,
-        last=None if block is None else Arm(iteration_s=block.iteration_s, energy_j=block.energy_j),
-        pairs=found.evidence.pairs,
-        result=_result(found, ended=ended),
-        memory=() if found.memory is None else tuple(memory_report.lines(found.memory)),
-        sections=tuple(summary.sections(found)),
-        ranks=tuple(_rank(rank) for rank in ranks),
-        power_w=_power(ranks),
-    )
+    """The judgement of what is on record."""
+    return Now(summarise(ranks, run=run, trace=None, plan=None), ranks, silent_s)
 
 
-def _result(found: Report, *, ended: bool) -> str:
-    """The report's sentence; while the search goes on, how far it has come."""
-    if ended or found.errors or found.slowdown is not None:
-        return summary.headline(found)
-    if found.goal.max_slowdown is None:
-        return "clocks are left alone"
-    if found.mode == "observe":
-        return f"only watching: {found.mode_reason}"
-    if not found.blocks:
-        return "nothing judged yet"
-    tried = len({probe.setting for probe in found.probes})
-    return f"no verdict yet: {show_count(tried, 'setting')} compared with the default"
+def _sample(rank: Rank) -> Sampled:
+    """The last reading."""
+    return rank.samples[-1] if rank.samples else Sampled(t_s=0.0, device_t_s=0.0)
 
 
-def _shared(
-    value: object, kind: type[msgspec.Struct], *, but: Sequence[str] = ()
-) -> dict[str, Any]:
-    """What a value has under the names of a struct's fields."""
-    names = (name for name in kind.__struct_fields__ if name not in but)
-    return report.taken(value, (name for name in names if hasattr(value, name)))
+def _moved(rank: Rank) -> Moved | None:
+    """The last state of memory."""
+    return rank.moved[-1] if rank.moved else None
 
 
-def _rank(rank: Rank) -> RankNow:
-    sample = rank.samples[-1] if rank.samples else Sampled(t_s=0.0, device_t_s=0.0)
-    moved = rank.moved[-1] if rank.moved else None
-    return RankNow(
-        rank=rank.started.rank,
-        device=rank.started.device.name,
-        outcome=None if rank.stopped is None else rank.stopped.outcome,
-        **_shared(sample, RankNow),
-        budget_bytes=None if moved is None else moved.budget_bytes,
-        peak_bytes=None if moved is None else moved.peak_bytes,
-    )
+# As JSON.
+
+_OF_REPORT = (
+    *("label", "run", "duration_s", "command", "device", "mode", "mode_reason", "outcome"),
+    *("iterations", "baseline", "governed", "saving", "saving_ci95", "slowdown", "slowdown_ci95"),
+    *("contract", "within_contract", "decisions", "refused", "errors"),
+)
+_OF_SAMPLE = (
+    *("power_w", "sm_clock_hz", "memory_clock_hz", "sm_utilisation", "temperature_c", "throttle"),
+)
 
 
-def _power(ranks: Sequence[Rank]) -> tuple[float, ...]:
-    for rank in ranks:
-        if found := tuple(s.power_w for s in rank.samples if s.power_w is not None):
-            return found
-    return ()
+def as_json(found: Now) -> dict[str, Any]:
+    """What `--json` prints. `None` is unknown."""
+    report, block = found.report, found.block
+    return {
+        "schema": TOP_SCHEMA,
+        "state": found.state,
+        "silent_s": found.silent_s,
+        **taken(report, _OF_REPORT),
+        "goal": wish(report.goal),
+        "setting": None if block is None else block.setting,
+        "phase": None if block is None else block.phase,
+        "last": _arm(block),
+        "pairs": report.evidence.pairs,
+        "result": found.result,
+        "memory": found.memory,
+        "sections": summary.sections(report),
+        "power_w": found.power_w,
+        "ranks": [_rank_as_json(rank) for rank in found.ranks],
+    }
+
+
+def _rank_as_json(rank: Rank) -> dict[str, Any]:
+    moved = _moved(rank)
+    return {
+        "rank": rank.started.rank,
+        "device": rank.started.device.name,
+        "outcome": None if rank.stopped is None else rank.stopped.outcome,
+        **taken(_sample(rank), _OF_SAMPLE),
+        "budget_bytes": None if moved is None else moved.budget_bytes,
+        "peak_bytes": None if moved is None else moved.peak_bytes,
+    }
+
+
+def _arm(block: Block | None) -> Arm | None:
+    """One iteration of a block."""
+    return None if block is None else Arm(iteration_s=block.iteration_s, energy_j=block.energy_j)
 
 
 # As text.
@@ -175,43 +155,43 @@ def _power(ranks: Sequence[Rank]) -> tuple[float, ...]:
 
 def screen(found: Now) -> str:
     """Lines of plain ASCII: names that a run chooses must not reach a terminal as commands."""
+    report, sections = found.report, summary.sections(found.report)
     lines = [
-        f"kilter top  {found.run}: {' '.join(found.command)}",
+        f"kilter top  {report.run}: {' '.join(report.command)}",
         f"state     {_state(found)}",
-        f"device    {summary.plain_name(found.device)} [{found.label.value}]",
-        f"goal      {found.goal}",
+        f"device    {summary.plain_name(report.device)} [{report.label.value}]",
+        f"goal      {wish(report.goal)}",
     ]
-    if found.mode != "govern":
-        lines.append(f"mode      {found.mode}: {found.mode_reason}")
-    if found.setting is not None and found.last is not None:
-        lines.append(
-            f"now       {found.phase}: {found.setting}, {summary.per_iteration(found.last)}"
-        )
-    if found.baseline.iteration_s is not None:
-        lines.append(f"default   {summary.per_iteration(found.baseline)}")
-    told = [line.partition(": ") for line in (*found.sections, *found.memory)]
+    if report.mode != "govern":
+        lines.append(f"mode      {report.mode}: {report.mode_reason}")
+    block, last = found.block, _arm(found.block)
+    if block is not None and last is not None:
+        lines.append(f"now       {block.phase}: {block.setting}, {summary.per_iteration(last)}")
+    if report.baseline.iteration_s is not None:
+        lines.append(f"default   {summary.per_iteration(report.baseline)}")
+    told = [line.partition(": ") for line in (*sections, *found.memory)]
     lines += [f"{name:<9} {text}" for name, _, text in told] or [f"result    {found.result}"]
-    if found.memory and not found.sections and found.contract is not None:
+    if found.memory and not sections and report.contract is not None:
         lines.append(f"result    {found.result}")
     lines += ["", *_ranks(found)]
     if len(found.power_w) > 1:
         lines += ["", _plot(found.power_w)]
-    if found.decisions:
+    if report.decisions:
         lines += ["", "last decisions:"]
         lines += [
             f"  {show_duration(each.t_s):>8}  {each.state:<9} {each.setting}: {each.reason}"
-            for each in found.decisions[-_MOST_DECISIONS:]
+            for each in report.decisions[-_MOST_DECISIONS:]
         ]
-    lines += [f"refused   {each.what}: {each.reason}" for each in found.refused]
-    lines += [f"error     {each.where}: {each.error}" for each in found.errors]
+    lines += [f"refused   {each.what}: {each.reason}" for each in report.refused]
+    lines += [f"error     {each.where}: {each.error}" for each in report.errors]
     return "\n".join(ascii_line(line).rstrip() for line in lines)
 
 
 def _state(found: Now) -> str:
-    counted = show_count(found.iterations, "timed iteration")
-    since = show_duration(found.duration_s)
+    counted = show_count(found.report.iterations, "timed iteration")
+    since = show_duration(found.report.duration_s)
     if found.state == "ended":
-        return f"ended after {since}, {counted}: {found.outcome}"
+        return f"ended after {since}, {counted}: {found.report.outcome}"
     if found.state == "silent":
         return (
             f"no end on record, and nothing written for {show_duration(found.silent_s)}: killed, "
@@ -220,24 +200,28 @@ def _state(found: Now) -> str:
     return f"running for {since}, {counted} on record"
 
 
-def _ranks(found: Now) -> list[str]:
-    memory = any(rank.budget_bytes is not None for rank in found.ranks)
+def _ranks(found: Now) -> Iterator[str]:
+    memory = any(
+        moved is not None and moved.budget_bytes is not None for moved in map(_moved, found.ranks)
+    )
     heads = f"{'rank':>4}  {'power':>8}  {'SM clock':>9}  {'memory':>9}  {'busy':>8}  {'at':>5}"
-    lines = [heads + (f"  {'peak memory':>24}" if memory else "") + "  state"]
+    yield heads + (f"  {'peak memory':>24}" if memory else "") + "  state"
     for rank in found.ranks[:_MOST_RANKS]:
+        sample, moved = _sample(rank), _moved(rank)
         line = (
-            f"{rank.rank:>4}  {show_power(rank.power_w):>8}  {_clock(rank.sm_clock_hz):>9}  "
-            f"{_clock(rank.memory_clock_hz):>9}  {show_fraction(rank.sm_utilisation):>8}  "
-            f"{'?' if rank.temperature_c is None else f'{rank.temperature_c:.0f} C':>5}"
+            f"{rank.started.rank:>4}  {show_power(sample.power_w):>8}  "
+            f"{_clock(sample.sm_clock_hz):>9}  {_clock(sample.memory_clock_hz):>9}  "
+            f"{show_fraction(sample.sm_utilisation):>8}  "
+            f"{'?' if sample.temperature_c is None else f'{sample.temperature_c:.0f} C':>5}"
         )
         if memory:
-            peak = f"{show_bytes(rank.peak_bytes)} of {show_bytes(rank.budget_bytes)}"
-            line += f"  {peak:>24}"
-        held = ", ".join(rank.throttle or ()).replace("_", " ")
-        lines.append(f"{line}  {rank.outcome or found.state}{f'; held by {held}' if held else ''}")
+            peak, budget = (None, None) if moved is None else (moved.peak_bytes, moved.budget_bytes)
+            line += f"  {f'{show_bytes(peak)} of {show_bytes(budget)}':>24}"
+        state = found.state if rank.stopped is None else rank.stopped.outcome
+        held = ", ".join(sample.throttle or ()).replace("_", " ")
+        yield f"{line}  {state}{f'; held by {held}' if held else ''}"
     if len(found.ranks) > _MOST_RANKS:
-        lines.append(f"      and {len(found.ranks) - _MOST_RANKS} ranks more (--json has them all)")
-    return lines
+        yield f"      and {len(found.ranks) - _MOST_RANKS} ranks more (--json has them all)"
 
 
 def _clock(hertz: float | None) -> str:

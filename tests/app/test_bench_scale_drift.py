@@ -74,12 +74,18 @@ def test_ranks_with_a_core_each_agree_in_under_a_second_with_few_calls() -> None
         ["scale", "--ranks", "1"],
         ["scale", "--seconds", "1"],
         ["drift", "--blocks", "5"],
-        ["drift", "--seeds", "0"],
     ],
 )
 def test_wrong_usage_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *words]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_count_below_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "drift", "--seeds", "0"])
+    assert ended.value.code == 2
+    assert "--seeds: '0' is not a number of at least 1" in capsys.readouterr().err
 
 
 def test_a_few_ranks_agree_through_a_real_store(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,26 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from kilter.app.bench.faults import try_out_sections
-from kilter.app.bench.section_faults import (
-    RANDOM_SECTION_ACCIDENTS,
-    SECTION_ACCIDENTS,
-    SectionAccident,
-)
+from kilter.app.bench.faults import try_out
+from kilter.app.bench.section_faults import RANDOM_SECTION_ACCIDENTS, SECTION_ACCIDENTS
+from kilter.testing.section_box import SectionBox
 
-SHORTER = [s for s in SECTION_ACCIDENTS if not s.__name__.endswith("after_a_section")]
+SHORTER = [name for name in SECTION_ACCIDENTS if not name.endswith("after a section")]
 """Nothing is low then, as before the first command."""
 
 
-@pytest.mark.parametrize("scenario", SHORTER, ids=lambda scenario: scenario.__name__)
-def test_every_accident_leaves_the_cards_as_found(
-    scenario: SectionAccident, tmp_path: Path
-) -> None:
-    row = try_out_sections(scenario, tmp_path)
+@pytest.mark.parametrize("name", SHORTER)
+def test_every_accident_leaves_the_cards_as_found(name: str, tmp_path: Path) -> None:
+    row = try_out(name, SECTION_ACCIDENTS[name], SectionBox(tmp_path))
     assert row.ok, row
 
 
-@pytest.mark.parametrize("scenario", RANDOM_SECTION_ACCIDENTS, ids=lambda one: one.__name__)
-def test_random_moments(scenario: SectionAccident, tmp_path: Path) -> None:
-    row = try_out_sections(scenario, tmp_path, 2)
+@pytest.mark.parametrize("name", RANDOM_SECTION_ACCIDENTS)
+def test_random_moments(name: str, tmp_path: Path) -> None:
+    row = try_out(name, RANDOM_SECTION_ACCIDENTS[name], SectionBox(tmp_path), 2)
     assert row.ok, row

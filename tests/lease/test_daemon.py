@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kilter.app.bench.daemon_faults import DAEMON_SCENARIOS, DaemonScenario
-from kilter.app.bench.faults import try_out_daemon
-from kilter.app.bench.random_faults import RANDOM_DAEMON_SCENARIOS
+from kilter.app.bench.daemon_faults import DAEMON_ACCIDENTS
+from kilter.app.bench.faults import try_out
+from kilter.app.bench.random_faults import RANDOM_DAEMON_ACCIDENTS
 from kilter.core.setting import Setting
 from kilter.testing.box import FOUND, LOW
 from kilter.testing.daemon_box import DaemonBox
@@ -341,17 +341,13 @@ def test_a_changed_policy_is_read_on_sighup(make_box: MakeBox) -> None:
     until(lambda: "does not name" in str(box.job(uid=ALICE).ask("enter")))
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    DAEMON_SCENARIOS,
-    ids=lambda one: one.__name__,
-)
-def test_row_of_the_bench(scenario: DaemonScenario, tmp_path: Path) -> None:
-    row = try_out_daemon(scenario, tmp_path)
+@pytest.mark.parametrize("name", DAEMON_ACCIDENTS)
+def test_row_of_the_bench(name: str, tmp_path: Path) -> None:
+    row = try_out(name, DAEMON_ACCIDENTS[name], DaemonBox(tmp_path, cards=2))
     assert row.ok, row
 
 
-@pytest.mark.parametrize("scenario", RANDOM_DAEMON_SCENARIOS, ids=lambda one: one.__name__)
-def test_random_moments(scenario: Callable[..., object], tmp_path: Path) -> None:
-    row = try_out_daemon(scenario, tmp_path, 5)  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", RANDOM_DAEMON_ACCIDENTS)
+def test_random_moments(name: str, tmp_path: Path) -> None:
+    row = try_out(name, RANDOM_DAEMON_ACCIDENTS[name], DaemonBox(tmp_path, cards=2), 5)
     assert row.ok, row

@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
-from kilter.app.bench.faults import SCENARIOS, try_out
-from kilter.app.bench.faults_of_trust import Accident
-from kilter.app.bench.random_faults import RANDOM_SCENARIOS
+from kilter.app.bench.faults import ACCIDENTS, try_out
+from kilter.app.bench.faults_of_trust import TRUST_ACCIDENTS
+from kilter.app.bench.random_faults import RANDOM_ACCIDENTS
 from kilter.device.nvidia import NvidiaDevice
 from kilter.lease.journal import Journal, restore_all, start_ticks
 from kilter.testing.box import FOUND, Box, find_watcher
@@ -229,14 +229,17 @@ def test_a_stopped_watcher_is_replaced_and_does_no_harm_when_it_goes_on(tmp_path
     assert box.setting() == FOUND
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_accidents(scenario: Accident, tmp_path: Path) -> None:
+EVERY = ACCIDENTS | TRUST_ACCIDENTS
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_accidents(name: str, tmp_path: Path) -> None:
     """The rows of `kilter bench faults`."""
-    row = try_out(scenario, tmp_path)
+    row = try_out(name, EVERY[name], Box(tmp_path))
     assert row.ok, row
 
 
-@pytest.mark.parametrize("scenario", RANDOM_SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_random_moments(scenario: Callable[..., Any], tmp_path: Path) -> None:
-    row = try_out(scenario, tmp_path, 5)
+@pytest.mark.parametrize("name", RANDOM_ACCIDENTS)
+def test_random_moments(name: str, tmp_path: Path) -> None:
+    row = try_out(name, RANDOM_ACCIDENTS[name], Box(tmp_path), 5)
     assert row.ok, row

@@ -28,7 +28,14 @@ from kilter.app.bench.clocks_informed import (
 )
 from kilter.app.bench.driven import driven
 from kilter.app.bench.random_tables import random_tables
-from kilter.app.cli.options import add_goal_arguments, add_noise_argument, fraction, goal_of
+from kilter.app.cli.options import (
+    add_goal_arguments,
+    add_noise_argument,
+    fraction,
+    goal_of,
+    positive,
+    some_of,
+)
 from kilter.app.cli.output import print_json
 from kilter.app.learning import reference_of
 from kilter.clocks.plan.governor import SEARCH_PAIRS, BlockOutcome, Governor, Order, Phase
@@ -434,13 +441,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_goal_arguments(parser, max_slowdown=0.05)
     parser.add_argument(
         "--policies",
+        type=some_of(POLICIES),
         default="kilter,static,zeus,gpoeo,mf-gpoeo,geepafs,default,oracle",
         metavar="A,B",
         help="of: "
         + ", ".join(POLICIES)
         + " (default: without `informed`, and without the other three of ours)",
     )
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="runs each (default 5)")
+    parser.add_argument(
+        "--seeds", type=positive, default=5, metavar="N", help="runs each (default 5)"
+    )
     add_noise_argument(parser)
     parser.add_argument(
         "--outliers",
@@ -463,9 +473,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    policies = _policies(args.policies)
-    if args.seeds < 1:
-        raise UsageError(f"--seeds {args.seeds}: at least 1")
     if not args.time_budget_s > 0:
         raise UsageError(f"--time-budget-s {args.time_budget_s}: must be positive")
     goal = goal_of(args)
@@ -481,7 +488,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{path}: {len(workloads)} workloads ...", file=sys.stderr)
         results += play(
             {path: workloads},
-            policies,
+            args.policies,
             goal,
             seeds=args.seeds,
             noise=args.noise,
@@ -514,14 +521,6 @@ def run(args: argparse.Namespace) -> int:
     if len(tables) > 1:
         _print("all tables", summary)
     return 0
-
-
-def _policies(text: str) -> list[str]:
-    policies = [name for name in text.split(",") if name]
-    unknown = [name for name in policies if name not in POLICIES]
-    if unknown or not policies:
-        raise UsageError(f"unknown policies {unknown}; choose from {', '.join(POLICIES)}")
-    return policies
 
 
 def _print_fooled(summary: Mapping[str, Mapping[str, Any]]) -> None:

@@ -18,6 +18,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kilter.app.bench.accidents import Accidents
 from kilter.app.bench.faults_of_trust import contained, locked_by_site
 from kilter.core.daemon_protocol import Ask, Hello, Hold, Look, Release, encode
 from kilter.core.setting import Setting
@@ -26,24 +27,26 @@ from kilter.testing.daemon_box import DaemonBox
 
 MESSAGES, CONNECTIONS = 10_000, 2_000
 HOSTILE_SEED = 15
+DAEMON_ACCIDENTS = Accidents()
+_row = DAEMON_ACCIDENTS.row
 
 
+@_row("daemon: SIGKILL of the job")
 def daemon_job_killed(box: DaemonBox) -> None:
-    """daemon: SIGKILL of the job"""
     box.low_job().kill()
     until(lambda: box.setting() == FOUND)
 
 
+@_row("daemon: SIGKILL of daemon and job, the daemon starts again")
 def daemon_and_job_killed(box: DaemonBox) -> None:
-    """daemon: SIGKILL of daemon and job, the daemon starts again"""
     job = box.low_job()
     box.kill_daemon()
     job.kill()
     box.start_daemon()
 
 
+@_row("daemon: SIGKILL of the daemon, which starts again, the job goes on and ends")
 def daemon_killed(box: DaemonBox) -> None:
-    """daemon: SIGKILL of the daemon, which starts again, the job goes on and ends"""
     job = box.low_job()
     box.kill_daemon()
     box.start_daemon()
@@ -51,13 +54,13 @@ def daemon_killed(box: DaemonBox) -> None:
     job.end()
 
 
+@_row("daemon: SM clock locked by `nvidia-smi -lgc` before the job, no baseline")
 def daemon_clock_locked_by_site(box: DaemonBox) -> Setting:
-    """daemon: SM clock locked by `nvidia-smi -lgc` before the job, no baseline"""
     return locked_by_site(box, box.job())
 
 
+@_row("daemon: SIGKILL of the init of the job's container")
 def daemon_container_killed(box: DaemonBox) -> None:
-    """daemon: SIGKILL of the init of the job's container"""
     job = contained(box)
     if job is None:
         return
@@ -68,14 +71,14 @@ def daemon_container_killed(box: DaemonBox) -> None:
     until(lambda: box.setting() == FOUND)
 
 
+@_row("daemon: stopped by systemd (SIGTERM) under a job")
 def daemon_ended(box: DaemonBox) -> None:
-    """daemon: stopped by systemd (SIGTERM) under a job"""
     box.low_job()
     box.end_daemon()
 
 
+@_row("daemon: the job's cgroup is frozen (SIGSTOP), its deadline passes")
 def daemon_job_stopped(box: DaemonBox) -> None:
-    """daemon: the job's cgroup is frozen (SIGSTOP), its deadline passes"""
     job = box.lowered_by(box.job(), hold_s=0.5)
     os.kill(job.pid, signal.SIGSTOP)
     until(lambda: box.setting() == FOUND)
@@ -91,8 +94,8 @@ class Attack:
     honest_errors: list[str] = field(default_factory=list)
 
 
+@_row("daemon: 10,000 hostile messages and 2,000 connections, an honest client beside them")
 def daemon_hostile(box: DaemonBox) -> None:
-    """daemon: 10,000 hostile messages and 2,000 connections, an honest client beside them"""
     attack = Attack()
     before_bytes, before_files = _memory_bytes(box), _open_files(box)
     over = threading.Event()
@@ -213,16 +216,3 @@ def _memory_bytes(box: DaemonBox) -> int:
 
 def _open_files(box: DaemonBox) -> int:
     return len(os.listdir(f"/proc/{box.daemon.pid}/fd"))
-
-
-DaemonScenario = Callable[[DaemonBox], Setting | None]
-DAEMON_SCENARIOS: tuple[DaemonScenario, ...] = (
-    daemon_job_killed,
-    daemon_and_job_killed,
-    daemon_killed,
-    daemon_container_killed,
-    daemon_clock_locked_by_site,
-    daemon_ended,
-    daemon_job_stopped,
-    daemon_hostile,
-)

@@ -11,15 +11,18 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from kilter.app.bench import daemon_faults
 from kilter.app.bench import faults_of_trust as trust
-from kilter.app.bench.random_faults import RANDOM_DAEMON_SCENARIOS, RANDOM_SCENARIOS
+from kilter.app.bench.accidents import Accident, Accidents
+from kilter.app.bench.random_faults import RANDOM_ACCIDENTS, RANDOM_DAEMON_ACCIDENTS
 from kilter.app.bench.section_faults import RANDOM_SECTION_ACCIDENTS, SECTION_ACCIDENTS
+from kilter.app.cli.options import positive
 from kilter.app.cli.output import print_json
 from kilter.core.errors import UsageError
 from kilter.core.label import Label
@@ -55,65 +58,66 @@ RANDOM_TIMES = 20
 HANG_S = CALL_TIMEOUT_S + 1.0
 
 
-# Scenarios; the docstring is the row's name -------------------------------------------------
+ACCIDENTS = Accidents()
+_row = ACCIDENTS.row
 
 
+@_row("job ends")
 def ends(box: Box) -> None:
-    """job ends"""
     box.low().end()
 
 
+@_row("script raises")
 def raises(box: Box) -> None:
-    """script raises"""
     job = box.low()
     job.ask("fail")
     job.wait()
 
 
+@_row("Ctrl-C")
 def ctrl_c(box: Box) -> None:
-    """Ctrl-C"""
     box.low().signal(signal.SIGINT)
 
 
+@_row("SIGTERM to the job's process group")
 def sigterm(box: Box) -> None:
-    """SIGTERM to the job's process group"""
     box.low().signal(signal.SIGTERM)
 
 
+@_row("SIGKILL of the job")
 def sigkill(box: Box) -> None:
-    """SIGKILL of the job"""
     box.low().kill()
 
 
+@_row("SIGKILL between journal and first set")
 def sigkill_before_set(box: Box) -> None:
-    """SIGKILL between journal and first set"""
     box.rule(call="nvmlDeviceSet*", sigkill="before", times=1)
     box.killed_in_set()
 
 
+@_row("SIGKILL between the two knobs of a set")
 def sigkill_inside_set(box: Box) -> None:
-    """SIGKILL between the two knobs of a set"""
     box.rule(call="nvmlDeviceSet*", sigkill="after", times=1)
     box.killed_in_set()
 
 
+@_row("SIGKILL in the middle of the job's own restore")
 def sigkill_at_restore(box: Box) -> None:
-    """SIGKILL in the middle of the job's own restore"""
     job = box.low()
     box.rule(call="nvmlDeviceReset*", sigkill="after", times=1)
     job.end()
 
 
+@_row("SIGKILL of the watcher, then of the job after its next set")
 def watcher_killed(box: Box) -> None:
-    """SIGKILL of the watcher, then of the job after its next set"""
     job = box.low()
     kill_watcher(box.state_directory)
     job.ask("set", sm_mhz=900, limit_w=300)
     job.kill()
 
 
+@_row("SIGKILL of the watcher, and no other one can start")
 def watcher_killed_for_good(box: Box) -> None:
-    """SIGKILL of the watcher, and no other one can start"""
     job = box.low()
     kill_watcher(box.state_directory)
     log = box.state_directory / "watcher.log"
@@ -124,8 +128,8 @@ def watcher_killed_for_good(box: Box) -> None:
     job.end()
 
 
+@_row("SIGTERM to the watcher, as `scancel` sends it to all, then SIGKILL of the job")
 def watcher_terminated(box: Box) -> None:
-    """SIGTERM to the watcher, as `scancel` sends it to all, then SIGKILL of the job"""
     job = box.low()
     watcher = find_watcher(box.state_directory)
     assert watcher is not None
@@ -133,44 +137,44 @@ def watcher_terminated(box: Box) -> None:
     job.kill()
 
 
+@_row("SIGKILL of job and watcher, then `kilter restore`")
 def both_killed_then_restore(box: Box) -> None:
-    """SIGKILL of job and watcher, then `kilter restore`"""
     job = box.low()
     kill_watcher(box.state_directory)
     job.kill()
     box.restore()
 
 
+@_row("SIGKILL of job and watcher, then the next job")
 def both_killed_then_next(box: Box) -> None:
-    """SIGKILL of job and watcher, then the next job"""
     both = box.low()
     kill_watcher(box.state_directory)
     both.kill()
     box.entered("next job").end()
 
 
+@_row("job hangs, its deadline passes")
 def hangs(box: Box) -> None:
-    """job hangs, its deadline passes"""
     job = box.low(hold_s=0.05)
     until(lambda: box.setting() == FOUND)
     box.note("put back while the job hung")
     job.kill()
 
 
+@_row("SIGKILL of the job, a forked data loader lives on")
 def forked_child(box: Box) -> None:
-    """SIGKILL of the job, a forked data loader lives on"""
     with _child(box.low(), in_c=False):
         box.until_free()
 
 
+@_row("SIGKILL of the job, a process forked in C lives on")
 def forked_in_c(box: Box) -> None:
-    """SIGKILL of the job, a process forked in C lives on"""
     with _child(box.low(), in_c=True):
         box.until_free()
 
 
+@_row("SIGKILL of job and watcher, a forked data loader lives on, then `kilter restore`")
 def forked_child_alone(box: Box) -> None:
-    """SIGKILL of job and watcher, a forked data loader lives on, then `kilter restore`"""
     job = box.low()
     kill_watcher(box.state_directory)
     with _child(job, in_c=False):
@@ -178,34 +182,34 @@ def forked_child_alone(box: Box) -> None:
         box.until_free()
 
 
+@_row("setter refused at the first set")
 def refused_at_start(box: Box) -> None:
-    """setter refused at the first set"""
     box.refuse("nvmlDeviceSet*")
     box.refused_set().end()
 
 
+@_row("every setter refused from the first set on")
 def refused_outright(box: Box) -> None:
-    """every setter refused from the first set on"""
     box.refuse("nvmlDeviceSet*")
     box.refuse("nvmlDeviceReset*")
     box.note(box.refused_set().end()["reason"])
 
 
+@_row("second setter of a set refused")
 def refused_in_the_middle(box: Box) -> None:
-    """second setter of a set refused"""
     box.refuse("nvmlDeviceSetPowerManagementLimit", times=1)
     box.refused_set().end()
 
 
+@_row("setter refused at restore, once")
 def refused_at_restore(box: Box) -> None:
-    """setter refused at restore, once"""
     job = box.low()
     box.refuse("nvmlDeviceReset*", times=1)
     job.end()
 
 
+@_row("GPU lost at restore, back later, then `kilter restore`")
 def lost_at_restore(box: Box) -> None:
-    """GPU lost at restore, back later, then `kilter restore`"""
     job = box.low()
     box.refuse("nvmlDevice*", code="GPU_IS_LOST")
     job.end()
@@ -215,51 +219,51 @@ def lost_at_restore(box: Box) -> None:
     box.restore()
 
 
+@_row("setter hangs at restore, once")
 def hung_at_restore(box: Box) -> None:
-    """setter hangs at restore, once"""
     job = box.low()
     box.rule(call="nvmlDeviceReset*", hang_s=HANG_S, pretend=True, times=1)
     job.end()
 
 
+@_row("clock accepted but not obeyed")
 def not_obeyed(box: Box) -> None:
-    """clock accepted but not obeyed"""
     box.change(clips_sm_mhz=(1600, 1980))
     job = box.low()
     box.note(job.ask("verify")["error"])
     job.end()
 
 
+@_row("clock accepted but not obeyed, SIGKILL of the job")
 def not_obeyed_and_killed(box: Box) -> None:
-    """clock accepted but not obeyed, SIGKILL of the job"""
     box.change(clips_sm_mhz=(1600, 1980))
     box.low().kill()
 
 
+@_row("power limit reported as set, but is not")
 def limit_not_taken(box: Box) -> None:
-    """power limit reported as set, but is not"""
     box.rule(call="nvmlDeviceSetPower*", pretend=True, times=1)
     box.refused_set().end()
 
 
+@_row("administrator sets another power limit meanwhile, job ends")
 def limit_changed(box: Box) -> Setting:
-    """administrator sets another power limit meanwhile, job ends"""
     job = box.low()
     box.change(limit_mw=500_000)
     job.end()
     return Setting(power_limit_w=500.0)
 
 
+@_row("administrator sets another power limit meanwhile, SIGKILL of the job")
 def limit_changed_and_killed(box: Box) -> Setting:
-    """administrator sets another power limit meanwhile, SIGKILL of the job"""
     job = box.low()
     box.change(limit_mw=500_000)
     job.kill()
     return Setting(power_limit_w=500.0)
 
 
+@_row("somebody locks another SM clock meanwhile, job ends")
 def clock_changed(box: Box) -> Setting:
-    """somebody locks another SM clock meanwhile, job ends"""
     job = box.low()
     job.ask("verify")
     box.change(sm_lock_mhz=(345, 1500))
@@ -267,26 +271,26 @@ def clock_changed(box: Box) -> Setting:
     return Setting(sm_clock_hz=1500 * MHZ, power_limit_w=FOUND_LIMIT_W)
 
 
+@_row("second job on the same GPU")
 def two_at_once(box: Box) -> None:
-    """second job on the same GPU"""
     trust.two_jobs(box)
 
 
+@_row("SIGKILL of the job, the next one comes at once")
 def next_waits(box: Box) -> None:
-    """SIGKILL of the job, the next one comes at once"""
     trust.next_job(box)
 
 
+@_row("stale journal of another boot")
 def other_boot(box: Box) -> None:
-    """stale journal of another boot"""
     _write_stale(box, boot="00000000-0000-4000-8000-000000000000")
     job = box.start()
     box.note(job.ask("enter"))
     job.end()
 
 
+@_row("journal cannot be written")
 def no_state_directory(box: Box) -> None:
-    """journal cannot be written"""
     box.state_directory.rmdir()
     box.state_directory.write_text("a file where the directory should be")
     job = box.start()
@@ -296,67 +300,26 @@ def no_state_directory(box: Box) -> None:
     box.state_directory.mkdir()
 
 
+@_row("journal cannot be replaced at the first set")
 def journal_blocked(box: Box) -> None:
-    """journal cannot be replaced at the first set"""
     _block_journal(box)
     box.refused_set().end()
 
 
+@_row("journal cannot be replaced at the second set")
 def journal_blocked_later(box: Box) -> None:
-    """journal cannot be replaced at the second set"""
     job = box.low()
     _block_journal(box)
     box.note(job.ask("set", sm_mhz=900)["error"])
     job.end()
 
 
+@_row("KILTER_READ_ONLY=1")
 def read_only(box: Box) -> None:
-    """KILTER_READ_ONLY=1"""
     job = box.start(KILTER_READ_ONLY="1")
     box.note(job.ask("enter")["error"])
     job.end()
     box.note(f"{len(box.fake.setters())} setters called")
-
-
-SCENARIOS: tuple[trust.Accident, ...] = (
-    ends,
-    raises,
-    ctrl_c,
-    sigterm,
-    sigkill,
-    sigkill_before_set,
-    sigkill_inside_set,
-    sigkill_at_restore,
-    watcher_killed,
-    watcher_killed_for_good,
-    watcher_terminated,
-    both_killed_then_restore,
-    both_killed_then_next,
-    hangs,
-    forked_child,
-    forked_in_c,
-    forked_child_alone,
-    refused_at_start,
-    refused_outright,
-    refused_in_the_middle,
-    refused_at_restore,
-    lost_at_restore,
-    hung_at_restore,
-    not_obeyed,
-    not_obeyed_and_killed,
-    limit_not_taken,
-    limit_changed,
-    limit_changed_and_killed,
-    clock_changed,
-    two_at_once,
-    next_waits,
-    other_boot,
-    no_state_directory,
-    journal_blocked,
-    journal_blocked_later,
-    read_only,
-    *trust.TRUST_SCENARIOS,
-)
 
 
 def _block_journal(box: Box) -> None:
@@ -414,28 +377,14 @@ class FaultRow:
         return self.after == self.expected and not self.journal_left and not self.wrongs
 
 
-def try_out(scenario: Callable[..., Setting | None], root: Path, *times: int) -> FaultRow:
-    """Run one scenario in an empty directory; one of random moments so many times."""
-    return _try_out(scenario, Box(root), *times)
-
-
-def try_out_daemon(scenario: Callable[..., Setting | None], root: Path, *times: int) -> FaultRow:
-    """The same with `kilter daemon` running, and two cards."""
-    return _try_out(scenario, DaemonBox(root, cards=2), *times)
-
-
-def try_out_sections(scenario: Callable[..., Setting | None], root: Path, *times: int) -> FaultRow:
-    """The same with a program whose conductor sets its card, and a card for each of its ranks."""
-    return _try_out(scenario, SectionBox(root), *times)
-
-
-def _try_out(scenario: Callable[..., Setting | None], box: Box, *times: int) -> FaultRow:
+def try_out(row: str, accident: Accident, box: Box, *times: int) -> FaultRow:
+    """One row on an empty box; one of random moments so many times."""
     try:
         found = box.setting()
-        expected = scenario(box, *times) or found
+        expected = accident(box, *times) or found
         box.until_free()
         return FaultRow(
-            scenario=scenario.__doc__ or scenario.__name__,
+            scenario=row,
             found=found,
             lowered=box.lowered(),
             expected=expected,
@@ -453,7 +402,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument(
         "--times",
-        type=int,
+        type=positive,
         default=RANDOM_TIMES,
         metavar="N",
         help=f"how often each row of random moments is tried (default: {RANDOM_TIMES})",
@@ -463,35 +412,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-Act = Callable[..., FaultRow]
-_ROWS: tuple[tuple[Act, Sequence[Callable[..., Setting | None]], bool], ...] = (
-    (try_out, SCENARIOS, False),
-    (try_out, RANDOM_SCENARIOS, True),
-    (try_out_daemon, daemon_faults.DAEMON_SCENARIOS, False),
-    (try_out_daemon, RANDOM_DAEMON_SCENARIOS, True),
-    (try_out_sections, SECTION_ACCIDENTS, False),
-    (try_out_sections, RANDOM_SECTION_ACCIDENTS, True),
+Tables = tuple[Mapping[str, Accident], Mapping[str, Accident]]
+"""Of accidents that happen once, and of those that are tried at random moments."""
+TABLES: tuple[tuple[Callable[[Path], Box], Tables], ...] = (
+    (Box, (ACCIDENTS | trust.TRUST_ACCIDENTS, RANDOM_ACCIDENTS)),
+    (partial(DaemonBox, cards=2), (daemon_faults.DAEMON_ACCIDENTS, RANDOM_DAEMON_ACCIDENTS)),
+    (SectionBox, (SECTION_ACCIDENTS, RANDOM_SECTION_ACCIDENTS)),
 )
+"""With a job alone; with `kilter daemon` and two cards; with a program whose conductor sets its
+card, and a card for each of its ranks."""
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.times < 1:
-        raise UsageError(f"--times {args.times}: at least once")
     chosen = [
-        (act, scenario, (args.times,) if is_random else ())
-        for act, scenarios, is_random in _ROWS
-        for scenario in scenarios
-        if args.only in (scenario.__doc__ or "")
+        (row, accident, box_in, times)
+        for box_in, tables in TABLES
+        for accidents, times in zip(tables, ((), (args.times,)), strict=True)
+        for row, accident in accidents.items()
+        if args.only in row
     ]
     if not chosen:
         raise UsageError(f"--only {args.only!r}: no row has such a name")
     rows = []
-    for act, scenario, times in chosen:
-        print(f"{scenario.__doc__} ...", file=sys.stderr, flush=True)
+    for row, accident, box_in, times in chosen:
+        print(f"{row} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(
             prefix="kilter-faults-", ignore_cleanup_errors=True
         ) as root:
-            rows.append(act(scenario, Path(root), *times))
+            rows.append(try_out(row, accident, box_in(Path(root)), *times))
     if args.json:
         summary = {"n": len(rows), "ok": sum(row.ok for row in rows)}
         table = [asdict(row) | {"ok": row.ok} for row in rows]

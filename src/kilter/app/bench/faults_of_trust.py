@@ -1,7 +1,7 @@
 """Accidents and attacks of a shared machine, as rows of `kilter bench faults`.
 
 Files that are deleted, damaged, planted or full; an administrator at work; a deadline that passes
-at the worst moment. The docstring of each scenario is its row's name.
+at the worst moment.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kilter.app.bench.accidents import Accidents
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
 from kilter.lease.journal import STATE_VARIABLE
@@ -36,13 +36,14 @@ from kilter.testing.box import (
     until,
 )
 
-Accident = Callable[[Box], Setting | None]
+TRUST_ACCIDENTS = Accidents()
+_row = TRUST_ACCIDENTS.row
 LOG_BYTES = 2**30
 """Of a watcher's log that may not grow any more."""
 
 
+@_row("state directory deleted by a cleaner, SIGKILL of the job")
 def state_deleted(box: Box) -> None:
-    """state directory deleted by a cleaner, SIGKILL of the job"""
     job = box.low()
     shutil.rmtree(box.state_directory)
     job.kill()
@@ -50,8 +51,8 @@ def state_deleted(box: Box) -> None:
     box.state_directory.mkdir(mode=0o700)
 
 
+@_row("state directory deleted by a cleaner, the job sets again")
 def state_deleted_in_use(box: Box) -> None:
-    """state directory deleted by a cleaner, the job sets again"""
     job = box.low()
     shutil.rmtree(box.state_directory)
     box.note(job.ask("set", sm_mhz=900)["error"])
@@ -60,22 +61,22 @@ def state_deleted_in_use(box: Box) -> None:
     box.state_directory.mkdir(mode=0o700)
 
 
+@_row("journal deleted, SIGKILL of the job")
 def journal_deleted(box: Box) -> None:
-    """journal deleted, SIGKILL of the job"""
     job = box.low()
     box.place.journal_path.unlink()
     job.kill()
 
 
+@_row("journal overwritten with garbage, SIGKILL of the job")
 def journal_damaged(box: Box) -> None:
-    """journal overwritten with garbage, SIGKILL of the job"""
     job = box.low()
     box.place.journal_path.write_bytes(b"\xff[[[")
     job.kill()
 
 
+@_row("journal deleted, the job hangs, its deadline passes")
 def journal_deleted_and_late(box: Box) -> None:
-    """journal deleted, the job hangs, its deadline passes"""
     job = box.low(hold_s=0.5)
     box.place.journal_path.unlink()
     until(lambda: box.setting() == FOUND)
@@ -83,8 +84,8 @@ def journal_deleted_and_late(box: Box) -> None:
     job.kill()
 
 
+@_row("lock planted as a link to another file")
 def lock_planted(box: Box) -> None:
-    """lock planted as a link to another file"""
     _plant(box, box.place.lock_path)
 
 
@@ -100,8 +101,8 @@ def _plant(box: Box, lock: Path) -> None:
     lock.unlink()
 
 
+@_row("journal of another user that says 200 W were found, then root's `kilter restore`")
 def journal_forged(box: Box) -> None:
-    """journal of another user that says 200 W were found, then root's `kilter restore`"""
     job = box.low()
     journal = box.place.read()
     assert journal is not None
@@ -118,8 +119,8 @@ def journal_forged(box: Box) -> None:
     path.unlink()
 
 
+@_row("watcher's log cannot grow any more, the deadline passes, SIGKILL of the job")
 def log_full(box: Box) -> None:
-    """watcher's log cannot grow any more, the deadline passes, SIGKILL of the job"""
     job = box.low(hold_s=1.0)
     watcher = find_watcher(box.state_directory)
     assert watcher is not None
@@ -130,8 +131,8 @@ def log_full(box: Box) -> None:
     job.kill()
 
 
+@_row("deadline passes, and the job sets again while the watcher starts the driver")
 def set_while_late(box: Box) -> None:
-    """deadline passes, and the job sets again while the watcher starts the driver"""
     job = box.low(hold_s=3.0)
     # the next to start the driver is the watcher
     box.rule(call="nvmlInit", hang_s=1.0, times=1)
@@ -142,8 +143,8 @@ def set_while_late(box: Box) -> None:
     job.kill()
 
 
+@_row("administrator sets another limit while the first set of an SM clock waits for its watcher")
 def limit_changed_at_first_set(box: Box) -> Setting:
-    """administrator sets another limit while the first set of an SM clock waits for its watcher"""
     job = box.entered()
     _set_under_administrator(box, job, at="nvmlInit")
     box.note(f"then {box.setting()} in force")
@@ -151,8 +152,8 @@ def limit_changed_at_first_set(box: Box) -> Setting:
     return Setting(power_limit_w=500.0)
 
 
+@_row("administrator sets another limit in the middle of a set of the SM clock alone")
 def limit_never_asked_for(box: Box) -> Setting:
-    """administrator sets another limit in the middle of a set of the SM clock alone"""
     job = box.entered()
     answer = _set_under_administrator(box, job, at="nvmlDeviceSetGpuLockedClocks")
     if box.setting() != Setting(sm_clock_hz=1200 * MHZ, power_limit_w=500.0):
@@ -177,8 +178,8 @@ def _set_under_administrator(box: Box, job: BoxJob, *, at: str) -> Any:
     return answer
 
 
+@_row("SIGKILL of job and watcher beside damaged journals of other GPUs, then `kilter restore`")
 def damaged_beside_whole(box: Box) -> None:
-    """SIGKILL of job and watcher beside damaged journals of other GPUs, then `kilter restore`"""
     job = box.low()
     kill_watcher(box.state_directory)
     job.kill()
@@ -189,8 +190,8 @@ def damaged_beside_whole(box: Box) -> None:
     box.note(f"kilter restore: exit code {box.restore()}")
 
 
+@_row("SM clock locked by `nvidia-smi -lgc` before the job, no baseline")
 def clock_locked_by_site(box: Box) -> Setting:
-    """SM clock locked by `nvidia-smi -lgc` before the job, no baseline"""
     return locked_by_site(box, box.start())
 
 
@@ -203,8 +204,8 @@ def locked_by_site(box: Box, job: BoxJob) -> Setting:
     return Setting(sm_clock_hz=1410 * MHZ, power_limit_w=FOUND_LIMIT_W)
 
 
+@_row("SIGKILL of the init of the job's container takes the watcher along, then `kilter restore`")
 def container_killed(box: Box) -> None:
-    """SIGKILL of the init of the job's container takes the watcher along, then `kilter restore`"""
     job = contained(box)
     if job is None:
         return
@@ -227,8 +228,8 @@ def contained(box: Box) -> BoxJob | None:
     return job
 
 
+@_row("the cgroup of job and watcher is frozen (SIGSTOP), the deadline passes, `restore --force`")
 def frozen(box: Box) -> None:
-    """the cgroup of job and watcher is frozen (SIGSTOP), the deadline passes, `restore --force`"""
     job = box.low(hold_s=1.0)
     watcher = find_watcher(box.state_directory)
     assert watcher is not None
@@ -241,8 +242,8 @@ def frozen(box: Box) -> None:
     kill_watcher(box.state_directory)
 
 
+@_row("the program closes all descriptors, and opens files of its own under their numbers")
 def descriptors_reused(box: Box) -> None:
-    """the program closes all descriptors, and opens files of its own under their numbers"""
     job = box.low()
     job.ask("close_all")
     box.note(job.ask("set", sm_mhz=900)["error"])
@@ -259,8 +260,8 @@ sys.stdin.read()
 """
 
 
+@_row("host of the ranks' store is stopped while the job talks to it, the job ends")
 def store_host_stopped(box: Box) -> None:
-    """host of the ranks' store is stopped while the job talks to it, the job ends"""
     with subprocess.Popen(
         [sys.executable, "-c", STORE_HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as host:
@@ -277,8 +278,8 @@ def store_host_stopped(box: Box) -> None:
             host.kill()
 
 
+@_row("SIGKILL of the watcher while it starts the driver, before the first set")
 def watcher_killed_at_start(box: Box) -> None:
-    """SIGKILL of the watcher while it starts the driver, before the first set"""
     job = box.entered()
     # the next to start the driver is the watcher
     box.rule(call="nvmlInit", sigkill="before", times=1)
@@ -296,8 +297,8 @@ def _elsewhere(box: Box) -> dict[str, str]:
     return {STATE_VARIABLE: str(directory)}
 
 
+@_row("second job on the same GPU, with a state directory of its own")
 def two_directories(box: Box) -> None:
-    """second job on the same GPU, with a state directory of its own"""
     two_jobs(box, **_elsewhere(box))
 
 
@@ -309,8 +310,8 @@ def two_jobs(box: Box, **environ: str) -> None:
     first.end()
 
 
+@_row("SIGKILL of the job, the next one comes at once, with a state directory of its own")
 def next_waits_elsewhere(box: Box) -> None:
-    """SIGKILL of the job, the next one comes at once, with a state directory of its own"""
     next_job(box, **_elsewhere(box))
 
 
@@ -323,8 +324,8 @@ def next_job(box: Box, **environ: str) -> None:
     following.end()
 
 
+@_row("job ends, the next one comes while the driver is still putting the first one's clocks back")
 def next_while_ending(box: Box) -> None:
-    """job ends, the next one comes while the driver is still putting the first one's clocks back"""
     job = box.low("first job")
     box.rule(call="nvmlDeviceReset*", hang_s=1.0, times=1)
     following = box.start("next job")
@@ -339,34 +340,8 @@ def next_while_ending(box: Box) -> None:
     ending.join()
 
 
+@_row("the machine's lock planted as a link to another file")
 def machine_lock_planted(box: Box) -> None:
-    """the machine's lock planted as a link to another file"""
     path = box.place.machine_path
     assert path is not None
     _plant(box, path)
-
-
-TRUST_SCENARIOS: tuple[Accident, ...] = (
-    watcher_killed_at_start,
-    container_killed,
-    frozen,
-    descriptors_reused,
-    store_host_stopped,
-    clock_locked_by_site,
-    two_directories,
-    next_waits_elsewhere,
-    next_while_ending,
-    machine_lock_planted,
-    state_deleted,
-    state_deleted_in_use,
-    journal_deleted,
-    journal_damaged,
-    journal_deleted_and_late,
-    lock_planted,
-    journal_forged,
-    log_full,
-    set_while_late,
-    limit_changed_at_first_set,
-    limit_never_asked_for,
-    damaged_beside_whole,
-)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from kilter.app.cli.options import positive
 from kilter.app.cli.output import print_json
 from kilter.core.errors import FileError, UsageError
 from kilter.core.events import AnyEvent, Failed, Moved, read_events
@@ -458,8 +459,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--options", metavar="SETS", default="", help=f"of {', '.join(OPTION_SETS)}; all if empty"
     )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="programs at a time")
-    parser.add_argument("--programs", type=int, metavar="N", help="random programs instead of rows")
+    parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="programs at a time")
+    parser.add_argument(
+        "--programs", type=positive, metavar="N", help="random programs instead of rows"
+    )
     parser.add_argument(
         "--recompute", default="operations", choices=("operations", "segments"), help="of memory"
     )
@@ -487,7 +490,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_all(chosen: Sequence[Case], jobs: int, sets: Sequence[str]) -> dict[str, list[HarmRow]]:
     """By name of the row."""
     found: dict[str, list[HarmRow]] = {}
-    with ThreadPoolExecutor(max(1, jobs)) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         running = {
             pool.submit(lambda case: list(rows_of(case, sets)), case): case for case in chosen
         }

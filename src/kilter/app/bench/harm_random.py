@@ -411,7 +411,7 @@ def run(count: int, first: int, *, jobs: int, as_json: bool) -> int:
         alike = [seed for seed in seeds if seed % len(LINKS) == way]
         batches += [alike[i : i + BATCH] for i in range(0, len(alike), BATCH)]
     found: list[Compared] = []
-    with ThreadPoolExecutor(max(1, jobs)) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         for done in as_completed([pool.submit(compare, batch) for batch in batches]):
             found += done.result()
             differ = [program.seed for program in found if program.difference]

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from kilter.app.cli.options import argument
 from kilter.app.cli.output import print_json
-from kilter.core.errors import PlanError
+from kilter.core.errors import PlanError, UsageError
 from kilter.core.label import Label
 from kilter.core.units import show_time
 from kilter.memory.plan.choose import PLANNERS, SWAP_ONLY, plan
@@ -53,13 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+@argument
 def _numbers(text: str) -> tuple[float, ...]:
     try:
         values = tuple(float(part) for part in text.split(","))
     except ValueError:
         values = ()
     if not values or not all(0.0 < value < math.inf for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r}: positive numbers with commas between them")
+        raise UsageError(f"{text!r}: positive numbers with commas between them")
     return values
 
 

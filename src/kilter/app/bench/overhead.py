@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from kilter.app.cli.options import fraction
+from kilter.app.cli.options import fraction, positive
 from kilter.app.cli.output import print_json
 from kilter.app.report import build as report
 from kilter.clocks.controller import FIRST_BLOCK
@@ -53,7 +53,7 @@ class TimedRun:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeats", type=int, default=2, metavar="N", help="runs per arm (2)")
+    parser.add_argument("--repeats", type=positive, default=2, metavar="N", help="runs per arm (2)")
     parser.add_argument("--device", default="auto", help="auto (default), nvml, sim:NAME or null")
     parser.add_argument(
         "--bar", type=fraction, default=0.005, metavar="F", help="bar for the steady state (0.5%%)"
@@ -63,8 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.repeats < 1:
-        raise UsageError(f"--repeats {args.repeats}: at least 1")
     find_program(args.command)  # so that a missing script is said here, and not by every process
     runs: list[TimedRun] = []
     with tempfile.TemporaryDirectory(prefix="kilter-bench-") as scratch:

@@ -18,7 +18,7 @@ import numpy as np
 
 from kilter.app.bench.period_cases import KINDS, Change, PeriodCase, case, change
 from kilter.app.bench.period_loop import closed_loop, summarise
-from kilter.app.cli.options import add_noise_argument, fraction
+from kilter.app.cli.options import add_noise_argument, fraction, positive, some_of
 from kilter.app.cli.output import print_json
 from kilter.core.codec import read
 from kilter.core.errors import FileError, UsageError
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--telemetry", metavar="CSV", help="a recording, or a run's directory")
     parser.add_argument("--marks", metavar="JSON", help="ends of the iterations of the recording")
     parser.add_argument(
-        "--cases", type=int, default=500, metavar="N", help="synthetic cases (default 500)"
+        "--cases", type=positive, default=500, metavar="N", help="synthetic cases (default 500)"
     )
     parser.add_argument("--seed", type=int, default=0, help="number of the first case (default 0)")
     parser.add_argument(
@@ -62,10 +62,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="govern simulated jobs on the period alone, and beside it from inside",
     )
     parser.add_argument(
-        "--cards", default="v100,a100,h200,rtx3080ti", metavar="A,B", help="of the closed loop"
+        "--cards",
+        type=some_of(names()),
+        default="v100,a100,h200,rtx3080ti",
+        metavar="A,B",
+        help="of the closed loop",
     )
     parser.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="searches each (closed loop; default 1)"
+        "--seeds",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="searches each (closed loop; default 1)",
     )
     add_noise_argument(parser)
     parser.add_argument(
@@ -80,8 +88,6 @@ def run(args: argparse.Namespace) -> int:
     if args.telemetry is None:
         if args.marks is not None:
             raise UsageError("--marks needs --telemetry: the recording that the marks belong to")
-        if args.cases < 1:
-            raise UsageError(f"--cases {args.cases}: at least 1")
         return _synthetic(range(args.seed, args.seed + args.cases), as_json=args.json)
     detection = detect(telemetry(load_recording(args.telemetry)))
     true_s = None if args.marks is None else float(np.median(np.diff(load_marks(args.marks))))
@@ -116,14 +122,8 @@ def run(args: argparse.Namespace) -> int:
 def _closed_loop(args: argparse.Namespace) -> int:
     if args.telemetry is not None or args.marks is not None:
         raise UsageError("--closed-loop runs simulated jobs, not --telemetry")
-    if args.seeds < 1:
-        raise UsageError(f"--seeds {args.seeds}: at least 1")
-    cards = [name for name in args.cards.split(",") if name]
-    unknown = [name for name in cards if name not in names()]
-    if unknown or not cards:
-        raise UsageError(f"unknown cards {unknown}; choose from {', '.join(names())}")
     rows = list(
-        closed_loop(cards, seeds=args.seeds, noise=args.noise, max_slowdown=args.max_slowdown)
+        closed_loop(args.cards, seeds=args.seeds, noise=args.noise, max_slowdown=args.max_slowdown)
     )
     summary = summarise(rows)
     if args.json:

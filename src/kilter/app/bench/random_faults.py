@@ -1,5 +1,5 @@
 """Deaths and administrators at random moments, as rows of `kilter bench faults`; `--times` says how
-often. The docstring of each scenario is its row's name."""
+often."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from kilter.app.bench.accidents import Accidents
 from kilter.core.setting import Setting
 from kilter.core.units import MILLI
 from kilter.testing.box import FOUND, LOW, Box, BoxJob, kill_watcher, may_contain, until
 from kilter.testing.daemon_box import DaemonBox
 
 MOMENTS_SEED = 15
+RANDOM_ACCIDENTS, RANDOM_DAEMON_ACCIDENTS = Accidents(), Accidents()
+_row, _daemon_row = RANDOM_ACCIDENTS.row, RANDOM_DAEMON_ACCIDENTS.row
 THEIRS_W = 500.0
 """What the administrator sets."""
 
 
+@_row("SIGKILL of job, watcher, both or container's init at random moments, then `kilter restore`")
 def random_kills(box: Box, times: int) -> None:
-    """SIGKILL of job, watcher, both or container's init at random moments, then `kilter restore`"""
 
     def recover(victims: str) -> bool:
         box.until_free()
@@ -32,13 +35,15 @@ def random_kills(box: Box, times: int) -> None:
     _kills(box, times, box.start, "watcher", lambda: kill_watcher(box.state_directory), recover)
 
 
+@_row("administrator sets another limit at random moments of a job's life")
 def random_changes(box: Box, times: int) -> Setting:
-    """administrator sets another limit at random moments of a job's life"""
     return _changes(box, times, box.start)
 
 
+@_daemon_row(
+    "daemon: SIGKILL of job, daemon, both or container's init at random; daemon starts again"
+)
 def daemon_random_kills(box: DaemonBox, times: int) -> None:
-    """daemon: SIGKILL of job, daemon, both or container's init at random; daemon starts again"""
 
     def recover(victims: str) -> bool:
         with suppress(TimeoutError):
@@ -48,8 +53,8 @@ def daemon_random_kills(box: DaemonBox, times: int) -> None:
     _kills(box, times, box.job, "daemon", box.kill_daemon, recover, box.start_daemon)
 
 
+@_daemon_row("daemon: administrator sets another limit at random moments of a job's life")
 def daemon_random_changes(box: DaemonBox, times: int) -> Setting:
-    """daemon: administrator sets another limit at random moments of a job's life"""
     return _changes(box, times, box.job)
 
 
@@ -141,7 +146,3 @@ def _count(box: Box, wrong: int, times: int, word: str) -> None:
     box.note(f"{wrong} of {times} {word}")
     if wrong:
         box.wrong(f"{wrong} {word}")
-
-
-RANDOM_SCENARIOS = (random_kills, random_changes)
-RANDOM_DAEMON_SCENARIOS = (daemon_random_kills, daemon_random_changes)

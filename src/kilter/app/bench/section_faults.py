@@ -6,15 +6,16 @@ Programs, conductors, gloo ranks and their deaths are real processes; the cards 
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-import re
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
+from kilter.app.bench.accidents import Accidents
 from kilter.testing.box import FOUND, kill_watcher, until
 from kilter.testing.section_box import (
     DEADLINE_S,
@@ -27,7 +28,8 @@ from kilter.testing.section_box import (
     SectionProgram,
 )
 
-SectionAccident = Callable[[SectionBox], None]
+SECTION_ACCIDENTS, RANDOM_SECTION_ACCIDENTS = Accidents(), Accidents()
+_row, _random_row = SECTION_ACCIDENTS.row, RANDOM_SECTION_ACCIDENTS.row
 VICTIMS = (("trainer",), ("conductor",), ("trainer", "conductor"))
 SECTION_MOMENTS_SEED = 13
 
@@ -61,14 +63,19 @@ STATES: dict[str, Callable[[SectionBox], SectionProgram]] = {
 }
 
 
-def _killed(state: str, victims: tuple[str, ...]) -> SectionAccident:
+def _killed(state: str, victims: tuple[str, ...]) -> None:
+    """Takes in a row."""
+
+    @_row(f"sections: SIGKILL of {' and '.join(victims)} {state}")
     def scenario(box: SectionBox) -> None:
         _kill(STATES[state](box), victims)
         begin_s = time.monotonic()
         box.until_free()
         box.note(f"all as found {time.monotonic() - begin_s:.2f} s after the kill")
 
-    return _named(scenario, f"SIGKILL of {' and '.join(victims)} {state}")
+
+for _state, _victims in itertools.product(STATES, VICTIMS):
+    _killed(_state, _victims)
 
 
 def _kill(program: SectionProgram, victims: tuple[str, ...]) -> None:
@@ -82,7 +89,10 @@ def _kill(program: SectionProgram, victims: tuple[str, ...]) -> None:
         program.box.wrong("the trainer ended")
 
 
-def _conductor_hangs(state: str, reach: Callable[[SectionBox], SectionProgram]) -> SectionAccident:
+def _conductor_hangs(state: str, reach: Callable[[SectionBox], SectionProgram]) -> None:
+    """Takes in a row."""
+
+    @_row(f"sections: conductor hangs (SIGSTOP) {state}, the deadline passes")
     def scenario(box: SectionBox) -> None:
         program = reach(box)
         with box.fake.edit():  # a process that stops in the middle of a call would lock all out
@@ -93,17 +103,13 @@ def _conductor_hangs(state: str, reach: Callable[[SectionBox], SectionProgram]) 
             box.wrong("the trainer ended")
         program.kill()
 
-    return _named(scenario, f"conductor hangs (SIGSTOP) {state}, the deadline passes")
+
+_conductor_hangs("while a section's clock is low", partial(_low_section, hold_s=1.0))
+_conductor_hangs("while a long wait's clock is low", _low_wait)
 
 
-def _named(scenario: SectionAccident, row: str) -> SectionAccident:
-    scenario.__name__ = re.sub(r"\W+", "_", row)
-    scenario.__doc__ = f"sections: {row}"
-    return scenario
-
-
+@_row("sections: the trainer hangs while a section is low, the deadline passes")
 def trainer_hangs(box: SectionBox) -> None:
-    """sections: the trainer hangs while a section is low, the deadline passes"""
     program = _low_section(box, hold_s=DEADLINE_S)
     os.kill(program.pid, signal.SIGSTOP)
     begin_s = time.monotonic()
@@ -114,8 +120,8 @@ def trainer_hangs(box: SectionBox) -> None:
     program.kill()
 
 
+@_row("sections: setter refused at the command that ends a section, once")
 def refused_at_the_end(box: SectionBox) -> None:
-    """sections: setter refused at the command that ends a section, once"""
     program = box.begin(up_s=UP_S)
     box.refuse("nvmlDeviceReset*", times=1)
     program.ask("mark")
@@ -126,8 +132,8 @@ def refused_at_the_end(box: SectionBox) -> None:
     program.kill()
 
 
+@_row("sections: ranks wait long in a collective for a stopped one while all are low, then go on")
 def rank_waits_long(box: SectionBox) -> None:
-    """sections: ranks wait long in a collective for a stopped one while all are low, then go on"""
     ranks = _all_low(box)
     os.kill(ranks[1].pid, signal.SIGSTOP)
     _until_left_as_found(box)
@@ -138,8 +144,8 @@ def rank_waits_long(box: SectionBox) -> None:
         rank.kill()
 
 
+@_row("sections: a collective hangs while all ranks are low, and the job is killed")
 def collective_hangs(box: SectionBox) -> None:
-    """sections: a collective hangs while all ranks are low, and the job is killed"""
     ranks = _all_low(box)
     os.kill(ranks[1].pid, signal.SIGSTOP)
     _until_left_as_found(box)
@@ -149,16 +155,16 @@ def collective_hangs(box: SectionBox) -> None:
         rank.kill()
 
 
+@_row("sections: SIGKILL of one rank of three in the middle of a section, the others fail")
 def rank_lost(box: SectionBox) -> None:
-    """sections: SIGKILL of one rank of three in the middle of a section, the others fail"""
     first, *others = _all_low(box)
     first.kill()  # the host of the store
     for rank in others:
         rank.wait()  # gloo says that its peer is gone
 
 
+@_row("sections: SIGKILL of one rank's conductor while all are low, the job goes on")
 def conductor_of_one_rank(box: SectionBox) -> None:
-    """sections: SIGKILL of one rank's conductor while all are low, the job goes on"""
     ranks = _all_low(box)
     os.kill(ranks[0].conductor, signal.SIGKILL)
     until(lambda: box.found([0]))
@@ -188,21 +194,10 @@ def _until_left_as_found(box: SectionBox) -> None:
     until(steady)
 
 
-SECTION_ACCIDENTS: tuple[SectionAccident, ...] = (
-    *(_killed(state, victims) for state in STATES for victims in VICTIMS),
-    _conductor_hangs("while a section's clock is low", partial(_low_section, hold_s=1.0)),
-    _conductor_hangs("while a long wait's clock is low", _low_wait),
-    trainer_hangs,
-    refused_at_the_end,
-    rank_waits_long,
-    collective_hangs,
-    rank_lost,
-    conductor_of_one_rank,
+@_random_row(
+    "sections: SIGKILL of trainer, conductor, both or watcher too at random, `kilter restore`"
 )
-
-
 def random_section_kills(box: SectionBox, times: int) -> None:
-    """sections: SIGKILL of trainer, conductor, both or watcher too at random, `kilter restore`"""
     chance, tried, left = random.Random(SECTION_MOMENTS_SEED), Counter[str](), 0
     every = (*VICTIMS, ("watcher",), ("trainer", "conductor", "watcher"))
     for _ in range(times):
@@ -221,6 +216,3 @@ def random_section_kills(box: SectionBox, times: int) -> None:
     box.note(f"{left} of {times} left behind")
     if left:
         box.wrong(f"{left} left behind")
-
-
-RANDOM_SECTION_ACCIDENTS = (random_section_kills,)

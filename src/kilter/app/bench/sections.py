@@ -21,7 +21,7 @@ from kilter.app.bench.section_jobs import (
     wilson,
 )
 from kilter.app.bench.switch_times import tell_switches
-from kilter.app.cli.options import add_noise_argument, fraction, simulated
+from kilter.app.cli.options import add_noise_argument, fraction, positive, simulated
 from kilter.app.cli.output import print_json, show_progress
 from kilter.clocks.plan.guard import Contract
 from kilter.clocks.plan.section_search import Depths, Search, search, stepwise
@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seeds",
-        type=int,
+        type=positive,
         default=20,
         metavar="N",
         help="runs each (20); switch_times: the seed",
@@ -118,8 +118,6 @@ def _device(text: str) -> Profile | str:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.seeds < 1:
-        raise UsageError(f"--seeds {args.seeds}: at least 1")
     if args.first_seed < 0:
         raise UsageError(f"--first-seed {args.first_seed}: at least 0")
     if args.device == NVML and args.scenario != SWITCHES:

@@ -6,8 +6,9 @@ import argparse
 
 import msgspec
 
+from kilter.app.cli.options import positive, some_of
 from kilter.app.cli.output import print_json
-from kilter.app.cli.share import placement, policies
+from kilter.app.cli.share import placement
 from kilter.core.label import Label
 from kilter.core.units import show_duration, show_fraction
 from kilter.sharing.placements import NAMES
@@ -34,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--policies",
-        type=policies,
+        type=some_of(SHARING_POLICIES),
         default=["fixed", "even", "thesis_literal", "thesis", "maxmin"],
         metavar="P,...",
         help="(all)",
     )
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="of the noise (1)")
+    parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="of the noise (1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

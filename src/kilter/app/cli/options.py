@@ -3,36 +3,71 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
-from kilter.core.errors import KilterError
+from kilter.core.errors import KilterError, UsageError
 from kilter.core.plan import Goal, Objective
-from kilter.core.units import parse_bytes, parse_fraction
+from kilter.core.units import parse_bytes, parse_fraction, parse_seconds
 from kilter.device.sim.cards import names
 from kilter.device.sim.profile import Profile, load_profile
 
-
-def fraction(text: str) -> float:
-    """`2%` or `0.02`, as an argparse type."""
-    try:
-        return parse_fraction(text)
-    except KilterError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+_Value = TypeVar("_Value")
 
 
-def size(text: str) -> int:
-    """`1MiB` or a number of bytes, as an argparse type."""
-    try:
-        return parse_bytes(text)
-    except KilterError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    """As an argparse type: what is wrong with a value is said with the name of its option."""
+
+    def read(text: str) -> _Value:
+        try:
+            return parse(text)
+        except KilterError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
 
 
+fraction, size = argument(parse_fraction), argument(parse_bytes)
+
+
+@argument
+def seconds(text: str) -> float:
+    """`20s`; above 0."""
+    value = parse_seconds(text)
+    if value <= 0.0:
+        raise UsageError(f"{text!r} has to be above 0")
+    return value
+
+
+@argument
+def positive(text: str) -> int:
+    """A number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+@argument
 def simulated(text: str) -> Profile:
-    """`sim:NAME`, as an argparse type: the profile of that card."""
+    """`sim:NAME`: the profile of that card."""
     kind, _, name = text.partition(":")
     if kind != "sim" or name not in names():
-        raise argparse.ArgumentTypeError(f"{text!r}: choose sim:{', sim:'.join(names())}")
+        raise UsageError(f"{text!r}: choose sim:{', sim:'.join(names())}")
     return load_profile(name)
+
+
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """`a,b`: one or more of these words."""
+
+    @argument
+    def read(text: str) -> list[str]:
+        found = [word for word in text.split(",") if word]
+        wrong = [word for word in found if word not in known]
+        if wrong or not found:
+            raise UsageError(f"{(wrong or [text])[0]!r}: choose from {', '.join(known)}")
+        return found
+
+    return read
 
 
 def add_goal_arguments(parser: argparse.ArgumentParser, *, max_slowdown: float) -> None:

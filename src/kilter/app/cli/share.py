@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
@@ -156,11 +156,3 @@ def _page(name: str, policy: str, machine: Machine, outcome: SharedOutcome) -> s
     )
     title = f"{len(outcome.jobs)} jobs on {machine.gpus} GPUs"
     return page(title, facts, outcome.stretches, outcome.decisions, Label.SIMULATED)
-
-
-def policies(text: str) -> Sequence[str]:
-    """`a,b`, as an argparse type."""
-    names = text.split(",")
-    if wrong := [name for name in names if name not in SHARING_POLICIES]:
-        raise argparse.ArgumentTypeError(f"{wrong[0]!r}: choose from {', '.join(SHARING_POLICIES)}")
-    return names

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from kilter.app.cli.live import show_live
+from kilter.app.cli.options import argument, fraction, positive, seconds, size
 from kilter.app.share_page import page
 from kilter.app.share_worker import ShareOptions, worker_command, worker_environment
 from kilter.connect.launch import add_torchrun_options, run_torchrun, run_without_kilter
@@ -27,9 +28,6 @@ from kilter.core.codec import write_atomically
 from kilter.core.errors import NoDevice, UsageError
 from kilter.core.label import Label
 from kilter.core.units import (
-    parse_bytes,
-    parse_fraction,
-    parse_seconds,
     show_bytes,
     show_energy,
     show_fraction,
@@ -50,58 +48,27 @@ _START_TIMEOUT_S = 60.0
 _ADMISSION_S = 1.0
 
 
+@argument
 def _gpus(text: str) -> tuple[int, ...]:
-    """`0-3` or `0,2`, as an argparse type."""
+    """`0-3` or `0,2`."""
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
-            raise argparse.ArgumentTypeError(f"{text!r} are not GPUs: write 0-3 or 0,2")
+            raise UsageError(f"{text!r} are not GPUs: write 0-3 or 0,2")
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     if not found or len(set(found)) < len(found) or len(found) > 64:
-        raise argparse.ArgumentTypeError(f"{text!r}: name 1 to 64 GPUs, each once")
+        raise UsageError(f"{text!r}: name 1 to 64 GPUs, each once")
     return tuple(found)
 
 
+@argument
 def _ratios(text: str) -> tuple[int, ...]:
-    """`7,3`, as an argparse type."""
+    """`7,3`."""
     parts = text.split(",")
     if not all(part.isdigit() for part in parts) or sum(map(int, parts)) != TENTHS:
-        raise argparse.ArgumentTypeError(f"{text!r}: write tenths that sum to 10, such as 7,3")
+        raise UsageError(f"{text!r}: write tenths that sum to 10, such as 7,3")
     return tuple(map(int, parts))
-
-
-def _seconds(text: str) -> float:
-    """`20s`, as an argparse type; above 0."""
-    try:
-        value = parse_seconds(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if value <= 0.0:
-        raise argparse.ArgumentTypeError(f"{text!r} has to be above 0")
-    return value
-
-
-def _bytes(text: str) -> int:
-    """`20GiB`, as an argparse type."""
-    try:
-        return parse_bytes(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _slowdown(text: str) -> float:
-    """`2%`, as an argparse type."""
-    try:
-        return parse_fraction(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
-    return int(text)
 
 
 def _parser(actions: Actions, name: str, description: str, epilog: str) -> argparse.ArgumentParser:
@@ -132,18 +99,18 @@ def add_serve(actions: Actions) -> None:
     )
     parser.add_argument("--gpus", type=_gpus, metavar="0-3", help="(all that torch sees)")
     parser.add_argument("--policy", choices=SHARING_POLICIES, default="maxmin", help="(maxmin)")
-    parser.add_argument("--period", type=_seconds, default=20.0, metavar="T", help="(20s)")
+    parser.add_argument("--period", type=seconds, default=20.0, metavar="T", help="(20s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (loopback)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="share.html: the page, at the end")
     parser.add_argument(
         "--max-slowdown",
-        type=_slowdown,
+        type=fraction,
         metavar="2%",
         help="what lower clocks may cost a job that brings no contract of its own (without this "
         "the clocks stay as found while such a job runs)",
     )
     parser.add_argument(
-        "--until-idle", type=_seconds, metavar="T", help="end after this time without a job"
+        "--until-idle", type=seconds, metavar="T", help="end after this time without a job"
     )
     parser.set_defaults(act=_serve)
 
@@ -227,13 +194,13 @@ def add_run(actions: Actions) -> None:
         help="let ranks have ratio 0; the loop body of the script is then not run on them, so it "
         "must hold no collectives of its own and no counters that end the loop",
     )
-    parser.add_argument("--total-steps", type=_count, metavar="N", help="the length of the job")
+    parser.add_argument("--total-steps", type=positive, metavar="N", help="the length of the job")
     parser.add_argument(
-        "--alone-step", type=_seconds, metavar="T", help="time of a step with all GPUs to itself"
+        "--alone-step", type=seconds, metavar="T", help="time of a step with all GPUs to itself"
     )
     parser.add_argument(
         "--max-slowdown",
-        type=_slowdown,
+        type=fraction,
         metavar="2%",
         help="what lower clocks of the shared GPUs may cost this job; 0: only what costs nothing",
     )
@@ -247,14 +214,14 @@ def add_run(actions: Actions) -> None:
     )
     parser.add_argument(
         "--memory",
-        type=_bytes,
+        type=size,
         metavar="20GiB",
         help="what a rank needs of its GPU: wait until every GPU has that much free",
     )
     parser.add_argument(
         "--no-wait", action="store_true", help="with --memory: fail instead of waiting"
     )
-    parser.add_argument("--min-samples", type=_count, metavar="N", help="of an active rank")
+    parser.add_argument("--min-samples", type=positive, metavar="N", help="of an active rank")
     parser.add_argument(
         "--ray",
         action="store_true",

@@ -11,7 +11,7 @@ import argparse
 import os
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def _switch(text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
-def objective(text: Objective | str) -> Objective:
+def _objective(text: str) -> Objective:
     """`UsageError` for a word that is none."""
     try:
         return Objective(text)
@@ -79,7 +79,7 @@ def objective(text: Objective | str) -> Objective:
         raise UsageError(f"{text!r} is not an objective: choose one of {known}") from None
 
 
-def price_of_time(text: str | float) -> float:
+def _price_of_time(text: str) -> float:
     """`UsageError` for what is no number; the goal says which numbers make sense."""
     try:
         return float(text)
@@ -87,7 +87,7 @@ def price_of_time(text: str | float) -> float:
         raise UsageError(f"{text!r} is not a number") from None
 
 
-def one_of(words: Sequence[str]) -> Callable[[str], str]:
+def _one_of(words: Sequence[str]) -> Callable[[str], str]:
     """Reads one of these words; `UsageError` for another one."""
 
     def read(text: str) -> str:
@@ -98,10 +98,7 @@ def one_of(words: Sequence[str]) -> Callable[[str], str]:
     return read
 
 
-gradients, weights, recompute = one_of(GRADIENTS), one_of(WEIGHTS), one_of(RECOMPUTE)
-
-
-def host_memory(text: str) -> int:
+def _host_memory(text: str) -> int:
     """`16GiB`; `UsageError` for what is no size, or lacks its unit."""
     size_bytes = parse_bytes(text)
     if size_bytes < MIB:
@@ -137,7 +134,7 @@ def _directory(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
 
-def history(text: str) -> str:
+def _history(text: str) -> str:
     """A file, made absolute, `auto` or `off`; `UsageError` for a directory."""
     if text in (HISTORY_AUTO, HISTORY_OFF):
         return text
@@ -172,7 +169,7 @@ OPTIONS = {
         ),
         Option(
             "gradients",
-            gradients,
+            _one_of(GRADIENTS),
             "auto or keep (gradients stay until the optimizer's step has used them), or consume"
             " (where the budget asks for it, the optimizer uses and frees each gradient as it"
             " arrives in backward: for a program that never clips or reads gradients and never"
@@ -181,7 +178,7 @@ OPTIONS = {
         ),
         Option(
             "weights",
-            weights,
+            _one_of(WEIGHTS),
             "keep (weights stay on the device), or offload (where moving activations, gradients and"
             " optimizer state does not meet the budget, weights are on the host between forward"
             " and backward; experimental: a program that writes to weights by their address"
@@ -190,7 +187,7 @@ OPTIONS = {
         ),
         Option(
             "recompute",
-            recompute,
+            _one_of(RECOMPUTE),
             "operations (single ones, from what autograd saved), segments (what whole calls of"
             " modules saved as well, from a record of their operations; experimental), or auto"
             " (whichever is faster in this job: each is measured for a few iterations)",
@@ -198,20 +195,20 @@ OPTIONS = {
         ),
         Option(
             "host-memory",
-            host_memory,
+            _host_memory,
             "how much each process may offload to the host's memory (default: half of the free"
             " host memory, divided among the processes)",
             "16GiB",
         ),
         Option(
             "objective",
-            objective,
+            _objective,
             "what is minimised under the contract: energy (default), edp or ed2p",
             "NAME",
         ),
         Option(
             "price-of-time",
-            price_of_time,
+            _price_of_time,
             "a setting has to save this many times as large a fraction of the energy as it is"
             f" slower (default {Goal().price_of_time:g}: as if the rest of the machine"
             " drew half as much as its GPUs; 0: any saving within --max-slowdown is welcome; 1:"
@@ -248,7 +245,7 @@ OPTIONS = {
         ),
         Option(
             "history",
-            history,
+            _history,
             "the file of earlier runs, from which a job that comes again takes the setting to begin"
             " with: auto (default: $XDG_STATE_HOME/kilter/history.sqlite), a path, or off",
             "FILE|off",
@@ -297,35 +294,24 @@ def resolve(
     for name, does in _OF_MEMORY.items():
         if memory_budget is None and flags.get(name) is not None:
             raise UsageError(f"--{name} {does}: add --memory-budget")
-    sections = given.get("sections")
-    if max_slowdown is None and (memory_budget is None or sections):
-        max_slowdown = DEFAULT_MAX_SLOWDOWN
-    elif max_slowdown is None and any(flags.get(n) is not None for n in _OF_CLOCKS):
+    clocks_alone = memory_budget is not None and not given.get("sections")
+    if max_slowdown is None and clocks_alone and any(flags.get(n) is not None for n in _OF_CLOCKS):
         raise UsageError("with --memory-budget alone no clock is set: add --max-slowdown")
-    return Options(
-        goal=Goal(
-            max_slowdown=max_slowdown,
-            memory_budget=memory_budget,
-            host_memory_bytes=given.get("host-memory"),
-            objective=given.get("objective", Objective.ENERGY),
-            price_of_time=given.get("price-of-time", Goal().price_of_time),
-        ),
-        device=given.get("device", "auto"),
-        dry_run=given.get("dry-run", False),
-        out=given.get("out"),
-        command=command,
-        json_summary=given.get("json", False),
-        gradients=given.get("gradients", "auto"),
-        weights=given.get("weights", "keep"),
-        recompute=given.get("recompute", "operations"),
-        trace=given.get("trace", False),
-        sections=sections,
-        rehearse_s=given.get("rehearse"),
-        predictor=given.get("predictor"),
-        history=given.get("history", HISTORY_AUTO),
-        config=file,
-    )
+    return options_of(given, command, file)
 
+
+def options_of(given: Mapping[str, Any], command: tuple[str, ...], config: Path | None) -> Options:
+    """What was read for some of `OPTIONS`, by name; the others have their defaults. With no goal
+    among them, or for sections, it is energy at `DEFAULT_MAX_SLOWDOWN`."""
+    named = {_FIELDS.get(name, name.replace("-", "_")): value for name, value in given.items()}
+    if "memory_budget" not in named or named.get("sections"):
+        named.setdefault("max_slowdown", DEFAULT_MAX_SLOWDOWN)
+    goal = {field.name: named.pop(field.name) for field in fields(Goal) if field.name in named}
+    return Options(goal=Goal(**goal), command=command, config=config, **named)
+
+
+_FIELDS = {"host-memory": "host_memory_bytes", "rehearse": "rehearse_s", "json": "json_summary"}
+"""Options whose field of `Goal` or `Options` has another name."""
 
 _OF_MEMORY = {
     "gradients": "says what a memory budget may do",
@@ -364,6 +350,11 @@ def factors(
         return Factors(**given)
     except UsageError as error:
         raise UsageError(f"{', '.join(wheres)}: {error}") from None
+
+
+def factors_of(options: Options) -> Factors:
+    """Those of the file that the options of a run were read from."""
+    return factors({}, *find_file(here(), options.config))
 
 
 OTHER_VARIABLES = (

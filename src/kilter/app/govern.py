@@ -7,19 +7,12 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from kilter.app.config import DEFAULT_MAX_SLOWDOWN
-from kilter.app.config import gradients as parse_gradients
-from kilter.app.config import history as parse_history
-from kilter.app.config import host_memory as parse_host_memory
-from kilter.app.config import objective as parse_objective
-from kilter.app.config import price_of_time as parse_price_of_time
-from kilter.app.config import recompute as parse_recompute
-from kilter.app.config import weights as parse_weights
+from kilter.app.config import OPTIONS, options_of
 from kilter.app.listener import StderrListener
-from kilter.core.plan import Goal, MemoryBudget, Objective
+from kilter.core.plan import Goal, Objective
 from kilter.core.ranks import ranks
 from kilter.session.lifecycle import Session
-from kilter.session.options import HISTORY_AUTO, Options
+from kilter.session.options import HISTORY_AUTO
 
 
 def govern(
@@ -68,28 +61,20 @@ def govern(
     `UsageError` for a wrong argument; the `with` raises it for a device or a directory that cannot
     be had and `FileError` for a broken recording, and nothing else of its own.
     """
-    budget: MemoryBudget | None = None
-    if memory_budget is not None:
-        budget = MemoryBudget.parse(str(memory_budget))
-    elif max_slowdown is None:
-        max_slowdown = DEFAULT_MAX_SLOWDOWN
-    options = Options(
-        goal=Goal(
-            max_slowdown=max_slowdown,
-            memory_budget=budget,
-            host_memory_bytes=None if host_memory is None else parse_host_memory(str(host_memory)),
-            objective=parse_objective(objective),
-            price_of_time=parse_price_of_time(price_of_time),
-        ),
-        device=device,
-        dry_run=dry_run,
-        out=None if out is None else Path(out).absolute(),
-        command=tuple(sys.argv),
-        history=parse_history(str(history or os.environ.get("KILTER_HISTORY") or HISTORY_AUTO)),
-        gradients=parse_gradients(gradients),
-        weights=parse_weights(weights),
-        recompute=parse_recompute(recompute),
-        trace=trace,
-    )
+    texts = {
+        "memory-budget": memory_budget,
+        "gradients": gradients,
+        "weights": weights,
+        "recompute": recompute,
+        "host-memory": host_memory,
+        "objective": getattr(objective, "value", objective),
+        "price-of-time": price_of_time,
+        "history": history or os.environ.get("KILTER_HISTORY") or HISTORY_AUTO,
+    }
+    given = {n: OPTIONS[n].parse(str(value)) for n, value in texts.items() if value is not None}
+    given |= {"device": device, "dry-run": dry_run, "trace": trace}
+    given |= {} if max_slowdown is None else {"max-slowdown": max_slowdown}
+    given |= {} if out is None else {"out": Path(out).absolute()}
+    options = options_of(given, tuple(sys.argv), None)
     session = Session(options, ranks(os.environ), StderrListener())
     return nullcontext(session) if os.environ.get("KILTER") == "0" else session

@@ -29,7 +29,7 @@ def enter(message: str) -> None:
 
 
 def _listener_of(options: Options) -> RunListener:
-    from kilter.app.config import factors, find_file, here
+    from kilter.app.config import factors_of
     from kilter.app.listener import StderrListener
     from kilter.core.events import Started
 
@@ -40,4 +40,4 @@ def _listener_of(options: Options) -> RunListener:
             several = f"{started.world_size} processes" if started.world_size > 1 else "a process"
             self.noticed(f"the script trains in {several} of its own: observed there")
 
-    return ChildListener(factors({}, *find_file(here(), options.config)))
+    return ChildListener(factors_of(options))

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import msgspec
 
-from kilter.app.config import factors, find_file, here
+from kilter.app.config import factors_of
 from kilter.app.listener import StderrListener
 from kilter.connect.launch import run_governed
 from kilter.connect.script import Program, find_program
@@ -49,7 +49,7 @@ def received(
 if __name__ == "__main__":
     try:
         program, options = received(tuple(sys.argv[1:]), os.environ)
-        listener = StderrListener(factors({}, *find_file(here(), options.config)))
+        listener = StderrListener(factors_of(options))
     except KilterError as error:
         if sys.stderr is not None:  # else `print` would take stdout
             print(f"kilter run: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from kilter.app.config import OPTIONS, factors, find_file, here, resolve
+from kilter.app.config import OPTIONS, factors_of, here, resolve
 from kilter.app.listener import StderrListener
 from kilter.app.worker import worker_command, worker_environment
 from kilter.connect.launch import (
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
         program = find_program(command)
         if options.out is not None:
             make_out(options.out)
-        listener = StderrListener(factors({}, *find_file(here(), options.config)))
+        listener = StderrListener(factors_of(options))
         return functools.partial(run_governed, program, options, listener)
     if arguments.no_python:
         raise UsageError("--no-python starts a program that is not Python: there is no way in")

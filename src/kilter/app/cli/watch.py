@@ -17,7 +17,6 @@ from kilter.app.cli.output import print_json
 from kilter.app.config import DEFAULT_MAX_SLOWDOWN, OPTIONS, resolve
 from kilter.app.listener import StderrListener
 from kilter.core.errors import UsageError
-from kilter.core.plan import Goal
 from kilter.core.ranks import Ranks
 from kilter.core.units import parse_seconds
 from kilter.session.options import Options
@@ -126,10 +125,11 @@ def _options(arguments: argparse.Namespace) -> Options:
     if kind == "sim" and (arguments.gpu is not None or arguments.pid is not None):
         raise UsageError("--gpu and --pid name a real job; --device sim:NAME brings its own")
     bound = options.goal.max_slowdown
-    goal = Goal(
+    goal = replace(
+        options.goal,
         max_slowdown=DEFAULT_MAX_SLOWDOWN if bound is None else bound,
-        objective=options.goal.objective,
-        price_of_time=options.goal.price_of_time,
+        memory_budget=None,
+        host_memory_bytes=None,
     )
     given = [f"--{name} {v}" for name in ("gpu", "pid") if (v := getattr(arguments, name))]
     command = ("kilter", "watch", *" ".join(given).split())

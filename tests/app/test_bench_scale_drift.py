@@ -43,7 +43,6 @@ def test_a_decision_lasts_from_the_last_result_to_the_last_order() -> None:
             stepping_cpu_s=0.0,
             blocks=0,
             longest_step_s=0.0,
-            held_default=True,
         )
 
     ranks = [rank((0.0, 2.5, 9.0), (2.0, 8.0)), rank((0.1, 2.75, 8.5), (2.25,))]

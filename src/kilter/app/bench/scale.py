@@ -20,11 +20,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from kilter.app.bench.scale_ranks import RanksJob, RanksSeen, quantile
 from kilter.app.bench.scale_virtual import drive_virtual
 from kilter.app.cli.options import positive
+from kilter.app.cli.output import print_json
 from kilter.core.errors import KilterError, UsageError
+from kilter.core.label import Label
 
 HELP = "Simulated ranks against a real TCP store: messages, time and processor time of a decision."
 EPILOG = """\
@@ -50,7 +53,7 @@ VIRTUAL_S = 15.0
 
 
 class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One number of ranks. Counts are per decision."""
+    """One number of ranks: a row of the table has many columns. Counts are per decision."""
 
     ranks: int
     decisions: int
@@ -117,8 +120,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{count} simulated ranks, {args.seconds:g} s ...", file=sys.stderr)
         rows.append(measure(count, seconds=args.seconds, processes=args.processes))
     if args.json:
-        document = {"schema": "kilter.bench.scale/1", "label": "simulated", "rows": rows}
-        print(msgspec.json.encode(document).decode())
+        print_json("kilter.bench.scale/1", Label.SIMULATED, {"rows": rows})
         return 0
     print("simulated ranks against a real TCP store on this machine; counts are per decision")
     print(
@@ -157,75 +159,52 @@ def measure(count: int, *, seconds: float, processes: int, iteration_s: float = 
     _allow_connections(count)
     rest = list(range(1, count))
     shares = [[0], *(rest[n::processes] for n in range(min(processes, len(rest))))]
+    late = (count - 1, seconds / 3, seconds / 3 + RANK_SILENT_S)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(_process("serve"))
-        assert store.stdout is not None
-        assert store.stdin is not None
-        port = int(store.stdout.readline() or 0)
+        port = int(_answer(store) or 0)
         if not port:
             raise KilterError("the store did not start: is torch installed?")
-        late = (count - 1, seconds / 3, seconds / 3 + RANK_SILENT_S)
-        jobs = [
-            RanksJob(
-                port=port,
-                world_size=count,
-                ranks=tuple(share),
-                seconds=seconds,
-                iteration_s=iteration_s,
-                sensor_period_s=iteration_s / 2,
-                silent=(late, (count - 1, 0.75 * seconds, seconds)),
-            )
-            for share in shares
-        ]
-        running = [stack.enter_context(_process("drive")) for _ in jobs]
-        for process, job in zip(running, jobs, strict=True):
-            assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(job) + b"\n")
-            process.stdin.flush()
-        for process in running:
-            assert process.stdout is not None
-            if process.stdout.readline() != b"connected\n":
-                raise KilterError("some of the ranks could not connect to the store")
+        job = RanksJob(
+            port=port,
+            world_size=count,
+            ranks=(),
+            seconds=seconds,
+            iteration_s=iteration_s,
+            sensor_period_s=iteration_s / 2,
+            silent=(late, (count - 1, 0.75 * seconds, seconds)),
+        )
+        running = [stack.enter_context(_process("drive")) for _ in shares]
+        for process, share in zip(running, shares, strict=True):
+            _tell(process, msgspec.json.encode(replace(job, ranks=tuple(share))))
+        if any(_answer(process) != b"connected\n" for process in running):
+            raise KilterError("some of the ranks could not connect to the store")
         begin_s = time.monotonic() + 1.0
         for process in running:
-            assert process.stdin is not None
-            process.stdin.write(b"%f\n" % begin_s)
-            process.stdin.flush()
+            _tell(process, b"%f" % begin_s)
         time.sleep(max(0.0, begin_s - time.monotonic()))
-        store.stdin.write(b"\n")
-        store.stdin.flush()
+        _tell(store, b"")
         seen = [_seen(process, seconds + 600.0) for process in running]
+        assert store.stdin is not None
         store.stdin.close()
-        store_cpu_s = float(store.stdout.readline() or "nan")
-    return _row(count, seen, begin_s, seconds, late[2], store_cpu_s, iteration_s)
+        store_cpu_s = float(_answer(store) or "nan")
+    return _row(job, seen, begin_s, late[2], store_cpu_s)
 
 
 def _row(
-    count: int,
+    job: RanksJob,
     seen: Sequence[RanksSeen],
     begin_s: float,
-    seconds: float,
     late_until_s: float,
     store_cpu_s: float,
-    iteration_s: float,
 ) -> ScaleRow:
+    count, seconds = job.world_size, job.seconds
     ranks = sorted((rank for part in seen for rank in part.ranks), key=lambda rank: rank.rank)
     agreed = agreements(ranks)
     decisions = max(ranks[0].blocks, 1)
     calls = sum(rank.notes + rank.looks for rank in ranks)
     service_s = store_cpu_s / max(1, calls)
-    own, own_store = drive_virtual(
-        RanksJob(
-            port=0,
-            world_size=count,
-            ranks=(),
-            seconds=VIRTUAL_S,
-            iteration_s=iteration_s,
-            sensor_period_s=iteration_s / 2,
-            silent=(),
-        ),
-        service_s,
-    )
+    own, own_store = drive_virtual(replace(job, seconds=VIRTUAL_S), service_s)
     own_agreed = [agreed_s for _, agreed_s in agreements(own)]
     quiet = [agreed_s for at_s, agreed_s in agreed if not _disturbed(at_s - begin_s, seconds)]
     return ScaleRow(
@@ -280,6 +259,18 @@ def agreements(ranks: Sequence[OrdersAndBlocks]) -> list[tuple[float, float]]:
         over_s = max(rank.measured_s[block] for rank in ranks)
         found.append((over_s, max(rank.ordered_s[block + 1] for rank in ranks) - over_s))
     return found
+
+
+def _tell(process: subprocess.Popen[bytes], line: bytes) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + b"\n")
+    process.stdin.flush()
+
+
+def _answer(process: subprocess.Popen[bytes]) -> bytes:
+    """The next line."""
+    assert process.stdout is not None
+    return process.stdout.readline()
 
 
 def _process(what: str) -> subprocess.Popen[bytes]:

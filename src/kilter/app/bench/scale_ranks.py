@@ -65,8 +65,6 @@ class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int
     longest_step_s: float
     """Of the conductor: what the program's session would have waited."""
-    held_default: bool
-    """At the end this rank's device was at its default."""
 
 
 class RanksSeen(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,7 +228,6 @@ class SimulatedRankOfMany:
             stepping_cpu_s=self._cpu_s,
             blocks=self._conductor.blocks,
             longest_step_s=self._longest_s,
-            held_default=self._gpu.setting == Setting(),
         )
 
 

@@ -96,17 +96,9 @@ class VirtualRank:
             self._done += 1
         self._conductor.step()
 
-    @property
-    def ordered_s(self) -> list[float]:
-        return self.gpu.ordered_s
 
-    @property
-    def measured_s(self) -> list[float]:
-        return self.gpu.measured_s
-
-
-def drive_virtual(job: RanksJob, service_s: float) -> tuple[list[VirtualRank], VirtualStore]:
-    """All ranks of a job for that long."""
+def drive_virtual(job: RanksJob, service_s: float) -> tuple[list[MadeUpGpu], VirtualStore]:
+    """All ranks of a job for that long, none of them silent: what their GPUs were told."""
     store, phases = VirtualStore(service_s), random.Random(job.world_size)
     ranks = [
         VirtualRank(rank, job, store, phases.uniform(0.0, TICK_S)) for rank in range(job.world_size)
@@ -115,4 +107,4 @@ def drive_virtual(job: RanksJob, service_s: float) -> tuple[list[VirtualRank], V
     for turn in range(round(job.seconds / TICK_S)):
         for rank in in_turn:
             rank.tick(turn * TICK_S + rank.phase_s)
-    return ranks, store
+    return [rank.gpu for rank in ranks], store

@@ -84,12 +84,7 @@ def _row(
         x_range=ends,
         y_range=(0.0, top),
     )
-    parts = [svg.text(0, y + 16, name, "label")]
-    for value in svg.ticks(0.0, top, 3):
-        parts.append(svg.line(frame.left, frame.y(value), frame.right, frame.y(value), "grid"))
-        parts.append(
-            svg.text(frame.left - 8, frame.y(value) + 4, f"{value:g}", "tick", anchor="end")
-        )
+    parts = [svg.text(0, y + 16, name, "label"), frame.grid(3)]
     points: list[tuple[float, float] | None] = []
     for stretch in stretches:
         if name not in stretch.slowdowns:
@@ -124,7 +119,7 @@ def _strips(name: str, stretches: Sequence[TimeStretch], frame: Frame, gpus: int
                 x, width = frame.x(begin), frame.x(end) - frame.x(begin)
                 parts.append(
                     f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{_STRIP - 2:.1f}" '
-                    f'class="lane remake" fill-opacity="{ratio / 10:.1f}">'
+                    f'class="lane recompute" fill-opacity="{ratio / 10:.1f}">'
                     f"<title>{escape(f'GPU {g}: {ratio} tenths')}</title></rect>"
                 )
     return parts

@@ -259,11 +259,7 @@ def _plot(
     frame = Frame(
         left=64.0, top=52.0, right=840.0, bottom=222.0, x_range=(0.0, 4.0), y_range=(least, most)
     )
-    parts = []
-    for value in svg.ticks(least, most, 6):
-        y = frame.y(value)
-        parts.append(svg.line(frame.left, y, frame.right, y, "grid"))
-        parts.append(svg.text(frame.left - 8, y + 4, f"{value * 100:.0f} %", "tick", anchor="end"))
+    parts = [frame.grid(6, lambda value, decimals: f"{value * 100:.0f} %")]
     for place, switch_s in enumerate(LATENCIES_S):
         words = _latency(switch_s)
         parts.append(svg.text(frame.x(place), 242.0, words, "tick", anchor="middle"))

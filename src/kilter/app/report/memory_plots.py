@@ -9,8 +9,8 @@ from itertools import groupby
 from kilter.app.report import page, svg
 from kilter.app.report.memory import MemoryReport, Timeline, details, result
 from kilter.app.report.page import definitions, table, tag, tile
-from kilter.app.report.plots import NARROW, figure, plain, signed
-from kilter.app.report.svg import Frame, escape
+from kilter.app.report.plots import figure, signed
+from kilter.app.report.svg import NARROW, Frame, escape
 from kilter.core.label import Label
 from kilter.core.units import GIB, KIB, MIB, show_bytes, show_fraction, show_pace, show_time
 
@@ -153,7 +153,15 @@ def _picture(memory: MemoryReport, found: Timeline) -> str:
 
 def _draw(found: Timeline, width: float) -> tuple[float, str]:
     wide = width > NARROW
-    legend, top = _legend(found, width)
+    legend, top = svg.legend(
+        (
+            ("kept", f"everything kept, peak {show_bytes(max(found.before_bytes))}", False),
+            ("planned", f"under the plan, {show_bytes(max(found.after_bytes))}", True),
+            ("bound", f"the plan's budget {show_bytes(found.problem.budget_bytes)}", False),
+        ),
+        width,
+    )
+    top += 20  # the title of the axis
     lanes = [(lane, name) for lane, name in LANES if any(s.lane == lane for s in found.spans)]
     level_bottom = top + (250.0 if wide else 210.0)
     time, factor = ("s", 1.0) if found.end_s >= 1.0 else ("ms", 1e3)
@@ -179,8 +187,6 @@ def _draw(found: Timeline, width: float) -> tuple[float, str]:
         upper.axes(
             x_title="",
             y_title=f"device memory, {unit}",
-            x_text=plain,
-            y_text=plain,
             x_labels=False,
         ),
         _levels(upper, found, found.after_bytes, factor, size, "planned", closed=True),
@@ -191,29 +197,8 @@ def _draw(found: Timeline, width: float) -> tuple[float, str]:
         y = level_bottom + 14 + LANE_STEP * number
         parts.append(svg.text(left - 8, y + LANE - 2.5, name, "tick", anchor="end"))
         parts += _bars(lower, found, lane, y, factor)
-    parts.append(lower.x_axis(f"time in the pass, {time}", plain))
+    parts.append(lower.x_axis(f"time in the pass, {time}"))
     return bottom + 46, "".join(parts)
-
-
-def _legend(found: Timeline, width: float) -> tuple[str, float]:
-    """The three lines of the upper plot, in as many rows as they need; where the plot begins."""
-    entries = (
-        ("kept", f"everything kept, peak {show_bytes(max(found.before_bytes))}"),
-        ("planned", f"under the plan, {show_bytes(max(found.after_bytes))}"),
-        ("bound", f"the plan's budget {show_bytes(found.problem.budget_bytes)}"),
-    )
-    x, y, parts = 0.0, 12.0, []
-    for style, words in entries:
-        long = 30 + len(words) * 12 * svg.TEXT_WIDTH + 18
-        if x > 0.0 and x + long > width:
-            x, y = 0.0, y + 19
-        if style == "planned":
-            parts.append(svg.rectangle(x, y - 9, 22, 10, style))
-        else:
-            parts.append(svg.line(x, y - 4, x + 22, y - 4, style))
-        parts.append(svg.text(x + 29, y, words, "tick"))
-        x += long
-    return "".join(parts), y + 40
 
 
 def _levels(

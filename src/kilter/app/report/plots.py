@@ -11,14 +11,11 @@ from kilter.app.report.build import Report, Series
 from kilter.app.report.evidence import JUDGED, Probe, allowed_slowdown
 from kilter.app.report.page import section, tag
 from kilter.app.report.summary import interval, less_one
-from kilter.app.report.svg import Frame, escape
+from kilter.app.report.svg import NARROW, Frame, escape
 from kilter.core.events import Block
 from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ, show_fraction, show_power, show_time
-
-WIDE, NARROW = 860.0, 400.0
-"""Widths for which plots are drawn, in pixels: so text keeps its size on a phone."""
 
 MOST_BLOCKS = 600
 """Blocks drawn; of more, every n-th."""
@@ -61,13 +58,10 @@ def figure(
     draw: Callable[[float], tuple[float, str]],
     description: str,
 ) -> str:
-    drawings = []
-    for name, width in (("wide", WIDE), ("narrow", NARROW)):
-        height, body = draw(width)
-        drawing = svg.picture(f"{key}-{name}", width, height, title, description, body)
-        drawings.append(f"<div class='{name}'>{drawing}</div>")
+    """A section with a plot; `draw` makes it for a width, and gives its height and its body."""
+    drawings = svg.both_widths(key, title, description, draw)
     captioned = f"<figcaption>{escape(caption)} {tag(label)}</figcaption>"
-    drawn = f"<figure>{''.join(drawings)}{captioned}</figure>"
+    drawn = f"<figure>{drawings}{captioned}</figure>"
     return section(title, f"<p>{escape(lede)}</p>", drawn)
 
 
@@ -347,8 +341,6 @@ def _draw_iteration_times(
             x_title="block",
             y_title=f"iteration time, {unit}",
             lift=38,
-            x_text=plain,
-            y_text=plain,
         )
     )
     places = svg.spread(
@@ -465,11 +457,7 @@ def _draw_power(report: Report, series: Sequence[Series], width: float) -> tuple
     whose = "the device's virtual time" if report.label is Label.SIMULATED else "time"
     x_title = f"{whose} since the start, {unit}"
     parts = [_held(report, upper, factor)]
-    parts.append(
-        upper.axes(
-            x_title=x_title, y_title="power, W", x_text=plain, y_text=plain, x_labels=not clocks
-        )
-    )
+    parts.append(upper.axes(x_title=x_title, y_title="power, W", x_labels=not clocks))
     parts += [_trace(upper, one, one.power_w, factor, 1.0, "trace") for one in series]
     if clocks:
         lower = Frame(
@@ -481,9 +469,7 @@ def _draw_power(report: Report, series: Sequence[Series], width: float) -> tuple
             y_range=svg.padded(clocks, 0.15),
         )
         parts.append(_held(report, lower, factor))
-        parts.append(
-            lower.axes(x_title=x_title, y_title="SM clock, MHz", x_text=plain, y_text=plain)
-        )
+        parts.append(lower.axes(x_title=x_title, y_title="SM clock, MHz"))
         parts += [
             _trace(lower, one, one.sm_clock_hz, factor, 1 / MHZ, "trace clock") for one in series
         ]
@@ -526,11 +512,6 @@ def _held(report: Report, frame: Frame, factor: float) -> str:
 def signed(value: float | None) -> str:
     """`+1.2 %`, with a true minus sign."""
     return show_fraction(value, signed=True).replace("-", "\u2212")
-
-
-def plain(value: float, decimals: int) -> str:
-    """The text of a number on an axis."""
-    return f"{value:.{decimals}f}"
 
 
 def _percent(value: float, decimals: int) -> str:

@@ -81,16 +81,18 @@ def _timelines(analysis: Analysis) -> str:
     order = sorted(range(len(analysis.lanes)), key=lambda i: -analysis.ranks[i].mean.exposed_s)
     lanes = [analysis.lanes[i] for i in sorted(order[:MOST_LANES])]
     shown = "" if len(lanes) == len(analysis.lanes) else f" The {MOST_LANES} most exposed ranks."
-    drawn = "".join(
-        f"<div class='{name}'>{_picture(lanes, width, name)}</div>"
-        for name, width in (("wide", 860.0), ("narrow", 380.0))
+    drawn = svg.both_widths(
+        "timelines",
+        "Timelines of the ranks",
+        "For each rank, when it computes, communicates and waits in one iteration.",
+        lambda width: _picture(lanes, width),
     )
     told = f"<p>On clocks that the collectives align.{shown}</p>"
     return section("One iteration", told, f"<figure>{drawn}</figure>")
 
 
-def _picture(lanes: Sequence[SectionLane], wide: float, key: str) -> str:
-    legend, top = _legend(wide)
+def _picture(lanes: Sequence[SectionLane], wide: float) -> tuple[float, str]:
+    legend, top = svg.legend([(f"part {name}", words, True) for name, words in PARTS], wide)
     end_s = max(lane.begin_s + lane.length_s for lane in lanes)
     frame = Frame(
         left=64.0,
@@ -105,15 +107,8 @@ def _picture(lanes: Sequence[SectionLane], wide: float, key: str) -> str:
         y = frame.top + row * ROW
         parts.append(svg.text(0.0, y + 13.0, f"rank {lane.rank}", "tick"))
         parts += [_bars(frame, y, lane, getattr(lane, name), name) for name, _ in PARTS]
-    parts.append(frame.x_axis("ms", lambda value, decimals: f"{value:.{decimals}f}"))
-    return svg.picture(
-        f"timelines-{key}",
-        wide,
-        frame.bottom + 44.0,
-        "Timelines of the ranks",
-        "For each rank, when it computes, communicates and waits in one iteration.",
-        "".join(parts),
-    )
+    parts.append(frame.x_axis("ms"))
+    return frame.bottom + 44.0, "".join(parts)
 
 
 def _bars(frame: Frame, y: float, lane: SectionLane, times: RankTimes, name: str) -> str:
@@ -127,18 +122,6 @@ def _bars(frame: Frame, y: float, lane: SectionLane, times: RankTimes, name: str
             wide = frame.x((lane.begin_s + end) * 1e3) - x
             drawn.append(svg.rectangle(x, y, wide, BAR, f"part {name}"))
     return "".join(drawn)
-
-
-def _legend(wide: float) -> tuple[str, float]:
-    """The names of the colours, and the height that they take."""
-    x, y, parts = 0.0, 12.0, []
-    for name, words in PARTS:
-        if x > 0.0 and x + 26.0 + svg.width(words) > wide:
-            x, y = 0.0, y + 22.0
-        parts.append(svg.rectangle(x, y - 11.0, 14.0, 14.0, f"part {name}"))
-        parts.append(svg.text(x + 20.0, y, words, "tick"))
-        x += 44.0 + svg.width(words)
-    return "".join(parts), y + 20.0
 
 
 def _ranks(analysis: Analysis) -> str:

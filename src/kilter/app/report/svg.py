@@ -56,6 +56,11 @@ def padded(values: Sequence[float], share: float = 0.08) -> tuple[float, float]:
     return low - margin, high + margin
 
 
+def plain(value: float, decimals: int) -> str:
+    """The text of a number on an axis."""
+    return f"{value:.{decimals}f}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
     """The rectangle of a plot, in pixels, and the values at its edges."""
@@ -78,28 +83,32 @@ class Frame:
         *,
         x_title: str,
         y_title: str,
-        x_text: Callable[[float, int], str],
-        y_text: Callable[[float, int], str],
+        x_text: Callable[[float, int], str] = plain,
+        y_text: Callable[[float, int], str] = plain,
         x_labels: bool = True,
         lift: float = 12.0,
     ) -> str:
         """Horizontal grid lines, numbers on both axes, and titles with units. The texts are made
         of a number and how many decimals it is to have; `lift` is how far above the plot the title
         of the y axis stands."""
+        return (
+            self.grid(max(2, int((self.bottom - self.top) / 46)), y_text)
+            + self.x_axis(x_title, x_text, labels=x_labels)
+            + text(0.0, self.top - lift, y_title, "title")
+        )
+
+    def grid(self, count: int, in_words: Callable[[float, int], str] = plain) -> str:
+        """About so many horizontal lines with their numbers."""
         parts = []
-        values = ticks(*self.y_range, max(2, int((self.bottom - self.top) / 46)))
+        values = ticks(*self.y_range, count)
         for value in values:
-            y = self.y(value)
+            y, shown = self.y(value), in_words(value, decimals(values))
             parts.append(line(self.left, y, self.right, y, "grid"))
-            parts.append(
-                text(self.left - 8, y + 4, y_text(value, decimals(values)), "tick", anchor="end")
-            )
-        parts.append(self.x_axis(x_title, x_text, labels=x_labels))
-        parts.append(text(0.0, self.top - lift, y_title, "title"))
+            parts.append(text(self.left - 8, y + 4, shown, "tick", anchor="end"))
         return "".join(parts)
 
     def x_axis(
-        self, title: str, in_words: Callable[[float, int], str], *, labels: bool = True
+        self, title: str, in_words: Callable[[float, int], str] = plain, *, labels: bool = True
     ) -> str:
         """The line at the bottom with its ticks, numbers and title."""
         parts = [line(self.left, self.bottom, self.right, self.bottom, "axis")]
@@ -128,6 +137,37 @@ def picture(key: str, width: float, height: float, title: str, description: str,
         f'aria-labelledby="{key}-t {key}-d"><title id="{key}-t">{escape(title)}</title>'
         f'<desc id="{key}-d">{escape(description)}</desc>{body}</svg>'
     )
+
+
+WIDE, NARROW = 860.0, 400.0
+"""Widths for which pictures are drawn, in pixels: so text keeps its size on a phone."""
+
+
+def both_widths(
+    key: str, title: str, description: str, draw: Callable[[float], tuple[float, str]]
+) -> str:
+    """The picture for wide screens and for narrow ones; `draw` gives its height and its body."""
+    drawn = []
+    for name, width in (("wide", WIDE), ("narrow", NARROW)):
+        height, body = draw(width)
+        drawing = picture(f"{key}-{name}", width, height, title, description, body)
+        drawn.append(f"<div class='{name}'>{drawing}</div>")
+    return "".join(drawn)
+
+
+def legend(entries: Sequence[tuple[str, str, bool]], wide: float) -> tuple[str, float]:
+    """Style, name and whether it is an area, of what is drawn; in as many rows as they need. And
+    the height that they take."""
+    x, y, parts = 0.0, 12.0, []
+    for style, words, area in entries:
+        if x > 0.0 and x + 29 + width(words) > wide:
+            x, y = 0.0, y + 20
+        parts.append(
+            rectangle(x, y - 10, 22, 12, style) if area else line(x, y - 4, x + 22, y - 4, style)
+        )
+        parts.append(text(x + 29, y, words, "tick"))
+        x += 47 + width(words)
+    return "".join(parts), y + 20
 
 
 def text(x: float, y: float, content: str, style: str, *, anchor: str = "start") -> str:

@@ -18,6 +18,7 @@ import msgspec
 
 from kilter.app.cli.live import show_live
 from kilter.app.cli.options import argument, fraction, positive, seconds, size
+from kilter.app.cli.output import print_json
 from kilter.app.share_page import page
 from kilter.app.share_worker import ShareOptions, worker_command, worker_environment
 from kilter.connect.launch import add_torchrun_options, run_torchrun, run_without_kilter
@@ -196,7 +197,11 @@ def add_run(actions: Actions) -> None:
     )
     parser.add_argument("--total-steps", type=positive, metavar="N", help="the length of the job")
     parser.add_argument(
-        "--alone-step", type=seconds, metavar="T", help="time of a step with all GPUs to itself"
+        "--alone-step",
+        dest="alone_step_s",
+        type=seconds,
+        metavar="T",
+        help="time of a step with all GPUs to itself",
     )
     parser.add_argument(
         "--max-slowdown",
@@ -247,49 +252,60 @@ def _run(args: argparse.Namespace) -> Callable[[], object]:
         command = ("-m", *command)
     if os.environ.get("KILTER") == "0":
         return functools.partial(run_without_kilter, command)
+    _check(args)
+    if args.ray:
+        return _on_ray(args, command)
+    find_program(command)
+    options = _options(args, command)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_torchrun_options(parser)
+    launch = parser.parse_args(["--standalone", f"--nproc-per-node={len(options.gpus)}"])
+    environment = worker_environment(options)
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, options.gpus))
+    return functools.partial(run_torchrun, launch, worker_command(command), environment)
+
+
+def _on_ray(args: argparse.Namespace, command: tuple[str, ...]) -> Callable[[], object]:
+    """The nodes are asked whether the script is there."""
+    variables, ray = named_variables(args.env, os.environ), connect()
+    options = _options(args, command)
+    script = None if args.module else command[0]
+    job = RayJob.placed(ray, options.gpus, RankSite(os.getcwd(), script, options.endpoint))
+    if job.unreached is not None:
+        print(f"kilter share: {job.unreached}", file=sys.stderr, flush=True)
+    variables |= worker_environment(msgspec.structs.replace(options, gpus=job.gpus))
+    return functools.partial(job.run, worker_command(command), variables)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """`UsageError` for options that do not go together."""
     if args.no_wait and args.memory is None:
         raise UsageError("--no-wait: say with --memory how much the job needs")
     if args.env and not args.ray:
         raise UsageError("--env: belongs to --ray; without it the ranks have the environment here")
-    if args.probe and args.alone_step is not None:
+    if args.probe and args.alone_step_s is not None:
         raise UsageError("--probe measures what --alone-step gives: leave one out")
-    if not args.ray:  # else the nodes are asked
-        find_program(command)
-    variables = named_variables(args.env, os.environ) if args.ray else {}
-    ray = connect() if args.ray else None
+
+
+def _options(args: argparse.Namespace, command: tuple[str, ...]) -> ShareOptions:
+    """What the ranks are told; the daemon runs, and there is room for the job."""
     gpus = _daemon(args).gpus
-    options = ShareOptions(
-        endpoint=str(args.endpoint.resolve()),
-        name=args.name or Path(command[1] if args.module else command[0]).stem,
-        gpus=gpus,
-        idle_ranks=args.idle_ranks,
-        total_steps=args.total_steps,
-        alone_step_s=args.alone_step,
-        max_slowdown=args.max_slowdown,
-        probe=args.probe,
-        min_samples=args.min_samples,
-        ratios=args.ratios,
-    )
     if args.ratios is not None and len(args.ratios) != len(gpus):
         raise UsageError(f"--ratios: give one number for each of the {len(gpus)} GPUs")
     if args.ratios is not None and not args.idle_ranks and 0 in args.ratios:
         raise UsageError("--ratios: a share of 0 needs --idle-ranks")
     if args.memory is not None:
         _admit(args)
-    if ray is not None:
-        script = None if args.module else command[0]
-        job = RayJob.placed(ray, gpus, RankSite(os.getcwd(), script, options.endpoint))
-        if job.unreached is not None:
-            print(f"kilter share: {job.unreached}", file=sys.stderr, flush=True)
-        variables |= worker_environment(msgspec.structs.replace(options, gpus=job.gpus))
-        return functools.partial(job.run, worker_command(command), variables)
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_torchrun_options(parser)
-    launch = parser.parse_args(["--standalone", f"--nproc-per-node={len(gpus)}"])
-    environment = worker_environment(options)
-    if "CUDA_VISIBLE_DEVICES" not in os.environ:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    return functools.partial(run_torchrun, launch, worker_command(command), environment)
+    given = {name: getattr(args, name) for name in ShareOptions.__struct_fields__ if name in args}
+    return ShareOptions(
+        **given
+        | {
+            "endpoint": str(args.endpoint.resolve()),
+            "name": args.name or Path(command[1] if args.module else command[0]).stem,
+            "gpus": gpus,
+        }
+    )
 
 
 def _admit(args: argparse.Namespace) -> None:
@@ -361,8 +377,7 @@ def add_top(actions: Actions) -> None:
 def _top(args: argparse.Namespace) -> int:
     summary = _summary(args.endpoint)
     if args.json:
-        head = {"schema": "kilter.share-top/1", "label": Label.MEASURED.value}
-        print(msgspec.json.encode(head | msgspec.to_builtins(summary)).decode())
+        print_json("kilter.share-top/1", Label.MEASURED, msgspec.to_builtins(summary))
         return 0
     if args.once or not sys.stdout.isatty():
         print(table(summary))

@@ -184,11 +184,7 @@ def _draw(found: Timeline, width: float) -> tuple[float, str]:
     budget = upper.y(found.problem.budget_bytes / size)
     parts = [
         legend,
-        upper.axes(
-            x_title="",
-            y_title=f"device memory, {unit}",
-            x_labels=False,
-        ),
+        upper.axes(x_title="", y_title=f"device memory, {unit}", x_labels=False),
         _levels(upper, found, found.after_bytes, factor, size, "planned", closed=True),
         _levels(upper, found, found.before_bytes, factor, size, "kept"),
         svg.line(left, budget, right, budget, "bound"),

@@ -9,6 +9,7 @@ function was ours. Here the interpreter calls a function of this package, which
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -21,9 +22,11 @@ def when_gone(thing: object, function: Callable[..., object], *arguments: object
     """Call the function, which must not hold the object, once the object is freed. Not when the
     interpreter exits."""
     number = next(_numbers)
+    exits = sys.is_finalizing  # kept here: the interpreter empties the modules one by one
 
     def gone(_: weakref.ref[object]) -> None:
         _watched.pop(number, None)
-        function(*arguments)
+        if not exits():
+            function(*arguments)
 
     _watched[number] = weakref.ref(thing, gone)

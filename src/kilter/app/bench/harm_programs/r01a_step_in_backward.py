@@ -6,25 +6,21 @@ from torch import Tensor
 
 RUN = ("energy", "dry-run", "memory", "recompute", "state", "all", "govern")
 
-
-def main() -> None:
-    model = layers()
-    optimizers = {p: torch.optim.Adam([p], lr=1e-3) for p in model.parameters()}
-
-    def step(parameter: Tensor) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
-    losses = []
-    for _ in range(20):
-        loss = model(batch()).square().mean()
-        loss.backward()
-        losses.append(loss.detach())
-    show_model(model, losses)
-    print("trained for 20 iterations")
+model = layers()
+optimizers = {p: torch.optim.Adam([p], lr=1e-3) for p in model.parameters()}
 
 
-if __name__ == "__main__":
-    main()
+def step(parameter: Tensor) -> None:
+    optimizers[parameter].step()
+    optimizers[parameter].zero_grad()
+
+
+for parameter in model.parameters():
+    parameter.register_post_accumulate_grad_hook(step)
+losses = []
+for _ in range(20):
+    loss = model(batch()).square().mean()
+    loss.backward()
+    losses.append(loss.detach())
+show_model(model, losses)
+print("trained for 20 iterations")

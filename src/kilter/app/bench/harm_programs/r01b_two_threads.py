@@ -20,18 +20,13 @@ def train(model: nn.Module, seed: int, losses: list[Tensor]) -> None:
         losses.append(loss.detach())
 
 
-def main() -> None:
-    models = [layers(4) for _ in range(3)]
-    losses: list[list[Tensor]] = [[], [], []]
-    jobs = list(zip(models, range(3), losses, strict=True))
-    threads = [threading.Thread(target=train, args=job) for job in jobs[1:]]
-    for thread in threads:
-        thread.start()
-    train(*jobs[0])
-    for thread in threads:
-        thread.join()
-    show_model(nn.ModuleList(models), [loss for each in losses for loss in each])
-
-
-if __name__ == "__main__":
-    main()
+models = [layers(4) for _ in range(3)]
+losses: list[list[Tensor]] = [[], [], []]
+jobs = list(zip(models, range(3), losses, strict=True))
+threads = [threading.Thread(target=train, args=job) for job in jobs[1:]]
+for thread in threads:
+    thread.start()
+train(*jobs[0])
+for thread in threads:
+    thread.join()
+show_model(nn.ModuleList(models), [loss for each in losses for loss in each])

@@ -6,20 +6,16 @@ from seen import show_model, train
 
 RUN = ("recompute", "all")
 
-
-def main() -> None:
-    model = Branches()
-    biases = [p for p in model.parameters() if p.dim() == 1]
-
-    def clamp(step: int) -> None:
-        if step >= 10:
-            with torch.no_grad():
-                for bias in biases:
-                    bias.clamp_(-0.05, 0.05)
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    show_model(model, train(model, optimizer=optimizer, middle=clamp))
+model = Branches()
+biases = [p for p in model.parameters() if p.dim() == 1]
 
 
-if __name__ == "__main__":
-    main()
+def clamp(step: int) -> None:
+    if step >= 10:
+        with torch.no_grad():
+            for bias in biases:
+                bias.clamp_(-0.05, 0.05)
+
+
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+show_model(model, train(model, optimizer=optimizer, middle=clamp))

@@ -23,17 +23,14 @@ class Net(nn.Module):
         return x
 
 
-def main() -> None:
-    net = Net()
-
-    def scale(step: int) -> None:
-        if step >= 10:
-            for held in net.held:
-                held.data.mul_(0.5)
-        net.held.clear()
-
-    show_model(net, train(net, middle=scale))
+net = Net()
 
 
-if __name__ == "__main__":
-    main()
+def scale(step: int) -> None:
+    if step >= 10:
+        for held in net.held:
+            held.data.mul_(0.5)
+    net.held.clear()
+
+
+show_model(net, train(net, middle=scale))

@@ -7,19 +7,15 @@ from torch import Tensor
 
 RUN = ("memory", "recompute")
 
-
-def main() -> None:
-    data = np.random.default_rng(0).standard_normal((4, 4096, 64), dtype=np.float32)
-    before = data.copy()
-    model = layers(1)
-
-    def loss_of(step: int) -> Tensor:
-        return model(torch.from_numpy(data)[step % 4].to(DEVICE)).square().mean()
-
-    losses = train(model, loss_of, steps=40)
-    show(unharmed=bool((data == before).all()))
-    show_model(model, losses)
+data = np.random.default_rng(0).standard_normal((4, 4096, 64), dtype=np.float32)
+before = data.copy()
+model = layers(1)
 
 
-if __name__ == "__main__":
-    main()
+def loss_of(step: int) -> Tensor:
+    return model(torch.from_numpy(data)[step % 4].to(DEVICE)).square().mean()
+
+
+losses = train(model, loss_of, steps=40)
+show(unharmed=bool((data == before).all()))
+show_model(model, losses)

@@ -9,16 +9,12 @@ MMAP = True
 RUN = ("memory", "all")
 WITHIN_S = 500
 
-
-def main() -> None:
-    model = layers(4)
-    lengths = random.Random(0)
-
-    def loss_of(step: int) -> Tensor:
-        return model(batch(lengths.randrange(4096, 12_000))).square().mean()
-
-    show_model(model, train(model, loss_of, steps=100))
+model = layers(4)
+lengths = random.Random(0)
 
 
-if __name__ == "__main__":
-    main()
+def loss_of(step: int) -> Tensor:
+    return model(batch(lengths.randrange(4096, 12_000))).square().mean()
+
+
+show_model(model, train(model, loss_of, steps=100))

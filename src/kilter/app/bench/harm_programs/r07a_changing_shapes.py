@@ -5,12 +5,6 @@ from seen import batch, layers, show_model, train
 MMAP = True
 RUN = ("memory", "all")
 
-
-def main() -> None:
-    model = layers(4)
-    losses = train(model, lambda step: model(batch(4096 + 8 * step)).square().mean(), steps=100)
-    show_model(model, losses)
-
-
-if __name__ == "__main__":
-    main()
+model = layers(4)
+losses = train(model, lambda step: model(batch(4096 + 8 * step)).square().mean(), steps=100)
+show_model(model, losses)

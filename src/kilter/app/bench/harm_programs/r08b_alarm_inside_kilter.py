@@ -20,32 +20,29 @@ def depth(error: BaseException | None) -> int:
     return 0 if error is None else isinstance(error, TooLong) + depth(error.__context__)
 
 
-def main() -> None:
-    model = layers(3)
-    optimizer = torch.optim.AdamW(model.parameters())
-    raised = arrived = 0
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        nonlocal raised
-        if is_inside_kilter(frame, __file__):
-            raised += 1
-            raise TooLong
-
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.0007)
-    for _ in range(150):
-        try:
-            loss = model(batch()).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        except TooLong as error:
-            arrived += depth(error)
-        if raised >= ALARMS:
-            break
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    show(lost=raised - arrived)
+model = layers(3)
+optimizer = torch.optim.AdamW(model.parameters())
+raised = arrived = 0
 
 
-if __name__ == "__main__":
-    main()
+def ring(number: int, frame: FrameType | None) -> None:
+    global raised
+    if is_inside_kilter(frame, __file__):
+        raised += 1
+        raise TooLong
+
+
+signal.signal(signal.SIGALRM, ring)
+signal.setitimer(signal.ITIMER_REAL, 0.002, 0.0007)
+for _ in range(150):
+    try:
+        loss = model(batch()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    except TooLong as error:
+        arrived += depth(error)
+    if raised >= ALARMS:
+        break
+signal.setitimer(signal.ITIMER_REAL, 0)
+show(lost=raised - arrived)

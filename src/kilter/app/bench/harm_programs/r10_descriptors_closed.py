@@ -9,24 +9,20 @@ from seen import layers, show_model, train
 
 RUN = ("energy", "memory", "nvml")
 
-
-def main() -> None:
-    model = layers(4)
-    files: list[TextIO] = []
-
-    def close_all(step: int) -> None:
-        if step == 30:
-            os.closerange(3, 4096)
-            files.extend(Path(f"checkpoint-{number}").open("w") for number in range(24))  # noqa: SIM115
-            for number, file in enumerate(files):
-                print(f"the contents of file {number}", file=file, flush=True)
-        time.sleep(0.02)  # time for kilter's own thread
-
-    losses = train(model, steps=60, after=close_all)
-    for file in files:
-        print("its last line", file=file, flush=True)
-    show_model(model, losses)
+model = layers(4)
+files: list[TextIO] = []
 
 
-if __name__ == "__main__":
-    main()
+def close_all(step: int) -> None:
+    if step == 30:
+        os.closerange(3, 4096)
+        files.extend(Path(f"checkpoint-{number}").open("w") for number in range(24))  # noqa: SIM115
+        for number, file in enumerate(files):
+            print(f"the contents of file {number}", file=file, flush=True)
+    time.sleep(0.02)  # time for kilter's own thread
+
+
+losses = train(model, steps=60, after=close_all)
+for file in files:
+    print("its last line", file=file, flush=True)
+show_model(model, losses)

@@ -8,18 +8,12 @@ from torch import nn
 
 RUN = ("nvml",)
 
-
-def main() -> None:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(300):
-        model(torch.randn(8, 32)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(0.02)
-    show(parameters=bits(*model.parameters()))
-
-
-if __name__ == "__main__":
-    main()
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(300):
+    model(torch.randn(8, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.02)
+show(parameters=bits(*model.parameters()))

@@ -7,14 +7,8 @@ EXPECT = {
     "restore: says why not": True,
 }
 
-
-def main() -> None:
-    with machine() as box:
-        job = box.low()
-        freeze_watcher(box)
-        job.kill()
-        restore(box)
-
-
-if __name__ == "__main__":
-    main()
+with machine() as box:
+    job = box.low()
+    freeze_watcher(box)
+    job.kill()
+    restore(box)

@@ -12,18 +12,12 @@ EXPECT = {
     "restore: says why not": True,
 }
 
-
-def main() -> None:
-    with machine() as box:
-        job = box.low()
-        kill_watcher(box.state_directory)
-        child = job.ask("fork", in_c=True)
-        job.kill()
-        try:
-            restore(box)
-        finally:
-            os.kill(child, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main()
+with machine() as box:
+    job = box.low()
+    kill_watcher(box.state_directory)
+    child = job.ask("fork", in_c=True)
+    job.kill()
+    try:
+        restore(box)
+    finally:
+        os.kill(child, signal.SIGKILL)

@@ -15,19 +15,13 @@ EXPECT = {
     "back": True,
 }
 
-
-def main() -> None:
-    with machine() as box:
-        job = box.start()
-        job.ask("enter")
-        job.ask("set", hold_s=2.0, **LOW)
-        freeze_watcher(box)
-        os.kill(job.pid, signal.SIGSTOP)
-        time.sleep(3.0)
-        restore(box)
-        restore(box, "--force")
-        show_setting(box)
-
-
-if __name__ == "__main__":
-    main()
+with machine() as box:
+    job = box.start()
+    job.ask("enter")
+    job.ask("set", hold_s=2.0, **LOW)
+    freeze_watcher(box)
+    os.kill(job.pid, signal.SIGSTOP)
+    time.sleep(3.0)
+    restore(box)
+    restore(box, "--force")
+    show_setting(box)

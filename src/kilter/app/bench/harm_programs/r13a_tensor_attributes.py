@@ -39,12 +39,7 @@ class Net(nn.Module):
         return x
 
 
-def main() -> None:
-    model = Net()
-    losses = train(model)
-    show(notes=notes)
-    show_model(model, losses)
-
-
-if __name__ == "__main__":
-    main()
+model = Net()
+losses = train(model)
+show(notes=notes)
+show_model(model, losses)

@@ -25,19 +25,16 @@ class Held(torch.autograd.Function):
         return gradients[0] * x.cos()
 
 
-def main() -> None:
-    model = layers(4)
-
-    def loss_of(step: int) -> Tensor:
-        x = batch()
-        for block in model:
-            x = Held.apply(block(x))
-        return x.square().mean()
-
-    losses = train(model, loss_of)
-    show(same=same)
-    show_model(model, losses)
+model = layers(4)
 
 
-if __name__ == "__main__":
-    main()
+def loss_of(step: int) -> Tensor:
+    x = batch()
+    for block in model:
+        x = Held.apply(block(x))
+    return x.square().mean()
+
+
+losses = train(model, loss_of)
+show(same=same)
+show_model(model, losses)

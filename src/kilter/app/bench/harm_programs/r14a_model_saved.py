@@ -30,17 +30,12 @@ def save(model: nn.Module, step: int) -> None:
     show(**{f"kilter in the file {step}": b"kilter" in buffer.getvalue()})
 
 
-def main() -> None:
-    train(save)
-    paths = sorted(map(str, Path().glob("model-*.pt")))
-    loaded = subprocess.run(
-        [sys.executable, "-c", LOAD, str(Path(__file__).parent), *paths],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    show(loads=loaded.returncode, loaded=loaded.stdout)
-
-
-if __name__ == "__main__":
-    main()
+train(save)
+paths = sorted(map(str, Path().glob("model-*.pt")))
+loaded = subprocess.run(
+    [sys.executable, "-c", LOAD, str(Path(__file__).parent), *paths],
+    capture_output=True,
+    text=True,
+    timeout=120,
+)
+show(loads=loaded.returncode, loaded=loaded.stdout)

@@ -6,23 +6,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 RUN = ("memory", "recompute")
 
-
-def main() -> None:
-    model = layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    flops = []
-    for _ in range(30):
-        with FlopCounterMode(display=False) as counter:
-            loss = model(batch()).square().mean()
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        flops.append(counter.get_total_flops())
-        losses.append(loss.detach())
-    show(flops=flops)
-    show_model(model, losses)
-
-
-if __name__ == "__main__":
-    main()
+model = layers()
+optimizer = torch.optim.AdamW(model.parameters())
+losses = []
+flops = []
+for _ in range(30):
+    with FlopCounterMode(display=False) as counter:
+        loss = model(batch()).square().mean()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    flops.append(counter.get_total_flops())
+    losses.append(loss.detach())
+show(flops=flops)
+show_model(model, losses)

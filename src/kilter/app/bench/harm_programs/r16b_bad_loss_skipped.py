@@ -5,24 +5,18 @@ from seen import batch, layers, show_model
 
 RUN = ("memory", "state")
 
-
-def main() -> None:
-    model = layers(6, 128)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(60):
-        loss = model(batch(2048, 128)).square().mean()
-        if step >= 25 and step % 5 == 0:
-            loss = loss * float("nan")
-        loss.backward()
-        losses.append(loss.detach())
-        if not loss.isfinite():
-            optimizer.zero_grad()
-            continue
-        optimizer.step()
+model = layers(6, 128)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+losses = []
+for step in range(60):
+    loss = model(batch(2048, 128)).square().mean()
+    if step >= 25 and step % 5 == 0:
+        loss = loss * float("nan")
+    loss.backward()
+    losses.append(loss.detach())
+    if not loss.isfinite():
         optimizer.zero_grad()
-    show_model(model, losses)
-
-
-if __name__ == "__main__":
-    main()
+        continue
+    optimizer.step()
+    optimizer.zero_grad()
+show_model(model, losses)

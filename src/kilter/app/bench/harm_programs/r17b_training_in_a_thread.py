@@ -7,15 +7,9 @@ from seen import layers, show_model, train
 
 RUN = ("energy", "memory", "govern")
 
-
-def main() -> None:
-    model = layers(4)
-    losses: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: losses.extend(train(model)))
-    thread.start()
-    thread.join()
-    show_model(model, losses)
-
-
-if __name__ == "__main__":
-    main()
+model = layers(4)
+losses: list[torch.Tensor] = []
+thread = threading.Thread(target=lambda: losses.extend(train(model)))
+thread.start()
+thread.join()
+show_model(model, losses)

@@ -5,14 +5,8 @@ from seen import layers, show_model, train
 RUN = ("energy", "memory")
 CLOSE = (0, 1, 2)
 
-
-def main() -> None:
-    model = layers(4)
-    losses = train(model)
-    with open("notes.txt", "w") as file:
-        print("the contents of the program's own file", file=file)
-    show_model(model, losses)
-
-
-if __name__ == "__main__":
-    main()
+model = layers(4)
+losses = train(model)
+with open("notes.txt", "w") as file:
+    print("the contents of the program's own file", file=file)
+show_model(model, losses)

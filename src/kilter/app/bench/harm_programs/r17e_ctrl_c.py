@@ -27,27 +27,24 @@ def tell(kind: type[BaseException], error: BaseException, trace: TracebackType |
     )
 
 
-def main() -> None:
-    sys.excepthook = tell
-    model = layers(3)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if is_inside_kilter(frame, __file__):
-            signal.setitimer(signal.ITIMER_REAL, 0)  # Ctrl-C once
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.0007)
-    for _ in range(100):
-        loss = model(batch()).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    # Off before the end: in plain, too, the program's caller may be a function of kilter.
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    raise KeyboardInterrupt
+sys.excepthook = tell
+model = layers(3)
+optimizer = torch.optim.AdamW(model.parameters())
 
 
-if __name__ == "__main__":
-    main()
+def interrupt(number: int, frame: FrameType | None) -> None:
+    if is_inside_kilter(frame, __file__):
+        signal.setitimer(signal.ITIMER_REAL, 0)  # Ctrl-C once
+        raise KeyboardInterrupt
+
+
+signal.signal(signal.SIGALRM, interrupt)
+signal.setitimer(signal.ITIMER_REAL, 0.002, 0.0007)
+for _ in range(100):
+    loss = model(batch()).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+# Off before the end: in plain, too, the program's caller may be a function of kilter.
+signal.setitimer(signal.ITIMER_REAL, 0)
+raise KeyboardInterrupt

@@ -21,7 +21,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -29,7 +29,7 @@ from typing import IO, Any
 from kilter.app.cli.options import positive
 from kilter.app.cli.output import print_json
 from kilter.core.errors import FileError, UsageError
-from kilter.core.events import AnyEvent, Failed, Moved, read_events
+from kilter.core.events import Failed, Moved, read_events
 from kilter.core.label import Label
 from kilter.core.units import KIB, MIB, show_bytes
 from kilter.lease.journal import STATE_VARIABLE
@@ -242,6 +242,7 @@ def run_one(
         if case.cold or case.close or case.mmap:
             warm = None
         ending, peak_bytes = _run(command, case, root, environ, warm)
+        errors, moved = record_of(out)
         lines = (root / "stderr").read_text(errors="replace").splitlines()
         return ProgramOutcome(
             exit=ending,
@@ -254,8 +255,8 @@ def run_one(
                 if path.is_file()
             },
             settings=len(fake.setters()),
-            errors=tuple(_errors(out)),
-            work=_work(out),
+            errors=tuple(errors),
+            work=_work(moved),
             peak_bytes=peak_bytes,
         )
 
@@ -332,32 +333,27 @@ def _facts(seen: Path) -> dict[str, Any]:
     return found
 
 
-def _events(out: Path) -> Iterator[AnyEvent]:
-    for path in sorted(out.glob("events-*.jsonl")):
-        yield from read_events(path)
-
-
-def _errors(out: Path) -> Iterator[str]:
-    try:
-        for event in _events(out):
-            if isinstance(event, Failed):
-                yield f"{event.where}: {event.error}"
-    except FileError as error:
-        yield f"its record: {error}"
-
-
-def _work(out: Path) -> str:
-    """Of the last line that tells about memory."""
+def record_of(out: Path) -> tuple[list[str], Moved | None]:
+    """Errors of ours, and the last line about memory, of a run's record."""
+    errors: list[str] = []
     moved: Moved | None = None
-    with suppress(FileError):
-        for event in _events(out):
-            moved = event if isinstance(event, Moved) else moved
+    try:
+        for path in sorted(out.glob("events-*.jsonl")):
+            for event in read_events(path):
+                if isinstance(event, Failed):
+                    errors.append(f"{event.where}: {event.error}")
+                elif isinstance(event, Moved):
+                    moved = event
+    except FileError as error:
+        errors.append(f"its record: {error}")
+    return errors, moved
+
+
+def _work(moved: Moved | None) -> str:
     if moved is None:
         return ""
     parts = [f"{moved.planned} of {moved.passes} passes planned", f"{moved.recomputed} recomputed"]
-    if moved.state:
-        parts.append(moved.state)
-    return ", ".join(parts)
+    return ", ".join([*parts, moved.state] if moved.state else parts)
 
 
 # Comparing --------------------------------------------------------------------------------------

@@ -26,9 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kilter.app.bench import harm_snippets as pieces
-from kilter.app.bench.harm import RECOMPUTE_VARIABLE
-from kilter.core.errors import FileError
-from kilter.core.events import Failed, Moved, read_events
+from kilter.app.bench.harm import HARM_SCHEMA, RECOMPUTE_VARIABLE, record_of
+from kilter.app.cli.output import print_json
 from kilter.core.label import Label
 from kilter.lease.journal import STATE_VARIABLE
 
@@ -232,7 +231,9 @@ def worker(words: Sequence[str]) -> None:
         out = Path(place, f"out-{seed}")
         printed = _run_program(seed, out if how == "governed" else None)
         with results.open("a") as file:
-            file.write(json.dumps([seed, printed, *_told(out)]) + "\n")
+            errors, moved = record_of(out)
+            counts = (0, 0) if moved is None else (moved.planned, moved.recomputed)
+            file.write(json.dumps([seed, printed, errors, *counts]) + "\n")
 
 
 def _import_and_freeze() -> None:
@@ -273,21 +274,6 @@ def _run_program(seed: int, out: Path | None) -> str:
     module.__dict__.clear()
     gc.collect()
     return f"{printed.getvalue()}{end}\n"
-
-
-def _told(out: Path) -> tuple[list[str], int, int]:
-    """Errors of ours, passes under a plan, and recomputed tensors, from a run's record."""
-    errors, planned, recomputed = [], 0, 0
-    try:
-        for path in out.glob("events-*.jsonl"):
-            for event in read_events(path):
-                if isinstance(event, Failed):
-                    errors.append(f"{event.where}: {event.error}")
-                if isinstance(event, Moved):
-                    planned, recomputed = event.planned, event.recomputed
-    except FileError as error:
-        errors.append(f"its record: {error}")
-    return errors, planned, recomputed
 
 
 # Comparing --------------------------------------------------------------------------------------
@@ -421,11 +407,14 @@ def run(count: int, first: int, *, jobs: int, as_json: bool) -> int:
             print(told, file=sys.stderr, flush=True)
     found.sort(key=lambda program: program.seed)
     wrong = [program for program in found if program.difference]
-    print(_as_json(found) if as_json else _as_text(found))
+    if as_json:
+        _print_json(found)
+    else:
+        print(_as_text(found))
     return int(bool(wrong))
 
 
-def _as_json(found: Sequence[Compared]) -> str:
+def _print_json(found: Sequence[Compared]) -> None:
     rows = [
         {"seed": program.seed, "difference": program.difference}
         for program in found
@@ -438,8 +427,7 @@ def _as_json(found: Sequence[Compared]) -> str:
         "recomputed": sum(program.recomputed for program in found),
         "unnamed": sum(program.unnamed for program in found),
     }
-    head = {"schema": "kilter.bench-harm/1", "label": Label.SIMULATED.value}
-    return json.dumps(head | {"rows": rows, "summary": summary})
+    print_json(HARM_SCHEMA, Label.SIMULATED, {"rows": rows, "summary": summary})
 
 
 def _as_text(found: Sequence[Compared]) -> str:

@@ -343,7 +343,11 @@ def test_the_timeline_has_both_levels_and_every_move() -> None:
     inside = timeline_of(replace(trace, data=(), memory=trace), plan)
     assert inside is not None
     assert inside.after_bytes == found.after_bytes
-    rows = {event["tid"] for event in chrome_of(found)["traceEvents"] if event["ph"] == "X"}
+    rows = {
+        event["tid"]
+        for event in chrome_of(found.problem, found.schedule)["traceEvents"]
+        if event["ph"] == "X"
+    }
     assert rows == {1, 2, 3}
 
 

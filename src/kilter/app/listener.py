@@ -70,17 +70,13 @@ class StderrListener:
 
     def _write(self, found: Report, run: Path) -> None:
         from kilter.app.report import build as report
-        from kilter.app.report import html, section_run
-        from kilter.app.report import memory as memory_report
+        from kilter.app.report import html
+        from kilter.app.report.memory import chrome_of
 
-        pass_ = memory_report.timeline(run)
         write_atomically(run / "report.json", report.to_json(found))
-        write_atomically(
-            run / "report.html",
-            html.page(found, pass_, section_run.windows(run)).encode("utf-8", "replace"),
-        )
+        pass_ = html.write(found, run, run / "report.html")
         if pass_ is not None:
-            chrome = msgspec.json.encode(memory_report.chrome_of(pass_))
+            chrome = msgspec.json.encode(chrome_of(pass_.problem, pass_.schedule))
             write_atomically(run / "memory.chrome.json", chrome)
 
     def _say(self, text: str) -> None:

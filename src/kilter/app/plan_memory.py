@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from kilter.app.cli.options import size
+from kilter.app.report.memory import chrome_of
 from kilter.core import codec
 from kilter.core.errors import PlanError, UsageError
 from kilter.core.plan import MemoryBudget
@@ -24,7 +25,6 @@ from kilter.core.trace import IterationTrace
 from kilter.core.units import MIB, show_bytes, show_fraction, show_time
 from kilter.memory.plan.choose import PLANNERS, MemoryPlan, plan
 from kilter.memory.plan.problem import H200_PCIE5, Link, Problem, problem_of
-from kilter.memory.plan.simulate import Schedule, simulate
 
 HELP = "what to offload, recompute and keep, so that an iteration fits a memory budget"
 EPILOG = """\
@@ -101,7 +101,10 @@ def run(args: argparse.Namespace) -> int:
     found = answer(problem, args.planner)
     if args.chrome is not None:
         chosen = plan(problem, args.planner)
-        codec.write_atomically(args.chrome, msgspec.json.encode(chrome(problem, chosen)))
+        if not chosen.feasible:
+            raise PlanError("there is no feasible schedule to draw")
+        drawn = chrome_of(problem, chosen.schedule)
+        codec.write_atomically(args.chrome, msgspec.json.encode(drawn))
     if args.json:
         print(msgspec.json.encode(found).decode())
     else:
@@ -177,51 +180,6 @@ def _numbers(value: MemoryPlan) -> dict[str, Any]:
         "swapped": value.swapped,
         "recomputed": value.recomputed,
     }
-
-
-def chrome(problem: Problem, chosen: MemoryPlan) -> dict[str, Any]:
-    """The schedule as a Chrome trace: one row for compute, recomputation and stalls, one for each
-    direction, and the memory level with and without the plan. Times are simulated."""
-    if not chosen.feasible:
-        raise PlanError("there is no feasible schedule to draw")
-    return chrome_of_schedule(problem, chosen.schedule)
-
-
-def chrome_of_schedule(problem: Problem, schedule: Schedule) -> dict[str, Any]:
-    """The same of a schedule that is known to be feasible."""
-    outcome = simulate(problem, schedule)
-    rows = {"compute": 1, "recompute": 1, "stall": 1, "out": 2, "in": 3}
-    names = {1: "compute", 2: "to host", 3: "to device"}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
-        for tid, name in names.items()
-    ]
-    away = {move.interval: (move.release, move.load) for move in schedule.moves}
-    due = problem.deadlines(frozenset(schedule.recomputed))
-    away |= {i: (problem.intervals[i].after + 1, due[i]) for i in schedule.recomputed}
-    level = problem.profile(away)
-    for span in outcome.spans:
-        operation = span.lane in ("compute", "stall")
-        what = f"operation {span.index}" if operation else problem.intervals[span.index].name
-        events.append(
-            {
-                "ph": "X",
-                "pid": 1,
-                "tid": rows[span.lane],
-                "name": what if span.lane == "compute" else f"{span.lane}: {what}",
-                "ts": span.start_s * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-            }
-        )
-        if span.lane == "compute":
-            sizes = {
-                "planned": int(level[span.index]),
-                "without": problem.resident_bytes[span.index],
-            }
-            events.append(
-                {"ph": "C", "pid": 1, "name": "bytes", "ts": span.start_s * 1e6, "args": sizes}
-            )
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _tell(found: dict[str, Any], problem: Problem) -> None:

@@ -10,8 +10,7 @@ import msgspec
 
 from kilter.app.config import FACTORS, factors, find_file, here
 from kilter.app.report import build as report
-from kilter.app.report import html, section_run, summary
-from kilter.app.report import memory as memory_report
+from kilter.app.report import html, summary
 from kilter.app.report.chrome import chrome_of_run
 from kilter.core.codec import write_atomically
 
@@ -67,8 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.buffer.write(report.to_json(found))
         sys.stdout.buffer.flush()
     elif arguments.html is not None:
-        page = html.page(found, memory_report.timeline(directory), section_run.windows(directory))
-        write_atomically(arguments.html, page.encode("utf-8", "replace"))
+        html.write(found, directory, arguments.html)
         print(arguments.html)
     else:
         print(summary.full(found))

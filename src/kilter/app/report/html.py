@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from kilter.app.report import footprint, glossary, memory_plots, section_run, svg
 from kilter.app.report import sections as section_page
 from kilter.app.report.build import Report
 from kilter.app.report.evidence import Probe, allowed_slowdown
-from kilter.app.report.memory import Timeline
+from kilter.app.report.memory import Timeline, timeline
 from kilter.app.report.operations import OperationEnergy
 from kilter.app.report.page import definitions, document, section, table, tag, tile
 from kilter.app.report.plots import iteration_times, power, signed, strip, trade_off
@@ -43,6 +44,7 @@ from kilter.app.report.summary import (
 from kilter.app.report.svg import escape
 from kilter.app.report.words import STAND_IN, contract
 from kilter.clocks.plan.sections import Analysis
+from kilter.core.codec import write_atomically
 from kilter.core.events import Decided
 from kilter.core.label import Label
 from kilter.core.units import show_count, show_energy, show_fraction, show_pace, show_time
@@ -72,6 +74,15 @@ def page(report: Report, memory: Timeline | None = None, windows: Analysis | Non
     sections.append(_words("\n".join(sections)))
     title = f"kilter: {report.run}"
     return document(title, "\n".join(filter(None, sections)))
+
+
+def write(report: Report, run: Path, file: Path) -> Timeline | None:
+    """The page of a run's folder; gives the pass of its memory plan, if it has one."""
+    memory = timeline(run)
+    write_atomically(
+        file, page(report, memory, section_run.windows(run)).encode("utf-8", "replace")
+    )
+    return memory
 
 
 def _words(page: str) -> str:

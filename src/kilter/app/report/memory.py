@@ -414,9 +414,6 @@ def timeline_of(trace: IterationTrace, plan: Plan) -> Timeline | None:
     problem, schedule = problem_and_schedule(memory, moved)
     outcome = simulate(problem, schedule)
     starts_s = tuple(span.start_s for span in outcome.spans if span.lane == "compute")
-    away = {move.interval: (move.release, move.load) for move in schedule.moves}
-    due = problem.deadlines(frozenset(schedule.recomputed))
-    away |= {i: (problem.intervals[i].after + 1, due[i]) for i in schedule.recomputed}
     count = len(problem.operation_s)
     kinds = [operation.kind.value for operation in memory.operations]
     return Timeline(
@@ -425,7 +422,7 @@ def timeline_of(trace: IterationTrace, plan: Plan) -> Timeline | None:
         starts_s=starts_s,
         end_s=outcome.iteration_s,
         before_bytes=problem.resident_bytes,
-        after_bytes=tuple(int(level) for level in problem.profile(away)),
+        after_bytes=planned_levels(problem, schedule),
         backward_from=kinds.index("backward") if "backward" in kinds else count,
         spans=outcome.spans,
         device=memory.device,
@@ -448,8 +445,44 @@ def problem_and_schedule(trace: IterationTrace, moved: MoveData) -> tuple[Proble
     return problem, Schedule(moves=moves, recomputed=moved.recomputed)
 
 
-def chrome_of(found: Timeline) -> dict[str, Any]:
-    """The pass as a Chrome trace."""
-    from kilter.app.plan_memory import chrome_of_schedule
+def planned_levels(problem: Problem, schedule: Schedule) -> tuple[int, ...]:
+    """Bytes in use in each operation under the schedule."""
+    away = {move.interval: (move.release, move.load) for move in schedule.moves}
+    due = problem.deadlines(frozenset(schedule.recomputed))
+    away |= {i: (problem.intervals[i].after + 1, due[i]) for i in schedule.recomputed}
+    return tuple(int(level) for level in problem.profile(away))
 
-    return chrome_of_schedule(found.problem, found.schedule)
+
+def chrome_of(problem: Problem, schedule: Schedule) -> dict[str, Any]:
+    """A feasible schedule as a Chrome trace: one row for compute, recomputation and stalls, one for
+    each direction, and the memory level with and without the plan. Times are simulated."""
+    outcome = simulate(problem, schedule)
+    rows = {"compute": 1, "recompute": 1, "stall": 1, "out": 2, "in": 3}
+    names = {1: "compute", 2: "to host", 3: "to device"}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
+        for tid, name in names.items()
+    ]
+    level = planned_levels(problem, schedule)
+    for span in outcome.spans:
+        operation = span.lane in ("compute", "stall")
+        what = f"operation {span.index}" if operation else problem.intervals[span.index].name
+        events.append(
+            {
+                "ph": "X",
+                "pid": 1,
+                "tid": rows[span.lane],
+                "name": what if span.lane == "compute" else f"{span.lane}: {what}",
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+            }
+        )
+        if span.lane == "compute":
+            sizes = {
+                "planned": level[span.index],
+                "without": problem.resident_bytes[span.index],
+            }
+            events.append(
+                {"ph": "C", "pid": 1, "name": "bytes", "ts": span.start_s * 1e6, "args": sizes}
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

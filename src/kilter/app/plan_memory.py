@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 
 from kilter.app.cli.options import size
+from kilter.app.cli.output import print_json
+from kilter.app.fields import taken
 from kilter.app.report.memory import chrome_of
 from kilter.core import codec
 from kilter.core.errors import PlanError, UsageError
@@ -106,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         drawn = chrome_of(problem, chosen.schedule)
         codec.write_atomically(args.chrome, msgspec.json.encode(drawn))
     if args.json:
-        print(msgspec.json.encode(found).decode())
+        print_json("kilter.plan-memory/1", found.pop("label"), found)
     else:
         _tell(found, problem)
     return 0 if found["feasible"] else 1
@@ -137,12 +139,7 @@ def answer(problem: Problem, planner: str) -> dict[str, Any]:
     recomputed = frozenset(chosen.schedule.recomputed)
     swap, recompute, keep = [], [], []
     for index, interval in enumerate(problem.intervals):
-        entry = {
-            "name": interval.name,
-            "size_bytes": interval.size_bytes,
-            "after": interval.after,
-            "before": interval.before,
-        }
+        entry = taken(interval, ("name", "size_bytes", "after", "before"))
         if index in moves:
             swap.append(entry | {"release": moves[index].release, "load": moves[index].load})
         elif index in recomputed:
@@ -150,8 +147,7 @@ def answer(problem: Problem, planner: str) -> dict[str, Any]:
         else:
             keep.append(entry)
     return {
-        "schema": "kilter.plan-memory/1",
-        "label": chosen.label.value,
+        "label": chosen.label,
         **_numbers(chosen),
         "budget_bytes": problem.budget_bytes,
         "peak_before_bytes": problem.peak_bytes,
@@ -166,20 +162,9 @@ def answer(problem: Problem, planner: str) -> dict[str, Any]:
 
 
 def _numbers(value: MemoryPlan) -> dict[str, Any]:
-    return {
-        "feasible": value.feasible,
-        "peak_bytes": value.peak_bytes,
-        "iteration_s": value.iteration_s,
-        "bound_s": value.bound_s,
-        "planner": value.planner,
-        "solve_s": value.solve_s,
-        "stall_s": value.stall_s,
-        "recompute_s": value.recompute_s,
-        "out_bytes": value.out_bytes,
-        "in_bytes": value.in_bytes,
-        "swapped": value.swapped,
-        "recomputed": value.recomputed,
-    }
+    names = ("feasible", "peak_bytes", "iteration_s", "bound_s", "planner", "solve_s", "stall_s")
+    moved = ("recompute_s", "out_bytes", "in_bytes", "swapped", "recomputed")
+    return taken(value, names + moved)
 
 
 def _tell(found: dict[str, Any], problem: Problem) -> None:
@@ -188,7 +173,7 @@ def _tell(found: dict[str, Any], problem: Problem) -> None:
     slowdown = found["iteration_s"] / problem.compute_s - 1
     print(
         f"time    {show_time(found['iteration_s'])} ({show_fraction(slowdown, signed=True)}), "
-        f"bound {show_time(found['bound_s'])} [{found['label']}]"
+        f"bound {show_time(found['bound_s'])} [{found['label'].value}]"
     )
     print(
         f"actions {len(found['actions']['swap'])} swapped, "

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from kilter.app.cli.options import fraction, simulated
+from kilter.app.cli.output import print_json
 from kilter.clocks.operation_costs import Costs, costs_of
 from kilter.clocks.plan.operations import Assignment, Planned, assignment, by_operation, plan
 from kilter.core import codec
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         result = as_json(costs, found, switch_s=switch_s, max_slowdown=args.max_slowdown)
         result |= {"device": args.device.name, "plan_s": plan_s}
-        print(msgspec.json.encode(result).decode())
+        print_json("kilter.plan.operations/1", Label.SIMULATED, result)
     else:
         _tell(costs, found, switch_s)
     return 0
@@ -106,7 +107,7 @@ def compare(costs: Costs, *, switch_s: float, max_slowdown: float) -> ComparedPl
 def as_json(
     costs: Costs, found: ComparedPlans, *, switch_s: float, max_slowdown: float
 ) -> dict[str, Any]:
-    """The object that `--json` prints; null where a plan that switches would never end."""
+    """The fields that `--json` prints; null where a plan that switches would never end."""
     rows = {
         name: _row(found.assignments[name], found.assignments["default"], max_slowdown)
         for name in STRATEGIES
@@ -121,8 +122,6 @@ def as_json(
         "plan": _stretches(costs, best),
     }
     return {
-        "schema": "kilter.plan.operations/1",
-        "label": Label.SIMULATED.value,
         "operations": len(costs.operations),
         "settings": len(costs.settings),
         "switch_latency_s": switch_s if math.isfinite(switch_s) else None,

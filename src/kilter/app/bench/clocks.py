@@ -256,7 +256,8 @@ def slowdown(row: RecordedRow, default: RecordedRow) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyResult:
-    """One run of one policy, scored by the table's own values."""
+    """One run of one policy, scored by the table's own values. Its many attributes are the keys of
+    a row of the JSON."""
 
     policy: str
     table: str

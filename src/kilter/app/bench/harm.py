@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from kilter.app.cli.options import positive
 from kilter.app.cli.output import print_json
+from kilter.app.fields import taken
 from kilter.core.errors import FileError, UsageError
 from kilter.core.events import Failed, Moved, read_events
 from kilter.core.label import Label
@@ -502,12 +503,8 @@ def _run_all(chosen: Sequence[Case], jobs: int, sets: Sequence[str]) -> dict[str
 def _print_json(rows: Sequence[HarmRow]) -> None:
     table = [
         {
-            "row": row.row,
-            "program": row.program,
-            "options": row.options,
+            **taken(row, ("row", "program", "options", "differences", "work")),
             "equal": not row.differences,
-            "differences": row.differences,
-            "work": row.work,
             "plain_peak_bytes": row.peak_bytes[0],
             "governed_peak_bytes": row.peak_bytes[1],
         }

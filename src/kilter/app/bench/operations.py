@@ -47,6 +47,9 @@ _NAMES = {
 }
 
 
+_OF_STRATEGY = ("saving", "slowdown", "within_bound", "switches")
+
+
 class OperationsRow(msgspec.Struct, frozen=True, kw_only=True):
     """One strategy on one problem."""
 
@@ -117,10 +120,7 @@ def _rows(profiles: Sequence[Profile], max_slowdown: float) -> Iterator[Operatio
                             training=training,
                             switch_latency_s=switch_s,
                             strategy=strategy,
-                            **{
-                                key: shown[strategy][key]
-                                for key in ("saving", "slowdown", "within_bound", "switches")
-                            },
+                            **{key: shown[strategy][key] for key in _OF_STRATEGY},
                         )
     show_progress()
 

@@ -223,12 +223,3 @@ def step_error(found: Depths, truth: Depths) -> int:
 def names(wanted: str) -> Sequence[str]:
     """`all`, or one scenario."""
     return tuple(SECTION_SCENARIOS) if wanted == "all" else (wanted,)
-
-
-def wilson(count: int, total: int) -> tuple[float, float]:
-    """95 % interval of a share (E. Wilson 1927)."""
-    z, share = 1.96, count / total
-    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
-    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    half /= 1 + z * z / total
-    return max(0.0, middle - half), min(1.0, middle + half)

@@ -18,7 +18,6 @@ from kilter.app.bench.section_jobs import (
     SectionScenario,
     names,
     step_error,
-    wilson,
 )
 from kilter.app.bench.switch_times import tell_switches
 from kilter.app.cli.options import add_noise_argument, fraction, positive, simulated
@@ -31,6 +30,7 @@ from kilter.core.errors import UsageError
 from kilter.core.label import Label
 from kilter.core.units import show_fraction
 from kilter.device.sim.profile import Profile, load_profile
+from kilter.model.stats import binomial_interval
 
 HELP = "search the lowest harmless clock of every section, in simulation with a known truth"
 EPILOG = "scenarios:\n" + "\n".join(
@@ -234,9 +234,9 @@ def _figures(rows: Sequence[SectionsRow]) -> dict[str, Any]:
     return {
         "n": len(rows),
         "within_one_step": near / len(errors) if errors else None,
-        "within_one_step_ci95": wilson(near, len(errors)) if errors else None,
+        "within_one_step_ci95": binomial_interval(near, len(errors)) if errors else None,
         "accepted_harmful": harmful / len(rows),
-        "accepted_harmful_ci95": wilson(harmful, len(rows)),
+        "accepted_harmful_ci95": binomial_interval(harmful, len(rows)),
         "mean_saving": statistics.fmean(row.saving for row in rows),
         "mean_slowdown": statistics.fmean(row.slowdown for row in rows),
         "worst_slowdown": max(row.slowdown for row in rows),

@@ -8,7 +8,7 @@ import msgspec
 
 from kilter.app.cli.options import positive, some_of
 from kilter.app.cli.output import print_json
-from kilter.app.cli.share import placement
+from kilter.app.cli.share import figures, placement
 from kilter.core.label import Label
 from kilter.core.units import show_duration, show_fraction
 from kilter.sharing.placements import NAMES
@@ -61,12 +61,7 @@ def run(args: argparse.Namespace) -> int:
                     "placement": name,
                     "policy": policy,
                     "seed": seed,
-                    "max_slowdown": max(outcome.slowdowns),
-                    "max_over_min": max(outcome.slowdowns) / min(outcome.slowdowns),
-                    "jain": outcome.jain,
-                    "utilisation": outcome.utilisation,
-                    "makespan_s": outcome.makespan_s,
-                    "samples_per_s": outcome.samples_per_s,
+                    **figures(outcome),
                     "max_rho": max(job.rho for job in outcome.jobs),
                     "decisions": len(outcome.decisions),
                 }

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 import kilter
+from kilter.app.fields import taken
 from kilter.core.errors import (
     DeviceError,
     DeviceHung,
@@ -104,7 +105,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU; only `index`, `uuid` and `name` are known of those that are not ours."""
+    """One GPU; only `index`, `uuid` and `name` are known of those that are not ours. Its
+    many attributes are what `kilter doctor --json` prints."""
 
     index: int
     uuid: str | None
@@ -236,24 +238,18 @@ def _examine(name: str, gpu: Gpu, device: Device) -> tuple[GpuReport, list[Check
         checks.append(_check(name, Status.WARNING, text, advice))
     report = GpuReport(
         index=gpu.index,
-        uuid=info.uuid,
-        name=info.name,
         visible=True,
-        can_set=info.can_set,
-        refusal=info.refusal,
-        sm_clocks_hz=supported.sm_clocks_hz,
-        memory_clocks_hz=supported.memory_clocks_hz,
-        power_limits_w=supported.power_limits_w,
         power_limit_w=limit_w,
-        power_w=now.power_w,
-        sm_clock_hz=now.sm_clock_hz,
-        sm_utilisation=now.sm_utilisation,
         energy_method=method,
-        sensor_period_s=info.sensor_period_s,
-        memory_bytes=info.memory_bytes,
         persistence=gpu.persistence,
+        **taken(info, _OF_INFO),
+        **taken(supported, ("sm_clocks_hz", "memory_clocks_hz", "power_limits_w")),
+        **taken(now, ("power_w", "sm_clock_hz", "sm_utilisation")),
     )
     return report, checks
+
+
+_OF_INFO = ("uuid", "name", "can_set", "refusal", "sensor_period_s", "memory_bytes")
 
 
 def _ways(gpus: Sequence[GpuReport], environ: Mapping[str, str]) -> Iterator[Check]:

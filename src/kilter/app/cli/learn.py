@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from kilter.app.cli.output import print_json, show_progress
+from kilter.app.fields import taken
 from kilter.app.learning import errors_of, fit, need_sklearn, points_of_runs, points_of_table
 from kilter.clocks.history import History, default_file
 from kilter.clocks.plan.predictor import Predictor
@@ -80,8 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print(_text(predictor, args.out))
         return 0
-    names = ("sources", "workloads", "rows", "errors", "why_not_used")
-    found = {name: getattr(predictor, name) for name in names}
+    found = taken(predictor, ("sources", "workloads", "rows", "errors", "why_not_used"))
     out = None if args.out is None else str(args.out)
     print_json("kilter.learn/1", predictor.label, found | {"out": out})
     return 0

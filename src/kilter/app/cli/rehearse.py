@@ -9,6 +9,7 @@ from typing import Any
 
 from kilter.app.cli.options import fraction, simulated
 from kilter.app.cli.output import print_json
+from kilter.app.fields import taken
 from kilter.app.report.memory import timeline_of
 from kilter.clocks.plan.guard import Contract, Verdict
 from kilter.clocks.rehearsal import compare
@@ -118,15 +119,14 @@ def _memory(plan: Plan, trace: IterationTrace) -> dict[str, object] | None:
     return {
         "budget_bytes": found.problem.budget_bytes,
         "peak_before_bytes": found.problem.peak_bytes,
-        "peak_bytes": outcome.peak_bytes,
         "compute_s": found.problem.compute_s,
-        "iteration_s": outcome.iteration_s,
-        "stall_s": outcome.stall_s,
-        "recompute_s": outcome.recompute_s,
-        "out_bytes": outcome.out_bytes,
-        "in_bytes": outcome.in_bytes,
-        "faults": outcome.faults,
+        **taken(outcome, _OF_OUTCOME),
     }
+
+
+_OF_OUTCOME = (
+    *("peak_bytes", "iteration_s", "stall_s", "recompute_s", "out_bytes", "in_bytes", "faults"),
+)
 
 
 def _tell_memory(memory: dict[str, Any]) -> None:

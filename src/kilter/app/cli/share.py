@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from kilter.app.cli import share_live
+from kilter.app.cli.output import print_json
+from kilter.app.fields import taken
 from kilter.app.share_page import page
 from kilter.core.codec import write_atomically
 from kilter.core.label import Label
@@ -95,7 +96,7 @@ def _rehearse(args: argparse.Namespace) -> int:
     if args.html is not None:
         write_atomically(args.html, _page(args.file, args.policy, machine, outcome).encode())
     if args.json:
-        print(msgspec.json.encode(_document(args.policy, machine, outcome)).decode())
+        print_json("kilter.share/1", Label.SIMULATED, _document(args.policy, machine, outcome))
     else:
         _tell(args.policy, machine, outcome)
         if args.html is not None:
@@ -105,27 +106,23 @@ def _rehearse(args: argparse.Namespace) -> int:
 
 def _document(policy: str, machine: Machine, outcome: SharedOutcome) -> dict[str, object]:
     return {
-        "schema": "kilter.share/1",
-        "label": Label.SIMULATED.value,
         "policy": policy,
         "source": machine.source,
         "jobs": outcome.jobs,
-        "max_slowdown": max(outcome.slowdowns),
-        "max_over_min": max(outcome.slowdowns) / min(outcome.slowdowns),
-        "jain": outcome.jain,
-        "utilisation": outcome.utilisation,
-        "makespan_s": outcome.makespan_s,
-        "samples_per_s": outcome.samples_per_s,
+        **figures(outcome),
         "decisions": [
-            {
-                "t_s": made.t_s,
-                "job": made.decision.job,
-                "before": made.decision.before,
-                "after": made.decision.after,
-                "reason": made.decision.reason,
-            }
+            {"t_s": made.t_s} | taken(made.decision, ("job", "before", "after", "reason"))
             for made in outcome.decisions
         ],
+    }
+
+
+def figures(outcome: SharedOutcome) -> dict[str, Any]:
+    """What a rehearsal has come to, in numbers."""
+    return {
+        "max_slowdown": max(outcome.slowdowns),
+        "max_over_min": max(outcome.slowdowns) / min(outcome.slowdowns),
+        **taken(outcome, ("jain", "utilisation", "makespan_s", "samples_per_s")),
     }
 
 

@@ -19,6 +19,7 @@ import msgspec
 from kilter.app.cli.live import show_live
 from kilter.app.cli.options import argument, fraction, positive, seconds, size
 from kilter.app.cli.output import print_json
+from kilter.app.fields import taken
 from kilter.app.share_page import page
 from kilter.app.share_worker import ShareOptions, worker_command, worker_environment
 from kilter.connect.launch import add_torchrun_options, run_torchrun, run_without_kilter
@@ -297,7 +298,7 @@ def _options(args: argparse.Namespace, command: tuple[str, ...]) -> ShareOptions
         raise UsageError("--ratios: a share of 0 needs --idle-ranks")
     if args.memory is not None:
         _admit(args)
-    given = {name: getattr(args, name) for name in ShareOptions.__struct_fields__ if name in args}
+    given = taken(args, (name for name in ShareOptions.__struct_fields__ if name in args))
     return ShareOptions(
         **given
         | {

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kilter.app.factors import Factors
+from kilter.app.fields import taken
 from kilter.app.report.bound import JobClass, job_class
 from kilter.app.report.evidence import (
     Judgement,
@@ -110,7 +111,8 @@ class Overhead:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(Judgement):
     """Everything a reader may ask of a run: the judgement, and what else is on record. `None` is
-    unknown, never zero. `saving` and `slowdown` are 0 if the default stands."""
+    unknown, never zero. `saving` and `slowdown` are 0 if the default stands. Its many attributes
+    are the keys of `report.json`, which others build on."""
 
     schema: str
     label: Label
@@ -374,21 +376,9 @@ def summarise(
 
 
 _OF_STARTED = (
-    "goal",
-    "found",
-    "mode",
-    "mode_reason",
-    "kilter",
-    "host",
-    "torch",
-    "wall_time",
-    "config",
+    *("goal", "found", "mode", "mode_reason"),
+    *("kilter", "host", "torch", "wall_time", "config"),
 )
-
-
-def taken(value: object, names: Iterable[str]) -> dict[str, Any]:
-    """Attributes that another value has under the same names."""
-    return {name: getattr(value, name) for name in names}
 
 
 def _end(ranks: Sequence[Rank], iterations: int) -> dict[str, Any]:

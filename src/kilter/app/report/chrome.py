@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
-from kilter.app.report.build import Rank, taken
+from kilter.app.fields import taken
+from kilter.app.report.build import Rank
 from kilter.core.events import Sampled
 from kilter.core.units import GIB, MHZ
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kilter.app.fields import taken
 from kilter.app.report import memory as memory_report
 from kilter.app.report import summary
-from kilter.app.report.build import Rank, Report, summarise, taken
+from kilter.app.report.build import Rank, Report, summarise
 from kilter.app.report.evidence import Arm
 from kilter.app.report.words import ascii_line, wish
 from kilter.core.events import Block, Moved, Sampled

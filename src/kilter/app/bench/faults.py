@@ -412,9 +412,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-Tables = tuple[Mapping[str, Accident], Mapping[str, Accident]]
+FaultTables = tuple[Mapping[str, Accident], Mapping[str, Accident]]
 """Of accidents that happen once, and of those that are tried at random moments."""
-TABLES: tuple[tuple[Callable[[Path], Box], Tables], ...] = (
+FAULT_TABLES: tuple[tuple[Callable[[Path], Box], FaultTables], ...] = (
     (Box, (ACCIDENTS | trust.TRUST_ACCIDENTS, RANDOM_ACCIDENTS)),
     (partial(DaemonBox, cards=2), (daemon_faults.DAEMON_ACCIDENTS, RANDOM_DAEMON_ACCIDENTS)),
     (SectionBox, (SECTION_ACCIDENTS, RANDOM_SECTION_ACCIDENTS)),
@@ -426,7 +426,7 @@ card, and a card for each of its ranks."""
 def run(args: argparse.Namespace) -> int:
     chosen = [
         (row, accident, box_in, times)
-        for box_in, tables in TABLES
+        for box_in, tables in FAULT_TABLES
         for accidents, times in zip(tables, ((), (args.times,)), strict=True)
         for row, accident in accidents.items()
         if args.only in row

@@ -25,7 +25,6 @@ THEIRS_W = 500.0
 
 @_row("SIGKILL of job, watcher, both or container's init at random moments, then `kilter restore`")
 def random_kills(box: Box, times: int) -> None:
-
     def recover(victims: str) -> bool:
         box.until_free()
         if victims in ("both", "container") or box.place.journal_path.exists():
@@ -44,7 +43,6 @@ def random_changes(box: Box, times: int) -> Setting:
     "daemon: SIGKILL of job, daemon, both or container's init at random; daemon starts again"
 )
 def daemon_random_kills(box: DaemonBox, times: int) -> None:
-
     def recover(victims: str) -> bool:
         with suppress(TimeoutError):
             until(lambda: box.setting() == FOUND and not box.place.journal_path.exists())

@@ -20,11 +20,10 @@ from kilter.core.events import AnyEvent, sampled
 from kilter.core.messages import LocalMessages
 from kilter.core.past_run import KnownSetting
 from kilter.core.plan import Goal
-from kilter.core.setting import Sample, Setting
+from kilter.core.setting import Sample, Setting, over
 from kilter.core.trace import IterationTrace
 from kilter.device.sim.gpu import SimGpu
 from kilter.device.sim.job import SimJob
-from kilter.lease.journal import over
 
 HOLD_BLOCKS = 150
 """Blocks to hold at the end: three comparisons with the baseline, and room for drift to show."""

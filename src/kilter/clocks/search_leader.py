@@ -9,8 +9,7 @@ from kilter.clocks.plan.governor import BlockOutcome, Order, Phase
 from kilter.core.errors import DeviceError
 from kilter.core.events import AnyEvent, Block, Decided
 from kilter.core.pace import Pace
-from kilter.core.setting import Setting
-from kilter.lease.journal import KNOBS
+from kilter.core.setting import Setting, changes
 
 LEAST_ITERATIONS = 5
 """Of a block: its median has to survive an outlier or two."""
@@ -122,8 +121,8 @@ class SearchLeader:
         if self._iteration_s:
             iterations = max(iterations, round(self._block_s / self._iteration_s))
         return OrderNote(
-            setting=_changes(self._found, order.setting),
-            roles={role: _changes(self._found, s) for role, s in order.roles.items()},
+            setting=changes(self._found, order.setting),
+            roles={role: changes(self._found, s) for role, s in order.roles.items()},
             iterations=min(iterations, MOST_ITERATIONS),
         )
 
@@ -149,9 +148,3 @@ class HeldLines:
             due = self._pair_due
         self.left_out = 0 if due else self.left_out + iterations
         return due
-
-
-def _changes(found: Setting, setting: Setting) -> Setting:
-    """The knobs of a setting that are not as found."""
-    knobs = {knob: getattr(setting, knob) for knob in KNOBS}
-    return Setting(**{k: value for k, value in knobs.items() if value != getattr(found, k)})

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
 from kilter.core.label import Label
 from kilter.core.units import MHZ
+
+Knob = Literal["sm_clock_hz", "memory_clock_hz", "power_limit_w"]
+CLOCKS: tuple[Literal["sm_clock_hz", "memory_clock_hz"], ...] = ("sm_clock_hz", "memory_clock_hz")
+KNOBS: tuple[Knob, ...] = (*CLOCKS, "power_limit_w")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -28,12 +33,10 @@ class Setting:
         power_limit_w: float | None = None,
     ) -> Setting:
         """This setting with the given knobs changed (`None` keeps a knob as it is)."""
-        changes = {
-            "sm_clock_hz": sm_clock_hz,
-            "memory_clock_hz": memory_clock_hz,
-            "power_limit_w": power_limit_w,
-        }
-        return replace(self, **{name: v for name, v in changes.items() if v is not None})
+        changed = Setting(
+            sm_clock_hz=sm_clock_hz, memory_clock_hz=memory_clock_hz, power_limit_w=power_limit_w
+        )
+        return over(self, changed)
 
     def __str__(self) -> str:
         parts = []
@@ -44,6 +47,19 @@ class Setting:
         if self.power_limit_w is not None:
             parts.append(f"limit {self.power_limit_w:.0f} W")
         return ", ".join(parts) or "default"
+
+
+def over(found: Setting, setting: Setting) -> Setting:
+    """`setting`, with every knob that it leaves open as it was found: a plan for the SM clock must
+    not undo the administrator's power limit."""
+    wanted = {knob: getattr(setting, knob) for knob in KNOBS}
+    return Setting(**{k: getattr(found, k) if v is None else v for k, v in wanted.items()})
+
+
+def changes(found: Setting, setting: Setting) -> Setting:
+    """The knobs of a setting that are not as found; the others are left open."""
+    wanted = {knob: getattr(setting, knob) for knob in KNOBS}
+    return Setting(**{k: v for k, v in wanted.items() if v != getattr(found, k)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ import msgspec
 from kilter.core.errors import DeviceError, FileError, Held, NotObeyed, NotPermitted, NotSupported
 from kilter.core.files import flaw_of, read_file
 from kilter.core.own_file import OwnFile, identity
-from kilter.core.setting import Sample, Setting
+from kilter.core.setting import CLOCKS, KNOBS, Knob, Sample, Setting
 from kilter.core.units import MHZ
 from kilter.device.protocol import Device
 from kilter.lease.machine import POLL_S, GpuLock, lock_of_machine, machine_directory
@@ -46,9 +46,6 @@ CLOCK_STEP_HZ = 16 * MHZ
 BUSY = 0.5
 """Utilisation from which an observed clock says something about a cap: an idle GPU is slow."""
 
-Knob = Literal["sm_clock_hz", "memory_clock_hz", "power_limit_w"]
-CLOCKS: tuple[Literal["sm_clock_hz", "memory_clock_hz"], ...] = ("sm_clock_hz", "memory_clock_hz")
-KNOBS: tuple[Knob, ...] = (*CLOCKS, "power_limit_w")
 TOLERANCE: Mapping[Knob, float] = {
     "sm_clock_hz": 0.5 * MHZ,
     "memory_clock_hz": 0.5 * MHZ,
@@ -442,17 +439,6 @@ def start_ticks(pid: int) -> int | None:
     words = status.rpartition(b")")[2].split()
     gone = words[0] in (b"Z", b"X") or int(words[6]) & _EXITING
     return None if gone else int(words[19])
-
-
-def over(found: Setting, setting: Setting) -> Setting:
-    """`setting`, with every knob that it leaves open as it was found: a plan for the SM clock must
-    not undo the administrator's power limit."""
-    return Setting(
-        **{
-            knob: getattr(found if getattr(setting, knob) is None else setting, knob)
-            for knob in KNOBS
-        }
-    )
 
 
 def lower(setting: Setting, found: Setting) -> bool:

@@ -53,12 +53,11 @@ from kilter.core.errors import (
 )
 from kilter.core.files import flaw_of
 from kilter.core.own_file import OwnFile, OwnStream
-from kilter.core.setting import Sample, Setting
+from kilter.core.setting import KNOBS, Sample, Setting, over
 from kilter.device.protocol import Device, KeptElsewhere
 from kilter.lease.baseline import GpuBaseline, compared, of_gpu, refuse_unknown_lock
 from kilter.lease.journal import (
     BUSY,
-    KNOBS,
     PATIENCE_S,
     Journal,
     JournalPlace,
@@ -69,7 +68,6 @@ from kilter.lease.journal import (
     changed_by_others,
     lower,
     near,
-    over,
     place_of,
     put_back,
     recover,

@@ -18,10 +18,9 @@ from kilter.clocks.plan.governor import BlockOutcome, Governor, Order, Phase
 from kilter.clocks.plan.job import space
 from kilter.core.errors import KilterError, NotSupported
 from kilter.core.plan import Goal
-from kilter.core.setting import Setting
+from kilter.core.setting import Setting, changes, over
 from kilter.core.units import show_fraction
 from kilter.device.protocol import Device
-from kilter.lease.journal import KNOBS
 from kilter.lease.lease import Lease
 from kilter.sharing.plan.contracts import (
     ContractedJob,
@@ -166,7 +165,7 @@ class SharedClocks:
                 self.said = f"clocks held: {clocks_now} ({why}); {contract}"
             else:
                 self.said = f"clocks: settings are tried; {contract}"
-            times, power_w = yield from self._block(jobs, _changes(found, order.setting))
+            times, power_w = yield from self._block(jobs, changes(found, order.setting))
             order = orders.send(pairs.outcome(order, times, power_w))
 
     def _take(self) -> None:
@@ -183,7 +182,7 @@ class SharedClocks:
         self, jobs: _Jobs, setting: Setting
     ) -> Generator[None, None, tuple[StepTimes, float | None]]:
         """Step times of all jobs and power of all GPUs in a stretch under a setting."""
-        if any(lease.setting != _over(lease.found, setting) for lease in self._leases):
+        if any(lease.setting != over(lease.found, setting) for lease in self._leases):
             self._set(setting)
             yield from self._wait(jobs, SETTLE_S)
             yield from self._steps(jobs, self._jobs, 1)
@@ -247,13 +246,3 @@ class _Pairs:
 def _key(jobs: _Jobs) -> tuple[object, ...]:
     """What may not change while blocks are compared."""
     return tuple((job.name, job.ratios, job.max_slowdown) for job in jobs)
-
-
-def _changes(found: Setting, setting: Setting) -> Setting:
-    """The knobs of a setting that are not as found."""
-    knobs = {knob: getattr(setting, knob) for knob in KNOBS}
-    return Setting(**{k: value for k, value in knobs.items() if value != getattr(found, k)})
-
-
-def _over(found: Setting, setting: Setting) -> Setting:
-    return found.with_(**{knob: getattr(setting, knob) for knob in KNOBS})

@@ -21,7 +21,7 @@ import numpy as np
 
 from kilter.core.errors import DeviceLost, NotPermitted, NotSupported
 from kilter.core.label import Label
-from kilter.core.setting import DeviceInfo, Sample, Setting, Supported, Throttle
+from kilter.core.setting import DeviceInfo, Sample, Setting, Supported, Throttle, over
 from kilter.core.trace import IterationTrace
 from kilter.core.units import show_clock, show_power
 from kilter.device.sim.noise import Noise, NoiseSource
@@ -341,7 +341,7 @@ class SimGpu:
         while self._pending and self._pending[0].acts_at_s <= self._now.t_s:
             request = self._pending.pop(0)
             if request.partial:
-                self._force = _overlay(self._force, request.setting)
+                self._force = over(self._force, request.setting)
                 limit_w = request.setting.power_limit_w
                 self._asked = self._asked.with_(power_limit_w=limit_w)
             else:
@@ -503,14 +503,6 @@ _TEMPERATURE_STEP_C = 2.0
 _MOST_STATES = 10_000
 _HYSTERESIS_K = 3.0
 """A device that was too hot speeds up again when it is this much below the limit."""
-
-
-def _overlay(below: Setting, above: Setting) -> Setting:
-    return below.with_(
-        sm_clock_hz=above.sm_clock_hz,
-        memory_clock_hz=above.memory_clock_hz,
-        power_limit_w=above.power_limit_w,
-    )
 
 
 def _share(part: float, whole: float) -> float:

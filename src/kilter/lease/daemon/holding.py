@@ -17,12 +17,11 @@ from pathlib import Path
 import msgspec
 
 from kilter.core.errors import DeviceError, FileError, Held, NotObeyed
-from kilter.core.setting import Sample, Setting
+from kilter.core.setting import KNOBS, Sample, Setting, over
 from kilter.device.nvidia import NvidiaDevice
 from kilter.lease.baseline import GpuBaseline, compared, of_gpu, refuse_unknown_lock
 from kilter.lease.journal import (
     BUSY,
-    KNOBS,
     Journal,
     JournalPlace,
     RestoreOutcome,
@@ -30,7 +29,6 @@ from kilter.lease.journal import (
     boot_id,
     changed_by_others,
     near,
-    over,
     put_back,
     recover,
     start_ticks,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
+from tests.device.scenarios import Scenario, SimJob, scenarios
 
 from kilter.clocks.conductor import Conductor, GovernorProgram
 from kilter.clocks.plan.governor import Choice
@@ -22,7 +23,6 @@ from kilter.core.plan import Goal
 from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.device.sim.gpu import Fault, SimGpu, Trouble
-from kilter.device.sim.job import Scenario, SimJob, scenarios
 from kilter.device.sim.noise import QUIET
 from kilter.device.sim.profile import load_profile
 from kilter.lease.journal import RestoreOutcome

@@ -5,13 +5,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests.device.scenarios import JobPhase, Scenario, SimJob, scenarios
 
 from kilter.core.errors import DeviceLost, FileError, NoDevice
 from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.device.sim.gpu import SimGpu
-from kilter.device.sim.job import JobPhase, Scenario, SimJob, scenarios
 from kilter.device.sim.noise import QUIET
 from kilter.device.sim.profile import load_profile, names, parse_profile, profile_of
 

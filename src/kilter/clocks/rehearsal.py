@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kilter.clocks.actuator import RECENT_S
 from kilter.clocks.conductor import Conductor, GovernorProgram
@@ -23,7 +24,6 @@ from kilter.core.plan import Goal
 from kilter.core.setting import Sample, Setting, over
 from kilter.core.trace import IterationTrace
 from kilter.device.sim.gpu import SimGpu
-from kilter.device.sim.job import SimJob
 
 HOLD_BLOCKS = 150
 """Blocks to hold at the end: three comparisons with the baseline, and room for drift to show."""
@@ -128,7 +128,10 @@ class Rehearsal:
         predictor: Predictor | None = None,
     ) -> None:
         self._gpu = gpu
-        self._run = SimJob(gpu, job).iterate if isinstance(job, IterationTrace) else job
+        trace: IterationTrace | None = None
+        if isinstance(job, IterationTrace):
+            trace, job = job, partial(gpu.run, gpu.work(job))
+        self._run = job
         self._record = record
         self._clock = clock
         self._actuator = SimulatedActuator(gpu, apply, verify)
@@ -140,7 +143,7 @@ class Rehearsal:
             seed=seed,
             known=known,
             predictor=predictor,
-            trace=lambda: job if isinstance(job, IterationTrace) else None,
+            trace=lambda: trace,
         )
         self._conductor = Conductor(
             self._actuator,

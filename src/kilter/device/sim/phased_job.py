@@ -1,6 +1,6 @@
 """A simulated training job whose iterations show in the sensors: each has parts of unequal power.
 
-`SimJob` runs an iteration at its mean power, which is all that somebody inside of the job needs.
+`SimGpu.run` runs an iteration at its mean power: all that somebody inside of the job needs.
 Whoever looks from outside sees only what differs between the parts of an iteration.
 """
 

@@ -119,7 +119,6 @@ class Conductor:
         record: Callable[[AnyEvent], None],
         clock: Callable[[], float],
         role: str = "",
-        rehearsed: bool = False,
         refused: str | None = None,
         pauses: Pauses | None = None,
         pauses_left_s: Callable[[float, Mapping[int, float]], float] | None = None,
@@ -131,7 +130,8 @@ class Conductor:
         self._clock = clock
         self._role = role
         self._rank, self._world_size = rank, world_size
-        self.rehearsed = rehearsed
+        self.rehearsed = False
+        """The script is over, and a rehearsal goes on."""
         self.refused = refused
         self._leader: SearchLeader | None = None
         if orders is not None:

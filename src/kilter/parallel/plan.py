@@ -191,8 +191,12 @@ def _seconds(trial: Trial) -> float:
     return math.inf if trial.seconds is None else trial.seconds
 
 
+LEAST_SHARE = 0.05
+"""Of the work of a region: less is no branch of its own."""
+
+
 def find_regions(
-    producers: Sequence[Sequence[int]], weights: Sequence[float], *, min_share: float = 0.05
+    producers: Sequence[Sequence[int]], weights: Sequence[float]
 ) -> tuple[Region, ...]:
     """Stretches of a program, in its own order, that split into independent branches.
 
@@ -202,7 +206,7 @@ def find_regions(
     components. The best start is where the most work lies outside the heaviest component: once the
     node that feeds all branches is added, everything is one component and the gain is zero. Among
     overlapping stretches those with the largest total gain are kept (weighted interval
-    scheduling). A component with less than `min_share` of its region's work is no branch of its
+    scheduling). A component with less than `LEAST_SHARE` of its region's work is no branch of its
     own: it joins the lightest branch.
     """
     count = len(weights)
@@ -220,7 +224,7 @@ def find_regions(
             found.append((gain, start, end))
     regions = []
     for gain, start, end in _heaviest_disjoint(found):
-        branches = _branches(users, weights, start, end, min_share)
+        branches = _branches(users, weights, start, end)
         if len(branches) > 1:
             regions.append(Region(start=start, end=end, branches=branches, gain=gain))
     return tuple(regions)
@@ -283,7 +287,6 @@ def _branches(
     weights: Sequence[float],
     start: int,
     end: int,
-    min_share: float,
 ) -> tuple[tuple[int, ...], ...]:
     parent = {node: node for node in range(start, end)}
     for node in range(start, end):
@@ -295,7 +298,7 @@ def _branches(
     for node in range(start, end):
         components.setdefault(_root(parent, node), []).append(node)
     parts = list(components.values())
-    floor = min_share * sum(weights[start:end])
+    floor = LEAST_SHARE * sum(weights[start:end])
     heavy = [p for p in parts if sum(weights[n] for n in p) >= floor]
     for part in parts:
         if part not in heavy and heavy:

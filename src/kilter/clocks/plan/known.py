@@ -160,10 +160,9 @@ class RecurringGovernor:
         known: KnownSetting,
         *,
         seed: int = 0,
-        blocks: int | None = None,
     ) -> None:
         left = replace(goal, error_probability=goal.error_probability * (1.0 - KNOWN_SHARE))
-        self._governor = Governor(space, left, seed=seed, blocks=blocks)
+        self._governor = Governor(space, left, seed=seed)
         self._space = space
         self._known = known
         self._contract = Contract(

@@ -29,6 +29,7 @@ from kilter.sharing.plan.snapshot import (
     even_ratios,
     fits,
     in_force,
+    placed,
     shards,
     shown,
     usable,
@@ -142,7 +143,7 @@ class _Problem:
             parts: Iterator[Sequence[int]] = iter(compositions(len(own)))
         else:
             parts = _even_over_subsets(len(own))
-        found = [_placed(part, own, count) for part in parts]
+        found = [placed(part, own, count) for part in parts]
         return [ratios for ratios in found if self._allowed(i, ratios)]
 
     def slowdowns(self, state: SearchState) -> Array:
@@ -193,7 +194,7 @@ class _Problem:
         for i in sorted(range(len(self.jobs)), key=lambda i: -(self.jobs[i].alone_s or 0.0)):
             gpu = min(usable(self.snapshot, self.jobs[i]), key=lambda g: busy_s[g])
             busy_s[gpu] += self.jobs[i].alone_s or 0.0
-            alone = _placed((TENTHS,), (gpu,), count)
+            alone = placed((TENTHS,), (gpu,), count)
             job = self.jobs[i]
             found[i] = alone if job.may_idle else at_least_one(alone, usable(self.snapshot, job))
         return found
@@ -324,13 +325,6 @@ def _even_over_subsets(count: int) -> Iterator[Sequence[int]]:
             for position, g in enumerate(subset):
                 part[g] = each + (position < extra)
             yield part
-
-
-def _placed(parts: Sequence[int], own: Sequence[int], count: int) -> Ratios:
-    ratios = [0] * count
-    for g, part in zip(own, parts, strict=True):
-        ratios[g] = part
-    return tuple(ratios)
 
 
 def _shifted(ratios: Ratios, source: int, destination: int, tenths: int) -> Ratios:

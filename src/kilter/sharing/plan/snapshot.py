@@ -156,10 +156,10 @@ def even_ratios(snapshot: Snapshot, job: SharedJob) -> Ratios:
 
 
 @functools.cache
-def compositions(count: int, total: int = TENTHS) -> tuple[Ratios, ...]:
-    """Every way to give `total` tenths to `count` GPUs."""
-    bars = itertools.combinations(range(total + count - 1), count - 1)
-    edges = ((-1, *bar, total + count - 1) for bar in bars)
+def compositions(count: int) -> tuple[Ratios, ...]:
+    """Every way to give ten tenths to `count` GPUs."""
+    bars = itertools.combinations(range(TENTHS + count - 1), count - 1)
+    edges = ((-1, *bar, TENTHS + count - 1) for bar in bars)
     return tuple(tuple(b - a - 1 for a, b in itertools.pairwise(edge)) for edge in edges)
 
 
@@ -208,14 +208,15 @@ def first_ratios(snapshot: Snapshot, job: SharedJob) -> Ratios | None:
         return None
     others = in_force(snapshot)
     even = even_ratios(snapshot, job)
-    wholes = (_spread_out(parts, own, len(snapshot.gpus)) for parts in compositions(len(own)))
+    wholes = (placed(parts, own, len(snapshot.gpus)) for parts in compositions(len(own)))
     for ratios in (even, *sorted(wholes, key=lambda r: (sum(x * x for x in r), r))):
         if allowed(snapshot, job, ratios) and fits(snapshot, others | {job.name: ratios}):
             return ratios
     return None
 
 
-def _spread_out(parts: Ratios, own: Sequence[int], count: int) -> Ratios:
+def placed(parts: Sequence[int], own: Sequence[int], count: int) -> Ratios:
+    """These parts on the GPUs `own` of `count`, and nothing on the others."""
     ratios = [0] * count
     for g, part in zip(own, parts, strict=True):
         ratios[g] = part

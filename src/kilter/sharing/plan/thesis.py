@@ -23,7 +23,6 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-import msgspec
 import numpy as np
 
 from kilter.core.reasons import Reason
@@ -39,33 +38,28 @@ from kilter.sharing.plan.snapshot import (
     fits,
     in_force,
     largest_remainder,
+    placed,
     shards,
     usable,
 )
 
-
-class Thresholds(msgspec.Struct, frozen=True):
-    """Not legible in the source; both are settings."""
-
-    slowdown: float = 0.1
-    """Spread (largest less smallest slow-down) below which nothing moves."""
-    utilisation: float = 0.2
-    """Gap between the most and the least used GPU above which load is mended first."""
-    gain: float = 0.05
-    """The least relative fall of the largest slow-down for which jobs get one GPU each."""
+LEAST_SPREAD = 0.1
+"""Largest less smallest slow-down below which nothing moves. The source is not legible here, nor in
+the next one."""
+MOST_GAP = 0.2
+"""Between the most and the least used GPU; above it load is mended first."""
+LEAST_FALL = 0.05
+"""The least relative fall of the largest slow-down for which jobs get one GPU each."""
 
 
-def policy(
-    snapshot: Snapshot, *, literal: bool = False, thresholds: Thresholds | None = None
-) -> tuple[Decision, ...]:
+def policy(snapshot: Snapshot, *, literal: bool = False) -> tuple[Decision, ...]:
     """Algorithm 1 for every job in turn."""
-    thresholds = thresholds or Thresholds()
     if len(snapshot.jobs) < sum(gpu.alive for gpu in snapshot.gpus):
         decisions = _one_gpu_each(snapshot, literal)
-        if literal or _promises(snapshot, decisions, thresholds.gain):
+        if literal or _promises(snapshot, decisions, LEAST_FALL):
             return decisions
     for job in snapshot.jobs:
-        moved = _rebalance(snapshot, job, literal, thresholds)
+        moved = _rebalance(snapshot, job, literal)
         if moved is None:
             continue
         new, code, text = moved
@@ -94,7 +88,7 @@ def _one_gpu_each(snapshot: Snapshot, literal: bool) -> tuple[Decision, ...]:
         held = (0,) * len(snapshot.gpus) if literal or job.ratios is None else job.ratios
         g = min(own, key=lambda g: (load[g], -held[g], g))
         pool.remove(g)
-        new = _kept(snapshot, job, _whole(g, len(snapshot.gpus)), literal)
+        new = _kept(snapshot, job, placed((TENTHS,), (g,), len(snapshot.gpus)), literal)
         if new == job.ratios or not _in_order(snapshot, job, new, literal):
             continue
         if not fits(snapshot, ratios | {job.name: new}):
@@ -126,9 +120,7 @@ def _promises(snapshot: Snapshot, decisions: Sequence[Decision], gain: float) ->
     return bool(after) and largest[1] <= largest[0] * (1.0 - gain)
 
 
-def _rebalance(
-    snapshot: Snapshot, job: SharedJob, literal: bool, thresholds: Thresholds
-) -> tuple[Ratios, str, str] | None:
+def _rebalance(snapshot: Snapshot, job: SharedJob, literal: bool) -> tuple[Ratios, str, str] | None:
     """Lines 11 to 23 of Algorithm 1; None where the ratio stays."""
     known = {j.name: j.slowdown for j in snapshot.jobs if j.slowdown is not None}
     if job.ratios is None or job.name not in known:
@@ -136,7 +128,7 @@ def _rebalance(
     high, low = max(known.values()), min(known.values())
     if job.name != min(name for name, value in known.items() if value == high):
         return None
-    if high - low < thresholds.slowdown:
+    if high - low < LEAST_SPREAD:
         return None
     own = usable(snapshot, job)
     if not own:
@@ -144,7 +136,7 @@ def _rebalance(
     busy = [gpu.utilisation for gpu in snapshot.gpus]
     g_max = max(own, key=lambda g: (busy[g], -g))
     g_min = min(own, key=lambda g: (busy[g], g))
-    if busy[g_max] - busy[g_min] > thresholds.utilisation:
+    if busy[g_max] - busy[g_min] > MOST_GAP:
         load = _load(snapshot, job, literal)
         used = {g for g in own if job.ratios[g] > 0} | {g_min}
         if sum(Fraction(1) - _exact(load[g]) for g in used) <= 0:
@@ -222,10 +214,6 @@ def _mean_slowdown(snapshot: Snapshot, g: int) -> float:
         if job.ratios is not None and job.ratios[g] > 0 and job.slowdown is not None
     ]
     return sum(there) / len(there) if there else 0.0
-
-
-def _whole(g: int, count: int) -> Ratios:
-    return tuple(TENTHS if k == g else 0 for k in range(count))
 
 
 def _kept(snapshot: Snapshot, job: SharedJob, ratios: Ratios, literal: bool) -> Ratios:

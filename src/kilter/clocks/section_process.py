@@ -44,7 +44,7 @@ from kilter.controller import Run
 from kilter.core.errors import DeviceError
 from kilter.core.own_file import OwnFile, OwnStream
 from kilter.core.rank_trace import RankTrace
-from kilter.lease.own_socket import as_socket
+from kilter.device.own_socket import as_socket
 from kilter.observe.marker import Marker
 
 START_S = 60.0

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import socket
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,8 +35,10 @@ from kilter.core.daemon_protocol import (
     read_answer,
 )
 from kilter.core.errors import DeviceError, DeviceHung
+from kilter.core.forks import in_forked_children
 from kilter.core.own_file import OwnFile
 from kilter.core.setting import DeviceInfo, Sample, Setting, Supported
+from kilter.device.own_socket import as_socket
 from kilter.device.protocol import Device
 from kilter.device.vendor import (
     READ_ONLY_REFUSAL,
@@ -74,7 +73,7 @@ class DaemonDevice:
         self._asked = Setting()
         self._info: DeviceInfo | None = None
         self._grant = Grant()
-        _forget_in_forked_children(self)
+        in_forked_children(self._forget)
 
     # Reading --------------------------------------------------------------------------------
 
@@ -254,9 +253,9 @@ class DaemonDevice:
         """Our end is open still, and so is the daemon's, as far as the kernel knows."""
         if self._connection is None or self._connection.number is None:
             return False
-        with self._opened() as opened:
+        with as_socket(self._connection) as opened:
             try:
-                return opened.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+                return opened.recv(1, socket.MSG_PEEK) != b""
             except BlockingIOError:
                 return True
             except OSError:
@@ -270,7 +269,8 @@ class DaemonDevice:
     def _exchange(self, request: DaemonRequest) -> Answer:
         """Raises `OSError`; `TimeoutError` is one."""
         deadline_s = time.monotonic() + DAEMON_ANSWER_S
-        with self._opened() as opened:
+        assert self._connection is not None
+        with as_socket(self._connection) as opened:
             opened.settimeout(DAEMON_ANSWER_S)
             # MSG_NOSIGNAL: a script may have put SIGPIPE back to its deadly default.
             opened.send(encode(request), socket.MSG_NOSIGNAL)
@@ -286,36 +286,12 @@ class DaemonDevice:
                 line += part
         return read_answer(line)
 
-    @contextmanager
-    def _opened(self) -> Iterator[socket.socket]:
-        """A socket object for one call: one that lived on would close whatever has its number
-        after the program has closed ours."""
-        number = None if self._connection is None else self._connection.number
-        if number is None:
-            raise ConnectionResetError(errno.ECONNRESET, "closed by the program")
-        opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=number)
-        try:
-            yield opened
-        finally:
-            opened.detach()
-
     def _forget(self) -> None:
         """In a forked child: the connection is the parent's lease."""
         self._turn = threading.RLock()
         self._disconnect()
         self._forget_lease()
         self._lapsed = False
-
-
-def _forget_in_forked_children(device: DaemonDevice) -> None:
-    forget = weakref.WeakMethod(device._forget)
-
-    def in_child() -> None:
-        method = forget()
-        if method is not None:
-            method()
-
-    os.register_at_fork(after_in_child=in_child)
 
 
 def _within(values: tuple[float, ...], allowed: Range | None) -> tuple[float, ...]:

@@ -33,7 +33,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -52,8 +51,10 @@ from kilter.core.errors import (
     NotPermitted,
 )
 from kilter.core.files import flaw_of
+from kilter.core.forks import in_forked_children
 from kilter.core.own_file import OwnFile, OwnStream
 from kilter.core.setting import KNOBS, Sample, Setting, over
+from kilter.device.own_socket import as_socket
 from kilter.device.protocol import Device, KeptElsewhere
 from kilter.lease.baseline import GpuBaseline, compared, of_gpu, refuse_unknown_lock
 from kilter.lease.journal import (
@@ -74,7 +75,6 @@ from kilter.lease.journal import (
     start_ticks,
 )
 from kilter.lease.machine import POLL_S, GpuLock
-from kilter.lease.own_socket import as_socket
 from kilter.lease.watcher import GOODBYE, MESSAGE
 
 HOLD_S = 60.0
@@ -131,7 +131,7 @@ class Lease:
             else:
                 self._place = place_of(info.uuid, os.environ)
             self._lock = self._place.lock()
-            _close_in_forked_children(self)
+            in_forked_children(self._forget)
         self._pid = os.getpid()
         taken = False
         try:
@@ -498,17 +498,6 @@ class Lease:
             self._lock = None
         if self._watcher is not None:
             self._watcher.close()
-
-
-def _close_in_forked_children(lease: Lease) -> None:
-    forget = weakref.WeakMethod(lease._forget)
-
-    def in_child() -> None:
-        method = forget()
-        if method is not None:
-            method()
-
-    os.register_at_fork(after_in_child=in_child)
 
 
 def _still_set(place: JournalPlace, journal: Journal) -> bool:

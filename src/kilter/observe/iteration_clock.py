@@ -8,14 +8,13 @@ On a GPU the times are the GPU's own (`end_times.py`).
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
+from kilter.core.forks import in_forked_children
 from kilter.observe import optimizer_steps, torch_internals
 from kilter.observe.end_times import EndTimes, Iteration, IterationEnd
 from kilter.observe.imports import after_import
@@ -79,9 +78,7 @@ class IterationClock:
         self._running = True
         if "torch" in sys.modules:
             self.torch_thread = threading.main_thread().ident
-        # Cannot be taken back, so it must not keep us alive.
-        forked = weakref.WeakMethod(self.stop)
-        os.register_at_fork(after_in_child=lambda: _call(forked()))
+        in_forked_children(self.stop)
         self._waiting = after_import("torch", self.fence(self._hook))
         self._waiting.install()
 
@@ -208,11 +205,6 @@ class IterationClock:
         with self._lock:
             self.calls += 1
             self.cost_s += time.perf_counter() - begin
-
-
-def _call(method: Callable[[], None] | None) -> None:
-    if method is not None:
-        method()
 
 
 def in_backward() -> bool:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import os
 import select
-import signal
 import socket
 import statistics
 import sys
@@ -44,6 +43,7 @@ from kilter.clocks.plan.waits import WaitPlan, WaitWatch
 from kilter.core.errors import DeviceError, KilterError
 from kilter.core.setting import Setting
 from kilter.device.protocol import Device
+from kilter.lease.beside import death_of, leave_program
 from kilter.lease.lease import Lease
 from kilter.observe.marker import MarkerReader
 
@@ -437,10 +437,8 @@ def _line(
 def main(arguments: list[str]) -> None:
     """Run until the program stops this process, ends or dies."""
     connection, marker = (int(number) for number in arguments)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    if os.fork():
-        return  # the program waits for this process; the other one is nobody's child
+    if leave_program():
+        return
     with socket.socket(fileno=connection) as program:
         serve(program, MarkerReader(marker))
 
@@ -482,9 +480,8 @@ def _conduct(
     conductor: SectionConductor, lines: _Lines, marker: MarkerReader, program: int
 ) -> None:
     """Until the program says stop, closes the connection, or dies."""
-    watched: list[int] = [lines.number]
-    with suppress(OSError):  # dead already, and the connection says so
-        watched.append(os.pidfd_open(program))
+    death = death_of(program)  # None: dead already, and the connection says so
+    watched = [lines.number] if death is None else [lines.number, death]
     going = lines.waiting(conductor)
     while going:
         timeout_s = None
@@ -496,7 +493,7 @@ def _conduct(
         ready, _, _ = select.select(watched, [], [], timeout_s)
         if watched[0] in ready:
             going = lines.orders(conductor)
-        if len(watched) > 1 and watched[1] in ready:
+        if death in ready:
             going = False
         passed = marker.look()
         if passed is not None:

@@ -10,7 +10,6 @@ import io
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -45,6 +44,7 @@ from kilter.core.errors import DeviceError
 from kilter.core.own_file import OwnFile, OwnStream
 from kilter.core.rank_trace import RankTrace
 from kilter.device.own_socket import as_socket
+from kilter.lease.beside import start_beside
 from kilter.observe.marker import Marker
 
 START_S = 60.0
@@ -57,30 +57,16 @@ _ANSWERS = msgspec.json.Decoder(Answers)
 
 
 class SectionProcess:
-    """One conductor. It is nobody's child, and in a session of its own: a script that waits for all
-    its children does not wait for it, and Ctrl-C does not reach it."""
+    """One conductor (`lease/beside`)."""
 
     def __init__(self, marker: Marker, begin: Begin) -> None:
         """Raises `DeviceError` if it cannot be started."""
         self._rest = b""
-        ours, theirs = (OwnFile(end.detach()) for end in socket.socketpair())
+        module, handles = "kilter.clocks.section_conductor", [marker.file.number]
         try:
-            handles = [n for file in (theirs, marker.file) if (n := file.number) is not None]
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kilter.clocks.section_conductor", *map(str, handles)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=handles,
-                start_new_session=True,
-            )
-            process.wait(START_S)
+            self._connection = start_beside(module, (), handles, timeout_s=START_S)
         except (OSError, subprocess.TimeoutExpired) as error:
-            ours.close()
             raise DeviceError(f"no conductor could be started: {error}") from error
-        finally:
-            theirs.close()
-        self._connection = ours
         self.say(begin)
 
     def answers(self) -> list[Answers]:

@@ -30,7 +30,6 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -57,6 +56,7 @@ from kilter.core.setting import KNOBS, Sample, Setting, over
 from kilter.device.own_socket import as_socket
 from kilter.device.protocol import Device, KeptElsewhere
 from kilter.lease.baseline import GpuBaseline, compared, of_gpu, refuse_unknown_lock
+from kilter.lease.beside import start_beside
 from kilter.lease.journal import (
     BUSY,
     PATIENCE_S,
@@ -520,18 +520,11 @@ class _Watcher:
 
     @classmethod
     def start(cls, place: JournalPlace, lock: GpuLock, journal: Journal) -> _Watcher:
-        """Returns when the watcher is able to restore. It is nobody's child, so that a script that
-        waits for all of its children does not wait for it, and in a session of its own, so that
-        Ctrl-C does not reach it."""
-        ours, theirs = (OwnFile(end.detach()) for end in socket.socketpair())
+        """Returns when the watcher is able to restore."""
         try:
-            try:
-                _spawn(place, lock, journal, theirs)
-            finally:
-                theirs.close()  # so that the death of a watcher that is just starting is seen
+            ours = _spawn(place, lock, journal)
             pids = _received(ours, WATCHER_START_S)
         except (OSError, subprocess.TimeoutExpired) as error:
-            ours.close()
             raise DeviceError(f"no watcher could be started: {error}") from error
         if not pids:
             ours.close()
@@ -568,24 +561,21 @@ class _Watcher:
         self._connection.close()
 
 
-def _spawn(place: JournalPlace, lock: GpuLock, journal: Journal, connection: OwnFile) -> None:
-    """Start the watcher. Raises `OSError` or `TimeoutExpired`."""
-    handles = [number for number in (connection.number, *lock.numbers) if number is not None]
-    arguments = [place.directory, place.uuid, journal.nonce, *handles]
+def _spawn(place: JournalPlace, lock: GpuLock, journal: Journal) -> OwnFile:
+    """Start the watcher; our end of the connection. Raises `OSError` or `TimeoutExpired`."""
+    arguments = (place.directory, place.uuid, journal.nonce)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     file = OwnFile.open(place.directory / "watcher.log", flags)
     with OwnStream(file) as log:
         if flaw_of(os.fstat(log.fileno()), owners={os.geteuid()}) is not None:
             raise OSError(errno.EPERM, "watcher.log is not this user's own file")
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kilter.lease.watcher", *map(str, arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+        return start_beside(
+            "kilter.lease.watcher",
+            arguments,
+            lock.numbers,
+            timeout_s=WATCHER_START_S,
             stderr=log.fileno(),
-            pass_fds=handles,
-            start_new_session=True,
         )
-    process.wait(WATCHER_START_S)
 
 
 def _received(file: OwnFile, timeout_s: float) -> list[int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import select
-import signal
 import socket
 import struct
 import sys
@@ -23,6 +22,7 @@ from datetime import datetime
 from pathlib import Path
 
 from kilter.core.errors import FileError, KilterError
+from kilter.lease.beside import death_of, leave_program
 from kilter.lease.journal import (
     Journal,
     JournalPlace,
@@ -50,10 +50,8 @@ AGAIN_S = 5.0
 def main(arguments: list[str]) -> None:
     """Run until the job is dead or done."""
     directory, uuid, nonce, connection, *locks = arguments
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    if os.fork():
-        return  # the job waits for this process; the other one is nobody's child
+    if leave_program():
+        return
     place = JournalPlace(Path(directory), uuid)
     try:
         journal = _ours(place, nonce)
@@ -123,13 +121,10 @@ def _watch(memory: _Memory, job: socket.socket, lock: GpuLock) -> bool:
 
 
 def _death_of(journal: Journal) -> int | None:
-    """A file that becomes readable when the job dies; `None` where the kernel has no such thing."""
-    try:
-        death = os.pidfd_open(journal.pid)
-    except OSError:
-        return None
-    if start_ticks(journal.pid) != journal.start_ticks:  # dead, and the number is another's
-        os.close(death)
+    """As `beside.death_of` of the job."""
+    death = death_of(journal.pid)
+    if death is not None and start_ticks(journal.pid) != journal.start_ticks:
+        os.close(death)  # the job is dead, and the number is another's
         return None
     return death
 

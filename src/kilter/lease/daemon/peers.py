@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kilter.core.reasons import Reason
+from kilter.lease import beside
 from kilter.lease.daemon.policy import User
 
 _UCRED = struct.Struct("=iII")
@@ -55,13 +56,8 @@ def user_of(uid: int) -> User:
 def death_of(peer: Peer) -> int | None:
     """A file that becomes readable when the peer dies: a child that it has forked may keep the
     connection open. None where there is none, or the number is another user's by now."""
-    if peer.pid <= 0:
-        return None
-    try:
-        death = os.pidfd_open(peer.pid)
-    except OSError:
-        return None
-    if owner_of(peer.pid) != peer.uid:
+    death = beside.death_of(peer.pid) if peer.pid > 0 else None
+    if death is not None and owner_of(peer.pid) != peer.uid:
         os.close(death)
         return None
     return death

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import fcntl
 import fnmatch
+import inspect
+import itertools
 import math
 import os
 import signal
@@ -403,9 +405,6 @@ class FakeNvml:
 
         return self._call("nvmlDeviceGetHandleByPciBusId", None, (pciBusId,), act)
 
-    def nvmlDeviceGetMaxMigDeviceCount(self, device: _Handle) -> int:
-        return self._on_card("nvmlDeviceGetMaxMigDeviceCount", device, lambda card: 7 * card.mig)
-
     def nvmlDeviceGetMigDeviceHandleByIndex(self, device: _Handle, index: int) -> _Handle:
         def read(card: Card) -> _Handle:
             if index >= len(card.mig_uuids):
@@ -417,66 +416,13 @@ class FakeNvml:
     def nvmlDeviceGetIndex(self, handle: _Handle) -> int:
         return self._on_card("nvmlDeviceGetIndex", handle, lambda _: handle.card)
 
-    def nvmlDeviceGetVbiosVersion(self, handle: _Handle) -> str:
-        return self._on_card("nvmlDeviceGetVbiosVersion", handle, lambda _: "96.00.74.00.11")
-
-    def nvmlDeviceGetName(self, handle: _Handle) -> str:
-        return self._on_card("nvmlDeviceGetName", handle, lambda card: card.name)
-
     def nvmlDeviceGetUUID(self, handle: _Handle) -> str:
         def read(card: Card) -> str:
             return card.uuid if handle.mig is None else card.mig_uuids[handle.mig]
 
         return self._on_card("nvmlDeviceGetUUID", handle, read)
 
-    def nvmlDeviceGetPciInfo(self, handle: _Handle) -> Any:
-        return self._on_card(
-            "nvmlDeviceGetPciInfo", handle, lambda card: SimpleNamespace(busId=card.pci_bus_id)
-        )
-
-    def nvmlDeviceGetArchitecture(self, device: _Handle) -> int:
-        return self._on_card("nvmlDeviceGetArchitecture", device, lambda card: card.architecture)
-
-    def nvmlDeviceGetPersistenceMode(self, handle: _Handle) -> int:
-        return self._on_card(
-            "nvmlDeviceGetPersistenceMode", handle, lambda card: int(card.persistence)
-        )
-
-    def nvmlDeviceGetMigMode(self, device: _Handle) -> list[int]:
-        def read(card: Card) -> list[int]:
-            if card.architecture < 7:
-                raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
-            return [int(card.mig)] * 2
-
-        return self._on_card("nvmlDeviceGetMigMode", device, read)
-
-    def nvmlDeviceGetVirtualizationMode(self, handle: _Handle) -> int:
-        return self._on_card(
-            "nvmlDeviceGetVirtualizationMode", handle, lambda card: card.virtualization
-        )
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: _Handle) -> list[Any]:
-        return self._on_card(
-            "nvmlDeviceGetComputeRunningProcesses",
-            handle,
-            lambda card: [
-                SimpleNamespace(pid=pid, usedGpuMemory=2**30)
-                for pid in card.pids
-                if os.path.exists(f"/proc/{pid}")
-            ],
-        )
-
-    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: _Handle) -> list[Any]:
-        return self._on_card("nvmlDeviceGetMPSComputeRunningProcesses", handle, lambda _: [])
-
     # Sensors --------------------------------------------------------------------------------
-
-    def nvmlDeviceGetPowerUsage(self, handle: _Handle) -> int:
-        return self._on_card(
-            "nvmlDeviceGetPowerUsage",
-            handle,
-            lambda card: int((card.power_w + card.module_w) * 1e3),
-        )
 
     def nvmlDeviceGetFieldValues(self, handle: _Handle, fieldIds: list[Any]) -> list[Any]:
         fields = [field if isinstance(field, tuple) else (field, 0) for field in fieldIds]
@@ -516,51 +462,9 @@ class FakeNvml:
 
         return self._on_card("nvmlDeviceGetClockInfo", handle, read, type)
 
-    def nvmlDeviceGetUtilizationRates(self, handle: _Handle) -> Any:
-        def read(card: Card) -> Any:
-            return SimpleNamespace(gpu=int(100 * card.load), memory=int(40 * card.load))
-
-        return self._on_card("nvmlDeviceGetUtilizationRates", handle, read)
-
-    def nvmlDeviceGetTemperature(self, handle: _Handle, sensor: int) -> int:
-        return self._on_card(
-            "nvmlDeviceGetTemperature", handle, lambda card: card.temperature_c, sensor
-        )
-
-    def nvmlDeviceGetTemperatureV(self, handle: _Handle, sensor: int, version: int = 0) -> int:
-        return self._on_card(
-            "nvmlDeviceGetTemperatureV", handle, lambda card: card.temperature_c, sensor
-        )
-
-    def nvmlDeviceGetMemoryInfo(self, handle: _Handle, version: int | None = None) -> Any:
-        def read(card: Card) -> Any:
-            used = int(card.memory_bytes * 0.1 * card.load)
-            total = card.memory_bytes
-            return SimpleNamespace(total=total, used=used, free=total - used)
-
-        return self._on_card("nvmlDeviceGetMemoryInfo", handle, read)
-
-    def _reasons(self, card: Card) -> int:
-        idle = self.nvmlClocksEventReasonGpuIdle if card.load == 0 else 0
-        capped = self.nvmlClocksEventReasonSwPowerCap if card.power_capped else 0
-        return card.event_reasons | idle | capped
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: _Handle) -> int:
-        return self._on_card("nvmlDeviceGetCurrentClocksEventReasons", handle, self._reasons)
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: _Handle) -> int:
-        return self._on_card("nvmlDeviceGetCurrentClocksThrottleReasons", handle, self._reasons)
-
     # Performance monitoring -----------------------------------------------------------------
 
     c_nvmlGpmMetricsGet_t = _GpmMetricsGet  # noqa: N815
-
-    def nvmlGpmQueryDeviceSupport(self, device: _Handle) -> Any:
-        def read(card: Card) -> Any:
-            hopper = card.architecture >= self.NVML_DEVICE_ARCH_HOPPER
-            return SimpleNamespace(isSupportedDevice=int(hopper))
-
-        return self._on_card("nvmlGpmQueryDeviceSupport", device, read)
 
     def nvmlGpmSampleAlloc(self) -> _GpmSample:
         return self._call("nvmlGpmSampleAlloc", None, (), lambda _: _GpmSample())
@@ -607,13 +511,6 @@ class FakeNvml:
 
     # Knobs ----------------------------------------------------------------------------------
 
-    def nvmlDeviceGetSupportedMemoryClocks(self, handle: _Handle) -> list[int]:
-        return self._on_card(
-            "nvmlDeviceGetSupportedMemoryClocks",
-            handle,
-            lambda card: sorted(card.memory_clocks_mhz, reverse=True),
-        )
-
     def nvmlDeviceGetSupportedGraphicsClocks(
         self, handle: _Handle, memoryClockMHz: int
     ) -> list[int]:
@@ -625,23 +522,6 @@ class FakeNvml:
             return list(range(highest, lowest - 1, -step))
 
         return self._on_card("nvmlDeviceGetSupportedGraphicsClocks", handle, read, memoryClockMHz)
-
-    def nvmlDeviceGetPowerManagementLimit(self, handle: _Handle) -> int:
-        return self._on_card(
-            "nvmlDeviceGetPowerManagementLimit", handle, lambda card: card.enforced_limit_mw
-        )
-
-    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: _Handle) -> int:
-        return self._on_card(
-            "nvmlDeviceGetPowerManagementDefaultLimit", handle, lambda card: card.default_limit_mw
-        )
-
-    def nvmlDeviceGetPowerManagementLimitConstraints(self, handle: _Handle) -> list[int]:
-        return self._on_card(
-            "nvmlDeviceGetPowerManagementLimitConstraints",
-            handle,
-            lambda card: list(card.power_limits_mw),
-        )
 
     def nvmlDeviceSetGpuLockedClocks(
         self, handle: _Handle, minGpuClockMHz: int, maxGpuClockMHz: int
@@ -691,3 +571,84 @@ class FakeNvml:
             card.limit_mw = limit
 
         self._on_card("nvmlDeviceSetPowerManagementLimit", handle, write, limit)
+
+
+# Readings of a card -------------------------------------------------------------------------
+
+
+def _processes(card: Card) -> list[Any]:
+    there = (pid for pid in card.pids if os.path.exists(f"/proc/{pid}"))
+    return [SimpleNamespace(pid=pid, usedGpuMemory=2**30) for pid in there]
+
+
+def _mig_mode(card: Card) -> list[int]:
+    if card.architecture < 7:
+        raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
+    return [int(card.mig)] * 2
+
+
+def _memory(card: Card) -> Any:
+    total, used = card.memory_bytes, int(card.memory_bytes * 0.1 * card.load)
+    return SimpleNamespace(total=total, used=used, free=total - used)
+
+
+def _reasons(card: Card) -> int:
+    idle = FakeNvml.nvmlClocksEventReasonGpuIdle if card.load == 0 else 0
+    capped = FakeNvml.nvmlClocksEventReasonSwPowerCap if card.power_capped else 0
+    return card.event_reasons | idle | capped
+
+
+_READINGS: dict[str, Callable[[Card], Any]] = {
+    "nvmlDeviceGetName(handle)": lambda card: card.name,
+    "nvmlDeviceGetPciInfo(handle)": lambda card: SimpleNamespace(busId=card.pci_bus_id),
+    "nvmlDeviceGetVbiosVersion(handle)": lambda _: "96.00.74.00.11",
+    "nvmlDeviceGetArchitecture(device)": lambda card: card.architecture,
+    "nvmlDeviceGetPersistenceMode(handle)": lambda card: int(card.persistence),
+    "nvmlDeviceGetMigMode(device)": _mig_mode,
+    "nvmlDeviceGetMaxMigDeviceCount(device)": lambda card: 7 * card.mig,
+    "nvmlDeviceGetVirtualizationMode(handle)": lambda card: card.virtualization,
+    "nvmlDeviceGetComputeRunningProcesses(handle)": _processes,
+    "nvmlDeviceGetMPSComputeRunningProcesses(handle)": lambda _: [],
+    "nvmlDeviceGetPowerUsage(handle)": lambda card: int((card.power_w + card.module_w) * 1e3),
+    "nvmlDeviceGetUtilizationRates(handle)": lambda card: SimpleNamespace(
+        gpu=int(100 * card.load), memory=int(40 * card.load)
+    ),
+    "nvmlDeviceGetTemperature(handle, sensor)": lambda card: card.temperature_c,
+    "nvmlDeviceGetTemperatureV(handle, sensor, version=0)": lambda card: card.temperature_c,
+    "nvmlDeviceGetMemoryInfo(handle, version=None)": _memory,
+    "nvmlDeviceGetCurrentClocksEventReasons(handle)": _reasons,
+    "nvmlDeviceGetCurrentClocksThrottleReasons(handle)": _reasons,
+    "nvmlGpmQueryDeviceSupport(device)": lambda card: SimpleNamespace(
+        isSupportedDevice=int(card.architecture >= FakeNvml.NVML_DEVICE_ARCH_HOPPER)
+    ),
+    "nvmlDeviceGetSupportedMemoryClocks(handle)": lambda card: sorted(
+        card.memory_clocks_mhz, reverse=True
+    ),
+    "nvmlDeviceGetPowerManagementLimit(handle)": lambda card: card.enforced_limit_mw,
+    "nvmlDeviceGetPowerManagementDefaultLimit(handle)": lambda card: card.default_limit_mw,
+    "nvmlDeviceGetPowerManagementLimitConstraints(handle)": lambda card: list(card.power_limits_mw),
+}
+"""Calls, with the parameters of the binding, that only look at a card."""
+
+
+_EMPTY = inspect.Parameter.empty
+
+
+def _reading(call: str, read: Callable[[Card], Any]) -> tuple[str, Callable[..., Any]]:
+    name, _, parameters = call.removesuffix(")").partition("(")
+
+    def method(self: FakeNvml, handle: _Handle, *others: Any) -> Any:
+        return self._on_card(name, handle, read, *others)
+
+    known = [each.partition("=") for each in ("self", *parameters.split(", "))]
+    method.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        inspect.Parameter(
+            each, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value if equals else _EMPTY
+        )
+        for each, equals, value in known
+    )
+    return name, method
+
+
+for _name, _method in itertools.starmap(_reading, _READINGS.items()):
+    setattr(FakeNvml, _name, _method)

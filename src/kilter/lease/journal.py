@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -77,6 +78,25 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     """On this machine's monotonic clock, when `last` was asked for; renewals are not written."""
     written: str
     """Local time, for people."""
+
+
+def announced(
+    uuid: str, backend: str, found: Setting, *, before: Setting, last: Setting, nonce: str
+) -> Journal:
+    """What this process writes down before it asks for `last`."""
+    pid = os.getpid()
+    return Journal(
+        uuid=uuid,
+        backend=backend,
+        boot_id=boot_id(),
+        pid=pid,
+        start_ticks=start_ticks(pid) or 0,
+        nonce=nonce,
+        found=found,
+        before=before,
+        last=last,
+        written=datetime.now().astimezone().isoformat(timespec="seconds"),
+    )
 
 
 RestoreState = Literal["restored", "held", "failed", "discarded"]
@@ -452,6 +472,13 @@ def near(knob: Knob, a: float | None, b: float | None) -> bool:
     if a is None or b is None:
         return a is b
     return abs(a - b) <= TOLERANCE[knob]
+
+
+def check_taken(uuid: str, asked: Setting, target: Setting, now: Setting) -> None:
+    """Raises `NotObeyed` where the device has taken another value for a knob that was asked for."""
+    knobs = [knob for knob in KNOBS if getattr(asked, knob) is not None]
+    if not all(near(knob, getattr(now, knob), getattr(target, knob)) for knob in knobs):
+        raise NotObeyed(f"{uuid}: asked for {target}, but it has {now}")
 
 
 def changed_by_others(journal: Journal, now: Setting, sample: Sample) -> tuple[Knob, ...]:

@@ -34,7 +34,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
@@ -52,7 +51,7 @@ from kilter.core.errors import (
 from kilter.core.files import flaw_of
 from kilter.core.forks import in_forked_children
 from kilter.core.own_file import OwnFile, OwnStream
-from kilter.core.setting import KNOBS, Sample, Setting, over
+from kilter.core.setting import Sample, Setting, over
 from kilter.device.own_socket import as_socket
 from kilter.device.protocol import Device, KeptElsewhere
 from kilter.lease.baseline import GpuBaseline, compared, of_gpu, refuse_unknown_lock
@@ -65,10 +64,10 @@ from kilter.lease.journal import (
     RestoreOutcome,
     RestoreState,
     above_caps,
-    boot_id,
+    announced,
     changed_by_others,
+    check_taken,
     lower,
-    near,
     place_of,
     put_back,
     recover,
@@ -309,10 +308,7 @@ class Lease:
         self._taken = True
         self._journal = msgspec.structs.replace(journal, before=target)
         self._setting, self._since_s = target, None
-        now = self._device.settings()
-        asked = [knob for knob in KNOBS if getattr(setting, knob) is not None]
-        if not all(near(knob, getattr(now, knob), getattr(target, knob)) for knob in asked):
-            raise NotObeyed(f"{self._uuid}: asked for {target}, but it has {now}")
+        check_taken(self._uuid, setting, target, self._device.settings())
         passed = [] if self._watcher is None else self._watcher.passed()
         if number in passed:
             raise DeviceHung(f"{self._uuid}: setting {target} took longer than {hold_s:g} s")
@@ -324,20 +320,11 @@ class Lease:
         """Make sure that whatever happens from here on is undone. The order is what counts:
         journal, watcher, deadline."""
         deadline_s = time.monotonic() + hold_s if lower(target, self._found) else None
-        journal = Journal(
-            uuid=self._uuid,
-            backend=self._backend,
-            boot_id=boot_id(),
-            pid=self._pid,
-            start_ticks=start_ticks(self._pid) or 0,
-            nonce=self._journal.nonce if self._journal else secrets.token_hex(8),
-            found=self._found,
-            before=self._setting,
-            last=target,
-            deadline_s=deadline_s,
-            written=datetime.now().astimezone().isoformat(timespec="seconds"),
+        nonce = self._journal.nonce if self._journal else secrets.token_hex(8)
+        journal = announced(
+            self._uuid, self._backend, self._found, before=self._setting, last=target, nonce=nonce
         )
-        self._write(journal)
+        self._write(msgspec.structs.replace(journal, deadline_s=deadline_s))
         number = self._arm(hold_s)
         assert self._journal is not None
         return self._journal, number

@@ -11,13 +11,12 @@ import os
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 import msgspec
 
-from kilter.core.errors import DeviceError, FileError, Held, NotObeyed
-from kilter.core.setting import KNOBS, Sample, Setting, over
+from kilter.core.errors import DeviceError, FileError, Held
+from kilter.core.setting import Sample, Setting, over
 from kilter.device.nvidia import NvidiaDevice
 from kilter.lease.baseline import GpuBaseline, compared, of_gpu, refuse_unknown_lock
 from kilter.lease.journal import (
@@ -26,12 +25,11 @@ from kilter.lease.journal import (
     JournalPlace,
     RestoreOutcome,
     above_caps,
-    boot_id,
+    announced,
     changed_by_others,
-    near,
+    check_taken,
     put_back,
     recover,
-    start_ticks,
 )
 from kilter.lease.machine import GpuLock
 
@@ -101,14 +99,12 @@ class Holding:
             raise Held(f"{self.uuid}: somebody else has changed the power limit to {now}")
         before = self.found if self._journal is None else self._journal.last
         target = over(self.found, setting)
-        journal = self._new_journal(before, target)
+        nonce = secrets.token_hex(8)
+        journal = announced(self.uuid, "nvml", self.found, before=before, last=target, nonce=nonce)
         self._place.write(journal)
         self._journal = journal
         self.device.set(target)
-        now = self.device.settings()
-        asked = [knob for knob in KNOBS if getattr(setting, knob) is not None]
-        if not all(near(knob, getattr(now, knob), getattr(target, knob)) for knob in asked):
-            raise NotObeyed(f"{self.uuid}: asked for {target}, but it has {now}")
+        check_taken(self.uuid, setting, target, self.device.settings())
 
     def look(self) -> None:
         """Notice somebody else's change of a clock that had been obeyed. Raises `Held`."""
@@ -144,17 +140,3 @@ class Holding:
     @property
     def _place(self) -> JournalPlace:
         return JournalPlace(self.directory, self.uuid, machine=self.machine)
-
-    def _new_journal(self, before: Setting, target: Setting) -> Journal:
-        return Journal(
-            uuid=self.uuid,
-            backend="nvml",
-            boot_id=boot_id(),
-            pid=os.getpid(),
-            start_ticks=start_ticks(os.getpid()) or 0,
-            nonce=secrets.token_hex(8),
-            found=self.found,
-            before=before,
-            last=target,
-            written=datetime.now().astimezone().isoformat(timespec="seconds"),
-        )

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import runs
 
 from kilter.app.cli.main import main
 from kilter.app.config import resolve
@@ -18,7 +19,6 @@ from kilter.core.events import Block
 from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
-from kilter.testing import runs
 
 QUIET = runs.WrittenJob(noise=0.0, drift=0.0, throttled_share=0.0)
 FACTORS = Factors(grams_co2_per_kwh=360.0, price_per_kwh=0.36, currency="EUR")

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import runs
 
 from kilter.app.cli.main import main
 from kilter.app.report import build as report
@@ -18,7 +19,6 @@ from kilter.core.plan import Goal, MemoryBudget
 from kilter.core.setting import Activity, Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.core.units import GIB, MHZ
-from kilter.testing import runs
 
 DEFAULT = Setting()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import runs
 
 from kilter.app.report.build import build
 from kilter.clocks.plan.governor import Order, Phase
@@ -22,7 +23,6 @@ from kilter.core.events import AnyEvent, Block, Sampled, Stopped
 from kilter.core.pace import LINES, Pace
 from kilter.core.setting import Setting
 from kilter.session.live import RECORD_EVERY_S
-from kilter.testing import runs
 
 DAY_S = 86_400.0
 LOW = Setting(sm_clock_hz=1.245e9)

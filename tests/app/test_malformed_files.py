@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import runs
 
 from kilter.app.cli.main import main
 from kilter.core.setting import Setting
-from kilter.testing import runs
 
 COUNT = int(os.environ.get("KILTER_TEST_FUZZ", "160"))
 HANG_CPU_S, HANG_S = 2.0, 10.0

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.runs import RunWriter
 
 from kilter.app.report import memory_plots
 from kilter.app.report.build import build, to_json
@@ -27,7 +28,6 @@ from kilter.core.label import Label
 from kilter.core.plan import Effect, Goal, MemoryBudget, MoveData, Plan
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
 from kilter.core.units import GIB, MIB
-from kilter.testing.runs import RunWriter
 
 FITTED = Fitted(
     t_s=2.0,

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests import runs
 
 from kilter.app.report import build as report
 from kilter.app.report import html, operations, summary, svg
@@ -19,7 +20,6 @@ from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace, Kind
 from kilter.core.units import MHZ
-from kilter.testing import runs
 
 CHOSEN = Setting(sm_clock_hz=1245 * MHZ)
 QUIET = runs.WrittenJob(noise=0.0, drift=0.0, throttled_share=0.0)

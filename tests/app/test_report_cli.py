@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import msgspec
 import pytest
+from tests import runs
 
 from kilter.app.cli.main import main
 from kilter.app.report import build as report
@@ -17,7 +18,6 @@ from kilter.core.events import Decided
 from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.units import MHZ
-from kilter.testing import runs
 
 KEYS = {
     *("schema", "label", "run", "device", "devices", "iterations", "baseline", "governed"),

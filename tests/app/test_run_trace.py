@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import runs
 
 from kilter.app.cli.main import main
 from kilter.app.report import build as report
@@ -14,7 +15,6 @@ from kilter.app.report.chrome import chrome_of_run
 from kilter.core.events import Block, Decided, Sampled
 from kilter.core.label import Label
 from kilter.core.setting import Setting
-from kilter.testing import runs
 
 REAL_CLOCK_S = 86_400.0
 """What a real device's clock is ahead of the run's."""

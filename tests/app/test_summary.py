@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests import runs
 
 from kilter.app.report import build as report
 from kilter.app.report import html, summary
@@ -28,7 +29,6 @@ from kilter.core.reasons import CLOCKS_REFUSED, REHEARSAL_CUT
 from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.core.units import MHZ
-from kilter.testing import runs
 
 CHOSEN = Setting(sm_clock_hz=1245 * MHZ)
 Json = dict[str, Any]

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import runs
 
 from kilter.app.cli.main import main
 from kilter.app.report import build as report
@@ -25,7 +26,6 @@ from kilter.core.label import Label
 from kilter.core.plan import Goal, MemoryBudget
 from kilter.core.setting import Setting
 from kilter.core.units import GIB
-from kilter.testing import runs
 
 TIMEOUT_S = 900.0
 

@@ -1,6 +1,7 @@
 """Replayed recordings: their own numbers come out, and nothing else."""
 
 import pytest
+from tests import runs
 
 from kilter.core.errors import FileError, NotPermitted
 from kilter.core.label import Label
@@ -12,7 +13,6 @@ from kilter.device.sim.replay import (
     load_recording,
     load_telemetry,
 )
-from kilter.testing import runs
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests import runs
 
 from kilter.core.errors import FileError
 from kilter.core.events import Failed, Refused, Sampled, read_events
 from kilter.session import recorder
 from kilter.session.recorder import Recorder
-from kilter.testing import runs
 
 
 def refused(number: int) -> Refused:

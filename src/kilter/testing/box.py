@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -226,8 +226,54 @@ def kill_watcher(directory: Path) -> None:
         os.close(death)
 
 
-class BoxJob:
-    """A process that holds a lease and does what it is told, line by line."""
+class ToldProcess:
+    """A Python program in a box that is told what to do, and answers, line by line."""
+
+    def __init__(
+        self,
+        box: Box,
+        code: str,
+        environ: dict[str, str],
+        *,
+        before: Sequence[str] = (),
+        own_session: bool = False,
+    ) -> None:
+        """`before` is the command line that starts Python."""
+        self._process = subprocess.Popen(
+            [*before, sys.executable, "-c", code],
+            env=box.environ(**environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=own_session,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        self.pid = self._process.pid
+
+    def tell(self, line: str) -> str:
+        """The answer; empty if the program has died."""
+        self._in.write(line + "\n")
+        self._in.flush()
+        return self._out.readline()
+
+    def kill(self) -> None:
+        """SIGKILL, of this process only."""
+        self._process.kill()
+        self.wait()
+
+    def wait(self) -> int:
+        code = self._process.wait(TIMEOUT_S)
+        with suppress(BrokenPipeError):  # what it was still to be told
+            self._in.close()
+        self._out.close()
+        return code
+
+
+class BoxJob(ToldProcess):
+    """A process that holds a lease and does what it is told."""
 
     def __init__(
         self,
@@ -240,30 +286,14 @@ class BoxJob:
     ) -> None:
         """`contained`: in a pid namespace of its own, where the job is the init process."""
         served = f"serve({uuid or box.uuid!r}, uid={uid})"
-        self._process = subprocess.Popen(
-            [
-                *(CONTAINER if contained else ()),
-                sys.executable,
-                "-c",
-                f"from {__name__} import serve; {served}",
-            ],
-            env=box.environ(**environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
+        code = f"from {__name__} import serve; {served}"
+        super().__init__(
+            box, code, environ, before=CONTAINER if contained else (), own_session=True
         )
-        self.pid = self._process.pid
 
     def ask(self, verb: str, **what: Any) -> Any:
         """The job's answer; a `KilterError` of its own comes as `{"error": its name}`."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"verb": verb, **what}) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        return json.loads(line) if line else {"error": "died"}
+        return _answer(self.tell(json.dumps({"verb": verb, **what})))
 
     @property
     def init_pid(self) -> int | None:
@@ -284,28 +314,16 @@ class BoxJob:
         os.killpg(self.pid, number)
         self.wait()
 
-    def kill(self) -> None:
-        """SIGKILL, of this process only."""
-        self._process.kill()
-        self.wait()
-
     def end(self) -> Any:
         """Let it end in good order; what it says about that."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        line = self._process.stdout.readline()
+        self._in.close()
+        line = self._out.readline()
         self.wait()
-        return json.loads(line) if line else {"error": "died"}
+        return _answer(line)
 
-    def wait(self) -> int:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        code = self._process.wait(TIMEOUT_S)
-        with suppress(BrokenPipeError):  # what it was still to be told
-            self._process.stdin.close()
-        self._process.stdout.close()
-        return code
+
+def _answer(line: str) -> Any:
+    return json.loads(line) if line else {"error": "died"}
 
 
 def serve(uuid: str, *, uid: int | None = None) -> None:

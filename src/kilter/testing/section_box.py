@@ -8,11 +8,9 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from kilter.clocks.plan.timing import NOTHING, Command, CommandSchedule
@@ -23,7 +21,7 @@ from kilter.core.errors import Held
 from kilter.core.units import MHZ
 from kilter.lease.journal import JournalPlace
 from kilter.observe.marker import Marker
-from kilter.testing.box import FOUND, TIMEOUT_S, Box, until
+from kilter.testing.box import FOUND, Box, ToldProcess, until
 
 RANKS = 3
 LOW_HZ = 1200 * MHZ
@@ -100,7 +98,7 @@ class SectionBox(Box):
             program.kill()
 
 
-class SectionProgram:
+class SectionProgram(ToldProcess):
     """A program whose conductor may set one card."""
 
     def __init__(
@@ -116,26 +114,14 @@ class SectionProgram:
         self.box = box
         self.log = box.root / f"log{len(box.programs)}.jsonl"
         place = (box.places[card].uuid, str(self.log))
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                f"from {__name__} import serve; serve(*{place!r}, {what!r}, {hold_s}, {up_s})",
-            ],
-            env=box.environ(**environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self.pid = self._process.pid
+        code = f"from {__name__} import serve; serve(*{place!r}, {what!r}, {hold_s}, {up_s})"
+        super().__init__(box, code, environ)
         self.conductor = 0
         """Its process id."""
 
     def meet(self) -> None:
         """Wait for the conductor."""
-        assert self._process.stdout is not None
-        self.conductor = int(self._process.stdout.readline())
+        self.conductor = int(self._out.readline())
         self.box.names[self.conductor] = "conductor"
 
     @property
@@ -144,23 +130,7 @@ class SectionProgram:
 
     def ask(self, verb: str) -> str:
         """`mark`: the next iteration begins; `look`: what the conductor has said; `stop` it."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(verb + "\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline()
-
-    def kill(self) -> None:
-        """SIGKILL, of the program only."""
-        self._process.kill()
-        self.wait()
-
-    def wait(self) -> None:
-        self._process.wait(TIMEOUT_S)
-        for stream in (self._process.stdin, self._process.stdout):
-            with suppress(BrokenPipeError):
-                assert stream is not None
-                stream.close()
+        return self.tell(verb)
 
 
 def serve(uuid: str, log: str, what: str, hold_s: float, up_s: float) -> None:

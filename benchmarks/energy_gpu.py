@@ -335,11 +335,11 @@ def measured_pairs(seconds: float, *, tiny: bool) -> tuple[Pairs, dict[str, Any]
     from kilter.clocks.conductor import Conductor
     from kilter.clocks.plan.governor import BlockOutcome, Governor, Order, Phase
     from kilter.clocks.plan.job import Space
-    from kilter.clocks.rehearsal import SimulatedIteration
     from kilter.core.messages import LocalMessages
     from kilter.core.plan import Goal
     from kilter.core.setting import Setting
     from kilter.device.find import find
+    from kilter.observe.end_times import Iteration
     from kilter.observe.sampler import Sampler
 
     iterate = training("gpt", tiny=tiny)
@@ -386,7 +386,7 @@ def measured_pairs(seconds: float, *, tiny: bool) -> tuple[Pairs, dict[str, Any]
         while time.monotonic() < spin_until:
             pass
         now, index = time.monotonic(), index + 1
-        conductor.iteration(SimulatedIteration(index=index, end_s=now, duration_s=now - begin))
+        conductor.iteration(Iteration(index=index, end_s=now, duration_s=now - begin))
     sampler.stop()
     blocks = [event for event in events if type(event).__name__ == "Block"]
     return pairs, {

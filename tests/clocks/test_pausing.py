@@ -15,7 +15,6 @@ from kilter.clocks.block_messages import RankResult
 from kilter.clocks.conductor import PAUSED, STALLED, Conductor, GovernorProgram
 from kilter.clocks.pausing import PauseAccount, PausingActuator
 from kilter.clocks.plan.pauses import SAVED_UP, PausePlan, pause_plan
-from kilter.clocks.rehearsal import SimulatedIteration
 from kilter.core.errors import DeviceError
 from kilter.core.events import Block, Refused
 from kilter.core.messages import LocalMessages
@@ -25,6 +24,7 @@ from kilter.device.sim.gpu import Fault, SimGpu, Trouble
 from kilter.device.sim.noise import Noise
 from kilter.device.sim.profile import load_profile
 from kilter.lease.lease import Lease
+from kilter.observe.end_times import Iteration
 from kilter.observe.sensor_record import SensorRecord
 
 LOW_HZ = 345e6
@@ -111,7 +111,7 @@ class Job:
             for rank in self.ranks:
                 rank.index += 1
                 now_s = rank.gpu.now_s
-                ended = SimulatedIteration(rank.index, now_s, now_s - rank.began_s)
+                ended = Iteration(rank.index, now_s, now_s - rank.began_s)
                 rank.began_s = now_s
                 rank.conductor.iteration(ended)
 

@@ -14,7 +14,7 @@ from tests.device.scenarios import Scenario, SimJob, scenarios
 
 from kilter.clocks.conductor import Conductor, GovernorProgram
 from kilter.clocks.plan.governor import Choice
-from kilter.clocks.rehearsal import Rehearsal, SimulatedActuator, SimulatedIteration
+from kilter.clocks.rehearsal import Rehearsal, SimulatedActuator
 from kilter.core.errors import DeviceLost, NotPermitted
 from kilter.core.events import AnyEvent, Block, Refused
 from kilter.core.label import Label
@@ -27,6 +27,7 @@ from kilter.device.sim.noise import QUIET
 from kilter.device.sim.profile import load_profile
 from kilter.lease.journal import RestoreOutcome
 from kilter.lease.lease import Lease
+from kilter.observe.end_times import Iteration
 
 V100 = load_profile("v100")
 BOUND = 0.02
@@ -272,9 +273,7 @@ def test_eight_unequal_cards_are_judged_by_the_slowest_and_all_set_alike() -> No
         for gpu, job, hand, conductor in zip(gpus, jobs, actuators, conductors, strict=True):
             seconds = job.iterate()
             hand.tick()
-            conductor.iteration(
-                SimulatedIteration(index=index, end_s=gpu.now_s, duration_s=seconds)
-            )
+            conductor.iteration(Iteration(index=index, end_s=gpu.now_s, duration_s=seconds))
     blocks = [event for event in events if isinstance(event, Block)]
     alone = SimJob(SimGpu(V100, noise=QUIET), TRACE).iterate()
     assert blocks[0].iteration_s == pytest.approx(1.05 * alone, rel=0.02)

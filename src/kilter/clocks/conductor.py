@@ -37,6 +37,7 @@ from kilter.core.reasons import CLOCKS_REFUSED
 from kilter.core.setting import Sample, Setting, Supported
 from kilter.core.trace import IterationTrace
 from kilter.model.stats import usual_time
+from kilter.observe.end_times import Iteration
 
 STALL = 3.0
 """A block with an iteration this many times as long as its median holds something else than the
@@ -47,17 +48,6 @@ LATE_AFTER_S = 30.0
 the way, is waited for no longer. The ranks of a job keep pace: the others answer within a block."""
 STALLED = "an iteration far longer than the others"
 PAUSED = "an iteration at the low clock of a pause"
-
-
-class TimedIteration(Protocol):
-    """One iteration on the device's clock."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def end_s(self) -> float: ...
-    @property
-    def duration_s(self) -> float: ...
 
 
 class Actuator(Protocol):
@@ -148,12 +138,12 @@ class Conductor:
         self._ready = False
         self._begin: int | None = None
         """The first iteration of the present block."""
-        self._seen: deque[TimedIteration] = deque(maxlen=MOST_ITERATIONS)
+        self._seen: deque[Iteration] = deque(maxlen=MOST_ITERATIONS)
         self.blocks = 0
         self.roles: tuple[str, ...] = ("",)
         """The role groups of this rank and those that report to it, in order of their first rank;
         of all of them on rank 0, once every rank has run a block."""
-        self._waits_from: TimedIteration | None = None
+        self._waits_from: Iteration | None = None
         """The iteration at which the last step of the present block was done."""
         self._block_iterations = MOST_ITERATIONS
         """Of the last order."""
@@ -167,7 +157,7 @@ class Conductor:
             return None
         return self._leader.order.phase
 
-    def iteration(self, iteration: TimedIteration) -> None:
+    def iteration(self, iteration: Iteration) -> None:
         """Take notice of one more iteration."""
         self._seen.append(iteration)
         self._set(self._actuator.check)
@@ -313,7 +303,7 @@ class Conductor:
         self._messages.post_order(note)
         return True
 
-    def _block(self) -> list[TimedIteration]:
+    def _block(self) -> list[Iteration]:
         """The iterations of the present block, less those that were not timed."""
         assert self._begin is not None
         assert self._note is not None
@@ -335,7 +325,7 @@ class Conductor:
             lost={} if self._pauses is None else self._pauses.take_lost(),
         )
 
-    def _paused(self, block: Sequence[TimedIteration]) -> str | None:
+    def _paused(self, block: Sequence[Iteration]) -> str | None:
         """Whether the return from a pause has slowed a part of the block. Iterations most of which
         hold a pause are like that under any setting."""
         pauses = self._pauses

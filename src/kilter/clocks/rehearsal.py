@@ -10,7 +10,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from kilter.clocks.actuator import RECENT_S
@@ -24,6 +23,7 @@ from kilter.core.plan import Goal
 from kilter.core.setting import Sample, Setting, over
 from kilter.core.trace import IterationTrace
 from kilter.device.sim.gpu import SimGpu
+from kilter.observe.end_times import Iteration
 
 HOLD_BLOCKS = 150
 """Blocks to hold at the end: three comparisons with the baseline, and room for drift to show."""
@@ -31,15 +31,6 @@ HOLD_BLOCKS = 150
 VERIFY_AFTER_S = 1.5
 """A clock that has not come down by then is not obeyed. Some switches take longer than is usual,
 and sensors show the past."""
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedIteration:
-    """One simulated iteration."""
-
-    index: int
-    end_s: float
-    duration_s: float
 
 
 class SimulatedActuator:
@@ -172,7 +163,7 @@ class Rehearsal:
         if sample := self._actuator.tick():
             self._record(sampled(sample, self._clock()))
         self._conductor.iteration(
-            SimulatedIteration(index=self.iterations, end_s=self._gpu.now_s, duration_s=duration_s)
+            Iteration(index=self.iterations, end_s=self._gpu.now_s, duration_s=duration_s)
         )
         if self._conductor.phase is Phase.HOLD:
             self._held += self._conductor.blocks - blocks
@@ -233,6 +224,6 @@ def compare(
         duration_s = gpu.run(work)
         actuator.tick()
         index += 1
-        conductor.iteration(SimulatedIteration(index=index, end_s=gpu.now_s, duration_s=duration_s))
+        conductor.iteration(Iteration(index=index, end_s=gpu.now_s, duration_s=duration_s))
     gpu.set(found)
     return done

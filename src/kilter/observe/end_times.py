@@ -19,9 +19,10 @@ class Iteration:
 
     index: int
     end_s: float
-    """When the host passed the iteration end, on the clock of `IterationClock`."""
+    """When the host passed the iteration end, on the clock of `IterationClock`; of a simulated GPU
+    in its virtual time."""
     duration_s: float
-    timeline: str
+    timeline: str = "gpu"
     """Whose clock `duration_s` is from: `gpu` or `host`."""
     skipped: int = 0
     """Optimizer steps that a gradient scaler left out: the interval holds so many more

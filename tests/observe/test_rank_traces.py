@@ -26,7 +26,7 @@ from kilter.observe import trace_events
 from kilter.observe.kineto import ITERATION_END
 from kilter.observe.rank_traces import KernelTable, operation, read_rank
 from kilter.observe.repetition import starts
-from kilter.observe.trace_events import TraceFile
+from kilter.observe.trace_events import RawEvent, TraceFile
 
 TABLE = KernelTable()
 
@@ -205,7 +205,7 @@ def test_streaming_gives_every_event_whatever_the_chunks(
     path.write_text(json.dumps(content, indent=indent, ensure_ascii=False))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace_events, "CHUNK_BYTES", chunk)
-        file = TraceFile(path)
+        file = TraceFile(path, RawEvent)
         found = list(file)
     assert [e.name for e in found] == names
     assert [e.args.stream for e in found] == list(range(len(names)))

@@ -11,7 +11,6 @@ import os
 import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 from kilter.core.errors import FileError
 from kilter.core.own_file import OwnFile, OwnStream
@@ -49,7 +48,7 @@ def open_file(
     owners: Collection[int] | None = None,
     closed_to: int = 0o022,
     follow: bool = True,
-) -> BinaryIO:
+) -> io.BufferedReader:
     """The file of `read_file`, open to be read in parts."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:

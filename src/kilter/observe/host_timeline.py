@@ -20,7 +20,7 @@ from kilter.core.rank_trace import Collective, RankIteration, RankTrace
 from kilter.model.intervals import join, union
 from kilter.observe.kineto import ITERATION_END
 from kilter.observe.rank_traces import operation
-from kilter.observe.trace_events import TraceFile
+from kilter.observe.trace_events import RawEvent, TraceFile
 
 GAP_JOINED_S = 1e-3
 _US = 1e-6
@@ -37,7 +37,7 @@ def read_host_rank(path: Path, ends_s: Mapping[int, float], *, rank: int) -> Ran
     compute: list[tuple[float, float]] = []
     collectives: list[tuple[float, float, str]] = []
     marks: list[float] = []
-    for event in TraceFile(path):
+    for event in TraceFile(path, RawEvent):
         if event.ph != "X" or not isinstance(event.name, str) or event.ts is None:
             continue
         begin_s = event.ts * _US

@@ -9,10 +9,8 @@ stream covers is a gap. Without kernels, times are self times on the host's time
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
-import zlib
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -23,11 +21,11 @@ from typing import Any
 
 import msgspec
 
-from kilter.core.codec import read
 from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.model.intervals import Interval, Times, difference, intersection, length, union
+from kilter.observe.trace_events import TraceFile
 from kilter.observe.traffic import bytes_moved
 
 MODULE = "kilter::module::"
@@ -71,11 +69,6 @@ class TraceEvent(msgspec.Struct, frozen=True):
         return self.args.get(name) if self.args else None
 
 
-class _File(msgspec.Struct, frozen=True):
-    events: list[TraceEvent] = msgspec.field(name="traceEvents")
-    devices: list[dict[str, Any]] = msgspec.field(name="deviceProperties", default_factory=list)
-
-
 def read_kineto(
     path: str | os.PathLike[str],
     *,
@@ -96,25 +89,9 @@ def read_kineto(
 
     `FileError` if the file is missing, malformed or truncated, or holds no work.
     """
-    events, names = _load(path)
-    reader = _Trace(events, names, str(path), flops, breathe or (lambda: None))
+    file = TraceFile(path, TraceEvent)
+    reader = _Trace(list(file), file.devices, str(path), flops, breathe or (lambda: None))
     return reader.trace(iterations, iteration_s, device)
-
-
-def _load(path: str | os.PathLike[str]) -> tuple[list[TraceEvent], list[str]]:
-    raw = read(path, max_bytes=2**32)
-    if raw[:2] == b"\x1f\x8b":
-        try:
-            raw = gzip.decompress(raw)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise FileError(f"{path}: broken gzip file ({error})") from error
-    try:
-        file = msgspec.json.decode(raw, type=_File)
-    except msgspec.ValidationError as error:
-        raise FileError(f"{path}: not a Kineto trace ({error})") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FileError(f"{path}: not a complete JSON file ({error})") from error
-    return file.events, [str(d.get("name", "")) for d in file.devices]
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ def read_rank(
     marks; `otherwise`: the rank's number if neither the file nor its name tells it. With `marks` of
     a window of ours, iterations go from marker to marker of the GPU's stream, and `origin_s` is of
     `time.monotonic()`."""
-    file = TraceFile(path)
+    file = TraceFile(path, RawEvent)
     timeline = _Timeline(str(path), table)
     for event in file:
         timeline.add(event)
@@ -148,13 +148,10 @@ def read_rank(
     rank = _integer(info.get("rank"))
     if rank is None:
         rank = int(named[-1]) if named else otherwise
-    devices = file.head.get("deviceProperties")
-    listed = devices if isinstance(devices, list) else []
-    names = [str(d.get("name", "")) for d in listed if isinstance(d, dict)]
     return timeline.finish(
         rank=rank,
         world_size=_integer(info.get("world_size")),
-        device=names[0] if names else "",
+        device=next(iter(file.devices), ""),
         groups=_Groups(info.get("pg_config")),
         count=iterations,
         marks=marks,

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -79,24 +79,20 @@ class RawEvent(msgspec.Struct, frozen=True):
     args: Args | None = None
 
 
-class _File(msgspec.Struct, frozen=True):
-    events: list[RawEvent] = msgspec.field(name="traceEvents")
+Event = TypeVar("Event")
 
 
-_decode_events = msgspec.json.Decoder(list[RawEvent], strict=False).decode
-_decode_file = msgspec.json.Decoder(_File, strict=False).decode
+class TraceFile(Generic[Event]):
+    """The events of one file, once, in the file's order, each as a `kind`. `head` holds the other
+    keys: those before the events from the first event on, those behind them at the end."""
 
-
-class TraceFile:
-    """The events of one file, once, in the file's order. `head` holds the other keys: those before
-    the events from the first event on, those behind them at the end."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], kind: type[Event]) -> None:
         self.path = Path(path)
+        self._decode = msgspec.json.Decoder(list[kind], strict=False).decode  # type: ignore[valid-type]
         self.head: dict[str, Any] = {}
         self.count = 0
 
-    def __iter__(self) -> Iterator[RawEvent]:
+    def __iter__(self) -> Iterator[Event]:
         """`FileError` for a file that is missing, truncated, or no trace."""
         try:
             with self._open() as file:
@@ -108,16 +104,15 @@ class TraceFile:
 
     @contextmanager
     def _open(self) -> Iterator[IO[bytes]]:
-        with open_file(self.path, max_bytes=MOST_BYTES) as file:
-            packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            if packed:
+        pipe = str(self.path).startswith("/dev/")  # as the shell names one
+        with open(self.path, "rb") if pipe else open_file(self.path, max_bytes=MOST_BYTES) as file:
+            if file.peek(2)[:2] == b"\x1f\x8b":
                 with gzip.GzipFile(fileobj=file) as unpacked:
                     yield cast(IO[bytes], unpacked)
             else:
                 yield file
 
-    def _events(self, file: IO[bytes]) -> Iterator[RawEvent]:
+    def _events(self, file: IO[bytes]) -> Iterator[Event]:
         opening, buffer = self._head(file)
         while chunk := file.read(CHUNK_BYTES):
             buffer += chunk
@@ -141,7 +136,7 @@ class TraceFile:
                 return b'{"traceEvents":[', buffer[match.end() :]
             if not chunk or len(buffer) > MOST_HEAD_BYTES:
                 self._keys(buffer)
-                raise FileError(f"{self.path}: not a Kineto or Chrome trace (no traceEvents)")
+                raise FileError(f"{self.path}: not a Kineto trace (no traceEvents)")
 
     def _keys(self, raw: bytes) -> dict[str, Any]:
         try:
@@ -149,11 +144,11 @@ class TraceFile:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FileError(f"{self.path}: not a complete JSON file ({error})") from error
         if not isinstance(keys, dict):
-            raise FileError(f"{self.path}: not a Kineto or Chrome trace (no traceEvents)")
+            raise FileError(f"{self.path}: not a Kineto trace (no traceEvents)")
         keys.pop("traceEvents", None)
         return keys
 
-    def _cut(self, buffer: bytes) -> tuple[list[RawEvent], bytes]:
+    def _cut(self, buffer: bytes) -> tuple[list[Event], bytes]:
         """The events up to a place between two of them, and the bytes behind that place."""
         window = buffer[-CHUNK_BYTES:]
         start = len(buffer) - len(window)
@@ -162,7 +157,7 @@ class TraceFile:
             cut = start + place
             for raw in self._as_numbers(b"[" + buffer[:cut] + b"]"):
                 try:
-                    events = _decode_events(raw)
+                    events = self._decode(raw)
                 except (msgspec.ValidationError, RecursionError) as error:
                     raise FileError(f"{self.path}: not a Kineto trace ({error})") from error
                 except (msgspec.DecodeError, UnicodeDecodeError):
@@ -178,13 +173,14 @@ class TraceFile:
         if count:
             yield changed
 
-    def _rest(self, opening: bytes, buffer: bytes) -> list[RawEvent]:
+    def _rest(self, opening: bytes, buffer: bytes) -> list[Event]:
         raw = _NOT_A_NUMBER.sub(b":null", opening + buffer)
         try:
             if opening == b"[":
-                return _decode_events(raw)
-            file = _decode_file(raw)
-            keys = msgspec.json.decode(raw)
+                return self._decode(raw)
+            keys = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+            events = self._decode(keys.pop("traceEvents"))
+            self.head |= {name: msgspec.json.decode(value) for name, value in keys.items()}
         except (msgspec.ValidationError, RecursionError) as error:
             raise FileError(f"{self.path}: not a Kineto trace ({error})") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -192,6 +188,11 @@ class TraceFile:
                 f"{self.path}: not a complete JSON file: it breaks off, or is damaged, after event "
                 f"{self.count} or later; copy the trace again, or let the profiler finish writing"
             ) from error
-        keys.pop("traceEvents")
-        self.head |= keys
-        return file.events
+        return events
+
+    @property
+    def devices(self) -> list[str]:
+        """The names of the GPUs; the file has to be read."""
+        listed = self.head.get("deviceProperties")
+        known = listed if isinstance(listed, list) else []
+        return [str(device.get("name", "")) for device in known if isinstance(device, dict)]

@@ -53,19 +53,19 @@ def costs_of(profile: Profile, trace: IterationTrace) -> Costs:
         raise PlanError("the trace has no operation that takes time; nothing can be planned")
     trace = replace(trace, operations=tuple(operations))
     settings, sm_hz, memory_hz = _settings(profile, trace)
-    rows = [_Row(profile, trace, op) for op in operations]
-    flops, moved, floor_s, fixed_s = (
-        np.array([getattr(row, name) for row in rows])[:, None]
-        for name in ("flops", "bytes_moved", "floor_s", "fixed_s")
-    )
-    switched_flops, switched_bytes = (
-        np.array([getattr(row, name) for row in rows])[:, None]
-        for name in ("switched_flops", "switched_bytes")
-    )
-    busy_s = profile.roofline.busy_s(flops, moved, sm_hz, memory_hz)
+    clocks = {"sm_hz": profile.knobs.sm_highest_hz, "memory_hz": profile.knobs.memory_clocks_hz[-1]}
+    works = [
+        work_of(replace(trace, operations=(op,)), profile.roofline, **clocks) for op in operations
+    ]
+
+    def column(name: str) -> Array:
+        return np.array([float(np.sum(getattr(work, name))) for work in works])[:, None]
+
+    floor_s, fixed_s = column("floor_s"), column("fixed_s")
+    busy_s = profile.roofline.busy_s(column("flops"), column("bytes_moved"), sm_hz, memory_hz)
     time_s = np.maximum(floor_s, busy_s) + fixed_s
     waiting_w = np.asarray(profile.power.waiting_w(sm_hz, memory_hz, LEAKAGE_AT_C))
-    work_j = profile.power.work_j(switched_flops, switched_bytes, busy_s, sm_hz)
+    work_j = profile.power.work_j(column("switched_flops"), column("switched_bytes"), busy_s, sm_hz)
     return Costs(
         settings=settings,
         operations=tuple(op.name for op in operations),
@@ -80,24 +80,6 @@ def _takes_time(op: Operation, trace: IterationTrace) -> bool:
     if trace.timeline == "gpu" or op.kind in CLOCKLESS:
         return op.duration_s > 0.0
     return bool(op.flops or op.bytes_moved or op.kernels)
-
-
-class _Row:
-    """The work of one operation as the device sees it."""
-
-    def __init__(self, profile: Profile, trace: IterationTrace, op: Operation) -> None:
-        knobs = profile.knobs
-        work = work_of(
-            replace(trace, operations=(op,)),
-            profile.roofline,
-            sm_hz=knobs.sm_highest_hz,
-            memory_hz=knobs.memory_clocks_hz[-1],
-        )
-        self.flops = float(work.flops.sum())
-        self.bytes_moved = float(work.bytes_moved.sum())
-        self.floor_s = float(work.floor_s.sum())
-        self.fixed_s = work.fixed_s
-        self.switched_flops, self.switched_bytes = work.switched_flops, work.switched_bytes
 
 
 def _settings(profile: Profile, trace: IterationTrace) -> tuple[tuple[Setting, ...], Array, Array]:

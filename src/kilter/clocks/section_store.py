@@ -44,18 +44,14 @@ class SectionStore:
     def load(self, signature: str) -> SectionsFound | None:
         """What the last run of this job has found, or None. Only our own file is believed."""
         path = self.path(signature)
-        try:
-            raw = read_file(path, max_bytes=MOST_FILE_BYTES, owners={os.geteuid()})
-        except FileNotFoundError:
-            return None
-        return codec.decode(raw, SectionsFound, where=str(path))
+        raw = _own(path)
+        return None if raw is None else codec.decode(raw, SectionsFound, where=str(path))
 
     def switches(self, info: DeviceInfo) -> Calibration | None:
         """Of this device with this driver and VBIOS, or None."""
         path = self._switches_path(info)
-        try:
-            raw = read_file(path, max_bytes=MOST_FILE_BYTES, owners={os.geteuid()})
-        except FileNotFoundError:
+        raw = _own(path)
+        if raw is None:
             return None
         try:
             found = _SWITCHES.decode(raw).calibration
@@ -77,3 +73,11 @@ class SectionStore:
     def save(self, signature: str, found: SectionsFound) -> None:
         """For the next run."""
         codec.save(self.path(signature), found)
+
+
+def _own(path: Path) -> bytes | None:
+    """The bytes of a file that nobody else may write; None: there is none."""
+    try:
+        return read_file(path, max_bytes=MOST_FILE_BYTES, owners={os.geteuid()})
+    except FileNotFoundError:
+        return None

@@ -121,10 +121,9 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetClocks:
-    """Hold this setting from one operation on (0 = the whole iteration)."""
+    """Hold this setting."""
 
     setting: Setting
-    from_operation: int = 0
     effect: Effect
     """Of the whole plan: settings of several role groups are judged together."""
     reason: str
@@ -150,16 +149,12 @@ class MoveData:
     """Intervals recomputed before their use."""
 
 
-Action = SetClocks
-"""The union of everything a plan can contain; a new kind of action is added here."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Frozen list of actions. An empty list is a good plan: the default stands."""
 
     planner: str
-    actions: tuple[Action, ...]
+    actions: tuple[SetClocks, ...]
     effect: Effect
     reason: str
     label: Label

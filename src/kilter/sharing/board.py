@@ -12,7 +12,7 @@ import numpy as np
 
 from kilter.sharing.history import AloneTimes, job_key
 from kilter.sharing.messages import JobStatus, JobSummary, RankStatus, RatioTarget
-from kilter.sharing.model import JobCost, Observation, alone_s, fit, spread
+from kilter.sharing.model import JobCost, Observation, alone_s, fit, observe, spread
 from kilter.sharing.plan.attribution import EnergyAccount
 from kilter.sharing.plan.contracts import ContractedJob
 from kilter.sharing.plan.policies import SharingPolicy
@@ -34,7 +34,6 @@ GONE_AFTER_S = 10.0
 STALLED_AFTER_S = 60.0
 """Without a new iteration for this time (and twenty steps) a job no longer counts."""
 _STEPS_TO_OBSERVE = 3
-_OBSERVATIONS = 16
 _MOST_SPREAD = 0.3
 """A run-alone time that the time model knows worse than this is not told."""
 _STEPS_ALONE = 30
@@ -217,16 +216,13 @@ class Board:
             if not _settled(status):
                 continue
             samples = self._by_gpu(status, [rank.samples for rank in status.ranks])
-            ratios = self._ratios(status)
-            record.observations.pop(ratios, None)
-            record.observations[ratios] = Observation(
+            seen = Observation(
                 tuple(int(value) for value in samples),
                 tuple(self._by_gpu(status, [max(r.step_s - r.comm_s, 0.0) for r in status.ranks])),
                 _step_s(status),
                 tuple((whole - presence[slot]).tolist()),
             )
-            while len(record.observations) > _OBSERVATIONS:
-                del record.observations[next(iter(record.observations))]
+            observe(record.observations, self._ratios(status), seen)
             cost = fit(list(record.observations.values()))
             if cost is not None:
                 record.cost = msgspec.structs.replace(cost, spins=_on_gpus(status))

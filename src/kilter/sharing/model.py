@@ -118,6 +118,20 @@ class Observation(msgspec.Struct, frozen=True):
     """Per GPU: mean number of other jobs' kernels there (their residence over their step)."""
 
 
+_OBSERVATIONS = 16
+"""Ratios of which the times are kept."""
+
+
+def observe(
+    kept: dict[tuple[int, ...], Observation], ratios: tuple[int, ...], seen: Observation
+) -> None:
+    """Keep what was seen last at a data ratio, and of the ratios the last ones."""
+    kept.pop(ratios, None)
+    kept[ratios] = seen
+    while len(kept) > _OBSERVATIONS:
+        del kept[next(iter(kept))]
+
+
 _CONTENTIONS = (1.0, 0.75, 0.5, 0.25, 0.0, 1.25, 1.5, 2.0)
 _NOISE = 0.03
 """Relative error of an observed time."""

@@ -18,7 +18,16 @@ import numpy as np
 from kilter.core.codec import check_numbers, read
 from kilter.core.errors import FileError
 from kilter.core.label import Label
-from kilter.sharing.model import Array, JobCost, Observation, TimePrediction, fit, jain, predict
+from kilter.sharing.model import (
+    Array,
+    JobCost,
+    Observation,
+    TimePrediction,
+    fit,
+    jain,
+    observe,
+    predict,
+)
 from kilter.sharing.model import alone_s as alone_of
 from kilter.sharing.plan.policies import SharingPolicy
 from kilter.sharing.plan.snapshot import (
@@ -36,7 +45,6 @@ from kilter.sharing.plan.snapshot import (
 )
 
 PLACEMENT_SCHEMA = "kilter.sharing/1"
-_OBSERVATIONS = 16
 MOST_PERIODS = 100_000
 """Of a rehearsal: each is a decision, and a stretch in the answer."""
 _EPSILON_S = 1e-9
@@ -359,10 +367,7 @@ class _Simulation:
             observation = Observation(
                 samples, tuple(seen), max(seen) + comm * self._noise(), tuple(others.tolist())
             )
-            running.observations.pop(running.ratios, None)
-            running.observations[running.ratios] = observation
-            while len(running.observations) > _OBSERVATIONS:
-                del running.observations[next(iter(running.observations))]
+            observe(running.observations, running.ratios, observation)
 
     def _noise(self) -> float:
         return max(self._random.gauss(1.0, self._machine.noise), 0.1)

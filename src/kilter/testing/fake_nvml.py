@@ -641,11 +641,13 @@ def _reading(call: str, read: Callable[[Card], Any]) -> tuple[str, Callable[...,
         return self._on_card(name, handle, read, *others)
 
     known = [each.partition("=") for each in ("self", *parameters.split(", "))]
-    method.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        inspect.Parameter(
-            each, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value if equals else _EMPTY
-        )
-        for each, equals, value in known
+    method.__signature__ = inspect.Signature(
+        [  # type: ignore[attr-defined]
+            inspect.Parameter(
+                each, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value if equals else _EMPTY
+            )
+            for each, equals, value in known
+        ]
     )
     return name, method
 

@@ -76,9 +76,11 @@ def test_idle_power_is_what_the_gpu_drew_without_a_job():
 
 def report(name, number, work_s, reserved_bytes):
     ranks = tuple(RankStatus(number, 8, 20, 0.1, w, 0.0, reserved_bytes) for w in work_s)
+    facts = Facts(2, 16, None, 1, False)
     return JobStatus(
-        number, name, 1, (0, 1), Facts(2, 16, None, 1, False), number, 5.0, (5, 5), ranks
-    )
+        name, (0, 1), ratios=(5, 5), number=number, pid=1, facts=facts, iteration=number,
+        elapsed_s=5.0, ranks=ranks,
+    )  # fmt: skip
 
 
 def test_the_meters_of_a_shared_machine_are_split_among_its_jobs(tmp_path):

@@ -25,9 +25,11 @@ def status(name="a", number=1, iteration=10, ratios=(5, 5), gpus=(0, 1), busy=1.
         else RankStatus(iteration, 0, 0, 0.0, 0.0, 0.0)
         for b in samples
     )
+    facts = Facts(len(gpus), 100, **known)
     return JobStatus(
-        number, name, 1, gpus, Facts(len(gpus), 100, **known), iteration, 5.0, ratios, ranks
-    )
+        name, gpus, ratios=ratios, number=number, pid=1, facts=facts, iteration=iteration,
+        elapsed_s=5.0, ranks=ranks,
+    )  # fmt: skip
 
 
 def board(policy="maxmin"):

@@ -22,8 +22,8 @@ from kilter.device.nvidia import NvidiaDevice
 from kilter.session.fence import Fence
 from kilter.sharing.daemon import Daemon
 from kilter.sharing.elastic.share import listening_store
-from kilter.sharing.link import DaemonLink, Identity
-from kilter.sharing.messages import Facts, RatioTarget, Summary
+from kilter.sharing.link import DaemonLink
+from kilter.sharing.messages import Facts, Identity, RatioTarget, Summary
 from kilter.sharing.store import Channel, Endpoint, living, read_endpoint
 from kilter.testing.fake_card import Card
 from kilter.testing.fake_nvml import FakeNvml

@@ -65,7 +65,8 @@ def _find(options: ShareOptions) -> None:
     """Once torch is there: wait for the job in the script."""
     from kilter.sharing.elastic.job import ElasticJob
     from kilter.sharing.elastic.scripts import find_in_script
-    from kilter.sharing.link import DaemonLink, Identity
+    from kilter.sharing.link import DaemonLink
+    from kilter.sharing.messages import Identity
 
     def attached(job: ElasticJob) -> None:
         if job.share is not None and job.facts is not None and job.share.rank == 0:

@@ -18,7 +18,8 @@ from kilter.core.errors import UsageError
 from kilter.session.fence import Fence
 from kilter.sharing.elastic.job import ElasticJob
 from kilter.sharing.elastic.sharded import is_sharded
-from kilter.sharing.link import DaemonLink, Identity
+from kilter.sharing.link import DaemonLink
+from kilter.sharing.messages import Identity
 from kilter.sharing.plan.snapshot import Ratios
 from kilter.sharing.store import default_file
 

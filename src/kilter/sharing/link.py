@@ -18,7 +18,7 @@ import msgspec
 from kilter.core.errors import KilterError
 from kilter.sharing.elastic.agreement import propose
 from kilter.sharing.elastic.share import MOST_PAUSE_S, Guard, Share, connect, resumed
-from kilter.sharing.messages import Facts, JobStatus, RankStatus
+from kilter.sharing.messages import Facts, Identity, JobStatus, RankStatus
 from kilter.sharing.plan.snapshot import Ratios, shown
 from kilter.sharing.store import TIMEOUT, Channel, read_endpoint
 
@@ -26,18 +26,6 @@ _EVERY_S = 0.25
 _RETRY_S = 1.0
 _BROKEN = (KilterError, RuntimeError, ValueError, OSError)
 """What a lost or half-written daemon makes of a call: DistNetworkError is a RuntimeError."""
-
-
-class Identity(msgspec.Struct, frozen=True):
-    """How the job presents itself."""
-
-    name: str
-    gpus: tuple[int, ...]
-    alone_step_s: float | None = None
-    max_slowdown: float | None = None
-    ratios: Ratios | None = None
-    """By rank, to begin with."""
-    probe: bool = False
 
 
 class DaemonLink(threading.Thread):
@@ -151,18 +139,13 @@ class DaemonLink(threading.Thread):
     def _status(self) -> JobStatus:
         ranks = tuple(self._rank(rank) for rank in range(self._facts.world))
         return JobStatus(
+            **msgspec.structs.asdict(self._identity) | {"ratios": self._ratios},
             number=self._number,
-            name=self._identity.name,
             pid=os.getpid(),
-            gpus=self._identity.gpus,
             facts=self._facts,
             iteration=max(rank.iteration for rank in ranks),
             elapsed_s=time.monotonic() - self._begun_s,
-            ratios=self._ratios,
             ranks=ranks,
-            alone_step_s=self._identity.alone_step_s,
-            max_slowdown=self._identity.max_slowdown,
-            probe=self._identity.probe,
         )
 
     def _rank(self, rank: int) -> RankStatus:

@@ -43,26 +43,33 @@ class Facts(msgspec.Struct, frozen=True):
     may_idle: bool
 
 
-class JobStatus(msgspec.Struct, frozen=True):
-    """A job, as its rank 0 reports it. Ratios and statuses are by rank."""
+class Identity(msgspec.Struct, frozen=True):
+    """How a job presents itself."""
 
-    number: int
-    """Grows with every report: the heartbeat."""
     name: str
-    pid: int
     gpus: tuple[int, ...]
     """The GPU of each rank."""
-    facts: Facts
-    iteration: int
-    elapsed_s: float
-    ratios: Ratios | None
-    ranks: tuple[RankStatus, ...]
     alone_step_s: float | None = None
     """Given by the user."""
     max_slowdown: float | None = None
     """What lower clocks may cost the job, given by the user."""
+    ratios: Ratios | None = None
+    """By rank: to begin with, and in a report those in force."""
     probe: bool = False
     """Whether the user wants the run-alone time to be measured, while the other jobs pause."""
+
+
+class JobStatus(Identity, frozen=True, kw_only=True):
+    """A job, as its rank 0 reports it."""
+
+    number: int
+    """Grows with every report: the heartbeat."""
+    pid: int
+    facts: Facts
+    iteration: int
+    elapsed_s: float
+    ranks: tuple[RankStatus, ...]
+    """By rank."""
 
 
 class RatioTarget(msgspec.Struct, frozen=True):

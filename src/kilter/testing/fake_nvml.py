@@ -631,7 +631,10 @@ _READINGS: dict[str, Callable[[Card], Any]] = {
 """Calls, with the parameters of the binding, that only look at a card."""
 
 
-_EMPTY = inspect.Parameter.empty
+def _parameter(text: str) -> inspect.Parameter:
+    name, equals, value = text.partition("=")
+    default = value if equals else inspect.Parameter.empty
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
 
 
 def _reading(call: str, read: Callable[[Card], Any]) -> tuple[str, Callable[..., Any]]:
@@ -640,14 +643,8 @@ def _reading(call: str, read: Callable[[Card], Any]) -> tuple[str, Callable[...,
     def method(self: FakeNvml, handle: _Handle, *others: Any) -> Any:
         return self._on_card(name, handle, read, *others)
 
-    known = [each.partition("=") for each in ("self", *parameters.split(", "))]
-    method.__signature__ = inspect.Signature(
-        [  # type: ignore[attr-defined]
-            inspect.Parameter(
-                each, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=value if equals else _EMPTY
-            )
-            for each, equals, value in known
-        ]
+    vars(method)["__signature__"] = inspect.Signature(
+        [_parameter(each) for each in ("self", *parameters.split(", "))]
     )
     return name, method
 

@@ -342,10 +342,11 @@ class _Trace:
         `iteration_s` is the length of an iteration where it is known."""
         iteration_ends = [] if iterations else self._iteration_ends()
         if len(iteration_ends) < 2:
-            iteration_ends = _equal_parts(pieces, iterations)
+            *begins, last = _equal_parts(pieces, iterations)
             for piece in pieces:
-                piece.iteration = bisect_right(iteration_ends, piece.begin) - 1
-            return list(pairwise([*iteration_ends, max(p.end for p in pieces)]))
+                number = bisect_right(begins, piece.begin) - 1
+                piece.iteration = number if piece.begin < last else -1
+            return list(pairwise([*begins, last]))
         for piece in pieces:
             number = bisect_right(iteration_ends, piece.launched) - 1
             piece.iteration = number if number < len(iteration_ends) - 1 else -1
@@ -403,23 +404,18 @@ def _short(kernel: str) -> str:
 
 
 def _equal_parts(pieces: list[_Piece], count: int | None) -> list[float]:
-    """When each iteration begins, if the pieces are `count` repetitions, or as many as they look
-    like: the largest number for which 95 % of the main stream's kernels repeat."""
+    """The edges of iterations, if the pieces are `count` repetitions, or as many as the kernels of
+    the main stream look like."""
+    import numpy as np
+
+    from kilter.observe.repetition import starts
+
     stream = Counter(p.stream for p in pieces).most_common(1)[0][0]
     main = [p for p in pieces if p.stream == stream]
-    names = [p.owner.name for p in main]
-    if count is None:
-        count = next((n for n in range(16, 1, -1) if _repeats(names, len(names) // n)), 1)
-    count = min(count, len(main))
-    begins = [main[i * len(main) // count].begin for i in range(count)]
-    return [min(p.begin for p in pieces), *begins[1:]]
-
-
-def _repeats(names: list[str], period: int) -> bool:
-    if period < 8:
-        return False
-    same = sum(a == b for a, b in zip(names, names[period:], strict=False))
-    return same >= 0.95 * (len(names) - period)
+    _, names = np.unique([p.owner.name for p in main], return_inverse=True)
+    begins, rest = starts(names, count)
+    last = max(p.end for p in pieces) if rest is None else main[rest].begin
+    return [min(p.begin for p in pieces), *(main[i].begin for i in begins[1:]), last]
 
 
 @dataclass(slots=True)

@@ -59,7 +59,6 @@ NETWORK_FILE_SYSTEMS = frozenset(
 
 
 def default_file(environ: Mapping[str, str]) -> Path:
-    """The history of this user."""
     return state_home(environ) / "history.sqlite"
 
 

@@ -35,7 +35,6 @@ class JobTelemetry:
 
     @property
     def latest(self) -> Sample | None:
-        """The last reading."""
         return self._record.latest
 
     @property

@@ -55,7 +55,6 @@ class SearchLeader:
         """That is being executed."""
 
     def first(self) -> OrderNote:
-        """The order of the first block."""
         return self._noted(next(self._orders))
 
     def conclude(

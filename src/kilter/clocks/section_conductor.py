@@ -147,8 +147,6 @@ class DrySetter:
 
 
 class LeaseSetter:
-    """Sets under a lease."""
-
     sets = True
 
     def __init__(self, lease: Lease) -> None:

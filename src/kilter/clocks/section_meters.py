@@ -29,7 +29,6 @@ class IterationMeter:
         self._seen: deque[Iteration] = deque(maxlen=KEPT_ITERATIONS)
 
     def iteration(self, iteration: Iteration) -> None:
-        """One more has become known."""
         self._seen.append(iteration)
 
     def follow(self, now: Sequence[int], arms: Arms) -> None:

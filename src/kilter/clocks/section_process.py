@@ -85,7 +85,6 @@ class SectionProcess:
         return [_ANSWERS.decode(line) for line in whole]
 
     def stop(self) -> Ended:
-        """Have the found clock put back."""
         self.say(Stop())
         by_s = time.monotonic() + STOP_S
         while time.monotonic() < by_s:

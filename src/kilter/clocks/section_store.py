@@ -38,7 +38,6 @@ class SectionStore:
         self._directory = state_home(environ) / "sections"
 
     def path(self, signature: str) -> Path:
-        """The file of a job."""
         return self._directory / f"{signature}.json"
 
     def load(self, signature: str) -> SectionsFound | None:

@@ -61,7 +61,6 @@ class RankProcess:
         return ray.util.get_node_ip_address(), list(map(str, gpus))
 
     def look(self, site: RankSite) -> SiteReport:
-        """What there is on this node."""
         self._folder = site.folder
         wanted = [Path(site.folder)]
         wanted += [] if site.script is None else [Path(site.folder) / site.script]

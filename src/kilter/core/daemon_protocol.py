@@ -107,8 +107,6 @@ KNOB_NAMES = (
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The daemon's answer to one request."""
-
     number: int = 0
     error: str | None = None
     """The name of one of our device errors."""

@@ -66,7 +66,6 @@ class Sampled(Event, frozen=True, kw_only=True):
 
 
 def sampled(sample: Sample, t_s: float) -> Sampled:
-    """A reading as an event."""
     return Sampled(
         t_s=t_s,
         device_t_s=sample.t_s,

@@ -121,8 +121,6 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetClocks:
-    """Hold this setting."""
-
     setting: Setting
     effect: Effect
     """Of the whole plan: settings of several role groups are judged together."""

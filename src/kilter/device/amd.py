@@ -82,7 +82,6 @@ class AmdLibrary(VendorLibrary):
         return kind(f"amdsmi: {name}: {error}")
 
     def handles(self) -> dict[str, Any]:
-        """The GPUs by UUID."""
         found = self.call("amdsmi_get_processor_handles")
         return {self.call("amdsmi_get_gpu_device_uuid", handle): handle for handle in found}
 

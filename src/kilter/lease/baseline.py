@@ -88,7 +88,6 @@ def of_gpu(uuid: str, environ: Mapping[str, str]) -> GpuBaseline | None:
 
 
 def as_toml(baseline: Baseline) -> bytes:
-    """The file's text."""
     parts = ["# What each GPU should stand at when nobody governs it: kilter baseline --help"]
     for uuid, gpu in sorted(baseline.gpu.items()):
         parts.append(f"\n[gpu.{msgspec.json.encode(uuid).decode()}]")

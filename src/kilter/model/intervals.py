@@ -27,7 +27,6 @@ def union(intervals: Iterable[Interval]) -> Times:
 
 
 def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> Times:
-    """The times in both sets."""
     common: Times = []
     i = j = 0
     while i < len(a) and j < len(b):

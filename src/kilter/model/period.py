@@ -133,8 +133,6 @@ class _Grid(msgspec.Struct, frozen=True):
 
 
 def telemetry(samples: Sequence[Sample]) -> Telemetry:
-    """The channels of a device's samples."""
-
     def channel(name: str) -> Array:
         values = [getattr(sample, name) for sample in samples]
         return np.array([math.nan if v is None else v for v in values], dtype=float)

@@ -40,7 +40,6 @@ class CudaDriver:
     where torch has just computed. Each raises `DeviceError`."""
 
     def __init__(self, library: Any = None) -> None:
-        """`library` stands in for the driver's."""
         try:
             self._library = ctypes.CDLL(_LIBRARY) if library is None else library
         except OSError as error:

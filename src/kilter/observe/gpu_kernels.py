@@ -27,8 +27,6 @@ COMPARED = 20
 
 
 class Mark(Protocol):
-    """A moment of a GPU's stream."""
-
     def wait(self) -> None:
         """Until the stream has passed it."""
 
@@ -37,8 +35,6 @@ class Mark(Protocol):
 
 
 class SpinGpu(Protocol):
-    """A GPU's stream."""
-
     def spin(self, cycles: int) -> None:
         """Give it a kernel that takes so many SM cycles."""
 

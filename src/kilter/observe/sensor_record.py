@@ -132,7 +132,6 @@ class SensorRecord:
             self._integral_j = (self._integral_j or 0.0) + added_j
 
     def since(self, begin_s: float) -> list[Sample]:
-        """The samples from a time on."""
         with self._lock:
             return self._samples[bisect_left(self._samples, begin_s, key=_time) :]
 

@@ -122,7 +122,6 @@ class TracedRequest:
 
     @property
     def graph(self) -> fx.GraphModule:
-        """The folded graph."""
         return self.trace.graph
 
 
@@ -371,7 +370,6 @@ class Site:
         return run
 
     def capture(self, step: BranchCall) -> Built:
-        """A call as one CUDA graph."""
         assert self.pool is not None
         request, turns = self.request, self.builder.cache.turns
         captured = Captured(step, request.tensors, request.device, pool=self.pool, turns=turns)

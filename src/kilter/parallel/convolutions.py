@@ -142,7 +142,6 @@ def defined(
     residual: Tensor | None, stride: Sequence[int], padding: Sequence[int],
     epsilon: float, relu: bool,
 ) -> Tensor:  # fmt: skip
-    """The definition."""
     found = torch.nn.functional.conv2d(x, weight, bias, list(stride), list(padding))
     if norm:
         mean, spread, gain, shift = norm

@@ -133,7 +133,6 @@ def assembler(spec: pytree.TreeSpec, const: dict[int, Any]) -> Callable[[Sequenc
 
 
 def _plain(template: Any) -> bool:
-    """Only tuples, lists and leaves."""
     if type(template) in (tuple, list):
         return all(map(_plain, template))
     return type(template) is int

@@ -67,7 +67,6 @@ class BranchPlan:
 
     @property
     def trial(self) -> Trial:
-        """The trial that was chosen."""
         chosen = self.chosen, self.streams, self.searched
         return next(t for t in self.trials if (t.mode, t.streams, t.searched) == chosen)
 

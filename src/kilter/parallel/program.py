@@ -56,7 +56,6 @@ class BranchProgram:
         return next(readers, len(self.steps) - 1)
 
     def units(self) -> Iterator[Unit]:
-        """All units, step by step."""
         for step in self.steps:
             yield from step
 
@@ -127,7 +126,6 @@ class BranchProgram:
 
 
 def arguments(unit: Unit, environment: list[Tensor | None]) -> list[Any]:
-    """The tensors that a unit reads."""
     return [environment[slot] for slot in unit.reads]
 
 

@@ -38,7 +38,6 @@ class Recorder:
         a signal handler of the program: the next call appends what has not arrived."""
 
     def __call__(self, event: AnyEvent) -> None:
-        """Append one event. From any thread."""
         line = self._encode(event) + b"\n"
         with self._lock:
             if self.lost is not None or self._closed:

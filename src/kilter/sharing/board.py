@@ -98,7 +98,6 @@ class Board:
         self.energy.read(now_s, counters_j, presence)
 
     def forget(self, slot: int) -> None:
-        """The job has ended."""
         if (record := self._records.pop(slot, None)) is not None:
             self._gone[slot] = record.status.number
 

@@ -51,8 +51,6 @@ _EPSILON_S = 1e-9
 
 
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A job of a rehearsal file."""
-
     name: str
     global_batch: int
     total_steps: int
@@ -232,7 +230,6 @@ class _Running(msgspec.Struct):
 
 
 def simulate(machine: Machine, policy: SharingPolicy) -> SharedOutcome:
-    """Run all jobs to their ends."""
     return _Simulation(machine, policy).run()
 
 

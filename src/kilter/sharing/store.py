@@ -95,7 +95,6 @@ class Channel:
         return verified(self._token, key, self._store.get(key), kind)
 
     def new_slot(self) -> int:
-        """A number for a job."""
         return int(self._store.add("jobs", 1))
 
     def slots(self) -> int:

@@ -80,7 +80,6 @@ class Box:
         )
 
     def last_setter(self) -> str:
-        """Who has changed the card last."""
         setters = self.fake.setters()
         if not setters:
             return "nobody"

@@ -155,8 +155,6 @@ class FakeState(msgspec.Struct, kw_only=True):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the log."""
-
     pid: int
     name: str
     card: int | None

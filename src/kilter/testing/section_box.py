@@ -120,7 +120,6 @@ class SectionProgram(ToldProcess):
         """Its process id."""
 
     def meet(self) -> None:
-        """Wait for the conductor."""
         self.conductor = int(self._out.readline())
         self.box.names[self.conductor] = "conductor"
 

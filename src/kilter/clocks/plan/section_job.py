@@ -48,7 +48,6 @@ class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def offer_of(rank: RankSections, found: Worth, role: str) -> RankOffer:
-    """The offer of a rank."""
     lengths = tuple((s.key, s.start_s, s.length_s) for s in rank.sections)
     return RankOffer(rank=rank.rank, role=role, found=found, lengths=lengths)
 

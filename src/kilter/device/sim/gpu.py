@@ -177,7 +177,6 @@ class SimGpu:
 
     @property
     def energy_j(self) -> float:
-        """True energy since then."""
         return self._now.energy_j
 
     @property

@@ -68,7 +68,6 @@ class RecordedWorkload:
     """Share of the default's time in which the card works, where that is known."""
 
     def at(self, setting: Setting) -> RecordedRow | None:
-        """The row of exactly this setting."""
         return next((row for row in self.rows if row.setting == setting), None)
 
 

@@ -57,8 +57,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class DaemonPolicy(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab"
 ):
-    """The whole file."""
-
     allow: tuple[AllowRule, ...] = ()
     limits: Limits = Limits()
     longest_hold_s: _Positive = 600.0
@@ -107,7 +105,6 @@ def decide(policy: DaemonPolicy, user: User, uuid: str) -> Grant | Reason:
 
 
 def is_named(policy: DaemonPolicy, user: User) -> bool:
-    """Whether some rule names this user."""
     return any(_names(rule, user) for rule in policy.allow)
 
 

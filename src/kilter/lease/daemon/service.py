@@ -61,8 +61,6 @@ USERS_KNOWN_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """One connection."""
-
     peer: Peer
     user: User
     program: str = ""
@@ -152,7 +150,6 @@ class Service:
                 await self._let_go(gpu, "the daemon ends")
 
     def leases(self) -> list[tuple[Client, Holding]]:
-        """Those in force."""
         gpus = list(self._gpus.values())
         return [(client, gpu.holding) for gpu in gpus if (client := gpu.client) is not None]
 

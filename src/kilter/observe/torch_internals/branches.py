@@ -98,7 +98,6 @@ def names_of(operation: Any) -> tuple[str, str]:
 
 
 def overloads_of(name: str) -> Iterator[Any]:
-    """All overloads of the operation `aten::name`."""
     packet = getattr(torch.ops.aten, name)
     return (getattr(packet, overload) for overload in packet.overloads())
 

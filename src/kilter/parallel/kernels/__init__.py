@@ -8,7 +8,6 @@ from functools import cache
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton can be imported here."""
     try:
         import triton  # noqa: F401
     except ImportError:

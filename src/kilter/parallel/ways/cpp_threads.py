@@ -53,8 +53,6 @@ def _library() -> Any:
 
 
 class Runner:
-    """A program in the C++ runner."""
-
     def __init__(self, program: BranchProgram, device: torch.device) -> None:
         where = str(device) if device.index is not None or device.type == "cpu" else "cuda:0"
         self._program = program
@@ -97,7 +95,6 @@ class Runner:
         return found
 
     def close(self) -> None:
-        """End its threads."""
         self._runner = None
 
 

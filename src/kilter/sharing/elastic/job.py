@@ -106,7 +106,6 @@ class ElasticJob:
                 self._unsynced += 1
 
     def stepped(self, optimizer: Any) -> None:
-        """An optimizer has made a step."""
         if not any(optimizer is known for known in self.optimizers):
             self.optimizers.append(optimizer)
         self.steps += 1

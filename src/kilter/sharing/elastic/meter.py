@@ -27,7 +27,6 @@ class Meter:
         self._published_s = 0.0
 
     def begin(self, samples: int) -> None:
-        """A step begins."""
         if samples != self._samples:
             self._forget()
             self._samples = samples
@@ -42,7 +41,6 @@ class Meter:
         self._marks[2:] = [self._now()]
 
     def end(self, iteration: int) -> None:
-        """The step is over."""
         if self._begun_s is None:
             return
         if len(self._marks) == 3:

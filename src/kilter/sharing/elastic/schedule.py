@@ -68,7 +68,6 @@ class GlobalBatches:
         return [index for batches in self._drawn for index in batches[iteration]]
 
     def counts(self, iteration: int, ratios: Ratios | None) -> tuple[int, ...]:
-        """Samples of each rank."""
         if self._plain(iteration, ratios):
             return tuple(len(batches[iteration]) for batches in self._drawn)
         assert ratios is not None
@@ -79,7 +78,6 @@ class GlobalBatches:
         return ratios is None or (few and not self._may_idle)
 
     def mine(self, iteration: int, ratios: Ratios | None, rank: int) -> list[Index]:
-        """The samples of one rank."""
         if self._plain(iteration, ratios):
             return list(self._drawn[rank][iteration])
         counts = self.counts(iteration, ratios)
@@ -88,5 +86,4 @@ class GlobalBatches:
 
 
 def active(counts: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that have samples."""
     return tuple(rank for rank, count in enumerate(counts) if count > 0)

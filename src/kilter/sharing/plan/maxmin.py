@@ -147,7 +147,6 @@ class _Problem:
         return [ratios for ratios in found if self._allowed(i, ratios)]
 
     def slowdowns(self, state: SearchState) -> Array:
-        """Predicted slow-down of each job."""
         result: Array = self._slowdowns(self._samples(state)[None])[0]
         return result
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kilter.clocks.calibrator import GpuBench, SimulatedBench, calibrate
+from kilter.clocks.calibrator import KernelBench, SimulatedKernels, calibrate
 from kilter.clocks.plan.switching import effect_s
 from kilter.core.label import Label
 from kilter.core.setting import Sample, Setting, Throttle
@@ -60,7 +60,7 @@ def test_the_simulators_switches_are_measured_as_they_are() -> None:
         gpu.set(setting)
         truth.setdefault(setting, []).append(gpu._pending[-1].acts_at_s - gpu.now_s)
 
-    bench = SimulatedBench(gpu, TRACE, set_)
+    bench = KernelBench(gpu.info, SimulatedKernels(gpu, TRACE), set_, gpu.sample)
     clocks = [hz * 1e6 for hz in (795.0, 345.0)]
     found = calibrate(bench, clocks, repetitions=20)
     assert found.label is Label.SIMULATED
@@ -83,7 +83,7 @@ def test_the_simulators_switches_are_measured_as_they_are() -> None:
 
 def test_clocks_that_do_not_differ_are_not_made_up() -> None:
     gpu = SimGpu(load_profile("h200"), seed=3)
-    bench = SimulatedBench(gpu, TRACE, gpu.set)
+    bench = KernelBench(gpu.info, SimulatedKernels(gpu, TRACE), gpu.set, gpu.sample)
     assert gpu.supported().sm_clocks_hz
     found = calibrate(bench, [gpu.supported().sm_clocks_hz[-1]], repetitions=3)
     assert found.switches == ()
@@ -150,7 +150,7 @@ def test_a_gpus_switches_are_measured_while_the_host_is_in_the_drivers_call() ->
     info = SimGpu(load_profile("h200")).info()
     kernels = SpinKernels(gpu, lambda: gpu.now_s)
     capped = Sample(t_s=0.0, throttle=(Throttle.POWER_CAP,))
-    bench = GpuBench(lambda: info, kernels, gpu.set, lambda: capped)
+    bench = KernelBench(lambda: info, kernels, gpu.set, lambda: capped)
     found = calibrate(bench, [0.795e9], repetitions=20)
     # What is launched ahead outlasts the call, so a switch inside it is seen where it happens.
     assert AHEAD * 1e5 / 1.98e9 > Gpu.CALL_S

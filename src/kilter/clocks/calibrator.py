@@ -7,7 +7,6 @@ Sensors are not asked: they show the past.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from kilter.clocks.plan.switching import (
     Calibration,
@@ -29,43 +28,15 @@ LONGEST = 5.0
 """The same, in usual times of a device that does."""
 
 
-class KernelBench(Protocol):
-    """A device on which equal short kernels run one after the other."""
+class SimulatedKernels:
+    """As `SpinKernels`, on a simulated GPU in virtual time."""
 
-    def info(self) -> DeviceInfo:
-        """Whose switches these are."""
-
-    def set(self, setting: Setting) -> tuple[float, float | None]:
-        """Set, and return the time of the command on the device's timeline, and how long the call
-        took to return; None in virtual time."""
-
-    def reasons(self) -> tuple[str, ...]:
-        """What keeps the clock below what was asked, now."""
-
-    def kernel(self) -> tuple[float, float]:
-        """Run one; its begin and end."""
-
-
-class SimulatedBench:
-    """Kernels on a simulated GPU, in virtual time. `set` is that of the GPU's lease, or the GPU's
-    own."""
-
-    def __init__(
-        self, gpu: SimGpu, kernel: IterationTrace, set_: Callable[[Setting], None]
-    ) -> None:
+    def __init__(self, gpu: SimGpu, kernel: IterationTrace) -> None:
         self._gpu = gpu
         self._work = gpu.work(kernel)
-        self._set = set_
 
-    def info(self) -> DeviceInfo:
-        return self._gpu.info()
-
-    def set(self, setting: Setting) -> tuple[float, float | None]:
-        self._set(setting)
-        return self._gpu.now_s, None
-
-    def reasons(self) -> tuple[str, ...]:
-        return _reasons(self._gpu.sample())
+    def now_s(self) -> float:
+        return self._gpu.now_s
 
     def kernel(self) -> tuple[float, float]:
         begin_s = self._gpu.now_s
@@ -73,14 +44,14 @@ class SimulatedBench:
         return begin_s, self._gpu.now_s
 
 
-class GpuBench:
-    """Kernels on a real GPU. `set_` is that of the GPU's lease; a switch begins with the call, as
-    it does for the conductor."""
+class KernelBench:
+    """A device on which equal short kernels run one after the other. `set_` is that of the GPU's
+    lease, or the GPU's own; a switch begins with the call, as it does for the conductor."""
 
     def __init__(
         self,
         info: Callable[[], DeviceInfo],
-        kernels: SpinKernels,
+        kernels: SpinKernels | SimulatedKernels,
         set_: Callable[[Setting], None],
         sample: Callable[[], Sample],
     ) -> None:
@@ -91,16 +62,15 @@ class GpuBench:
         self._set = set_
 
     def set(self, setting: Setting) -> tuple[float, float | None]:
+        """Set, and return the time of the command on the device's timeline, and how long the call
+        took to return; None in virtual time, where it takes none."""
         commanded_s = self._now_s()
         self._set(setting)
-        return commanded_s, self._now_s() - commanded_s
+        return commanded_s, (self._now_s() - commanded_s) or None
 
     def reasons(self) -> tuple[str, ...]:
-        return _reasons(self._sample())
-
-
-def _reasons(sample: Sample) -> tuple[str, ...]:
-    return tuple(reason.value for reason in sample.throttle or ())
+        """What keeps the clock below what was asked, now."""
+        return tuple(reason.value for reason in self._sample().throttle or ())
 
 
 def calibrate(

@@ -21,6 +21,7 @@ from typing import Protocol
 import msgspec
 
 from kilter.clocks.block_messages import BlockMessages, OrderNote, RankResult
+from kilter.clocks.pausing import PausingActuator
 from kilter.clocks.plan.governor import BlockOutcome, Choice, Governor, Order, Phase
 from kilter.clocks.plan.job import Space, space
 from kilter.clocks.plan.job_class import first_settings, job_by_readings
@@ -73,19 +74,6 @@ class Actuator(Protocol):
         """The readings of the last few seconds."""
 
 
-class Pauses(Protocol):
-    """Who lowers the clock of this rank's device in pauses of the job (`clocks/pausing`)."""
-
-    def allow(self, seconds: float) -> None:
-        """Returns may lose so much until the next order."""
-
-    def take_lost(self) -> dict[int, float]:
-        """What iterations have lost since the last call, by number."""
-
-    def touched(self, begin_s: float, end_s: float) -> bool:
-        """Whether the clock was low for a pause at any time of this stretch."""
-
-
 class Conductor:
     """One per rank. Neither `iteration` nor `step` waits; they raise what the board raises.
 
@@ -110,7 +98,7 @@ class Conductor:
         clock: Callable[[], float],
         role: str = "",
         refused: str | None = None,
-        pauses: Pauses | None = None,
+        pauses: PausingActuator | None = None,
         pauses_left_s: Callable[[float, Mapping[int, float]], float] | None = None,
     ) -> None:
         self._actuator = actuator

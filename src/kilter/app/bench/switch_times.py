@@ -7,7 +7,7 @@ import os
 import msgspec
 
 from kilter.app.cli.output import print_json
-from kilter.clocks.calibrator import GpuBench, SimulatedBench, calibrate
+from kilter.clocks.calibrator import KernelBench, SimulatedKernels, calibrate
 from kilter.clocks.plan.switching import Calibration
 from kilter.clocks.section_card import card_of
 from kilter.clocks.section_store import SectionStore
@@ -69,7 +69,7 @@ def measured_on_gpu() -> Measured:
     clocks = [level.sm_clock_hz for level in card_of(profile).levels]
     kernels = spin_kernels(info.uuid)
     with Lease(device) as lease:
-        bench = GpuBench(device.info, kernels, lease.set, device.sample)
+        bench = KernelBench(device.info, kernels, lease.set, device.sample)
         return info, profile, calibrate(bench, clocks)
 
 
@@ -88,4 +88,5 @@ def measured(profile: Profile, *, seed: int) -> Measured:
     gpu = SimGpu(profile, seed=seed, index=seed)  # that of the rank of this number
     clocks = [level.sm_clock_hz for level in card_of(profile).levels]
     with Lease(gpu) as lease:
-        return gpu.info(), profile, calibrate(SimulatedBench(gpu, trace, lease.set), clocks)
+        bench = KernelBench(gpu.info, SimulatedKernels(gpu, trace), lease.set, gpu.sample)
+        return gpu.info(), profile, calibrate(bench, clocks)

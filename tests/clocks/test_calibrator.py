@@ -138,17 +138,18 @@ class GpuMark:
     def _at_s(self) -> float:
         return self._gpu.end_s(self._count)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self._gpu.now_s = max(self._gpu.now_s, self._at_s)
 
-    def seconds_to(self, later: GpuMark) -> float:
-        return round((later._at_s - self._at_s) * (1.0 + Gpu.DRIFT), 7)
+    def elapsed_time(self, later: GpuMark) -> float:
+        """In ms, as an event's of CUDA."""
+        return round((later._at_s - self._at_s) * (1.0 + Gpu.DRIFT) * 1e3, 4)
 
 
 def test_a_gpus_switches_are_measured_while_the_host_is_in_the_drivers_call() -> None:
     gpu = Gpu()
     info = SimGpu(load_profile("h200")).info()
-    kernels = SpinKernels(gpu, lambda: gpu.now_s)
+    kernels = SpinKernels(gpu.spin, gpu.mark, lambda: gpu.now_s)
     capped = Sample(t_s=0.0, throttle=(Throttle.POWER_CAP,))
     bench = KernelBench(lambda: info, kernels, gpu.set, lambda: capped)
     found = calibrate(bench, [0.795e9], repetitions=20)

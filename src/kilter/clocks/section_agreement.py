@@ -36,16 +36,10 @@ class BlockMeter(Protocol):
         job's rhythm was in them, and they do not count."""
 
 
-class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 has made of the offers."""
-
-    targets: tuple[SearchTarget, ...]
-
-
 _ORDERS = msgspec.json.Decoder(TryBlocks | HoldFound)
 _SEEN = msgspec.json.Decoder(BlocksSeen)
 _OFFER = msgspec.json.Decoder(RankOffer)
-_TARGETS = msgspec.json.Decoder(Targets)
+_TARGETS = msgspec.json.Decoder(tuple[SearchTarget, ...])
 
 
 class SectionAgreement:
@@ -117,12 +111,12 @@ class SectionAgreement:
             offers = self._from_all("offer", _OFFER)
             if offers is None:
                 return False
-            targets = Targets(targets=self._leader.begin(offers))
+            targets = self._leader.begin(offers)
             self._messages.post(f"{self._name}/targets", msgspec.json.encode(targets))
         raw = self._messages.look(f"{self._name}/targets")
         if raw is None:
             return False
-        self._targets = _TARGETS.decode(raw).targets
+        self._targets = _TARGETS.decode(raw)
         self._standing = default_depths(self._targets)
         self._meter = self._make_meter(self._targets)
         return True

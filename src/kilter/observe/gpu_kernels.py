@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from kilter.core.errors import DeviceError
 from kilter.observe import torch_internals
@@ -26,42 +26,32 @@ COMPARED = 20
 """Kernels by which the clocks are compared; they must not drift apart meanwhile."""
 
 
-class Mark(Protocol):
-    def wait(self) -> None:
-        """Until the stream has passed it."""
-
-    def seconds_to(self, later: Any) -> float:
-        """To another one, both passed."""
-
-
-class SpinGpu(Protocol):
-    def spin(self, cycles: int) -> None:
-        """Give it a kernel that takes so many SM cycles."""
-
-    def mark(self) -> Mark:
-        """Give it a mark."""
-
-
 class SpinKernels:
-    """Kernels of `CYCLES`; times from the first one's begin."""
+    """Kernels of `CYCLES` on a stream; times from the first one's begin. `spin` gives the stream a
+    kernel of so many SM cycles, and `mark` a timing event of CUDA."""
 
-    def __init__(self, gpu: SpinGpu, clock: Callable[[], float] = time.monotonic) -> None:
-        self._gpu = gpu
+    def __init__(
+        self,
+        spin: Callable[[int], None],
+        mark: Callable[[], Any],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spin, self._mark = spin, mark
         self._clock = clock
-        self._last = gpu.mark()
+        self._last = mark()
         self._at_s = 0.0
-        self._flying: deque[Mark] = deque()
+        self._flying: deque[Any] = deque()
         self._ahead_s: deque[float] = deque(maxlen=COMPARED)
 
     def kernel(self) -> tuple[float, float]:
         """Begin and end of the next one."""
         while len(self._flying) < AHEAD:
-            self._gpu.spin(CYCLES)
-            self._flying.append(self._gpu.mark())
+            self._spin(CYCLES)
+            self._flying.append(self._mark())
         mark = self._flying.popleft()
-        mark.wait()
+        mark.synchronize()
         begin_s = self._at_s
-        self._at_s += self._last.seconds_to(mark)
+        self._at_s += self._last.elapsed_time(mark) * 1e-3
         self._last = mark
         self._ahead_s.append(self._clock() - self._at_s)
         return begin_s, self._at_s
@@ -79,33 +69,18 @@ def spin_kernels(uuid: str) -> SpinKernels:
         raise DeviceError("kernels need PyTorch, which is not installed") from error
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid).lower() in uuid.lower():
-            return SpinKernels(_TorchGpu(torch, index))
+            return _on_stream(torch, torch.cuda.Stream(index))
     raise DeviceError(f"PyTorch does not see {uuid}: a build with CUDA, and CUDA_VISIBLE_DEVICES?")
 
 
-class _TorchGpu:
-    """A stream of its own."""
-
-    def __init__(self, torch: Any, index: int) -> None:
-        self._torch = torch
-        self._stream = torch.cuda.Stream(index)
-
-    def spin(self, cycles: int) -> None:
-        with self._torch.cuda.stream(self._stream):
+def _on_stream(torch: Any, stream: Any) -> SpinKernels:
+    def spin(cycles: int) -> None:
+        with torch.cuda.stream(stream):
             torch_internals.cuda_sleep(cycles)
 
-    def mark(self) -> _TorchMark:
-        event = self._torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        return _TorchMark(event)
+    def mark() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
 
-
-class _TorchMark:
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-    def seconds_to(self, later: _TorchMark) -> float:
-        return float(self._event.elapsed_time(later._event)) * 1e-3
+    return SpinKernels(spin, mark)

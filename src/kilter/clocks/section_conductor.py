@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import IO, NamedTuple, Protocol
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -120,43 +120,23 @@ Answers = ConductorReady | NoWaits | Ended
 _ORDERS = msgspec.json.Decoder(Orders)
 
 
-class Setter(Protocol):
-    """What sets clocks. Each call may raise `KilterError`, and the found clock is back then."""
+class Setter:
+    """Sets clocks under a lease; without one nothing is set (a dry run). Each call may raise
+    `KilterError`, and the found clock is back then."""
 
-    @property
-    def sets(self) -> bool:
-        """False: a dry run."""
+    def __init__(self, lease: Lease | None) -> None:
+        self._lease = lease
+        self.sets = lease is not None
 
     def down(self, sm_clock_hz: float, hold_s: float) -> None:
         """A low clock, for at most so long."""
+        if self._lease is not None:
+            self._lease.set(Setting(sm_clock_hz=sm_clock_hz), hold_s=hold_s)
 
     def up(self) -> None:
         """The clock as found."""
-
-
-class DrySetter:
-    """Sets nothing."""
-
-    sets = False
-
-    def down(self, sm_clock_hz: float, hold_s: float) -> None:
-        """Nothing."""
-
-    def up(self) -> None:
-        """Nothing."""
-
-
-class LeaseSetter:
-    sets = True
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-
-    def down(self, sm_clock_hz: float, hold_s: float) -> None:
-        self._lease.set(Setting(sm_clock_hz=sm_clock_hz), hold_s=hold_s)
-
-    def up(self) -> None:
-        self._lease.set(Setting())
+        if self._lease is not None:
+            self._lease.set(Setting())
 
 
 class _Pending(NamedTuple):
@@ -453,16 +433,14 @@ def serve(program: socket.socket, marker: MarkerReader) -> None:
         lease: Lease | None = None
         try:
             log = stack.enter_context(open(begin.log, "ab", buffering=0))
-            setter: Setter = DrySetter()
             device = _opened(begin, lines)
             if device is not None:
                 stack.callback(device.close)
             if device is not None and begin.sets:
                 lease = Lease(device)
                 lease.__enter__()
-                setter = LeaseSetter(lease)
             lines.say(ConductorReady(pid=os.getpid()))
-            conductor = SectionConductor(setter, _Log(log), power=_Power(device, lines))
+            conductor = SectionConductor(Setter(lease), _Log(log), power=_Power(device, lines))
             _conduct(conductor, lines, marker, begin.program)
         except (KilterError, OSError) as error:
             refused = str(error)

@@ -20,7 +20,6 @@ import msgspec
 import kilter
 from kilter.core.codec import read
 from kilter.core.errors import FileError
-from kilter.core.label import Label
 from kilter.core.ranks import ranks
 from kilter.session.fence import Fence
 from kilter.session.lifecycle import Session
@@ -106,59 +105,37 @@ def _say(where: str, error: str) -> None:
         print(f"kilter: the training goes on without it ({where}): {error}", file=sys.stderr)
 
 
-class _Arm(msgspec.Struct):
-    iteration_s: float | None = None
-    energy_j: float | None = None
-
-
-class _Memory(msgspec.Struct):
-    label: Label
-    budget_bytes: int | None = None
-    peak_before_bytes: int | None = None
-    peak_bytes: int | None = None
-    host_bytes: int | None = None
-
-
-class _Summary(msgspec.Struct):
-    """What is used of `report.json`."""
-
-    label: Label
-    baseline: _Arm
-    governed: _Arm
-    saving: float | None = None
-    slowdown: float | None = None
-    energy_j: float | None = None
-    memory: _Memory | None = None
+_OF_RUN = {
+    "saving": "saving",
+    "slowdown": "slowdown",
+    "default_iteration_s": "baseline.iteration_s",
+    "default_energy_j": "baseline.energy_j",
+    "governed_iteration_s": "governed.iteration_s",
+    "governed_energy_j": "governed.energy_j",
+    "run_energy_j": "energy_j",
+}
+_OF_MEMORY = {
+    "memory_budget_bytes": "budget_bytes",
+    "memory_default_peak_bytes": "peak_before_bytes",
+    "memory_peak_bytes": "peak_bytes",
+    "memory_host_bytes": "host_bytes",
+}
+"""Metric -> where `report.json`, and its part `memory`, have the value."""
 
 
 def rows(run: Path) -> dict[str, float]:
     """The summary of a run as metrics for a logger: what is known of it, with its label in the
     name, since a logger has no other place for it (`kilter/measured/saving`)."""
     try:
-        found = msgspec.json.decode(read(run / "report.json"), type=_Summary)
+        report = msgspec.json.decode(read(run / "report.json"))
     except FileError:
         return {}  # the session has said so
-    label = found.label.value
-    known: dict[str, float | None] = {
-        f"kilter/{label}/saving": found.saving,
-        f"kilter/{label}/slowdown": found.slowdown,
-        f"kilter/{label}/default_iteration_s": found.baseline.iteration_s,
-        f"kilter/{label}/default_energy_j": found.baseline.energy_j,
-        f"kilter/{label}/governed_iteration_s": found.governed.iteration_s,
-        f"kilter/{label}/governed_energy_j": found.governed.energy_j,
-        f"kilter/{label}/run_energy_j": found.energy_j,
-    }
-    if found.memory is not None:
-        memory = found.memory
-        label = memory.label.value
-        known |= {
-            f"kilter/{label}/memory_budget_bytes": memory.budget_bytes,
-            f"kilter/{label}/memory_default_peak_bytes": memory.peak_before_bytes,
-            f"kilter/{label}/memory_peak_bytes": memory.peak_bytes,
-            f"kilter/{label}/memory_host_bytes": memory.host_bytes,
-        }
-    return {
-        name: float(value)
-        for name, value in known.items()
-        if value is not None and math.isfinite(value)
-    }
+    known: dict[str, float] = {}
+    for part, names in ((report, _OF_RUN), (report.get("memory") or {}, _OF_MEMORY)):
+        for name, place in names.items():
+            value: Any = part
+            for key in place.split("."):
+                value = value and value.get(key)
+            if isinstance(value, int | float) and math.isfinite(value):
+                known[f"kilter/{part['label']}/{name}"] = float(value)
+    return known

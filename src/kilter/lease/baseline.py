@@ -18,7 +18,6 @@ import os
 import time
 import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -139,10 +138,4 @@ def compared(uuid: str, found: Setting, baseline: GpuBaseline | None) -> Setting
             "kilter baseline restore puts it back, kilter baseline save makes it the baseline"
         )
     wanted = baseline.setting
-    return replace(
-        found,
-        sm_clock_hz=found.sm_clock_hz if wanted.sm_clock_hz is None else wanted.sm_clock_hz,
-        memory_clock_hz=(
-            found.memory_clock_hz if wanted.memory_clock_hz is None else wanted.memory_clock_hz
-        ),
-    )
+    return found.with_(sm_clock_hz=wanted.sm_clock_hz, memory_clock_hz=wanted.memory_clock_hz)

@@ -26,22 +26,10 @@ class AmdSmiLibraryException(Exception):
         return self.err_code
 
 
-class AmdSmiClkType(enum.IntEnum):
-    GFX = 0
-    MEM = 4
-
-
-class AmdSmiDevPerfLevel(enum.IntEnum):
-    AUTO = 0
-    DETERMINISM = 8
-
-
-class AmdSmiTemperatureType(enum.IntEnum):
-    HOTSPOT = 1
-
-
-class AmdSmiTemperatureMetric(enum.IntEnum):
-    CURRENT = 0
+AmdSmiClkType = enum.IntEnum("AmdSmiClkType", {"GFX": 0, "MEM": 4})
+AmdSmiDevPerfLevel = enum.IntEnum("AmdSmiDevPerfLevel", {"AUTO": 0, "DETERMINISM": 8})
+AmdSmiTemperatureType = enum.IntEnum("AmdSmiTemperatureType", {"HOTSPOT": 1})
+AmdSmiTemperatureMetric = enum.IntEnum("AmdSmiTemperatureMetric", {"CURRENT": 0})
 
 
 @dataclass(slots=True)

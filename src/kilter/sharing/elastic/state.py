@@ -3,7 +3,7 @@ optimizers, and whatever else has a `state_dict` (schedulers, gradient scalers).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -88,26 +88,28 @@ def _outline(value: Any, big: list[torch.Tensor]) -> Any:
     """The same structure with stand-ins for large tensors, which are collected in order."""
     import torch
 
-    if isinstance(value, torch.Tensor):
-        if value.numel() <= _SMALL:
-            return value.detach().cpu()
-        big.append(value.detach().contiguous())
+    def replaced(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.numel() <= _SMALL:
+            return leaf.detach().cpu()
+        big.append(leaf.detach().contiguous())
         return _StandIn()
-    if isinstance(value, dict):
-        return {key: _outline(item, big) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_outline(item, big) for item in value)
-    return value
+
+    return _mapped(value, replaced)
 
 
-def _filled(value: Any, big: Any) -> Any:
-    if isinstance(value, _StandIn):
-        return next(big)
+def _filled(value: Any, big: Iterator[torch.Tensor]) -> Any:
+    return _mapped(value, lambda leaf: next(big) if isinstance(leaf, _StandIn) else leaf)
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same dictionaries, lists and tuples, with every leaf changed."""
     if isinstance(value, dict):
-        return {key: _filled(item, big) for key, item in value.items()}
+        return {key: _mapped(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_filled(item, big) for item in value)
-    return value
+        return type(value)(_mapped(item, change) for item in value)
+    return change(value)
 
 
 class Buffers:

@@ -193,7 +193,8 @@ class Alone:
         from kilter.session.fence import Fence
         from kilter.sharing.elastic.job import ElasticJob
         from kilter.sharing.elastic.share import connect
-        from kilter.sharing.link import DaemonLink, Identity
+        from kilter.sharing.link import DaemonLink
+        from kilter.sharing.messages import Identity
 
         self.args, self.name, self.rank, self.world = args, name, rank, dist.get_world_size()
         self.plain, self.elastic = Network(name, batch, rank), Network(name, batch, rank)

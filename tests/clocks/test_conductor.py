@@ -17,18 +17,12 @@ from kilter.core.events import AnyEvent, Block, Refused
 from kilter.core.messages import LocalMessages
 from kilter.core.plan import Goal
 from kilter.core.setting import Sample, Setting, Supported
+from kilter.observe.end_times import Iteration
 
 FOUND = Setting()
 LOW = Setting(sm_clock_hz=1.0e9)
 SENSOR_S = 0.01
 """Blocks of a second: the least."""
-
-
-@dataclass
-class Turn:
-    index: int
-    end_s: float
-    duration_s: float
 
 
 @dataclass
@@ -132,7 +126,7 @@ class Job:
     def iterate(self, rank: int, seconds: float | None = None) -> None:
         lasted = self.times[rank] if seconds is None else seconds
         self.now_s[rank] += lasted
-        self.conductors[rank].iteration(Turn(self.done[rank], self.now_s[rank], lasted))
+        self.conductors[rank].iteration(Iteration(self.done[rank], self.now_s[rank], lasted))
         self.done[rank] += 1
 
     def all(self, count: int) -> None:

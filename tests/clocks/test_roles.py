@@ -16,6 +16,7 @@ from kilter.core.messages import LocalMessages
 from kilter.core.plan import Goal
 from kilter.core.setting import Sample, Setting, Supported
 from kilter.core.units import MHZ
+from kilter.observe.end_times import Iteration
 
 TOP_HZ = 1500 * MHZ
 SUPPORTED = Supported(sm_clocks_hz=tuple(mhz * MHZ for mhz in range(750, 1501, 75)))
@@ -44,11 +45,6 @@ class Card:
 
     def recent(self) -> Sequence[Sample]:
         return ()
-
-
-class Turn:
-    def __init__(self, index: int, end_s: float, duration_s: float) -> None:
-        self.index, self.end_s, self.duration_s = index, end_s, duration_s
 
 
 class Pipeline:
@@ -98,7 +94,7 @@ class Pipeline:
         lasted *= 1 + self.random.gauss(0.0, 0.002)
         self.now_s += lasted
         for conductor in self.conductors:
-            conductor.iteration(Turn(self.done, self.now_s, lasted))
+            conductor.iteration(Iteration(self.done, self.now_s, lasted))
         self.done += 1
 
     def slowdown(self) -> float:

@@ -79,20 +79,20 @@ class RawEvent(msgspec.Struct, frozen=True):
     args: Args | None = None
 
 
-Event = TypeVar("Event")
+T = TypeVar("T")
 
 
-class TraceFile(Generic[Event]):
+class TraceFile(Generic[T]):
     """The events of one file, once, in the file's order, each as a `kind`. `head` holds the other
     keys: those before the events from the first event on, those behind them at the end."""
 
-    def __init__(self, path: str | os.PathLike[str], kind: type[Event]) -> None:
+    def __init__(self, path: str | os.PathLike[str], kind: type[T]) -> None:
         self.path = Path(path)
         self._decode = msgspec.json.Decoder(list[kind], strict=False).decode  # type: ignore[valid-type]
         self.head: dict[str, Any] = {}
         self.count = 0
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[T]:
         """`FileError` for a file that is missing, truncated, or no trace."""
         try:
             with self._open() as file:
@@ -112,7 +112,7 @@ class TraceFile(Generic[Event]):
             else:
                 yield file
 
-    def _events(self, file: IO[bytes]) -> Iterator[Event]:
+    def _events(self, file: IO[bytes]) -> Iterator[T]:
         opening, buffer = self._head(file)
         while chunk := file.read(CHUNK_BYTES):
             buffer += chunk
@@ -148,7 +148,7 @@ class TraceFile(Generic[Event]):
         keys.pop("traceEvents", None)
         return keys
 
-    def _cut(self, buffer: bytes) -> tuple[list[Event], bytes]:
+    def _cut(self, buffer: bytes) -> tuple[list[T], bytes]:
         """The events up to a place between two of them, and the bytes behind that place."""
         window = buffer[-CHUNK_BYTES:]
         start = len(buffer) - len(window)
@@ -173,7 +173,7 @@ class TraceFile(Generic[Event]):
         if count:
             yield changed
 
-    def _rest(self, opening: bytes, buffer: bytes) -> list[Event]:
+    def _rest(self, opening: bytes, buffer: bytes) -> list[T]:
         raw = _NOT_A_NUMBER.sub(b":null", opening + buffer)
         try:
             if opening == b"[":

@@ -190,7 +190,7 @@ def _seconds(trial: Trial) -> float:
     return math.inf if trial.seconds is None else trial.seconds
 
 
-LEAST_SHARE = 0.05
+BRANCH_SHARE = 0.05
 """Of the work of a region: less is no branch of its own."""
 
 
@@ -205,7 +205,7 @@ def find_regions(
     components. The best start is where the most work lies outside the heaviest component: once the
     node that feeds all branches is added, everything is one component and the gain is zero. Among
     overlapping stretches those with the largest total gain are kept (weighted interval
-    scheduling). A component with less than `LEAST_SHARE` of its region's work is no branch of its
+    scheduling). A component with less than `BRANCH_SHARE` of its region's work is no branch of its
     own: it joins the lightest branch.
     """
     count = len(weights)
@@ -297,7 +297,7 @@ def _branches(
     for node in range(start, end):
         components.setdefault(_root(parent, node), []).append(node)
     parts = list(components.values())
-    floor = LEAST_SHARE * sum(weights[start:end])
+    floor = BRANCH_SHARE * sum(weights[start:end])
     heavy = [p for p in parts if sum(weights[n] for n in p) >= floor]
     for part in parts:
         if part not in heavy and heavy:

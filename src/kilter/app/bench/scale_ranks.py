@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from kilter.core.messages import RankMessages
 from kilter.core.plan import Goal
 from kilter.core.setting import Sample, Setting, Supported
 from kilter.core.units import MHZ
+from kilter.observe.end_times import Iteration
 from kilter.session.live import TICK_S
 from kilter.session.messages import StoreMessages
 
@@ -76,15 +76,6 @@ class RanksSeen(msgspec.Struct, frozen=True, kw_only=True):
     late_ticks: int
     """Rounds that this machine was too slow to begin in time."""
     ticks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One iteration."""
-
-    index: int
-    end_s: float
-    duration_s: float
 
 
 class MadeUpGpu:
@@ -209,7 +200,7 @@ class SimulatedRankOfMany:
             return
         begin_s, cpu_s = time.monotonic(), time.thread_time()
         while (end_s := self.begin_s + (self._done + 1) * job.iteration_s) <= now_s:
-            self._conductor.iteration(Turn(self._done, end_s, job.iteration_s))
+            self._conductor.iteration(Iteration(self._done, end_s, job.iteration_s))
             self._done += 1
         self._conductor.step()
         self._longest_s = max(self._longest_s, time.monotonic() - begin_s)

@@ -12,7 +12,8 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from kilter.app.bench.scale_ranks import MadeUpGpu, RanksJob, Turn, conductor_of
+from kilter.app.bench.scale_ranks import MadeUpGpu, RanksJob, conductor_of
+from kilter.observe.end_times import Iteration
 from kilter.session.live import TICK_S
 from kilter.session.messages import LookPace
 
@@ -92,7 +93,7 @@ class VirtualRank:
     def tick(self, at_s: float) -> None:
         self.messages.now_s = max(self.messages.now_s, at_s)
         while (end_s := (self._done + 1) * self._job.iteration_s) <= at_s:
-            self._conductor.iteration(Turn(self._done, end_s, self._job.iteration_s))
+            self._conductor.iteration(Iteration(self._done, end_s, self._job.iteration_s))
             self._done += 1
         self._conductor.step()
 

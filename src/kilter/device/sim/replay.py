@@ -20,8 +20,9 @@ from kilter.core.codec import read
 from kilter.core.errors import FileError, NotPermitted
 from kilter.core.events import Sampled, read_events
 from kilter.core.label import Label
-from kilter.core.setting import DeviceInfo, Sample, Setting, Supported
+from kilter.core.setting import DeviceInfo, Sample, Setting
 from kilter.core.units import MHZ, MIB
+from kilter.device.null import NullDevice
 
 COLUMNS = (
     "source",
@@ -262,7 +263,7 @@ def _times(value: float | None, unit: float) -> float | None:
     return None if value is None else value * unit
 
 
-class RecordedDevice:
+class RecordedDevice(NullDevice):
     """A recorded run as a device that can only be read.
 
     `clock` is the clock that the recording is played on, from `begin_s` on; the answer is the last
@@ -277,6 +278,7 @@ class RecordedDevice:
         *,
         begin_s: float = 0.0,
     ) -> None:
+        super().__init__("a recording can be read, not set")
         self._samples = samples
         self._times = [sample.t_s - samples[0].t_s for sample in samples]
         self._clock = clock
@@ -295,7 +297,7 @@ class RecordedDevice:
             backend="replay",
             label=Label.REPLAYED,
             can_set=False,
-            refusal="a recording can be read, not set",
+            refusal=self._reason,
             persistent=False,
             has_energy_counter=self._samples[0].energy_j is not None,
         )
@@ -305,17 +307,5 @@ class RecordedDevice:
         sample = replace(self._samples[place], t_s=self._begin_s + self._times[place])
         return sample if energy else replace(sample, energy_j=None)
 
-    def supported(self) -> Supported:
-        return Supported()
-
-    def settings(self) -> Setting:
-        return Setting()
-
     def set(self, setting: Setting) -> None:
         raise NotPermitted(f"recording {self._name}: cannot be set to {setting}")
-
-    def reset(self) -> None:
-        """Nothing was ever set."""
-
-    def close(self) -> None:
-        """Nothing is held."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kilter.core.ranks import Ranks
 from kilter.observe import torch_internals
+from kilter.observe.collective_counts import distributed
 from kilter.session.fence import Fence, unheard
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class SpawnedRank:
         register_optimizer_step_pre_hook(torch_internals.uncompiled(steps))
 
     def _begin_as_member(self) -> None:
-        if not self._begun and _group() is not None:
+        if not self._begun and distributed() is not None:
             self._begin()
 
     def _begin(self) -> None:
@@ -100,16 +101,10 @@ class SpawnedRank:
         unheard(session.__exit__, None if error is None else type(error), error, None)
 
 
-def _group() -> Any:
-    """`torch.distributed`, in a process that is a member of a process group."""
-    dist: Any = sys.modules.get("torch.distributed")
-    return dist if hasattr(dist, "is_initialized") and dist.is_initialized() else None
-
-
 def _ranks() -> Ranks:
     """Of this process in its group; alone without one. The number that `torch.multiprocessing`
     has given a child is that of its GPU as a rule; without one, its rank is taken for that."""
-    dist = _group()
+    dist = distributed()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist is not None else (0, 1)
     python_process: Any = process.current_process()
     numbered = getattr(python_process._target, "__module__", "") == "torch.multiprocessing.spawn"

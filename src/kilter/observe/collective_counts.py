@@ -16,6 +16,13 @@ from kilter.observe import torch_internals
 CollectiveKey = tuple[tuple[str, int], ...]
 
 
+def distributed() -> Any:
+    """`torch.distributed`, in a process that is a member of a process group; None elsewhere. It is
+    not imported: with the program in the middle of the same import, torch ends the process."""
+    dist: Any = sys.modules.get("torch.distributed")
+    return dist if hasattr(dist, "is_initialized") and dist.is_initialized() else None
+
+
 class CollectiveCounts:
     """`since_last()` once per iteration, in the program's thread."""
 
@@ -25,8 +32,7 @@ class CollectiveCounts:
     def since_last(self) -> CollectiveKey | None:
         """The key of the iteration that just ended; None where there are no process groups, or
         none that numbers its collectives."""
-        distributed: Any = sys.modules.get("torch.distributed")
-        if not hasattr(distributed, "is_initialized") or not distributed.is_initialized():
+        if distributed() is None:
             return None
         now: dict[str, int] = {}
         for group, name in torch_internals.process_groups.pg_names.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 from kilter.core.messages import LocalMessages, MessagesGone, RankMessages
 from kilter.observe import torch_internals
+from kilter.observe.collective_counts import distributed
 
 LOOKS_PER_S = 4096
 """Looks of all ranks together for messages that do not come: what one store answers in passing. Up
@@ -71,9 +71,8 @@ class StoreMessages:
     @classmethod
     def find(cls, world_size: int) -> StoreMessages | None:
         """The store of this process's group, once there is one."""
-        # Not imported: with the program in the middle of the same import, torch ends the process.
-        dist: Any = sys.modules.get("torch.distributed")
-        if not hasattr(dist, "is_initialized") or not dist.is_initialized():
+        dist = distributed()
+        if dist is None:
             return None
         store = torch_internals.default_store()
         # `store` lives as long as these messages do: it may be the one that serves, and be dropped

@@ -13,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 
-import forked
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import kilter.sharing.elastic
 from kilter.session.fence import Fence
 from kilter.sharing.elastic.job import ElasticJob
+from kilter.testing import forked
 from kilter.testing.ratio_plan import RatioPlan
 
 OURS = str(Path(kilter.sharing.elastic.__file__).parent)

@@ -3,12 +3,14 @@
 A program is drawn from its seed alone. A worker runs a batch of programs one after the other, each
 inside `kilter.govern` or plainly; the CPU stands in for a GPU, with a link so slow that tensors are
 recomputed. What a program prints, and how it ends, has to be the same. A worker that dies is
-followed by another one, which begins behind the program that it died of.
+followed by another one, which begins behind the program that it died of. Workers are forked from a
+Python that has imported torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import io
 import json
@@ -30,10 +32,12 @@ from kilter.app.bench.harm import HARM_SCHEMA, RECOMPUTE_VARIABLE, record_of
 from kilter.app.cli.output import print_json
 from kilter.core.label import Label
 from kilter.lease.journal import STATE_VARIABLE
+from kilter.testing.warm_python import WarmPython
 
 BATCH = 25
 """Programs in one process."""
 BATCH_S = 400.0
+ENVIRON = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 MIN_BYTES = 256
 LINKS: tuple[tuple[float, bool], ...] = ((1e4, False), (1e5, True), (1e6, False), (1e12, True))
 """Speed of the link in bytes per second, and whether the CPU's memory counts as a GPU's, so that
@@ -219,6 +223,7 @@ def worker(words: Sequence[str]) -> None:
 
     All programs of a worker are run in the same way.
     """
+    faulthandler.enable()
     how, place, *seeds = words
     if how == "governed":
         from kilter.testing.stand_in import prepare
@@ -303,13 +308,13 @@ class Compared:
     """Equal, but for `_MAKER` in a message."""
 
 
-def run_batch(how: str, seeds: Sequence[int]) -> dict[int, ProgramResult]:
+def run_batch(how: str, seeds: Sequence[int], warm: WarmPython) -> dict[int, ProgramResult]:
     """In as few processes as survive."""
     found: dict[int, ProgramResult] = {}
     left = list(seeds)
     while left:
         with tempfile.TemporaryDirectory(prefix="harm-") as place:
-            death = _run_worker(how, Path(place), left)
+            death = _run_worker(how, Path(place), left, warm)
             for seed, printed, errors, planned, recomputed in _results(Path(place)):
                 found[seed] = ProgramResult(printed, tuple(errors), planned, recomputed)
         left = [seed for seed in left if seed not in found]
@@ -318,25 +323,19 @@ def run_batch(how: str, seeds: Sequence[int]) -> dict[int, ProgramResult]:
     return found
 
 
-def _run_worker(how: str, place: Path, seeds: Sequence[int]) -> str:
+def _run_worker(how: str, place: Path, seeds: Sequence[int], warm: WarmPython) -> str:
     """How it died, if it did."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("KILTER")}
     environ[RECOMPUTE_VARIABLE] = os.environ.get(RECOMPUTE_VARIABLE, "operations")
-    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", STATE_VARIABLE: str(place)}
+    environ |= {**ENVIRON, STATE_VARIABLE: str(place)}
+    command = ["-m", __name__, how, str(place), *map(str, seeds)]
     log = place / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", __name__, how, place, *map(str, seeds)],
-            env=environ | own,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+    with open(os.devnull, "rb") as nothing, log.open("wb") as file:
+        streams = (nothing, file, file)
+        process = warm.start(command, cwd=Path.cwd(), environ=environ, streams=streams)
         try:
-            code = process.wait(BATCH_S)
+            code = process.wait(BATCH_S).returncode
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
             return f"hung, or {len(seeds)} programs took more than {BATCH_S:g} s"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line]
     lines = [line for line in lines if not line.startswith("kilter")]
@@ -355,8 +354,8 @@ _MAKER = re.compile(r", which is output 0 of \w+,(?= is at version)")
 made the saved tensor is hidden within another one, and hooks cannot tell its name."""
 
 
-def compare(seeds: Sequence[int]) -> list[Compared]:
-    plain, governed = run_batch("plain", seeds), run_batch("governed", seeds)
+def compare(seeds: Sequence[int], warm: WarmPython) -> list[Compared]:
+    plain, governed = run_batch("plain", seeds, warm), run_batch("governed", seeds, warm)
     return [_compared(seed, plain[seed], governed[seed]) for seed in seeds]
 
 
@@ -397,8 +396,8 @@ def run(count: int, first: int, *, jobs: int, as_json: bool) -> int:
         alike = [seed for seed in seeds if seed % len(LINKS) == way]
         batches += [alike[i : i + BATCH] for i in range(0, len(alike), BATCH)]
     found: list[Compared] = []
-    with ThreadPoolExecutor(jobs) as pool:
-        for done in as_completed([pool.submit(compare, batch) for batch in batches]):
+    with WarmPython(os.environ | ENVIRON) as warm, ThreadPoolExecutor(jobs) as pool:
+        for done in as_completed([pool.submit(compare, batch, warm) for batch in batches]):
             found += done.result()
             differ = [program.seed for program in found if program.difference]
             told = f"{len(found)} of {count} programs: {len(differ)} differ"

@@ -19,18 +19,23 @@ from torch.utils.checkpoint import checkpoint
 
 import kilter
 from kilter.core.events import AnyEvent, Failed, Fitted, Moved, read_events
+from kilter.testing.stand_in import small_tensors
 from kilter.testing.warm_python import WarmPython
 
-WIDTH, ROWS = 64, 4096
-"""One activation is 1 MiB: smaller data are left alone."""
+WIDTH, ROWS = 64, 512
+ACTIVATION_BYTES = 4 * WIDTH * ROWS
+"""128 KiB: smaller data are left alone, here in place of those below 1 MiB."""
 Train = Callable[[], list[bytes]]
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in ("KILTER", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
+    undo = small_tensors(ACTIVATION_BYTES)
+    yield
+    undo()
 
 
 class Block(nn.Module):
@@ -109,8 +114,8 @@ def test_an_ordinary_loop() -> None:
 
 
 def test_a_budget_in_bytes_holds_from_the_first_iteration_on() -> None:
-    moved = same(lambda: loop(net(), ordinary, 12), budget="12MiB")
-    assert moved.budget_bytes == 12 * 2**20
+    moved = same(lambda: loop(net(), ordinary, 12), budget="1.5MiB")
+    assert moved.budget_bytes == 12 * ACTIVATION_BYTES
     assert not moved.plain_peak_seen
     assert moved.spilled > 0
 
@@ -251,7 +256,7 @@ def test_an_exception_in_the_middle_of_forward_and_going_on() -> None:
 def test_sizes_that_change() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, i: int) -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(batch(i, ROWS if i % 2 else ROWS + 512)).square().mean()
+        loss = model(batch(i, ROWS if i % 2 else ROWS + 64)).square().mean()
         loss.backward()
         optimizer.step()
         return loss
@@ -275,7 +280,7 @@ def test_convolutions_with_batch_norm() -> None:
         losses = []
         for i in range(12):
             optimizer.zero_grad()
-            x = torch.randn(16, 16, 32, 32, generator=torch.Generator().manual_seed(i))
+            x = torch.randn(2, 16, 32, 32, generator=torch.Generator().manual_seed(i))
             loss = model(x).square().mean()
             loss.backward()
             optimizer.step()
@@ -365,7 +370,7 @@ def test_a_transformer_of_hugging_face() -> None:
         losses = []
         for i in range(18):
             optimizer.zero_grad()
-            tokens = torch.randint(0, 512, (16, 256), generator=torch.Generator().manual_seed(i))
+            tokens = torch.randint(0, 512, (2, 256), generator=torch.Generator().manual_seed(i))
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             optimizer.step()
@@ -399,7 +404,7 @@ generator = torch.Generator().manual_seed(rank)
 losses = []
 for _ in range(14):
     optimizer.zero_grad()
-    loss = model(torch.randn(4096, 64, generator=generator)).square().mean()
+    loss = model(torch.randn(512, 64, generator=generator)).square().mean()
     loss.backward()
     optimizer.step()
     losses.append(loss.item().hex())
@@ -418,7 +423,8 @@ def both_ranks(warm: WarmPython, tmp_path: Path, wrap: str) -> tuple[list[Moved]
     """Run it plainly and governed; what each rank moved, and stderr."""
     script = tmp_path / "train.py"
     script.write_text(HEAD + wrap + TAIL)
-    ours = ("-m", "kilter", "run", "--memory-budget", "50%", "--device", "null", "--out", "run")
+    small = ("-m", "kilter.testing.stand_in", "--min-bytes", str(ACTIVATION_BYTES))
+    ours = (*small, "run", "--memory-budget", "50%", "--device", "null", "--out", "run")
     for command in (("train.py", "plain"), (*ours, "train.py", "governed")):
         ranks = warm.run_ranks(2, command, cwd=tmp_path)
         assert [done.returncode for done in ranks] == [0, 0], ranks[0].stderr + ranks[1].stderr

@@ -19,7 +19,8 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 FAST_BYTES_PER_S = 1e12
@@ -36,23 +37,28 @@ def slow_link(bytes_per_s: float) -> None:
     )
 
 
-def small_tensors(min_bytes: int) -> None:
-    """Let tensors of `min_bytes` count where the default is a MiB."""
+def small_tensors(min_bytes: int) -> Callable[[], None]:
+    """Let tensors of `min_bytes` count where the default is a MiB. Returns what undoes it."""
     from kilter.memory import controller, first_tensor, governed_job, schedule
     from kilter.memory import state_and_weights as floor
     from kilter.memory.engine import engine, state, weights
 
+    undo = ExitStack()
     for module in (controller, first_tensor, governed_job, schedule):
+        undo.callback(vars(module).__setitem__, "MIB", vars(module)["MIB"])
         vars(module)["MIB"] = min_bytes
     for kind in (floor.StateAndWeightPolicy, engine.Swapper, state.StateMover, weights.WeightMover):
-        _set_default(kind.__init__, "min_bytes", min_bytes)
-    _set_default(state.StateMover.__init__, "bucket_bytes", 16 * min_bytes)
+        _set_default(kind.__init__, "min_bytes", min_bytes, undo)
+    _set_default(state.StateMover.__init__, "bucket_bytes", 16 * min_bytes, undo)
+    return undo.close
 
 
-def _set_default(function: Any, name: str, value: object) -> None:
+def _set_default(function: Any, name: str, value: object, undo: ExitStack) -> None:
     parameters = inspect.signature(function).parameters
+    undo.callback(setattr, function, "__defaults__", function.__defaults__)
+    undo.callback(setattr, function, "__kwdefaults__", function.__kwdefaults__)
     if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY:
-        function.__kwdefaults__[name] = value
+        function.__kwdefaults__ = {**function.__kwdefaults__, name: value}
         return
     named = [p.name for p in parameters.values() if p.default is not inspect.Parameter.empty]
     named = [n for n in named if parameters[n].kind is not inspect.Parameter.KEYWORD_ONLY]

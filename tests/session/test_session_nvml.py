@@ -38,7 +38,7 @@ from kilter.core.events import (
 )
 from kilter.testing.fake_card import Card, Rule
 from kilter.testing.fake_nvml import FakeNvml
-from kilter.testing.warm_python import WarmPython
+from kilter.testing.warm_python import WarmPython, rank_environs
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="the lease needs /proc, pidfd and flock as Linux has them"
@@ -112,9 +112,11 @@ class Box:
         *flags: str,
         patch: str = "",
         cold: tuple[str, ...] | None = None,
+        ranks: int = 1,
         **more: str,
     ) -> None:
-        """`cold`: by an interpreter of its own, after these words of a command."""
+        """`cold`: by an interpreter of its own, after these words of a command. `ranks`: one
+        process each, as a torchrun that is not ours starts them."""
         uuids = [card.uuid.removeprefix("GPU-") for card in self.fake.state().cards]
         on_gpu = ON_ITS_GPU.format(uuids=uuids)
         (self.root / "job.py").write_text(source)
@@ -135,13 +137,17 @@ class Box:
             (self.root / "stderr").open("wb") as err,
         ):
             if cold is None:
-                job = self.warm.start(
-                    ["-c", START, *arguments],
-                    cwd=self.root,
-                    environ=environ,
-                    streams=(nothing, out, err),
-                )
-                self.pid, self.wait = job.pid, lambda: job.wait(PATIENCE_S).returncode
+                jobs = [
+                    self.warm.start(
+                        ["-c", START, *arguments],
+                        cwd=self.root,
+                        environ=environ | place,
+                        streams=(nothing, out, err),
+                    )
+                    for place in ([{}] if ranks == 1 else rank_environs(ranks))
+                ]
+                self.pid = jobs[0].pid
+                self.wait = lambda: max(job.wait(PATIENCE_S).returncode for job in jobs)
                 return
             process = subprocess.Popen(
                 [*cold, KILTER, *arguments], cwd=self.root, env=environ, stdout=out, stderr=err
@@ -500,9 +506,8 @@ LATE = TWO.replace(
 def test_the_sections_of_a_rank_that_waits_are_lowered_in_place_of_the_whole_job(
     warm: WarmPython, tmp_path: Path
 ) -> None:
-    two_ranks = ("--standalone", "--nproc-per-node", "2")
     with make_box(warm, tmp_path, card(), card()) as box:
-        box.start(LATE, "--max-slowdown", "1%", *two_ranks, cold=())
+        box.start(LATE, "--max-slowdown", "1%", ranks=2)
         box.wait_for(lambda: box.locked(0))
         code, _, err = box.end()
         assert code == 0, err
@@ -546,7 +551,7 @@ def test_the_stages_of_a_pipeline_are_tried_one_after_the_other(
 ) -> None:
     """Each has its own slack: while one is tried, the other one's card is as it was found."""
     with make_box(warm, tmp_path, card(), card()) as box:
-        box.start(PIPELINE, "--standalone", "--nproc-per-node", "2", cold=())
+        box.start(PIPELINE, ranks=2)
         box.wait_for(lambda: len(box.fake.setters()) >= 5)
         code, _, err = box.end()
         assert code == 0, err
@@ -560,7 +565,7 @@ def test_the_stages_of_a_pipeline_are_tried_one_after_the_other(
 
 def test_sections_can_be_declined(warm: WarmPython, tmp_path: Path) -> None:
     with make_box(warm, tmp_path, card(), card()) as box:
-        box.start(TWO, "--no-sections", "--standalone", "--nproc-per-node", "2", cold=())
+        box.start(TWO, "--no-sections", ranks=2)
         box.wait_for(lambda: box.of(Block))
         code, _, err = box.end()
         assert code == 0, err
@@ -658,7 +663,7 @@ def test_ranks_lower_their_own_cards_in_a_pause_of_all(warm: WarmPython, tmp_pat
         time.sleep(0.01)
     model("""
         job = TWO.replace("    model(", waits, 1)
-        box.start(job, "--standalone", "--nproc-per-node", "2", patch=PAUSING, cold=())
+        box.start(job, patch=PAUSING, ranks=2)
         box.wait_for(blocks(box, 8))
         (box.root / "pause").touch()
         with box.fake.edit() as state:
@@ -706,7 +711,8 @@ if __name__ == "__main__":
 # With one import of torch for both.
 FORKED_BY_A_SERVER = SPAWNED.replace(
     "torch.multiprocessing.spawn(work, (port,), nprocs=2)",
-    """torch.multiprocessing.get_context("forkserver").set_forkserver_preload(["torch"])
+    """from kilter.testing.warm_python import PRELOADED
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     torch.multiprocessing.start_processes(work, (port,), nprocs=2, start_method="forkserver")""",
 )
 

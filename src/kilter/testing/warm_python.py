@@ -144,19 +144,23 @@ class WarmPython:
         self, count: int, arguments: Sequence[str], *, cwd: Path, timeout_s: float = 300.0
     ) -> list[subprocess.CompletedProcess[str]]:
         """The ranks of one job, each with the environment that torchrun would give."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        everywhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        everywhere |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
 
-        def one(rank: int) -> subprocess.CompletedProcess[str]:
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            environ = {**os.environ, **everywhere, **place}
+        def one(place: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+            environ = {**os.environ, **place}
             return self.run(arguments, cwd=cwd, environ=environ, timeout_s=timeout_s)
 
         with ThreadPoolExecutor(count) as pool:
-            return list(pool.map(one, range(count)))
+            return list(pool.map(one, rank_environs(count)))
+
+
+def rank_environs(count: int) -> list[dict[str, str]]:
+    """What torchrun would add to the environment of each rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    return [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
 # The other side ---------------------------------------------------------------------------------

@@ -17,20 +17,24 @@ from torch._functorch import config, partitioners
 
 import kilter
 from kilter.core.events import Moved, read_events
+from kilter.testing.stand_in import small_tensors
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # of the compiler itself
     pytest.mark.filterwarnings("ignore:Guards may run slower on Python"),
     pytest.mark.filterwarnings("ignore:Using `torch.compile"),
 ]
-WIDTH, ROWS = 128, 2048
+WIDTH, ROWS = 128, 256
+ACTIVATION_BYTES = 4 * WIDTH * ROWS
 
 
 @pytest.fixture(autouse=True)
 def compiler() -> Iterator[None]:
     """Leaves no trace of itself: engines look whether the program compiles."""
     torch._dynamo.reset()
+    undo = small_tensors(ACTIVATION_BYTES)
     yield
+    undo()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 

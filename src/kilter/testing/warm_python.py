@@ -5,7 +5,7 @@ runs hundreds of small programs spends most of its time on that. Each program he
 its own, in a session of its own, forked from one that has done nothing but these imports; it runs
 as `python FILE ...`, `python -m MODULE ...` or `python -c CODE ...` would. What is read when an
 interpreter or a library starts (`OMP_NUM_THREADS`, interpreter flags) is the forked one's: whoever
-tests that starts a Python of their own. At a program's end its `atexit` handlers are called and its
+tests that starts a Python of their own. `MALLOC_MMAP_THRESHOLD_` alone is set again. At a program's end its `atexit` handlers are called and its
 objects are freed as ever; torch's modules are left as they are.
 """
 
@@ -36,6 +36,8 @@ from kilter.observe.torch_internals import COMPILER
 PRELOADED = ("numpy", "torch", COMPILER)
 _EMPTIED = ("__main__", "builtins", "sys")
 """Modules that the interpreter needs to the last."""
+_M_MMAP_THRESHOLD = -3
+"""Of glibc's `malloc.h`."""
 _MOST_BYTES = 2**17
 """Of a request: the arguments and the environment of a program."""
 
@@ -248,6 +250,9 @@ def _main() -> None:
         _leave_preloaded_as_it_is()
 
     from kilter.connect.script import Program, find_program, forget_shadowed, run_program
+
+    if threshold := os.environ.get("MALLOC_MMAP_THRESHOLD_"):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, int(threshold))
 
     added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = new = [path for path in added if path and path not in sys.path]

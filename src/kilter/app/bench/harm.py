@@ -240,7 +240,7 @@ def run_one(
         command = [str(case.path)] if options is None else options.command(case.path, out)
         if case.mmap:
             environ["MALLOC_MMAP_THRESHOLD_"] = str(MMAP_FROM_BYTES)
-        if case.cold or case.close or case.mmap:
+        if case.cold or case.close:
             warm = None
         ending, peak_bytes = _run(command, case, root, environ, warm)
         errors, moved = record_of(out)

@@ -14,7 +14,7 @@ lengths = random.Random(0)
 
 
 def loss_of(step: int) -> Tensor:
-    return model(batch(lengths.randrange(4096, 12_000))).square().mean()
+    return model(batch(lengths.randrange(4096, 8192))).square().mean()
 
 
 show_model(model, train(model, loss_of, steps=100))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+from kilter.testing.warm_python import WarmPython
+
 PROGRAM = """
-import sys
+import os, sys, warnings
 from contextlib import nullcontext
+warnings.simplefilter("ignore")
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,8 +19,8 @@ from kilter.memory.engine.state import StateMover
 from kilter.memory.plan.problem import Link
 
 LINK = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
 mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
 
 def local(value):
@@ -58,15 +59,8 @@ dist.destroy_process_group()
 """
 
 
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(tmp_path: Path, warm: WarmPython) -> None:
     file = tmp_path / "train.py"
     file.write_text(PROGRAM)
-    command = [sys.executable, "-W", "ignore", str(file)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=900)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    ranks = warm.run_ranks(2, (str(file), str(tmp_path / "store")), cwd=tmp_path)
+    assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 import torch
@@ -60,13 +61,25 @@ def run(job: Job, swapper: Swapper | None = None) -> Trail:
     return trail
 
 
+@cache
+def plainly(job: Job) -> Trail:
+    """What it gives without us."""
+    return run(job)
+
+
+@cache
+def plain_peak_bytes(job: Job) -> int:
+    """What it holds at most, as a swapper observes it that moves nothing."""
+    watch = Swapper(CpuStandIn(), budget_bytes=10**12, link=FAST, min_bytes=256)
+    run(job, watch)
+    return max(record.peak_bytes for record in watch.records())
+
+
 def governed(
     job: Job, *, share: float = 0.5, link: Link = FAST, planner: str = "mix", lag: int = 8
 ) -> tuple[Trail, SwapReport, int]:
     """Run under a budget of `share` of what plain holds; also what plain holds."""
-    watch = Swapper(CpuStandIn(), budget_bytes=10**12, link=link, min_bytes=256)
-    run(job, watch)
-    peak_bytes = max(record.peak_bytes for record in watch.records())
+    peak_bytes = plain_peak_bytes(job)
     swapper = Swapper(
         CpuStandIn(lag=lag),
         budget_bytes=int(share * peak_bytes),
@@ -243,7 +256,7 @@ JOBS: dict[str, Job] = {
 @pytest.mark.parametrize("planner", ["mix", "spanning", "literal"])
 @pytest.mark.parametrize("name", JOBS)
 def test_planned_training_is_bitwise_plain_training(name: str, planner: str) -> None:
-    plain = run(JOBS[name])
+    plain = plainly(JOBS[name])
     trail, report, _ = governed(JOBS[name], share=0.6, planner=planner)
     assert trail.same(plain)
     assert report.passes >= STEPS - 1
@@ -253,7 +266,7 @@ def test_planned_training_is_bitwise_plain_training(name: str, planner: str) -> 
 @pytest.mark.parametrize("link", [SLOW, FAST])
 def test_swapping_is_identical_however_late_the_copies_come(lag: int, link: Link) -> None:
     job = JOBS["transformer"]
-    plain = run(job)
+    plain = plainly(job)
     trail, report, peak_bytes = governed(job, share=0.5, planner="spanning", link=link, lag=lag)
     assert trail.same(plain)
     assert report.planned >= 3
@@ -265,7 +278,7 @@ def test_swapping_is_identical_however_late_the_copies_come(lag: int, link: Link
 
 def test_recompute_is_identical_and_moves_less() -> None:
     job = JOBS["transformer under autocast"]
-    plain = run(job)
+    plain = plainly(job)
     trail, report, peak_bytes = governed(job, share=0.6, link=SLOW)
     assert trail.same(plain)
     assert report.recomputed > 0
@@ -278,7 +291,7 @@ def test_recompute_is_identical_and_moves_less() -> None:
 @shows_saved
 def test_relu_and_batch_norm_are_made_again_without_touching_running_statistics() -> None:
     job = JOBS["residual, in place"]
-    plain = run(job)
+    plain = plainly(job)
     trail, report, _ = governed(job, share=0.7, link=SLOW)
     assert report.recomputed > 0
     assert trail.same(plain)  # buffers included
@@ -286,7 +299,7 @@ def test_relu_and_batch_norm_are_made_again_without_touching_running_statistics(
 
 def test_a_deeper_cut_than_possible_is_refused_and_the_numbers_stay() -> None:
     job = JOBS["transformer"]
-    plain = run(job)
+    plain = plainly(job)
     trail, report, _ = governed(job, share=0.01)
     assert trail.same(plain)
     assert report.plans == ()
@@ -300,7 +313,7 @@ def test_what_had_to_leave_before_there_was_a_plan_has_its_recipes_tried_as_well
     """A budget in bytes holds from the first iteration on, long before recipes are tried."""
 
     def recipes(swapper: Swapper) -> list[bool]:
-        assert run(JOBS[name], swapper).same(run(JOBS[name]))
+        assert run(JOBS[name], swapper).same(plainly(JOBS[name]))
         return [datum.recompute_s is not None for datum in swapper.records()[0].data]
 
     roomy = Swapper(CpuStandIn(), budget_bytes=10**12, link=SLOW, min_bytes=256)
@@ -515,7 +528,7 @@ ODD = {
 @pytest.mark.parametrize("link", [SLOW, FAST])
 @pytest.mark.parametrize("name", ODD)
 def test_odd_loops_are_bitwise_plain(name: str, link: Link) -> None:
-    plain = run(ODD[name])
+    plain = plainly(ODD[name])
     trail, _, _ = governed(ODD[name], share=0.6, link=link, lag=1000)
     assert trail.same(plain)
 
@@ -524,7 +537,7 @@ def test_odd_loops_are_bitwise_plain(name: str, link: Link) -> None:
 @pytest.mark.parametrize("name", ["other activation", "step inside backward"])
 def test_recipes_are_those_of_this_pass(name: str) -> None:
     """Where a recipe remembered from an earlier pass, or run too late, would give other numbers."""
-    plain = run(ODD[name])
+    plain = plainly(ODD[name])
     trail, report, _ = governed(ODD[name], share=0.6, link=SLOW)
     assert trail.same(plain)
     assert report.recomputed >= report.planned >= 3
@@ -572,7 +585,7 @@ def test_passes_that_begin_alike_each_get_a_plan() -> None:
 
 def test_a_swapper_may_be_used_again() -> None:
     job = JOBS["transformer"]
-    plain = run(job)
+    plain = plainly(job)
     watch = Swapper(CpuStandIn(), budget_bytes=10**12, link=FAST, min_bytes=256)
     run(job, watch)
     peak_bytes = max(record.peak_bytes for record in watch.records())
@@ -679,7 +692,7 @@ def test_a_state_dict_taken_while_data_are_away_is_whole() -> None:
 
 def test_no_host_memory_means_recompute_only_and_a_reason() -> None:
     job = JOBS["transformer under autocast"]
-    plain = run(job)
+    plain = plainly(job)
     watch = Swapper(CpuStandIn(), budget_bytes=10**12, link=FAST, min_bytes=256)
     run(job, watch)
     peak_bytes = max(record.peak_bytes for record in watch.records())

@@ -4,9 +4,10 @@ Importing torch takes seconds, and an optimizer's first step imports as much aga
 runs hundreds of small programs spends most of its time on that. Each program here is a process of
 its own, in a session of its own, forked from one that has done nothing but these imports; it runs
 as `python FILE ...`, `python -m MODULE ...` or `python -c CODE ...` would. What is read when an
-interpreter or a library starts (`OMP_NUM_THREADS`, interpreter flags) is the forked one's: whoever
-tests that starts a Python of their own. `MALLOC_MMAP_THRESHOLD_` alone is set again. At a program's end its `atexit` handlers are called and its
-objects are freed as ever; torch's modules are left as they are.
+interpreter or a library starts (`OMP_NUM_THREADS`, interpreter flags) is the forked one's, but for
+`MALLOC_MMAP_THRESHOLD_`: whoever tests that starts a Python of their own. At a program's end its
+`atexit` handlers are called and its objects are freed as ever; torch's modules are left as they
+are.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ settings.load_profile("kilter")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Three workers on two cores: more threads of torch would wait for each other.
+# Two workers on two cores: more threads of torch would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The stand-in for a device overwrites what was evicted, here and in each `kilter run` of a test.

@@ -16,7 +16,7 @@ from kilter.core.errors import UsageError
 from kilter.core.label import Label
 from kilter.memory.engine import CpuStandIn, Swapper
 from kilter.memory.plan.problem import H200_PCIE5
-from kilter.memory.size import MOST_BATCH, largest_batch
+from kilter.memory.size import MOST_BATCH, LargestBatch, largest_batch
 
 WIDTH = 1024
 SQUARE = WIDTH * WIDTH * 4
@@ -333,3 +333,12 @@ def test_the_largest_batch_however_sizes_grow(largest, grown):
         )
 
     assert largest_batch(sized, budget_bytes).as_it_is == largest
+
+
+def test_where_the_search_ends_no_batch_is_called_the_largest():
+    def told(plain, moved):
+        return str(LargestBatch(budget_bytes=2**30, as_it_is=plain, with_plan=moved, how="plan"))
+
+    assert told(MOST_BATCH, MOST_BATCH).startswith(f"{MOST_BATCH} or more as it is (")
+    assert told(7, MOST_BATCH).startswith(f"7 as it is, {MOST_BATCH} or more with plan (")
+    assert told(0, 7).startswith("none as it is, 7 with plan (")

@@ -198,13 +198,18 @@ class LargestBatch:
     """What has to move for `with_plan`, in words; empty if nothing gains by it."""
 
     def __str__(self) -> str:
-        text = f"{self.as_it_is or 'none'} as it is"
+        text = f"{_count(self.as_it_is)} as it is"
         if self.with_plan > self.as_it_is:
-            text += f", {self.with_plan} with {self.how}"
+            text += f", {_count(self.with_plan)} with {self.how}"
         return f"{text} (largest batch within {show_bytes(self.budget_bytes)})"
 
 
+def _count(batch: int) -> str:
+    return f"{batch} or more" if batch == MOST_BATCH else str(batch or "none")
+
+
 MOST_BATCH = 2**20
+"""No larger one is looked for."""
 MOST_SIZES = 80
 """Batches asked for in one search, at most: sizes grow nearly in proportion, so six are enough.
 Every third guess halves what is left, so that any growth ends within this."""

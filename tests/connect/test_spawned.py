@@ -24,6 +24,7 @@ from kilter.session import children
 from kilter.session.children import (
     ChildMessage,
     SpawnedChildren,
+    claim,
     directory_of,
     launcher_events,
     make_way,
@@ -203,6 +204,10 @@ def test_a_child_without_kilter_is_started_as_ever(
 def test_the_first_group_has_the_runs_directory(tmp_path: Path) -> None:
     assert directory_of(tmp_path, 2) == directory_of(tmp_path, 2) == tmp_path
     assert directory_of(tmp_path, 3) == tmp_path / "spawn-3"
+
+
+def test_one_child_of_several_that_begin_at_once_is_rank_0(tmp_path: Path) -> None:
+    assert [claim(tmp_path / "run", rank) for rank in (0, 0, 1, 0)] == [True, False, True, False]
 
 
 def test_the_launcher_writes_on_under_another_name(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class SpawnedRank:
         # Imported here: most children are workers of a data loader, and never come so far.
         from multiprocessing.util import Finalize
 
-        from kilter.session.children import ChildMessage, directory_of, make_way
+        from kilter.session.children import ChildMessage, claim, directory_of, make_way
         from kilter.session.lifecycle import Session
         from kilter.session.run_directory import events_name
 
@@ -84,10 +84,10 @@ class SpawnedRank:
         message = ChildMessage.of(self._message)
         ranks = _ranks()
         run = directory_of(message.run, message.group)
+        if not claim(run, ranks.rank):
+            return  # another child of the group, which trains by itself, too, was first
         if ranks.rank == 0:
             make_way(run / events_name(ranks))
-        if (run / events_name(ranks)).exists():
-            return  # another child of the group, which trains by itself, too, was first
         options = replace(message.options, out=run)
         session = Session(options, ranks, self._listener_of(options))
         session.__enter__()

@@ -151,6 +151,17 @@ def directory_of(run: Path, group: int) -> Path:
     return run
 
 
+def claim(run: Path, rank: int) -> bool:
+    """Whether this process is the first that trains as `rank` of the run. Children without a process
+    group are all rank 0, and may begin at the same moment. Raises `OSError`."""
+    run.mkdir(parents=True, exist_ok=True)
+    try:
+        (run / f".rank{rank}").symlink_to(str(os.getpid()))
+    except FileExistsError:
+        return False
+    return True
+
+
 def make_way(events: Path) -> None:
     """The parent, which trains nothing, has begun `events`, the file of rank 0: it goes on to write
     it under another name. Raises `OSError`."""

@@ -1,8 +1,10 @@
 """`kilter report`: JSON that others build on, one page that opens offline, one line per error."""
 
+import contextlib
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -159,6 +161,17 @@ def test_no_run_is_one_line_and_exit_code_1(name, message, tmp_path, monkeypatch
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+@pytest.mark.parametrize("words", [["doctor", "--device", "null"], ["report", "RUN", "--json"]])
+def test_output_for_which_there_is_no_room_is_one_line(words, run_dir, monkeypatch, capsys):
+    with monkeypatch.context() as patched, contextlib.suppress(OSError):
+        with open("/dev/full", "w") as full:
+            patched.setattr(sys, "stdout", full)
+            assert main([str(run_dir) if word == "RUN" else word for word in words]) == 1
+    assert capsys.readouterr().err == (
+        f"kilter {words[0]}: standard output: No space left on device\n"
+    )
 
 
 def test_page_that_cannot_be_written_is_one_line(run_dir, tmp_path, capsys):

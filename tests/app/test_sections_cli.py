@@ -80,6 +80,7 @@ def test_a_broken_trace_beside_a_whole_one_is_left_out_by_name(pair, tmp_path, c
         ('{"traceEvents": [{"ph": "X"', "complete JSON"),
         ('{"schema": "kilter.trace/1"}', "no traceEvents"),
         (json.dumps({"traceEvents": []}), "no GPU kernels"),
+        (json.dumps({"traceEvents": [kernel("gemm", 5, -1)]}), "lasts no time"),
     ],
 )
 def test_broken_input_is_one_line_and_exit_code_1(tmp_path, capsys, content, words):

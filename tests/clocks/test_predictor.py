@@ -185,6 +185,18 @@ def test_learn_prints_the_errors_of_what_was_left_out(
     assert "GPU left out (2 in turn)" in text
 
 
+def test_a_model_that_no_run_will_use_is_not_recommended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    file = table(tmp_path / "t.csv", workloads=3, gpus=("A", "B"))
+    assert main(["learn", str(file), "--out", str(tmp_path / "p.json")]) == 0
+    told = capsys.readouterr().out
+    assert "there is one workload" not in told
+    assert "without any one of the 3 workloads too few settings are left to learn from" in told
+    assert "use it with" not in told
+
+
 def test_learn_says_what_it_cannot_learn_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -263,7 +263,9 @@ def test_a_job_that_saves_nothing_to_move_says_so() -> None:
     nothing = {"passes": 0, "planned": 0, "out_bytes": 0, "in_bytes": 0, "applied": True}
     unknown = {"plain_peak_bytes": None, "peak_bytes": None, "least_bytes": None}
     for budget in ({"budget_bytes": None, "budget": "60 % of the plain peak"}, {}):
-        memory = changed({**nothing, **unknown, "spilled": 0, "recomputed": 0, "most_bytes": 0, **budget}, ())
+        memory = changed(
+            {**nothing, **unknown, "spilled": 0, "recomputed": 0, "most_bytes": 0, **budget}, ()
+        )
         assert headline(memory) == (
             "memory: nothing to move: no activation of 1.0 MiB or more was saved for backward "
             "[measured]"

@@ -1,6 +1,5 @@
 """`kilter report`: JSON that others build on, one page that opens offline, one line per error."""
 
-import contextlib
 import json
 import os
 import re
@@ -165,10 +164,9 @@ def test_no_run_is_one_line_and_exit_code_1(name, message, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("words", [["doctor", "--device", "null"], ["report", "RUN", "--json"]])
 def test_output_for_which_there_is_no_room_is_one_line(words, run_dir, monkeypatch, capsys):
-    with monkeypatch.context() as patched, contextlib.suppress(OSError):
-        with open("/dev/full", "w") as full:
-            patched.setattr(sys, "stdout", full)
-            assert main([str(run_dir) if word == "RUN" else word for word in words]) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115 - main closes it
+        assert main([str(run_dir) if word == "RUN" else word for word in words]) == 1
     assert capsys.readouterr().err == (
         f"kilter {words[0]}: standard output: No space left on device\n"
     )

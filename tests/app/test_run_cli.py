@@ -288,7 +288,10 @@ def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
             "--weights: 'away' is not one of keep, offload",
         ),
         (["--host-memory", "1GiB", "train.py"], "add --memory-budget"),
-        (["--host-memory", "16", "train.py"], "'16' is less than 1 MiB: write 16GiB"),
+        (
+            ["--host-memory", "16", "train.py"],
+            "'16' is less than 1 MiB: write a size with its unit, such as 16GiB",
+        ),
         (["--host-memory", "half", "train.py"], "--host-memory: 'half' is not a size"),
         (["--memory-budget", "1GiB", "--objective", "edp", "train.py"], "add --max-slowdown"),
         (["--device", "gpu", "train.py"], "choose one of auto, nvml, amdsmi, null, sim:"),
@@ -299,8 +302,14 @@ def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
             "--gradients: 'eat' is not one of auto, consume, keep",
         ),
         (["--memory-budget", "much", "train.py"], "--memory-budget: 'much' is not a memory budget"),
-        (["--memory-budget", "24", "train.py"], "'24' is less than 1 MiB: write 24GiB"),
-        (["--memory-budget", "9KiB", "train.py"], "'9KiB' is less than 1 MiB: write 24GiB"),
+        (
+            ["--memory-budget", "24", "train.py"],
+            "'24' is less than 1 MiB: write a size with its unit, such as 24GiB",
+        ),
+        (
+            ["--memory-budget", "9KiB", "train.py"],
+            "'9KiB' is less than 1 MiB: write a size with its unit, such as 24GiB",
+        ),
         (["--memory-budget", "-1GiB", "train.py"], "--memory-budget"),
         (["--memory-budget", "0GiB", "train.py"], "is not a memory budget"),
         (["--memory-budget", "120%", "train.py"], "'120%' leaves nothing to do"),

@@ -102,7 +102,7 @@ def _host_memory(text: str) -> int:
     """`16GiB`; `UsageError` for what is no size, or lacks its unit."""
     size_bytes = parse_bytes(text)
     if size_bytes < MIB:
-        raise UsageError(f"{text!r} is {size_bytes} bytes: write the unit, as in 16GiB")
+        raise UsageError(f"{text!r} is less than 1 MiB: write a size with its unit, such as 16GiB")
     return size_bytes
 
 

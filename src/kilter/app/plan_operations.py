@@ -168,8 +168,8 @@ def _tell(costs: Costs, found: ComparedPlans, switch_s: float) -> None:
         )
     print()
     print(
-        f"{show_count(len(costs.operations), 'operation')}, {len(costs.settings)} clock pairs; no "
-        f"plan saves {show_fraction(found.planned.gap)} more [simulated]"
+        f"{show_count(len(costs.operations), 'operation')}, {len(costs.settings)} clock pairs; any "
+        f"other plan saves at most {show_fraction(found.planned.gap)} more [simulated]"
     )
 
 

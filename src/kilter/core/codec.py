@@ -53,6 +53,12 @@ def decode(raw: bytes, kind: type[T], *, where: str) -> T:
         found = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{where}: not a complete JSON file ({error})") from error
+    if isinstance(found, dict) and "traceEvents" in found:
+        raise FileError(
+            f"{where}: a trace of torch.profiler, expected the trace.json of a run of kilter"
+            if kind is IterationTrace
+            else f"{where}: a trace of torch.profiler, expected {name}"
+        )
     check_numbers(found, where)
     if not isinstance(found, dict) or not isinstance(found.get("schema"), str):
         raise FileError(f'{where}: not a kilter file (no "schema" key); expected {name}')

@@ -65,7 +65,9 @@ class MemoryBudget:
                 "or auto (just fit the card)"
             ) from None
         if size_bytes < MIB:
-            raise UsageError(f"{text!r} is {size_bytes} bytes: write the unit, as in 24GiB")
+            raise UsageError(
+                f"{text!r} is less than 1 MiB: write a size with its unit, such as 24GiB"
+            )
         return cls(size_bytes=size_bytes)
 
     def __str__(self) -> str:

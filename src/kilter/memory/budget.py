@@ -55,7 +55,9 @@ class BudgetInForce:
                 return cls(card_bytes, f"less than the {asked} asked for, to fit {card}")
             return cls(asked.size_bytes, "as asked")
         if asked.share is not None:
-            return cls(None, f"{asked} of the plain peak, which is being observed")
+            return cls(
+                None, f"{asked} of the plain peak, which takes some optimizer steps to observe"
+            )
         if card_bytes is not None:
             return cls(card_bytes, f"to fit {card}")
         return cls(None, "auto, but there is no card to fit: give a size or a share")

@@ -17,6 +17,7 @@ Fenced = Callable[[Callable[..., None]], Callable[..., None]]
 INFERENCE_AFTER_S = 2.0
 """A program that has not stepped any optimizer for so long after `import torch` may only infer."""
 
+_DO = "to say where an iteration ends: with kilter.govern() as job, and job.mark() after each one"
 _WATCHED_CALLS = 64
 """Calls of outermost modules after which the search for one that infers ends."""
 
@@ -147,7 +148,8 @@ class InferenceWatch(threading.Thread):
             self._hook(module)
         if not compiled:
             self._failed(
-                "no optimizer step yet; to time inference: with kilter.govern() as job, job.mark()"
+                "no optimizer of torch.optim stepped, and what is compiled tells nothing where it "
+                f"only infers; {_DO}"
             )
 
     def _hook(self, module: Any) -> None:
@@ -170,7 +172,8 @@ class InferenceWatch(threading.Thread):
         self._calls += 1
         if self._calls >= _WATCHED_CALLS and output is not None:
             self._failed(
-                "no optimizer and no module that infers; with kilter.govern() as job, job.mark()"
+                "no optimizer of torch.optim stepped, and no module was called for inference "
+                f"alone; {_DO}"
             )
             self.stop()
         # No output: the call has failed, and torch is walking through its table of hooks.

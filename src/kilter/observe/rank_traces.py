@@ -299,6 +299,8 @@ class _Timeline:
                 f"{self._where}: holds no GPU kernels: profile with ProfilerActivity.CUDA"
             )
         begin, length = np.array(self._begin_us), np.array(self._length_us)
+        if not length.any():
+            raise FileError(f"{self._where}: what ran on the GPU lasts no time: record it again")
         kind, devices = np.array(self._kind), np.array(self._device)
         warnings: list[str] = []
         if self._impossible:

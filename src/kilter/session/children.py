@@ -152,8 +152,8 @@ def directory_of(run: Path, group: int) -> Path:
 
 
 def claim(run: Path, rank: int) -> bool:
-    """Whether this process is the first that trains as `rank` of the run. Children without a process
-    group are all rank 0, and may begin at the same moment. Raises `OSError`."""
+    """Whether this process is the first that trains as `rank` of the run. Children without a
+    process group are all rank 0, and may begin at the same moment. Raises `OSError`."""
     run.mkdir(parents=True, exist_ok=True)
     try:
         (run / f".rank{rank}").symlink_to(str(os.getpid()))

@@ -548,7 +548,8 @@ def _print(title: str, summary: Mapping[str, Mapping[str, Any]]) -> None:
         if s["most_of_oracle"] is not None:
             most = f"{s['most_of_oracle'] * 100:.1f} % of the oracle"
             print(f"  no search of {SEARCH_PAIRS} pairs under this contract keeps more than {most}")
-        print(f"  kilter: violations {low * 100:.2f} to {high * 100:.2f} % (95 %); lost: {told}")
+        lost = f"; of the oracle's saving lost by: {told}" if told else ""
+        print(f"  kilter: violations {low * 100:.2f} to {high * 100:.2f} % (95 %){lost}")
 
 
 def _label(tables: Sequence[str]) -> str:

@@ -101,9 +101,13 @@ def _text(predictor: Predictor, out: Path | None) -> str:
             f"{error.energy_without * 100:.1f} %)"
         )
     if not predictor.errors:
-        lines.append("  its errors are not known: there is one workload, and nothing to leave out")
+        lines.append(
+            "  its errors are not known: without any one workload too few settings are left to "
+            "learn from"
+        )
     if predictor.why_not_used is not None:
         lines.append(f"  no run will use this model: {predictor.why_not_used}")
     if out is not None:
-        lines.append(f"{out}: written; use it with kilter run --predictor {out}")
+        use = "" if predictor.why_not_used else f"; use it with kilter run --predictor {out}"
+        lines.append(f"{out}: written{use}")
     return "\n".join(lines)

@@ -8,7 +8,9 @@ instead; it is called outside of our error handling. `parse(parser, arguments)` 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import errno
 import importlib
 import os
 import re
@@ -104,12 +106,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parse = getattr(module, "parse", _Parser.parse_args)
     try:
         outcome = module.run(parse(parser, arguments[1:]))
+        if not callable(outcome) and sys.stdout is not None:
+            sys.stdout.flush()
     except KilterError as error:
         if sys.stderr is not None:  # else `print` would take stdout
             print(f"kilter {verb}: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         sys.stderr.close()
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.filename:
+            raise
+        print(f"kilter {verb}: standard output: {error.strerror}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            sys.stdout.close()  # else Python writes again at its end, and fails with its own words
         return 1
     # The user's own code: not even a BrokenPipeError of it is ours to report.
     return int((outcome() if callable(outcome) else outcome) or 0)

@@ -20,7 +20,7 @@ from kilter.core.label import Label
 from kilter.core.memory_record import MemoryRecord
 from kilter.core.plan import MemoryBudget, MoveData, Plan
 from kilter.core.trace import IterationTrace
-from kilter.core.units import show_bytes, show_fraction, show_time
+from kilter.core.units import MIB, show_bytes, show_fraction, show_time
 from kilter.memory.plan.problem import Link, Problem, problem_of
 from kilter.memory.plan.simulate import Move, Schedule, Span, simulate
 
@@ -224,6 +224,9 @@ def result(memory: MemoryReport) -> Finding:
     record = memory.record
     label = memory.label.value
     before, budget = show_bytes(record.plain_peak_bytes), show_bytes(record.budget_bytes)
+    if record.passes == record.most_bytes == 0 and not memory.moved:
+        text = f"no activation of {show_bytes(MIB)} or more was saved for backward"
+        return Finding(f"nothing to move: {text}", label)
     if record.budget_bytes is None:
         moved = memory.moved or "nothing was moved"
         return Finding(f"no budget ({record.budget}); peak {before}, {moved}", label)

@@ -100,7 +100,7 @@ def full(report: Report) -> str:
     ]
     if report.memory is not None:
         lines.append(memory_report.headline(report.memory).replace("memory:", "memory  "))
-        lines += [f"  {name:<12}{text}" for name, text in memory_report.details(report.memory)]
+        lines += [f"  {name:<12} {text}" for name, text in memory_report.details(report.memory)]
     if report.memory is None or report.goal.max_slowdown is not None:
         lines += _clock_lines(report)
     if report.footprint is not None:

@@ -408,6 +408,7 @@ def test_without_torch_an_unknown_option_says_so(
     "wrong",
     [
         {"max_slowdown": 2},
+        {"max_slowdown": "2%"},
         {"memory_budget": "much"},
         {"objective": "speed"},
         {"gradients": "eat"},

@@ -104,8 +104,10 @@ class Goal:
 
     def __post_init__(self) -> None:
         s = self.max_slowdown
-        if s is not None and not (math.isfinite(s) and 0.0 <= s < 1.0):
-            raise UsageError(f"max_slowdown={s} must be a fraction from 0 to below 1 (2 % is 0.02)")
+        if s is not None and not (isinstance(s, int | float) and 0.0 <= s < 1.0):  # nor NaN
+            raise UsageError(
+                f"max_slowdown={s!r} must be a fraction from 0 to below 1 (2 % is 0.02)"
+            )
         if not 0.0 < self.error_probability < 0.5:
             raise UsageError(f"error_probability={self.error_probability} must be in (0, 0.5)")
         if not (math.isfinite(self.price_of_time) and self.price_of_time >= 0.0):

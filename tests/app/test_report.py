@@ -386,8 +386,8 @@ def test_a_killed_run_that_set_nothing_needs_no_restore(tmp_path):
     ("files", "message"),
     [
         ({}, "holds no events-rank"),
-        ({"events-rank0.jsonl": b""}, "before its first whole record"),
-        ({"events-rank0.jsonl": RECORD[:40]}, "empty"),
+        ({"events-rank0.jsonl": b""}, "jsonl: the run ended before its first whole record"),
+        ({"events-rank0.jsonl": RECORD[:40]}, "jsonl: the run ended before its first whole record"),
         ({"events-rank0.jsonl": RECORD[3:]}, "not an event"),
         ({"events-rank0.jsonl": RECORD.split(b"\n", 1)[1]}, "does not begin with the start"),
         ({"events-rank0.jsonl": RECORD, "trace.json": b"{"}, "trace.json: not a complete JSON"),

@@ -266,7 +266,7 @@ def read_events(path: str | Path) -> Iterator[AnyEvent]:
         if len(line) == MAX_LINE_BYTES:
             raise FileError(f"{path}:{number + 1}: not an event of a run (a line without an end)")
     if not number:
-        raise FileError(f"{path}: empty; the run wrote nothing")
+        raise FileError(f"{path}: the run ended before its first whole record")
 
 
 def decode_event(line: bytes, number: int, path: str | Path) -> AnyEvent:

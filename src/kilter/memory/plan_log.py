@@ -33,7 +33,8 @@ class PlanLog:
         """Written by another thread than the one that plans."""
 
     def refuse(self, reason: Reason) -> None:
-        self._run.log.refuse("a part of the memory plan", reason.text, reason.code)
+        what = "the memory plan" if reason.subject == "job" else "a part of the memory plan"
+        self._run.log.refuse(what, reason.text, reason.code)
 
     def refuse_new(self, reasons: Iterable[Reason]) -> None:
         """Each reason once; one that holds for several tensors, with their number."""

@@ -234,7 +234,7 @@ def read_ranks(directory: Path) -> list[Rank]:
         raise FileError(f"{directory}: not a run (it holds no events-rank*.jsonl)")
     ranks = [rank for file in files if (rank := _read_rank(file)) is not None]
     if not ranks:
-        raise FileError(f"{files[0]}: empty; the run ended before its first whole record")
+        raise FileError(f"{files[0]}: the run ended before its first whole record")
     return ranks
 
 

@@ -352,7 +352,7 @@ def test_run_killed_at_any_byte_has_a_report_or_one_clear_line(cut, tmp_path_fac
     directory = tmp_path_factory.mktemp("run")
     (directory / "events-rank0.jsonl").write_bytes(RECORD[:cut])
     if b"\n" not in RECORD[:cut]:
-        with pytest.raises(FileError, match="empty"):
+        with pytest.raises(FileError, match="first whole record"):
             report.build(directory)
         return
     found = report.build(directory)

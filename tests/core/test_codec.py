@@ -92,3 +92,8 @@ def test_a_link_stays_a_link(tmp_path):
     codec.write_atomically(tmp_path / "latest.html", b"page")
     assert (tmp_path / "latest.html").is_symlink()
     assert (tmp_path / "place" / "report.html").read_bytes() == b"page"
+
+
+def test_the_root_of_all_files_is_no_file_to_write():
+    with pytest.raises(FileError, match=r"^/: cannot be written \(Is a directory\)$"):
+        codec.write_atomically("/", b"")

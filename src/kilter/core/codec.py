@@ -143,6 +143,8 @@ def write_atomically(path: str | os.PathLike[str], raw: bytes) -> None:
     except OSError as error:
         raise FileError(f"{target}: cannot be written ({error.strerror})") from error
     target = Path(os.path.realpath(target))
+    if not target.name:
+        raise FileError(f"{target}: cannot be written (Is a directory)")
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

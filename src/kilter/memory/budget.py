@@ -147,14 +147,17 @@ class JobBudget:
 
     def settle_for_least(self, link: Link) -> None:
         """Where no plan keeps the budget, plan for the least peak that any schedule reaches. Only
-        to be called once nothing else can make room."""
+        to be called once nothing else can make room. Passes that never came again do not count:
+        one in which tensors were offloaded on demand may differ from all others."""
         report = self._swapper.report()
         refused = any(reason.code == BudgetTooSmall.code for reason in report.refused)
         if self._least_asked or self._dry_run or report.plans or not refused:
             return
+        records = self._swapper.records()
+        repeated = [record for record in records if record.passes >= SEEN_PASSES]
         floors = [
             record.problem(link=link, budget_bytes=1, min_bytes=MIB)[0].floor_bytes
-            for record in self._swapper.records()
+            for record in repeated or records
         ]
         if not floors:  # the kinds of passes that were refused are forgotten, none is recorded yet
             return

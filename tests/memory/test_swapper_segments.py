@@ -553,3 +553,25 @@ def test_calls_are_tried_and_left_again_while_the_job_runs(
     assert equal(plain, found)
     assert [calls for _, calls in seen] == [False] * 6 + [True, False]
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_change_in_the_middle_of_a_pass_keeps_the_bits(calls: bool) -> None:
+    plain = trained(Language, text)
+    swapper = Swapper(
+        CpuTime(spoil=True),
+        budget_bytes=int(0.36 * peak_bytes(Language, text)),
+        link=LINK,
+        min_bytes=MIN_BYTES,
+        segments=not calls,
+    )
+
+    class Changing(Block):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            if world["step"] == 5:
+                swapper.recompute(calls=calls)
+            return super().forward(x, scale)
+
+    with swapper:
+        found = trained(lambda: Language(Changing, 6), text)
+    assert equal(plain, found)

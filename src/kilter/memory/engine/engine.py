@@ -308,6 +308,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         host takes for a tensor that is recomputed alone, beyond what every plan counts for it."""
         if self._store.within() is None:
             self._end_pass()
+        elif self._plan is not None and self._event < len(self._plan.events):
+            self._depart()  # in the middle of a pass, whose plan counts on calls being seen
         if calls and self._segments is None:
             self._segments = self._segment_pass()
             self._segments.calls.enter()

@@ -148,19 +148,23 @@ def peak_bytes(make: Make, batch: Callable[[], Tensor]) -> int:
     return found.peak_bytes
 
 
+def within(share: float, make: Make, batch: Callable[[], Tensor], *, segments: bool) -> Swapper:
+    """The engine, with a budget of `share` of the plain peak."""
+    return Swapper(
+        CpuTime(spoil=True),
+        budget_bytes=int(share * peak_bytes(make, batch)),
+        link=LINK,
+        min_bytes=MIN_BYTES,
+        segments=segments,
+    )
+
+
 def governed(
     make: Make, batch: Callable[[], Tensor], share: float, *, segments: bool = True, **how: Any
 ) -> tuple[list[Tensor], SwapReport, list[str]]:
     """The same training under a budget of `share` of the plain peak, and what calls were tried with
     success."""
-    budget_bytes = int(share * peak_bytes(make, batch))
-    swapper = Swapper(
-        CpuTime(spoil=True),
-        budget_bytes=budget_bytes,
-        link=LINK,
-        min_bytes=MIN_BYTES,
-        segments=segments,
-    )
+    swapper = within(share, make, batch, segments=segments)
     with swapper:
         found = trained(make, batch, **how)
         records = swapper.records()
@@ -533,12 +537,7 @@ def test_calls_are_tried_and_left_again_while_the_job_runs(
     # Whatever was measured.
     monkeypatch.setattr(pass_kinds, "best_set", lambda choices, cost_s: levels(choices)[0])
     plain = trained(Language, text)
-    swapper = Swapper(
-        CpuTime(spoil=True),
-        budget_bytes=int(0.36 * peak_bytes(Language, text)),
-        link=LINK,
-        min_bytes=MIN_BYTES,
-    )
+    swapper = within(0.36, Language, text, segments=False)
     seen = []
 
     def batch() -> Tensor:
@@ -558,13 +557,7 @@ def test_calls_are_tried_and_left_again_while_the_job_runs(
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_change_in_the_middle_of_a_pass_keeps_the_bits(calls: bool) -> None:
     plain = trained(Language, text)
-    swapper = Swapper(
-        CpuTime(spoil=True),
-        budget_bytes=int(0.36 * peak_bytes(Language, text)),
-        link=LINK,
-        min_bytes=MIN_BYTES,
-        segments=not calls,
-    )
+    swapper = within(0.36, Language, text, segments=not calls)
 
     class Changing(Block):
         def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:

@@ -226,7 +226,7 @@ def kill_watcher(directory: Path) -> None:
 
 
 class ToldProcess:
-    """A Python program in a box that is told what to do, and answers, line by line."""
+    """A Python program in a box that takes commands and answers them, line by line."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class ToldProcess:
 
 
 class BoxJob(ToldProcess):
-    """A process that holds a lease and does what it is told."""
+    """A process that holds a lease and takes commands."""
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from kilter.memory.host_memory import (
     HostMemoryError,
     available_bytes,
     default_limit_bytes,
+    large_pages,
 )
 
 MEMINFO = "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 800 kB\n"
@@ -69,6 +70,19 @@ def test_the_first_version_of_cgroups(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 0",
     }
     assert available_bytes(tree(tmp_path, **files))[0] == 11000
+
+
+@given(st.integers(1, 5_000_000))
+def test_memory_in_large_pages_is_writable_and_of_this_size(size_bytes: int) -> None:
+    with large_pages(size_bytes) as memory:
+        assert len(memory) == size_bytes
+        memory[-1] = 7
+        assert memory[: size_bytes - 1].count(0) == size_bytes - 1
+
+
+def test_memory_that_the_system_does_not_have_is_an_error() -> None:
+    with pytest.raises(OSError, match="memory"):
+        large_pages(2**62)
 
 
 def test_this_machine_has_some() -> None:

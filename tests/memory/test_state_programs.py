@@ -383,7 +383,7 @@ def differences(program: Program) -> tuple[list[int], list[Any]]:
 
         def changed() -> None:
             if swapper is not None:
-                swapper.forget()
+                swapper.weigh_anew()
 
         if "state" in program.movers:
             mover = StateMover(

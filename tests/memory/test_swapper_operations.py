@@ -336,3 +336,32 @@ def test_a_block_like_llama_is_made_again_from_its_products() -> None:
     ours, recomputed = run(1_000_000)
     assert recomputed > 0
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+@shows_saved
+def test_passes_are_tried_once_although_their_levels_change() -> None:
+    """Optimizer state has left or come back: levels are measured anew, recipes stay."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def step() -> None:
+        model(torch.randn(96, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with Swapper(CpuStandIn(), budget_bytes=80_000, link=LINK, min_bytes=MIN_BYTES) as swapper:
+        for _ in range(6):
+            step()
+        first = swapper.report()
+        swapper.weigh_anew()
+        assert not swapper.report().plans
+        for _ in range(3):
+            step()
+        again = swapper.report()
+    assert first.plans
+    assert first.plans[0].recomputed > 0
+    assert first.watched == 3  # the last of them tries the recipes
+    assert again.watched - first.watched == 2
+    assert again.plans[0].recomputed == first.plans[0].recomputed
+    assert again.recomputed > first.recomputed

@@ -5,8 +5,10 @@ Needs neither torch nor numpy: a session says the limit before the script has im
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from kilter.core.errors import DeviceError
@@ -67,6 +69,16 @@ def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
     limits = [(_meminfo(root), "free on the host")]
     limits += [(left, "left of the container's limit") for left in _cgroups(root)]
     return min(limits)
+
+
+def large_pages(size_bytes: int) -> mmap.mmap:
+    """Fresh memory, of this process alone, in large pages where the system has them for the asking:
+    there are fewer of them to find and to pin. `OSError` if there is no memory."""
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _meminfo(root: Path) -> int:

@@ -22,7 +22,12 @@ from kilter.core.errors import DeviceError, NoDevice
 from kilter.core.units import MIB, show_bytes
 from kilter.memory.engine.backend import CopyEvent
 from kilter.memory.engine.gone import when_gone
-from kilter.memory.host_memory import HostLimit, HostMemoryError, available_bytes
+from kilter.memory.host_memory import (
+    HostLimit,
+    HostMemoryError,
+    available_bytes,
+    large_pages,
+)
 from kilter.memory.plan.problem import Link
 from kilter.observe import torch_internals
 
@@ -165,7 +170,8 @@ class Cuda:
 
     def reserve(self, size_bytes: int) -> torch.Tensor:
         """Registered with the driver rather than allocated by it: `pin_memory` rounds up to the
-        next power of two."""
+        next power of two. It is written to first: the driver's own way to pages that are not
+        there yet takes six times as long (docs/measurements/memory.md)."""
         left_bytes, whose = available_bytes()
         if size_bytes > HOST_SHARE * left_bytes:
             raise HostMemoryError(
@@ -173,7 +179,11 @@ class Cuda:
                 f"{whose} (at most {HOST_SHARE:.0%} of it is taken)"
             )
         self.host.take(size_bytes)
-        host = torch.empty(size_bytes, dtype=torch.uint8)
+        try:
+            host = torch.frombuffer(large_pages(size_bytes), dtype=torch.uint8).zero_()
+        except OSError as error:
+            self.host.give_back(size_bytes)
+            raise HostMemoryError(f"{show_bytes(size_bytes)} of host memory: {error}") from None
         with torch.cuda.device(self.device):  # the framework asks whose the memory is
             result = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size_bytes, MAPPED)
         if int(result) != 0:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -280,22 +280,27 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._store.recompute_dependents(parameter)
 
     def forget(self) -> None:
-        """Weights, gradients or optimizer state take another amount of device memory from now on:
-        watch and plan anew."""
+        """Weights take another amount of device memory from now on, or passes save other tensors:
+        watch, try and plan anew."""
+        self._begin_anew(self._kinds.forget)
+
+    def weigh_anew(self) -> None:
+        """Gradients or optimizer state take another amount of device memory from now on: watch and
+        plan anew."""
+        self._begin_anew(self._kinds.weigh_anew)
+
+    def _begin_anew(self, change: Callable[[], None]) -> None:
         if self._store.within() is None:
             self._end_pass()
-        self._kinds.forget()
+        change()
         self._deviations.forget()
 
     def relevel(self, record: PassRecord, level_bytes: list[int], taken: float) -> None:
         """The same, where the levels of one kind of pass with everything kept are known: it is
         planned anew without being watched. From now on optimizer state takes the share `taken` of
         the link to the device."""
-        if self._store.within() is None:
-            self._end_pass()
         self._kinds.taken = taken
-        self._kinds.relevel(record, level_bytes)
-        self._deviations.forget()
+        self._begin_anew(partial(self._kinds.relevel, record, level_bytes))
 
     @property
     def recomputes_calls(self) -> bool:

@@ -104,6 +104,8 @@ class PassKinds:
         """Share of the link to the device that optimizer state takes."""
         self._min_bytes = min_bytes
         self._by_events: dict[tuple[int, ...], PassKind] = {}
+        self._tried_before: dict[tuple[int, ...], PassRecord] = {}
+        """Kinds that are watched anew, since their levels are others: what trials have found."""
         self._alone_s = 0.0
         """Counted, where calls of modules are chosen, for each tensor recomputed alone."""
         self._retained = False
@@ -133,9 +135,16 @@ class PassKinds:
     def forget(self, *, arena: bool = False) -> None:
         """Forget all kinds, and with `arena` the host memory, which was given back."""
         self._by_events.clear()
+        self._tried_before.clear()
         self.attention = Attention()
         if arena:
             self._arena.forget()
+
+    def weigh_anew(self) -> None:
+        """Watch all kinds anew for their levels. How tensors are recomputed stays as it was."""
+        tried = {kind.record.events: kind.record for kind in self if kind.tried}
+        self.forget()
+        self._tried_before = tried
 
     def relevel(self, record: PassRecord, level_bytes: list[int]) -> None:
         """Passes of this kind have these levels from now on, and are planned anew; all others are
@@ -150,6 +159,7 @@ class PassKinds:
     def recompute(self, *, calls: bool, each_s: float) -> None:
         """Those that were tried are tried again with calls of modules, or planned without them."""
         self._alone_s = each_s
+        self._tried_before.clear()
         for events, kind in self._by_events.items():
             if calls and kind.tried:
                 self._by_events[events] = PassKind(
@@ -204,7 +214,11 @@ class PassKinds:
             if len(self._by_events) == MAX_KINDS:
                 plans = {events: kind.plan for events, kind in self._by_events.items()}
                 del self._by_events[min(plans, key=lambda events: plans[events] is not None)]
-            self._by_events[record.events] = PassKind(record, weighed=weighed)
+            before = self._tried_before.pop(record.events, None)
+            if before is not None:
+                record.learn(before)
+            tried = before is not None
+            self._by_events[record.events] = PassKind(record, weighed=weighed, tried=tried)
 
     def tried(self, record: PassRecord) -> None:
         """A pass was watched while its tensors were recomputed beside the real ones. It may be of

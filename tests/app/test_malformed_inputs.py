@@ -120,6 +120,7 @@ def test_malformed(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_fifo_in_place_of_a_file(tmp_path: Path, name: str) -> None:
+    """A reader may refuse it; one that waits for a writer is ended by `bounded`, with an error."""
     os.mkfifo(tmp_path / name)
     with bounded(), contextlib.suppress(KilterError):
         READERS[name][1](tmp_path / name)

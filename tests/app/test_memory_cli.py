@@ -38,6 +38,8 @@ for step in range(int(sys.argv[1])):
     optimizer.zero_grad()
 print(loss.item().hex(), sum(p.double().sum().item() for p in model.parameters()).hex(), flush=True)
 """
+ITERATIONS = "16"
+"""Of most runs: some are planned by then."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,16 +70,26 @@ def run(python: Callable[..., Done]) -> Callable[..., Done]:
     return run_governed
 
 
+@pytest.fixture(scope="module")
+def plain(warm: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What `SCRIPT` prints after `ITERATIONS` without kilter."""
+    directory = tmp_path_factory.mktemp("plain")
+    (directory / "train.py").write_text(SCRIPT)
+    done = warm.run(["train.py", ITERATIONS], cwd=directory, timeout_s=900)
+    assert done.stdout
+    return done.stdout
+
+
 def moved() -> Moved:
     return [e for e in read_events("run/events-rank0.jsonl") if isinstance(e, Moved)][-1]
 
 
 def test_a_share_of_the_peak(
-    run: Callable[..., Done], python: Callable[..., Done], capsys: pytest.CaptureFixture[str]
+    run: Callable[..., Done], plain: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run("50%", "24")
+    done = run("50%", ITERATIONS)
     assert done.returncode == 0
-    assert done.stdout == python("train.py", "24").stdout
+    assert done.stdout == plain
     first, *summary = done.stderr.splitlines()
     assert "fitting a stand-in on the CPU [simulated], memory 50 %" in first
     assert summary[0].startswith("kilter: memory: peak ")
@@ -147,11 +159,11 @@ def test_auto_needs_a_card(run: Callable[..., Done]) -> None:
 
 
 def test_a_budget_that_cannot_be_met_is_said_with_the_least_that_can(
-    run: Callable[..., Done], python: Callable[..., Done]
+    run: Callable[..., Done], plain: str
 ) -> None:
-    done = run("3MiB", "14")
+    done = run("3MiB", ITERATIONS)
     assert done.returncode == 0
-    assert done.stdout == python("train.py", "14").stdout
+    assert done.stdout == plain
     assert "3.0 MiB cannot be met, " in done.stderr
     assert "is the least that is possible; the best plan takes " in done.stderr
     least_bytes, peak_bytes = moved().least_bytes, moved().peak_bytes
@@ -235,7 +247,7 @@ def test_a_killed_run_has_a_report(warm: WarmPython, capsys: pytest.CaptureFixtu
 
 
 def test_a_disk_that_is_full_is_not_the_scripts_business(
-    python: Callable[..., Done], tmp_path: Path
+    python: Callable[..., Done], plain: str, tmp_path: Path
 ) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
@@ -244,14 +256,14 @@ def test_a_disk_that_is_full_is_not_the_scripts_business(
     (directory / "trace.json").mkdir()  # nothing can be put in its place
     Path("train.py").write_text(SCRIPT)
     options = ("--memory-budget", "50%", "--out", str(directory), "--device", "null")
-    done = python("-m", "kilter", "run", *options, "train.py", "20")
+    done = python("-m", "kilter", "run", *options, "train.py", ITERATIONS)
     assert done.returncode == 0
-    assert done.stdout == python("train.py", "20").stdout
+    assert done.stdout == plain
     assert "kilter: stepped aside" in done.stderr
 
 
 def test_an_error_of_ours_in_the_middle_of_a_pass_changes_no_number(
-    run: Callable[..., Done], python: Callable[..., Done]
+    run: Callable[..., Done], plain: str
 ) -> None:
     """The engine breaks while data are away: they come back, and the training goes on."""
     broken = """
@@ -265,18 +277,18 @@ def use(self, packed, original=engine.Swapper._use):
     return original(self, packed)
 engine.Swapper._use = use
 """
-    done = run("12MiB", "24", script=broken + SCRIPT)
+    done = run("12MiB", ITERATIONS, script=broken + SCRIPT)
     assert done.returncode == 0
-    assert done.stdout == python("train.py", "24").stdout
+    assert done.stdout == plain
     assert "KeyError" in done.stderr
 
 
 def test_too_little_host_memory_is_refused_before_it_is_taken(
-    run: Callable[..., Done], python: Callable[..., Done]
+    run: Callable[..., Done], plain: str
 ) -> None:
-    done = run("50%", "16", options=("--host-memory", "1MiB"))
+    done = run("50%", ITERATIONS, options=("--host-memory", "1MiB"))
     assert done.returncode == 0
-    assert done.stdout == python("train.py", "16").stdout
+    assert done.stdout == plain
     assert "at most 1.0 MiB of host memory" in done.stderr.splitlines()[0]
     refused = [e for e in read_events("run/events-rank0.jsonl") if isinstance(e, Refused)]
     assert any("the limit of 1.0 MiB of host memory" in refusal.reason for refusal in refused)

@@ -20,6 +20,7 @@ from kilter.core.plan import Goal
 from kilter.core.ranks import Ranks
 from kilter.session.lifecycle import Session
 from kilter.session.options import Options
+from kilter.testing.warm_python import WarmPython
 
 KILTER = (sys.executable, "-m", "kilter", "run")
 
@@ -178,7 +179,7 @@ def test_a_script_that_waits_for_processes_of_its_own_is_told_at_once() -> None:
     assert sentence in at_the_end
 
 
-def test_a_forked_child_may_govern_itself_as_the_summary_says() -> None:
+def test_a_forked_child_may_govern_itself_as_the_summary_says(warm: WarmPython) -> None:
     """It is the only advice that leaves the start method as it is."""
     command = script(
         "import multiprocessing, torch, kilter\n"
@@ -193,7 +194,7 @@ def test_a_forked_child_may_govern_itself_as_the_summary_says() -> None:
         "child.start(); child.join()\n"
         "raise SystemExit(child.exitcode)\n"
     )
-    done = run("--device", "null", command)
+    done = warm.run(["-m", "kilter", "run", "--device", "null", command])
     assert done.returncode == 0, done.stderr
     assert of(Stopped, Path("child"))[0].iterations >= 29
 

@@ -200,7 +200,8 @@ trainer.train(step, {STEPS}, 1)
 assert not any("kilter" in name for row in logger.rows for name in row)
 assert "kilter/simulated/default_iteration_s" in trainer.state.log_history[-1]
 assert trainer.state.log_history[-1]["step"] == {STEPS}
+print("all of this holds")
 """
     program = tmp_path / "program.py"
     program.write_text(code)
-    run_python(program)
+    assert run_python(program).stdout.splitlines()[-1] == "all of this holds"

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kilter.session import fence
+from kilter.testing.warm_python import WarmPython
 
 KILTER = str(Path(sys.executable).with_name("kilter"))
 
@@ -244,7 +245,10 @@ CASES["fork"] = script(  # Python 3.12 warns of forks beside threads, and ours a
     "if pid:\n    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
     "else:\n    raise SystemExit(5)\n"
 )
-CASES["fork: after the profiler has run"] = script(
+WITH_TORCH: dict[str, Case] = {}
+"""Nothing of how the interpreter starts is looked at."""
+
+WITH_TORCH["fork: after the profiler has run"] = script(
     """
 import os, sys, torch, warnings
 warnings.simplefilter('ignore')
@@ -272,7 +276,7 @@ CASES["unittest"] = script(
     "unittest.main(argv=['x', '-v'], testRunner=runner)"
 )
 CASES["main is replaced"] = script("import sys\ndel sys.modules['__main__']\nprint(1)")
-CASES["training"] = script(
+WITH_TORCH["training"] = script(
     """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -317,6 +321,16 @@ def start(command: list[str], case: Case, directory: Path) -> End:
         errors="surrogateescape",
         timeout=900,
     )
+    return end_of(done)
+
+
+def start_warm(warm: WarmPython, command: list[str], case: Case, directory: Path) -> End:
+    """As `start`, where it does not matter who has imported torch first."""
+    environ = environment_of(case)
+    return end_of(warm.run(command, cwd=directory, environ=environ, timeout_s=900.0))
+
+
+def end_of(done: subprocess.CompletedProcess[str]) -> End:
     kept = [line for line in done.stderr.splitlines() if not line.startswith("kilter")]
     return End(done.returncode, done.stdout, "\n".join(kept))
 
@@ -353,6 +367,18 @@ def test_the_script_cannot_tell(name: str, tmp_path: Path) -> None:
     options = ["--device", "null", "--out", str(tmp_path / "out")]
     governed = start([KILTER, "run", *options, *case.command], case, job)
     assert governed == start([*case.command], case, job)
+
+
+@pytest.mark.parametrize("name", WITH_TORCH)
+def test_a_script_with_torch_cannot_tell(name: str, warm: WarmPython, tmp_path: Path) -> None:
+    case = WITH_TORCH[name]
+    job = tmp_path / "job"
+    job.mkdir()
+    write(case, job)
+    options = ["--device", "null", "--out", str(tmp_path / "out")]
+    governed = start_warm(warm, ["-m", "kilter", "run", *options, *case.command], case, job)
+    assert governed == start_warm(warm, [*case.command], case, job)
+    assert governed.stdout
 
 
 @pytest.mark.parametrize("name", ["arguments", "globals", "module", "stdin: script", "end: three"])
@@ -427,43 +453,52 @@ sys.exit(3 if "fail" in sys.argv and here[0] == "1" else 0)
 
 ALONE = """
 import os, sys
-os.write(1, f"rank {os.environ['RANK']}\\n".encode())
+here = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+line = f"{here} {sys.argv} {__name__} {sys.path[0]} {'KILTER_RUN' in os.environ}\\n"
+os.write(1, line.encode())
 sys.exit(3 if "fail" in sys.argv and os.environ["RANK"] == "1" else 0)
 """
 """Ranks that do not talk with each other, and so need no torch."""
 
 
-@pytest.mark.parametrize("command", [["script.py", "--json"], ["-m", "script", "-m"]])
-def test_torchrun_options_start_its_workers(command: list[str], tmp_path: Path) -> None:
-    case = script(RANKS)
+@pytest.mark.parametrize(
+    ("source", "command"),
+    [(RANKS, ["script.py", "--json"]), (ALONE, ["-m", "script", "-m"])],
+    ids=["script", "module"],
+)
+def test_torchrun_options_start_its_workers(
+    source: str, command: list[str], warm: WarmPython, tmp_path: Path
+) -> None:
+    case = script(source)
     write(case, tmp_path)
     torchrun = ["--standalone", "--nproc_per_node", "2"]
     options = ["--device", "null", *torchrun, "--out", str(tmp_path / "out")]
-    governed = start([KILTER, "run", *options, *command], case, tmp_path)
-    reference = start(["-m", "torch.distributed.run", *torchrun, *command], case, tmp_path)
+    governed = start_warm(warm, ["-m", "kilter", "run", *options, *command], case, tmp_path)
+    plain = ["-m", "torch.distributed.run", *torchrun, *command]
+    reference = start_warm(warm, plain, case, tmp_path)
     assert said(governed) == said(reference)
     assert len(said(governed)) == 2
     assert (governed.code, reference.code) == (0, 0)
 
 
-def test_a_failing_rank_ends_torchrun_as_ever(tmp_path: Path) -> None:
+def test_a_failing_rank_ends_torchrun_as_ever(warm: WarmPython, tmp_path: Path) -> None:
     case = script(ALONE)
     write(case, tmp_path)
     options = ["--device", "null", "--out", str(tmp_path / "out")]
     torchrun = ["--standalone", "--nproc-per-node=2", "script.py", "fail"]
-    end = start([KILTER, "run", *options, *torchrun], case, tmp_path)
+    end = start_warm(warm, ["-m", "kilter", "run", *options, *torchrun], case, tmp_path)
     assert end.code == 1
     assert "script.py FAILED" in end.stderr
     assert "exitcode  : 3" in end.stderr
     assert fence.PACKAGE not in end.stderr
 
 
-def test_under_somebody_elses_torchrun(tmp_path: Path) -> None:
+def test_under_somebody_elses_torchrun(warm: WarmPython, tmp_path: Path) -> None:
     case = script(RANKS)
     write(case, tmp_path)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ours = ["-m", "kilter", "run", "--device", "null", "--out", str(tmp_path / "out")]
-    end = start([*torchrun, *ours, "script.py"], case, tmp_path)
+    end = start_warm(warm, [*torchrun, *ours, "script.py"], case, tmp_path)
     assert end.code == 0
     assert len(said(end)) == 2
 

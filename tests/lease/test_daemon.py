@@ -74,8 +74,10 @@ def test_a_job_sets_through_the_daemon_and_its_end_puts_back(make_box: MakeBox) 
 def test_a_dead_job_is_put_back(make_box: MakeBox, number: int) -> None:
     box = make_box()
     job = box.low_job()
+    assert box.setting() == LOWERED
     job.signal(number)
     until(lambda: box.setting() == FOUND)
+    assert box.setting() == FOUND
 
 
 def test_a_forked_child_does_not_keep_the_lease(make_box: MakeBox) -> None:
@@ -85,7 +87,7 @@ def test_a_forked_child_does_not_keep_the_lease(make_box: MakeBox) -> None:
     job.kill()
     try:
         until(lambda: box.setting() == FOUND)
-        os.kill(child, 0)
+        assert Path("/proc", str(child)).exists()
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -107,9 +109,10 @@ def test_a_stopped_job_is_put_back(make_box: MakeBox) -> None:
     box = make_box()
     job = box.job()
     job.ask("enter")
-    job.ask("set", hold_s=0.5, **LOW)
+    assert job.ask("set", hold_s=0.5, **LOW) is None
     os.kill(job.pid, signal.SIGSTOP)
     until(lambda: box.setting() == FOUND)
+    assert box.setting() == FOUND
 
 
 def test_renewing_keeps_a_setting_beyond_its_first_deadline(make_box: MakeBox) -> None:
@@ -336,9 +339,11 @@ def test_a_policy_that_others_may_write_is_not_obeyed(make_box: MakeBox) -> None
 @needs_root
 def test_a_changed_policy_is_read_on_sighup(make_box: MakeBox) -> None:
     box = make_box(uids=(ALICE,))
+    assert "does not name" not in str(box.job(uid=ALICE).ask("enter"))
     box.config.write_text("")
     box.daemon.send_signal(signal.SIGHUP)
     until(lambda: "does not name" in str(box.job(uid=ALICE).ask("enter")))
+    assert "does not name" in str(box.job(uid=ALICE).ask("enter"))
 
 
 @pytest.mark.parametrize("name", DAEMON_ACCIDENTS)

@@ -26,7 +26,8 @@ ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def fresh(program):
-    """What was seen of a program in a process of its own; it must be silent on stderr."""
+    """What was seen of a program in a Python of its own, into which it is the first to import torch
+    and the compiler; it must be silent on stderr. Takes seconds: see `observe`."""
     command = [sys.executable, str(HERE / "observed.py")]
     done = subprocess.run(
         command, input=program, capture_output=True, text=True, timeout=300, env=ENVIRON
@@ -129,11 +130,11 @@ assert not counters["graph_break"], counters
     assert not [o for o in seen["operations"] if o["name"] in ("0", "1", "2")]
 
 
-@pytest.mark.parametrize("imports", ["time", "time, torch._dynamo"])
-def test_inference_is_marked_by_its_outermost_module(imports):
+@pytest.mark.parametrize("imported", [False, True], ids=["alone", "beside the compiler"])
+def test_inference_is_marked_by_its_outermost_module(observe, imported):
     """Tensor parallelism, to name one, imports the compiler, and compiles nothing."""
     program = (
-        f"import {imports}"
+        f"import sys, time\nassert ('torch._dynamo' in sys.modules) is {imported}"
         + """
 class Wrapper(nn.Module):
     def __init__(self): super().__init__(); self.inner = model
@@ -156,12 +157,12 @@ import copy, io, pickle
 copies = [copy.deepcopy(wrapped.inner), pickle.loads(pickle.dumps(model))]
 """
     )
-    seen = fresh(MODEL + program)
+    seen = (observe if imported else fresh)(MODEL + program)
     assert seen["source"] == "module"
     assert seen["window"] == "done"
 
 
-def test_a_saved_model_carries_nothing_of_ours(tmp_path):
+def test_a_saved_model_carries_nothing_of_ours(observe, warm, tmp_path):
     program = f"""
 import time, torch.nn.functional
 from kilter.observe import inference_watch as marks
@@ -171,13 +172,15 @@ with torch.no_grad():
 assert MARKS.source == "module"
 torch.save(model, {str(tmp_path / "model.pt")!r})
 """
-    fresh(MODEL + program)
+    assert observe(MODEL + program)["source"] == "module"
     load = (
-        "import sys, torch; sys.modules['kilter'] = None; "
-        f"m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); "
+        "import sys, torch\n"
+        "ours = {'kilter', *(name for name in sys.modules if name.startswith('kilter.'))}\n"
+        "sys.modules.update(dict.fromkeys(ours))\n"  # whoever imports one of them fails
+        f"m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
         "print(m(torch.zeros(4, 8)).shape)"
     )
-    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True)
+    done = warm.run(["-c", load])
     assert done.stdout == "torch.Size([4, 1])\n", done.stderr
 
 
@@ -240,7 +243,7 @@ assert profiler.profile._prepare_trace.__module__ == "torch.autograd.profiler"
         assert (seen["window"], first > 4) == ("done", True)
 
 
-def test_a_profiler_of_the_program_logs_what_it_would_log_without_us():
+def test_a_profiler_of_the_program_logs_what_it_would_log_without_us(served):
     program = f"""
 import torch
 from torch import nn
@@ -250,15 +253,11 @@ for _ in range(10): {STEP}
 for _ in range(2):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]): {STEP}
 """
-    logged = []
-    for command in ([sys.executable, str(HERE / "observed.py")], [sys.executable, "-"]):
-        done = subprocess.run(
-            command, input=program, capture_output=True, text=True, timeout=300, env=ENVIRON
-        )
-        assert done.returncode == 0
-        logged.append([re.sub(r"\d+", "N", line) for line in done.stderr.splitlines()])
-        if len(logged) == 1:
-            assert json.loads(done.stdout.splitlines()[-1])["window"] == "done"
+    observed, plain = served(program), served(program, plain=True)
+    assert (observed["code"], plain["code"]) == (0, 0)
+    assert json.loads(observed["out"].splitlines()[-1])["window"] == "done"
+    logged = [re.sub(r"\d+", "N", done["err"]) for done in (observed, plain)]
+    assert "profiler" in logged[1]  # else there would be nothing to compare
     assert logged[0] == logged[1]
 
 
@@ -335,13 +334,16 @@ assert not [f for f in sys.meta_path if type(f).__module__.startswith("kilter")]
 from torch._dynamo.eval_frame import OptimizedModule
 assert OptimizedModule.__init__.__module__ == "torch._dynamo.eval_frame"
 """
-    fresh(program)
+    seen = fresh(program)  # which fails where an assertion of the program does
+    assert not seen["torch_before"]
+    assert seen["torch_after"]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["compiled at once", "compiled late"])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["compiled", "inside another"])
-def test_compiled_inference_is_marked_without_a_recompilation(wrapped, late):
-    """The outermost compiled module, if one is inside another; also after a long loading."""
+def test_compiled_inference_is_marked_without_a_recompilation(observe, wrapped, late):
+    """The outermost compiled module, if one is inside another; also after a long loading. Half of
+    the programs are the first to import the compiler."""
     program = f"""
 import time, warnings
 from kilter.observe import inference_watch as marks
@@ -361,11 +363,11 @@ with torch.no_grad():
 assert MARKS.index == before + 5, (before, MARKS.index)
 assert counters["stats"]["unique_graphs"] == graphs, counters
 """
-    assert fresh(MODEL + program)["source"] == "module"
+    assert (fresh if wrapped is late else observe)(MODEL + program)["source"] == "module"
 
 
 @pytest.mark.parametrize("what", ["model", "lambda x: model(x)"], ids=["module", "function"])
-def test_a_program_that_prepares_for_long_and_then_compiles_is_not_in_the_way(what):
+def test_a_program_that_prepares_for_long_and_then_compiles_is_not_in_the_way(observe, what):
     program = (
         f"program = {what}"
         + """
@@ -383,5 +385,5 @@ from torch._dynamo.utils import counters
 assert counters["stats"]["unique_graphs"] == 1, counters
 """
     )
-    seen = fresh(MODEL + program)
+    seen = (fresh if what == "model" else observe)(MODEL + program)
     assert seen["borders"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 import kilter
 from kilter.observe import torch_internals
 from kilter.observe.torch_internals import ATTRIBUTES, SAVED_BY_NODES, TABLE, Internal, holder_of
+from kilter.testing.warm_python import WarmPython
 
 SOURCES = Path(kilter.__file__).parent
 HOME = SOURCES / "observe" / "torch_internals"
@@ -30,11 +32,14 @@ PRIVATE = re.compile(r"_(?!_)\w+")
 MODULE = re.compile(r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*")
 
 
+parsed = functools.cache(ast.parse)
+
+
 def trees(*, home: bool) -> Iterator[tuple[Path, ast.Module]]:
     for path in sorted(SOURCES.rglob("*.py")):
         ours = path.is_relative_to(HOME)
         if ours == home and not any(name in path.parts for name in PROGRAMS):
-            yield path, ast.parse(path.read_text(encoding="utf-8"))
+            yield path, parsed(path.read_text(encoding="utf-8"))
 
 
 def names_of_kilter() -> set[str]:
@@ -126,7 +131,7 @@ def test_the_names_of_branches_are_in_the_table() -> None:
     assert {name for name in used if PRIVATE.fullmatch(name)} <= kept
 
 
-def test_the_installed_torch_has_them_all() -> None:
+def test_the_installed_torch_has_them_all(warm: WarmPython) -> None:
     assert torch_internals.missing() == ()
     code = (
         "import torch\n"
@@ -135,7 +140,8 @@ def test_the_installed_torch_has_them_all() -> None:
         "    if torch.version.cuda or not entry.only_cuda:\n"
         "        assert getattr(torch_internals, name) is not None, entry\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+    done = warm.run(["-c", code])
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

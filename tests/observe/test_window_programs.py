@@ -278,6 +278,7 @@ def test_jobs_in_threads(served, way, where):
 
 @pytest.mark.parametrize("seed", range(1, 41))
 def test_random_programs(served, seed):
+    """`compare` asserts that numbers, words and end are those of the plain program."""
     random_ = random.Random(seed)
     ways = random_.choices(list(WAYS), k=random_.randint(1, 3))
     compare(served, program(ways, random_.choice(list(THREADS)), seed=seed))

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +54,8 @@ def test_a_waiting_rank_gets_a_plan_and_another_one_when_the_collectives_change(
     job = [*PROGRAM, "--iterations", "60", "--more-from", "32", "--late-s"]
     ranks = warm.run_ranks(2, [*job, "0"], cwd=tmp_path)
     options = ["--sections", "--dry-run", "--device", "sim:h200", "--out", "out", *TORCHRUN]
-    done = subprocess.run(
-        [sys.executable, "-m", "kilter", "run", *options, *job, "0.25"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=TIMEOUT_S,
+    done = warm.run(
+        ["-m", "kilter", "run", *options, *job, "0.25"], cwd=tmp_path, timeout_s=TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr
     hashes, found, said = losses(done.stdout), read_report(tmp_path), done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -196,6 +197,9 @@ def make(batch=512):
 def wrong():
     return nn.Linear(2, 2)
 
+def no_loss():
+    return nn.Linear(2, 2), torch.randn(2, 2), 5
+
 value = 3
 """
 
@@ -241,6 +245,7 @@ def test_a_budget_that_nothing_meets_is_exit_code_1(script, capsys) -> None:
         (["{script}:wrong"], "must return a model"),
         (["missing.py:make"], "can't open file"),
         (["no_such_module_here:make"], "there is no module"),
+        (["{script}:no_loss"], "the loss is a int"),
         (["{script}:make", "--batch", "a,b"], "write sizes like"),
         (["{script}:make", "--batch", "0"], "at least one sample"),
         (["{script}:make", "--memory-budget", "auto"], "give a size or a share"),
@@ -314,6 +319,59 @@ def test_the_largest_batch_that_fits_is_the_answer(tiny, capsys):
     assert [row["fit"]["fits"] for row in rows[2:]] == [True, False]
     assert main(["size", "tiny.py:batched", "--memory-budget", "4MiB"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"largest batch      {count} as it")
+
+
+BROKEN = """
+import sys
+import torch
+from torch import nn
+
+def unnamed():
+    return nothing
+
+def ends():
+    sys.exit(5)
+
+class Model(nn.Linear):
+    def forward(self, x):
+        return self.missing(x)
+
+def model():
+    return Model(4, 4), (torch.randn(2, 4),)
+
+def shapes():
+    return nn.Linear(4, 4), (torch.randn(2, 5),)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("unnamed", "unnamed on the meta device failed in broken.py, line 7: NameError: name 'not"),
+        ("ends", "ends on the meta device failed in broken.py, line 10: SystemExit: 5"),
+        ("model", "the model of broken.py:model failed in broken.py, line 14: AttributeError: 'Mo"),
+        ("shapes", "of the model of broken.py:shapes failed: RuntimeError: "),
+    ],
+)
+def test_an_error_of_the_users_code_is_one_sentence(tmp_path, monkeypatch, capsys, what, words):
+    """With an exit code of its own: 1 is the answer that a model does not fit."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    assert main(["size", f"broken.py:{what}"]) == 3
+    told = capsys.readouterr().err.splitlines()
+    assert words in told[-1]
+
+
+@pytest.mark.parametrize("text", ["def make(:\n", "import no_such_module_here\n", "1 / 0\n"])
+@pytest.mark.parametrize("place", ["cannot.py", "cannot"])
+def test_a_file_that_cannot_be_imported_is_one_sentence(tmp_path, monkeypatch, capsys, text, place):
+    (tmp_path / "cannot.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "cannot", raising=False)
+    assert main(["size", f"{place}:make"]) == 3
+    told = capsys.readouterr().err
+    assert told.startswith(f"kilter size: the import of {place} failed")
+    assert told.count("\n") == 1
 
 
 @pytest.mark.parametrize("largest", [0, 1, 7, 8, 9, 17, 35914, MOST_BATCH])

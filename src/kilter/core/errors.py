@@ -1,7 +1,7 @@
 """Every error kilter raises on purpose. The message says what happened and what to do about it.
 
-`exit_code` is what the command line returns when the error ends a verb: 2 for wrong usage, 1 for
-the rest. Inside a user's training none of them escapes: the fail-open fence catches `KilterError`
+`exit_code` is what the command line returns when the error ends a verb: 2 for wrong usage, 3 for
+an error of the user's own code that a verb of ours has called, 1 for the rest. Inside a user's training none of them escapes: the fail-open fence catches `KilterError`
 and everything else, restores, says so once, and steps aside.
 """
 
@@ -19,6 +19,13 @@ class UsageError(KilterError):
 
     exit_code = 2
     code = "usage"
+
+
+class UserCodeError(KilterError):
+    """The user's own function or file, which a verb of ours has called, raised an error."""
+
+    exit_code = 3
+    code = "user_code"
 
 
 class FileError(KilterError):

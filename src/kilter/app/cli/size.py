@@ -7,15 +7,18 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import kilter
 from kilter.app.cli.output import print_json
 from kilter.app.plan_memory import add_link_arguments, link_of
-from kilter.core.errors import UsageError
+from kilter.core.errors import KilterError, UsageError, UserCodeError
 from kilter.core.label import Label
 from kilter.core.plan import MemoryBudget
 from kilter.device.sim.cards import names
@@ -44,6 +47,7 @@ FUNCTION returns the model and its inputs, and a third thing if the loss is not 
 It is called on the meta device, where tensors have shapes and no bytes. With --batch it is called
 once for each size, with the argument batch; where it takes that argument, a budget in bytes is
 answered with the largest batch that fits. Everything that is printed is simulated.
+Exit code 0: fits; 1: does not; 2: wrong usage; 3: an error in FUNCTION, its file or its model.
 
 examples:
   kilter size train.py:make
@@ -129,24 +133,53 @@ def _takes_batch(function: Callable[..., Any]) -> bool:
 
 
 def _sized(function: Any, batch: int | None, args: argparse.Namespace) -> Size:
-    made = on_meta(function, **({} if batch is None else {"batch": batch}))
+    call = f"{args.what} on the meta device"
+    with _of_the_user(call if batch is None else f"{call} with batch={batch}"):
+        made = on_meta(function, **({} if batch is None else {"batch": batch}))
     wrong = f"{args.what} must return a model, its inputs, and perhaps a loss"
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise UsageError(f"{wrong}; it returned {type(made).__name__}")
     model, inputs, *loss = made
     if not hasattr(model, "named_parameters"):
         raise UsageError(f"{wrong}; the first is a {type(model).__name__}")
+    if not all(map(callable, loss)):
+        raise UsageError(f"{wrong}; the loss is a {type(loss[0]).__name__}")
     named = inputs if isinstance(inputs, dict) else {}
-    return size(
-        model,
-        *(() if named else inputs if isinstance(inputs, tuple | list) else (inputs,)),
-        loss=loss[0] if loss else None,
-        optimizer=args.optimizer,
-        autocast=args.autocast,
-        card=args.card,
-        link=link_of(args),
-        **named,
-    )
+    with _of_the_user(f"an iteration of the model of {args.what}"):
+        return size(
+            model,
+            *(() if named else inputs if isinstance(inputs, tuple | list) else (inputs,)),
+            loss=loss[0] if loss else None,
+            optimizer=args.optimizer,
+            autocast=args.autocast,
+            card=args.card,
+            link=link_of(args),
+            **named,
+        )
+
+
+@contextmanager
+def _of_the_user(what: str) -> Iterator[None]:
+    """Whatever the user's code raises becomes one sentence, with the line of the user's that it
+    came from. An error that a line of ours raises stays ours."""
+    try:
+        yield
+    except KilterError:
+        raise
+    except (Exception, SystemExit) as error:
+        home = Path(kilter.__file__).parent
+        frames = traceback.extract_tb(error.__traceback__)
+        if Path(frames[-1].filename).is_relative_to(home):
+            raise
+        lines = [
+            f" in {Path(frame.filename).name}, line {frame.lineno}"
+            for frame in frames
+            if not frame.filename.startswith("<")
+            and not Path(frame.filename).is_relative_to(home)
+            and "site-packages" not in frame.filename
+        ]
+        told = "".join(traceback.format_exception_only(error)[-1:]).strip()
+        raise UserCodeError(f"{what} failed{''.join(lines[-1:])}: {told}") from error
 
 
 def _batches(text: str | None) -> list[int | None]:
@@ -166,7 +199,8 @@ def _found(what: str) -> Callable[..., Any]:
     place, colon, name = what.rpartition(":")
     if not colon or not place or not name:
         raise UsageError(f"{what!r}: write FILE.py:FUNCTION or MODULE:FUNCTION")
-    module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
+    with _of_the_user(f"the import of {place}"):
+        module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
     function = getattr(module, name, None)
     if not callable(function):
         raise UsageError(f"{place} has no function {name}")

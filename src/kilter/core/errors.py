@@ -1,8 +1,9 @@
 """Every error kilter raises on purpose. The message says what happened and what to do about it.
 
-`exit_code` is what the command line returns when the error ends a verb: 2 for wrong usage, 3 for
-an error of the user's own code that a verb of ours has called, 1 for the rest. Inside a user's training none of them escapes: the fail-open fence catches `KilterError`
-and everything else, restores, says so once, and steps aside.
+`exit_code` is what the command line returns when the error ends a verb: 2 for wrong usage, 3 for an
+error of the user's own code that a verb of ours has called, 1 for the rest. Inside a user's
+training none of them escapes: the fail-open fence catches `KilterError` and everything else,
+restores, says so once, and steps aside.
 """
 
 

@@ -236,6 +236,12 @@ OPTIONS = {
             " ranks are looked at whose GPUs may be set",
             negated="do not look for communication sections",
         ),
+        Option(
+            "operations",
+            _switch,
+            "lower the clock in stretches of an iteration's operations that are worth it, or one"
+            " clock for the whole job where that pays more (one rank; experimental)",
+        ),
         Option("dry-run", _switch, "observe, plan and report, but set nothing"),
         Option(
             "trace",
@@ -294,9 +300,12 @@ def resolve(
     for name, does in _OF_MEMORY.items():
         if memory_budget is None and flags.get(name) is not None:
             raise UsageError(f"--{name} {does}: add --memory-budget")
-    clocks_alone = memory_budget is not None and not given.get("sections")
+    inside = given.get("sections") or given.get("operations")
+    clocks_alone = memory_budget is not None and not inside
     if max_slowdown is None and clocks_alone and any(flags.get(n) is not None for n in _OF_CLOCKS):
         raise UsageError("with --memory-budget alone no clock is set: add --max-slowdown")
+    if given.get("operations") and given.get("sections"):
+        raise UsageError("--operations and --sections set the same clocks: choose one of them")
     return options_of(given, command, file)
 
 
@@ -304,7 +313,7 @@ def options_of(given: Mapping[str, Any], command: tuple[str, ...], config: Path 
     """What was read for some of `OPTIONS`, by name; the others have their defaults. With no goal
     among them, or for sections, it is energy at `DEFAULT_MAX_SLOWDOWN`."""
     named = {_FIELDS.get(name, name.replace("-", "_")): value for name, value in given.items()}
-    if "memory_budget" not in named or named.get("sections"):
+    if "memory_budget" not in named or named.get("sections") or named.get("operations"):
         named.setdefault("max_slowdown", DEFAULT_MAX_SLOWDOWN)
     goal = {field.name: named.pop(field.name) for field in fields(Goal) if field.name in named}
     return Options(goal=Goal(**goal), command=command, config=config, **named)

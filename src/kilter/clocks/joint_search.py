@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 
 from kilter.clocks.actuator import DeviceActuator
 from kilter.clocks.plan.guard import Contract
-from kilter.clocks.plan.section_job import offer_of
+from kilter.clocks.plan.section_job import RankOffer
 from kilter.clocks.plan.section_search import SearchTarget
-from kilter.clocks.plan.sections import RankSections
-from kilter.clocks.plan.worth import ClockCosts, Worth
+from kilter.clocks.plan.worth import ClockCosts
 from kilter.clocks.section_agreement import FollowDepths, SectionAgreement
 from kilter.clocks.section_leader import SectionLeader
 from kilter.clocks.section_meters import IterationMeter, SimulatedMeter
@@ -84,10 +83,9 @@ class JointSearch:
         """A rank has seen that the sections are others now."""
         return self._agreement is not None and self._agreement.reopened
 
-    def open(self, rank: RankSections, found: Worth) -> None:
+    def open(self, offer: RankOffer) -> None:
         """Offer what this rank could slow down."""
         run = self._run
-        offer = offer_of(rank, found, run.iterations.role)
         self._generation += 1
         if run.ranks.rank == 0:
             self._leader = SectionLeader(

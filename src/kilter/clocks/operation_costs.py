@@ -42,8 +42,11 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def costs_of(profile: Profile, trace: IterationTrace) -> Costs:
-    """The tables of a trace. `PlanError` for a trace without work.
+def costs_of(
+    profile: Profile, trace: IterationTrace, sm_clocks_hz: Sequence[float] | None = None
+) -> Costs:
+    """The tables of a trace. `PlanError` for a trace without work. The settings are pairs that the
+    device supports, or these SM clocks (but none above the default) at the highest memory clock.
 
     The default SM clock is the highest that the power limit lets the whole iteration have. The
     limit acts on a mean over many operations, so a single one may draw more.
@@ -52,7 +55,7 @@ def costs_of(profile: Profile, trace: IterationTrace) -> Costs:
     if not operations:
         raise PlanError("the trace has no operation that takes time; nothing can be planned")
     trace = replace(trace, operations=tuple(operations))
-    settings, sm_hz, memory_hz = _settings(profile, trace)
+    settings, sm_hz, memory_hz = _settings(profile, trace, sm_clocks_hz)
     clocks = {"sm_hz": profile.knobs.sm_highest_hz, "memory_hz": profile.knobs.memory_clocks_hz[-1]}
     works = [
         work_of(replace(trace, operations=(op,)), profile.roofline, **clocks) for op in operations
@@ -82,8 +85,10 @@ def _takes_time(op: Operation, trace: IterationTrace) -> bool:
     return bool(op.flops or op.bytes_moved or op.kernels)
 
 
-def _settings(profile: Profile, trace: IterationTrace) -> tuple[tuple[Setting, ...], Array, Array]:
-    """The default and pairs of supported clocks at and below it, with the clocks themselves."""
+def _settings(
+    profile: Profile, trace: IterationTrace, sm_clocks_hz: Sequence[float] | None
+) -> tuple[tuple[Setting, ...], Array, Array]:
+    """The default and pairs of clocks at and below it, with the clocks themselves."""
     knobs, top = profile.knobs, profile.knobs.memory_clocks_hz[-1]
     work = work_of(trace, profile.roofline, sm_hz=knobs.sm_highest_hz, memory_hz=top)
 
@@ -105,6 +110,8 @@ def _settings(profile: Profile, trace: IterationTrace) -> tuple[tuple[Setting, .
     places = np.unique(np.linspace(0, len(lower) - 1, min(each, len(lower))).round().astype(int))
     clocks = [own_hz, *(lower[i] for i in reversed(places))] if lower else [own_hz]
     pairs = [(sm, memory) for memory in reversed(knobs.memory_clocks_hz) for sm in clocks]
+    if sm_clocks_hz is not None:
+        pairs = [(min(sm, own_hz), top) for sm in (own_hz, *sm_clocks_hz)]
     settings = tuple(
         Setting(
             sm_clock_hz=None if sm == own_hz else sm,

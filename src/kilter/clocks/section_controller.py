@@ -275,6 +275,8 @@ class SectionsController:
         """Offer this rank's stretches to the others."""
         assert plan.rank is not None
         assert plan.found is not None
+        from kilter.clocks.plan.section_job import offer_of  # imports numpy
+
         if self._search is None:
             messages = self._run.messages()
             if messages is None:
@@ -291,7 +293,7 @@ class SectionsController:
                 max_slowdown=self._max_slowdown,
                 follow=self._follow,
             )
-        self._search.open(plan.rank, plan.found)
+        self._search.open(offer_of(plan.rank, plan.found, self._run.iterations.role))
 
     def _follow(self, now: Sequence[int], arms: Sequence[tuple[int, Sequence[int]]]) -> None:
         plan = self._plan

@@ -20,6 +20,7 @@ from kilter.clocks.plan.section_job import (
     expected,
     found_of,
     known_depths,
+    planned_depths,
     signature_of,
     targets_of,
 )
@@ -135,7 +136,7 @@ class SectionLeader:
             lowest=len(self._card.levels),
             contract=self._contract,
             seed=self._seed,
-            known=self._known,
+            known=self._known or planned_depths(offers, self.targets),
         )
         self._go_on(None)
         return self.targets
@@ -205,7 +206,7 @@ class SectionLeader:
     def _conclude_search(self, end: FoundDepths, *, rehearsed: bool) -> None:
         assert self._expected is not None
         found = msgspec.structs.replace(
-            found_of(end, self.targets, self._card, self._expected),
+            found_of(end, self.targets, self._card, self._expected, noun=self._noun),
             blocks=self.blocks,
             known=self._known is not None,
             rehearsed=rehearsed,
@@ -229,6 +230,10 @@ class SectionLeader:
         self.found = self._hold = SectionsFound(
             taken="default", reason=why, keys=tuple(t.key for t in self.targets), blocks=self.blocks
         )
+
+    @property
+    def _noun(self) -> str:
+        return "part" if any(offer.operations for offer in self.offers) else "section"
 
     @property
     def over(self) -> bool:

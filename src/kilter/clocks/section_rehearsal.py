@@ -101,6 +101,11 @@ class SimulatedRank:
         slower_s = stretch.computed_s * (level.stretch - 1.0)
         if cover is not None:  # beyond its slack
             slower_s += covered_s * max(0.0, level.stretch - cover.stretch)
+        if stretch.effects:
+            effect, share = stretch.effects[depth - 1], inside_s / length_s
+            delay_s = share * effect.delay_s + mistimed_s
+            joules = share * effect.saved_j - self._card.computing_w * mistimed_s
+            return length_s + delay_s, delay_s, joules
         harmless, exponent = self._truth.get(key_of(stretch), KEEPS_PACE)
         keeps = max(1.0, harmless * level.stretch) ** exponent
         longer_s = (stretch.end_s - begin_s - stretch.computed_s) * (keeps - 1.0)

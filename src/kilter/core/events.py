@@ -193,6 +193,49 @@ class Sectioned(Event, frozen=True, kw_only=True):
     """Blocks of iterations that rank 0 has judged in it."""
 
 
+class Operated(Event, frozen=True, kw_only=True):
+    """What became of the clocks of unit operations. The last one rules. What the plan would save is
+    simulated, for times that were measured."""
+
+    summary: str
+    """The answer in words."""
+    planned: bool
+    """There are stretches of operations with low clocks; False: nothing is worth switching."""
+    stretches: int
+    operations: int
+    """Of the trace that was planned from."""
+    longest_s: float
+    """The longest stretch of operations that a lower clock would save energy in."""
+    break_even_s: float
+    """The shortest stretch that is worth its switches."""
+    calibrated: bool
+    """The break-even is by the device's own switch times; False: by those of its profile."""
+    saving: float
+    slowdown: float
+    whole_job_saving: float
+    """By one clock for the whole iteration, within the same bound."""
+    sets: bool
+    """False: a dry run, in which commands are only written down."""
+    commands: int = 0
+    """Sent, or written down, so far."""
+    left_out: int = 0
+    restored: bool | None = None
+    """At the end: the conductor has put the found clock back. None: it did not run."""
+    conductor_cpu_s: float | None = None
+    search: SectionsFound | None = None
+    """What the comparison with plain iterations has come to; None: it is not over, or nothing may
+    be set."""
+    instead: str | None = None
+    """Why one clock for the whole job is governed in place of this; None: it is not."""
+    blocks: int = 0
+    """Blocks of iterations that were judged."""
+
+    @property
+    def dry_run(self) -> bool:
+        """No command reached a device."""
+        return not self.sets
+
+
 class Refused(Event, frozen=True, kw_only=True):
     """Something was not done, and why."""
 
@@ -236,7 +279,17 @@ class Stopped(Event, frozen=True, kw_only=True):
 
 
 AnyEvent = (
-    Started | Sampled | Block | Decided | Fitted | Moved | Sectioned | Refused | Failed | Stopped
+    Started
+    | Sampled
+    | Block
+    | Decided
+    | Fitted
+    | Moved
+    | Sectioned
+    | Operated
+    | Refused
+    | Failed
+    | Stopped
 )
 
 MAX_EVENTS_BYTES = 2**32

@@ -10,6 +10,7 @@ from pathlib import Path
 from kilter.clocks.controller import ClocksController, mode_of
 from kilter.clocks.history import default_file
 from kilter.clocks.job_history import JobHistory
+from kilter.clocks.operation_controller import OperationsController
 from kilter.clocks.section_controller import SectionsController
 from kilter.controller import Controller, Run
 from kilter.core.errors import UsageError
@@ -44,7 +45,16 @@ def controllers_of(run: Run, options: Options) -> Sequence[Controller]:
             )
         )
     asked = options.sections
-    if run.goal.max_slowdown is not None and (asked or (asked is None and _may_pay(run))):
+    if run.goal.max_slowdown is not None and options.operations:
+        controllers.append(
+            OperationsController(
+                run,
+                max_slowdown=run.goal.max_slowdown,
+                otherwise=clocks,
+                rehearse_s=options.rehearsal_s,
+            )
+        )
+    elif run.goal.max_slowdown is not None and (asked or (asked is None and _may_pay(run))):
         controllers.append(
             SectionsController(
                 run,

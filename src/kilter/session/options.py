@@ -35,6 +35,9 @@ class Options:
     sections: bool | None = None
     """Clocks inside the iteration, for communication sections, in place of the whole job's; None:
     where they pay more."""
+    operations: bool = False
+    """Clocks inside the iteration, for stretches of unit operations, where they pay more than the
+    whole job's."""
     rehearse_s: float | None = None
     """Real seconds for a rehearsal after the script; None: `REHEARSE_S`."""
     history: str = HISTORY_AUTO

@@ -40,6 +40,7 @@ from kilter.core.events import (
     Failed,
     Fitted,
     Moved,
+    Operated,
     Refused,
     Sampled,
     Sectioned,
@@ -175,6 +176,8 @@ class Report(Judgement):
     """None if memory was left alone."""
     sections: SectionsReport | None
     """None if nobody looked for communication sections."""
+    operation_clocks: Operated | None
+    """None if no clocks were planned for unit operations."""
     blocks: tuple[Block, ...]
     series: tuple[Series, ...]
     operations: tuple[OperationEnergy, ...]
@@ -195,6 +198,7 @@ class Rank:
     fitted: tuple[Fitted, ...]
     moved: tuple[Moved, ...]
     sectioned: tuple[Sectioned, ...]
+    operated: tuple[Operated, ...]
     refused: tuple[Refused, ...]
     failed: tuple[Failed, ...]
     stopped: Stopped | None
@@ -268,7 +272,7 @@ def sort_events(events: Iterable[AnyEvent]) -> Rank | None:
     last_s = -math.inf
     for event in events:
         found = kinds.setdefault(type(event), [])
-        if isinstance(event, Moved | Sectioned | Stopped):
+        if isinstance(event, Moved | Sectioned | Operated | Stopped):
             found.clear()  # the last one rules
         found.append(event)
         last_s = max(last_s, event.t_s)
@@ -286,6 +290,7 @@ def sort_events(events: Iterable[AnyEvent]) -> Rank | None:
         fitted=of(Fitted),
         moved=of(Moved),
         sectioned=of(Sectioned),
+        operated=of(Operated),
         refused=_once(of(Refused)),
         failed=of(Failed),
         stopped=of(Stopped)[0] if Stopped in kinds else None,
@@ -368,6 +373,7 @@ def summarise(
         prediction=_prediction(plan),
         memory=memory,
         sections=sections,
+        operation_clocks=next(iter(ranks[0].operated), None),
         blocks=ranks[0].blocks,
         series=tuple(_series(rank) for rank in _one_per_device(ranks)),
         operations=operations,

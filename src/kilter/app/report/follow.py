@@ -16,6 +16,7 @@ from kilter.core.events import (
     MAX_EVENTS_BYTES,
     AnyEvent,
     Moved,
+    Operated,
     Sampled,
     Sectioned,
     Started,
@@ -86,7 +87,7 @@ class GrowingFile:
     def _keep(self, event: AnyEvent) -> None:
         if isinstance(event, Sampled):
             self._samples.append(event)
-        elif isinstance(event, Moved | Sectioned):
+        elif isinstance(event, Moved | Sectioned | Operated):
             self._last[type(event)] = event
         else:
             self._others.append(event)

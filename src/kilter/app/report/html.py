@@ -24,7 +24,7 @@ from kilter.app.report.summary import (
     ACTED_ON,
     NOTHING_SET,
     bound,
-    by_sections,
+    by_inside,
     counted,
     doubt,
     ending,
@@ -154,7 +154,7 @@ def _claim(report: Report) -> str:
 
 
 def _tiles(report: Report) -> str:
-    if by_sections(report) or (report.goal.max_slowdown is None and report.memory is not None):
+    if by_inside(report) or (report.goal.max_slowdown is None and report.memory is not None):
         return ""  # their own parts of the page tell
     base, ours = report.baseline, report.governed
     if report.slowdown is None or report.choice.setting == report.found:
@@ -364,7 +364,7 @@ def _method(report: Report) -> str:
         ("Ranks", report.ranks),
         ("Outcome", report.outcome or "the record has no end: the run was killed, or goes on"),
     ]
-    if not by_sections(report):
+    if not by_inside(report):
         entries.append(("Choice", report.choice.reason))
     if report.prediction is not None:
         expected = report.prediction

@@ -10,7 +10,7 @@ import msgspec
 from kilter.clocks.plan.sections import Analysis, analyse
 from kilter.core.codec import read
 from kilter.core.errors import FileError, PlanError
-from kilter.core.events import Sectioned
+from kilter.core.events import Operated, Sectioned
 from kilter.core.rank_trace import WINDOW_FILE, RankTrace
 from kilter.core.section_record import SectionsFound
 from kilter.core.units import show_clock, show_count, show_fraction, show_pace, show_time
@@ -113,13 +113,14 @@ def answer(report: SectionsReport) -> str:
 def outcome(found: SectionsFound) -> str:
     """What a search has come to."""
     if found.taken == "sections":
-        return f"{_held(found)} {_instead_of(found)}"
+        return f"{held(found)} {_instead_of(found)}"
     if found.taken == "whole job":
         return f"One clock for the whole job pays more: {found.reason}."
     return f"The default stands: {found.reason}."
 
 
-def _held(found: SectionsFound) -> str:
+def held(found: SectionsFound) -> str:
+    """The clocks that stand, or would, and the evidence for them."""
     verb = "Would hold" if found.rehearsed else "Held"
     text = f"{verb} {found.reason}"
     if found.time_ratio is not None and found.time_ratio_ci95 is not None:
@@ -144,7 +145,7 @@ def details(report: SectionsReport, *, simulated: bool) -> list[str]:
     """How the commands went, and what looking has cost."""
     lines = []
     if report.commands:
-        lines.append(f"commands: {_commands(report, simulated=simulated)}")
+        lines.append(f"commands: {commands(report, simulated=simulated)}")
     if report.edge_error_p95_s is not None:
         lines.append(
             f"edges: {show_count(report.edges, 'command')} within "
@@ -166,7 +167,8 @@ def details(report: SectionsReport, *, simulated: bool) -> list[str]:
     return [*lines, text]
 
 
-def _commands(report: SectionsReport, *, simulated: bool) -> str:
+def commands(report: SectionsReport | Operated, *, simulated: bool) -> str:
+    """How many there were, and what became of them."""
     count = show_count(report.commands, "clock call")
     if report.dry_run:
         text = f"{count} written down, none sent"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from kilter.app.report import footprint, glossary, section_run
+from kilter.app.report import footprint, glossary, operation_run, section_run
 from kilter.app.report import memory as memory_report
 from kilter.app.report.bound import JobClass
 from kilter.app.report.build import Report
@@ -17,6 +17,7 @@ from kilter.app.report.evidence import Arm, Probe
 from kilter.app.report.operations import OperationEnergy
 from kilter.app.report.words import STAND_IN, Finding, allowed, ascii_line, wish
 from kilter.clocks.plan.job_class import Bound
+from kilter.core.events import Operated
 from kilter.core.label import Label
 from kilter.core.reasons import CLOCKS_REFUSED, REHEARSAL_CUT
 from kilter.core.trace import TraceFeatures
@@ -37,8 +38,8 @@ ACTED_ON = (Bound.INPUT, Bound.IDLE, Bound.THROTTLED, Bound.COMMUNICATION)
 
 def summary(report: Report, run_dir: str | Path | None) -> str:
     """The few lines at the end of a run; `run_dir` is None where no record of it is kept."""
-    lines = sections(report)
-    if not by_sections(report):
+    lines = inside(report)
+    if not by_inside(report):
         lines += [headline(report), ending(report)]
     if report.blocks:
         lines.insert(1, f"evidence: {evidence(report)}")
@@ -67,21 +68,27 @@ def summary(report: Report, run_dir: str | Path | None) -> str:
 _MOST_ERRORS = 3
 
 
-def sections(report: Report) -> list[str]:
-    """Empty where nobody looked for sections. What became of the whole job's clock stands below,
-    where that was taken in their place."""
+def inside(report: Report) -> list[str]:
+    """Of clocks inside the iteration; empty where nobody looked for any. What became of the whole
+    job's clock stands below, where that was taken in their place."""
+    simulated = any(device.backend == "sim" for device in report.devices)
+    if (told := report.operation_clocks) is not None:
+        return [
+            operation_run.headline(told, simulated=simulated),
+            *operation_run.details(told, simulated=simulated),
+        ]
     if report.sections is None:
         return []
-    simulated = any(device.backend == "sim" for device in report.devices)
     return [
         section_run.headline(report.sections, simulated=simulated),
         *section_run.details(report.sections, simulated=simulated),
     ]
 
 
-def by_sections(report: Report) -> bool:
-    """Whether the clocks were those of sections, and not one clock for the whole job after all."""
-    found = report.sections
+def by_inside(report: Report) -> bool:
+    """Whether the clocks were those of sections or of operations, and not one clock for the whole
+    job after all."""
+    found = report.operation_clocks or report.sections
     return found is not None and found.instead is None
 
 
@@ -125,8 +132,8 @@ def full(report: Report) -> str:
 
 
 def _clock_lines(report: Report) -> list[str]:
-    told = sections(report)
-    if by_sections(report):
+    told = inside(report)
+    if by_inside(report):
         return told
     base, ours = report.baseline, report.governed
     lines = [*told, f"result   {headline(report)}"]
@@ -266,10 +273,13 @@ def result(report: Report) -> Finding:
     label = report.label.value
     if report.unseen is not None:
         return Finding(report.unseen)
-    if report.sections is not None and by_sections(report):
-        simulated = report.label is Label.SIMULATED or report.sections.search is None
+    found = report.operation_clocks or report.sections
+    if found is not None and by_inside(report):
+        simulated = report.label is Label.SIMULATED or found.search is None
         label = Label.SIMULATED.value if simulated else label
-        return Finding(section_run.answer(report.sections), label)
+        if isinstance(found, Operated):
+            return Finding(operation_run.answer(found), label)
+        return Finding(section_run.answer(found), label)
     if report.goal.max_slowdown is None and report.goal.memory_budget is not None:
         return Finding(_no_memory_record(report), label)
     if report.saving is None and report.slowdown is None:

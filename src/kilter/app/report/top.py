@@ -128,7 +128,7 @@ def as_json(found: Now) -> dict[str, Any]:
         "pairs": report.evidence.pairs,
         "result": found.result,
         "memory": found.memory,
-        "sections": summary.sections(report),
+        "sections": summary.inside(report),
         "power_w": found.power_w,
         "ranks": [_rank_as_json(rank) for rank in found.ranks],
     }
@@ -156,7 +156,7 @@ def _arm(block: Block | None) -> Arm | None:
 
 def screen(found: Now) -> str:
     """Lines of plain ASCII: names that a run chooses must not reach a terminal as commands."""
-    report, sections = found.report, summary.sections(found.report)
+    report, sections = found.report, summary.inside(found.report)
     lines = [
         f"kilter top  {report.run}: {' '.join(report.command)}",
         f"state     {_state(found)}",

@@ -27,6 +27,15 @@ LEAST_EXPECTED_SAVING = 0.01
 """What is expected to save less than this share of the energy is not searched."""
 
 
+class PlannedOperations(msgspec.Struct, frozen=True, kw_only=True):
+    """Of an offer whose stretches are of operations: the plan, which is only to be confirmed."""
+
+    depths: tuple[int, ...]
+    """Of each stretch."""
+    whole_job_saving: float
+    """Share of the energy that one clock for the whole job saves by the same tables."""
+
+
 class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank could slow down, in its own times."""
 
@@ -36,6 +45,7 @@ class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
     found: Worth
     lengths: tuple[tuple[str, float, float], ...]
     """Of all its sections: key, start and median length."""
+    operations: PlannedOperations | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -109,9 +119,14 @@ def expected(offers: Sequence[RankOffer], card: ClockCosts, *, max_slowdown: flo
     """Sections or one clock for the whole job, by what each is expected to save."""
     found = [offer.found for offer in offers]
     sections, _ = job(found)
-    whole = whole_job(found, card, max_slowdown=max_slowdown)
+    planned = [offer.operations for offer in offers if offer.operations is not None]
+    if planned:
+        whole = min(each.whole_job_saving for each in planned)
+    else:
+        whole = whole_job(found, card, max_slowdown=max_slowdown)
+    what = "stretches of operations" if planned else "sections"
     both = (
-        f"{show_fraction(sections)} expected of the sections, {show_fraction(whole)} of one clock "
+        f"{show_fraction(sections)} expected of the {what}, {show_fraction(whole)} of one clock "
         "for the whole job"
     )
     taken: Taken = "sections"
@@ -124,8 +139,24 @@ def expected(offers: Sequence[RankOffer], card: ClockCosts, *, max_slowdown: flo
 
 def signature_of(offers: Sequence[RankOffer], *, device: str, max_slowdown: float) -> str:
     """Of the job that makes these offers."""
-    program = [f"{o.rank}:{o.role}:{'|'.join(k for k, _, _ in o.lengths)}" for o in offers]
+    program = [f"{o.rank}:{o.role}:{'|'.join(_all_keys(o))}" for o in offers]
     return signature(device=device, max_slowdown=max_slowdown, program=program)
+
+
+def _all_keys(offer: RankOffer) -> Sequence[str]:
+    return offer.keys if offer.operations else [key for key, _, _ in offer.lengths]
+
+
+def planned_depths(offers: Sequence[RankOffer], targets: Sequence[SearchTarget]) -> Depths | None:
+    """The depths that the ranks have planned themselves; None where they are to be searched."""
+    rows = [
+        dict(zip(offer.keys, offer.operations.depths, strict=True))
+        for offer in offers
+        if offer.operations is not None
+    ]
+    if len(rows) < len(offers):
+        return None
+    return tuple(tuple(row.get(target.key, 0) for row in rows) for target in targets)
 
 
 def known_depths(
@@ -145,7 +176,12 @@ def known_depths(
 
 
 def found_of(
-    end: FoundDepths, targets: Sequence[SearchTarget], card: ClockCosts, before: Expected
+    end: FoundDepths,
+    targets: Sequence[SearchTarget],
+    card: ClockCosts,
+    before: Expected,
+    *,
+    noun: str = "section",
 ) -> SectionsFound:
     """The end of a search as it is held, told and kept."""
     clocks = tuple(level.sm_clock_hz for level in card.levels)
@@ -153,7 +189,9 @@ def found_of(
     held = any(depth for row in end.depths for depth in row)
     return SectionsFound(
         taken="sections" if held else "default",
-        reason=_words(end.depths, clocks) if held else "no lower clock passed the contract's test",
+        reason=_words(end.depths, clocks, noun)
+        if held
+        else "no lower clock passed the contract's test",
         keys=tuple(target.key for target in targets),
         depths=end.depths,
         clocks_hz=clocks,
@@ -166,7 +204,7 @@ def found_of(
     )
 
 
-def _words(depths: Depths, clocks_hz: Sequence[float]) -> str:
+def _words(depths: Depths, clocks_hz: Sequence[float], noun: str) -> str:
     """ "345 MHz in 1 section of 3 ranks, ...", the lowest clock first."""
     places: dict[int, list[tuple[int, int]]] = {}
     for j, row in enumerate(depths):
@@ -175,7 +213,7 @@ def _words(depths: Depths, clocks_hz: Sequence[float]) -> str:
                 places.setdefault(depth, []).append((j, rank))
     parts = []
     for depth in sorted(places, reverse=True):
-        sections = show_count(len({j for j, _ in places[depth]}), "section")
+        sections = show_count(len({j for j, _ in places[depth]}), noun)
         ranks = show_count(len({rank for _, rank in places[depth]}), "rank")
         parts.append(f"{show_clock(clocks_hz[depth - 1])} in {sections} on {ranks}")
     return ", ".join(parts)

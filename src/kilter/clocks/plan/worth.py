@@ -113,6 +113,13 @@ class ClockCosts(msgspec.Struct, frozen=True, kw_only=True):
         return min(map(self.break_even_of_s, self.levels), default=of_all)
 
 
+class LevelEffect(msgspec.Struct, frozen=True, kw_only=True):
+    """What one clock does to the work of a stretch, if it rules it from end to end."""
+
+    delay_s: float
+    saved_j: float
+
+
 class LowStretch(msgspec.Struct, frozen=True, kw_only=True):
     """A low clock from the beginning of one section to the end of one, per iteration."""
 
@@ -132,6 +139,9 @@ class LowStretch(msgspec.Struct, frozen=True, kw_only=True):
     delay_s: float
     cover: Cover | None = None
     """Computation before its first section that it takes in: `start_s` is where that begins."""
+    effects: tuple[LevelEffect, ...] = ()
+    """Of a stretch of operations, whose names stand in place of keys: what each level does to them.
+    Empty for sections, of which the model of this file says so."""
 
 
 class Worth(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +171,7 @@ def worth(rank: RankSections, card: ClockCosts, *, max_slowdown: float) -> Worth
     mean = rank.mean
     rare = [s for s in rank.sections if s.presence < PRESENT]
     sections = [s for s in rank.sections if s.presence >= PRESENT]
-    most = _most_stretches(card, mean.iteration_s)
+    most = most_stretches(card, mean.iteration_s)
     budget_s = max_slowdown * mean.iteration_s
     chosen = choose(sections, card, budget_s=budget_s, most=most)
     return Worth(
@@ -225,7 +235,7 @@ def whole_job(found: Sequence[Worth], card: ClockCosts, *, max_slowdown: float) 
     return max(0.0, 1.0 - low_j / default_j)
 
 
-def _most_stretches(card: ClockCosts, iteration_s: float) -> int | None:
+def most_stretches(card: ClockCosts, iteration_s: float) -> int | None:
     """How many pairs of calls an iteration may have; None for any number."""
     pairs = card.calls_per_s * iteration_s / 2
     return None if math.isinf(pairs) else int(pairs)
@@ -241,7 +251,7 @@ def summary(found: Sequence[Worth], card: ClockCosts) -> str:
         if longest_s < card.break_even_s:
             longest = f"the longest section takes {show_time(longest_s)}, " if longest_s else ""
             return f"{exposed}, {longest}below the break-even of {show_time(card.break_even_s)}."
-        if all(_most_stretches(card, w.iteration_s) == 0 for w in found):
+        if all(most_stretches(card, w.iteration_s) == 0 for w in found):
             return (
                 f"{exposed}, but an iteration of {show_time(worst.iteration_s)} is too short for "
                 f"two clock calls at {card.calls_per_s:g} per second."

@@ -1,0 +1,258 @@
+"""The controller of operations: has clocks set in stretches of one rank's unit operations.
+
+    trace of an iteration -> stretches -> commands -> the conductor of sections -> lease -> device
+
+The plan is made once, from the trace of one window of the profiler, for the operations' measured
+times and the device's profile. On a device that may be set the plan is first held against plain
+iterations in pairs of blocks (`JointSearch`, which only confirms it or gives it back step by step);
+otherwise the conductor writes down what it would have set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kilter.clocks.iteration_keys import IterationKeys
+from kilter.clocks.own_gpu import why_not_this_gpu
+from kilter.controller import Controller, Hurried, Run
+from kilter.core.errors import DeviceError, FileError, PlanError
+from kilter.core.events import Operated
+from kilter.core.messages import MessagesGone
+from kilter.core.reasons import REHEARSAL_CUT
+from kilter.core.script_end import ScriptEnd
+from kilter.device.sim.cards import names
+from kilter.observe.end_times import Iteration
+
+if TYPE_CHECKING:
+    from kilter.clocks.joint_search import JointSearch
+    from kilter.clocks.operation_plan import OperationPlan
+    from kilter.clocks.section_process import Conducting
+
+SUBJECT = "setting clocks per operation"
+
+
+class OperationsController:
+    """At most `max_slowdown` slower. `otherwise` makes the controller of the whole job's clock,
+    which takes over where stretches of operations do not pay more. `rehearse_s`: the real time that
+    the comparison on a simulated device may take after the script."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        max_slowdown: float,
+        otherwise: Callable[[], Controller],
+        rehearse_s: float,
+    ) -> None:
+        self._run = run
+        self._max_slowdown = max_slowdown
+        self._otherwise = otherwise
+        self._rehearse_s = rehearse_s
+        self._instead: Controller | None = None
+        self._why_instead: str | None = None
+        self._off = False
+        self._keys = IterationKeys()
+        self._plan: OperationPlan | None = None
+        self._conducting: Conducting | None = None
+        self._search: JointSearch | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Nothing comes after clocks."""
+        return True
+
+    def begin(self) -> None:
+        if self._run.ranks.world_size > 1:
+            self._give_up("a job of several ranks has one clock for the whole job, or --sections")
+        else:
+            self._run.trace.want()
+
+    def iteration_ended(self, index: int) -> None:
+        if not self._off:
+            self._keys.iteration_ended(index, self._run.iterations.device)
+
+    def tick(self, finished: Sequence[Iteration], *, settled: bool) -> None:
+        if self._instead is not None:
+            self._instead.tick(finished, settled=settled)
+        elif not self._off and settled:
+            self._go_on(finished)
+
+    def script_ended(self) -> None:
+        if self._instead is not None:
+            self._instead.script_ended()
+        self._off = True
+        self._keys.script_ended()
+
+    def end(self, finished: Sequence[Iteration], outcome: ScriptEnd) -> None:
+        if self._conducting is not None:
+            self._conducting.stop()
+        self._keys.close()
+        if self._run.fence.down:
+            return
+        search = self._search
+        if search is not None and search.simulated and search.found is None and outcome.finished:
+            self._rehearse(search)
+        if self._plan is not None:
+            self._say(self._plan)
+        elif self._instead is None:
+            self._run.log.refuse(SUBJECT, self._run.why_no_trace())
+        if self._instead is not None:
+            self._instead.end(finished, outcome)
+
+    # Steps ----------------------------------------------------------------------------------
+
+    def _go_on(self, finished: Sequence[Iteration]) -> None:
+        run = self._run
+        if self._plan is None:
+            if run.trace.trace is not None and run.iterations.index >= 0:
+                self._begin()
+            return
+        ended = None if self._conducting is None else self._conducting.look()
+        if ended is not None and self._search is not None:
+            self._search.refuse(ended)
+        if self._keys.failed is not None:
+            self._give_up(self._keys.failed)
+        elif self._search is not None:
+            self._judge(self._search, finished)
+
+    def _begin(self) -> None:
+        from kilter.clocks.operation_plan import OperationPlan  # imports numpy
+        from kilter.device.sim.profile import profile_of
+
+        run = self._run
+        refused = why_not_this_gpu(run.info, run.iterations.gpu_uuid)
+        if refused is not None:
+            self._give_up(refused)
+            return
+        name = run.info.uuid.split("-")[1] if run.info.backend == "sim" else None
+        name = name or profile_of(run.info.name)
+        if name is None:
+            known = ", ".join(f"sim:{each}" for each in names())
+            self._give_up(
+                f"how fast {run.info.name} changes its clocks is not known; --device {known}"
+            )
+            return
+        assert run.trace.trace is not None
+        try:
+            plan = OperationPlan(name, run.trace.trace, self._max_slowdown, run.info)
+        except (PlanError, FileError) as error:
+            self._give_up(str(error))
+            return
+        self._plan = plan
+        if not plan.made.pays:
+            self._hand_over(plan.made.summary)
+        elif self._begin_conducting(plan):
+            if run.info.can_set and not run.dry_run:
+                self._open_search(plan)
+            else:
+                assert self._conducting is not None
+                self._conducting.follow(plan.schedule(plan.made.depths, is_set=False))
+        self._say(plan)
+
+    def _begin_conducting(self, plan: OperationPlan) -> bool:
+        from kilter.clocks.section_process import Conducting
+
+        self._keys.marking = True
+        try:
+            self._conducting = Conducting(self._run, self._keys.marker, plan.profile.name)
+        except DeviceError as error:
+            self._give_up(str(error))
+            return False
+        self._run.tell_risks()
+        return True
+
+    def _open_search(self, plan: OperationPlan) -> None:
+        from kilter.clocks.joint_search import JointSearch
+        from kilter.clocks.plan.section_job import PlannedOperations, RankOffer
+
+        run, made = self._run, plan.made
+        messages = run.messages()
+        assert messages is not None  # of one rank
+        self._search = JointSearch(
+            run,
+            messages,
+            plan.card,
+            plan.profile.switch,
+            max_slowdown=self._max_slowdown,
+            follow=self._follow,
+        )
+        planned = PlannedOperations(depths=made.depths, whole_job_saving=made.whole_job_saving)
+        self._search.open(
+            RankOffer(
+                rank=run.ranks.rank,
+                role=run.iterations.role,
+                found=made.found,
+                lengths=(),
+                operations=planned,
+            )
+        )
+
+    def _follow(self, now: Sequence[int], arms: Sequence[tuple[int, Sequence[int]]]) -> None:
+        if self._plan is None or self._conducting is None:
+            return
+        from kilter.clocks.plan.timing import ScheduleArm
+
+        plan = self._plan
+        later = [ScheduleArm(first=first, schedule=plan.schedule(depths)) for first, depths in arms]
+        self._conducting.follow(plan.schedule(now), later)
+
+    def _judge(self, search: JointSearch, finished: Sequence[Iteration]) -> None:
+        before = search.found
+        try:
+            search.tick(finished)
+        except MessagesGone as error:
+            self._give_up(str(error))
+            return
+        found = search.found
+        if found is not None and found is not before and not found.held:
+            self._hand_over(found.reason)
+        if found is not before and self._plan is not None:
+            self._say(self._plan)
+
+    def _rehearse(self, search: JointSearch) -> None:
+        log = self._run.log
+        log.rehearsal_begins()
+        try:
+            search.rehearse(self._rehearse_s, log.rehearsing)
+        except Hurried:
+            log.refuse("a complete rehearsal", "ended by Ctrl-C", REHEARSAL_CUT)
+        log.rehearsal_ended()
+
+    def _give_up(self, why: str) -> None:
+        self._run.log.refuse(SUBJECT, why)
+        self._hand_over(why)
+
+    def _hand_over(self, why: str) -> None:
+        """To one clock for the whole job. The conductor lets the device go."""
+        self._off = True
+        self._keys.marking = False
+        if self._conducting is not None:
+            self._conducting.stop()
+        self._why_instead = why
+        self._instead = self._otherwise()
+        self._instead.begin()
+
+    def _say(self, plan: OperationPlan) -> None:
+        made, search = plan.made, self._search
+        told = {"sets": False} if self._conducting is None else self._conducting.told()
+        kept = ("sets", "commands", "left_out", "restored", "conductor_cpu_s")
+        self._run.log(
+            Operated(
+                t_s=self._run.log.now_s(),
+                summary=made.summary,
+                planned=bool(made.found.stretches),
+                stretches=len(made.found.stretches),
+                operations=plan.operations,
+                longest_s=made.found.longest_s,
+                break_even_s=plan.card.break_even_s,
+                calibrated=plan.calibrated,
+                saving=made.found.saving,
+                slowdown=made.found.slowdown,
+                whole_job_saving=made.whole_job_saving,
+                search=None if search is None else search.found,
+                instead=self._why_instead,
+                blocks=0 if search is None else search.blocks,
+                **{name: told[name] for name in kept if name in told},
+            )
+        )

@@ -564,3 +564,10 @@ def test_the_search_ends_at_the_project_and_before_a_shared_directory(tmp_path: 
     tmp_path.chmod(0o777)
     assert find_file(inside)[0] is None
     tmp_path.chmod(0o700)
+
+
+def test_clocks_of_operations_and_of_sections_exclude_each_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["run", "--operations", "--sections", "train.py"]) == 2
+    assert "choose one of them" in capsys.readouterr().err

@@ -37,6 +37,9 @@ from kilter.core.units import show_fraction, show_time
 SWITCH_PRICES = (0.0, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
 """Assumed times of a switch, over the break-even."""
 
+LEAST_GAIN = 0.01
+"""Of the energy: how much more stretches have to save than one clock for the whole job."""
+
 
 class OrderedOperations(msgspec.Struct, frozen=True, kw_only=True):
     """The operations of an iteration in their order, at the default clock and at each of a card's
@@ -67,8 +70,8 @@ class OperationStretches(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pays(self) -> bool:
-        """More than one clock for the whole job."""
-        return bool(self.found.stretches) and self.found.saving > self.whole_job_saving
+        """More than one clock for the whole job, by enough to be worth the calls."""
+        return self.found.saving >= self.whole_job_saving + LEAST_GAIN
 
 
 def operation_stretches(

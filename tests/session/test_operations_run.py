@@ -1,0 +1,123 @@
+"""`kilter run --operations` on real jobs on CPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kilter.testing.warm_python import WarmPython
+
+TIMEOUT_S = 120
+JOB = """
+import time, torch
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+matrix = torch.eye(256)
+
+class Busy(torch.nn.Linear):
+    def forward(self, x):
+        until_s = time.monotonic() + {busy_s}
+        while time.monotonic() < until_s:
+            torch.mm(matrix, matrix)
+        return super().forward(x)
+
+model = Busy(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for _ in range({iterations}):
+    time.sleep({idle_s})
+    optimizer.zero_grad()
+    loss = model(torch.ones(8, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in os.environ:
+        if name.startswith("KILTER"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def run(
+    warm: WarmPython, where: Path, *options: str, iterations: int, busy_s: float, idle_s: float
+) -> tuple[dict[str, Any], str, str]:
+    """What the report says of the clocks of operations, what was said, and what was printed."""
+    program = JOB.format(iterations=iterations, busy_s=busy_s, idle_s=idle_s)
+    (where / "train.py").write_text(program)
+    kilter = ["-m", "kilter", "run", "--operations", "--out", "out", *options, "train.py"]
+    done = warm.run(kilter, cwd=where, timeout_s=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((where / "out" / "report.json").read_text())
+    return report["operation_clocks"], done.stderr, done.stdout
+
+
+def states(where: Path) -> set[str]:
+    lines = (where / "out" / "commands-rank0.jsonl").read_text().splitlines()
+    return {json.loads(line)["state"] for line in lines}
+
+
+LONG = {"iterations": 20, "busy_s": 0.1, "idle_s": 0.2}
+"""The stretch without work is longer than the break-even of an A100's switches."""
+
+
+def test_a_dry_run_writes_down_what_the_conductor_would_have_set(
+    tmp_path: Path, warm: WarmPython
+) -> None:
+    told, said, printed = run(warm, tmp_path, "--dry-run", "--device", "sim:a100", **LONG)
+    assert told["planned"]
+    assert told["instead"] is None
+    assert told["commands"] > 0
+    assert not told["sets"]
+    assert "set" not in states(tmp_path)
+    assert "would set" in states(tmp_path)
+    assert "stretch of operations would save" in said
+    assert "clock calls written down, none sent" in said
+    plain = warm.run(["train.py"], cwd=tmp_path, timeout_s=TIMEOUT_S)
+    assert printed == plain.stdout  # the same losses
+
+
+def test_the_plan_is_set_and_judged_on_a_simulated_device_and_the_clock_put_back(
+    tmp_path: Path, warm: WarmPython
+) -> None:
+    told, said, _ = run(
+        warm, tmp_path, "--device", "sim:a100", "--rehearse", "60s", "--max-slowdown", "5%", **LONG
+    )
+    assert told["sets"]
+    assert told["restored"]
+    assert told["search"]["pairs"] > 0
+    assert "Would hold" in said
+    assert "confirmed in" in said
+    assert "to the simulated device; the found clock is back" in said
+
+
+def test_short_iterations_are_not_worth_switching_and_the_whole_job_is_governed(
+    tmp_path: Path, warm: WarmPython
+) -> None:
+    told, said, _ = run(
+        warm,
+        tmp_path,
+        *("--dry-run", "--device", "sim:h200"),
+        iterations=60,
+        busy_s=0.001,
+        idle_s=0.0,
+    )
+    assert not told["planned"]
+    assert told["commands"] == 0
+    assert told["instead"] == told["summary"]
+    assert "Nothing is worth switching: " in said
+    assert "One clock for the whole job instead." in said
+
+
+def test_without_a_known_device_the_run_says_what_to_name(tmp_path: Path, warm: WarmPython) -> None:
+    told, said, _ = run(warm, tmp_path, "--device", "null", iterations=60, busy_s=0.001, idle_s=0.0)
+    assert told is None
+    assert "refused: setting clocks per operation:" in said
+    assert "--device sim:" in said

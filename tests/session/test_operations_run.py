@@ -17,7 +17,7 @@ import time, torch
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
-matrix = torch.eye(256)
+matrix = torch.eye(512)
 
 class Busy(torch.nn.Linear):
     def forward(self, x):
@@ -65,13 +65,13 @@ def states(where: Path) -> set[str]:
 
 
 LONG = {"iterations": 20, "busy_s": 0.1, "idle_s": 0.2}
-"""The stretch without work is longer than the break-even of an A100's switches."""
+"""The stretch without work is longer than the break-even of an RTX 3080 Ti's switches."""
 
 
 def test_a_dry_run_writes_down_what_the_conductor_would_have_set(
     tmp_path: Path, warm: WarmPython
 ) -> None:
-    told, said, printed = run(warm, tmp_path, "--dry-run", "--device", "sim:a100", **LONG)
+    told, said, printed = run(warm, tmp_path, "--dry-run", "--device", "sim:rtx3080ti", **LONG)
     assert told["planned"]
     assert told["instead"] is None
     assert told["commands"] > 0
@@ -88,7 +88,7 @@ def test_the_plan_is_set_and_judged_on_a_simulated_device_and_the_clock_put_back
     tmp_path: Path, warm: WarmPython
 ) -> None:
     told, said, _ = run(
-        warm, tmp_path, "--device", "sim:a100", "--rehearse", "60s", "--max-slowdown", "5%", **LONG
+        warm, tmp_path, "--device", "sim:rtx3080ti", "--rehearse", "60s", **LONG
     )
     assert told["sets"]
     assert told["restored"]
@@ -116,8 +116,7 @@ def test_short_iterations_are_not_worth_switching_and_the_whole_job_is_governed(
     assert "One clock for the whole job instead." in said
 
 
-def test_without_a_known_device_the_run_says_what_to_name(tmp_path: Path, warm: WarmPython) -> None:
+def test_without_a_device_the_run_says_so_and_goes_on(tmp_path: Path, warm: WarmPython) -> None:
     told, said, _ = run(warm, tmp_path, "--device", "null", iterations=60, busy_s=0.001, idle_s=0.0)
     assert told is None
     assert "refused: setting clocks per operation:" in said
-    assert "--device sim:" in said

@@ -87,9 +87,7 @@ def test_a_dry_run_writes_down_what_the_conductor_would_have_set(
 def test_the_plan_is_set_and_judged_on_a_simulated_device_and_the_clock_put_back(
     tmp_path: Path, warm: WarmPython
 ) -> None:
-    told, said, _ = run(
-        warm, tmp_path, "--device", "sim:rtx3080ti", "--rehearse", "60s", **LONG
-    )
+    told, said, _ = run(warm, tmp_path, "--device", "sim:rtx3080ti", "--rehearse", "60s", **LONG)
     assert told["sets"]
     assert told["restored"]
     assert told["search"]["pairs"] > 0

@@ -28,7 +28,7 @@ KEYS = {
     *("after", "choice", "evidence", "rehearsed_iterations", "rehearsed_share", "mode"),
     *("mode_reason", "outcome", "ranks", "command", "kilter", "wall_time", "config", "duration_s"),
     *("overhead", "probes", "decisions", "errors", "prediction", "memory", "sections", "blocks"),
-    *("series", "operations", "operations_method"),
+    *("series", "operations", "operations_method", "operation_clocks"),
     *("host", "torch", "driver", "energy_j", "features", "idle", "job", "unseen", "no_trace"),
 }
 

@@ -66,6 +66,12 @@ def test_at_its_end_handlers_are_called_and_objects_are_freed(warm: WarmPython) 
     assert lines.index("last line") < lines.index("handler") < lines.index("freed")
 
 
+def test_what_processes_write_at_once_is_all_there(warm: WarmPython) -> None:
+    """One of them writes where another one has just written."""
+    code = "import os\nos.write(1, b'one\\n')\nos.lseek(1, 0, os.SEEK_SET)\nos.write(1, b'two\\n')"
+    assert warm.run(["-c", code]).stdout == "one\ntwo\n"
+
+
 def test_one_that_does_not_end_is_killed_with_its_children(
     warm: WarmPython, tmp_path: Path
 ) -> None:

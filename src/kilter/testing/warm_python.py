@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -134,6 +135,8 @@ class WarmPython:
         environ = os.environ if environ is None else environ
         with ExitStack() as stack:
             places = [stack.enter_context(open(os.memfd_create(n), "w+b")) for n in ("out", "err")]
+            for place in places:  # else processes that write at once overwrite each other's lines
+                fcntl.fcntl(place, fcntl.F_SETFL, os.O_APPEND)
             nothing = stack.enter_context(open(os.devnull, "rb"))
             process = self.start(arguments, cwd=cwd, environ=environ, streams=[nothing, *places])
             ended = process.wait(timeout_s)

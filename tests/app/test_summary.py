@@ -159,7 +159,11 @@ def nothing_set(m: re.Match[str], found: Json) -> bool:
 
 def held(m: re.Match[str], found: Json) -> bool:
     setting = "the default" if not found["kept"] else str(msgspec.convert(_chosen(found), Setting))
-    end = {True: "default restored", False: "default NOT restored", None: "no end on record"}
+    end = {
+        True: "default restored",
+        False: "default NOT restored",
+        None: "no end on record: its process still runs, or was killed or terminated",
+    }
     return (
         (m[1] is not None) == is_simulated(found)
         and m[2] == setting

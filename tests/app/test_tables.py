@@ -86,6 +86,14 @@ def test_blank_power_or_energy_is_computed_from_the_other(table):
     assert [(r.power_w, r.energy_j) for r in workload.rows] == [(5.0, 10.0), (10.0, 20.0)]
 
 
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_table_of_a_spreadsheet_may_have_other_separators(table, separator):
+    body = "s,V100,gemm,1380,877,250,2.5,100,250\n"
+    (expected,) = load_tables(table(body))
+    path = table(body.replace(",", separator), HEADER.replace(",", separator))
+    assert load_tables(path) == (expected,)
+
+
 def test_extra_columns_bom_and_blank_lines_are_accepted(table):
     path = table("s,g,w,1,,,1,1,1,note\n\n", header="\ufeff" + HEADER.strip() + ",note\n")
     assert len(load_tables(path)) == 1
@@ -98,6 +106,8 @@ def test_extra_columns_bom_and_blank_lines_are_accepted(table):
         ("s,g,w,1,,,nan,1,1\n", ":2: time_s=nan"),
         ("s,g,w,1,,,1,inf,1\n", ":2: power_w=inf"),
         ("s,g,w,1,,,0,1,1\n", ":2: time_s=0"),
+        ("s,g,w,1.38e9,,,1,1,1\n", ":2: core_mhz=1.38e9 is too large for a clock in MHz"),
+        ("s,g,w,1,877000,,1,1,1\n", ":2: mem_mhz=877000 is too large for a clock in MHz"),
         ("s,g,w,1,,,1,1,-4\n", ":2: energy_j=-4"),
         ("s,g,w,1,,,,1,1\n", ":2: time_s is blank"),
         ("s,g,w,1,,,1,,\n", ":2: power_w and energy_j"),

@@ -192,7 +192,9 @@ def test_an_error_of_the_program_is_the_programs() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda f: kilter.divided(f, pieces=0), "at least one piece"),
+        (lambda f: kilter.divided(f, pieces=0), "pieces=0: write a whole number"),
+        (lambda f: kilter.divided(f, pieces="2"), "pieces='2': write a whole number"),
+        (lambda f: kilter.divided(f, pieces=1.5), "pieces=1.5: write a whole number"),
         (lambda f: kilter.divided(f, reduction="none"), "mean, sum"),
         (lambda f: kilter.divided(f, memory_budget="lots"), "not a memory budget"),
         (lambda f: kilter.divided(f)(*data(4)), "give pieces=N"),

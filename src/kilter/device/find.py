@@ -41,7 +41,7 @@ def find(
     `DriverMismatch` and `DeviceHung`.
     """
     if spec not in CHOICES:
-        raise UsageError(f"--device {spec!r} is not known here: {', '.join(CHOICES)}, or sim:NAME")
+        raise UsageError(f"device {spec!r} is not known here: {', '.join(CHOICES)}, or sim:NAME")
     if spec == "null":
         return NullDevice()
     if spec == "amdsmi":

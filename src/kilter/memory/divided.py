@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from kilter.core.errors import UsageError
@@ -57,8 +58,8 @@ class divided:  # noqa: N801
         what is done with the loss of a piece (default: `loss.backward()`); a scaler goes here.
         Batch norm in training would take its statistics of a piece and is refused, unless allowed.
         """
-        if pieces is not None and pieces < 1:
-            raise UsageError(f"pieces={pieces}: a batch has at least one piece")
+        if pieces is not None and (not isinstance(pieces, Integral) or pieces < 1):
+            raise UsageError(f"pieces={pieces!r}: write a whole number of pieces, at least 1")
         if reduction not in ("mean", "sum"):
             raise UsageError(f"reduction {reduction!r} is not one of mean, sum")
         self._loss_of = loss_of

@@ -101,7 +101,7 @@ def open_device(spec: str, ranks: Ranks) -> Device:
     if kind != "sim":
         return find(spec, local_rank=ranks.local_rank, environ=os.environ)
     if name not in names():
-        raise UsageError(f"--device {spec}: choose sim:{', sim:'.join(names())}")
+        raise UsageError(f"device {spec!r}: choose sim:{', sim:'.join(names())}")
     from kilter.device.sim.gpu import SimGpu
     from kilter.device.sim.profile import load_profile
 

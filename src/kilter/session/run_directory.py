@@ -27,7 +27,7 @@ def check_out(out: Path | None, ranks: Ranks) -> None:
     """Raises `UsageError` if the directory of a run holds one already: records are never mixed,
     and never overwritten."""
     if out is not None and (_attempt(out) / events_name(ranks)).exists():
-        raise UsageError(f"--out {out}: holds a run already; choose another place, or delete it")
+        raise UsageError(f"{out}: holds a run already; choose another place, or delete it")
 
 
 def make_out(out: Path) -> None:
@@ -35,9 +35,9 @@ def make_out(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--out {out}: cannot be made ({error.strerror})") from error
+        raise UsageError(f"{out}: cannot be made ({error.strerror})") from error
     if not os.access(out, os.W_OK | os.X_OK):
-        raise UsageError(f"--out {out}: cannot be written to")
+        raise UsageError(f"{out}: cannot be written to")
 
 
 def events_name(ranks: Ranks) -> str:
@@ -67,11 +67,13 @@ def run_directory(out: Path | None, ranks: Ranks) -> tuple[Path, str | None]:
     try:
         home.mkdir(mode=0o700, exist_ok=True)
         if home.is_symlink() or home.stat().st_uid != os.getuid():
-            raise FileError(f"{refused}, and {home} is somebody else's; choose a place: --out DIR")
+            raise FileError(
+                f"{refused}, and {home} is somebody else's; name another directory for the run"
+            )
         return _below(home / "runs", ranks), refused
     except OSError as error:
         raise FileError(
-            f"{refused}, and {home} neither ({error.strerror}); choose a place with --out DIR"
+            f"{refused}, and {home} neither ({error.strerror}); name a directory for the run"
         ) from error
 
 
@@ -81,7 +83,7 @@ def _made(path: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(
-            f"{path}: cannot be made ({error.strerror}); choose another --out"
+            f"{path}: cannot be made ({error.strerror}); choose another directory"
         ) from error
     return path
 

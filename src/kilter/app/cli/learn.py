@@ -16,6 +16,7 @@ from kilter.clocks.plan.predictor import Predictor
 from kilter.core.codec import write_atomically
 from kilter.core.errors import FileError, UsageError
 from kilter.core.label import Label
+from kilter.core.units import show_count
 from kilter.device.sim.replay import load_tables
 
 HELP = """\
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         if not runs and not args.table:
             raise FileError(f"{file}: no {label.value} run is kept there")
         points += list(points_of_runs(runs))
-        sources.append(f"{len(runs)} {label.value} runs of {file.name}")
+        sources.append(f"{show_count(len(runs), f'{label.value} run')} of {file.name}")
         if args.table:
             label = Label.REPLAYED
     need_sklearn()
@@ -89,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _text(predictor: Predictor, out: Path | None) -> str:
     lines = [
-        f"fitted to {predictor.rows} settings of {predictor.workloads} workloads "
+        f"fitted to {show_count(predictor.rows, 'setting')} of "
+        f"{show_count(predictor.workloads, 'workload')} "
         f"[{predictor.label.value}]: {', '.join(predictor.sources)}"
     ]
     for error in predictor.errors:

@@ -18,7 +18,7 @@ from kilter.core.errors import PlanError, UsageError
 from kilter.core.label import Label
 from kilter.core.plan import Plan
 from kilter.core.trace import IterationTrace
-from kilter.core.units import show_bytes, show_fraction, show_time
+from kilter.core.units import show_bytes, show_count, show_fraction, show_time
 from kilter.device.sim.gpu import SimGpu
 from kilter.memory.plan.simulate import simulate
 from kilter.model.stats import Estimate, paired_ratio
@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
         }
         print_json(REHEARSAL_SCHEMA, Label.SIMULATED, document)
         return 0
-    print(f"{gpu.info().name}, {args.pairs} pairs of blocks: {setting} against the default")
+    count = show_count(args.pairs, "pair")
+    print(f"{gpu.info().name}, {count} of blocks: {setting} against the default")
     print(f"time     {_change(time)}")
     print(f"energy   {_change(energy)}")
     print(

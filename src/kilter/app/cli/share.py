@@ -14,7 +14,7 @@ from kilter.app.fields import taken
 from kilter.app.share_page import page
 from kilter.core.codec import write_atomically
 from kilter.core.label import Label
-from kilter.core.units import show_duration, show_fraction
+from kilter.core.units import show_count, show_duration, show_fraction
 from kilter.sharing.placements import NAMES
 from kilter.sharing.plan import maxmin
 from kilter.sharing.plan.policies import SHARING_POLICIES
@@ -127,7 +127,7 @@ def figures(outcome: SharedOutcome) -> dict[str, Any]:
 
 
 def _tell(policy: str, machine: Machine, outcome: SharedOutcome) -> None:
-    print(f"{machine.gpus} GPUs, policy {policy} [{Label.SIMULATED.value}]")
+    print(f"{show_count(machine.gpus, 'GPU')}, policy {policy} [{Label.SIMULATED.value}]")
     if machine.source:
         print(f"costs: {machine.source}")
     width = max(len(job.name) for job in outcome.jobs)
@@ -151,5 +151,5 @@ def _page(name: str, policy: str, machine: Machine, outcome: SharedOutcome) -> s
         f"{show_duration(outcome.makespan_s)}",
         f"Rehearsal of {name} under the policy {policy}. Costs: {machine.source or 'of the file'}",
     )
-    title = f"{len(outcome.jobs)} jobs on {machine.gpus} GPUs"
+    title = f"{show_count(len(outcome.jobs), 'job')} on {show_count(machine.gpus, 'GPU')}"
     return page(title, facts, outcome.stretches, outcome.decisions, Label.SIMULATED)

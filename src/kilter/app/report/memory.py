@@ -20,7 +20,7 @@ from kilter.core.label import Label
 from kilter.core.memory_record import MemoryRecord
 from kilter.core.plan import MemoryBudget, MoveData, Plan
 from kilter.core.trace import IterationTrace
-from kilter.core.units import MIB, show_bytes, show_fraction, show_time
+from kilter.core.units import MIB, show_bytes, show_count, show_fraction, show_time
 from kilter.memory.plan.problem import Link, Problem, problem_of
 from kilter.memory.plan.simulate import Move, Schedule, Span, simulate
 
@@ -115,9 +115,11 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
         if record.out_bytes or record.in_bytes:
             parts.append(f"{show_bytes(record.out_bytes)} out and {show_bytes(record.in_bytes)} in")
         if record.recomputed:
-            parts.append(f"{record.recomputed} tensors recomputed")
+            parts.append(f"{show_count(record.recomputed, 'tensor')} recomputed")
         if record.consumed:
-            parts.append(f"{record.consumed} buckets of gradients used up in backward")
+            parts.append(
+                f"{show_count(record.consumed, 'bucket')} of gradients used up in backward"
+            )
         return ", ".join(parts)
 
     @property
@@ -304,7 +306,8 @@ def _what_moved(memory: MemoryReport) -> list[tuple[str, str]]:
         lines.append(("host", f"{show_bytes(memory.host_bytes)} of {pinned}host memory"))
     if record.applied:
         counts = f"{record.passes} passes, {record.planned} under a plan; "
-        counts += f"{record.deviations} deviations, {record.late} late, {record.spilled} on demand"
+        counts += f"{show_count(record.deviations, 'deviation')}, {record.late} late, "
+        counts += f"{record.spilled} on demand"
         lines.append(("passes", counts))
     if record.waited_s is not None:
         waits = f"{show_time(record.waited_s)} a pass [{memory.label.value}]"
@@ -324,7 +327,8 @@ def _name(memory: MemoryReport, plan: Fitted) -> str:
 def _each_pass(plan: Fitted) -> str:
     moved = f"{show_bytes(plan.out_bytes)} out and {show_bytes(plan.in_bytes)} in"
     return (
-        f"{plan.swapped} tensors offloaded, {plan.recomputed} recomputed, {plan.kept} kept; "
+        f"{show_count(plan.swapped, 'tensor')} offloaded, {plan.recomputed} recomputed, "
+        f"{plan.kept} kept; "
         f"{moved}, {show_fraction(plan.hidden)} of it hidden [simulated]"
     )
 

@@ -12,7 +12,16 @@ from kilter.app.report.page import definitions, table, tag, tile
 from kilter.app.report.plots import figure, signed
 from kilter.app.report.svg import NARROW, Frame, escape
 from kilter.core.label import Label
-from kilter.core.units import GIB, KIB, MIB, show_bytes, show_fraction, show_pace, show_time
+from kilter.core.units import (
+    GIB,
+    KIB,
+    MIB,
+    show_bytes,
+    show_count,
+    show_fraction,
+    show_pace,
+    show_time,
+)
 
 LANES = (
     ("compute", "compute"),
@@ -96,7 +105,8 @@ def _tiles(memory: MemoryReport) -> str:
             f"{show_fraction(plan.hidden)} of the copies hidden behind compute"
         )
         counts = (
-            f"{plan.swapped} tensors offloaded, {plan.recomputed} recomputed, {plan.kept} kept; "
+            f"{show_count(plan.swapped, 'tensor')} offloaded, {plan.recomputed} recomputed, "
+            f"{plan.kept} kept; "
         )
     host = f"{counts}{show_bytes(memory.host_bytes)} of host memory."
     tiles.append(tile(simulated, "Offloaded in a pass", offloaded, copied, host))
@@ -146,8 +156,8 @@ def _picture(memory: MemoryReport, found: Timeline) -> str:
         "the plan. memory.chrome.json beside this page has every move, for Perfetto.",
         draw,
         f"Peak {show_bytes(before)} with everything kept, {show_bytes(after)} under the plan, "
-        f"budget {show_bytes(found.problem.budget_bytes)}; {swapped} tensors offloaded, "
-        f"{recomputed} recomputed in {show_time(found.end_s)}.",
+        f"budget {show_bytes(found.problem.budget_bytes)}; {show_count(swapped, 'tensor')} "
+        f"offloaded, {recomputed} recomputed in {show_time(found.end_s)}.",
     )
 
 

@@ -352,7 +352,7 @@ def evidence(report: Report) -> str:
     if not e.pairs:
         text = f"no pairs, {show_count(len(report.blocks), 'block')}"
     else:
-        text = f"{show_count(e.pairs, 'pair')} of blocks, {e.iterations} iterations"
+        text = f"{show_count(e.pairs, 'pair')} of blocks, {show_count(e.iterations, 'iteration')}"
     if report.rehearsed_share > 0.0:
         text += f" ({report.rehearsed_share * 100:.0f} % rehearsed after the script had ended)"
     if e.left_out:
@@ -377,7 +377,9 @@ def ending(report: Report) -> str:
         held = f"on the simulated device: {held}"
     if report.restored:
         return f"{held}; {report.found} restored"
-    end = "no end on record" if report.restored is None else f"{report.found} NOT restored"
+    end = f"{report.found} NOT restored"
+    if report.restored is None:
+        end = "no end on record: its process still runs, or was killed or terminated"
     return f"{held}; {end}"
 
 
@@ -387,7 +389,7 @@ def _probe(probe: Probe) -> str:
     mark = "*" if probe.chosen else " "
     return (
         f"{mark} {probe.setting!s:<32} {probe.phase:<8} time {time:>8}  energy {energy:>8}  "
-        f"{probe.pairs} pairs"
+        f"{show_count(probe.pairs, 'pair')}"
     )
 
 

@@ -167,7 +167,8 @@ def screen(found: Now) -> str:
         lines.append(f"mode      {report.mode}: {report.mode_reason}")
     block, last = found.block, _arm(found.block)
     if block is not None and last is not None:
-        lines.append(f"now       {block.phase}: {block.setting}, {summary.per_iteration(last)}")
+        when = "last" if found.state == "ended" else "now"
+        lines.append(f"{when:<9} {block.phase}: {block.setting}, {summary.per_iteration(last)}")
     if report.baseline.iteration_s is not None:
         lines.append(f"default   {summary.per_iteration(report.baseline)}")
     told = [line.partition(": ") for line in (*sections, *found.memory)]

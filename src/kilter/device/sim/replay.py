@@ -35,6 +35,8 @@ COLUMNS = (
     "power_w",
     "energy_j",
 )
+MOST_MHZ = 50_000.0
+"""Far above any card's clock: what is larger was written in Hz or kHz."""
 WORK_COLUMNS = ("flops", "bytes_moved")
 """Columns that a table may have: of the piece of work that `time_s` is the time of."""
 
@@ -133,7 +135,10 @@ def _lines(
         text = read(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FileError(f"{path}: not a UTF-8 text file ({error.reason})") from error
-    reader = csv.reader(text.splitlines(keepends=True), strict=True)
+    lines = text.splitlines(keepends=True)
+    # A spreadsheet may write semicolons or tabs; the header tells.
+    separator = max(",;\t", key=(lines or [""])[0].count)
+    reader = csv.reader(lines, delimiter=separator, strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
         if not header:
@@ -166,6 +171,9 @@ def _row(field: dict[str, str], where: str) -> RecordedRow:
         memory_clock_hz=None if memory is None else memory * MHZ,
         power_limit_w=_positive(field, "power_limit_w", where),
     )
+    for name, clock in (("core_mhz", core), ("mem_mhz", memory)):
+        if clock is not None and clock > MOST_MHZ:
+            raise FileError(f"{where}: {name}={field[name]} is too large for a clock in MHz")
     time_s = _positive(field, "time_s", where)
     power_w = _positive(field, "power_w", where)
     energy_j = _positive(field, "energy_j", where)

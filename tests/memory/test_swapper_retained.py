@@ -78,5 +78,6 @@ def test_a_retained_graph_stays_within_the_budget(
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     assert always or report.planned > 0
     if not writes:  # what a function of the program holds, or writes to, stays
-        # Without a plan, data leave in forward once the budget is passed: by one of them.
-        assert peaks[-1] <= BUDGET_BYTES + DATUM_BYTES
+        # Data leave once the budget is passed: by one of them, or by one and what it is recomputed
+        # from. Which are recomputed follows from measured times.
+        assert peaks[-1] <= BUDGET_BYTES + (2 if report.recomputed else 1) * DATUM_BYTES

@@ -104,7 +104,7 @@ def test_a_budget_that_was_met() -> None:
     assert "all passes: 300.0 GiB out and 300.0 GiB in, 18000 tensors recomputed" in said
     assert "96.0 % of it hidden [simulated]" in said
     assert "2.0 GiB of pinned host memory" in said
-    assert "1 deviations, 2 late, 50 on demand" in said
+    assert "1 deviation, 2 late, 50 on demand" in said
     assert "parts were away on demand from the first iteration on" in said
 
 

@@ -8,8 +8,8 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -134,7 +134,7 @@ def _takes_batch(function: Callable[..., Any]) -> bool:
 
 def _sized(function: Any, batch: int | None, args: argparse.Namespace) -> Size:
     call = f"{args.what} on the meta device"
-    with _of_the_user(call if batch is None else f"{call} with batch={batch}"):
+    with _UserCode(call if batch is None else f"{call} with batch={batch}"):
         made = on_meta(function, **({} if batch is None else {"batch": batch}))
     wrong = f"{args.what} must return a model, its inputs, and perhaps a loss"
     if not isinstance(made, tuple) or len(made) not in (2, 3):
@@ -145,7 +145,7 @@ def _sized(function: Any, batch: int | None, args: argparse.Namespace) -> Size:
     if not all(map(callable, loss)):
         raise UsageError(f"{wrong}; the loss is a {type(loss[0]).__name__}")
     named = inputs if isinstance(inputs, dict) else {}
-    with _of_the_user(f"an iteration of the model of {args.what}"):
+    with _UserCode(f"an iteration of the model of {args.what}"):
         return size(
             model,
             *(() if named else inputs if isinstance(inputs, tuple | list) else (inputs,)),
@@ -158,19 +158,21 @@ def _sized(function: Any, batch: int | None, args: argparse.Namespace) -> Size:
         )
 
 
-@contextmanager
-def _of_the_user(what: str) -> Iterator[None]:
-    """Whatever the user's code raises becomes one sentence, with the line of the user's that it
-    came from. An error that a line of ours raises stays ours."""
-    try:
-        yield
-    except KilterError:
-        raise
-    except (Exception, SystemExit) as error:
+class _UserCode(AbstractContextManager["_UserCode"]):
+    """Whatever the user's code raises in here becomes one sentence, with the line of the user's
+    that it came from. An error that a line of ours raises stays ours."""
+
+    def __init__(self, what: str) -> None:
+        """`what` is called, in words."""
+        self._what = what
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception | SystemExit) or isinstance(error, KilterError):
+            return
         home = Path(kilter.__file__).parent
         frames = traceback.extract_tb(error.__traceback__)
         if Path(frames[-1].filename).is_relative_to(home):
-            raise
+            return
         lines = [
             f" in {Path(frame.filename).name}, line {frame.lineno}"
             for frame in frames
@@ -179,7 +181,7 @@ def _of_the_user(what: str) -> Iterator[None]:
             and "site-packages" not in frame.filename
         ]
         told = "".join(traceback.format_exception_only(error)[-1:]).strip()
-        raise UserCodeError(f"{what} failed{''.join(lines[-1:])}: {told}") from error
+        raise UserCodeError(f"{self._what} failed{''.join(lines[-1:])}: {told}") from error
 
 
 def _batches(text: str | None) -> list[int | None]:
@@ -199,7 +201,7 @@ def _found(what: str) -> Callable[..., Any]:
     place, colon, name = what.rpartition(":")
     if not colon or not place or not name:
         raise UsageError(f"{what!r}: write FILE.py:FUNCTION or MODULE:FUNCTION")
-    with _of_the_user(f"the import of {place}"):
+    with _UserCode(f"the import of {place}"):
         module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
     function = getattr(module, name, None)
     if not callable(function):

@@ -11,9 +11,10 @@ from kilter.core.errors import DeviceLost, FileError, NoDevice
 from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
+from kilter.device.sim.cards import profile_of
 from kilter.device.sim.gpu import SimGpu
 from kilter.device.sim.noise import QUIET
-from kilter.device.sim.profile import load_profile, names, parse_profile, profile_of
+from kilter.device.sim.profile import load_profile, names, parse_profile
 
 V100 = load_profile("v100")
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)

@@ -116,4 +116,5 @@ def test_short_iterations_are_not_worth_switching_and_the_whole_job_is_governed(
 def test_without_a_device_the_run_says_so_and_goes_on(tmp_path: Path, warm: WarmPython) -> None:
     told, said, _ = run(warm, tmp_path, "--device", "null", iterations=60, busy_s=0.001, idle_s=0.0)
     assert told is None
-    assert "refused: setting clocks per operation:" in said
+    assert "refused: setting clocks per operation: no GPU: how fast " in said
+    assert "--device sim:" in said

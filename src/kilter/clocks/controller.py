@@ -295,8 +295,9 @@ class ClocksController:
             run.log.refuse("predicting a plan", run.why_no_trace())
             return
         from kilter.clocks.rehearsal import Rehearsal
+        from kilter.device.sim.cards import profile_of
         from kilter.device.sim.gpu import SimGpu
-        from kilter.device.sim.profile import load_profile, profile_of
+        from kilter.device.sim.profile import load_profile
 
         name = profile_of(run.info.name)
         if name is None:

@@ -21,7 +21,7 @@ from kilter.core.events import Operated
 from kilter.core.messages import MessagesGone
 from kilter.core.reasons import REHEARSAL_CUT
 from kilter.core.script_end import ScriptEnd
-from kilter.device.sim.cards import names
+from kilter.device.sim.cards import names, profile_of
 from kilter.observe.end_times import Iteration
 
 if TYPE_CHECKING:
@@ -65,8 +65,17 @@ class OperationsController:
     def begin(self) -> None:
         if self._run.ranks.world_size > 1:
             self._give_up("a job of several ranks has one clock for the whole job, or --sections")
+        elif self._profile() is None:
+            known = ", ".join(f"sim:{each}" for each in names())
+            name = self._run.info.name
+            self._give_up(f"{name}: how fast its clocks change is not known; --device {known}")
         else:
             self._run.trace.want()
+
+    def _profile(self) -> str | None:
+        """The name of the profile of this device; None: it has none."""
+        info = self._run.info
+        return info.uuid.split("-")[1] if info.backend == "sim" else profile_of(info.name)
 
     def iteration_ended(self, index: int) -> None:
         if not self._off:
@@ -118,24 +127,17 @@ class OperationsController:
 
     def _begin(self) -> None:
         from kilter.clocks.operation_plan import OperationPlan  # imports numpy
-        from kilter.device.sim.profile import profile_of
 
         run = self._run
         refused = why_not_this_gpu(run.info, run.iterations.gpu_uuid)
         if refused is not None:
             self._give_up(refused)
             return
-        name = run.info.uuid.split("-")[1] if run.info.backend == "sim" else None
-        name = name or profile_of(run.info.name)
-        if name is None:
-            known = ", ".join(f"sim:{each}" for each in names())
-            self._give_up(
-                f"how fast {run.info.name} changes its clocks is not known; --device {known}"
-            )
-            return
+        profile = self._profile()
+        assert profile is not None  # else it was given up at the beginning
         assert run.trace.trace is not None
         try:
-            plan = OperationPlan(name, run.trace.trace, self._max_slowdown, run.info)
+            plan = OperationPlan(profile, run.trace.trace, self._max_slowdown, run.info)
         except (PlanError, FileError) as error:
             self._give_up(str(error))
             return

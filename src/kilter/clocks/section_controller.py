@@ -158,7 +158,7 @@ class SectionsController:
         if run.iterations.index < 0:
             return None
         from kilter.clocks.section_plan import RankPlan  # imports numpy
-        from kilter.device.sim.profile import profile_of
+        from kilter.device.sim.cards import profile_of
 
         refused = why_not_this_gpu(run.info, run.iterations.gpu_uuid)
         if refused is not None and not self._asked:

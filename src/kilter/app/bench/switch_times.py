@@ -17,8 +17,9 @@ from kilter.core.setting import DeviceInfo
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.core.units import show_clock, show_time
 from kilter.device.find import find
+from kilter.device.sim.cards import profile_of
 from kilter.device.sim.gpu import SimGpu
-from kilter.device.sim.profile import Profile, load_profile, profile_of
+from kilter.device.sim.profile import Profile, load_profile
 from kilter.lease.lease import Lease
 from kilter.observe.gpu_kernels import spin_kernels
 

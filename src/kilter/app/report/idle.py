@@ -12,7 +12,8 @@ from kilter.core.events import Block, Sampled
 from kilter.core.label import Label
 from kilter.core.setting import DeviceInfo
 from kilter.core.trace import IterationTrace, Kind
-from kilter.device.sim.profile import load_profile, profile_of
+from kilter.device.sim.cards import profile_of
+from kilter.device.sim.profile import load_profile
 from kilter.device.sim.work import cost_of, work_of
 
 LEAN, DENSE = 14.0, 300.0

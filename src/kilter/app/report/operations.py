@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from kilter.core.setting import DeviceInfo
 from kilter.core.trace import IterationTrace, Kind, Operation
-from kilter.device.sim.profile import Profile, load_profile, profile_of
+from kilter.device.sim.cards import profile_of
+from kilter.device.sim.profile import Profile, load_profile
 from kilter.device.sim.work import cost_of, work_of
 
 

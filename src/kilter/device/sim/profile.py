@@ -7,7 +7,6 @@ fitted to, its error there, its error on workloads that it was not fitted to, an
 from __future__ import annotations
 
 import math
-import re
 import tomllib
 import zlib
 from dataclasses import dataclass
@@ -159,14 +158,6 @@ def load_profile(name: str) -> Profile:
         raise NoDevice(f"no simulated device {name!r}; there are: {', '.join(names())}")
     file = resources.files("kilter.device.sim") / "profiles" / f"{name}.toml"
     return parse_profile(file.read_text(encoding="utf-8"), where=f"{name}.toml")
-
-
-def profile_of(card: str) -> str | None:
-    """The profile of a card by the name its vendor gives it ("NVIDIA GeForce RTX 3080 Ti"), if
-    there is one. Whole words only: a GH200 is not an H200."""
-    words = re.findall(r"[a-z0-9]+", card.lower())
-    runs = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, i + 4)}
-    return next((name for name in names() if name in runs), None)
 
 
 def parse_profile(text: str, *, where: str) -> Profile:

@@ -535,7 +535,7 @@ def test_calls_are_tried_and_left_again_while_the_job_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Whatever was measured.
-    monkeypatch.setattr(pass_kinds, "best_set", lambda choices, cost_s: levels(choices)[0])
+    monkeypatch.setattr(pass_kinds, "best_set", lambda choices, _: levels(choices)[0])
     plain = trained(Language, text)
     swapper = within(0.36, Language, text, segments=False)
     seen = []

@@ -379,10 +379,10 @@ class PassKinds:
             for segment in found
         ]
 
-        def cost_s(chosen: tuple[int, ...]) -> float:
+        def cost_s(chosen: tuple[int, ...], below_s: float) -> float:
             problem, _ = make_problem(segments=tuple(found[i] for i in chosen))
             try:
-                schedule, outcome = roughly(problem)
+                schedule, outcome = roughly(problem, below_s)
             except PlanError:
                 return math.inf
             alone = sum(not problem.intervals[i].together for i in schedule.recomputed)

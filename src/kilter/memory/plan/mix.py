@@ -13,6 +13,8 @@ and larger ones is taken.
 
 from __future__ import annotations
 
+from math import inf
+
 from kilter.core.errors import BudgetTooSmall, PlanError
 from kilter.memory.plan.problem import Problem
 from kilter.memory.plan.simulate import Schedule, SimulatedPass, simulate
@@ -43,57 +45,66 @@ def mix(problem: Problem) -> Schedule:
     prices = by_price(problem)
     many = len(problem.intervals) > MANY
 
-    def found_with(reach: float) -> tuple[Schedule, SimulatedPass] | None:
+    def found_with(reach: float, below_s: float) -> tuple[Schedule, SimulatedPass] | None:
         order = within_reach(problem, prices, reach)
-        return _search(problem, order, len(order) // FINE_STEPS if many else 1)
+        return _search(problem, order, len(order) // FINE_STEPS if many else 1, below_s)
 
-    usual = [found_with(reach) for reach in (REACHES[:1] if many else REACHES)]
-    found = [one for one in usual if one is not None]
-    if found:
-        return min(found, key=_cost_s)[0]
-    wider = next(filter(None, map(found_with, WIDER_REACHES)), None)
-    if wider is None:
+    best: tuple[Schedule, SimulatedPass] | None = None
+    for reach in REACHES[:1] if many else REACHES:
+        best = found_with(reach, inf if best is None else _cost_s(best)) or best
+    for reach in WIDER_REACHES:
+        best = best or found_with(reach, inf)
+    if best is None:
         raise PlanError(TOO_FEW)
-    return wider[0]
+    return best[0]
 
 
-def roughly(problem: Problem) -> tuple[Schedule, SimulatedPass]:
+def roughly(problem: Problem, below_s: float = inf) -> tuple[Schedule, SimulatedPass]:
     """`mix` with a tenth of the work, to compare one problem with another: one order, and the
-    number of intervals to recompute to within one part in `ROUGHLY`. `PlanError` as in `mix`."""
+    number of intervals to recompute to within one part in `ROUGHLY`. `PlanError` as in `mix`, or if
+    nothing is found that takes less than `below_s`."""
     if problem.peak_bytes <= problem.budget_bytes:
         return Schedule(), simulate(problem, Schedule())
     if problem.floor_bytes > problem.budget_bytes:
         raise BudgetTooSmall(f"the budget of {problem.budget_bytes} bytes is out of reach")
     order = within_reach(problem, by_price(problem), REACHES[0])
-    found = _search(problem, order, len(order) // ROUGHLY)
+    found = _search(problem, order, len(order) // ROUGHLY, below_s)
     if found is None:
         raise PlanError(TOO_FEW)
     return found
 
 
 def _search(
-    problem: Problem, order: list[int], finest: int
+    problem: Problem, order: list[int], finest: int, below_s: float
 ) -> tuple[Schedule, SimulatedPass] | None:
     """The best number of intervals to recompute, taken from the front of `order`; to within
-    `finest`. None if the budget is met with none of them."""
-    tried: dict[int, tuple[Schedule, SimulatedPass] | None] = {}
+    `finest`. None if the budget is met, at a cost below `below_s`, with none of them. What could
+    not cost less even if it never waited for a transfer is not simulated."""
+    tried: dict[int, float] = {}
+    best: tuple[Schedule, SimulatedPass] | None = None
+    best_s = below_s
 
     def time_at(count: int) -> float:
+        nonlocal best, best_s
         if count not in tried:
-            tried[count] = swap_rest(problem, _needed(problem, order[:count]))
-        found = tried[count]
-        return float("inf") if found is None else _cost_s(found)
+            recomputed = _needed(problem, order[:count])
+            again_s = sum(problem.intervals[i].recompute_s or 0.0 for i in recomputed)
+            least_s = problem.compute_s + again_s + EACH_S * len(recomputed)
+            found = swap_rest(problem, recomputed) if least_s < best_s else None
+            tried[count] = inf if found is None else _cost_s(found)
+            if tried[count] < best_s:
+                best, best_s = found, tried[count]
+        return tried[count]
 
     low, high = 0, len(order)
     step = max(1, len(order) // 8)
     while True:
         counts = [*range(low, high, step), high]
-        best = min(counts, key=lambda count: (time_at(count), count))
+        around = min(counts, key=lambda count: (time_at(count), count))
         if step <= max(1, finest):
-            break
-        low, high = max(0, best - step), min(len(order), best + step)
+            return best
+        low, high = max(0, around - step), min(len(order), around + step)
         step = max(1, finest, step // 4)
-    return tried[best] or swap_rest(problem, frozenset())
 
 
 def _cost_s(made: tuple[Schedule, SimulatedPass]) -> float:

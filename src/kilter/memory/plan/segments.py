@@ -9,6 +9,7 @@ block is one of the sets, so that no plan is worse than it but by mistake.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import NamedTuple
 
 LEVELS = 6
@@ -31,14 +32,15 @@ class SegmentChoice(NamedTuple):
 
 
 def best_set(
-    choices: Sequence[SegmentChoice], cost_s: Callable[[tuple[int, ...]], float]
+    choices: Sequence[SegmentChoice], cost_s: Callable[[tuple[int, ...], float], float]
 ) -> tuple[int, ...]:
-    """Indices of the calls with which `cost_s` is least; empty if none is better."""
-    tried: dict[tuple[int, ...], float] = {(): cost_s(())}
+    """Indices of the calls with which `cost_s` is least; empty if none is better. Its second
+    argument is the cost to beat: if that is out of reach, it need not find out by how much."""
+    tried: dict[tuple[int, ...], float] = {}
     for level in levels(choices):
-        if level not in tried:
-            tried[level] = cost_s(level)
-    whole = min((level for level in tried if level), key=tried.__getitem__, default=())
+        tried[level] = cost_s(level, min(tried.values(), default=inf))
+    whole = min(tried, key=tried.__getitem__, default=())
+    tried[()] = cost_s((), inf)
     by_price = sorted(
         whole, key=lambda i: (choices[i].recompute_s / choices[i].size_bytes, choices[i].first)
     )
@@ -47,7 +49,7 @@ def best_set(
         for part in SHARES_OF_SET:
             some = tuple(order[: max(1, int(part * len(order)))])
             if some and some not in tried:
-                tried[some] = cost_s(some)
+                tried[some] = cost_s(some, min(tried.values()))
     return min(tried, key=lambda found: (tried[found], len(found)))
 
 

@@ -73,12 +73,23 @@ class _State(enum.Enum):
     PREFETCHING = "on its way in"
 
 
-@dataclass(slots=True)
-class _Transfer:
-    index: int
-    latency_left_s: float
-    bytes_left: float
-    start_s: float
+class _Lane:
+    """One direction of the link: transfers, first in, first out."""
+
+    __slots__ = ("bytes_left", "index", "latency_left_s", "name", "queue", "rate", "start_s")
+
+    def __init__(self, name: str, bytes_per_s: float) -> None:
+        self.name = name
+        self.rate = bytes_per_s
+        self.queue: deque[tuple[int, int]] = deque()
+        """Intervals that wait, and their sizes."""
+        self.index: int | None = None
+        """The interval that is under way."""
+        self.latency_left_s = self.bytes_left = self.start_s = 0.0
+
+    def start(self, latency_s: float, now_s: float) -> None:
+        self.index, self.bytes_left = self.queue.popleft()
+        self.latency_left_s, self.start_s = latency_s, now_s
 
 
 class _Channels:
@@ -96,23 +107,36 @@ class _Channels:
         self._span_s = self._event_s = math.inf
         """From there to the next event, and when that is."""
         self._factor = 1.0
-        self._rates = {"out": link.to_host_bytes_per_s, "in": link.to_device_bytes_per_s}
-        self._queues: dict[str, deque[tuple[int, int]]] = {"out": deque(), "in": deque()}
-        self._current: dict[str, _Transfer] = {}
-        self._done: set[tuple[str, int]] = set()
+        self._out = _Lane("out", link.to_host_bytes_per_s)
+        self._in = _Lane("in", link.to_device_bytes_per_s)
+        self._both = self._out, self._in
+        self._out_done: set[int] = set()
+        self._in_done: set[int] = set()
 
-    def put(self, lane: str, index: int, size_bytes: int, now_s: float) -> None:
+    def put_out(self, index: int, size_bytes: int, now_s: float) -> None:
+        self._put(self._out, index, size_bytes, now_s)
+
+    def put_in(self, index: int, size_bytes: int, now_s: float) -> None:
+        self._put(self._in, index, size_bytes, now_s)
+
+    def wait_out(self, index: int) -> float:
+        """Run until this transfer is done; a time by which it is. Infinite if it was never put."""
+        return self._wait(self._out_done, index)
+
+    def wait_in(self, index: int) -> float:
+        return self._wait(self._in_done, index)
+
+    def _put(self, lane: _Lane, index: int, size_bytes: int, now_s: float) -> None:
         while self._event_s <= now_s:
             self._step()
-        self._queues[lane].append((index, size_bytes))
-        if lane not in self._current:
+        lane.queue.append((index, size_bytes))
+        if lane.index is None:
             self._move(now_s - self._now_s)
             self._now_s = now_s
             self._go_on()
 
-    def wait(self, lane: str, index: int) -> float:
-        """Run until this transfer is done; a time by which it is. Infinite if it was never put."""
-        while (lane, index) not in self._done:
+    def _wait(self, done: set[int], index: int) -> float:
+        while index not in done:
             if self._event_s == math.inf:
                 return math.inf
             self._step()
@@ -122,40 +146,46 @@ class _Channels:
         """Advance to the next event."""
         self._move(self._span_s)
         self._now_s = self._event_s
-        for lane, transfer in list(self._current.items()):
-            if transfer.bytes_left < 1e-3:  # a thousandth of a byte: rounding
-                self._record(Span(lane, transfer.index, transfer.start_s, self._now_s))
-                self._done.add((lane, transfer.index))
-                del self._current[lane]
+        for lane, done in ((self._out, self._out_done), (self._in, self._in_done)):
+            # Less than a thousandth of a byte left: rounding.
+            if lane.index is not None and lane.bytes_left < 1e-3:
+                self._record(Span(lane.name, lane.index, lane.start_s, self._now_s))
+                done.add(lane.index)
+                lane.index = None
         self._go_on()
 
     def _move(self, span_s: float) -> None:
         """Time passes without an event."""
-        for lane, transfer in self._current.items():
-            if transfer.latency_left_s > 0:
-                transfer.latency_left_s -= span_s
-                if transfer.latency_left_s < 1e-15:
-                    transfer.latency_left_s = 0.0
+        for lane in self._both:
+            if lane.index is None:
+                continue
+            if lane.latency_left_s > 0:
+                lane.latency_left_s -= span_s
+                if lane.latency_left_s < 1e-15:
+                    lane.latency_left_s = 0.0
             else:
-                transfer.bytes_left -= self._rates[lane] * self._factor * span_s
+                lane.bytes_left -= lane.rate * self._factor * span_s
 
     def _go_on(self) -> None:
         """Start what waits, and find the next event."""
-        for lane, queue in self._queues.items():
-            if queue and lane not in self._current:
-                index, size_bytes = queue.popleft()
-                self._current[lane] = _Transfer(
-                    index, self._link.latency_s, float(size_bytes), self._now_s
-                )
-        moving = sum(transfer.latency_left_s <= 0 for transfer in self._current.values())
-        self._factor = self._link.shared if moving == 2 else 1.0
-        self._span_s = math.inf
-        for lane, transfer in self._current.items():
-            left_s = transfer.latency_left_s
-            if left_s <= 0:
-                left_s = transfer.bytes_left / (self._rates[lane] * self._factor)
-            self._span_s = min(self._span_s, left_s)
-        self._event_s = self._now_s + self._span_s
+        moving = 0
+        for lane in self._both:
+            if lane.index is None:
+                if not lane.queue:
+                    continue
+                lane.start(self._link.latency_s, self._now_s)
+            moving += lane.latency_left_s <= 0
+        factor = self._factor = self._link.shared if moving == 2 else 1.0
+        span_s = math.inf
+        for lane in self._both:
+            if lane.index is not None:
+                left_s = lane.latency_left_s
+                if left_s <= 0:
+                    left_s = lane.bytes_left / (lane.rate * factor)
+                if left_s < span_s:
+                    span_s = left_s
+        self._span_s = span_s
+        self._event_s = self._now_s + span_s
 
 
 class _Timetable:
@@ -203,18 +233,23 @@ class _Iteration:
     def run(self) -> SimulatedPass:
         due = self._timetable
         for operation, duration_s in enumerate(self._problem.operation_s):
-            self._release(operation, due.release.get(operation, ()))
-            self._load(operation, due.load.get(operation, ()))
+            if operation in due.release:
+                self._release(operation, due.release[operation])
+            if operation in due.load:
+                self._load(operation, due.load[operation])
             users = due.needed.get(operation, ())
-            self._arrive(operation, users)
-            self._recompute(operation, due.recompute.get(operation, ()))
+            if users:
+                self._arrive(operation, users)
+            if operation in due.recompute:
+                self._recompute(operation, due.recompute[operation])
             self._check(operation, users)
-            self._spans.append(
-                Span("compute", operation, self._clock_s, self._clock_s + duration_s)
-            )
-            self._clock_s += duration_s
-            self._leave(due.leave.get(operation, ()))
-            self._drop(due.drop.get(operation, ()))
+            end_s = self._clock_s + duration_s
+            self._spans.append(Span("compute", operation, self._clock_s, end_s))
+            self._clock_s = end_s
+            if operation in due.leave:
+                self._leave(due.leave[operation])
+            if operation in due.drop:
+                self._drop(due.drop[operation])
         for index, where in self._state.items():
             if where is not _State.RESIDENT:
                 name = self._problem.intervals[index].name
@@ -245,7 +280,7 @@ class _Iteration:
                 self._faults.append(
                     f"{interval.name}: released at operation {operation} while in use"
                 )
-            self._stall(operation, self._channels.wait("out", move.interval))
+            self._stall(operation, self._channels.wait_out(move.interval))
             self._state[move.interval] = _State.EVICTED
             self._offload_bytes += interval.size_bytes
 
@@ -259,12 +294,12 @@ class _Iteration:
             self._state[move.interval] = _State.PREFETCHING
             self._offload_bytes -= interval.size_bytes
             self._in_bytes += interval.size_bytes
-            self._channels.put("in", move.interval, interval.size_bytes, self._clock_s)
+            self._channels.put_in(move.interval, interval.size_bytes, self._clock_s)
 
     def _arrive(self, operation: int, users: Sequence[int]) -> None:
         for index in users:
             if self._state[index] is _State.PREFETCHING and self._timetable.due[index] == operation:
-                self._stall(operation, self._channels.wait("in", index))
+                self._stall(operation, self._channels.wait_in(index))
                 self._state[index] = _State.RESIDENT
 
     def _recompute(self, operation: int, indices: Sequence[int]) -> None:
@@ -297,7 +332,8 @@ class _Iteration:
                 found = f"{self._problem.intervals[index].name}: {self._state[index].value}"
                 self._faults.append(f"{found} when operation {operation} uses it")
         used_bytes = self._problem.resident_bytes[operation] - self._offload_bytes
-        self._peak_bytes = max(self._peak_bytes, used_bytes)
+        if used_bytes > self._peak_bytes:
+            self._peak_bytes = used_bytes
         if used_bytes > self._problem.budget_bytes:
             self._faults.append(
                 f"operation {operation} needs {used_bytes} bytes of {self._problem.budget_bytes}"
@@ -307,7 +343,7 @@ class _Iteration:
         for move in moves:
             size_bytes = self._problem.intervals[move.interval].size_bytes
             self._out_bytes += size_bytes
-            self._channels.put("out", move.interval, size_bytes, self._clock_s)
+            self._channels.put_out(move.interval, size_bytes, self._clock_s)
 
     def _drop(self, indices: Sequence[int]) -> None:
         for index in indices:

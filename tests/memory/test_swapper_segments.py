@@ -194,6 +194,17 @@ def test_recomputes_calls_with_the_same_bits(
     assert report.held_peak_bytes <= only(report).budget_bytes * 513 // 512
 
 
+def test_tensors_that_leave_on_demand_while_a_call_runs_belong_to_it() -> None:
+    swapper = within(0.36, Language, text, segments=True)
+    with swapper:
+        trained(Language, text)
+        (record,) = swapper.records()
+    assert swapper.report().spilled > 0
+    blocks = [one for one in record.segments if one.name == "Block"]
+    assert len(blocks) == 6
+    assert len({len(one.members) for one in blocks}) == 1
+
+
 class Counting(Block):
     """Changes its own attributes in each call."""
 

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from kilter.memory.engine.aliases import StorageReference, view_of
 from kilter.memory.engine.recompute import Foreign
 from kilter.observe import torch_internals
+
+if TYPE_CHECKING:
+    from kilter.memory.engine.store import Saved
 
 _MEMORY = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
@@ -206,6 +209,8 @@ class OperationRecorder:
         """By storage, what was there before."""
         self.kept: dict[int, tuple[int, torch.Tensor]] = {}
         """By storage: a tensor that autograd keeps as it is, and the step before which it did."""
+        self.saved: dict[int, int] = {}
+        """By its number in the pass, the storage of a tensor that the engine has taken over."""
         self.made_at: list[int] = []
         """By storage, the step that made it; -1 for what was there before."""
         self.ended = ""
@@ -222,6 +227,19 @@ class OperationRecorder:
     def number_of(self, key: int) -> int | None:
         """The number of a storage, by address."""
         return self._numbers.get(key)
+
+    def saves(self, saved: Saved) -> None:
+        """The engine has taken a tensor over from autograd, and may evict it from now on."""
+        number = self.number_of(saved.key)
+        if number is not None:
+            self.saved[saved.number] = number
+
+    def storage_of(self, saved: Saved) -> int | None:
+        """The number of a tensor's storage, evicted or not."""
+        number = self.saved.get(saved.number)
+        if number is None and saved.alias is not None:  # else the address may be another storage's
+            number = self.number_of(saved.key)
+        return number
 
     def end(self, why: str) -> None:
         if not self.ended:
@@ -419,6 +437,11 @@ class Recording:
     def hears(self, tensor: torch.Tensor, held: torch.Tensor) -> None:
         """Autograd keeps a tensor as it is, by holding this object."""
         if not self._guard(self.recorder.keeps, tensor, held):
+            self.recorder.end("kilter stepped aside")
+
+    def takes_over(self, saved: Saved) -> None:
+        """The engine holds a tensor in autograd's place."""
+        if not self._guard(self.recorder.saves, saved):
             self.recorder.end("kilter stepped aside")
 
     def met(self, operation: Any, args: Any, kwargs: Any) -> Any:

@@ -97,7 +97,7 @@ class SegmentPass:
             if saved is None or storage is None or saved.recipe is not None:
                 raise Foreign("a call has saved something else than when it was tried")
             members[storage] = saved
-        call.ended(members, {saved.key: saved for saved in alive.values()})
+        call.ended(members, alive.values())
         if call.last != segment.last or call.operations != segment.operations:
             raise Foreign("in a call other operations ran than when it was tried")
         for storage, saved in members.items():
@@ -118,7 +118,7 @@ class SegmentPass:
         if not members or total_bytes > LARGEST_SHARE * watch.expected_bytes:
             return
         try:
-            call.ended(members, {saved.key: saved for saved in watch.saved_since(0)})
+            call.ended(members, watch.saved_since(0))
         except Foreign as error:
             watch.refuse(messages.segment_failed(type(call.module).__name__, error))
             return

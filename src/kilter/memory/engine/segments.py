@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -95,20 +95,16 @@ class ModuleCall:
         """The storage of a tensor, if the call has made that storage."""
         assert self._running is not None
         recorder, begin, _ = self._running
-        number = recorder.number_of(saved.key)
-        if number is None or saved.alias is None:  # else the address may be another storage's
-            return None
-        return number if recorder.made_at[number] >= begin else None
+        number = recorder.storage_of(saved)
+        return number if number is not None and recorder.made_at[number] >= begin else None
 
-    def ended(self, members: Mapping[int, Saved], data: Mapping[int, Saved]) -> None:
+    def ended(self, members: Mapping[int, Saved], data: Iterable[Saved]) -> None:
         """The module has returned: find out what makes `members`, given by storage. `data` are all
-        tensors of the pass so far, by address. `Foreign` if they cannot be recomputed."""
+        tensors of the pass so far. `Foreign` if they cannot be recomputed."""
         running, self._running = self._running, None
         assert running is not None
         recorder = running.recorder
-        found = {
-            recorder.number_of(key): saved for key, saved in data.items() if saved.alias is not None
-        }
+        found = {recorder.storage_of(saved): saved for saved in data}
         casts = {number for number, saved in found.items() if saved.cast}
         kept = {n for n, (step, _) in recorder.kept.items() if step >= running.begin}
 
@@ -132,8 +128,8 @@ class ModuleCall:
         given = recorder.given.get(number)
         if not saved.unchanged or (given is not None and given.version != saved.version):
             raise Foreign("the call reads what was written to after it was saved")
-        assert saved.alias is not None
-        self.inputs.append(View(saved, _NOBODY, saved.alias.dtype, None))
+        # (Without a layout of its own it is the whole storage; the type is not read.)
+        self.inputs.append(View(saved, _NOBODY, torch.uint8, None))
         self._sources[number] = self.inputs[-1]
 
     def _hold(self, running: _Running, number: int, kept: bool, left_bytes: float) -> int:

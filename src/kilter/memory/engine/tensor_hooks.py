@@ -118,6 +118,8 @@ class TensorHooks:
         packed = self._pack_any(tensor)
         if type(packed) is tuple and len(packed) == 3:
             by.hears(tensor, packed[0])
+        elif type(packed) is View:
+            by.takes_over(packed.saved)
         return packed
 
     def _pack_any(self, tensor: Tensor) -> Any:

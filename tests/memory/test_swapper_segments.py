@@ -205,6 +205,24 @@ def test_tensors_that_leave_on_demand_while_a_call_runs_belong_to_it() -> None:
     assert len({len(one.members) for one in blocks}) == 1
 
 
+def test_a_call_that_reads_casts_of_weights_may_leave_before_forward_ends() -> None:
+    # Autocast holds the casts until then, but nobody can write to them.
+    plain = trained(Language, text, autocast=True)
+    swapper = within(0.4, Language, text, segments=True)
+    with swapper:
+        found = trained(Language, text, autocast=True)
+        (record,) = swapper.records()
+    assert equal(plain, found)
+    blocks = [one for one in record.segments if one.name == "Block"]
+    problem, _ = record.problem(
+        link=LINK, budget_bytes=swapper.budget_bytes, min_bytes=MIN_BYTES, segments=blocks
+    )
+    evictions = sorted(one.after for one in problem.intervals if one.together)
+    assert len(evictions) == 6
+    assert evictions[0] < record.backward_from // 2
+    assert any(record.data[n].free_at == record.backward_from for n in blocks[0].sources)
+
+
 class Counting(Block):
     """Changes its own attributes in each call."""
 

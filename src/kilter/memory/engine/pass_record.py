@@ -73,6 +73,8 @@ class SavedSegment:
     """Numbers of the tensors that are made together."""
     sources: frozenset[int]
     """Numbers of the tensors that are read for that."""
+    closed: frozenset[int]
+    """Those of them that only autograd may hold when the members are evicted."""
     operations: tuple[Any, ...]
     """What has to run, in order."""
     held_bytes: int
@@ -371,7 +373,7 @@ class _Intervals:
         members = record.members(segment)
         data = [record.data[number] for number in members]
         after = max([segment.last, *(datum.free_at or 0 for datum in data)])
-        for source in segment.sources:
+        for source in segment.closed:
             free_at = record.data[source].free_at
             after = max(after, len(record.events) if free_at is None else free_at)
         before = min((datum.needed_at or 0 for datum in data), default=0)

@@ -183,6 +183,7 @@ class SegmentPass:
                 last=call.last,
                 members=frozenset(saved.number for saved in alive.values()),
                 sources=frozenset(view.saved.number for view in call.inputs),
+                closed=frozenset(one.saved.number for one in call.inputs if not one.saved.cast),
                 operations=call.operations,
                 held_bytes=sum(held.tensor.nbytes for held in call.held),
                 extra_bytes=extra_bytes,

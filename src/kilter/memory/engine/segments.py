@@ -189,7 +189,7 @@ class ModuleCall:
         """Run from now on, the call makes what it saved."""
         store = self._calls.store
         return (
-            all(view.saved.closed and view.saved.unchanged for view in self.inputs)
+            all((one.saved.cast or one.saved.closed) and one.saved.unchanged for one in self.inputs)
             and all(not one.changed and store.alone(one.tensor) for one in self.held)
             and not any(one.changed or store.was_touched(one.tensor) for one in self.parameters)
         )

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from html import escape
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests import runs
 
+from kilter.app.cli import main
 from kilter.app.report import build as report
 from kilter.app.report import html, operations, summary, svg
 from kilter.core import codec
@@ -390,11 +392,6 @@ def test_a_killed_run_that_set_nothing_needs_no_restore(tmp_path):
         ({"events-rank0.jsonl": RECORD[:40]}, "jsonl: the run ended before its first whole record"),
         ({"events-rank0.jsonl": RECORD[3:]}, "not an event"),
         ({"events-rank0.jsonl": RECORD.split(b"\n", 1)[1]}, "does not begin with the start"),
-        ({"events-rank0.jsonl": RECORD, "trace.json": b"{"}, "trace.json: not a complete JSON"),
-        (
-            {"events-rank0.jsonl": RECORD, "plan.json": b'{"schema":"kilter.plan/9"}'},
-            "newer kilter",
-        ),
     ],
 )
 def test_broken_runs_give_one_clear_line(tmp_path, files, message):
@@ -404,6 +401,35 @@ def test_broken_runs_give_one_clear_line(tmp_path, files, message):
         report.build(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "why", "without"),
+    [
+        ("trace.json", b"{", "not a complete JSON", "operations of an iteration"),
+        ("trace.json", b"[]", "not a kilter file", "operations of an iteration"),
+        ("plan.json", b'{"schema":"kilter.plan/9"}', "newer kilter", "what the plan expects"),
+    ],
+)
+def test_a_file_that_cannot_be_read_costs_its_part_of_the_report(
+    tmp_path, capsys, name, raw, why, without
+):
+    (tmp_path / "events-rank0.jsonl").write_bytes(RECORD)
+    whole = report.build(tmp_path)
+    (tmp_path / name).write_bytes(raw)
+    found = report.build(tmp_path)
+    (told,) = found.unread
+    assert told.startswith(f"{tmp_path / name}: ")
+    assert why in told
+    assert without in told
+    assert (found.saving, found.operations) == (whole.saving, ())
+    assert summary.full(found).count(told) == 1
+    assert f"warning: {told}" in summary.summary(found, tmp_path)
+    assert main.main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    assert f"Warning: {escape(told)}.</p>" in (tmp_path / "page.html").read_text()
+    capsys.readouterr()
+    assert main.main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unread"] == [told]
 
 
 def test_long_runs_are_thinned_where_they_are_shown():

@@ -30,6 +30,7 @@ KEYS = {
     *("overhead", "probes", "decisions", "errors", "prediction", "memory", "sections", "blocks"),
     *("series", "operations", "operations_method", "operation_clocks"),
     *("host", "torch", "driver", "energy_j", "features", "idle", "job", "unseen", "no_trace"),
+    "unread",
 }
 
 HOSTILE = '"><img src=x onerror=alert(1)>&\x1b[31m\x00</title></svg>'

@@ -185,6 +185,8 @@ class Report(Judgement):
     no_trace: str | None
     """Why the operations of an iteration were not recorded; None if they were, or if the record has
     no end."""
+    unread: tuple[str, ...]
+    """For each file that is there and cannot be read, why, and what is left out without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,17 +218,34 @@ def find_run(name: str, *, below: Path = Path("runs")) -> Path:
 
 
 def build(run_dir: str | Path, factors: Factors | None = None) -> Report:
-    """The report of a run. `FileError` if there is no record, or a malformed one."""
+    """The report of a run, from what can be read of it. `FileError` if there is no record, or a
+    malformed one."""
     directory = Path(run_dir)
     ranks = read_ranks(directory)
-    trace, plan = directory / "trace.json", directory / "plan.json"
+    trace, no_operations = _load(directory / "trace.json", IterationTrace, _OF_TRACE)
+    plan, no_plan = _load(directory / "plan.json", Plan, _OF_PLAN)
     return summarise(
         ranks,
         run=directory.resolve().name,
-        trace=codec.load(trace, IterationTrace) if trace.exists() else None,
-        plan=codec.load(plan, Plan) if plan.exists() else None,
+        trace=trace,
+        plan=plan,
+        unread=no_operations + no_plan,
         factors=factors,
     )
+
+
+_OF_TRACE = "the operations of an iteration and their energy"
+_OF_PLAN = "what the plan expects"
+
+
+def _load(file: Path, kind: type[T], gives: str) -> tuple[T | None, tuple[str, ...]]:
+    """The value in a file of a run, or a sentence on why the report does without what it gives."""
+    if not file.exists():
+        return None, ()
+    try:
+        return codec.load(file, kind), ()
+    except FileError as error:
+        return None, (f"{error}; the report leaves out {gives}",)
 
 
 def read_ranks(directory: Path) -> list[Rank]:
@@ -304,6 +323,7 @@ def summarise(
     run: str,
     trace: IterationTrace | None,
     plan: Plan | None,
+    unread: tuple[str, ...] = (),
     factors: Factors | None = None,
 ) -> Report:
     """The report from what was read. Pure."""
@@ -378,6 +398,7 @@ def summarise(
         series=tuple(_series(rank) for rank in _one_per_device(ranks)),
         operations=operations,
         operations_method=operations_method,
+        unread=unread,
     )
 
 

@@ -110,10 +110,11 @@ def _head(report: Report) -> str:
     further = "".join(f"<p class='finding'>{finding}</p>" for finding in findings[1:])
     step = next_step(report)
     following = "" if step is None else f"<p class='next'>Next: {escape(step)}.</p>"
+    unread = "".join(f"<p class='facts'>Warning: {escape(why)}.</p>" for why in report.unread)
     facts = (f"{device}; {report.ranks}", whole_run(report), machine(report))
     return (
         f"<header><p class='kicker'>kilter report {tagged}</p>"
-        f"{first}<h1>{findings[0]}</h1>{further}{following}"
+        f"{first}<h1>{findings[0]}</h1>{further}{following}{unread}"
         f"<p class='lede'><code>{command}</code></p>"
         + "".join(f"<p class='facts'>{escape(fact)}</p>" for fact in facts)
         + "</header>"

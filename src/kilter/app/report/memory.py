@@ -15,6 +15,7 @@ import msgspec
 
 from kilter.app.report.words import Finding
 from kilter.core import codec
+from kilter.core.errors import FileError
 from kilter.core.events import Fitted, Moved
 from kilter.core.label import Label
 from kilter.core.memory_record import MemoryRecord
@@ -406,11 +407,13 @@ class Timeline:
 
 
 def timeline(run: str | Path) -> Timeline | None:
-    """From the files of a run; None if it has no memory plan. `FileError` if one is malformed."""
+    """From the files of a run; None if it has no memory plan, or if one of the files cannot be
+    read."""
     trace, plan = Path(run) / "trace.json", Path(run) / "plan.json"
-    if not trace.exists() or not plan.exists():
+    try:
+        return timeline_of(codec.load(trace, IterationTrace), codec.load(plan, Plan))
+    except FileError:
         return None
-    return timeline_of(codec.load(trace, IterationTrace), codec.load(plan, Plan))
 
 
 def timeline_of(trace: IterationTrace, plan: Plan) -> Timeline | None:

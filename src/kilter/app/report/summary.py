@@ -50,8 +50,7 @@ def summary(report: Report, run_dir: str | Path | None) -> str:
         lines = [headline(report)]
     if report.job.name in ACTED_ON:
         lines.insert(0, str(bound(report)))
-    if (doubts := doubt(report)) is not None:
-        lines.append(f"warning: {doubts}")
+    lines += [f"warning: {warning}" for warning in warnings(report)]
     lines += [f"refused: {refusal.what}: {refusal.reason}" for refusal in report.refused]
     lines += [f"an error of ours, {e.where}: {e.error}" for e in report.errors[:_MOST_ERRORS]]
     if (step := next_step(report)) is not None:
@@ -112,8 +111,7 @@ def full(report: Report) -> str:
         lines += _clock_lines(report)
     if report.footprint is not None:
         lines.append(f"bill     {footprint.sentence(report.footprint)}")
-    if (doubts := doubt(report)) is not None:
-        lines.append(f"warning  {doubts}")
+    lines += [f"warning  {warning}" for warning in warnings(report)]
     if report.mode != "govern":
         lines.append(f"mode     {report.mode}: {report.mode_reason}")
     lines += [f"refused  {refusal.what}: {refusal.reason}" for refusal in report.refused]
@@ -250,6 +248,12 @@ def _how_to_feed(job: JobClass) -> str:
     if job.name is Bound.INPUT:
         return "feed the GPU: the program waits for its data (more loader workers, prefetching)"
     return "feed the GPU: larger batches, torch.compile or CUDA graphs, data loaded ahead"
+
+
+def warnings(report: Report) -> list[str]:
+    """What to know before the report is relied on."""
+    doubts = doubt(report)
+    return [*report.unread, *([] if doubts is None else [doubts])]
 
 
 def doubt(report: Report) -> str | None:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import kilter
 from kilter.app.bench.branch_rows import ROWS, run_rows
-from kilter.parallel import parallel
+from kilter.parallel import parallel, timing
 from kilter.parallel.candidates import (
     Built,
     CandidateBuilder,
@@ -95,18 +96,24 @@ def test_a_new_way_is_one_class_and_one_entry(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "chosen", "released"),
+    ("seconds", "again", "chosen", "released"),
     [
-        ({"serial": 3.0, "threads": 1.0, "folded": 2.0}, "threads", ["folded"]),
-        ({"serial": 3.0, "threads": 2.0, "folded": 1.0}, "folded", ["threads"]),
-        ({"serial": 1.0, "threads": 2.0, "folded": 3.0}, "serial", ["threads", "folded"]),
+        ([3.0, 1.0, 2.0], [3.0, 1.0], "threads", ["folded"]),
+        ([3.0, 2.0, 1.0], [3.0, 1.0], "folded", ["threads"]),
+        ([1.0, 2.0, 3.0], None, "serial", ["threads", "folded"]),
+        # The serial loop was timed alone while the machine was busy with other work.
+        ([417.0, 2.0, 1.0], [1.5, 1.0], "folded", ["threads"]),
+        ([417.0, 2.0, 1.0], [1.0, 1.1], "serial", ["threads", "folded"]),
     ],
 )
 def test_the_winner_is_built_once_and_the_others_are_released(
-    monkeypatch, seconds, chosen, released
+    monkeypatch, seconds, again, chosen, released
 ):
-    times = iter(seconds.values())
-    monkeypatch.setattr(CandidateBuilder, "seconds_of", lambda self, run: next(times))
+    """The times of the serial loop and the two ways, each alone, then of serial loop and winner."""
+    times = iter([*seconds, *(again or ())])
+    monkeypatch.setattr(
+        CandidateBuilder, "seconds_of", lambda self, *runs: [*islice(times, len(runs))]
+    )
     plain, made, gone = CandidateBuilder.build, [], []
 
     def build(self, way, streams, **options):
@@ -125,7 +132,27 @@ def test_the_winner_is_built_once_and_the_others_are_released(
         assert fast.plan().chosen == chosen
         assert made == ["threads", "folded"]
         assert gone == released
+        assert next(times, None) is None
+        if chosen != "serial":
+            assert f"{again[0] / again[1]:.2f}x faster" in fast.explain()
     assert set(gone) == {"threads", "folded"}
+
+
+@pytest.mark.parametrize(("busy_s", "idle_s"), [(0.0, 0.5), (0.05, 1.0), (0.0, 9.0)])
+def test_calls_that_are_compared_are_timed_in_turns(monkeypatch, busy_s, idle_s):
+    """On a machine that is 400 times slower for some time."""
+    now_s = 0.0
+
+    def call(seconds):
+        def run():
+            nonlocal now_s
+            now_s += seconds * (400.0 if busy_s <= now_s < idle_s else 1.0)
+
+        return run
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    slow, fast = timing.median_seconds([call(2e-3), call(1e-3)], torch.device("cpu"))
+    assert slow / fast == pytest.approx(2.0)
 
 
 def test_the_memory_of_the_first_winner_is_shared_by_the_graphs_after_it():

@@ -317,11 +317,12 @@ class CandidateBuilder:
             for step in program.steps
         ]
 
-    def seconds_of(self, run: BranchCall) -> float:
-        """Median time of a call, in training with its backward."""
+    def seconds_of(self, *runs: BranchCall) -> list[float]:
+        """Median time of each call, in training with its backward. The calls take turns."""
         request = self.request
         weights = () if isinstance(self.traced, Reason) else self.traced.weights
-        return median_seconds(lambda: request.results(run, weights), request.device)
+        calls = [partial(request.results, run, weights) for run in runs]
+        return median_seconds(calls, request.device)
 
     def build(self, way: Way, streams: int, *, searched: bool, pool: GraphPool | None) -> Built:
         """A way that is ready to run. `pool`: the memory of its graphs, if it captures any."""

@@ -18,12 +18,13 @@ LONGEST_S = 0.3
 """Time spent on timing one candidate."""
 
 
-def median_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Median time of a call, from as many calls as fit into `LONGEST_S` (3 to 50)."""
-    first = _once(call, device)
-    _once(call, device)
-    count = max(3, min(50, int(LONGEST_S / max(first, 1e-6))))
-    return statistics.median(_once(call, device) for _ in range(count))
+def median_seconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
+    """Median time of each call, from as many of each as fit into `LONGEST_S` (3 to 50). Several
+    calls take turns, so that other work on the machine slows them all alike."""
+    warm_up = [min(_once(call, device) for _ in range(2)) for call in calls]
+    count = max(3, min(50, int(LONGEST_S * len(calls) / max(sum(warm_up), 1e-6))))
+    rounds = [[_once(call, device) for call in calls] for _ in range(count)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def _once(call: Callable[[], Any], device: torch.device) -> float:
@@ -58,7 +59,7 @@ def unit_seconds(
     for key, (unit, given) in calls.items():
         call = partial(unit.run, *given)
         on_gpu = device.type == "cuda" and not unit.opaque
-        seconds[key] = graph_seconds(call, device) if on_gpu else median_seconds(call, device)
+        seconds[key] = graph_seconds(call, device) if on_gpu else median_seconds([call], device)[0]
     return seconds
 
 

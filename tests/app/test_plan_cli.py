@@ -81,9 +81,16 @@ def test_broken_input_is_one_line_and_exit_code_1(tmp_path, capsys, verb):
     assert err.count("\n") == 1
 
 
-def test_a_trace_of_the_profiler_is_told_from_one_of_ours(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "raw",
+    [
+        '{"schemaVersion": 1, "baseTimeNanoseconds": 1e30, "traceEvents": []}',
+        '[{"ph": "X", "ts": 1e30, "name": "aten::mm"}]',
+    ],
+)
+def test_a_trace_of_the_profiler_is_told_from_one_of_ours(tmp_path, capsys, raw):
     path = tmp_path / "kineto.json"
-    path.write_text('{"schemaVersion": 1, "baseTimeNanoseconds": 1e30, "traceEvents": []}')
+    path.write_text(raw)
     assert main(["plan", "clocks", str(path), "--device", "sim:v100"]) == 1
     assert capsys.readouterr().err == (
         f"kilter plan: {path}: a trace of torch.profiler, expected the trace.json of a run of "

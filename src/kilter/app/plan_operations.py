@@ -77,7 +77,8 @@ def load_trace(path: Path) -> IterationTrace:
             head = file.read(1 << 16)
     except OSError as error:
         raise FileError(f"{path}: cannot be read ({error.strerror})") from error
-    if head[:2] == b"\x1f\x8b" or b'"schema"' not in head:
+    ours = head.lstrip()[:1] == b"{" and b'"schema"' in head and b'"traceEvents"' not in head
+    if not ours:
         return read_kineto(path)
     return codec.load(path, IterationTrace)
 

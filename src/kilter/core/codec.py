@@ -53,7 +53,7 @@ def decode(raw: bytes, kind: type[T], *, where: str) -> T:
         found = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{where}: not a complete JSON file ({error})") from error
-    if isinstance(found, dict) and "traceEvents" in found:
+    if _of_profiler(found):
         raise FileError(
             f"{where}: a trace of torch.profiler, expected the trace.json of a run of kilter"
             if kind is IterationTrace
@@ -80,6 +80,13 @@ def decode(raw: bytes, kind: type[T], *, where: str) -> T:
     if flaw is not None:
         raise FileError(f"{where}: malformed {name} ({flaw})")
     return value
+
+
+def _of_profiler(found: Any) -> bool:
+    """Whether it is a Chrome trace: an object that holds the list of events, or the bare list."""
+    if isinstance(found, list):
+        return bool(found) and isinstance(found[0], dict) and "ph" in found[0]
+    return isinstance(found, dict) and "traceEvents" in found
 
 
 def load(path: str | os.PathLike[str], kind: type[T]) -> T:

@@ -173,9 +173,8 @@ def test_output_for_which_there_is_no_room_is_one_line(words, run_dir, monkeypat
     )
 
 
-def test_page_that_cannot_be_written_is_one_line(run_dir, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main(["report", str(run_dir), "--html", str(tmp_path / "file" / "page.html")]) == 1
+def test_page_that_cannot_be_written_is_one_line(run_dir, capsys):
+    assert main(["report", str(run_dir), "--html", "/dev/full"]) == 1
     assert "cannot be written" in capsys.readouterr().err
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kilter.app.cli.options import size
+from kilter.app.cli.options import output_file, size
 from kilter.app.cli.output import print_json
 from kilter.app.fields import taken
 from kilter.app.report.memory import chrome_of
@@ -55,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="data smaller than this are kept on the device (1MiB)",
     )
-    parser.add_argument("--chrome", type=Path, metavar="FILE", help="write a Chrome trace here")
+    parser.add_argument(
+        "--chrome", type=output_file, metavar="FILE", help="write a Chrome trace here"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

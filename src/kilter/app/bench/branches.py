@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from kilter.app.cli.options import output_file
 from kilter.core.errors import UsageError
 from kilter.core.units import show_bytes, show_time
 
@@ -33,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a tenth of the calls")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--out", metavar="FILE", help="append each row as a JSON line, at once")
+    parser.add_argument(
+        "--out", metavar="FILE", type=output_file, help="append each row as a JSON line, at once"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kilter.app.bench.workloads import OPERATION_WORKLOADS, iteration
-from kilter.app.cli.options import fraction, simulated
+from kilter.app.cli.options import fraction, output_file, simulated
 from kilter.app.cli.output import print_json, show_progress
 from kilter.app.plan_operations import STRATEGIES, as_json, compare
 from kilter.app.report import svg
@@ -80,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices", nargs="+", type=simulated, metavar="sim:NAME", help="(all that were fitted)"
     )
     parser.add_argument("--max-slowdown", type=fraction, default=0.02, metavar="B", help="(2%%)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the plots")
+    parser.add_argument(
+        "--html", type=output_file, metavar="FILE", help="write a page with the plots"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

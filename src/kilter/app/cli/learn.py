@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from kilter.app.cli.options import output_file
 from kilter.app.cli.output import print_json, show_progress
 from kilter.app.fields import taken
 from kilter.app.learning import errors_of, fit, need_sklearn, points_of_runs, points_of_table
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--simulated", action="store_true", help="of the history, the runs on simulated devices"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the predictor there")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="write the predictor there")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TypeVar
 
 from kilter.core.errors import KilterError, UsageError
@@ -45,6 +47,18 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise UsageError(f"{text!r} is not a number of at least 1")
     return int(text)
+
+
+@argument
+def output_file(text: str) -> Path:
+    """A file that is written when the work is done. Its folder has to be there before: a typing
+    mistake must not cost the work, nor make folders."""
+    folder = Path(os.path.realpath(text)).parent
+    if not text or Path(text).is_dir():
+        raise UsageError(f"{text!r} is a folder; name a file in it")
+    if not folder.is_dir():
+        raise UsageError(f"{text!r} cannot be written: there is no folder {folder}")
+    return Path(text)
 
 
 @argument

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from kilter.app import plan_memory, plan_operations, plan_sections
-from kilter.app.cli.options import add_goal_arguments, goal_of, simulated
+from kilter.app.cli.options import add_goal_arguments, goal_of, output_file, simulated
 from kilter.clocks.plan.governor import plan_of
 from kilter.clocks.rehearsal import Rehearsal
 from kilter.core import codec
@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     clocks.add_argument("--device", type=simulated, required=True, metavar="sim:NAME")
     add_goal_arguments(clocks, max_slowdown=0.02)
     clocks.add_argument("--seed", type=int, default=0, help="of the simulated card (0)")
-    clocks.add_argument("-o", dest="out", metavar="FILE", type=Path, help="write the plan here")
+    clocks.add_argument(
+        "-o", dest="out", metavar="FILE", type=output_file, help="write the plan here"
+    )
     clocks.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     clocks.set_defaults(act=_clocks)
 

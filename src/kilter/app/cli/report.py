@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import msgspec
 
+from kilter.app.cli.options import output_file
 from kilter.app.config import FACTORS, factors, find_file, here
 from kilter.app.report import build as report
 from kilter.app.report import html, summary
@@ -39,11 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="directory of a run, or `latest`")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object, SI units, null unknown")
-    form.add_argument("--html", metavar="FILE", type=Path, help="write one self-contained page")
+    form.add_argument(
+        "--html", metavar="FILE", type=output_file, help="write one self-contained page"
+    )
     form.add_argument(
         "--trace",
         metavar="FILE",
-        type=Path,
+        type=output_file,
         help="write decisions, blocks, settings, power and memory over time as a Chrome trace, "
         "which https://ui.perfetto.dev opens",
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kilter.app.cli.options import fraction, simulated
+from kilter.app.cli.options import fraction, output_file, simulated
 from kilter.app.cli.output import print_json, show_progress
 from kilter.app.report import sections as sections_page
 from kilter.clocks.plan import worth
@@ -43,7 +43,9 @@ MOST_SECTIONS = 12
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trace_arguments(parser)
     add_device_arguments(parser, required=False)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the timelines")
+    parser.add_argument(
+        "--html", type=output_file, metavar="FILE", help="write a page with the timelines"
+    )
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:

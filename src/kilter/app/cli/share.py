@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kilter.app.cli import share_live
+from kilter.app.cli.options import output_file
 from kilter.app.cli.output import print_json
 from kilter.app.fields import taken
 from kilter.app.share_page import page
@@ -72,7 +73,9 @@ examples:
     )
     parser.add_argument("file", metavar="FILE", help="a rehearsal file, or p1 to p6")
     parser.add_argument("--policy", choices=SHARING_POLICIES, default="maxmin", help="(maxmin)")
-    parser.add_argument("--html", type=Path, metavar="PAGE", help="write the page of slow-downs")
+    parser.add_argument(
+        "--html", type=output_file, metavar="PAGE", help="write the page of slow-downs"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(act=_rehearse)
 

@@ -1,0 +1,39 @@
+"""A file that the user wants written is refused before the work, where its folder is missing."""
+
+import pytest
+
+from kilter.app.cli.main import main
+
+COMMANDS = (
+    "report latest --html",
+    "report latest --trace",
+    "sections rank0.json --html",
+    "plan clocks trace.json --device sim:v100 -o",
+    "plan memory trace.json --memory-budget 1GiB --chrome",
+    "learn table.csv --out",
+    "share rehearse p1 --html",
+    "bench operations --html",
+    "bench branches --out",
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_that_is_missing_is_said_before_the_work(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    *words, option = command.split()
+    for name, why in {"typo/found": f"no folder {tmp_path}/typo", ".": "is a folder"}.items():
+        with pytest.raises(SystemExit) as ended:
+            main([*words, option, name])
+        out, err = capsys.readouterr()
+        assert (ended.value.code, out) == (2, "")
+        assert f"argument {option}: " in err
+        assert why in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_devices_and_files_in_the_folder_are_written_to(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("page.html", "/dev/null"):
+        assert main(["share", "rehearse", "p1", "--html", name]) == 0
+    assert (tmp_path / "page.html").stat().st_size > 0
+    capsys.readouterr()

@@ -110,15 +110,38 @@ def test_default_stands_is_no_saving_and_no_interval():
     assert line == "the default stands: none of 1 settings saves enough [simulated]"
 
 
-def test_no_conclusion_is_unknown_not_zero():
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize(
+    ("phase", "doing"),
+    [
+        ("warm", "before any setting was tried"),
+        (
+            "probe",
+            "while SM 1245 MHz was being tried, to see what it saves and what it costs; the search "
+            "for a better setting had no result yet",
+        ),
+        (
+            "confirm",
+            "while SM 1245 MHz was being tested against the default; that it saves energy within "
+            "the bound was not certain yet",
+        ),
+        ("hold", "while the default was held; no setting had been chosen in its place"),
+    ],
+)
+def test_no_conclusion_is_unknown_not_zero(phase, doing, killed):
     run = runs.RunWriter(runs.WrittenJob())
     run.start()
-    run.decide("confirm", CHOSEN, "confirm")
-    run.pairs("confirm", CHOSEN, 3)
-    found = report_of(ended(run))
+    run.block("warm", Setting(), arm="baseline")
+    if phase in ("probe", "confirm"):
+        run.decide(phase, CHOSEN, phase)
+        run.pairs(phase, CHOSEN, 3)
+    if phase == "hold":
+        run.block("hold", Setting(), arm="baseline")
+    found = report_of(run if killed else ended(run))
     assert (found.saving, found.slowdown, found.governed.energy_j) == (None, None, None)
     assert found.choice.setting == found.found
-    assert "before the evidence was in" in summary.headline(found)
+    ends = "the record ends" if killed else "the run ended"
+    assert summary.headline(found) == f"no result: {ends} {doing} [simulated]"
 
 
 def test_observed_run_has_a_baseline_and_no_saving():

@@ -522,9 +522,26 @@ def _choice(rank: Rank, *, complete: bool) -> ChosenSetting:
     if rank.started.mode == "observe":
         return ChosenSetting(setting=found, state="undecided", reason=rank.started.mode_reason)
     ended = "the run ended" if complete else "the record ends"
-    doing = f"in the phase {last.state}" if last is not None else "before the first decision"
-    reason = f"{ended} {doing}, before the evidence was in"
-    return ChosenSetting(setting=found, state="undecided", reason=reason)
+    return ChosenSetting(setting=found, state="undecided", reason=f"{ended} {_doing(rank)}")
+
+
+def _doing(rank: Rank) -> str:
+    """What was going on when the record ends without a conclusion, and what was not found yet."""
+    last = rank.decisions[-1] if rank.decisions else None
+    # Blocks at the default are no decision: a search may be over, or nothing could be set.
+    if rank.blocks and rank.blocks[-1].phase == Phase.HOLD.value:
+        return "while the default was held; no setting had been chosen in its place"
+    if last is None or last.state == Phase.WARM.value:
+        return "before any setting was tried"
+    if last.state == Phase.PROBE.value:
+        return (
+            f"while {last.setting} was being tried, to see what it saves and what it costs; the "
+            "search for a better setting had no result yet"
+        )
+    return (
+        f"while {last.setting} was being tested against the default; that it saves energy within "
+        "the bound was not certain yet"
+    )
 
 
 def _restored(stops: Sequence[Stopped], *, complete: bool) -> bool | None:

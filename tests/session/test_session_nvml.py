@@ -480,7 +480,7 @@ def test_two_ranks_set_both_cards_alike_and_write_one_report(
         assert box.of(Failed) == box.of(Failed, 1) == []
         assert err.count("report: ") == 1
         assert report.build(box.run).restored
-        told = ("kilter: no result: the run ended", "the default stands")  # how far it got; a verdict
+        told = ("no result: the run ended", "the default stands")  # how far it got; a verdict
         assert any(words in err for words in told) or holding(box)
         # Before all that, one window has shown that the job's sections are too short for a clock.
         for rank in (0, 1):

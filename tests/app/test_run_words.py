@@ -162,6 +162,15 @@ def test_training_without_an_optimizer_says_what_to_do(capfd: pytest.CaptureFixt
     assert of(Stopped, job.run)[0].unseen is None
 
 
+def test_a_script_that_fails_before_it_trains_is_not_told_to_mark_iterations() -> None:
+    with pytest.raises(ImportError), kilter.govern(device="sim:v100", out="run") as job:
+        raise ImportError("accelerate")
+    assert of(Stopped, job.run)[0].unseen == (
+        "no iteration seen: the script ended early (raised ImportError), before an optimizer of "
+        "torch.optim stepped"
+    )
+
+
 def test_a_script_that_waits_for_processes_of_its_own_is_told_at_once() -> None:
     command = script(
         "import multiprocessing, sys, time\n"

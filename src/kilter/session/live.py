@@ -133,7 +133,7 @@ class LiveRun:
             energy_disagreement=sampler.record.disagreement if sampler else None,
             no_trace=None if run.trace.trace is not None else run.why_no_trace(),
             energy_j=sampler.record.total_j if sampler else None,
-            unseen=self._unseen.why(),
+            unseen=self._unseen.why(outcome),
         )
 
     def step_aside(self) -> None:

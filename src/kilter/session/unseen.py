@@ -6,6 +6,7 @@ import resource
 import sys
 import threading
 
+from kilter.core.script_end import ScriptEnd
 from kilter.observe.iteration_clock import IterationClock
 from kilter.session.children import SpawnedChildren
 
@@ -53,8 +54,9 @@ class Unseen:
     def _observes_children(self) -> bool:
         return self._children is not None and self._children.started
 
-    def why(self) -> str | None:
-        """Why there was no iteration in this process, and what to do; None if there was one."""
+    def why(self, outcome: ScriptEnd | None = None) -> str | None:
+        """Why there was no iteration in this process, and what to do; None if there was one.
+        `outcome`: how the script has ended."""
         if self._iterations.index >= 0:
             return None
         if self._waited_for is not None and self._observes_children:
@@ -88,6 +90,11 @@ class Unseen:
             return "no iteration seen: the script did not import torch"
         if self._iterations.why_not is not None:
             return f"no iteration seen: {self._iterations.why_not}"
+        if outcome is not None and outcome.raised not in (None, "KeyboardInterrupt"):
+            return (
+                "no iteration seen: the script ended early "
+                f"({outcome}), before an optimizer of torch.optim stepped"
+            )
         return (
             "no iteration seen: no optimizer of torch.optim stepped; to say where an iteration "
             "ends: with kilter.govern() as job, and job.mark() after each one"

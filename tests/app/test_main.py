@@ -1,7 +1,8 @@
-"""A file that the user wants written is refused before the work, where its folder is missing."""
+"""What holds for every verb: how output files are refused, and how Ctrl-C ends it."""
 
 import pytest
 
+from kilter.app.cli import learn
 from kilter.app.cli.main import main
 
 COMMANDS = (
@@ -37,3 +38,12 @@ def test_devices_and_files_in_the_folder_are_written_to(tmp_path, monkeypatch, c
         assert main(["share", "rehearse", "p1", "--html", name]) == 0
     assert (tmp_path / "page.html").stat().st_size > 0
     capsys.readouterr()
+
+
+def test_ctrl_c_is_one_line_and_the_exit_code_of_a_shell(monkeypatch, capsys):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(learn, "load_tables", interrupted)
+    assert main(["learn", "table.csv"]) == 130
+    assert capsys.readouterr() == ("", "\nkilter learn: ended by Ctrl-C\n")

@@ -36,7 +36,7 @@ from kilter.app.cli.options import (
     positive,
     some_of,
 )
-from kilter.app.cli.output import print_json
+from kilter.app.cli.output import print_json, show_progress
 from kilter.app.learning import reference_of
 from kilter.clocks.plan.governor import SEARCH_PAIRS, BlockOutcome, Governor, Order, Phase
 from kilter.clocks.plan.job import Space
@@ -294,11 +294,13 @@ def play(
     budget_s: float = math.inf,
     placebo: bool = False,
     outliers: float = OUTLIERS,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> list[PolicyResult]:
     """Every policy on every workload of every table, `seeds` times each."""
     results = []
     for table, workloads in tables.items():
         for number, workload in enumerate(workloads):
+            progress(f"{table}: workload {number + 1} of {len(workloads)} ...")
             others = [w for w in workloads if w.gpu == workload.gpu and w is not workload]
             for policy in policies:
                 deterministic = policy in ("default", "static", "oracle")
@@ -497,7 +499,9 @@ def run(args: argparse.Namespace) -> int:
             budget_s=args.time_budget_s,
             placebo=args.aa,
             outliers=args.outliers,
+            progress=show_progress,
         )
+    show_progress()
     summary = summarise(results)
     if args.json:
         document = {

@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--simulated learns from --history alone: no measured table is mixed in")
     points, sources = [], [Path(table).name for table in args.table]
     for table in args.table:
+        show_progress(f"reading {table} ...")
         points += list(points_of_table(load_tables(table)))
     label = Label.REPLAYED
     if args.history is not None:
@@ -77,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
             label = Label.REPLAYED
     need_sklearn()
     errors = errors_of(points, show_progress)
+    show_progress(f"fitting to {show_count(len(points), 'setting')} ...")
     predictor = fit(points, label=label, sources=sources, errors=errors)
+    show_progress()
     if args.out is not None:
         write_atomically(args.out, msgspec.json.encode(predictor))
     if not args.json:

@@ -96,7 +96,8 @@ def parser_of(verb: str) -> tuple[_Parser, ModuleType]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Returns the exit code: the script's own, 2 for wrong usage, 1 for an error."""
+    """Run one verb. Returns the exit code: the script's own, 2 for wrong usage, 1 for an error, as
+    of a shell 130 for Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in VERBS:
         _without_verb(arguments)
@@ -112,6 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stderr is not None:  # else `print` would take stdout
             print(f"kilter {verb}: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        if sys.stderr is not None:
+            print(f"\nkilter {verb}: ended by Ctrl-C", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         sys.stderr.close()
         return 1

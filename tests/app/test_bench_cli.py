@@ -186,6 +186,13 @@ def test_random_cards_are_simulated_and_say_where_the_saving_went(capsys):
     assert again["rows"] == document["rows"]
 
 
+def test_figures_of_several_random_cards_are_called_simulated(capsys):
+    code, out, _ = bench(capsys, "--random", 2, "--half", 0, "--policies", "oracle")
+    assert code == 0
+    assert out.count("(simulated)") == 3
+    assert "all tables (simulated)" in out
+
+
 def test_nothing_to_replay_is_said(capsys):
     code, _, err = bench(capsys)
     assert code == 2

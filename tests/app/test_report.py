@@ -462,6 +462,20 @@ def test_long_runs_are_thinned_where_they_are_shown():
     assert len(html.page(found)) < 700_000
 
 
+@pytest.mark.parametrize(
+    ("outcome", "step"),
+    [
+        ("raised ValueError", "mend the script, then run it again"),
+        ("raised KeyboardInterrupt", None),
+    ],
+)
+def test_what_to_do_after_a_script_that_did_not_finish(outcome, step):
+    run = runs.RunWriter(runs.WrittenJob())
+    run.start()
+    run.stop(outcome)
+    assert summary.next_step(report_of(run)) == step
+
+
 def test_end_of_the_run_is_told_apart_from_its_outcome():
     run = runs.governed()
     run.stop("raised ValueError")

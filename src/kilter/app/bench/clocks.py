@@ -523,9 +523,9 @@ def run(args: argparse.Namespace) -> int:
         _print_fooled(summary)
         return 0
     for table in tables:
-        _print(table, summarise([r for r in results if r.table == table]))
+        _print(table, _label([table]), summarise([r for r in results if r.table == table]))
     if len(tables) > 1:
-        _print("all tables", summary)
+        _print("all tables", _label(list(tables)), summary)
     return 0
 
 
@@ -535,8 +535,8 @@ def _print_fooled(summary: Mapping[str, Mapping[str, Any]]) -> None:
         print(f"{policy:<8} fooled in {fooled * 100:.1f} % of {s['n']} A/A runs (replayed)")
 
 
-def _print(title: str, summary: Mapping[str, Mapping[str, Any]]) -> None:
-    print(f"\n{title} ({_label([title])})")
+def _print(title: str, label: str, summary: Mapping[str, Mapping[str, Any]]) -> None:
+    print(f"\n{title} ({label})")
     print("  policy    saving  of oracle  slowdown   worst  violations  iterations    most  search")
     for policy, s in summary.items():
         share = "-" if s["of_oracle"] is None else f"{s['of_oracle'] * 100:.1f} %"

@@ -218,7 +218,7 @@ def _synthetic(seeds: range, *, as_json: bool) -> int:
                 f"  {invented:>8}"
             )
     for name, value in summary.items():
-        print(f"{name.replace('_', ' ')}: {value:.4g}")
+        print(f"{name.replace('_', ' ')}: {'unknown' if math.isnan(value) else f'{value:.4g}'}")
     return 0
 
 

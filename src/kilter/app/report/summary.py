@@ -229,7 +229,8 @@ def next_step(report: Report) -> str | None:
         return "the watcher puts the GPU back; to be sure: kilter restore"
     if report.unseen is not None or report.goal.max_slowdown is None or report.errors:
         return None
-    if report.outcome not in (None, "finished") and report.slowdown is None:
+    failed = report.outcome not in (None, "finished", "raised KeyboardInterrupt")
+    if failed and report.slowdown is None:
         return "mend the script, then run it again"
     if report.job.name in (Bound.INPUT, Bound.IDLE):
         return _how_to_feed(report.job)

@@ -10,57 +10,28 @@ otherwise the conductor writes down what it would have set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kilter.clocks.iteration_keys import IterationKeys
+from kilter.clocks.inside_controller import InsideController
 from kilter.clocks.own_gpu import why_not_this_gpu
-from kilter.controller import Controller, Hurried, Run
 from kilter.core.errors import DeviceError, FileError, PlanError
 from kilter.core.events import Operated
 from kilter.core.messages import MessagesGone
-from kilter.core.reasons import REHEARSAL_CUT
-from kilter.core.script_end import ScriptEnd
-from kilter.device.sim.cards import names, profile_of
+from kilter.device.sim.cards import names
 from kilter.observe.end_times import Iteration
 
 if TYPE_CHECKING:
     from kilter.clocks.joint_search import JointSearch
     from kilter.clocks.operation_plan import OperationPlan
-    from kilter.clocks.section_process import Conducting
 
 SUBJECT = "setting clocks per operation"
 
 
-class OperationsController:
-    """At most `max_slowdown` slower. `otherwise` makes the controller of the whole job's clock,
-    which takes over where stretches of operations do not pay more. `rehearse_s`: the real time that
-    the comparison on a simulated device may take after the script."""
+class OperationsController(InsideController):
+    """The whole job's clock takes over where stretches of operations do not pay more."""
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        max_slowdown: float,
-        otherwise: Callable[[], Controller],
-        rehearse_s: float,
-    ) -> None:
-        self._run = run
-        self._max_slowdown = max_slowdown
-        self._otherwise = otherwise
-        self._rehearse_s = rehearse_s
-        self._instead: Controller | None = None
-        self._why_instead: str | None = None
-        self._off = False
-        self._keys = IterationKeys()
-        self._plan: OperationPlan | None = None
-        self._conducting: Conducting | None = None
-        self._search: JointSearch | None = None
-
-    @property
-    def settled(self) -> bool:
-        """Nothing comes after clocks."""
-        return True
+    _plan: OperationPlan | None = None
 
     def begin(self) -> None:
         if self._run.ranks.world_size > 1:
@@ -72,54 +43,13 @@ class OperationsController:
         else:
             self._run.trace.want()
 
-    def _profile(self) -> str | None:
-        """The name of the profile of this device; None: it has none."""
-        info = self._run.info
-        return info.uuid.split("-")[1] if info.backend == "sim" else profile_of(info.name)
-
-    def iteration_ended(self, index: int) -> None:
-        if not self._off:
-            self._keys.iteration_ended(index, self._run.iterations.device)
-
-    def tick(self, finished: Sequence[Iteration], *, settled: bool) -> None:
-        if self._instead is not None:
-            self._instead.tick(finished, settled=settled)
-        elif not self._off and settled:
-            self._go_on(finished)
-
-    def script_ended(self) -> None:
-        if self._instead is not None:
-            self._instead.script_ended()
-        self._off = True
-        self._keys.script_ended()
-
-    def end(self, finished: Sequence[Iteration], outcome: ScriptEnd) -> None:
-        if self._conducting is not None:
-            self._conducting.stop()
-        self._keys.close()
-        if self._run.fence.down:
-            return
-        search = self._search
-        if search is not None and search.simulated and search.found is None and outcome.finished:
-            self._rehearse(search)
-        if self._plan is not None:
-            self._say(self._plan)
-        elif self._instead is None:
-            self._run.log.refuse(SUBJECT, self._run.why_no_trace())
-        if self._instead is not None:
-            self._instead.end(finished, outcome)
-
-    # Steps ----------------------------------------------------------------------------------
-
     def _go_on(self, finished: Sequence[Iteration]) -> None:
         run = self._run
         if self._plan is None:
             if run.trace.trace is not None and run.iterations.index >= 0:
                 self._begin()
             return
-        ended = None if self._conducting is None else self._conducting.look()
-        if ended is not None and self._search is not None:
-            self._search.refuse(ended)
+        self._look()
         if self._keys.failed is not None:
             self._give_up(self._keys.failed)
         elif self._search is not None:
@@ -153,34 +83,27 @@ class OperationsController:
         self._say(plan)
 
     def _begin_conducting(self, plan: OperationPlan) -> bool:
-        from kilter.clocks.section_process import Conducting
-
-        self._keys.marking = True
         try:
-            self._conducting = Conducting(self._run, self._keys.marker, plan.profile.name)
+            self._conduct(plan.profile.name)
         except DeviceError as error:
             self._give_up(str(error))
             return False
-        self._run.tell_risks()
         return True
 
+    def _record_end(self) -> None:
+        if self._plan is not None:
+            self._say(self._plan)
+        elif self._instead is None:
+            self._run.log.refuse(SUBJECT, self._run.why_no_trace())
+
     def _open_search(self, plan: OperationPlan) -> None:
-        from kilter.clocks.joint_search import JointSearch
         from kilter.clocks.plan.section_job import PlannedOperations, RankOffer
 
         run, made = self._run, plan.made
         messages = run.messages()
         assert messages is not None  # of one rank
-        self._search = JointSearch(
-            run,
-            messages,
-            plan.card,
-            plan.profile.switch,
-            max_slowdown=self._max_slowdown,
-            follow=self._follow,
-        )
         planned = PlannedOperations(depths=made.depths, whole_job_saving=made.whole_job_saving)
-        self._search.open(
+        self._searching(messages, plan).open(
             RankOffer(
                 rank=run.ranks.rank,
                 role=run.iterations.role,
@@ -212,28 +135,9 @@ class OperationsController:
         if found is not before and self._plan is not None:
             self._say(self._plan)
 
-    def _rehearse(self, search: JointSearch) -> None:
-        log = self._run.log
-        log.rehearsal_begins()
-        try:
-            search.rehearse(self._rehearse_s, log.rehearsing)
-        except Hurried:
-            log.refuse("a complete rehearsal", "ended by Ctrl-C", REHEARSAL_CUT)
-        log.rehearsal_ended()
-
     def _give_up(self, why: str) -> None:
         self._run.log.refuse(SUBJECT, why)
         self._hand_over(why)
-
-    def _hand_over(self, why: str) -> None:
-        """To one clock for the whole job. The conductor lets the device go."""
-        self._off = True
-        self._keys.marking = False
-        if self._conducting is not None:
-            self._conducting.stop()
-        self._why_instead = why
-        self._instead = self._otherwise()
-        self._instead.begin()
 
     def _say(self, plan: OperationPlan) -> None:
         made, search = plan.made, self._search

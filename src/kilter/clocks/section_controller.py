@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kilter.clocks.iteration_keys import IterationKeys
+from kilter.clocks.inside_controller import InsideController
 from kilter.clocks.own_gpu import why_not_this_gpu
 from kilter.clocks.section_windows import SectionWindows
-from kilter.controller import Controller, Hurried, Run
+from kilter.controller import Controller, Run
 from kilter.core.codec import write_atomically
 from kilter.core.errors import DeviceError, FileError
 from kilter.core.events import Sectioned
 from kilter.core.messages import MessagesGone
 from kilter.core.rank_trace import WINDOW_FILE, RankTrace
-from kilter.core.reasons import CLOCKS_REFUSED, REHEARSAL_CUT
+from kilter.core.reasons import CLOCKS_REFUSED
 from kilter.core.script_end import ScriptEnd
 from kilter.core.section_record import SectionsFound
 from kilter.device.sim.cards import names
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from kilter.clocks.plan.switching import Calibration
     from kilter.clocks.plan.waits import WaitPlan
     from kilter.clocks.section_plan import RankPlan
-    from kilter.clocks.section_process import Conducting
 
 UNKNOWN_SENSOR_PERIOD_S = 1.0
 """Of a device that does not say: as slow as a power that is averaged over a second."""
@@ -48,14 +47,13 @@ GIVEN_UP = "sections/given-up"
 """The message of a rank without sections: why."""
 
 
-class SectionsController:
-    """The sections of one rank, at most `max_slowdown` slower.
+class SectionsController(InsideController):
+    """The sections of one rank.
 
     A device that may be set: the ranks search together (`JointSearch`), and what is found is held.
-    Otherwise the plan of each rank is written down by its conductor as it stands. `otherwise` makes
-    the controller of the whole job's clock, which takes over where that is expected to pay more;
-    unless the user `asked` for sections, it takes over wherever no section gets a lower clock.
-    `rehearse_s`: the real time that a search on simulated devices may take after the script.
+    Otherwise the plan of each rank is written down by its conductor as it stands. The whole job's
+    clock takes over where that is expected to pay more; unless the user `asked` for sections, it
+    takes over wherever no section gets a lower clock.
     """
 
     def __init__(
@@ -67,28 +65,15 @@ class SectionsController:
         asked: bool,
         rehearse_s: float,
     ) -> None:
-        self._run = run
-        self._max_slowdown = max_slowdown
-        self._otherwise = otherwise
+        super().__init__(run, max_slowdown=max_slowdown, otherwise=otherwise, rehearse_s=rehearse_s)
         self._asked = asked
-        self._rehearse_s = rehearse_s
-        self._instead: Controller | None = None
-        self._why_instead: str | None = None
         self._untold: str | None = None
-        """The same, for the other ranks."""
-        self._off = self._given_up = False
-        self._keys = IterationKeys()
+        """Why the whole job's clock is governed, for the other ranks."""
+        self._given_up = False
         self._plan: RankPlan | None = None
         self._windows = SectionWindows()
-        self._conducting: Conducting | None = None
-        self._search: JointSearch | None = None
         self._usual_w = 0.0
         """The job's mean power, as far as known."""
-
-    @property
-    def settled(self) -> bool:
-        """Nothing comes after clocks."""
-        return True
 
     def begin(self) -> None:
         if self._run.dry_run or self._run.info.can_set:
@@ -99,56 +84,35 @@ class SectionsController:
         else:
             self._hand_over(reason, tell=True)  # the whole job's controller refuses it, too
 
-    def iteration_ended(self, index: int) -> None:
-        if not self._off:
-            self._keys.iteration_ended(index, self._run.iterations.device)
-
     def tick(self, finished: Sequence[Iteration], *, settled: bool) -> None:
         if self._untold is not None:
             self._tell(self._untold)
-        if self._instead is not None:
-            self._instead.tick(finished, settled=settled)
-            return
-        if self._off or not settled:
-            return
+        super().tick(finished, settled=settled)
+
+    def _go_on(self, finished: Sequence[Iteration]) -> None:
         if self._plan is None:
             self._plan = self._begin_planning()
         if self._plan is None or self._another_gave_up():
             return
-        if self._conducting is not None:
-            self._look(self._conducting)
+        self._look()
         if self._keys.failed is not None:
             self._give_up("marking iterations for the conductor", self._keys.failed)
             return
         self._observe(self._plan)
         if self._search is not None and not self._off:
-            self._go_on(self._plan, self._search, finished)
-
-    def script_ended(self) -> None:
-        """The hooks are those of the iteration clock and of the profiler's window."""
-        if self._instead is not None:
-            self._instead.script_ended()
-        self._off = True
-        self._keys.script_ended()
+            self._judge(self._plan, self._search, finished)
 
     def end(self, finished: Sequence[Iteration], outcome: ScriptEnd) -> None:
-        if self._conducting is not None:
-            self._conducting.stop()
-        self._keys.close()
         if self._keys.failed is not None and not self._given_up:
             self._run.log.refuse("marking iterations for the conductor", self._keys.failed)
-        if self._run.fence.down:
-            return
-        search = self._search
-        if search is not None and search.simulated and search.found is None and outcome.finished:
-            self._rehearse(search)
+        super().end(finished, outcome)
+
+    def _record_end(self) -> None:
         if self._plan is not None and self._plan.found is not None:
             self._say(self._plan)
         elif self._instead is None and not self._given_up:
             subject = "looking for sections" if self._asked else "governing"
             self._run.log.refuse(subject, self._why_unseen())
-        if self._instead is not None:
-            self._instead.end(finished, outcome)
 
     # Steps ----------------------------------------------------------------------------------
 
@@ -158,7 +122,6 @@ class SectionsController:
         if run.iterations.index < 0:
             return None
         from kilter.clocks.section_plan import RankPlan  # imports numpy
-        from kilter.device.sim.cards import profile_of
 
         refused = why_not_this_gpu(run.info, run.iterations.gpu_uuid)
         if refused is not None and not self._asked:
@@ -167,8 +130,7 @@ class SectionsController:
         if refused is not None:
             self._give_up("setting clocks", refused, CLOCKS_REFUSED)
             return None
-        name = run.info.uuid.split("-")[1] if run.info.backend == "sim" else None
-        name = name or profile_of(run.info.name)
+        name = self._profile()
         if name is None:
             known = ", ".join(f"sim:{each}" for each in names())
             self._give_up(
@@ -260,15 +222,11 @@ class SectionsController:
         return plan.found.slowdown if ratio is None else max(0.0, ratio - 1.0)
 
     def _begin_conducting(self, plan: RankPlan) -> bool:
-        self._keys.marking = True
-        from kilter.clocks.section_process import Conducting
-
         try:
-            self._conducting = Conducting(self._run, self._keys.marker, plan.profile.name)
+            self._conduct(plan.profile.name)
         except DeviceError as error:
             self._give_up("conducting", str(error))
             return False
-        self._run.tell_risks()
         return True
 
     def _open_search(self, plan: RankPlan) -> None:
@@ -277,23 +235,14 @@ class SectionsController:
         assert plan.found is not None
         from kilter.clocks.plan.section_job import offer_of  # imports numpy
 
-        if self._search is None:
-            messages = self._run.messages()
-            if messages is None:
-                reason = "the ranks have no process group to agree through"
-                self._give_up("searching section clocks", reason)
-                return
-            from kilter.clocks.joint_search import JointSearch
-
-            self._search = JointSearch(
-                self._run,
-                messages,
-                plan.card,
-                plan.profile.switch,
-                max_slowdown=self._max_slowdown,
-                follow=self._follow,
-            )
-        self._search.open(offer_of(plan.rank, plan.found, self._run.iterations.role))
+        messages = self._run.messages()
+        if messages is None:
+            reason = "the ranks have no process group to agree through"
+            self._give_up("searching section clocks", reason)
+            return
+        self._searching(messages, plan).open(
+            offer_of(plan.rank, plan.found, self._run.iterations.role)
+        )
 
     def _follow(self, now: Sequence[int], arms: Sequence[tuple[int, Sequence[int]]]) -> None:
         plan = self._plan
@@ -311,7 +260,7 @@ class SectionsController:
         later = [ScheduleArm(first=first, schedule=plan.schedule(depths)) for first, depths in arms]
         self._conducting.follow(plan.schedule(now), later, waits)
 
-    def _go_on(self, plan: RankPlan, search: JointSearch, finished: Sequence[Iteration]) -> None:
+    def _judge(self, plan: RankPlan, search: JointSearch, finished: Sequence[Iteration]) -> None:
         before = search.found
         try:
             search.tick(finished)
@@ -341,17 +290,10 @@ class SectionsController:
         return told is not None
 
     def _hand_over(self, why: str, *, tell: bool = False) -> None:
-        """To one clock for the whole job. The conductor lets the device go. `tell`: the other ranks
-        do not know it."""
-        self._off = True
-        self._keys.marking = False
-        if self._conducting is not None:
-            self._conducting.stop()
+        """`tell`: the other ranks do not know it."""
         if tell:
             self._untold = f"rank {self._run.ranks.rank}: {why}"
-        self._why_instead = why
-        self._instead = self._otherwise()
-        self._instead.begin()
+        super()._hand_over(why)
 
     def _tell(self, why: str) -> None:
         """As soon as the ranks have met, and the program iterates."""
@@ -360,20 +302,6 @@ class SectionsController:
             self._untold = None
             with suppress(MessagesGone):  # whoever needs the messages says so
                 messages.post(GIVEN_UP, why.encode())
-
-    def _rehearse(self, search: JointSearch) -> None:
-        log = self._run.log
-        log.rehearsal_begins()
-        try:
-            search.rehearse(self._rehearse_s, log.rehearsing)
-        except Hurried:
-            log.refuse("a complete rehearsal", "ended by Ctrl-C", REHEARSAL_CUT)
-        log.rehearsal_ended()
-
-    def _look(self, conducting: Conducting) -> None:
-        refused = conducting.look()
-        if refused is not None and self._search is not None:
-            self._search.refuse(refused)
 
     def _reopen(self) -> None:
         """The collectives are not those that were planned for."""

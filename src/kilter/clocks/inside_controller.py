@@ -1,0 +1,146 @@
+"""What the controllers of clocks inside the iteration share: the conductor, the joint search, and
+the handing over to one clock for the whole job."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kilter.clocks.iteration_keys import IterationKeys
+from kilter.controller import Controller, Hurried, Run
+from kilter.core.messages import RankMessages
+from kilter.core.reasons import REHEARSAL_CUT
+from kilter.core.script_end import ScriptEnd
+from kilter.device.sim.cards import profile_of
+from kilter.observe.end_times import Iteration
+
+if TYPE_CHECKING:
+    from kilter.clocks.joint_search import JointSearch
+    from kilter.clocks.operation_plan import OperationPlan
+    from kilter.clocks.section_plan import RankPlan
+    from kilter.clocks.section_process import Conducting
+
+
+class InsideController(ABC):
+    """At most `max_slowdown` slower. `otherwise` makes the controller of the whole job's clock.
+    `rehearse_s`: the real time that a search on simulated devices may take after the script."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        max_slowdown: float,
+        otherwise: Callable[[], Controller],
+        rehearse_s: float,
+    ) -> None:
+        self._run = run
+        self._max_slowdown = max_slowdown
+        self._otherwise = otherwise
+        self._rehearse_s = rehearse_s
+        self._instead: Controller | None = None
+        self._why_instead: str | None = None
+        self._off = False
+        self._keys = IterationKeys()
+        self._conducting: Conducting | None = None
+        self._search: JointSearch | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Nothing comes after clocks."""
+        return True
+
+    def iteration_ended(self, index: int) -> None:
+        if not self._off:
+            self._keys.iteration_ended(index, self._run.iterations.device)
+
+    def tick(self, finished: Sequence[Iteration], *, settled: bool) -> None:
+        if self._instead is not None:
+            self._instead.tick(finished, settled=settled)
+        elif not self._off and settled:
+            self._go_on(finished)
+
+    def script_ended(self) -> None:
+        """The hooks are those of the iteration clock and of the profiler's window."""
+        if self._instead is not None:
+            self._instead.script_ended()
+        self._off = True
+        self._keys.script_ended()
+
+    def end(self, finished: Sequence[Iteration], outcome: ScriptEnd) -> None:
+        if self._conducting is not None:
+            self._conducting.stop()
+        self._keys.close()
+        if self._run.fence.down:
+            return
+        search = self._search
+        if search is not None and search.simulated and search.found is None and outcome.finished:
+            self._rehearse(search)
+        self._record_end()
+        if self._instead is not None:
+            self._instead.end(finished, outcome)
+
+    @abstractmethod
+    def _go_on(self, finished: Sequence[Iteration]) -> None:
+        """One tick, while clocks inside the iteration are governed."""
+
+    @abstractmethod
+    def _record_end(self) -> None:
+        """The script is over: record what came of it."""
+
+    @abstractmethod
+    def _follow(self, now: Sequence[int], arms: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """See `FollowDepths`."""
+
+    def _profile(self) -> str | None:
+        """The name of the profile of this device; None: it has none."""
+        info = self._run.info
+        return info.uuid.split("-")[1] if info.backend == "sim" else profile_of(info.name)
+
+    def _conduct(self, profile: str) -> Conducting:
+        """Start the conductor. Raises `DeviceError`."""
+        from kilter.clocks.section_process import Conducting
+
+        self._keys.marking = True
+        self._conducting = Conducting(self._run, self._keys.marker, profile)
+        self._run.tell_risks()
+        return self._conducting
+
+    def _look(self) -> None:
+        """A conductor that has ended on its own sets nothing any more."""
+        ended = None if self._conducting is None else self._conducting.look()
+        if ended is not None and self._search is not None:
+            self._search.refuse(ended)
+
+    def _searching(self, messages: RankMessages, plan: OperationPlan | RankPlan) -> JointSearch:
+        """The search that judges what is planned: one for the whole run."""
+        from kilter.clocks.joint_search import JointSearch
+
+        self._search = self._search or JointSearch(
+            self._run,
+            messages,
+            plan.card,
+            plan.profile.switch,
+            max_slowdown=self._max_slowdown,
+            follow=self._follow,
+        )
+        return self._search
+
+    def _rehearse(self, search: JointSearch) -> None:
+        log = self._run.log
+        log.rehearsal_begins()
+        try:
+            search.rehearse(self._rehearse_s, log.rehearsing)
+        except Hurried:
+            log.refuse("a complete rehearsal", "ended by Ctrl-C", REHEARSAL_CUT)
+        log.rehearsal_ended()
+
+    def _hand_over(self, why: str) -> None:
+        """To one clock for the whole job. The conductor lets the device go."""
+        self._off = True
+        self._keys.marking = False
+        if self._conducting is not None:
+            self._conducting.stop()
+        self._why_instead = why
+        self._instead = self._otherwise()
+        self._instead.begin()

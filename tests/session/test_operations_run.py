@@ -36,6 +36,28 @@ for _ in range({iterations}):
     optimizer.step()
     print(loss.item())
 """
+THEN_SHORT = """
+import json, pathlib
+
+def planned(instead):
+    lines = pathlib.Path("out", "events-rank0.jsonl").read_text().splitlines(keepends=True)
+    told = [json.loads(line) for line in lines if line.endswith("\\n")]
+    return any("break_even_s" in each and (each["instead"] or not instead) for each in told)
+
+def iterate(idle_s, instead):
+    for _ in range(1000):
+        time.sleep(idle_s)
+        optimizer.zero_grad()
+        model(torch.ones(8, 64)).square().mean().backward()
+        optimizer.step()
+        if planned(instead):
+            return
+
+iterate({idle_s}, instead=False)
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+iterate(0.02, instead=True)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +69,16 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def run(
-    warm: WarmPython, where: Path, *options: str, iterations: int, busy_s: float, idle_s: float
+    warm: WarmPython,
+    where: Path,
+    *options: str,
+    iterations: int,
+    busy_s: float,
+    idle_s: float,
+    job: str = JOB,
 ) -> tuple[dict[str, Any], str, str]:
     """What the report says of the clocks of operations, what was said, and what was printed."""
-    program = JOB.format(iterations=iterations, busy_s=busy_s, idle_s=idle_s)
+    program = job.format(iterations=iterations, busy_s=busy_s, idle_s=idle_s)
     (where / "train.py").write_text(program)
     kilter = ["-m", "kilter", "run", "--operations", "--out", "out", *options, "train.py"]
     done = warm.run(kilter, cwd=where, timeout_s=TIMEOUT_S)
@@ -111,6 +139,24 @@ def test_short_iterations_are_not_worth_switching_and_the_whole_job_is_governed(
     assert told["instead"] == told["summary"]
     assert "Nothing is worth switching: " in said
     assert "One clock for the whole job instead." in said
+
+
+def test_a_job_that_changes_in_the_middle_is_planned_anew(tmp_path: Path, warm: WarmPython) -> None:
+    """Its iterations become too short for two switches."""
+    job = JOB + THEN_SHORT
+    told, said, _ = run(
+        warm,
+        tmp_path,
+        "--dry-run",
+        "--device",
+        "sim:rtx3080ti",
+        **(LONG | {"iterations": 8}),
+        job=job,
+    )
+    assert told["reopened"] >= 1
+    assert told["instead"] == told["summary"]
+    assert "Nothing is worth switching: " in said
+    assert "the iteration's time changed " in said
 
 
 def test_without_a_device_the_run_says_so_and_goes_on(tmp_path: Path, warm: WarmPython) -> None:

@@ -2,10 +2,11 @@
 
     trace of an iteration -> stretches -> commands -> the conductor of sections -> lease -> device
 
-The plan is made once, from the trace of one window of the profiler, for the operations' measured
-times and the device's profile. On a device that may be set the plan is first held against plain
-iterations in pairs of blocks (`JointSearch`, which only confirms it or gives it back step by step);
-otherwise the conductor writes down what it would have set.
+The plan is made from the trace of one window of the profiler, for the operations' measured times
+and the device's profile, and made anew when the iteration takes another time. On a device that may
+be set the plan is first held against plain iterations in pairs of blocks (`JointSearch`, which only
+confirms it or gives it back step by step); otherwise the conductor writes down what it would have
+set.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kilter.clocks.own_gpu import why_not_this_gpu
 from kilter.core.errors import DeviceError, FileError, PlanError
 from kilter.core.events import Operated
 from kilter.core.messages import MessagesGone
+from kilter.core.trace import IterationTrace
 from kilter.device.sim.cards import names
 from kilter.observe.end_times import Iteration
 
@@ -26,12 +28,22 @@ if TYPE_CHECKING:
     from kilter.clocks.operation_plan import OperationPlan
 
 SUBJECT = "setting clocks per operation"
+DEPARTED = 1.25
+"""Iterations so many times as long as those of the plan, and as the bound allows, are other ones;
+so are those that are shorter by this factor."""
+MOST_CHANGES = 5
+"""After so many changes the operations are not planned anew."""
 
 
 class OperationsController(InsideController):
     """The whole job's clock takes over where stretches of operations do not pay more."""
 
     _plan: OperationPlan | None = None
+    _planned_from: IterationTrace | None = None
+    _reopened = 0
+    """How often the iteration has become another one."""
+    _reopening = False
+    """The plan was dropped, and the trace of the new iteration is not there yet."""
 
     def begin(self) -> None:
         if self._run.ranks.world_size > 1:
@@ -44,18 +56,40 @@ class OperationsController(InsideController):
             self._run.trace.want()
 
     def _go_on(self, finished: Sequence[Iteration]) -> None:
-        run = self._run
-        if self._plan is None:
-            if run.trace.trace is not None and run.iterations.index >= 0:
-                self._begin()
-            return
         self._look()
+        trace = self._run.trace.trace
         if self._keys.failed is not None:
             self._give_up(self._keys.failed)
-        elif self._search is not None:
-            self._judge(self._search, finished)
+        elif trace is not None and trace is not self._planned_from:
+            self._begin(trace)
+        elif self._plan is not None and not self._reopening:
+            if self._search is not None:
+                self._judge(self._search, finished)
+            if not self._off and self._changed(self._plan):
+                self._reopen(self._plan)
 
-    def _begin(self) -> None:
+    def _changed(self, plan: OperationPlan) -> bool:
+        """The usual iteration is not that of the plan, whatever clocks the contract allows."""
+        planned_s = plan.made.found.iteration_s
+        usual_s = self._run.iterations.usual_s or planned_s
+        longest_s = (1.0 + self._max_slowdown) * DEPARTED * planned_s
+        return not planned_s / DEPARTED <= usual_s <= longest_s
+
+    def _reopen(self, plan: OperationPlan) -> None:
+        """Drop the plan: the default clock stands until there is one for the new iteration."""
+        self._reopened += 1
+        if self._search is not None:
+            self._search.close()
+        if self._conducting is not None:
+            self._conducting.pause()
+        if self._reopened < MOST_CHANGES:
+            self._reopening = True
+            self._run.trace.again()
+        else:
+            self._give_up(f"the iteration's time has changed {MOST_CHANGES} times")
+        self._say(plan)
+
+    def _begin(self, trace: IterationTrace) -> None:
         from kilter.clocks.operation_plan import OperationPlan  # imports numpy
 
         run = self._run
@@ -65,9 +99,9 @@ class OperationsController(InsideController):
             return
         profile = self._profile()
         assert profile is not None  # else it was given up at the beginning
-        assert run.trace.trace is not None
+        self._planned_from, self._reopening = trace, False
         try:
-            plan = OperationPlan(profile, run.trace.trace, self._max_slowdown, run.info)
+            plan = OperationPlan(profile, trace, self._max_slowdown, run.info)
         except (PlanError, FileError) as error:
             self._give_up(str(error))
             return
@@ -83,6 +117,8 @@ class OperationsController(InsideController):
         self._say(plan)
 
     def _begin_conducting(self, plan: OperationPlan) -> bool:
+        if self._conducting is not None:
+            return True
         try:
             self._conduct(plan.profile.name)
         except DeviceError as error:
@@ -93,8 +129,9 @@ class OperationsController(InsideController):
     def _record_end(self) -> None:
         if self._plan is not None:
             self._say(self._plan)
-        elif self._instead is None:
-            self._run.log.refuse(SUBJECT, self._run.why_no_trace())
+        if self._instead is None and (self._plan is None or self._reopening):
+            subject = "planning operations anew" if self._reopening else SUBJECT
+            self._run.log.refuse(subject, self._run.why_no_trace())
 
     def _open_search(self, plan: OperationPlan) -> None:
         from kilter.clocks.plan.section_job import PlannedOperations, RankOffer
@@ -159,6 +196,7 @@ class OperationsController(InsideController):
                 search=None if search is None else search.found,
                 instead=self._why_instead,
                 blocks=0 if search is None else search.blocks,
+                reopened=self._reopened,
                 **{name: told[name] for name in kept if name in told},
             )
         )

@@ -229,6 +229,8 @@ class Operated(Event, frozen=True, kw_only=True):
     """Why one clock for the whole job is governed in place of this; None: it is not."""
     blocks: int = 0
     """Blocks of iterations that were judged."""
+    reopened: int = 0
+    """How often the iteration has become another one, so that the plan was dropped."""
 
     @property
     def dry_run(self) -> bool:

@@ -40,6 +40,8 @@ class TraceSource:
         self._patient = patient
         self._run_fenced = run_fenced
         self._window: Window | None = None
+        self._due = False
+        """The trace of `_window` has not been read yet."""
         self._observing: Window | None = None
         """The last of the further windows."""
         self._failed: str | None = None
@@ -49,10 +51,17 @@ class TraceSource:
     def want(self) -> None:
         """From here on a trace is recorded as soon as that is possible. Twice is once."""
         if self._window is None:
-            self._window = Window(
-                self._iterations, after=OPENS_AT, patient=self._patient, run=self._run_fenced
-            )
-            self._window.start()
+            self._open(OPENS_AT)
+
+    def again(self) -> None:
+        """Record another trace, of the next iterations, which takes the place of the present one
+        when it has been read."""
+        self._open(max(OPENS_AT, self._iterations.index + 2))
+
+    def _open(self, after: int) -> None:
+        window = Window(self._iterations, after=after, patient=self._patient, run=self._run_fenced)
+        window.start()
+        self._window, self._due = window, True
 
     def observe(self, iterations: int) -> Window | None:
         """A further window with times alone, of so many iterations from the next ones on; None
@@ -78,10 +87,10 @@ class TraceSource:
 
     def look(self) -> None:
         """Take the trace if it is there."""
-        if self.trace is None and self._window is not None and self._failed is None:
+        if self._due and self._window is not None and self._failed is None:
             trace = self._window.trace()
             if trace is not None:
-                self.trace = self._files.save_operations(trace)
+                self.trace, self._due = self._files.save_operations(trace), False
 
     def disturbs(self, iteration: Iteration) -> bool:
         """Whether the profiler was switched on, off or open in this iteration."""

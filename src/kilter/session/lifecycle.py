@@ -173,7 +173,11 @@ class Session:
             iterations=self.iterations,
             sampler=None if simulated else Sampler(device, fence=self._fence),
             trace=TraceSource(
-                self.iterations, files, patient=not simulated, run_fenced=self._fence.run
+                self.iterations,
+                files,
+                # A simulator and the controller of operations plan from it during the run.
+                patient=not (simulated or options.operations),
+                run_fenced=self._fence.run,
             ),
             files=files,
             lease=RunLease(device),

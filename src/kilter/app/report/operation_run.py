@@ -37,6 +37,8 @@ def details(told: Operated, *, simulated: bool) -> list[str]:
     lines = []
     if told.commands:
         lines.append(f"commands: {section_run.commands(told, simulated=simulated)}")
+    if told.reopened:
+        lines.append(f"the iteration's time changed {show_count(told.reopened, 'time')}")
     whose = "the device's own switch times" if told.calibrated else "the profile's switch times"
     lines.append(f"break-even: {show_time(told.break_even_s)} by {whose}")
     return lines

@@ -30,6 +30,7 @@ from kilter.core.events import (
     Failed,
     Fitted,
     Moved,
+    Operated,
     Refused,
     Sectioned,
     Started,
@@ -561,6 +562,46 @@ def test_the_stages_of_a_pipeline_are_tried_one_after_the_other(
         assert not box.locked(0)
         assert not box.locked(1)
         assert box.of(Failed) == box.of(Failed, 1) == []
+
+
+LONG_GAP = """
+import os, time
+import torch
+
+matrix = torch.eye(512)
+
+class Busy(torch.nn.Linear):
+    def forward(self, x):
+        until_s = time.monotonic() + 0.1
+        while time.monotonic() < until_s:
+            torch.mm(matrix, matrix)
+        return super().forward(x)
+
+model = Busy(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+while os.path.exists("lamp"):
+    time.sleep(0.2)
+    model(torch.ones(8, 64)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_death_while_the_clock_of_operations_is_low_is_put_back(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    """The program alone is killed: its conductor puts the clock back, and ends."""
+    early = "import kilter.observe.trace_source as source; source.OPENS_AT = 3"
+    with make_box(warm, tmp_path, card(name="NVIDIA GeForce RTX 3080 Ti")) as box:
+        box.start(LONG_GAP, "--operations", "--max-slowdown", "2%", patch=early)
+        box.wait_for(box.locked)
+        os.kill(box.pid, signal.SIGKILL)
+        code, _, err = box.end()
+        assert code == -signal.SIGKILL
+        assert "Traceback" not in err
+        box.wait_for_restore()
+        told = box.of(Operated)[-1]
+        assert (told.sets, told.planned, told.instead) == (True, True, None)
+        assert report.build(box.run).restored is None
 
 
 def test_sections_can_be_declined(warm: WarmPython, tmp_path: Path) -> None:

@@ -223,6 +223,51 @@ def test_a_call_that_reads_casts_of_weights_may_leave_before_forward_ends() -> N
     assert any(record.data[n].free_at == record.backward_from for n in blocks[0].sources)
 
 
+class Gated(Block):
+    def forward(self, x: Tensor, gate: Any = None) -> Tensor:
+        return super().forward(x * gate)
+
+
+class OneGate(Language):
+    """What all blocks read is held by the program until forward ends."""
+
+    def __init__(self) -> None:
+        super().__init__(Gated)
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        gate = torch.sigmoid(self.gate(x))
+        for block in self.blocks:
+            x = block(x, gate)
+        return x * gate
+
+
+def test_of_what_the_program_holds_for_all_calls_one_copy_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Whatever was measured.
+    monkeypatch.setattr(pass_kinds, "best_set", lambda choices, _: levels(choices)[0])
+    plain = trained(OneGate, text)
+    swapper = within(0.4, OneGate, text, segments=True)
+    with swapper:
+        found = trained(OneGate, text)
+        (record,) = swapper.records()
+        assert swapper.recomputes_calls
+    assert equal(plain, found)
+    assert swapper.report().deviations == 0
+    blocks = [one for one in record.segments if one.name == "Gated"]
+    problem, _ = record.problem(
+        link=LINK, budget_bytes=swapper.budget_bytes, min_bytes=MIN_BYTES, segments=blocks
+    )
+    evictions = sorted(one.after for one in problem.intervals if one.together)
+    assert len(evictions) == 6
+    assert evictions[0] < record.backward_from // 2
+    copied = [len(record.prepared(one).copied) for one in blocks]
+    assert copied.count(1) >= 4  # not for the last one, after which nobody holds it
+    assert swapper.report().recomputed > 0
+
+
 class Counting(Block):
     """Changes its own attributes in each call."""
 

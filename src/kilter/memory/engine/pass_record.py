@@ -22,6 +22,10 @@ FOREIGN = 0
 """Event: something saved in another pass is used."""
 
 
+COPIED_SHARE = 1 / 8
+"""Share of the bytes that are recomputed which may be copied of what is read for that."""
+
+
 def use_code(number: int) -> int:
     """Event: tensor `number` is used. (The event of its first save is its size in bytes.)"""
     return -1 - 2 * number
@@ -83,6 +87,8 @@ class SavedSegment:
     """Most memory that running it again takes, beside what it makes."""
     recompute_s: float
     """Measured; all that it makes was bitwise equal then."""
+    copied: frozenset[int] = frozenset()
+    """Under a plan: those of the sources of which the call keeps a copy."""
 
 
 HELD_EVENTS = 3
@@ -201,7 +207,7 @@ class PassRecord:
         found = _Intervals(self, min_bytes, to_host, recompute=recompute)
         levels = list(self.level_bytes)
         for segment in segments:
-            needed_at = found.put_together(segment)
+            needed_at = found.put_together(self.prepared(segment))
             if needed_at is not None:
                 levels[needed_at] += segment.extra_bytes
         for number in range(len(self.data)):
@@ -218,13 +224,27 @@ class PassRecord:
     def members(self, segment: SavedSegment) -> tuple[int, ...]:
         """The tensors that are evicted and recomputed together. Those that the program holds for
         longer, or backward does not need, are left out."""
-        found = []
-        for number in sorted(segment.members):
-            datum = self.data[number]
-            freed = datum.free_at is not None and datum.free_at <= segment.last + HELD_EVENTS
-            if freed and datum.needed_at is not None:
-                found.append(number)
-        return tuple(found)
+        return tuple(
+            number
+            for number in sorted(segment.members)
+            if self._freed_by(segment, number) and self.data[number].needed_at is not None
+        )
+
+    def prepared(self, segment: SavedSegment) -> SavedSegment:
+        """The same with the tensors that are evicted and recomputed together, and the sources that
+        are copied: those that the program holds for longer than the call (a mask for all layers,
+        say), if they are few enough bytes beside what is made."""
+        members = frozenset(self.members(segment))
+        held = frozenset(n for n in segment.closed if not self._freed_by(segment, n))
+        held_bytes = sum(self.data[number].size_bytes for number in held)
+        made_bytes = sum(self.data[number].size_bytes for number in members)
+        copied = held if held_bytes <= COPIED_SHARE * made_bytes else frozenset()
+        return replace(segment, members=members, copied=copied)
+
+    def _freed_by(self, segment: SavedSegment, number: int) -> bool:
+        """Only autograd holds this tensor soon after the call."""
+        free_at = self.data[number].free_at
+        return free_at is not None and free_at <= segment.last + HELD_EVENTS
 
     def _worth_offloading(self, room_bytes: int) -> frozenset[int]:
         """The tensors that cannot be recomputed, those with the longest gap first, then the dearest
@@ -370,14 +390,15 @@ class _Intervals:
         """Have all that a segment makes be one interval; gives the event that needs it. None where
         nothing would be gained: its tensors stay on their own."""
         record = self._record
-        members = record.members(segment)
+        members = sorted(segment.members)
         data = [record.data[number] for number in members]
         after = max([segment.last, *(datum.free_at or 0 for datum in data)])
-        for source in segment.closed:
+        for source in segment.closed - segment.copied:
             free_at = record.data[source].free_at
             after = max(after, len(record.events) if free_at is None else free_at)
         before = min((datum.needed_at or 0 for datum in data), default=0)
         size_bytes = sum(datum.size_bytes for datum in data) - segment.held_bytes
+        size_bytes -= sum(record.data[source].size_bytes for source in segment.copied)
         if before - after < 2 or size_bytes < self._min_bytes:
             return None
         interval = IdleInterval(
@@ -401,11 +422,12 @@ class _Intervals:
             self._put_alone(number)
             return
         segment, interval = found
-        for source in sorted(segment.sources):
+        sources = tuple(sorted(segment.sources - segment.copied))
+        for source in sources:
             self.put(source)
         members = [m for m, (of, _) in self._together.items() if of is segment]
         self._index.update(dict.fromkeys(members, len(self.intervals)))
-        self._append(interval, number, tuple(sorted(segment.sources)))
+        self._append(interval, number, sources)
 
     def _put_alone(self, number: int) -> None:
         datum = self._record.data[number]

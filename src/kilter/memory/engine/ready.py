@@ -6,7 +6,7 @@ With this list an ordinary event under a plan costs the host one look-up.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, SavedSegment, use_code
@@ -114,9 +114,8 @@ def ready(
             alone.append(number)
             evict[interval.after + 1].append(number)
         else:
-            members = record.members(segment)
-            called.append(replace(segment, members=frozenset(members)))
-            evict[interval.after + 1] += members
+            called.append(record.prepared(segment))
+            evict[interval.after + 1] += sorted(called[-1].members)
     recomputed = frozenset(alone)
     moved = frozenset(numbers[move.interval] for move in value.schedule.moves)
     read = frozenset(source for number in recomputed for source in record.data[number].sources)

@@ -28,6 +28,7 @@ from kilter.memory.engine.aliases import Known, version_counter
 from kilter.memory.engine.backend import owned
 from kilter.memory.engine.operation_graph import HeldSource, Source
 from kilter.memory.engine.operations import OPERATIONS
+from kilter.memory.engine.pass_record import COPIED_SHARE
 from kilter.memory.engine.small_copies import SmallCopies
 from kilter.observe import torch_internals
 
@@ -35,8 +36,6 @@ DEPTH = 5
 """Longest chain of operations that are not saved in between."""
 VIEW_DEPTH = 1 / 4
 """What a view counts in that chain: it costs next to nothing."""
-COPIED_SHARE = 1 / 8
-"""Share of the bytes that a recipe saves which it may copy of its sources."""
 
 
 class Recomputable(Protocol):

@@ -97,7 +97,7 @@ class SegmentPass:
             if saved is None or storage is None or saved.recipe is not None:
                 raise Foreign("a call has saved something else than when it was tried")
             members[storage] = saved
-        call.ended(members, alive.values())
+        call.ended(members, alive.values(), segment.copied)
         if call.last != segment.last or call.operations != segment.operations:
             raise Foreign("in a call other operations ran than when it was tried")
         for storage, saved in members.items():

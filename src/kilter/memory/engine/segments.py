@@ -24,7 +24,8 @@ import torch
 from kilter.memory.engine import recording
 from kilter.memory.engine.backend import owned
 from kilter.memory.engine.operation_graph import HeldSource, Source
-from kilter.memory.engine.recompute import COPIED_SHARE, Foreign
+from kilter.memory.engine.pass_record import COPIED_SHARE
+from kilter.memory.engine.recompute import Foreign
 from kilter.memory.engine.store import RESIDENT, Saved, Store, View
 from kilter.observe import torch_internals
 
@@ -98,9 +99,15 @@ class ModuleCall:
         number = recorder.storage_of(saved)
         return number if number is not None and recorder.made_at[number] >= begin else None
 
-    def ended(self, members: Mapping[int, Saved], data: Iterable[Saved]) -> None:
+    def ended(
+        self,
+        members: Mapping[int, Saved],
+        data: Iterable[Saved],
+        copied: frozenset[int] = frozenset(),
+    ) -> None:
         """The module has returned: find out what makes `members`, given by storage. `data` are all
-        tensors of the pass so far. `Foreign` if they cannot be recomputed."""
+        tensors of the pass so far; `copied` are the numbers of those that are copied where they are
+        read. `Foreign` if they cannot be recomputed."""
         running, self._running = self._running, None
         assert running is not None
         recorder = running.recorder
@@ -119,15 +126,25 @@ class ModuleCall:
             if saved is None:
                 left_bytes -= self._hold(running, number, number in kept, left_bytes)
             else:
-                self._read(recorder, number, saved)
+                self._read(recorder, number, saved, copied)
+                left_bytes -= saved.size_bytes if saved.number in copied else 0
         if left_bytes < 0:
             raise Foreign("reads too much that would have to be copied")
         self.members = {number: saved.itself for number, saved in members.items()}
 
-    def _read(self, recorder: recording.OperationRecorder, number: int, saved: Saved) -> None:
+    def _read(
+        self,
+        recorder: recording.OperationRecorder,
+        number: int,
+        saved: Saved,
+        copied: frozenset[int],
+    ) -> None:
         given = recorder.given.get(number)
         if not saved.unchanged or (given is not None and given.version != saved.version):
             raise Foreign("the call reads what was written to after it was saved")
+        if saved.number in copied:
+            self._sources[number] = self._calls.copy_of_saved(saved)
+            return
         # (Without a layout of its own it is the whole storage; the type is not read.)
         self.inputs.append(View(saved, _NOBODY, torch.uint8, None))
         self._sources[number] = self.inputs[-1]
@@ -381,11 +398,19 @@ class ModuleCalls:
         key = (tensor.untyped_storage()._cdata, tensor._version, _layout(tensor))
         found = self._copies.get(key)
         if found is None:
-            copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            copy.set_(tensor.untyped_storage().clone(), *key[2])
             # The tensor as well: with it the address stays that of its storage.
-            found = self._copies[key] = HeldSource(copy, copy._version), tensor
+            found = self._copies[key] = _copied(tensor), tensor
         return found[0]
+
+    def copy_of_saved(self, saved: Saved) -> HeldSource:
+        """The same of a tensor that autograd has saved, and that the program holds."""
+        key = (saved.number,)
+        if key not in self._copies:
+            if saved.alias is None:
+                raise Foreign("what is to be copied has left")
+            copy = _copied(saved.alias)
+            self._copies[key] = copy, copy.tensor
+        return self._copies[key][0]
 
     def holder_of(self, tensor: torch.Tensor) -> HeldSource:
         """Holds a tensor, the same for all calls that do: else one would see the other's."""
@@ -415,6 +440,13 @@ class ModuleCalls:
             self._end(call, result)
         except Foreign:
             return
+
+
+def _copied(tensor: torch.Tensor) -> HeldSource:
+    """A copy of the whole storage, and in it the tensor."""
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    copy.set_(tensor.untyped_storage().clone(), *_layout(tensor))
+    return HeldSource(copy, copy._version)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:

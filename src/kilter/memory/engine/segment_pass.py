@@ -93,7 +93,7 @@ class SegmentPass:
         members: dict[int, Saved] = {}
         for number in segment.members:
             saved = alive.get(number)
-            storage = None if saved is None else call.storage_of(saved)
+            storage = None if saved is None else call.made(saved)
             if saved is None or storage is None or saved.recipe is not None:
                 raise Foreign("a call has saved something else than when it was tried")
             members[storage] = saved
@@ -111,7 +111,7 @@ class SegmentPass:
         returned = {tensor.untyped_storage()._cdata for tensor in tensors_in(result)}
         members: dict[int, Saved] = {}
         for saved in watch.saved_since(first):
-            storage = call.storage_of(saved)
+            storage = call.made(saved)
             if storage is not None and saved.key not in returned and not saved.cast:
                 members[storage] = saved
         total_bytes = sum(saved.size_bytes for saved in members.values())

@@ -92,7 +92,7 @@ class ModuleCall:
 
     # The end of the call
 
-    def storage_of(self, saved: Saved) -> int | None:
+    def made(self, saved: Saved) -> int | None:
         """The storage of a tensor, if the call has made that storage."""
         assert self._running is not None
         recorder, begin, _ = self._running

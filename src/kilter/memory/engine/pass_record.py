@@ -79,8 +79,8 @@ class SavedSegment:
     """Numbers of the tensors that are read for that."""
     closed: frozenset[int]
     """Those of them that only autograd may hold when the members are evicted."""
-    operations: tuple[Any, ...]
-    """What has to run, in order."""
+    operations: tuple[str, ...]
+    """Names of what has to run, in order."""
     held_bytes: int
     """Bytes that it reads and that only this segment holds after the call."""
     extra_bytes: int

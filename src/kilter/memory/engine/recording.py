@@ -12,9 +12,10 @@ The recorder is registered at a dispatch key of PyTorch that nothing else uses. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -87,9 +88,11 @@ class Ref(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What holds for every call of an operation."""
+    """What holds for every call of an operation. The compiled recorder asks for the same."""
 
     name: str
+    full_name: str
+    """With the namespace and the overload."""
     looks: bool
     """It only gives another view of its argument."""
     ends: str
@@ -100,13 +103,25 @@ class Rules(NamedTuple):
     writes: tuple[int, ...]
     """Positions of the arguments that it writes to."""
     writes_named: tuple[str, ...]
+    unordered: bool
+    memory: bool
+    fills: bool
+    norm: bool
+
+
+def rules_named(name: str, overload: str) -> Rules:
+    """The rules of an operation, by the name and the overload of its schema."""
+    namespace, _, own = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), own)
+    return rules_of(getattr(packet, overload or "default"))
 
 
 @cache
 def rules_of(operation: Any) -> Rules:
     schema = getattr(operation, "_schema", None)
     if schema is None:
-        return Rules(str(operation), False, "an operation of higher order", True, False, (), ())
+        why, name = "an operation of higher order", str(operation)
+        return Rules(name, name, False, why, True, False, (), (), False, False, False, False)
     namespace, _, name = schema.name.partition("::")
     positions, named, looks = [], [], False
     for position, argument in enumerate(schema.arguments):
@@ -123,12 +138,17 @@ def rules_of(operation: Any) -> Rules:
         ends = f"{name} changes the memory of a tensor"
     return Rules(
         name=name,
+        full_name=operation.name(),
         looks=looks,
         ends=ends,
         refused=name in _STATEFUL,
         random=torch.Tag.nondeterministic_seeded in operation.tags,
         writes=tuple(positions),
         writes_named=tuple(named),
+        unordered=name.removesuffix("_") in _UNORDERED,
+        memory=name in _MEMORY,
+        fills=name in _FILL,
+        norm=name in _BATCH_NORMS,
     )
 
 
@@ -136,6 +156,7 @@ class Step(NamedTuple):
     """One operation that ran."""
 
     operation: Any
+    name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     """With a `Ref` for each tensor."""
@@ -196,7 +217,26 @@ class Given(NamedTuple):
     """The parameter that it is, or is a view of."""
 
 
-class OperationRecorder:
+def root_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The parameter that a tensor is, or is a view of."""
+    base: Any = tensor if type(tensor) is torch.nn.Parameter else tensor._base
+    if tensor.is_leaf and tensor.requires_grad:
+        return tensor
+    return base if type(base) is torch.nn.Parameter else None
+
+
+class Rerun(Protocol):
+    """Operations that make some storages."""
+
+    def operations(self) -> Sequence[str]:
+        """Their names, in order."""
+
+    def run(self, bases: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Carry them out on what they have to be given, by storage. Storages that no later one
+        reads are freed on the way."""
+
+
+class CallRecorder(ABC):
     """The operations of one call, and of those in it.
 
     A storage has a number. It is that of one storage as long as the recorder lives, also after the
@@ -204,18 +244,75 @@ class OperationRecorder:
     """
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
-        self.given: dict[int, Given] = {}
-        """By storage, what was there before."""
         self.kept: dict[int, tuple[int, torch.Tensor]] = {}
-        """By storage: a tensor that autograd keeps as it is, and the step before which it did."""
-        self.saved: dict[int, int] = {}
+        """By storage: a tensor that autograd keeps as it is, and the operations before it did."""
+        self._saved: dict[int, int] = {}
         """By its number in the pass, the storage of a tensor that the engine has taken over."""
-        self.made_at: list[int] = []
-        """By storage, the step that made it; -1 for what was there before."""
-        self.ended = ""
+
+    @property
+    @abstractmethod
+    def position(self) -> int:
+        """How many operations were recorded."""
+
+    @abstractmethod
+    def number_of(self, key: int) -> int | None:
+        """The number of a storage, by address."""
+
+    @abstractmethod
+    def meet(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor's storage, which may be new. None if it can have none: nothing is
+        recorded any more then."""
+
+    @abstractmethod
+    def made_at(self, number: int) -> int:
+        """By storage, the operation that made it; -1 for what was there before."""
+
+    @abstractmethod
+    def given(self, number: int) -> Given | None:
+        """By storage, what was there before."""
+
+    @abstractmethod
+    def end(self, why: str) -> None:
+        """Nothing is recorded any more."""
+
+    @abstractmethod
+    def program(
+        self, begin: int, wanted: Iterable[int], there: Set[int]
+    ) -> tuple[Rerun, Sequence[int]]:
+        """The operations since `begin` that make these storages, and the storages that have to be
+        given to them: those from before, and those that are `there` in any case. `Foreign` if the
+        operations would not make the same bits."""
+
+    def saves(self, saved: Saved) -> None:
+        """The engine has taken a tensor over from autograd, and may evict it from now on."""
+        number = self.number_of(saved.key)
+        if number is not None:
+            self._saved[saved.number] = number
+
+    def storage_of(self, saved: Saved) -> int | None:
+        """The number of a tensor's storage, evicted or not."""
+        number = self._saved.get(saved.number)
+        if number is None and saved.alias is not None:  # else the address may be another storage's
+            number = self.number_of(saved.key)
+        return number
+
+    def keeps(self, tensor: torch.Tensor, held: torch.Tensor) -> None:
+        """Autograd keeps a tensor as it is, by holding this object."""
+        number = self.meet(tensor) if type(tensor) in _KINDS else None
+        if number is not None:
+            self.kept[number] = self.position, held
+
+
+class OperationRecorder(CallRecorder):
+    """In Python, where there is no compiled one (`compiled_recorder.py`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: list[Step] = []
+        self._given: dict[int, Given] = {}
+        self._made_at: list[int] = []
+        self._ended = ""
         """Why nothing is recorded any more."""
-        self.ended_at = 0
         self._numbers: dict[int, int] = {}
         self._references: list[StorageReference] = []
         self._versions: list[int] = []
@@ -224,35 +321,30 @@ class OperationRecorder:
         self._reads: set[int] = set()
         """Of the step that is being noted."""
 
+    @property
+    def position(self) -> int:
+        return len(self._steps)
+
     def number_of(self, key: int) -> int | None:
-        """The number of a storage, by address."""
         return self._numbers.get(key)
 
-    def saves(self, saved: Saved) -> None:
-        """The engine has taken a tensor over from autograd, and may evict it from now on."""
-        number = self.number_of(saved.key)
-        if number is not None:
-            self.saved[saved.number] = number
+    def made_at(self, number: int) -> int:
+        return self._made_at[number]
 
-    def storage_of(self, saved: Saved) -> int | None:
-        """The number of a tensor's storage, evicted or not."""
-        number = self.saved.get(saved.number)
-        if number is None and saved.alias is not None:  # else the address may be another storage's
-            number = self.number_of(saved.key)
-        return number
+    def given(self, number: int) -> Given | None:
+        return self._given.get(number)
 
     def end(self, why: str) -> None:
-        if not self.ended:
-            self.ended, self.ended_at = why, len(self.steps)
+        self._ended = self._ended or why
 
-    def keeps(self, tensor: torch.Tensor, held: torch.Tensor) -> None:
-        """Autograd keeps a tensor as it is, by holding this object."""
-        if self.ended or type(tensor) not in _KINDS:
-            return
+    def meet(self, tensor: torch.Tensor) -> int | None:
+        if self._ended:
+            return None
         try:
-            self.kept[self._ref(tensor).storage] = len(self.steps), held
+            return self._ref(tensor).storage
         except (Foreign, RuntimeError) as error:
             self.end(str(error))
+            return None
 
     def note(
         self, rules: Rules, operation: Any, args: Any, kwargs: Any, made: Any, drawn: Any
@@ -260,7 +352,7 @@ class OperationRecorder:
         """An operation has run. `drawn` is a random one's generator and the state before."""
         if rules.ends:
             self.end(rules.ends)
-        if self.ended:
+        if self._ended:
             return
         try:
             self._note(rules, operation, args, kwargs, made, drawn)
@@ -272,7 +364,7 @@ class OperationRecorder:
     ) -> None:
         self._reads = set()
         writes: set[int] = set()
-        if rules.name in _BATCH_NORMS and args[_TRAINED]:
+        if rules.norm and args[_TRAINED]:
             writes = {self._ref(args[i]).storage for i in _STATISTICS if args[i] is not None}
             args = tuple(None if i in _STATISTICS else one for i, one in enumerate(args))
             self._reads.clear()
@@ -292,15 +384,16 @@ class OperationRecorder:
                 sums |= result.is_floating_point()
                 key = result.untyped_storage()._cdata
                 if key not in self._numbers:
-                    makes.append((place, self._count(result, len(self.steps))))
-        if rules.name in _MEMORY:
+                    makes.append((place, self._count(result, len(self._steps))))
+        if rules.memory:
             self._blank.update(number for _, number in makes)
         if makes or writes:
-            refused = rules.refused or (sums and rules.name.removesuffix("_") in _UNORDERED)
+            refused = rules.refused or (sums and rules.unordered)
             generator, state = drawn
-            self.steps.append(
+            self._steps.append(
                 Step(
                     operation,
+                    rules.full_name,
                     refs,
                     named,
                     frozenset(self._reads),
@@ -315,12 +408,12 @@ class OperationRecorder:
     def _fills(self, rules: Rules, refs: tuple[Any, ...], writes: set[int]) -> None:
         """What was not set may only be set as a whole now."""
         for number in self._blank & (self._reads | writes):
-            target = refs[0] if rules.name in _FILL and refs else None
+            target = refs[0] if rules.fills and refs else None
             whole = (
                 type(target) is Ref
                 and target.storage == number
                 and target.offset == 0
-                and target.size.numel() == _elements(self.steps[self.made_at[number]])
+                and target.size.numel() == _elements(self._steps[self._made_at[number]])
             )
             if not whole:
                 raise Foreign("memory is read that no operation has set")
@@ -345,54 +438,50 @@ class OperationRecorder:
         version = tensor._version
         if number is None:
             number = self._count(tensor, -1)
-            base: Any = tensor if type(tensor) is torch.nn.Parameter else tensor._base
-            leaf = tensor.is_leaf and tensor.requires_grad
-            root = tensor if leaf else base if type(base) is torch.nn.Parameter else None
-            self.given[number] = Given(tensor, version, root)
+            self._given[number] = Given(tensor, version, root_of(tensor))
         elif self._versions[number] != version:
             raise Foreign("a tensor was written to by what is no operation")
         self._reads.add(number)
         return Ref(number, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _count(self, tensor: torch.Tensor, step: int) -> int:
-        storage, number = tensor.untyped_storage(), len(self.made_at)
+        storage, number = tensor.untyped_storage(), len(self._made_at)
         self._references.append(StorageReference(storage))
         self._numbers[storage._cdata] = number
         self._versions.append(tensor._version)
-        self.made_at.append(step)
+        self._made_at.append(step)
         return number
 
     # Recomputing some of the storages
 
     def program(
-        self, begin: int, end: int, wanted: Iterable[int], there: Callable[[int], bool]
-    ) -> tuple[tuple[Step, ...], tuple[int, ...]]:
-        """The steps from `begin` to `end` that make these storages, and the storages that have to
-        be given to them: those from before, and those that are `there` in any case. `Foreign` if
-        the steps would not make the same bits."""
-        if self.ended and self.ended_at < end:
-            raise Foreign(self.ended)
-        written = {number for step in self.steps[begin:end] for number in step.writes}
+        self, begin: int, wanted: Iterable[int], there: Set[int]
+    ) -> tuple[Rerun, Sequence[int]]:
+        if self._ended:  # operations of the call may be missing
+            raise Foreign(self._ended)
+        since = self._steps[begin:]
+        written = {number for step in since for number in step.writes}
+        wanted = frozenset(wanted)
         needed, given = set(wanted), set()
         if not self._blank.isdisjoint(needed):
             raise Foreign("memory is read that no operation has set")
         chosen = []
-        for step in reversed(self.steps[begin:end]):
+        for step in reversed(since):
             made = {number for _, number in step.makes}
             if needed.isdisjoint(made) and needed.isdisjoint(step.writes):
                 continue
             if step.refused:
-                raise Foreign(f"{step.operation} may give something else the next time")
+                raise Foreign(f"{step.name} may give something else the next time")
             chosen.append(step)
             for number in step.reads:
-                before = self.made_at[number] < begin
-                if before or (number not in written and there(number)):
+                before = self._made_at[number] < begin
+                if before or (number not in written and number in there):
                     given.add(number)
                 else:
                     needed.add(number)
         if not written.isdisjoint(given):
             raise Foreign("the call has written to what it reads")
-        return tuple(reversed(chosen)), tuple(sorted(given))
+        return _Steps(tuple(reversed(chosen)), wanted), tuple(sorted(given))
 
 
 def _elements(step: Step) -> int:
@@ -403,24 +492,77 @@ def _elements(step: Step) -> int:
     return int(torch.Size(sizes[0]).numel()) if sizes else -1
 
 
-def carried_out(
-    steps: tuple[Step, ...], bases: dict[int, torch.Tensor], wanted: Iterable[int]
-) -> dict[int, torch.Tensor]:
-    """The wanted storages, each as the tensor that a step has made. Storages that no later step
-    reads are freed on the way."""
-    kept = frozenset(wanted)
-    last: dict[int, int] = {}
-    for index, step in enumerate(steps):
-        last.update(dict.fromkeys(step.reads, index))
-    for index, step in enumerate(steps):
-        step.again(bases)
-        for number in step.reads:
-            if last[number] == index and number not in kept:
-                del bases[number]
-        for _, number in step.makes:
-            if number not in last and number not in kept:
-                del bases[number]
-    return {number: bases[number] for number in kept}
+class _Steps:
+    """A `Rerun`."""
+
+    def __init__(self, steps: tuple[Step, ...], wanted: frozenset[int]) -> None:
+        self._steps = steps
+        self._wanted = wanted
+
+    def operations(self) -> Sequence[str]:
+        return [step.name for step in self._steps]
+
+    def run(self, bases: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        last: dict[int, int] = {}
+        for index, step in enumerate(self._steps):
+            last.update(dict.fromkeys(step.reads, index))
+        for index, step in enumerate(self._steps):
+            step.again(bases)
+            for number in step.reads:
+                if last[number] == index and number not in self._wanted:
+                    del bases[number]
+            for _, number in step.makes:
+                if number not in last and number not in self._wanted:
+                    del bases[number]
+        return {number: bases[number] for number in self._wanted}
+
+
+class CompiledRecorder(CallRecorder):
+    """The same without Python for each operation: `recorder.cpp`."""
+
+    def __init__(self, compiled: Any) -> None:
+        super().__init__()
+        self._compiled = compiled
+        self._native = compiled.Recorder()
+        compiled.record(self._native)
+
+    def stop(self) -> None:
+        self._compiled.record(None)
+
+    @property
+    def position(self) -> int:
+        return int(self._native.position())
+
+    def number_of(self, key: int) -> int | None:
+        number: int = self._native.number_of(key)
+        return None if number < 0 else number
+
+    def meet(self, tensor: torch.Tensor) -> int | None:
+        number: int = self._native.meet(tensor)
+        return None if number < 0 else number
+
+    def made_at(self, number: int) -> int:
+        return int(self._native.made_at(number))
+
+    def given(self, number: int) -> Given | None:
+        found = self._native.given(number)
+        if found is None:
+            return None
+        tensor, version = found
+        if type(tensor) not in _KINDS:
+            raise Foreign(f"an operation reads a {type(tensor).__name__}")
+        return Given(tensor, version, root_of(tensor))
+
+    def end(self, why: str) -> None:
+        self._native.end(why)
+
+    def program(
+        self, begin: int, wanted: Iterable[int], there: Set[int]
+    ) -> tuple[Rerun, Sequence[int]]:
+        rerun, given, why = self._native.program(begin, list(wanted), set(there))
+        if rerun is None:
+            raise Foreign(why)
+        return rerun, given
 
 
 # --- recording operations -------------------------------------------------------------------------
@@ -429,9 +571,9 @@ def carried_out(
 class Recording:
     """Passes the operations of this thread to a recorder. One at a time."""
 
-    def __init__(self, guard: Callable[..., bool]) -> None:
+    def __init__(self, recorder: CallRecorder, guard: Callable[..., bool]) -> None:
         """`guard` calls a function of ours, and says whether it came to its end."""
-        self.recorder = OperationRecorder()
+        self.recorder = recorder
         self._guard = guard
 
     def hears(self, tensor: torch.Tensor, held: torch.Tensor) -> None:
@@ -445,7 +587,8 @@ class Recording:
             self.recorder.end("kilter stepped aside")
 
     def met(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        """Carry out an operation, and note it."""
+        """Carry out an operation, and have a recorder in Python note it."""
+        assert isinstance(self.recorder, OperationRecorder)
         drawn: list[Any] = []
         guard = self._guard
         if not guard(_before, operation, args, kwargs, drawn):
@@ -462,13 +605,15 @@ present: Recording | None = None
 """What records now."""
 
 
-def begin(guard: Callable[..., bool]) -> OperationRecorder:
-    """Record from here on, if nothing records already."""
+def begin(guard: Callable[..., bool], compiled: Any = None) -> CallRecorder:
+    """Record from here on, if nothing records already; by the `compiled` library if there is
+    one."""
     global present
     if present is None:
-        key = _key()
-        present = Recording(guard)
-        torch_internals.include_dispatch_key(key, True)
+        _listen(compiled)
+        recorder = OperationRecorder() if compiled is None else CompiledRecorder(compiled)
+        present = Recording(recorder, guard)
+        torch_internals.include_dispatch_key(_key(), True)
     return present.recorder
 
 
@@ -476,7 +621,9 @@ def stop() -> None:
     """Record nothing from here on. (What the key meets after an interruption in here is carried out
     as it is.)"""
     global present
-    present = None
+    before, present = present, None
+    if before is not None and isinstance(before.recorder, CompiledRecorder):
+        before.recorder.stop()
     torch_internals.include_dispatch_key(_key(), False)
 
 
@@ -499,29 +646,42 @@ def _before(operation: Any, args: Any, kwargs: Any, drawn: list[Any]) -> None:
 
 @cache
 def _key() -> Any:
-    """The dispatch key, with the one kernel that is registered for it. Nothing comes to the key but
-    from threads that include it."""
-    key = torch_internals.dispatch_key_named("Fake")
+    """The dispatch key. Nothing comes to it but from threads that include it."""
+    return torch_internals.dispatch_key_named("Fake")
+
+
+def _met(operation: Any, *args: Any, **kwargs: Any) -> Any:
     include: Any = torch_internals.include_dispatch_key
-
-    def met(operation: Any, *args: Any, **kwargs: Any) -> Any:
-        recording = present
-        if recording is None:  # an interrupted end
-            include(key, False)
-            return operation(*args, **kwargs)
-        try:
-            include(key, False)
-            return recording.met(operation, args, kwargs)
-        finally:
-            include(key, present is not None)
-
-    _library.append(torch.library.Library("_", "IMPL"))
-    _library[0].fallback(met, "Fake")
-    return key
+    recording = present
+    if recording is None:  # an interrupted end
+        include(_key(), False)
+        return operation(*args, **kwargs)
+    try:
+        include(_key(), False)
+        return recording.met(operation, args, kwargs)
+    finally:
+        include(_key(), present is not None)
 
 
-_library: list[torch.library.Library] = []
-"""As long as it lives the kernel is registered."""
+_listening: list[Any] = []
+"""What has the one kernel that is registered for the key: the compiled library, or None and one of
+torch's, which is registered as long as it lives."""
+
+
+def _listen(compiled: Any) -> None:
+    """Have operations come to the compiled kernel, or to the one in Python."""
+    if _listening and _listening[0] is compiled:
+        return
+    if _listening and _listening[0] is not None:
+        _listening[0].listen(False)
+    _listening.clear()  # frees the library of the kernel in Python
+    if compiled is not None:
+        compiled.listen(True)
+        _listening.append(compiled)
+    else:
+        ours = torch.library.Library("_", "IMPL")
+        ours.fallback(_met, "Fake")
+        _listening.extend((None, ours))
 
 
 def unrecorded(function: Callable[..., Any], *args: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kilter.memory.engine import recording
+from kilter.memory.engine import compiled_recorder, recording
 from kilter.memory.engine.backend import owned
 from kilter.memory.engine.operation_graph import HeldSource, Source
 from kilter.memory.engine.pass_record import COPIED_SHARE
@@ -40,9 +40,9 @@ COPIED_BYTES = 2**20
 class _Running(NamedTuple):
     """What a call needs only until it returns."""
 
-    recorder: recording.OperationRecorder
+    recorder: recording.CallRecorder
     begin: int
-    """The recorder's first step in the call."""
+    """How many operations were recorded before."""
     arguments: dict[int, recording.Given]
     """By address, the tensors that the module was called with."""
 
@@ -55,13 +55,13 @@ class ModuleCall:
         calls: ModuleCalls,
         module: torch.nn.Module,
         arguments: Any,
-        recorder: recording.OperationRecorder,
+        recorder: recording.CallRecorder,
         first: int,
     ) -> None:
         self._calls = calls
         self._running: _Running | None = _Running(
             recorder,
-            len(recorder.steps),
+            recorder.position,
             {
                 tensor.untyped_storage()._cdata: recording.Given(tensor, tensor._version, None)
                 for tensor in tensors_in(arguments)
@@ -82,7 +82,7 @@ class ModuleCall:
         """What it reads in place, since autograd saved it as well."""
         self._sources: dict[int, Source] = {}
         """By storage, all that it reads."""
-        self.steps: tuple[recording.Step, ...] = ()
+        self._rerun: recording.Rerun | None = None
         self.members: dict[int, weakref.ref[Saved]] = {}
         """By storage, the tensors that are made together."""
         self._made: dict[int, torch.Tensor] = {}
@@ -97,7 +97,7 @@ class ModuleCall:
         assert self._running is not None
         recorder, begin, _ = self._running
         number = recorder.storage_of(saved)
-        return number if number is not None and recorder.made_at[number] >= begin else None
+        return number if number is not None and recorder.made_at(number) >= begin else None
 
     def ended(
         self,
@@ -113,13 +113,9 @@ class ModuleCall:
         recorder = running.recorder
         found = {recorder.storage_of(saved): saved for saved in data}
         casts = {number for number, saved in found.items() if saved.cast}
-        kept = {n for n, (step, _) in recorder.kept.items() if step >= running.begin}
-
-        def there(number: int) -> bool:
-            return number not in members and (number in casts or number in kept)
-
-        end = len(recorder.steps)
-        self.steps, given = recorder.program(running.begin, end, members, there)
+        kept = {n for n, (before, _) in recorder.kept.items() if before >= running.begin}
+        there = {n for n in (*casts, *kept) if n is not None and n not in members}
+        self._rerun, given = recorder.program(running.begin, members, there)
         left_bytes = COPIED_SHARE * sum(saved.size_bytes for saved in members.values())
         for number in given:
             saved = found.get(number)
@@ -134,12 +130,12 @@ class ModuleCall:
 
     def _read(
         self,
-        recorder: recording.OperationRecorder,
+        recorder: recording.CallRecorder,
         number: int,
         saved: Saved,
         copied: frozenset[int],
     ) -> None:
-        given = recorder.given.get(number)
+        given = recorder.given(number)
         if not saved.unchanged or (given is not None and given.version != saved.version):
             raise Foreign("the call reads what was written to after it was saved")
         if saved.number in copied:
@@ -153,7 +149,7 @@ class ModuleCall:
         """Hold what the engine has not saved. Gives the bytes that are copied for that, at most
         `left_bytes` but for parameters."""
         recorder = running.recorder
-        given = recorder.given.get(number)
+        given = recorder.given(number)
         if given is None and kept:  # small, and autograd's own
             tensor = recorder.kept[number][1]
             self.parameters.append(HeldSource(tensor, tensor._version))
@@ -196,9 +192,9 @@ class ModuleCall:
         return 0
 
     @property
-    def operations(self) -> tuple[Any, ...]:
-        """What has to run, in order."""
-        return tuple(step.operation for step in self.steps)
+    def operations(self) -> tuple[str, ...]:
+        """Names of what has to run, in order."""
+        return () if self._rerun is None else tuple(self._rerun.operations())
 
     # Under a plan
 
@@ -238,7 +234,8 @@ class ModuleCall:
     def run(self) -> dict[int, torch.Tensor]:
         """All that the call makes, by storage. `Modified` if what it reads was written to."""
         bases = {number: source() for number, source in self._sources.items()}
-        return recording.carried_out(self.steps, bases, self.members)
+        assert self._rerun is not None
+        return self._rerun.run(bases)
 
 
 _NOBODY: Any = type("Nobody", (), {})()
@@ -319,6 +316,8 @@ class ModuleCalls:
         self._begin = begin
         self._end = end
         self._thread = 0
+        self._compiled: Any = None
+        """The compiled recorder, once there is one."""
         self._plain: Any = None
         self._ours: Any = None
         """In the place of `Module.__call__`; None: nothing is."""
@@ -371,6 +370,8 @@ class ModuleCalls:
 
     def _stand(self) -> None:
         self.watching = True
+        if self._compiled is None:
+            self._compiled = compiled_recorder.library()
         if self._ours is not None:  # still there, or under a function of the program's
             return
         plain = self._plain = torch.nn.Module.__call__
@@ -430,7 +431,7 @@ class ModuleCalls:
         found = self._begin(module)
         if found is None:
             return
-        recorder = recording.begin(self._guard)
+        recorder = recording.begin(self._guard, self._compiled)
         call = ModuleCall(self, module, arguments, recorder, found[0])
         call.expected = found[1]
         opened.append(call)

@@ -1,0 +1,95 @@
+"""The compiled recorder, `recorder.cpp`: built once for each version of PyTorch and of Python.
+
+Where it cannot be built (no C++ compiler, say) `recording.py` does the same in Python.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kilter.core.files import state_home
+from kilter.core.reasons import Reason
+
+BUILD = "KILTER_BUILD"
+"""Environment variable: `off` builds nothing, and what is built is not used."""
+LONGEST_BUILD_S = 300
+_NAME = "kilter_recorder"
+_SOURCE = Path(__file__).with_name("recorder.cpp")
+_BUILDING = """
+import sys
+from torch.utils import cpp_extension
+name, source, directory = sys.argv[1:]
+cpp_extension.load(
+    name=name, sources=[source], build_directory=directory,
+    extra_cflags=["-O2", "-std=c++17"], is_python_module=False,
+)
+"""
+
+
+def library() -> Any:
+    """The compiled library, or None."""
+    path = _path()
+    return _loaded(path) if path.exists() and os.environ.get(BUILD) != "off" else None
+
+
+def build() -> Reason | None:
+    """Build it if that was not done; takes about a minute. The reason if it cannot be built."""
+    path = _path()
+    if path.exists() or os.environ.get(BUILD) == "off":
+        return None
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        return _not_built("no C++ compiler was found (c++ or g++ on the PATH)")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+            command = [sys.executable, "-c", _BUILDING, _NAME, str(_SOURCE), directory]
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=LONGEST_BUILD_S, check=False
+            )
+            made = Path(directory, f"{_NAME}.so")
+            if done.returncode != 0 or not made.exists():
+                lines = [line for line in done.stderr.splitlines() if line.strip()]
+                return _not_built(lines[-1] if lines else f"exit code {done.returncode}")
+            made.replace(path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return _not_built(str(error))
+    return None
+
+
+def _not_built(why: str) -> Reason:
+    text = (
+        f"calls of modules are recorded in Python, which takes the host longer: {why}."
+        f" {BUILD}=off does not try to build."
+    )
+    return Reason(code="recorder_not_built", subject="recorder.cpp", text=text)
+
+
+@cache
+def _path() -> Path:
+    """Where it is built for this PyTorch, this Python and this source."""
+    key = hashlib.sha256(_SOURCE.read_bytes())
+    for part in (torch.__version__, sys.implementation.cache_tag, platform.machine()):
+        key.update(str(part).encode())
+    return state_home(os.environ) / "built" / f"{_NAME}-{key.hexdigest()[:16]}.so"
+
+
+@cache
+def _loaded(path: Path) -> Any:
+    found = importlib.util.spec_from_file_location(_NAME, path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module

@@ -1,6 +1,9 @@
 """Each test of the memory engine begins as in a process that has compiled nothing."""
 
+import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,3 +14,35 @@ def _nothing_compiled_before() -> None:
     compiler = sys.modules.get("torch._dynamo.utils")
     if compiler is not None:
         compiler.counters.clear()
+
+
+@pytest.fixture(scope="session")
+def recorder_is_built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled recorder is in this state directory; built once for all workers."""
+    from kilter.memory.engine import compiled_recorder
+
+    root = tmp_path_factory.getbasetemp()
+    state = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "recorder"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(state))
+        patch.setenv(compiled_recorder.BUILD, "on")
+        compiled_recorder.built_path.cache_clear()
+        reason = compiled_recorder.build() if compiled_recorder.to_build() else None
+    compiled_recorder.built_path.cache_clear()
+    if reason is not None:
+        pytest.skip(reason.text)
+    return state
+
+
+@pytest.fixture(params=["in_python", "compiled"])
+def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The operations of calls are recorded by both recorders in turn."""
+    from kilter.memory.engine import compiled_recorder
+
+    if request.param == "compiled":
+        state = request.getfixturevalue("recorder_is_built")
+        monkeypatch.setenv("XDG_STATE_HOME", str(state))
+        monkeypatch.setenv(compiled_recorder.BUILD, "on")
+    compiled_recorder.built_path.cache_clear()
+    yield
+    compiled_recorder.built_path.cache_clear()

@@ -22,6 +22,8 @@ from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Link
 from kilter.memory.plan.segments import levels
 
+pytestmark = pytest.mark.usefixtures("recorder")
+
 LINK = Link(to_host_bytes_per_s=2e7, to_device_bytes_per_s=2e7, both_bytes_per_s=4e7)
 """So slow that what can be recomputed had better be."""
 MIN_BYTES = 2048

@@ -62,6 +62,8 @@ class GovernedJob:
         from kilter.memory.engine import Swapper
 
         self._run = run
+        self._calls = recompute != "operations"
+        """Calls of modules may be recomputed."""
         self._backend = backend
         self._link = link
         self._times = times
@@ -106,7 +108,18 @@ class GovernedJob:
 
     def begin(self) -> None:
         """In the thread whose tensors are governed."""
+        if self._calls:
+            self._build_recorder()
         self._swapper.__enter__()
+
+    def _build_recorder(self) -> None:
+        from kilter.memory.engine import compiled_recorder
+
+        if compiled_recorder.to_build():
+            self._log.tell(messages.BUILDING_RECORDER)
+            reason = compiled_recorder.build()
+            if reason is not None:
+                self._log.notice(reason)
 
     def move_state_and_weights(
         self, open_backend: Callable[[], Backend], gradients: str, weights: str

@@ -25,6 +25,11 @@ CHANGING_SHAPES = Reason(
 )
 
 
+BUILDING_RECORDER = (
+    "the recorder for calls of modules is built, once for this version of PyTorch: about a minute"
+)
+
+
 def tangents_stay(size_bytes: int) -> Reason:
     """Saved tensors of a pass had tangents of this size."""
     return Reason(

@@ -5,6 +5,7 @@ Where it cannot be built (no C++ compiler, say) `recording.py` does the same in 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -40,20 +41,27 @@ cpp_extension.load(
 
 def library() -> Any:
     """The compiled library, or None."""
-    path = _path()
+    path = built_path()
     return _loaded(path) if path.exists() and os.environ.get(BUILD) != "off" else None
 
 
+def to_build() -> bool:
+    """It is wanted, and was not built."""
+    return os.environ.get(BUILD) != "off" and not built_path().exists()
+
+
 def build() -> Reason | None:
-    """Build it if that was not done; takes about a minute. The reason if it cannot be built."""
-    path = _path()
-    if path.exists() or os.environ.get(BUILD) == "off":
-        return None
+    """Build it; takes about a minute. The reason if it cannot be built."""
+    path = built_path()
     if shutil.which("c++") is None and shutil.which("g++") is None:
         return _not_built("no C++ compiler was found (c++ or g++ on the PATH)")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        lock = path.with_suffix(".lock").open("w")
+        with lock, tempfile.TemporaryDirectory(dir=path.parent) as directory:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other ranks wait for the one that builds
+            if path.exists():
+                return None
             command = [sys.executable, "-c", _BUILDING, _NAME, str(_SOURCE), directory]
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=LONGEST_BUILD_S, check=False
@@ -77,7 +85,7 @@ def _not_built(why: str) -> Reason:
 
 
 @cache
-def _path() -> Path:
+def built_path() -> Path:
     """Where it is built for this PyTorch, this Python and this source."""
     key = hashlib.sha256(_SOURCE.read_bytes())
     for part in (torch.__version__, sys.implementation.cache_tag, platform.machine()):

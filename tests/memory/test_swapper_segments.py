@@ -416,6 +416,22 @@ def hidden(scale: Callable[[], float]) -> nn.Module:
     return Language(lambda: Hidden(scale))
 
 
+@torch.library.custom_op("kilter_tests::cap", mutates_args=("x",))
+def cap(x: Tensor, most: float) -> None:
+    x.clamp_(max=most)
+
+
+class Capped(Block):
+    """An operation that is not the framework's writes to what the call has made; in most passes it
+    changes nothing, the trial's among them."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        found = super().forward(x, scale).mul(1.0)
+        with torch.no_grad():
+            cap(found, 1e9 if world["step"] <= STEPS - 2 else 0.1)
+        return found.sin()
+
+
 class Branching(Block):
     """Goes one way or the other by the values of its argument."""
 
@@ -460,6 +476,7 @@ PROGRAMS: dict[str, tuple[Make, str | None]] = {
     "hooks": (hooked, "Block"),
     **{name: (partial(hidden, scale), "Hidden") for name, scale in SCALES.items()},
     "branch": (lambda: Language(Branching), "Branching"),
+    "another's operation": (lambda: Language(Capped), None),
     "drawn by NumPy": (lambda: Language(Noisy), None),
     "cached": (Caching, "Cached"),
 }

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from kilter.memory.engine import compiled_recorder, recording
+from kilter.memory.engine.aliases import StorageReference
 from kilter.memory.engine.backend import owned
 from kilter.memory.engine.operation_graph import HeldSource, Source
 from kilter.memory.engine.pass_record import COPIED_SHARE
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 COPIED_BYTES = 2**20
 """Tensors of the program up to this size are copied, once a pass, if together they are at most
 `COPIED_SHARE` of what the segment makes."""
+HELD_SHARE = 1 / 4
+"""What the program still holds when a segment is evicted is copied, once a pass, up to this share
+of what the segment makes. The plan counts it in full for each segment that reads it."""
 
 
 class _Running(NamedTuple):
@@ -83,6 +87,7 @@ class ModuleCall:
         self._sources: dict[int, Source] = {}
         """By storage, all that it reads."""
         self._rerun: recording.Rerun | None = None
+        self._made_bytes = 0
         self.members: dict[int, weakref.ref[Saved]] = {}
         """By storage, the tensors that are made together."""
         self._made: dict[int, torch.Tensor] = {}
@@ -116,7 +121,8 @@ class ModuleCall:
         kept = {n for n, (before, _) in recorder.kept.items() if before >= running.begin}
         there = {n for n in (*casts, *kept) if n is not None and n not in members}
         self._rerun, given = recorder.program(running.begin, members, there)
-        left_bytes = COPIED_SHARE * sum(saved.size_bytes for saved in members.values())
+        self._made_bytes = sum(saved.size_bytes for saved in members.values())
+        left_bytes = COPIED_SHARE * self._made_bytes
         for number in given:
             saved = found.get(number)
             if saved is None:
@@ -201,11 +207,23 @@ class ModuleCall:
     def ready(self) -> bool:
         """Run from now on, the call makes what it saved."""
         store = self._calls.store
-        return (
-            all((one.saved.cast or one.saved.closed) and one.saved.unchanged for one in self.inputs)
-            and all(not one.changed and store.alone(one.tensor) for one in self.held)
-            and not any(one.changed or store.was_touched(one.tensor) for one in self.parameters)
-        )
+        if not all(
+            (one.saved.cast or one.saved.closed) and one.saved.unchanged for one in self.inputs
+        ) or any(one.changed or store.was_touched(one.tensor) for one in self.parameters):
+            return False
+        self.held = [one for one in self.held if not self._replaced(one)]
+        return all(not one.changed and store.alone(one.tensor) for one in self.held)
+
+    def _replaced(self, held: HeldSource) -> bool:
+        """The program holds the tensor still, and a copy is read in its place from now on."""
+        tensor, store = held.tensor, self._calls.store
+        if held.changed or store.alone(tensor) or store.was_touched(tensor):
+            return False
+        if tensor.untyped_storage().nbytes() > HELD_SHARE * self._made_bytes:
+            return False
+        copy = self._calls.copy_of(tensor)
+        self._sources = {n: copy if one is held else one for n, one in self._sources.items()}
+        return True
 
     def __call__(self) -> Saved | None:
         """One of its saved tensors, evicted if there is such a one."""
@@ -321,7 +339,7 @@ class ModuleCalls:
         self._plain: Any = None
         self._ours: Any = None
         """In the place of `Module.__call__`; None: nothing is."""
-        self._copies: dict[tuple[Any, ...], tuple[HeldSource, torch.Tensor]] = {}
+        self._copies: dict[tuple[Any, ...], tuple[HeldSource, object]] = {}
 
         self._holders: weakref.WeakValueDictionary[tuple[Any, ...], HeldSource] = (
             weakref.WeakValueDictionary()
@@ -399,8 +417,8 @@ class ModuleCalls:
         key = (tensor.untyped_storage()._cdata, tensor._version, _layout(tensor))
         found = self._copies.get(key)
         if found is None:
-            # The tensor as well: with it the address stays that of its storage.
-            found = self._copies[key] = _copied(tensor), tensor
+            # With a weak reference the address stays that of its storage.
+            found = self._copies[key] = _copied(tensor), StorageReference(tensor.untyped_storage())
         return found[0]
 
     def copy_of_saved(self, saved: Saved) -> HeldSource:

@@ -1,8 +1,10 @@
 """The observation window on real training: what it sees, and that it changes nothing."""
 
 import gc
+import json
 import os
 import stat
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -211,6 +213,20 @@ def test_a_patient_window_writes_nothing_before_the_program_is_over():
     assert flops(window.trace(), "head", Kind.FORWARD) == 2 * 4 * 8 * 10
     assert window.state == "done"
     assert not window._file.exists()
+
+
+@pytest.mark.parametrize("window", ["patient", "at-once"])
+def test_an_exception_of_the_program_at_any_line_leaves_no_profiler_behind(window):
+    """To stop a profiler that is off, or to start one that was not prepared, crashes."""
+    program = Path(__file__).with_name("interrupted_window.py")
+    done = subprocess.run(
+        [sys.executable, str(program), window], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    lines = {str(line).partition(":")[0] for line, _ in found}
+    assert {"Window._prepare", "Window._open", "Window._shut", "profile.__exit__"} <= lines
+    assert [(line, wrong) for line, wrong in found if wrong] == []
 
 
 def test_nobody_else_may_enter_where_the_profiler_writes(tmp_path, monkeypatch):

@@ -38,6 +38,7 @@ from kilter.observe.kineto import ITERATION_END, MODULE, read_kineto
 WindowSeen = TypeVar("WindowSeen")
 
 _OVER = ("held", "saving", "saved", "done", "failed")
+_STEPS = ("preparing", "opening", "shutting")
 _THE_PROGRAM_S = "the program uses torch.profiler itself"
 _ANOTHER_THREAD = (
     "an iteration ended in another thread than the one that imported torch, which is the only one "
@@ -49,6 +50,8 @@ _IN_BACKWARD = (
 )
 _WAIT_S = 10.0
 """How long another thread that prepares a profiler waits for ours to be switched off."""
+_INTERRUPTED = "an exception of the program came while the profiler was switched"
+_NOT_SAVED = "what the profiler had seen was not written to its file"
 _TOO_SHORT = "the program ended before its iterations could be observed"
 
 
@@ -72,9 +75,12 @@ class Window:
     `run` calls a function behind the fence, also after an error of ours: a profiler that is on has
     to be switched off all the same.
 
-    `state` goes from `waiting` through `ready`, `open`, `held` (patient) and `saving` to `saved`,
-    and when `trace` has read the file to `done`; or to `failed`, with `why_not`. `costs_s` says
-    what each step took.
+    `state` goes from `waiting` through `preparing`, `ready`, `opening`, `open`, `shutting`, `held`
+    (patient) and `saving` to `saved`, and when `trace` has read the file to `done`; or to `failed`,
+    with `why_not`. `costs_s` says what each step took.
+
+    An exception of the program, which a signal handler raises, may interrupt any step. Then the
+    next iteration end takes the profiler out, and there is no trace.
     """
 
     def __init__(
@@ -145,6 +151,10 @@ class Window:
             self._worker.join(timeout_s)
         if self.state == "held":
             self._save()
+        nobody_saves = self._worker is None or not self._worker.is_alive()
+        if nobody_saves and self.state == "saving":
+            self.state, self.why_not = "failed", _NOT_SAVED
+            self._unguard()
         if self.state not in _OVER:
             late = self._outside.waiting and self._marks.index > self._after
             self._abandon(_IN_BACKWARD if late else _TOO_SHORT)
@@ -189,12 +199,12 @@ class Window:
     @property
     def busy(self) -> bool:
         """The profiler is prepared or on: only the program's thread can take it out."""
-        return self.state in ("ready", "open")
+        return self.state in ("ready", "open", *_STEPS)
 
     def _iteration_ended(self, index: int) -> None:
         """In the thread that imported torch, outside backward."""
-        if self.why_not is not None:
-            self._abandon(self.why_not)
+        if self.why_not is not None or self.state in _STEPS:
+            self._abandon(self.why_not or _INTERRUPTED)
         elif self.state == "waiting" and index >= self._after - 1:
             self.start()
             self._prepare()
@@ -222,6 +232,8 @@ class Window:
         at this place, at the next place where it can."""
         with self._lock:
             if self.state in _OVER:
+                if self.over:
+                    self._unguard()
                 return
             self.why_not = self.why_not or why
             if not self.busy:
@@ -232,13 +244,31 @@ class Window:
         self._outside.cancel()
         if self.busy:
             self._annotations.remove()
-            with _quiet_kineto():
-                if self.state == "ready":
-                    self._profile._start_trace()
-                self._profile.__exit__(None, None, None)
-            self._profile = None
+            self._take_out()
             self.state = "failed"
+            self._profile = None
         self._unguard()
+
+    def _take_out(self) -> None:
+        """Switch the profiler off, wherever an exception has interrupted us, also in here. To start
+        one that was not prepared, or to stop one that is not on, crashes. Torch itself says whether
+        it is on. Nothing says whether an interrupted preparation was over: on a GPU, where CUPTI
+        waits from then on, it is done again, of which torch warns."""
+        if self._profile is None:
+            return
+        assert self._guard is not None
+        with _quiet_kineto():
+            if self.state == "preparing" and self._profile.use_device is not None:
+                with self._guard.ours():
+                    self._profile._prepare_trace()
+                self.state = "ready"
+            if self.state in ("ready", "opening") and not torch_internals.profiler_enabled():
+                self.state = "opening"
+                self._profile._start_trace()
+            self.state = "shutting"
+            if torch_internals.profiler_enabled():
+                self._profile.__exit__(None, None, None)
+        vars(sys.modules["torch.autograd.profiler"])["_is_profiler_enabled"] = False
 
     def _unguard(self) -> None:
         if self._guard is not None:
@@ -267,7 +297,7 @@ class Window:
         with self._lock:
             if self.state != "waiting":
                 return
-            self.state = "ready"
+            self.state = "preparing"
         cuda = torch.cuda.is_initialized()
         self._iterations = self._iterations or (1 if cuda else 2)
         # Without use_kineto there would be no kernels in the trace, and no word about it.
@@ -277,8 +307,10 @@ class Window:
         assert self._guard is not None
         with self._guard.ours(), self._timed("prepare"):
             self._profile._prepare_trace()
+        self.state = "ready"
 
     def _open(self, index: int) -> None:
+        self.state = "opening"
         with self._timed("open"), _quiet_kineto():
             self._profile._start_trace()
             self._annotations.install(
@@ -294,27 +326,32 @@ class Window:
         self.ends_s[index] = time.monotonic()
 
     def _shut(self) -> None:
+        self.state = "shutting"
         with self._timed("shut"), _cupti_goes(), _quiet_kineto():
             self._annotations.remove()
             self._profile.__exit__(None, None, None)
         self._outside.cancel()
-        self.state = "held" if self._patient else "saving"
-        if not self._patient:
-            self._worker = threading.Thread(
+        if self._patient:
+            self.state = "held"
+        else:
+            self.state = "saving"
+            worker = threading.Thread(
                 target=self._fence(self._save), name="kilter-window", daemon=True
             )
-            self._worker.start()
+            worker.start()
+            self._worker = worker
 
     def _save(self) -> None:
+        self.state = "saving"
         # The profiler opens files by name and for everybody, beside this one, too: nobody else
         # may enter the directory.
         self._directory = tempfile.TemporaryDirectory(prefix="kilter-", ignore_cleanup_errors=True)
         path = Path(self._directory.name, "kineto.json")
         with self._timed("save"):
             self._profile.export_chrome_trace(str(path))
-        self._profile = None
         self._file = path
         self.state = "saved"
+        self._profile = None
         self._unguard()
 
     def _timed(self, step: str) -> _Timed:
@@ -430,8 +467,8 @@ class _Guard:
             if profile._prepare_trace is prepare:
                 profile._prepare_trace = original
 
-        profile._prepare_trace = prepare
         self._restore = restore
+        profile._prepare_trace = prepare
 
 
 class _Timed:
@@ -451,8 +488,8 @@ def _set_unless_chosen(variable: str, value: str) -> Iterator[None]:
     if variable in os.environ:
         yield
         return
-    os.environ[variable] = value
     try:
+        os.environ[variable] = value
         yield
     finally:
         os.environ.pop(variable, None)
@@ -467,8 +504,9 @@ def _quiet_kineto() -> Iterator[None]:
     if level is None:
         yield
         return
-    before, level.value = level.value, 99
+    before = level.value
     try:
+        level.value = 99
         yield
     finally:
         level.value = before
@@ -545,10 +583,9 @@ class _Annotations:
 
         self._thread = threading.get_ident()
         if modules:
-            self._handles = [
-                register_module_forward_pre_hook(self._fence(self._enter)),
-                register_module_forward_hook(self._fence(self._leave), always_call=True),
-            ]
+            enter, leave = self._fence(self._enter), self._fence(self._leave)
+            self._handles.append(register_module_forward_pre_hook(enter))
+            self._handles.append(register_module_forward_hook(leave, always_call=True))
             if inside is not None:
                 self._name(inside)
 

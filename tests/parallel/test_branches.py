@@ -26,6 +26,8 @@ from kilter.app.bench.branch_workloads import (
 )
 from kilter.core.errors import UsageError
 from kilter.parallel import parallel
+from kilter.parallel.calls import Parallel
+from kilter.parallel.loop import SerialLoop
 
 
 @pytest.fixture(autouse=True)
@@ -348,6 +350,19 @@ def test_calls_of_several_threads_while_it_is_closed_and_changed(mode):
         thread.join()
     fast.close()
     assert not wrong
+
+
+def test_a_close_by_another_thread_during_a_preparation_harms_no_call():
+    class Closed(Parallel):
+        """As if another thread closed it right after each write."""
+
+        _state = property(lambda self: None, lambda self, seen: None)
+
+    branches = linears(5, 5, 5)
+    fast, x = Closed(SerialLoop.of(branches), parallel(branches, mode="folded").options), torch.ones(2, 8)
+    for _ in range(3):
+        same(fast(x), serial(branches, x))
+    assert fast.plan().chosen == "folded"
 
 
 def test_threads_have_the_callers_modes():

@@ -16,6 +16,9 @@ from kilter.testing.warm_python import WarmPython
 PROGRAM = ["-m", "kilter.testing.gloo_program"]
 TORCHRUN = ["--standalone", "--nproc-per-node", "2"]
 TIMEOUT_S = 300
+ATTEMPTS = 4
+"""On a machine with other load a rank may wait so irregularly that no clock is worth its switches,
+which is then the right answer."""
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +96,10 @@ def test_a_script_that_is_too_short_is_searched_on_by_rank_0_and_the_result_kept
     run sees the same sections: it confirms what was kept, and holds it."""
     job = ["--late-s", "0.22", "--busy", "--iterations"]
     device = ["--device", "sim:h200", "--max-slowdown", "1%", "--rehearse", "120s"]
-    first, said = governed(warm, tmp_path, *device, job=[*job, "26"])
+    for _ in range(ATTEMPTS):
+        first, said = governed(warm, tmp_path, *device, job=[*job, "26"])
+        if "Nothing to gain: " not in said:
+            break
     assert "Would hold" in said, said
     assert "less energy" in said
     assert "One clock for the whole job was expected to save" in said

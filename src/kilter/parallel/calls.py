@@ -141,8 +141,9 @@ class Parallel:
                 self._leave_serial(key, self._fallback)
             return results
         with self._preparing, torch.inference_mode(False), torch.no_grad():
-            self._state = WatchedBranches(self.loop.branches)
-            state = WatchedBranches([]) if opaque else self._state
+            # Another thread may close this meanwhile, which takes `_state` away.
+            seen = self._state = WatchedBranches(self.loop.branches)
+            state = WatchedBranches([]) if opaque else seen
             if records:
                 state.watch_gradients()
             request = WayRequest(self.loop, self.options, arguments, state, gradients=records)
@@ -164,16 +165,19 @@ class Parallel:
         ready = [p for p in list(self._prepared.values()) if p.run is not None]
         for prepared in ready[: max(0, len(ready) - most)]:
             prepared.give_up()
-        while len(self._prepared) > 16 * most:
-            _, prepared = self._prepared.popitem(last=False)
-            prepared.give_up()
+        with suppress(KeyError):  # another thread forgets the rest
+            while len(self._prepared) > 16 * most:
+                _, prepared = self._prepared.popitem(last=False)
+                prepared.give_up()
 
     def _forget(self) -> None:
         with suppress(KeyError):  # another thread forgets the rest
             while self._prepared:
                 _, prepared = self._prepared.popitem()
                 prepared.give_up()
-        self._cache.pool = None  # without graphs it takes no more captures
+        if self._preparing.acquire(blocking=False):  # else another thread captures into it now
+            self._cache.pool = None  # without graphs it takes no more captures
+            self._preparing.release()
 
     # --- inspection -------------------------------------------------------------------------------
 

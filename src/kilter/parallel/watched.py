@@ -151,7 +151,7 @@ class _Search:
         attributes = vars(owner)
         self.sized.append(attributes)
         module = isinstance(owner, nn.Module)
-        for name, item in attributes.items():
+        for name, item in list(attributes.items()):  # other threads may add some meanwhile
             if module and (name in MODULE_DICTIONARIES or name in OTHER_HOOKS):
                 continue
             if module and name in CALL_HOOKS and not item:

@@ -121,3 +121,33 @@ def test_bench_says_where_each_strategy_becomes_useless(tmp_path, capsys):
         "kilter",
     }
     assert "if switching were free" in page.read_text()
+
+
+def test_the_runs_of_a_real_job_are_told_with_where_their_figures_come_from(capsys):
+    assert main(["bench", "operations", "--run", "--iterations", "30", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["label"]) == ("kilter.bench.operations/1", "simulated")
+    assert "iteration_s" in found["measured"]
+    assert not {"saving", "planned_saving"} & set(found["measured"])
+    planned, confirmed = found["runs"]
+    assert (planned["mode"], confirmed["mode"]) == ("dry run", "set")
+    for row in (planned, confirmed):
+        assert row["device"] == "h200"
+        assert row["same_results"]
+        assert row["restored"]
+        assert row["stretches"] > 0
+        assert row["planned_saving"] > row["whole_job_saving"]
+        assert row["planned_slowdown"] <= row["max_slowdown"]
+    assert planned["commands"] > 0
+    assert planned["saving"] is planned["slowdown"] is None
+    assert confirmed["pairs"] > 0
+    assert confirmed["saving"] > confirmed["whole_job_saving"]
+    assert confirmed["slowdown"] <= confirmed["max_slowdown"]
+
+
+def test_a_run_needs_enough_iterations_and_writes_no_page(tmp_path, capsys):
+    assert main(["bench", "operations", "--run", "--iterations", "3"]) == 2
+    assert "at least 30" in capsys.readouterr().err
+    page = str(tmp_path / "page.html")
+    assert main(["bench", "operations", "--run", "--html", page]) == 2
+    assert "leave out --html" in capsys.readouterr().err

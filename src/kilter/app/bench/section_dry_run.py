@@ -7,15 +7,13 @@ decide when the commands leave.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kilter.app.bench.real_job import run_job
 from kilter.app.cli.output import print_json
 from kilter.app.report import build
 from kilter.clocks.plan.timing import RealEdge, differences, edge_errors
@@ -26,8 +24,6 @@ from kilter.core.units import show_count, show_time
 LABEL = "measured on CPU"
 LATE_S = 0.25
 FEWEST_RECORDED = 60
-SECONDS_PER_ITERATION = 5.0
-"""A job that takes longer does not run."""
 
 
 def dry_run(device: str, iterations: int, *, as_json: bool) -> int:
@@ -45,24 +41,13 @@ def dry_run(device: str, iterations: int, *, as_json: bool) -> int:
 
 def _measure(device: str, iterations: int, directory: Path) -> dict[str, Any]:
     out, seen = directory / "run", directory / "edges.json"
-    command = [sys.executable, "-m", "kilter", "run", "--sections", "--dry-run"]
+    command = ["-m", "kilter", "run", "--sections", "--dry-run"]
     command += ["--device", f"sim:{device}", "--out", str(out)]
     command += ["--standalone", "--nproc-per-node", "2", "-m", "kilter.testing.gloo_program"]
     command += ["--iterations", str(iterations), "--late-s", str(LATE_S), "--edges", str(seen)]
-    threads = {"OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env=threads | dict(os.environ),
-            timeout=60.0 + SECONDS_PER_ITERATION * iterations,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise KilterError(f"the job does not end within {error.timeout:g} s") from error
-    if done.returncode != 0 or not seen.exists():
-        last = done.stderr.strip().rpartition("\n")[2]
-        raise KilterError(f"the job failed (exit code {done.returncode}): {last}")
+    run_job(command, iterations)
+    if not seen.exists():
+        raise KilterError("the job has not written its edges")
     log = CommandLog(out / "commands-rank0.jsonl", keep=None)
     log.read()
     # The job has one section in an iteration, whatever its key.

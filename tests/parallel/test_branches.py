@@ -358,8 +358,8 @@ def test_a_close_by_another_thread_during_a_preparation_harms_no_call():
 
         _state = property(lambda self: None, lambda self, seen: None)
 
-    branches = linears(5, 5, 5)
-    fast, x = Closed(SerialLoop.of(branches), parallel(branches, mode="folded").options), torch.ones(2, 8)
+    branches, x = linears(5, 5, 5), torch.ones(2, 8)
+    fast = Closed(SerialLoop.of(branches), parallel(branches, mode="folded").options)
     for _ in range(3):
         same(fast(x), serial(branches, x))
     assert fast.plan().chosen == "folded"

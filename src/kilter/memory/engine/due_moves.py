@@ -40,6 +40,7 @@ class DueMoves:
     def carry_out(self, planned: Ready, due: Due) -> None:
         """Issue what is due at one event."""
         store = self._store
+        store.moment += 1
         for number in due.offload:
             saved = self.followed(number)
             if saved is not None:
@@ -63,6 +64,7 @@ class DueMoves:
     def catch_up(self) -> None:
         """Evict what is overdue and no longer held by the program."""
         store = self._store
+        store.moment += 1
         for number, host in list(self.overdue.items()):
             saved = self.followed(number)
             if saved is not None:

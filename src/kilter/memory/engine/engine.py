@@ -154,7 +154,13 @@ class Swapper(AbstractContextManager["Swapper"]):
 
     def _segment_pass(self) -> SegmentPass:
         return SegmentPass(
-            self._store, self._backend, self._moves, self._guard, self._next_event, self._depart
+            self._store,
+            self._backend,
+            self._moves,
+            self._reader.copies,
+            self._guard,
+            self._next_event,
+            self._depart,
         )
 
     # Begin and end

@@ -171,7 +171,8 @@ class Reader:
         """The number of the output that the builder that begins is to make."""
         self.made: torch.Tensor | None = None
         """That output itself, where it is the tensor that is read."""
-        self._copies = SmallCopies()
+        self.copies = SmallCopies()
+        """Of the small parameters that recipes read, valid for one pass."""
         self._leaves: dict[int, tuple[Known, torch.Tensor, int]] = {}
         """By identity, parameters that operations read without saving them, their counters of
         versions, and their versions at the beginning of the pass."""
@@ -184,7 +185,7 @@ class Reader:
 
     def begin(self) -> None:
         """A pass begins."""
-        self._copies.begin()
+        self.copies.begin()
         self._leaves = {
             key: (known, counter, counter._version)
             for key, (known, counter, _) in self._leaves.items()
@@ -249,7 +250,7 @@ class Reader:
         may have written to it since without a trace."""
         if held.take is not None or not self._memory.alone(held.tensor):
             return None
-        return self._copies.of(held.tensor, held.version)
+        return self.copies.of(held.tensor, held.version)
 
     # For builders
 

@@ -21,6 +21,7 @@ from kilter.memory.engine.watch import TRIAL_PAUSE_S, WATCH_REPEATS, Watch
 if TYPE_CHECKING:
     from kilter.memory.engine.backend import Backend
     from kilter.memory.engine.due_moves import DueMoves
+    from kilter.memory.engine.small_copies import SmallCopies
 
 LARGEST_SHARE = 1 / 4
 """Of all saved bytes, what one segment may save at most: all of it is recomputed at one time."""
@@ -34,6 +35,7 @@ class SegmentPass:
         store: Store,
         backend: Backend,
         moves: DueMoves,
+        copies: SmallCopies,
         guard: Callable[..., bool],
         next_event: Callable[[], int | None],
         depart: Callable[[], None],
@@ -46,7 +48,7 @@ class SegmentPass:
         self._depart = depart
         self._plan: Ready | None = None
         self._watch: Watch | None = None
-        self.calls = ModuleCalls(store, backend, guard, self._begins, self._ended)
+        self.calls = ModuleCalls(store, backend, copies, guard, self._begins, self._ended)
 
     def begin_pass(self, watch: Watch | None, plan: Ready | None) -> None:
         """A pass begins that is watched, or runs under a plan, or neither."""

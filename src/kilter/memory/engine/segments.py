@@ -32,6 +32,7 @@ from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     from kilter.memory.engine.backend import Backend
+    from kilter.memory.engine.small_copies import SmallCopies
 
 COPIED_BYTES = 2**20
 """Tensors of the program up to this size are copied, once a pass, if together they are at most
@@ -91,6 +92,8 @@ class ModuleCall:
         self.members: dict[int, weakref.ref[Saved]] = {}
         """By storage, the tensors that are made together."""
         self._made: dict[int, torch.Tensor] = {}
+        self._asked_at = -1
+        self._was_ready = False
         self.told = False
         """Parameters and tensors that the call reads have its tensors recomputed before they
         change."""
@@ -186,7 +189,7 @@ class ModuleCall:
         elif storage.nbytes() <= (
             COPIED_BYTES if root is not None else min(COPIED_BYTES, left_bytes)
         ):
-            held = self._calls.copy_of(tensor)
+            held = self._calls.copy_of(tensor, given.tensor)
             self._sources[number] = held
             return int(storage.nbytes())
         elif root is not None:
@@ -203,6 +206,13 @@ class ModuleCall:
         return () if self._rerun is None else tuple(self._rerun.operations())
 
     # Under a plan
+
+    def ready_at_moment(self) -> bool:
+        """The same as `ready`, found out once for all tensors that are evicted at one moment."""
+        moment = self._calls.store.moment
+        if self._asked_at != moment:
+            self._asked_at, self._was_ready = moment, self.ready()
+        return self._was_ready
 
     def ready(self) -> bool:
         """Run from now on, the call makes what it saved."""
@@ -300,7 +310,7 @@ class SegmentTensor:
 
     def ready(self) -> bool:
         """Carried out from now on, it makes what was saved."""
-        return self.call.ready()
+        return self.call.ready_at_moment()
 
     def make(self) -> torch.Tensor:
         """The tensor."""
@@ -322,12 +332,14 @@ class ModuleCalls:
         self,
         store: Store,
         backend: Backend,
+        copies: SmallCopies,
         guard: Callable[..., bool],
         begin: Callable[[torch.nn.Module], tuple[int, Any] | None],
         end: Callable[[ModuleCall, Any], None],
     ) -> None:
         self.store = store
         self.device = backend.device
+        self._small = copies
         self.watching = False
         """The present pass is tried, or runs under a plan with segments."""
         self._guard = guard
@@ -412,13 +424,18 @@ class ModuleCalls:
         self._ours = call
         setattr(torch.nn.Module, "__call__", call)  # noqa: B010
 
-    def copy_of(self, tensor: torch.Tensor) -> HeldSource:
-        """A copy of the whole storage, the same for all calls of a pass."""
+    def copy_of(self, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> HeldSource:
+        """A copy of the whole storage, the same for all calls of a pass. `tensor` may be an alias
+        of a `parameter`, whose copy from the beginning of the pass serves, where there is one."""
         key = (tensor.untyped_storage()._cdata, tensor._version, _layout(tensor))
         found = self._copies.get(key)
         if found is None:
+            copy = None
+            if parameter is not None and self.store.alone(tensor, aliases=1):
+                copy = self._small.of(parameter, tensor._version)
+            held = _copied(tensor) if copy is None else HeldSource(copy, copy._version)
             # With a weak reference the address stays that of its storage.
-            found = self._copies[key] = _copied(tensor), StorageReference(tensor.untyped_storage())
+            found = self._copies[key] = held, StorageReference(tensor.untyped_storage())
         return found[0]
 
     def copy_of_saved(self, saved: Saved) -> HeldSource:

@@ -2,8 +2,8 @@
 
 A recipe must not read what the program can write to, so it reads a copy. To copy each parameter for
 itself takes a call of the framework and a kernel of the device (165 of them in a forward of
-ViT-L/16). Which ones are wanted is known from the passes before: these are copied by one
-concatenation for each type.
+ViT-L/16). Which ones are wanted is known from the passes before: these are copied by one call for
+each type. Each copy has a storage of its own.
 """
 
 from __future__ import annotations
@@ -74,13 +74,11 @@ class SmallCopies:
 def _copies_of(parameters: list[Parameter]) -> dict[int, _Copy]:
     """By identity; all of one type and device."""
     versions = [parameter._version for parameter in parameters]
-    joined = torch.cat([parameter.view(-1) for parameter in parameters])
-    parts = joined.split([parameter.numel() for parameter in parameters])
+    copies = [torch.empty_like(parameter) for parameter in parameters]
+    torch_internals.foreach_copy(copies, parameters)
     return {
-        id(parameter): _Copy(
-            part.view(parameter.size()), version, parameter.untyped_storage()._cdata
-        )
-        for parameter, part, version in zip(parameters, parts, versions, strict=True)
+        id(parameter): _Copy(copy, version, parameter.untyped_storage()._cdata)
+        for parameter, copy, version in zip(parameters, copies, versions, strict=True)
     }
 
 

@@ -235,6 +235,8 @@ class Store:
         """By identity of a parameter or a saved storage, what is recomputed from it and evicted."""
         self._touched: dict[int, StorageReference] = {}
         """By storage, the tensors whose `.data` the program has read in this pass."""
+        self.moment = 0
+        """Counts the times at which moves are issued. The program runs in between."""
         self.alive = 0
         """How many saved storages autograd may still ask for."""
         self.evicted = 0
@@ -407,8 +409,9 @@ class Store:
         elif recipe is None or saved.touched or not self.alone(alias) or not recipe.ready():
             return
         else:
-            reference = recipe.reference(saved)
-            for source in recipe.read():
+            sources = recipe.read()
+            reference = recipe.reference(saved) if sources else None
+            for source in sources:
                 self._dependents.setdefault(id(source), []).append(reference)
             recipe.told()
         # Interrupted between two lines, it is resident, or evicted with a known source.
@@ -502,11 +505,11 @@ class Store:
             return make()  # as in every ordinary backward
         return uncast(device_type, lambda: ungraded(make))
 
-    def alone(self, tensor: torch.Tensor) -> bool:
-        """No other tensor holds this one's storage. The count is compared with that of a lone
-        tensor, since the framework's own wrapper counts too."""
+    def alone(self, tensor: torch.Tensor, *, aliases: int = 0) -> bool:
+        """No other tensor holds this one's storage, but for so many aliases. The count is compared
+        with that of a lone tensor, since the framework's own wrapper counts too."""
         users = torch_internals.storage_use_count(tensor.untyped_storage()._cdata)
-        return bool(users == self._one)
+        return bool(users == self._one + aliases)
 
     def hold(self, change_bytes: int) -> None:
         self.held_bytes += change_bytes

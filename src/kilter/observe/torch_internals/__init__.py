@@ -160,7 +160,7 @@ TABLE = {
     "batch_norm_inference": Internal(
         "torch.ops.aten._native_batch_norm_legit_no_training", NO_BRANCHES
     ),
-    "foreach_copy": Internal("torch._foreach_copy_", NO_BRANCHES),
+    "foreach_copy": Internal("torch._foreach_copy_", f"{NO_MEMORY}, and {NO_BRANCHES}"),
     # CUDA
     "cuda_device": Internal("torch._C._cuda_getDevice", NO_MEMORY, only_cuda=True),
     "cuda_raw_stream": Internal("torch._C._cuda_getCurrentRawStream", NO_MEMORY, only_cuda=True),

@@ -1,35 +1,44 @@
 """Communication sections of unchanged programs on two GPUs: what is found, what finding it costs,
 and how far the commands of a dry run are from the real edges.
 
-    KILTER_READ_ONLY=1 python benchmarks/sections_h200.py --out DIR
-        [--rows probe,ddp_nvlink,fsdp2_nvlink,tp_nvlink,ddp_sockets,fsdp2_sockets,tp_sockets]
+    KILTER_READ_ONLY=1 python benchmarks/sections_h200.py --out DIR --budget-s 330
+        [--rows tp_nvlink,fsdp2_nvlink,infer_nvlink,pp_nvlink,ddp_sockets]
 
-One JSON object per row in DIR/rows.jsonl, a short line each on stdout, and everything that helps to
-understand a failure in DIR/ROW/. Nothing is ever set on a device.
+One JSON object per row in DIR/rows.jsonl and a short line on stdout, as soon as a row is known; the
+edges of a row are read while the next one runs, and follow as a row of their own. Everything that
+helps to understand a failure is in DIR/ROW/. Nothing is ever set on a device.
 
 probe        the marker alone, in one process: is it written in the order of the stream, and when
-NAME is ddp, fsdp2, tp (tensor parallel), infer (the same, forward only) or pp (1F1B, two stages of
-unequal length).
+NAME is ddp, fsdp2, tp (tensor parallel), infer (the same, in inference mode) or pp (1F1B, two
+stages of unequal length).
 
-NAME_nvlink  the program plain, under `kilter run --sections --dry-run`, and plain again
-NAME_sockets the same over NCCL's sockets (about 5.2 GB/s); all but ddp have the edges run alone
+NAME_nvlink  `plain`, whose own profiler records five iterations in the end (DIR/ROW/plain), and
+             then `governed`
+NAME_sockets `governed` over NCCL's sockets (about 5.2 GB/s)
 
-Real edges come from a run of their own (`edges`) of the same program: after the first window of the
-profiler, from which the commands are planned, a second one of 50 iterations is recorded while the
-commands go on, and kept. Only these two things are changed in it. Its trace is read when all is
-over, and every edge in it is held against the command that was written down for that edge. So that
-FSDP2 and tensor parallel programs have commands at all, their edges run plans with a switch of
-0.5 ms and any number of calls; that of DDP plans with the GPU's own profile.
+`governed` is the same program under `kilter run --sections --dry-run`, with these changes:
 
+- Cost. Between two windows all that kilter does in the program's process (hooks, thread, sensors)
+  is left out in every second block of iterations, in pairs of random order, the same on all ranks.
+  What kilter costs is the ratio of the two blocks of a pair, so that drift of the host does not
+  count. The conductor, a process of its own, goes on in both. The window is counted apart.
+- Edges. After that, windows of 50 iterations are recorded while the commands go on, and kept. Every
+  edge in them is held against the command that was written down for it.
+- Switches take 0.5 ms, and any number of calls is allowed, so that every program has commands; DDP
+  over sockets has the GPU's own profile. A GPU without a profile has that of an H200.
+
+Losses, parameters and numbers of collectives are compared after the first iterations.
 Without GPUs the programs run on gloo, to test this script.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
+import contextlib
 import json
+import math
 import os
+import random
 import shutil
 import signal
 import statistics
@@ -39,23 +48,35 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-EDGES_WINDOW = 50
+import msgspec
+
 FAST_SWITCH_S = 0.5e-3
+TRACED = 5
+"""Iterations that the plain program records with a profiler of its own."""
+BLOCK = 6
+"""Iterations with kilter, or without; the first one is not counted."""
+PLAIN_S = 45.0
+END_S = 8.0
+SMALL_TIMES = 4.0
+"""As long, where the model is small: that machine is slow."""
+BESIDE_S = 30.0
+"""For the last edges to be read."""
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-CHILD_S = 170
-LAST_ITERATIONS = 60
-"""Of the plain run at the end."""
 
 PROGRAM = """
 import hashlib, json, os, sys, time, types
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 
 kind, steps, width, layers, batch, length, out = sys.argv[1], *map(int, sys.argv[2:7]), sys.argv[7]
+checked, traced = int(os.environ["CHECKED"]), int(os.environ["TRACED"])
 vocabulary = 32000 if torch.cuda.is_available() else 64
 rank, cuda = int(os.environ["RANK"]), torch.cuda.is_available()
+with open(f"{out}/rank{rank}.pid", "w") as file:
+    file.write(str(os.getpid()))
 head = 64 if cuda else 16
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
 if cuda:
@@ -149,11 +170,37 @@ def note():
         ends[-1].record()
 
 
+def told():
+    digest = hashlib.sha256()
+    for p in trained.parameters():
+        local = p.to_local() if hasattr(p, "to_local") else p
+        digest.update(local.detach().cpu().numpy().tobytes())
+    collectives = {}
+    for group, name in dist.distributed_c10d._world.pg_names.items():
+        try:
+            collectives[name] = group._get_sequence_number_for_group()
+        except RuntimeError as error:
+            collectives[name] = str(error)[:80]
+    return {
+        "losses": [each.item().hex() for each in losses],
+        "parameters": digest.hexdigest(), "collectives": collectives,
+    }
+
+
+def profiler():
+    found = torch.profiler.profile()
+    found.start()
+    return found
+
+
 note()
+profiled = None
 for step in range(steps):
+    if step == steps - traced:
+        profiled = profiler()
     x = torch.randint(vocabulary, (batch, length), device=device, generator=generator)
     if kind == "infer":
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16):
             loss = trained(x).float().mean()
     elif kind == "pp":
         optimizer.zero_grad()
@@ -174,49 +221,74 @@ for step in range(steps):
     losses.append(loss.detach())
     note()
     host.append(time.perf_counter())
-losses = [each.item().hex() for each in losses]
-digest = hashlib.sha256()
-for p in trained.parameters():
-    local = p.to_local() if hasattr(p, "to_local") else p
-    digest.update(local.detach().cpu().numpy().tobytes())
+    if profiled is not None:
+        profiled.step()
+    if step + 1 == checked:
+        at_check = told()
+if profiled is not None:
+    profiled.stop()
+    profiled.export_chrome_trace(f"{out}/trace-rank{rank}.json.gz")
+if cuda:
+    torch.cuda.synchronize()
 times = [a.elapsed_time(b) * 1e-3 for a, b in zip(ends, ends[1:])] if cuda else [
     b - a for a, b in zip(host, host[1:])]
-collectives = {}
-for group, name in dist.distributed_c10d._world.pg_names.items():
-    try:
-        collectives[name] = group._get_sequence_number_for_group()
-    except RuntimeError as error:
-        collectives[name] = str(error)[:80]
 with open(f"{out}/rank{rank}.json", "w") as file:
     json.dump({
-        "times_s": times, "host_s": [b - a for a, b in zip(host, host[1:])], "losses": losses,
-        "parameters": digest.hexdigest(), "collectives": collectives,
+        "times_s": times, "host_s": [b - a for a, b in zip(host, host[1:])], **at_check,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
     }, file)
 dist.barrier()
 dist.destroy_process_group()
 """
 
-EDGES_RUN = """
+GOVERNED = """
 import sys
-import edges_changes
+import governed_changes
 from kilter.app.cli.main import main
 sys.exit(main())
 """
 
-EDGES_CHANGES = '''
-"""A long second window whose trace is kept, and a card with fast switches."""
-import os, shutil
+GOVERNED_CHANGES = '''
+"""Blocks without kilter, long windows whose traces are kept, and a card with fast switches."""
+import os, shutil, sys
 import msgspec
-from kilter.clocks import section_card, section_windows
+from kilter.clocks import inside_controller, section_card, section_controller, section_windows
 from kilter.core.errors import FileError
 from kilter.core.rank_trace import IterationMarks
+from kilter.observe.iteration_clock import IterationClock
+from kilter.observe.sampler import Sampler
+from kilter.session.live import LiveRun
+from sections_h200 import Share, is_on
 
-keep, window = os.environ["EDGES_KEEP"], int(os.environ["EDGES_WINDOW"])
-switch_s = float(os.environ["EDGES_SWITCH_S"])
-section_windows.CHECK_ITERATIONS = 25
+keep, share = os.environ["EDGES_KEEP"], msgspec.json.decode(os.environ["SHARE"], type=Share)
+section_windows.CHECK_ITERATIONS = 5
 section_windows.WINDOW_SHARE = 1e9
+section_controller.WINDOW_FAILURES = 10**6
 reader_of, card_of, begun = section_windows._reader, section_card.card_of, [0]
+due, profile_of = section_windows.SectionWindows.due, inside_controller.profile_of
+
+
+def step():
+    return vars(sys.modules["__main__"]).get("step", -1)
+
+
+def left_out(owner, name, instead):
+    original = getattr(owner, name)
+    def changed(self, *args):
+        return original(self, *args) if is_on(step(), share) else instead(self)
+    setattr(owner, name, changed)
+
+
+for owner, name in (
+    (IterationClock, "_stepped"), (IterationClock, "_module_returned"), (LiveRun, "_tick")
+):
+    left_out(owner, name, lambda self: None)
+left_out(Sampler, "poll", lambda self: self.record.latest)
+
+
+def due_later(self, run):
+    early = begun[0] > 0 and step() < share.edges_from
+    return due(self, run) and not early and begun[0] <= share.windows
 
 
 def reader(seen, run, marked_s):
@@ -230,23 +302,24 @@ def reader(seen, run, marked_s):
         shutil.copyfile(path, name + ".json")
         with open(name + ".marks.json", "wb") as file:
             file.write(msgspec.json.encode(marks))
-        section_windows.GPU_WINDOW_ITERATIONS = section_windows.WINDOW_ITERATIONS = window
+        section_windows.GPU_WINDOW_ITERATIONS = section_windows.WINDOW_ITERATIONS = share.window
         if begun[0] == 1:
             return original(path)
-        section_windows.CHECK_ITERATIONS = 10**6
         raise FileError("kept, and read when all is over")
 
     return read
 
 
 def card(profile, **options):
-    if not switch_s:
+    if not share.switch_s:
         return card_of(profile, **options)
-    found = card_of(profile, **{**options, "switch_s": switch_s})
+    found = card_of(profile, **{**options, "switch_s": share.switch_s})
     return msgspec.structs.replace(found, calls_per_s=1e6)
 
 
 section_windows._reader, section_card.card_of = reader, card
+section_windows.SectionWindows.due = due_later
+inside_controller.profile_of = lambda card: profile_of(card) or "h200"
 '''
 
 PROBE = '''
@@ -359,10 +432,51 @@ print(json.dumps(found))
 '''
 
 
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What a row's iterations are for."""
+
+    checked: int = 60
+    """Iterations after which losses, parameters and numbers of collectives are compared."""
+    cost_from: int = 80
+    pairs: int = 0
+    """Of blocks with kilter and without."""
+    edges_from: int = 40
+    windows: int = 0
+    """Long ones, for edges."""
+    window: int = 50
+    switch_s: float = FAST_SWITCH_S
+    limit_s: float = 90.0
+
+    @property
+    def iterations(self) -> int:
+        return self.edges_from + self.windows * (self.window + 20) + 20
+
+
+def share_of(kind: str, network: str, *, small: bool) -> Share:
+    if small:
+        return Share(checked=20, cost_from=45, pairs=2, edges_from=70, windows=2, window=8)
+    if network == "sockets":
+        own = 0.0 if kind == "ddp" else FAST_SWITCH_S
+        return Share(checked=20, edges_from=30, windows=4, switch_s=own, limit_s=150.0)
+    if kind == "pp":
+        return Share(edges_from=80, windows=1)
+    begin, pairs = (200, 10) if kind == "infer" else (80, 16)
+    return Share(cost_from=begin, pairs=pairs, edges_from=begin + 2 * BLOCK * pairs, windows=1)
+
+
+def is_on(step: int, share: Share) -> bool:
+    """Whether kilter works in this iteration of the program."""
+    pair, place = divmod(step - share.cost_from, 2 * BLOCK)
+    if not 0 <= pair < share.pairs:
+        return True
+    return (place < BLOCK) == (random.Random(pair).random() < 0.5)
+
+
 def environment(sockets: bool, folder: Path) -> dict[str, str]:
     """Of every child; nothing may be set on a device."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("KILTER")}
-    paths = [str(Path(__file__).resolve().parents[1] / "src"), kept.get("PYTHONPATH", "")]
+    here = Path(__file__).resolve().parent
+    paths = [str(here.parent / "src"), str(here), kept.get("PYTHONPATH", "")]
     return {
         **kept,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -375,7 +489,9 @@ def environment(sockets: bool, folder: Path) -> dict[str, str]:
     }
 
 
-def child(command: list[str], environ: dict[str, str], folder: Path, name: str) -> dict[str, Any]:
+def child(
+    command: list[str], environ: dict[str, str], folder: Path, name: str, limit_s: float
+) -> dict[str, Any]:
     """Run, keep its output in the folder; a child that hangs is ended with all its processes."""
     begin = time.monotonic()
     out, err = folder / f"{name}.stdout", folder / f"{name}.stderr"
@@ -384,10 +500,17 @@ def child(command: list[str], environ: dict[str, str], folder: Path, name: str) 
             command, stdout=stdout, stderr=stderr, env=environ, cwd=folder, start_new_session=True
         )
         try:
-            rc: int | str = process.wait(CHILD_S)
+            rc: int | str = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            rc = f"killed after {CHILD_S} s"
-            os.killpg(process.pid, signal.SIGKILL)
+            rc = f"ended after {limit_s:.0f} s"
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            # torchrun's ranks have process groups of their own.
+            for rank in folder.glob(f"{name}/rank?.pid"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(rank.read_text()), signal.SIGKILL)
+            process.kill()
             process.wait()
     lines = err.read_text(errors="replace").splitlines()
     said = [line for line in lines if line.startswith("kilter")]
@@ -401,135 +524,120 @@ def child(command: list[str], environ: dict[str, str], folder: Path, name: str) 
 class Row:
     """One program on one network."""
 
-    def __init__(self, name: str, args: argparse.Namespace, folder: Path) -> None:
-        self.name = name
+    def __init__(self, name: str, args: argparse.Namespace, folder: Path, by_s: float) -> None:
         self.kind, self.network = name.split("_")
         self.folder = folder / name
         self.folder.mkdir(parents=True, exist_ok=True)
         self.program = self.folder / f"train_{self.kind}.py"
         self.program.write_text(PROGRAM)
         self.args = args
+        self.by_s = by_s
+        self.share = share_of(self.kind, self.network, small=args.small)
         self.found: dict[str, Any] = {"row": name}
 
     @property
     def sizes(self) -> list[str]:
-        """Width, layers, batch, length."""
+        """Width, layers, batch, length. Wide where the cost counts, so that the GPU is the slower
+        one and not the host, whose times vary."""
         if self.args.small:
             return ["64", "2", "2", "64"]
-        if self.kind == "ddp":
-            return ["1152", "12", "8", "1024"]
-        return ["1024", "12", "8", "1024"]
+        wide = {"tp": ["2048", "4", "16", "1024"], "fsdp2": ["2048", "4", "8", "1024"]}
+        return {"ddp": ["1152", "12", "8", "1024"], **wide}.get(
+            self.kind, ["1024", "12", "8", "1024"]
+        )
 
-    def start(self, how: str, iterations: int) -> dict[str, Any]:
-        """One run of the program: `plain`, `governed`, `edges` or `last`."""
-        folder = self.folder / how
+    def start(self, how: str) -> dict[str, Any]:
+        """One run of the program: `plain` or `governed`."""
+        folder, share = self.folder / how, self.share
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
+        governed = how == "governed"
+        iterations = share.iterations if governed else share.checked + TRACED + 1
         environ = environment(self.network == "sockets", self.folder)
+        environ |= {"CHECKED": str(share.checked), "TRACED": str(0 if governed else TRACED)}
         program = [str(self.program), self.kind, str(iterations), *self.sizes, str(folder)]
-        ranks = ["--standalone", "--nproc-per-node", "2"]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *ranks]
-        kilter = ["run", "--sections", "--dry-run", "--out", str(folder / "run")]
-        if self.args.device:
-            kilter += ["--device", self.args.device]
-        if how == "governed":
-            command = [sys.executable, "-m", "kilter", *kilter, *ranks, *program]
-        elif how == "edges":
-            wrapper = self.folder / "edges_run.py"
-            wrapper.write_text(EDGES_RUN)
-            wrapper.with_name("edges_changes.py").write_text(EDGES_CHANGES)
-            environ["EDGES_KEEP"], environ["EDGES_WINDOW"] = str(folder), str(EDGES_WINDOW)
-            own = self.kind == "ddp" and not self.args.small
-            environ["EDGES_SWITCH_S"] = "0" if own else str(FAST_SWITCH_S)
-            command = [*torchrun, str(wrapper), *kilter, *program]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2"]
+        left_s = self.by_s - time.monotonic()
+        own_s = (share.limit_s if governed else PLAIN_S) * (SMALL_TIMES if self.args.small else 1.0)
+        limit_s = max(1.0, min(own_s, left_s))
+        if governed:
+            wrapper = self.folder / "governed_run.py"
+            wrapper.write_text(GOVERNED)
+            wrapper.with_name("governed_changes.py").write_text(GOVERNED_CHANGES)
+            environ["EDGES_KEEP"] = str(folder)
+            environ["SHARE"] = msgspec.json.encode(share).decode()
+            kilter = ["run", "--sections", "--dry-run", "--out", str(folder / "run")]
+            if self.args.device:
+                kilter += ["--device", self.args.device]
+            command += [str(wrapper), *kilter, *program]
         else:
-            command = [*torchrun, *program]
-        found = child(command, environ, self.folder, how)
-        ranks_found = [json.loads(p.read_text()) for p in sorted(folder.glob("rank?.json"))]
-        found["ranks"] = ranks_found
+            command += program
+        found = child(command, environ, self.folder, how, limit_s)
+        found["ranks"] = [json.loads(p.read_text()) for p in sorted(folder.glob("rank?.json"))]
         return found
 
-    def compare(self) -> None:
-        """Plain, governed and plain again."""
-        n = self.args.iterations
-        runs = {"plain": self.start("plain", n), "governed": self.start("governed", n)}
-        runs["last"] = self.start("last", min(n, LAST_ITERATIONS))
-        for how, run in runs.items():
-            ranks = run.pop("ranks")
-            self.found[how] = run
-            run["iteration_s"] = [median(rank["times_s"][25:]) for rank in ranks]
-            run["host_iteration_s"] = [median(rank["host_s"][25:]) for rank in ranks]
-            run["collectives"] = [rank["collectives"] for rank in ranks]
-            run["_ranks"] = ranks
-        plain, governed, last = (runs[how].pop("_ranks") for how in ("plain", "governed", "last"))
-        self.found["same_losses"] = bool(plain) and [r["losses"] for r in plain] == [
-            r["losses"] for r in governed
-        ]
-        self.found["same_parameters"] = bool(plain) and [r["parameters"] for r in plain] == [
-            r["parameters"] for r in governed
-        ]
-        self.found["same_losses_of_both_plain_runs"] = bool(plain) and [
-            r["losses"][: len(s["losses"])] for r, s in zip(plain, last, strict=False)
-        ] == [r["losses"] for r in last]
-        self.found["same_collectives"] = bool(plain) and [r["collectives"] for r in plain] == [
-            r["collectives"] for r in governed
-        ]
-        self.found["peak_bytes"] = [
-            [r["peak_bytes"] for r in each] for each in (plain, governed, last)
-        ]
-        if plain and governed and last:
-            self.found["cost"] = cost(plain, governed, last)
-            for r, rank in enumerate(governed):
-                self.found.setdefault("governed_times_ms", []).append(
-                    [round(s * 1e3, 2) for s in rank["times_s"]]
-                )
-                self.found.setdefault("plain_times_ms", []).append(
-                    [round(s * 1e3, 2) for s in plain[r]["times_s"]]
-                )
+    def measure(self) -> None:
+        hows = ["governed"] if self.network == "sockets" else ["plain", "governed"]
+        ranks = {}
+        for how in hows:
+            run = self.found[how] = self.start(how)
+            ranks[how] = run.pop("ranks")
+            run["iteration_s"] = [median(rank["times_s"][25:]) for rank in ranks[how]]
+            run["host_iteration_s"] = [median(rank["host_s"][25:]) for rank in ranks[how]]
+            run["peak_bytes"] = [rank["peak_bytes"] for rank in ranks[how]]
+        governed = ranks["governed"]
+        if all(ranks.values()) and len(hows) == 2:
+            for name in ("losses", "parameters", "collectives"):
+                same = [r[name] for r in ranks["plain"]] == [r[name] for r in governed]
+                self.found[f"same_{name}"] = same
+            self.found["collectives"] = [r["collectives"] for r in governed]
+            self.found["window_s"] = [
+                beyond(g, self.share.cost_from) - beyond(p, self.share.checked)
+                for p, g in zip(ranks["plain"], governed, strict=True)
+            ]
+        if self.share.pairs:
+            self.found["cost"] = [cost(rank["times_s"], self.share) for rank in governed]
+        self.found["times_ms"] = [[round(s * 1e3, 3) for s in r["times_s"]] for r in governed]
         self.found["report"] = report_of(self.folder / "governed" / "run")
-
-    def edges(self) -> None:
-        """Commands of a dry run against the edges of a long window at the same time."""
-        n = self.args.edge_iterations or (150 if self.network == "sockets" else 320)
-        run = self.start("edges", n)
-        ranks = run.pop("ranks")
-        run["iteration_s"] = [median(rank["times_s"][25:]) for rank in ranks]
-        run["report"] = report_of(self.folder / "edges" / "run")
-        folder, gloo = self.folder / "edges", self.args.small
-        run["errors"] = [attempted(rank_errors, folder, r, gloo) for r in range(2)]
-        self.found["edges"] = run
 
 
 def median(values: list[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def cost(plain: list[Any], governed: list[Any], last: list[Any]) -> list[dict[str, Any]]:
-    """Of each rank. An iteration counts as disturbed if it takes half as long again as the median;
-    what it takes beyond the median is the cost of windows."""
-    found = []
-    for p, g, q in zip(plain, governed, last, strict=True):
-        skip = 25
-        usual = statistics.median(p["times_s"][skip:])
-        later = statistics.median(q["times_s"][skip:])
-        calm = statistics.median(g["times_s"][skip:])
-        beyond = sum(max(0.0, s - calm) for s in g["times_s"][8:] if s > 1.5 * calm)
-        beyond -= sum(max(0.0, s - usual) for s in p["times_s"][8:] if s > 1.5 * usual)
-        base = (usual + later) / 2
-        total_p, total_g = sum(p["times_s"][8:]), sum(g["times_s"][8:])
-        found.append(
-            {
-                "plain_s": usual,
-                "plain_last_s": later,
-                "governed_s": calm,
-                "steady_percent": (calm / base - 1) * 100,
-                "drift_of_plain_percent": (later / usual - 1) * 100,
-                "windows_s": beyond,
-                "whole_run_percent": (total_g / total_p - 1) * 100,
-                "half_percent_from_s": max(0.0, beyond) / 0.005,
-            }
-        )
-    return found
+def beyond(rank: dict[str, Any], last: int) -> float:
+    """What the iterations up to `last` take more than the usual time, where one takes half as long
+    again: that of the profiler's window."""
+    times = rank["times_s"]
+    usual = statistics.median(times[25:])
+    return sum(s - usual for s in times[8:last] if s > 1.5 * usual)
+
+
+def cost(times_s: list[float], share: Share) -> dict[str, Any]:
+    """Of kilter between two windows: in percent of the iteration, with an interval of 95 %."""
+    means, medians = [], []
+    for pair in range(share.pairs):
+        begin = share.cost_from + 2 * BLOCK * pair
+        halves = [times_s[b + 1 : b + BLOCK] for b in (begin, begin + BLOCK)]
+        if not is_on(begin, share):
+            halves.reverse()
+        on, off = halves
+        means.append(math.log(statistics.fmean(on) / statistics.fmean(off)) * 100)
+        medians.append(math.log(statistics.median(on) / statistics.median(off)) * 100)
+    return {
+        "pairs": share.pairs,
+        "by_means_percent": interval(means),
+        "by_medians_percent": interval(medians),
+    }
+
+
+def interval(values: list[float]) -> dict[str, float]:
+    from scipy.stats import t
+
+    half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.fmean(values)
+    return {"mean": mean, "from": mean - half, "to": mean + half}
 
 
 def report_of(run: Path) -> dict[str, Any]:
@@ -582,10 +690,14 @@ def spread(values: list[float]) -> dict[str, Any]:
     }
 
 
-def rank_errors(folder: Path, rank: int, gloo: bool) -> dict[str, Any]:
-    """Every command of one rank against the edge that it was for."""
-    import msgspec
+def edges_of(folder: Path, gloo: bool) -> list[dict[str, Any]]:
+    """Of both ranks. In a process of its own."""
+    os.nice(10)
+    return [attempted(rank_errors, folder, rank, gloo) for rank in range(2)]
 
+
+def rank_errors(folder: Path, rank: int, gloo: bool) -> dict[str, Any]:
+    """Every command of one rank in the long windows against the edge that it was for."""
     from kilter.clocks.plan.sections import places
     from kilter.clocks.plan.timing import Commanded, edges
     from kilter.core.rank_trace import IterationMarks
@@ -593,35 +705,32 @@ def rank_errors(folder: Path, rank: int, gloo: bool) -> dict[str, Any]:
     from kilter.observe.rank_traces import KernelTable, read_rank
 
     found: dict[str, Any] = {"files": sorted(p.name for p in folder.glob("*"))}
-    for number in (1, 2):
-        path = folder / f"window{number}-rank{rank}.json"
-        if path.exists():
-            found[f"window{number}_bytes"] = path.stat().st_size
-    path = folder / f"window2-rank{rank}.json"
-    marks = msgspec.json.decode(path.with_suffix(".marks.json").read_bytes(), type=IterationMarks)
-    if gloo:
-        trace = read_host_rank(path, marks.annotated_s, rank=rank)
-    else:
-        trace = read_rank(path, table=KernelTable(), otherwise=rank, marks=marks)
-    lengths = [w.end_s - w.begin_s for w in trace.iterations]
-    found["window_iterations"] = len(trace.iterations)
+    real, numbers, lengths = {}, set(), []
+    for path in sorted(folder.glob(f"window*-rank{rank}.json")):
+        if path.name.startswith("window1-"):
+            continue
+        marks = msgspec.json.decode(
+            path.with_suffix(".marks.json").read_bytes(), type=IterationMarks
+        )
+        if gloo:
+            trace = read_host_rank(path, marks.annotated_s, rank=rank)
+        else:
+            trace = read_rank(path, table=KernelTable(), otherwise=rank, marks=marks)
+        real |= {(e.iteration, e.edge, e.key): e for e in edges(places(trace))}
+        numbers |= {w.number for w in trace.iterations}
+        lengths += [w.end_s - w.begin_s for w in trace.iterations]
+    found["window_iterations"] = len(numbers)
     found["window_iteration_s"] = median(lengths)
-    ahead = [
-        trace.origin_s + w.begin_s - marks.marked_s[w.number]
-        for w in trace.iterations
-        if w.number in marks.marked_s
-    ]
-    found["gpu_behind_host_ms"] = spread(ahead)
-    real = {(e.iteration, e.edge, e.key): e for e in edges(places(trace))}
     found["real_edges"] = Counter(f"{edge} {key}" for _, edge, key in real).most_common(12)
     log = folder / "run" / f"commands-rank{rank}.jsonl"
-    commands = [msgspec.json.decode(line, type=Commanded) for line in log.read_bytes().splitlines()]
+    # There is none where no section of this rank has commands.
+    lines = log.read_bytes().rpartition(b"\n")[0].splitlines() if log.exists() else []
+    commands = [msgspec.json.decode(line, type=Commanded) for line in lines]
     pairs = [
         (c, real[c.iteration, c.edge, c.key])
         for c in commands
         if c.state != "left out" and (c.iteration, c.edge, c.key) in real
     ]
-    numbers = {w.number for w in trace.iterations}
     found["commands_in_window"] = sum(c.iteration in numbers for c in commands)
     found["left_out_in_window"] = Counter(
         c.why for c in commands if c.iteration in numbers and c.state == "left out"
@@ -639,10 +748,10 @@ def rank_errors(folder: Path, rank: int, gloo: bool) -> dict[str, Any]:
             and abs(c.marker_s - e.marker_s) < 0.5 * (median(lengths) or 0.0)
         ]
     )
-    found["worst"] = [
-        msgspec.to_builtins({"command": c, "real": e})
-        for c, e in sorted(pairs, key=lambda pair: -abs(pair[0].edge_s - pair[1].t_s))[:5]
-    ]
+    by_key: dict[str, list[float]] = {}
+    for c, e in pairs:
+        by_key.setdefault(f"{c.edge} {c.key}", []).append(c.edge_s - e.t_s)
+    found["by_key"] = {key: spread(off) for key, off in by_key.items()}
     return found
 
 
@@ -658,7 +767,8 @@ def probe(folder: Path) -> dict[str, Any]:
     here = folder / "probe"
     here.mkdir(parents=True, exist_ok=True)
     (here / "probe.py").write_text(PROBE)
-    found = child([sys.executable, str(here / "probe.py")], environment(False, here), here, "probe")
+    command = [sys.executable, str(here / "probe.py")]
+    found = child(command, environment(False, here), here, "probe", PLAIN_S)
     try:
         found["found"] = json.loads((here / "probe.stdout").read_text().splitlines()[-1])
     except (IndexError, ValueError) as error:
@@ -671,78 +781,91 @@ def probe(folder: Path) -> dict[str, Any]:
     return {"row": "probe", **found}
 
 
-def measure(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    if name == "probe":
-        return probe(folder)
-    row = Row(name, args, folder)
-    if row.network == "nvlink" or row.kind == "ddp":
-        row.found["compared"] = attempted(row.compare)
-    if row.network == "sockets":
-        row.found["edges_run"] = attempted(row.edges)
-    return row.found
-
-
-def keep_small(folder: Path) -> None:
-    """The first windows' traces are kept packed; the long ones are dropped when they were read."""
-    for path in folder.glob("*/edges/window*-rank*.json"):
-        if path.name.endswith(".marks.json"):
-            continue
-        if path.name.startswith("window1"):
-            with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb", 6) as packed:
-                shutil.copyfileobj(plain, packed)
-        path.unlink()
-
-
 def tell(row: dict[str, Any]) -> None:
-    """A short line."""
-    print(f"== {row['row']}", flush=True)
-    for how in ("plain", "governed", "last", "edges"):
+    """A few short lines."""
+    print(f"== {row['row']}, after {row['after_s']} s", flush=True)
+    for how in ("plain", "governed"):
         if how in row:
             run = row[how]
-            times = [round(s * 1e3, 2) for s in run["iteration_s"] if s is not None]
+            times = [round(s * 1e3, 2) for s in run.get("iteration_s", []) if s is not None]
             print(f"   {how}: exit {run['rc']}, {run['took_s']} s, {times} ms/iteration")
             for line in [*run["said"], *run.get("stderr", [])[:40]]:
                 print(f"      {line[:220]}")
-    for key in ("same_losses", "same_parameters", "same_collectives", "cost"):
+    for key in ("same_losses", "same_parameters", "same_collectives", "cost", "window_s"):
         if key in row:
             print(f"   {key}: {json.dumps(row[key])}")
-    for r, errors in enumerate(row.get("edges", {}).get("errors", [])):
-        shown = {k: errors.get(k) for k in ("error", "error_down", "error_up", "marker")}
-        print(f"   edges of rank {r}: {json.dumps(shown)}")
-    for key in ("found", "error", "compared", "edges_run"):
+    for rank, errors in enumerate(row.get("edges", [])):
+        names = ("window_iterations", "error", "error_down", "error_up", "marker")
+        shown = {name: errors[name] for name in names if name in errors}
+        print(f"   edges of rank {rank}: {json.dumps(shown or errors)[:2000]}")
+    for key in ("found", "error"):
         if row.get(key):
             print(f"   {key}: {json.dumps(row[key])[:6000]}")
+    sys.stdout.flush()
+
+
+class Book:
+    """Rows as they become known; the edges of earlier rows are read meanwhile."""
+
+    def __init__(self, out: Path, pool: ProcessPoolExecutor) -> None:
+        self._path, self._pool = out / "rows.jsonl", pool
+        self._begin_s = time.monotonic()
+        self._reading: dict[str, Future[list[dict[str, Any]]]] = {}
+
+    def add(self, row: dict[str, Any]) -> None:
+        row["after_s"] = round(time.monotonic() - self._begin_s, 1)
+        with self._path.open("a") as lines:
+            print(json.dumps(row), file=lines)
+        attempted(tell, row)
+
+    def read_edges(self, name: str, folder: Path, gloo: bool) -> None:
+        self._reading[name] = self._pool.submit(edges_of, folder, gloo)
+
+    def look(self, wait_s: float = 0.0) -> None:
+        by_s = time.monotonic() + wait_s
+        while any(time.monotonic() < by_s and not f.done() for f in self._reading.values()):
+            time.sleep(0.2)
+        for name in [name for name, future in self._reading.items() if future.done()]:
+            self.add({"row": f"{name}, edges", "edges": self._reading.pop(name).result()})
+
+
+def keep_small(folder: Path, out: Path) -> None:
+    """All but the windows of the profiler."""
+    for path in folder.glob("*/governed/window*-rank?.json"):
+        path.unlink()
+    ignored = shutil.ignore_patterns("kilter-*", "torchelastic*", "*.py", "tmp*", "__pycache__")
+    shutil.copytree(folder, out, dirs_exist_ok=True, ignore=ignored)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
-    everything = "probe,ddp_nvlink,fsdp2_nvlink,tp_nvlink,ddp_sockets,fsdp2_sockets,tp_sockets"
+    everything = "tp_nvlink,fsdp2_nvlink,infer_nvlink,pp_nvlink,ddp_sockets"
     parser.add_argument("--rows", default=everything)
-    parser.add_argument("--iterations", type=int, default=200)
-    parser.add_argument("--edge-iterations", type=int, default=0)
+    parser.add_argument("--budget-s", type=float, default=3600.0, help="for all rows together")
     parser.add_argument("--device", default="", help="instead of the GPU that is there")
     parser.add_argument("--small", action="store_true", help="a tiny model, to test this script")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
+    begin_s = time.monotonic()
+    pool = ProcessPoolExecutor(max_workers=4)
     with tempfile.TemporaryDirectory(prefix="sections-") as directory:
-        folder = Path(directory)
-        with open(args.out / "rows.jsonl", "a") as lines:
-            for name in args.rows.split(","):
-                row = attempted(measure, name, args, folder)
-                row.setdefault("row", name)
-                row["after_s"] = round(time.monotonic() - begin, 1)
-                print(json.dumps(row), file=lines, flush=True)
-                attempted(tell, row)
-        keep_small(folder)
-        shutil.copytree(
-            folder,
-            args.out,
-            dirs_exist_ok=True,
-            ignore=shutil.ignore_patterns("kilter-*", "torchelastic*", "*.py", "tmp*"),
-        )
-    print(f"{time.monotonic() - begin:.0f} s in all; everything is in {args.out}", flush=True)
+        folder, book = Path(directory), Book(args.out, pool)
+        for name in args.rows.split(","):
+            if name == "probe":
+                book.add(probe(folder))
+                continue
+            row = Row(name, args, folder, begin_s + args.budget_s)
+            if failed := attempted(row.measure):
+                row.found |= failed
+            book.add(row.found)
+            if row.share.windows:
+                book.read_edges(name, folder / name / "governed", args.small)
+            book.look()
+        book.look(BESIDE_S)
+        keep_small(folder, args.out)
+    print(f"{time.monotonic() - begin_s:.0f} s; everything is in {args.out}", flush=True)
+    pool.shutdown(wait=False, cancel_futures=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kilter.observe import torch_internals
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
@@ -141,5 +143,7 @@ class Buffers:
             dist.all_reduce(flat, group=group)
             self._flat, self._averaged = flat, iteration
         parts = self._flat.split([tensor.numel() for tensor in self._tensors])
-        for tensor, part in zip(self._tensors, parts, strict=True):
-            tensor.data.copy_(part.reshape(tensor.shape))
+        torch_internals.foreach_copy(
+            [tensor.data for tensor in self._tensors],
+            [part.view(tensor.shape) for tensor, part in zip(self._tensors, parts, strict=True)],
+        )

@@ -21,8 +21,11 @@ class RankState:
         modules: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         others: Sequence[Any],
+        *,
+        release: bool = False,
     ) -> None:
         self.modules, self.optimizers, self.others = list(modules), list(optimizers), list(others)
+        self._releases = release
         self._occasion: object = None
         self._received: tuple[Any, list[torch.Tensor]] | None = None
 
@@ -68,9 +71,12 @@ class RankState:
             other.load_state_dict(state)
 
     def release(self) -> None:
-        """Give back what an idle rank does not need: gradients and the state of the optimizers."""
+        """Give back what an idle rank does not need, if that was asked for: gradients and the state
+        of the optimizers."""
         import torch
 
+        if not self._releases:
+            return
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
             optimizer.state.clear()

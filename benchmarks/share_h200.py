@@ -5,15 +5,17 @@
 
 Nothing is set on a GPU; NVML is only read. In order:
 
-1. Each network alone, one rank for each GPU: step time without kilter; overhead of an elastic job
-   with a daemon, in blocks that alternate with plain ones; utilisation of the GPU of an idle rank;
-   step times at three ratios, from which the costs of the time model are fitted.
-2. All networks at once, started as users start them (`kilter share run`), and trained through one
-   placement after the other while daemons (`kilter share serve`) replace each other: the skewed
-   start, an even split, and each policy from the skewed start. Slow-down: time of a step, from the
-   samples that were done in a window, over that of the network alone. The time model's prediction
-   from the costs of part 1 stands beside what was measured.
-3. Loss curves against the plain run (`share_losses.py`), on the GPUs.
+`alone`: each network alone, one rank for each GPU: step time without kilter; overhead of an elastic
+   job with a daemon, in blocks that alternate with plain ones (median and its 95 % interval); the
+   GPU of an idle rank, watched by that rank, and the kernels that it launches; step times at three
+   ratios, from which the costs of the time model are fitted.
+`slices`: how networks share GPUs in time, without kilter (`share_slices.py`).
+`policies`: all networks at once, started as users start them (`kilter share run`), and trained
+   through one placement after the other while daemons (`kilter share serve`) replace each other:
+   the skewed start, an even split, and each policy from the skewed start. Slow-down: time of a
+   step, from the samples that were done in a window, over that of the network alone. The time
+   model's prediction from the costs of `alone` stands beside what was measured.
+`losses`: loss curves against the plain run (`share_losses.py`), on the GPUs.
 
 Parts that do not fit into `--budget` seconds any more are left out, and named.
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import statistics
@@ -57,13 +60,16 @@ SKEWED: dict[int, list[Ratios]] = {
     4: [(10, 0, 0, 0), (10, 0, 0, 0), (0, 5, 5, 0), (5, 5, 0, 0), (0, 0, 0, 10)],
 }
 STEPS_OF_PASS = 400
-PAIRS = 8
-BLOCK_S = 0.5
-"""Blocks of a network without and with kilter, and how long each is about."""
+PAIRS = 6
+MANY_PAIRS = {"alexnet": 45, "tiny128": 20}
+BLOCK_S = 0.35
+"""Blocks of a network without and with kilter, and how long each is about. The many are for the
+network with the shortest steps, to which an overhead of one percent has to be told."""
 LOSSES_S = 50.0
-"""Kept for part 3."""
+"""Kept for the loss curves."""
 IDLE_NETWORKS = ("resnet50", "tiny256")
 """On which the GPU of an idle rank is watched."""
+IDLE_S = 9.0
 KILTER = (sys.executable, "-m", "kilter", "share")
 Costs = dict[str, JobCost]
 
@@ -106,14 +112,17 @@ class Network:
         size = self.batch // dist.get_world_size()
         return DataLoader(data, size, sampler=sampler, drop_last=True)
 
-    def step(self, index: Any) -> None:
+    def step(self, index: Any, model: Any = None) -> float:
+        """The time in which the host launches the step, after its wait for the step before."""
         import torch
 
         rows = index.to(self.device) % self.batch
+        begun = time.perf_counter()
         self.optimizer.zero_grad()
-        output = self.model(self.pool[rows])
+        output = (model or self.model)(self.pool[rows])
         torch.nn.functional.cross_entropy(output, self.labels[rows]).backward()
         self.optimizer.step()
+        return time.perf_counter() - begun
 
     def timed(self, batches: Iterator[Any], steps: int) -> float:
         """Seconds of each step after the first of a pass; 0 on a rank without the last step."""
@@ -162,11 +171,11 @@ def train(args: argparse.Namespace) -> None:
                 marks.write(f"{time.monotonic()} {len(index)}\n")
 
 
-# Part 1: each network alone.
+# Each network alone.
 
 
 def examine(args: argparse.Namespace) -> None:
-    """One rank of part 1; rank 0 tells, and writes what it has found after each network."""
+    """One rank of all networks alone; rank 0 tells and writes after each network."""
     rank, _ = begin_rank(not args.tiny)
     found: dict[str, Any] = {}
     for name, batch in networks_of(args).items():
@@ -176,12 +185,45 @@ def examine(args: argparse.Namespace) -> None:
             Path(args.result).write_text(json.dumps(found))
             tell(
                 args,
-                f"{name} alone: {1e3 * row['step_s']:.2f} ms a step; overhead of kilter "
-                f"{100 * row['overhead']:+.2f} % ({' '.join(percent(row['overheads']))}); "
+                f"{name} alone: {1e3 * row['step_s']:.2f} ms a step; overhead of kilter, "
+                f"{len(row['overheads'])} pairs: {100 * row['overhead']:+.2f} % "
+                f"({' to '.join(percent(row['overhead_ci95']))}); "
                 f"busy on one GPU {shown(row['busy_on_one'])}",
             )
-            if row["idle_busy"] is not None:
-                tell(args, f"GPU of an idle rank of {name}: busy {shown(row['idle_busy'])}")
+            if row["idle"] is not None:
+                tell(args, f"idle rank of {name}: {row['idle']}")
+    if not args.tiny:
+        found = reductions(rank)
+        if rank == 0:
+            tell(args, f"gradients of AlexNet, ms: {found}")
+
+
+def reductions(rank: int) -> dict[str, list[float]]:
+    """Milliseconds of the reduction of 244 MB of gradients in buckets, in ways to weight them."""
+    import torch
+    import torch.distributed as dist
+
+    buckets = [torch.randn(6_100_000, device=f"cuda:{rank}") for _ in range(10)]
+    weighted = dist._make_nccl_premul_sum(0.5)
+    ways: dict[str, Any] = {
+        "sum": lambda b: dist.all_reduce(b, async_op=True),
+        "product, sum": lambda b: dist.all_reduce(b.mul_(0.5), async_op=True),
+        "average": lambda b: dist.all_reduce(b, dist.ReduceOp.AVG, async_op=True),
+        "premultiplied sum": lambda b: dist.all_reduce(b, weighted, async_op=True),
+    }
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(4):
+        for way, reduce in ways.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            for _ in range(20):
+                for work in [reduce(bucket) for bucket in buckets]:
+                    work.wait()
+            end.record()
+            torch.cuda.synchronize()
+            found[way].append(begin.elapsed_time(end) / 20)
+    return found
 
 
 class Alone:
@@ -223,11 +265,11 @@ class Alone:
         self.loader = self.elastic.loader(self.steps)
         self.pass_with_kilter()
 
-    def _same(self, value: Any) -> Any:
+    def _same(self, value: Any, root: int = 0) -> Any:
         import torch.distributed as dist
 
         box = [value]
-        dist.broadcast_object_list(box, 0)
+        dist.broadcast_object_list(box, root)
         return box[0]
 
     def pass_with_kilter(self, loader: Any = None, steps: int = 0) -> float:
@@ -238,7 +280,7 @@ class Alone:
     def row(self) -> dict[str, Any]:
         plain_s, elastic_s = [], []
         plain_loader = self.plain.loader(self.steps)
-        for pair in range(PAIRS):
+        for pair in range(MANY_PAIRS.get(self.name, PAIRS)):
             for kilter in (pair % 2 == 0, pair % 2 != 0):
                 if kilter:
                     elastic_s.append(self.pass_with_kilter())
@@ -249,16 +291,18 @@ class Alone:
         observations.append(self.observed((7, 3, *rest)))
         with Busy(self.args.gpus) as busy:
             observations.append(self.observed((10, 0, *rest)))
-            idle = self.idle_busy() if self.name in IDLE_NETWORKS else None
+        idle = self.idle(statistics.median(plain_s)) if self.name in IDLE_NETWORKS else None
         if self.rank == 0:
             self.link.leave()
         overheads = [b / a - 1 for a, b in zip(plain_s, elastic_s, strict=True)] if plain_s else []
         return {
             "step_s": statistics.median(plain_s),
             "overhead": statistics.median(overheads),
+            "overhead_ci95": median_interval(overheads),
             "overheads": overheads,
+            "plain_s": plain_s,
             "busy_on_one": busy.mean(0),
-            "idle_busy": idle,
+            "idle": idle,
             "observations": msgspec.to_builtins(observations),
             "cost": msgspec.to_builtins(self.cost(observations)),
         }
@@ -303,14 +347,29 @@ class Alone:
             (0.0,) * self.world,
         )
 
-    def idle_busy(self) -> list[float] | None:
-        """Utilisation of the last GPU in a pass of some seconds in which its rank is idle."""
-        steps = self._same(max(round(4 * self.steps / BLOCK_S / 2), 40))
-        loader = self.elastic.loader(steps)
+    def idle(self, step_s: float) -> dict[str, Any]:
+        """What the last rank, which is idle, sees of its own GPU while it waits for the others: the
+        utilisation, and the kernels that it launches itself in a pass and in one twice as long."""
+        import torch
+
+        steps = self._same(max(round(IDLE_S / step_s / 2), 40))
         with Busy(self.args.gpus) as busy:
-            self.pass_with_kilter(loader, steps)
-        # The pass begins and ends with all ranks, and NVML's readings are means of up to a second.
-        return busy.readings(self.world - 1, after_s=1.5, before_end_s=0.3)
+            self.pass_with_kilter(self.elastic.loader(steps), steps)
+        found: dict[str, Any] = {
+            "waited_s": busy.ended_s - busy.begun_s,
+            # NVML's readings are means of up to a second; all ranks meet at both ends of a pass.
+            "busy": busy.readings(self.world - 1, after_s=2.0, before_end_s=0.5),
+        }
+        kind = torch.profiler.ProfilerActivity
+        activities = [kind.CUDA if self.plain.cuda else kind.CPU]
+        for part in (8, 4) if self.rank == self.world - 1 else ():
+            with torch.profiler.profile(activities=activities) as profile:
+                self.pass_with_kilter(self.elastic.loader(steps // part), steps // part)
+            launched = [e for e in profile.events() if e.device_type.name != "CPU"]
+            found[f"kernels_in_{steps // part}_steps"] = len(launched)
+        for part in (8, 4) if self.rank != self.world - 1 else ():
+            self.pass_with_kilter(self.elastic.loader(steps // part), steps // part)
+        return self._same(found, self.world - 1)
 
 
 class Busy:
@@ -322,14 +381,14 @@ class Busy:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Busy:
-        self._begun_s = time.monotonic()
+        self.begun_s = time.monotonic()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         self._thread.join()
-        self._ended_s = time.monotonic()
+        self.ended_s = time.monotonic()
 
     def _watch(self) -> None:
         import pynvml
@@ -342,7 +401,7 @@ class Busy:
                 self.seen.append((time.monotonic(), rates))
 
     def readings(self, gpu: int, after_s: float, before_end_s: float) -> list[float] | None:
-        first, last = self._begun_s + after_s, self._ended_s - before_end_s
+        first, last = self.begun_s + after_s, self.ended_s - before_end_s
         return [rates[gpu] for at, rates in self.seen if first < at < last] or None
 
     def mean(self, gpu: int) -> float | None:
@@ -350,7 +409,7 @@ class Busy:
         return statistics.mean(read) if read else None
 
 
-# Part 2: all at once.
+# All at once.
 
 
 class Machine:
@@ -485,9 +544,14 @@ class Machine:
         marks.sort()
         if len(marks) < 4:
             raise SystemExit(f"{name} did {len(marks)} steps in {end - begin:.0f} s")
-        at, samples = np.array(marks).T
-        # A step's samples are done at its end: half before and half after the mark, on average.
-        return float(np.polyfit(at, np.cumsum(samples) - samples / 2, 1)[0])
+        return pace(*np.array(marks).T)
+
+
+def pace(at: Any, samples: Any) -> float:
+    """Samples a second, from the moments at which steps have ended and the samples of each."""
+    done = np.array(samples)
+    # A step's samples are done at its end: half before and half after the mark, on average.
+    return float(np.polyfit(at, np.cumsum(done) - done / 2, 1)[0])
 
 
 def compare(networks: dict[str, int], costs: Costs, row: dict[str, Any], ratios: dict[str, Ratios]):
@@ -507,7 +571,7 @@ def compare(networks: dict[str, int], costs: Costs, row: dict[str, Any], ratios:
 
 
 def share(args: argparse.Namespace, document: dict[str, Any], folder: Path) -> None:
-    """Part 2, told step by step."""
+    """All networks at once, told step by step."""
     networks, alone = networks_of(args), document["alone"]
     costs = {name: msgspec.convert(row["cost"], JobCost) for name, row in alone.items()}
     machine = Machine(args, {name: row["step_s"] for name, row in alone.items()}, folder)
@@ -517,7 +581,7 @@ def share(args: argparse.Namespace, document: dict[str, Any], folder: Path) -> N
         tell(args, "all jobs train")
         for policy in args.policies.split(","):
             need_s = args.window + 8 + (args.adapt if policy not in ("fixed", "even") else 0)
-            if left_s(args) < need_s + LOSSES_S:
+            if left_s(args) < need_s + LOSSES_S * ("losses" in args.parts):
                 tell(args, f"{policy}: left out, no time is left")
                 continue
             static = {"fixed": machine.skewed, "even": dict.fromkeys(networks, even(machine))}
@@ -595,6 +659,13 @@ def tell(args: argparse.Namespace, text: str) -> None:
     print(f"[{time.time() - args.begun:5.0f} s] {text}", flush=True)
 
 
+def median_interval(values: list[float]) -> list[float]:
+    """95 % interval of the median, from the order of the values."""
+    ordered, n = sorted(values), len(values)
+    low = max(math.floor((n - 1.96 * math.sqrt(n)) / 2), 0)
+    return [ordered[low], ordered[n - 1 - low]]
+
+
 def percent(values: Any) -> list[str]:
     return [f"{100 * value:+.1f}" for value in values]
 
@@ -624,7 +695,7 @@ def write(args: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def alone(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Part 1, in processes of its own beside a daemon that does nothing."""
+    """Each network alone, in processes of its own beside a daemon that does nothing."""
     machine = Machine(args, {}, folder)
     machine.serve("fixed")
     result = folder / "alone.json"
@@ -634,19 +705,33 @@ def alone(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     launch.append(f"--nproc-per-node={len(machine.gpus)}")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, machine.gpus))}
     environment.setdefault("OMP_NUM_THREADS", "4")
+    process = subprocess.Popen([sys.executable, *launch, __file__, *own], env=environment)
     try:
-        done = subprocess.run(
-            [sys.executable, *launch, __file__, *own], env=environment, timeout=left_s(args)
-        )
+        process.wait(args.alone_budget)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # it ends its ranks
+        process.wait(20.0)
     finally:
         machine.end()
+    if process.returncode:
+        tell(args, "the networks alone were not measured to the end")
+    return json.loads(result.read_text()) if result.exists() else {}
+
+
+def slices(args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
+    """How networks share GPUs in time, in processes of their own; None if that failed."""
+    script, result = Path(__file__).with_name("share_slices.py"), folder / "slices.json"
+    command = [sys.executable, str(script), "--gpus", args.gpus, "--out", str(result)]
+    command += ["--begun", str(args.begun), "--window", str(args.pair_window)]
+    command += ["--budget", str(time.time() - args.begun + args.slices_budget)]
+    done = subprocess.run([*command, *(["--tiny"] if args.tiny else [])])
     if done.returncode:
-        raise SystemExit("the networks alone failed")
-    return json.loads(result.read_text())
+        tell(args, "the sharing of GPUs in time was not measured to its end")
+    return json.loads(result.read_text()) if result.exists() else None
 
 
 def losses(args: argparse.Namespace, document: dict[str, Any]) -> None:
-    """Part 3."""
+    """Loss curves."""
     script = Path(__file__).with_name("share_losses.py")
     command = [sys.executable, str(script), "--ranks", str(len(indices(args.gpus))), "--json"]
     try:
@@ -674,7 +759,11 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--gpus", default="0-1", help="0-1 or 0-3")
     parser.add_argument("--tiny", action="store_true", help="small networks, on a CPU")
+    parser.add_argument("--parts", default="slices,policies,losses", help="besides alone")
     parser.add_argument("--policies", default="fixed,even,maxmin,thesis")
+    parser.add_argument("--alone-budget", type=float, default=180.0, help="seconds for alone")
+    parser.add_argument("--pair-window", type=float, default=2.5, help="seconds, in slices")
+    parser.add_argument("--slices-budget", type=float, default=120.0, help="seconds for slices")
     parser.add_argument("--window", type=float, default=20.0, help="seconds of each measurement")
     parser.add_argument("--adapt", type=float, default=30.0, help="seconds of a policy before that")
     parser.add_argument("--period", type=float, default=3.0, help="of the daemon, in seconds")
@@ -700,10 +789,16 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="kilter-share-"))
     label = "measured, CPU" if args.tiny else "measured"
     document = {"schema": "kilter.share-benchmark/2", "label": label, "gpus": args.gpus}
+    parts = args.parts.split(",")
     document["alone"] = alone(args, folder)
     write(args, document)
-    share(args, document, folder)
-    losses(args, document)
+    if "slices" in parts:
+        document["slices"] = slices(args, folder)
+        write(args, document)
+    if "policies" in parts and document["alone"].keys() == networks_of(args).keys():
+        share(args, document, folder)
+    if "losses" in parts:
+        losses(args, document)
     write(args, document)
     tell(args, f"wrote {args.out}; logs in {folder}")
     return 0

@@ -31,7 +31,7 @@ UNFENCED = frozenset(
     {
         # Only decide which step comes next; each step is behind the fence.
         "batches", "_one_stretch", "__iter__", "_next", "_end", "_convert", "_waits", "_watched",
-        "sure", "forward", "last",
+        "sure", "forward", "end_of_pass",
         # DDP's hook, which C++ calls in the middle of a backward pass: a product and a collective.
         "__call__", "finished",
         # The fence's own answer to an error, which it guards itself.

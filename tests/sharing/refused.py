@@ -64,7 +64,7 @@ if kind == "comm-hook":
 if kind == "an-error-of-ours":
     from kilter.sharing.elastic import job
 
-    def broken(*parts):
+    def broken(*_, **__):
         raise ValueError("no state")
 
     job.RankState = broken

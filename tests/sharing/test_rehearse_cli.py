@@ -99,6 +99,7 @@ def test_the_page(capsys, tmp_path):
         ([JOB, JOB], {}, "same name"),
         ([JOB | {"ratios": [5, 4]}], {}, "sum to 10"),
         ([JOB | {"ratios": [10]}], {}, "2 numbers"),
+        ([JOB | {"ratios": [10, 0], "may_idle": False}], {}, "needs may_idle"),
         ([JOB | {"cost": {"sample_s": 0}}], {}, "sample_s above 0"),
         ([JOB | {"global_batch": 0}], {}, "at least 1"),
         ([JOB | {"cost": {"sample_s": "x"}}], {}, "Expected `float`"),
@@ -118,6 +119,12 @@ def test_a_wrong_file_is_refused_with_one_line(capsys, tmp_path, jobs, more, com
     error = capsys.readouterr().err
     assert complaint in error
     assert error.count("\n") == 1
+
+
+def test_wrong_usage_names_the_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["share", "rehearse"])
+    assert "kilter share rehearse: error" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,8 @@ def _job_flaw(machine: Machine, job: JobSpec) -> str | None:
             f"job {job.name!r}: ratios have to be {machine.gpus} numbers of at least 0 that sum "
             f"to {TENTHS}"
         )
+    if given is not None and not job.may_idle and min(given) == 0:
+        return f"job {job.name!r}: a ratio of 0 needs may_idle true"
     return None
 
 

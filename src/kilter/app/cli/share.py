@@ -44,7 +44,9 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kilter share serve|run|top|rehearse ..."
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="ACTION", prog="kilter share"
+    )
     share_live.add_serve(actions)
     share_live.add_run(actions)
     share_live.add_top(actions)

@@ -160,7 +160,10 @@ TABLE = {
     "batch_norm_inference": Internal(
         "torch.ops.aten._native_batch_norm_legit_no_training", NO_BRANCHES
     ),
-    "foreach_copy": Internal("torch._foreach_copy_", f"{NO_MEMORY}, and {NO_BRANCHES}"),
+    "foreach_copy": Internal(
+        "torch._foreach_copy_",
+        f"{NO_MEMORY}, {NO_BRANCHES}, and models with BatchNorm are not shared",
+    ),
     # CUDA
     "cuda_device": Internal("torch._C._cuda_getDevice", NO_MEMORY, only_cuda=True),
     "cuda_raw_stream": Internal("torch._C._cuda_getCurrentRawStream", NO_MEMORY, only_cuda=True),
@@ -170,6 +173,9 @@ TABLE = {
     # Processes
     "process_groups": Internal(
         "torch.distributed.distributed_c10d._world", "communication sections are not looked for"
+    ),
+    "nccl_weighted_sum": Internal(
+        "torch.distributed._make_nccl_premul_sum", "gradients of shares are weighted beforehand"
     ),
     "default_store": Internal(
         "torch.distributed.distributed_c10d._get_default_store", "ranks are governed one by one"

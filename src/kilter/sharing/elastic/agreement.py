@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kilter.sharing.elastic.schedule import RatioSchedule
 from kilter.sharing.plan.snapshot import Ratios
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ def propose(
 class Listener:
     """The side of one rank. After an error in the middle, the same call again does it all."""
 
-    def __init__(self, store: Store, rank: int, apply: Callable[[Agreement], None]) -> None:
-        self._store, self._rank, self._apply = store, rank, apply
+    def __init__(self, store: Store, rank: int, schedule: RatioSchedule) -> None:
+        self._store, self._rank, self._schedule = store, rank, schedule
         self._number = 1
         self._limit: int | None = None
 
@@ -108,6 +109,6 @@ class Listener:
     def _take(self, raw: bytes) -> None:
         verdict = msgspec.json.decode(raw, type=Agreement)
         if verdict.at is not None:
-            self._apply(verdict)
+            self._schedule.change(verdict.at, verdict.ratios, verdict.pause_s)
         self._number += 1
         self._limit = None

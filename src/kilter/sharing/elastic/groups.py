@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
     import torch
@@ -46,10 +48,16 @@ class Reduction:
 
     Each rank's gradient belongs to the mean loss over its own samples. With `weight = own samples /
     all samples` the sum is the gradient of the mean over the global batch, whatever the shards.
+    NCCL multiplies within the sum: a product of its own would read and write all gradients again.
     """
 
     def __init__(self, whole: ProcessGroup) -> None:
+        import torch.distributed as dist
+
         self._whole = whole
+        self._weighted_sums = dist.get_backend(whole) == "nccl" and hasattr(
+            torch_internals, "nccl_weighted_sum"
+        )
         self.plain()
         self.on_last: Callable[[], object] = _nothing
         """Called when the last bucket of a backward pass is ready: the rank's own work is done."""
@@ -69,7 +77,11 @@ class Reduction:
         last = bool(bucket.is_last())
         if last:
             self.on_last()
-        gradient.mul_(self.weight)
+        operation: Any = dist.ReduceOp.SUM
+        if self._weighted_sums and self.group is not None and gradient.dtype == torch.float32:
+            operation = torch_internals.nccl_weighted_sum(self.weight)
+        elif self.weight != 1.0:
+            gradient.mul_(self.weight)
         if self.group is None:
             devices = [gradient.device] if gradient.is_cuda else None
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -77,7 +89,7 @@ class Reduction:
             if last:
                 self.on_reduced()
             return done
-        work = dist.all_reduce(gradient, group=self.group, async_op=True)
+        work = dist.all_reduce(gradient, operation, group=self.group, async_op=True)
 
         def finished(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             if last:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kilter.core.reasons import Reason
 from kilter.observe import torch_internals
 from kilter.sharing.elastic.groups import MOST_RANKS_WITH_IDLE, Groups, Reduction
+from kilter.sharing.elastic.replicas import Replicas
 from kilter.sharing.elastic.schedule import GlobalBatches, Index
 from kilter.sharing.elastic.sharded import is_sharded, reduces, sharding_flaw, weigh
 from kilter.sharing.elastic.share import (
@@ -223,7 +224,7 @@ class ElasticJob:
             return False
         self._may_idle = self._idle_is_possible()
         groups = Groups(whole, _world(), subsets=self._may_idle)
-        state = RankState(self.models, self.optimizers, self.others)
+        state = RankState(self.models, self.optimizers, self.others, release=self._release)
         host = own_address()
         if dist.get_rank() == 0:
             self._hosted = listening_store(host)
@@ -234,14 +235,13 @@ class ElasticJob:
         self.sure(groups.make)
         host, port_of_store = where[0].split()
         share = Share(
-            self.models,
+            Replicas(self.models, reduction, groups),
             state,
-            reduction,
+            groups,
             control,
             (host, int(port_of_store)),
-            groups,
             self.guard,
-            release=self._release,
+            cuda=next(self.models[0].parameters()).is_cuda,
         )
         if self.sure(self._agreed, "share", "ready") is None:
             return False
@@ -282,8 +282,9 @@ class ElasticJob:
         said = pickle.dumps((self._broken, drawn))
         heard = [pickle.loads(each) for each in self.share.exchange(said)]
         broken = [f"rank {r}: {error}" for r, (error, _) in enumerate(heard) if error is not None]
-        batches = GlobalBatches([mine for _, mine in heard], may_idle=self._may_idle)
-        global_batch = len(batches.all_of(0)) if batches.count else self.share.world
+        first = self.share.iteration
+        batches = GlobalBatches([mine for _, mine in heard], first=first, may_idle=self._may_idle)
+        global_batch = len(batches.all_of(first)) if batches.count else self.share.world
         if broken:
             reason = "error", f"kilter had an error ({broken[0]})"
         elif global_batch < self.share.world:
@@ -473,7 +474,7 @@ class _Pass:
             self._handed.append((self._position, samples))
             self._position += 1
             return samples
-        while self._position < self._share.last:
+        while self._position < self._share.end_of_pass:
             found = self._job.sure(self._share.next_samples, self._position)
             if found is None:
                 return None
@@ -523,7 +524,7 @@ class _Pass:
         self._position = share.iteration + len(handed)
         self._begun = share.iteration
         self._share, self._number = share, share.pass_number
-        job.describe(len(batches.all_of(0)))
+        job.describe(len(batches.all_of(share.iteration)))
 
     def _waits(self) -> bool:
         """After a stretch: whether the pass goes on for this rank, after a time of idleness."""
@@ -531,7 +532,7 @@ class _Pass:
         if share is None:
             return False
         job.sure(self._advance, self._position - 1)  # an empty shard at the end
-        if self._position >= share.last:
+        if self._position >= share.end_of_pass:
             return False
         job.sure(share.leave, self._position)
         while (found := job.sure(share.awaited, self._position)) is None:

@@ -16,6 +16,7 @@ class RatioSchedule:
 
     def __init__(self) -> None:
         self._changes: list[tuple[int, Ratios | None]] = [(0, None)]
+        self._pauses: dict[int, float] = {}
 
     def at(self, iteration: int) -> Ratios | None:
         """The ratio in force."""
@@ -25,14 +26,19 @@ class RatioSchedule:
         """Those that were put in force, in order."""
         return [ratios for _, ratios in self._changes if ratios is not None]
 
-    def change(self, iteration: int, ratios: Ratios | None) -> None:
-        """Put a ratio in force from an iteration on that is not before the last change. Twice is
-        once."""
+    def change(self, iteration: int, ratios: Ratios | None, pause_s: float = 0.0) -> None:
+        """Put a ratio in force from an iteration on that is not before the last change; the ranks
+        stand still before it for at most `pause_s`. Twice is once."""
         if self._changes[-1] == (iteration, ratios):
             return
         if iteration < self._changes[-1][0]:
             raise ValueError(f"iteration {iteration} lies before the last change")
+        self._pauses[iteration] = pause_s
         self._changes.append((iteration, ratios))
+
+    def pause_s(self, iteration: int) -> float:
+        """How long to stand still before an iteration; asked again, nothing."""
+        return self._pauses.pop(iteration, 0.0)
 
     def changes_at(self, iteration: int) -> bool:
         """Whether another ratio than before begins with this iteration."""
@@ -52,24 +58,27 @@ class GlobalBatches:
     """
 
     def __init__(
-        self, drawn: Sequence[Sequence[Sequence[Index]]], *, may_idle: bool = True
+        self, drawn: Sequence[Sequence[Sequence[Index]]], *, first: int = 0, may_idle: bool = True
     ) -> None:
-        """`drawn[rank][iteration]` are lists of indices. The shortest rank ends the pass. Unless
-        ranks may be idle, a batch with fewer samples than ranks (the last one) is not divided:
-        every rank takes what it would take without kilter."""
-        self._drawn, self._may_idle = drawn, may_idle
+        """`drawn[rank][i]` are the indices of iteration `first + i`. The shortest rank ends the
+        pass. Unless ranks may be idle, a batch with fewer samples than ranks (the last one) is not
+        divided: every rank takes what it would take without kilter."""
+        self._drawn, self._may_idle, self._first = drawn, may_idle, first
         self.count = min(len(batches) for batches in drawn)
+        self.end = first + self.count
+        """The first iteration after the pass."""
         self.same = len(drawn) > 1 and all(list(batches) == list(drawn[0]) for batches in drawn[1:])
 
     def all_of(self, iteration: int) -> list[Index]:
         """The global batch, in one order on all ranks."""
+        i = iteration - self._first
         if self.same:
-            return list(self._drawn[0][iteration])
-        return [index for batches in self._drawn for index in batches[iteration]]
+            return list(self._drawn[0][i])
+        return [index for batches in self._drawn for index in batches[i]]
 
     def counts(self, iteration: int, ratios: Ratios | None) -> tuple[int, ...]:
         if self._plain(iteration, ratios):
-            return tuple(len(batches[iteration]) for batches in self._drawn)
+            return tuple(len(batches[iteration - self._first]) for batches in self._drawn)
         assert ratios is not None
         return shards(len(self.all_of(iteration)), ratios)
 
@@ -79,7 +88,7 @@ class GlobalBatches:
 
     def mine(self, iteration: int, ratios: Ratios | None, rank: int) -> list[Index]:
         if self._plain(iteration, ratios):
-            return list(self._drawn[rank][iteration])
+            return list(self._drawn[rank][iteration - self._first])
         counts = self.counts(iteration, ratios)
         begin = sum(counts[:rank])
         return self.all_of(iteration)[begin : begin + counts[rank]]

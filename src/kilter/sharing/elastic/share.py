@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from kilter.sharing.elastic.agreement import HELD, Agreement, Listener
-from kilter.sharing.elastic.groups import Groups, Reduction
+from kilter.sharing.elastic.agreement import HELD, Listener
+from kilter.sharing.elastic.groups import Groups
 from kilter.sharing.elastic.meter import Meter
+from kilter.sharing.elastic.replicas import Replicas
 from kilter.sharing.elastic.schedule import GlobalBatches, Index, RatioSchedule, active
-from kilter.sharing.elastic.state import Buffers, RankState
+from kilter.sharing.elastic.state import RankState
 from kilter.sharing.messages import RankStatus
 
 if TYPE_CHECKING:
@@ -54,53 +55,51 @@ class Share:
 
     def __init__(
         self,
-        models: Sequence[Any],
+        replicas: Replicas,
         state: RankState,
-        reduction: Reduction,
+        groups: Groups,
         control: ProcessGroup,
         address: tuple[str, int],
-        groups: Groups,
         guard: Guard,
         *,
-        release: bool = False,
+        cuda: bool,
     ) -> None:
-        import torch
-        import torch.distributed as dist
-
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.address = address
+        """`control` is a group of all ranks on the host."""
+        self.rank = control.rank()
         self.store = connect(address)
         self.schedule = RatioSchedule()
-        self.iteration = 0
-        self.state = state
-        self._everyone = tuple(range(self.world))
-        self._release, self._control, self._groups = release, control, groups
-        self._models, self._reduction, self._guard = models, reduction, guard
-        syncs = [model for model in models if getattr(model, "broadcast_buffers", False)]
-        self._syncs, self._buffers = syncs, Buffers(models if syncs else [])
-        self._listener = Listener(self.store, self.rank, self._apply)
-        cuda = next(models[0].parameters()).is_cuda and torch.cuda.is_available()
+        self.iteration = self.pass_number = 0
+        self._replicas, self._state, self._groups = replicas, state, groups
+        self._control, self._guard = control, guard
+        self._listener = Listener(self.store, self.rank, self.schedule)
         self._meter = Meter(cuda, self._publish)
         self._batches: GlobalBatches | None = None
         self._drawn: tuple[int, list[bytes]] | None = None
-        self._first = 0
-        self.pass_number = 0
-        self._before: tuple[int, ...] = self._everyone
-        self._pauses: dict[int, float] = {}
+        self._before = self._everyone
+
+    @property
+    def world(self) -> int:
+        return int(self._control.size())
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the store through which the ranks agree."""
+        return self.store.host, self.store.port
+
+    @property
+    def _everyone(self) -> tuple[int, ...]:
+        return tuple(range(self.world))
 
     def take_over(self) -> None:
         """From here on the share reduces gradients and averages buffers; on all ranks at once."""
-        guard, meter, reduction = self._guard, self._meter, self._reduction
-        reduction.on_last = lambda: guard.run(meter.work_done)
-        reduction.on_reduced = lambda: guard.run(meter.reduced)
-        for model in self._syncs:
-            model.broadcast_buffers = False
+        guard, meter = self._guard, self._meter
+        self._replicas.take_over(
+            lambda: guard.run(meter.work_done), lambda: guard.run(meter.reduced)
+        )
 
     def give_up(self) -> None:
         """The models train as without kilter; on all ranks at once, while all are up to date."""
-        self._reduction.plain()
-        for model in self._syncs:
-            model.broadcast_buffers = True
+        self._replicas.give_up()
 
     def hold(self) -> None:
         """No further change of the data ratio, on any rank."""
@@ -123,18 +122,17 @@ class Share:
 
     def begin_pass(self, batches: GlobalBatches) -> None:
         """What follows are these batches. Every rank is up to date here."""
-        self._batches, self._first = batches, self.iteration
-        self._before = self._everyone
+        self._batches, self._before = batches, self._everyone
 
     @property
-    def last(self) -> int:
+    def end_of_pass(self) -> int:
         """The first iteration after the pass."""
         assert self._batches is not None
-        return self._first + self._batches.count
+        return self._batches.end
 
     def counts(self, iteration: int) -> tuple[int, ...]:
         assert self._batches is not None
-        return self._batches.counts(iteration - self._first, self.schedule.at(iteration))
+        return self._batches.counts(iteration, self.schedule.at(iteration))
 
     def next_samples(self, iteration: int) -> list[Index] | None:
         """The rank's samples of an iteration that is not yet handed out; None if the rank's ratio
@@ -144,7 +142,7 @@ class Share:
         ratios = self.schedule.at(iteration)
         if ratios is not None and ratios[self.rank] == 0:
             return None
-        return self._batches.mine(iteration - self._first, ratios, self.rank)
+        return self._batches.mine(iteration, ratios, self.rank)
 
     def begin(self, iteration: int) -> None:
         """The rank has samples in this iteration, or had some in the one before."""
@@ -161,14 +159,13 @@ class Share:
         self.iteration = iteration
         if self.rank not in now:
             return
-        self._reduction.group = self._groups.of(now)
-        self._reduction.weight = counts[self.rank] / sum(counts)
+        self._replicas.begin(now, counts[self.rank] / sum(counts))
         self._guard.run(self._meter.begin, counts[self.rank])
 
     def _pause(self, iteration: int) -> None:
         """Stand still if that was agreed for this iteration. Every rank ends the pause by itself,
         if nobody else does."""
-        end_s = time.monotonic() + min(self._pauses.pop(iteration, 0.0), MOST_PAUSE_S)
+        end_s = time.monotonic() + min(self.schedule.pause_s(iteration), MOST_PAUSE_S)
         while time.monotonic() < end_s and not self.store.check([resumed(iteration)]):
             time.sleep(POLL_S)
 
@@ -177,11 +174,11 @@ class Share:
         if self.rank in members:
             group = self._groups.of(members)
             assert group is not None
-            self.state.broadcast(root, group, occasion)
+            self._state.broadcast(root, group, occasion)
 
     def end(self, iteration: int) -> None:
         """The iteration that was begun is over."""
-        self._buffers.average(self._reduction.weight, self._reduction.group, iteration)
+        self._replicas.end(iteration)
         self._guard.run(self._meter.end, iteration)
         self.iteration = iteration + 1
 
@@ -192,8 +189,7 @@ class Share:
         take over."""
         self.begin(iteration)
         self._guard.run(self._meter.idle, iteration)
-        if self._release:
-            self.state.release()
+        self._state.release()
 
     def awaited(self, idle_since: int) -> tuple[int, bool] | None:
         """Whether an idle rank has to go on: at which iteration, and whether the pass goes on
@@ -203,7 +199,7 @@ class Share:
             return int(self.store.get(ended)), False
         self._listener.poll(idle_since)
         back = self.schedule.next_share_of(self.rank, after=idle_since)
-        if back is not None and back < self.last and self.store.check([f"reached/{back}"]):
+        if back is not None and back < self.end_of_pass and self.store.check([f"reached/{back}"]):
             return back, True
         return None
 
@@ -221,7 +217,7 @@ class Share:
         Brings every rank up to date."""
         if number != self.pass_number:
             return
-        end = min(self.last, self.iteration)
+        end = min(self.end_of_pass, self.iteration)
         if self.rank in self._before and self._before != self._everyone:
             # Only then somebody waits for it, and the process of rank 0, which has the store, is
             # there for as long as that.
@@ -252,22 +248,14 @@ class Share:
         if self._before != self._everyone:
             group = self._groups.of(self._everyone)
             assert group is not None
-            self.state.broadcast(self._before[0], group, f"pass {number}")
+            self._state.broadcast(self._before[0], group, f"pass {number}")
 
     def _next_pass(self, iteration: int) -> None:
-        self._reduction.plain()
+        self._replicas.train_plainly()
         self._before = self._everyone
         self.iteration = iteration
         self._batches = None
         self.pass_number += 1
-
-    # Changes.
-
-    def _apply(self, verdict: Agreement) -> None:
-        assert verdict.at is not None
-        self.schedule.change(verdict.at, verdict.ratios)
-        if verdict.pause_s > 0.0:
-            self._pauses[verdict.at] = verdict.pause_s
 
 
 def resumed(iteration: int) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kilter.observe import torch_internals
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
@@ -19,8 +21,11 @@ class RankState:
         modules: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         others: Sequence[Any],
+        *,
+        release: bool = False,
     ) -> None:
         self.modules, self.optimizers, self.others = list(modules), list(optimizers), list(others)
+        self._releases = release
         self._occasion: object = None
         self._received: tuple[Any, list[torch.Tensor]] | None = None
 
@@ -66,9 +71,12 @@ class RankState:
             other.load_state_dict(state)
 
     def release(self) -> None:
-        """Give back what an idle rank does not need: gradients and the state of the optimizers."""
+        """Give back what an idle rank does not need, if that was asked for: gradients and the state
+        of the optimizers."""
         import torch
 
+        if not self._releases:
+            return
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
             optimizer.state.clear()
@@ -141,5 +149,7 @@ class Buffers:
             dist.all_reduce(flat, group=group)
             self._flat, self._averaged = flat, iteration
         parts = self._flat.split([tensor.numel() for tensor in self._tensors])
-        for tensor, part in zip(self._tensors, parts, strict=True):
-            tensor.data.copy_(part.reshape(tensor.shape))
+        torch_internals.foreach_copy(
+            [tensor.data for tensor in self._tensors],
+            [part.view(tensor.shape) for tensor, part in zip(self._tensors, parts, strict=True)],
+        )

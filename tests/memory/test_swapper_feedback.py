@@ -73,9 +73,10 @@ class Layer(torch.autograd.Function):
 
 
 def trained(
-    backend: Clocked, link: Link, *, share: float, iterations: int
+    backend: Clocked, link: Link, *, share: float, iterations: int, beside_s: float = 0.0
 ) -> tuple[list[torch.Tensor], list[float], list[float], SwapReport]:
-    """Weights at the end, and of each iteration its time and how long it waited for copies."""
+    """Weights at the end, and of each iteration its time and how long it waited for copies.
+    `beside_s` is what the program does after each optimizer step."""
     torch.manual_seed(0)
     first = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.SGD(first.parameters(), lr=0.01)
@@ -91,6 +92,7 @@ def trained(
             y.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            backend.work(beside_s)
             times_s.append(backend.now_s - begin_s)
             waits_s.append(backend.waited_s - waited_s)
     return [p.detach().clone() for p in first.parameters()], times_s, waits_s, swapper.report()
@@ -126,6 +128,15 @@ def test_loads_that_were_late_start_earlier() -> None:
     assert heard[3].held_peak_bytes <= 0.6 * (LAYERS + 2) * SIZE_BYTES
     assert heard[3].deviations == 0
     assert heard[3].waited_s is not None
+
+
+def test_waits_that_are_a_small_share_of_the_iteration_are_left_alone() -> None:
+    """The same passes in a program that takes most of its time beside them."""
+    backend = clocked(1.0, 0.6)
+    found = trained(backend, table(1.0), share=0.6, iterations=FIRST + 20, beside_s=1000.0)
+    assert found[2][-1] > 1.0, "passes do wait"
+    assert found[3].hastened == 0
+    assert not any(reason.code == "slower_link" for reason in found[3].refused)
 
 
 def test_where_the_link_is_too_slow_less_is_moved() -> None:

@@ -570,6 +570,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             else:
                 self._counts["planned"] += 1
                 if waits is not None:
+                    waits.over()
                     self._kinds.waited(planned, waits)
         self._deviations.pass_ended(deviated=self._deviated)
         tangents = self.hooks.tangents

@@ -281,7 +281,7 @@ class PassKinds:
         planned.waits.append(waits)
         if len(planned.waits) < TUNED:
             return
-        found = _usual(planned)
+        found, took_s = _usual(planned), median(one.took_s() for one in planned.waits)
         planned.waits.clear()
         planned.quiet = LISTEN_EVERY
         self.waited_s = found.total_s
@@ -290,7 +290,9 @@ class PassKinds:
             return
         problem, value = planned.problem, planned.value
         predicted = expected(problem, value.schedule)
-        limit_s = NOTICED * value.iteration_s
+        # Where the host or the optimizer takes most of the time, a wait is not worth a plan, which
+        # the host would have to make meanwhile.
+        limit_s = NOTICED * max(value.iteration_s, took_s)
         if found.total_s - predicted.total_s <= limit_s:
             return
         kind.answers += 1

@@ -457,14 +457,14 @@ class ModuleCalls:
         return found
 
     def _open(self, module: torch.nn.Module, arguments: Any, opened: list[ModuleCall]) -> None:
+        found = self._begin(module)
+        if found is None:  # nearly always, under a plan
+            return
         if torch_internals.current_graph_task() != -1 or not torch.is_grad_enabled():
             return
         if torch_internals.dispatch_mode_depth() or torch_internals.function_mode_depth():
             return
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return
-        found = self._begin(module)
-        if found is None:
             return
         recorder = recording.begin(self._guard, self._compiled)
         call = ModuleCall(self, module, arguments, recorder, found[0])

@@ -410,9 +410,10 @@ class Store:
             return
         else:
             sources = recipe.read()
-            reference = recipe.reference(saved) if sources else None
-            for source in sources:
-                self._dependents.setdefault(id(source), []).append(reference)
+            if sources:
+                reference = recipe.reference(saved)
+                for source in sources:
+                    self._dependents.setdefault(id(source), []).append(reference)
             recipe.told()
         # Interrupted between two lines, it is resident, or evicted with a known source.
         saved.state = EVICTED

@@ -15,7 +15,9 @@ class Waits:
     """The waits of one pass."""
 
     def __init__(self, backend: Backend) -> None:
+        """The pass begins."""
         self._backend = backend
+        self._begin = self._end = backend.mark()
         self._marks: list[tuple[int | None, CopyEvent, CopyEvent]] = []
 
     def wait(self, event: CopyEvent, number: int | None = None) -> None:
@@ -23,6 +25,14 @@ class Waits:
         begin = self._backend.mark()
         self._backend.wait(event)
         self._marks.append((number, begin, self._backend.mark()))
+
+    def over(self) -> None:
+        """The pass is over, and what the program did after it."""
+        self._end = self._backend.mark()
+
+    def took_s(self) -> float:
+        """Device time from the beginning of this pass to that of the next one."""
+        return self._backend.elapsed_s(self._begin, self._end)
 
     def read(self) -> dict[int | None, float]:
         """Seconds for each tensor that was loaded, and for all copies to the host together. Blocks

@@ -14,6 +14,7 @@ from kilter.clocks.operation_controller import DEPARTED, MOST_CHANGES, Operation
 from kilter.clocks.plan.timing import NOTHING, CommandSchedule, ScheduleArm
 from kilter.core.label import Label
 from kilter.core.messages import LocalMessages
+from kilter.core.setting import Supported
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.observe.end_times import Iteration
 
@@ -100,6 +101,7 @@ class Job:
         found: Any = SimpleNamespace(
             dry_run=False,
             info=info,
+            device=SimpleNamespace(info=lambda: info, supported=Supported),
             iterations=self.iterations,
             log=Log(**vars(log)),
             sampler=SimpleNamespace(record=SimpleNamespace(mean_power_w=lambda *_: 460.0)),

@@ -101,8 +101,8 @@ class OperationsController(InsideController):
         assert profile is not None  # else it was given up at the beginning
         self._planned_from, self._reopening = trace, False
         try:
-            plan = OperationPlan(profile, trace, self._max_slowdown, run.info)
-        except (PlanError, FileError) as error:
+            plan = OperationPlan(profile, trace, self._max_slowdown, run.device)
+        except (PlanError, FileError, DeviceError) as error:
             self._give_up(str(error))
             return
         self._plan = plan

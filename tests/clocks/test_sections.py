@@ -278,3 +278,25 @@ def test_the_summary_names_the_worst_rank(tmp_path):
     text = summary(analyse(read(tmp_path, job(0), job(1, late_us=300.0))))
     assert "exposed communication on rank 0" in text
     assert "60.0 % of it waiting" in text
+
+
+def test_transfers_that_do_not_name_their_peer_are_matched_in_a_pair_alone(tmp_path):
+    """As of `batch_isend_irecv`, which the profiler records as `coalesced`."""
+    for size in (2, 3):
+        contents = []
+        for rank in range(size):
+            args = {"Collective name": "coalesced"}
+            events = [kernel("gemm", 0, 100), kernel(SEND_RECV, 100, 200 + 100 * rank, **args)]
+            ranks = list(range(size))
+            groups = [("0", "default_pg", ranks)]
+            contents.append(trace(events, rank=rank, world_size=size, groups=groups))
+        analysis = analyse(read(tmp_path, *contents))
+        assert {section.op for rank in analysis.ranks for section in rank.sections} == {"send_recv"}
+        waits = [rank.mean.wait_s for rank in analysis.ranks]
+        said = "rank 0: 1 of 1 collectives were seen on no other rank" in str(analysis.left_out)
+        if size == 2:
+            assert waits == pytest.approx([0.0, 100e-6], abs=1e-12)
+            assert not said
+        else:
+            assert waits == [None] * 3
+            assert said

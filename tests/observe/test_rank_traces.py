@@ -47,6 +47,7 @@ TABLE = KernelTable()
         ("void one_shot_all_reduce_kernel<float, 4>(float**)", "all_reduce"),
         ("multimem_all_gather_kernel<16>", "all_gather"),
         ("void deep_ep::intranode::dispatch<8>(int4*)", "all_to_all"),
+        ("void mori::moe::EpDispatchIntraNodeKernel<float>(x)", "all_to_all"),
         ("nvshmemi_put_kernel", "other"),
         ("Memcpy PtoP (Device -> Device)", "copy"),
     ],

@@ -383,9 +383,10 @@ class _Timeline:
                 _, args = self._c10d.get(self._external[index], ("", own_args))
             group, ranks = groups.of(args)
             bytes_, dtype = _message(args)
+            named = operation(str(args.collective)) if args and args.collective else "other"
             found.append(
                 Collective(
-                    op=operation(str(args.collective)) if args and args.collective else op,
+                    op=op if named == "other" else named,
                     begin_s=float(begin_s[index]),
                     end_s=float(end_s[index]),
                     stream=names[self._stream[index]],

@@ -73,7 +73,8 @@ class Told:
 class Job:
     """One rank on a GPU that may be set, which takes no notice of its clocks."""
 
-    def __init__(self, **run: Any) -> None:
+    def __init__(self, *, name: str = "NVIDIA H200", **run: Any) -> None:
+        self.noticed: list[str] = []
         self.refused: list[tuple[str, ...]] = []
         self.told: list[Any] = []
         self.whole_job: list[int] = []
@@ -83,7 +84,11 @@ class Job:
         )
         self.source = SimpleNamespace(trace=None, wanted=0, want=self._want, again=self._want)
         messages = LocalMessages()
-        log = SimpleNamespace(now_s=lambda: 0.0, refuse=lambda *what: self.refused.append(what))
+        log = SimpleNamespace(
+            now_s=lambda: 0.0,
+            refuse=lambda *what: self.refused.append(what),
+            notice=self.noticed.append,
+        )
 
         class Log(SimpleNamespace):
             __call__ = staticmethod(lambda event: self.told.append(event))
@@ -91,7 +96,7 @@ class Job:
         info = SimpleNamespace(
             backend="nvml",
             uuid="GPU-a",
-            name="NVIDIA H200",
+            name=name,
             can_set=True,
             driver="580",
             vbios=None,
@@ -162,6 +167,16 @@ def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Job]
         return job
 
     return made
+
+
+def test_a_card_without_a_profile_is_planned_with_that_of_its_chip_and_says_so(
+    begin: Callable[..., Job],
+) -> None:
+    job = begin(name="NVIDIA H100 80GB HBM3")
+    assert Told.started == 1
+    assert job.noticed == ["NVIDIA H100 80GB HBM3 has no profile: planned with that of sim:h200"]
+    other = begin(name="NVIDIA L40S")
+    assert "how fast its clocks change is not known" in str(other.refused)
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.6])

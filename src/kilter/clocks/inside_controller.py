@@ -12,7 +12,7 @@ from kilter.controller import Controller, Hurried, Run
 from kilter.core.messages import RankMessages
 from kilter.core.reasons import REHEARSAL_CUT
 from kilter.core.script_end import ScriptEnd
-from kilter.device.sim.cards import profile_of
+from kilter.device.sim.cards import profile_of, stand_in_of
 from kilter.observe.end_times import Iteration
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class InsideController(ABC):
         self._instead: Controller | None = None
         self._why_instead: str | None = None
         self._off = False
+        self._told = False
+        """That the profile is another device's."""
         self._keys = IterationKeys()
         self._conducting: Conducting | None = None
         self._search: JointSearch | None = None
@@ -93,9 +95,15 @@ class InsideController(ABC):
         """See `FollowDepths`."""
 
     def _profile(self) -> str | None:
-        """The name of the profile of this device; None: it has none."""
+        """The name of the profile to plan with; None: there is none for this device."""
         info = self._run.info
-        return info.uuid.split("-")[1] if info.backend == "sim" else profile_of(info.name)
+        if info.backend == "sim":
+            return info.uuid.split("-")[1]
+        name = profile_of(info.name)
+        if name is None and (name := stand_in_of(info.name)) is not None and not self._told:
+            self._told = True
+            self._run.log.notice(f"{info.name} has no profile: planned with that of sim:{name}")
+        return name
 
     def _conduct(self, profile: str) -> Conducting:
         """Start the conductor. Raises `DeviceError`."""

@@ -54,6 +54,7 @@ from typing import Any
 
 import msgspec
 
+SOURCE = Path(__file__).resolve().parents[1] / "src"
 FAST_SWITCH_S = 0.5e-3
 TRACED = 5
 """Iterations that the plain program records with a profiler of its own."""
@@ -475,8 +476,7 @@ def is_on(step: int, share: Share) -> bool:
 def environment(sockets: bool, folder: Path) -> dict[str, str]:
     """Of every child; nothing may be set on a device."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("KILTER")}
-    here = Path(__file__).resolve().parent
-    paths = [str(here.parent / "src"), str(here), kept.get("PYTHONPATH", "")]
+    paths = [str(SOURCE), str(Path(__file__).resolve().parent), kept.get("PYTHONPATH", "")]
     return {
         **kept,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -578,7 +578,8 @@ class Row:
         return found
 
     def measure(self) -> None:
-        hows = ["governed"] if self.network == "sockets" else ["plain", "governed"]
+        alone = self.args.no_plain or self.network == "sockets"
+        hows = ["governed"] if alone else ["plain", "governed"]
         ranks = {}
         for how in hows:
             run = self.found[how] = self.start(how)
@@ -693,6 +694,7 @@ def spread(values: list[float]) -> dict[str, Any]:
 def edges_of(folder: Path, gloo: bool) -> list[dict[str, Any]]:
     """Of both ranks. In a process of its own."""
     os.nice(10)
+    sys.path.insert(0, str(SOURCE))
     return [attempted(rank_errors, folder, rank, gloo) for rank in range(2)]
 
 
@@ -843,6 +845,7 @@ def main() -> None:
     everything = "tp_nvlink,fsdp2_nvlink,infer_nvlink,pp_nvlink,ddp_sockets"
     parser.add_argument("--rows", default=everything)
     parser.add_argument("--budget-s", type=float, default=3600.0, help="for all rows together")
+    parser.add_argument("--no-plain", action="store_true", help="edges and cost alone")
     parser.add_argument("--device", default="", help="instead of the GPU that is there")
     parser.add_argument("--small", action="store_true", help="a tiny model, to test this script")
     args = parser.parse_args()

@@ -262,3 +262,57 @@ def test_iterations_that_change_again_and_again_leave_the_whole_job(
     assert job.whole_job
     assert Told.now == NOTHING
     assert job.told[-1].instead == f"the iteration's time has changed {MOST_CHANGES} times"
+
+
+def two_ranks(begin: Callable[..., Job], *, name: str = "NVIDIA H200") -> list[Job]:
+    """Of which the second one is on a card of that name."""
+    messages = LocalMessages()
+
+    def rank(number: int, card: str) -> Job:
+        return begin(
+            name=card,
+            ranks=SimpleNamespace(rank=number, world_size=2),
+            messages=lambda: messages,
+            sampler=SimpleNamespace(
+                record=SimpleNamespace(
+                    mean_power_w=lambda *_: 400.0 if Told.now.commands or job.tries else 460.0
+                )
+            ),
+        )
+
+    job = rank(0, "NVIDIA H200")
+    return [job, rank(1, name)]
+
+
+def test_the_plans_of_several_ranks_are_confirmed_together(begin: Callable[..., Job]) -> None:
+    ranks = two_ranks(begin)
+    for _ in range(500):
+        for rank in ranks:
+            rank.iterate()
+        if all(rank.told[-1].search for rank in ranks):
+            break
+    first, second = (rank.told[-1].search for rank in ranks)
+    assert first == second
+    assert first.held
+    assert [len(row) for row in first.depths] == [2]
+    assert all(rank.refused == [] for rank in ranks)
+
+
+def test_another_iteration_on_one_rank_has_all_plan_anew(begin: Callable[..., Job]) -> None:
+    ranks = two_ranks(begin)
+    ranks[1].iterations.usual_s = 2.0
+    for rank in reversed(ranks):
+        rank.iterate()
+    assert [rank.told[-1].reopened for rank in ranks] == [1, 1]
+    assert [rank.source.wanted for rank in ranks] == [2, 2]
+
+
+def test_where_one_rank_has_no_plan_all_have_the_clock_of_the_whole_job(
+    begin: Callable[..., Job],
+) -> None:
+    ranks = two_ranks(begin, name="NVIDIA L40S")
+    for rank in (*reversed(ranks), *ranks):
+        rank.iterate()
+    assert all(rank.whole_job for rank in ranks)
+    ranks[0].controller.end([], SimpleNamespace(finished=True))  # type: ignore[arg-type]
+    assert ranks[0].told[-1].instead.startswith("rank 1: NVIDIA L40S: how fast its clocks change")

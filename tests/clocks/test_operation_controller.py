@@ -14,6 +14,7 @@ from kilter.clocks.operation_controller import DEPARTED, MOST_CHANGES, Operation
 from kilter.clocks.plan.timing import NOTHING, CommandSchedule, ScheduleArm
 from kilter.core.label import Label
 from kilter.core.messages import LocalMessages
+from kilter.core.setting import Supported
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.observe.end_times import Iteration
 
@@ -72,7 +73,8 @@ class Told:
 class Job:
     """One rank on a GPU that may be set, which takes no notice of its clocks."""
 
-    def __init__(self, **run: Any) -> None:
+    def __init__(self, *, name: str = "NVIDIA H200", **run: Any) -> None:
+        self.noticed: list[str] = []
         self.refused: list[tuple[str, ...]] = []
         self.told: list[Any] = []
         self.whole_job: list[int] = []
@@ -82,7 +84,11 @@ class Job:
         )
         self.source = SimpleNamespace(trace=None, wanted=0, want=self._want, again=self._want)
         messages = LocalMessages()
-        log = SimpleNamespace(now_s=lambda: 0.0, refuse=lambda *what: self.refused.append(what))
+        log = SimpleNamespace(
+            now_s=lambda: 0.0,
+            refuse=lambda *what: self.refused.append(what),
+            notice=self.noticed.append,
+        )
 
         class Log(SimpleNamespace):
             __call__ = staticmethod(lambda event: self.told.append(event))
@@ -90,7 +96,7 @@ class Job:
         info = SimpleNamespace(
             backend="nvml",
             uuid="GPU-a",
-            name="NVIDIA H200",
+            name=name,
             can_set=True,
             driver="580",
             vbios=None,
@@ -100,6 +106,7 @@ class Job:
         found: Any = SimpleNamespace(
             dry_run=False,
             info=info,
+            device=SimpleNamespace(info=lambda: info, supported=Supported),
             iterations=self.iterations,
             log=Log(**vars(log)),
             sampler=SimpleNamespace(record=SimpleNamespace(mean_power_w=lambda *_: 460.0)),
@@ -160,6 +167,16 @@ def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Job]
         return job
 
     return made
+
+
+def test_a_card_without_a_profile_is_planned_with_that_of_its_chip_and_says_so(
+    begin: Callable[..., Job],
+) -> None:
+    job = begin(name="NVIDIA H100 80GB HBM3")
+    assert Told.started == 1
+    assert job.noticed == ["NVIDIA H100 80GB HBM3 has no profile: planned with that of sim:h200"]
+    other = begin(name="NVIDIA L40S")
+    assert "how fast its clocks change is not known" in str(other.refused)
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.6])
@@ -245,3 +262,57 @@ def test_iterations_that_change_again_and_again_leave_the_whole_job(
     assert job.whole_job
     assert Told.now == NOTHING
     assert job.told[-1].instead == f"the iteration's time has changed {MOST_CHANGES} times"
+
+
+def two_ranks(begin: Callable[..., Job], *, name: str = "NVIDIA H200") -> list[Job]:
+    """Of which the second one is on a card of that name."""
+    messages = LocalMessages()
+
+    def rank(number: int, card: str) -> Job:
+        return begin(
+            name=card,
+            ranks=SimpleNamespace(rank=number, world_size=2),
+            messages=lambda: messages,
+            sampler=SimpleNamespace(
+                record=SimpleNamespace(
+                    mean_power_w=lambda *_: 400.0 if Told.now.commands or job.tries else 460.0
+                )
+            ),
+        )
+
+    job = rank(0, "NVIDIA H200")
+    return [job, rank(1, name)]
+
+
+def test_the_plans_of_several_ranks_are_confirmed_together(begin: Callable[..., Job]) -> None:
+    ranks = two_ranks(begin)
+    for _ in range(500):
+        for rank in ranks:
+            rank.iterate()
+        if all(rank.told[-1].search for rank in ranks):
+            break
+    first, second = (rank.told[-1].search for rank in ranks)
+    assert first == second
+    assert first.held
+    assert [len(row) for row in first.depths] == [2]
+    assert all(rank.refused == [] for rank in ranks)
+
+
+def test_another_iteration_on_one_rank_has_all_plan_anew(begin: Callable[..., Job]) -> None:
+    ranks = two_ranks(begin)
+    ranks[1].iterations.usual_s = 2.0
+    for rank in reversed(ranks):
+        rank.iterate()
+    assert [rank.told[-1].reopened for rank in ranks] == [1, 1]
+    assert [rank.source.wanted for rank in ranks] == [2, 2]
+
+
+def test_where_one_rank_has_no_plan_all_have_the_clock_of_the_whole_job(
+    begin: Callable[..., Job],
+) -> None:
+    ranks = two_ranks(begin, name="NVIDIA L40S")
+    for rank in (*reversed(ranks), *ranks):
+        rank.iterate()
+    assert all(rank.whole_job for rank in ranks)
+    ranks[0].controller.end([], SimpleNamespace(finished=True))  # type: ignore[arg-type]
+    assert ranks[0].told[-1].instead.startswith("rank 1: NVIDIA L40S: how fast its clocks change")

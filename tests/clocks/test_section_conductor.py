@@ -15,6 +15,7 @@ from kilter.clocks.plan.timing import NOTHING, Command, Commanded, CommandSchedu
 from kilter.clocks.plan.waits import WaitPlan
 from kilter.clocks.section_conductor import Follow, SectionConductor
 from kilter.clocks.section_process import CommandLog, LowWaits
+from kilter.core.setting import Setting
 from kilter.testing.box import until
 from kilter.testing.section_box import DRY_WAIT, WAIT, SectionBox
 
@@ -51,8 +52,8 @@ class Bench:
         )
         self.conductor.follow(Follow(schedule=made(**schedule)))
 
-    def down(self, sm_clock_hz: float, hold_s: float) -> None:
-        assert sm_clock_hz == LOW_HZ
+    def down(self, low: Setting, hold_s: float) -> None:
+        assert low == Setting(sm_clock_hz=LOW_HZ)
         self.low = True
         self.calls.append(self.now_s)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kilter.clocks import section_controller, section_process
+from kilter.clocks import inside_controller, section_controller, section_process
 from kilter.clocks.plan.timing import Commanded, CommandSchedule, ScheduleArm
 from kilter.clocks.plan.waits import WaitPlan
 from kilter.clocks.section_conductor import Follow, SectionConductor
@@ -273,7 +273,7 @@ def test_where_another_rank_has_no_sections_the_whole_job_is_governed(
 ) -> None:
     job = begun(T - COMPUTE_S, asked=False)
     job.iterate(10)
-    job.messages.post(section_controller.GIVEN_UP, b"rank 1: the profiler is in use")
+    job.messages.post(inside_controller.GIVEN_UP, b"rank 1: the profiler is in use")
     job.iterate(10)
     assert job.whole_job[-1] == 20
     assert job.controller._off
@@ -284,7 +284,7 @@ def test_a_rank_that_may_set_nothing_tells_the_others_at_once(begun: Callable[..
     job = begun(T - COMPUTE_S, asked=False, can_set=False)
     job.iterate(2)
     assert job.whole_job == [1, 2]
-    assert job.messages.look(section_controller.GIVEN_UP) == b"rank 0: no permission"
+    assert job.messages.look(inside_controller.GIVEN_UP) == b"rank 0: no permission"
     assert job.refused == []  # the controller of the whole job refuses
 
 
@@ -298,4 +298,4 @@ def test_a_window_that_fails_again_and_again_leaves_the_whole_job(
     job.iterate(3)
     assert job.whole_job == [2, 3]
     assert job.refused == [("observing sections", "the profiler is in use", None)]
-    assert job.messages.look(section_controller.GIVEN_UP) == b"rank 0: the profiler is in use"
+    assert job.messages.look(inside_controller.GIVEN_UP) == b"rank 0: the profiler is in use"

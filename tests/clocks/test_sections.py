@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.observe.traces import SEND_RECV, job, kernel, trace, write
+from tests.observe.traces import SEND_RECV, comms, job, kernel, launch, trace, write
 
 from kilter.clocks.plan.sections import LEAST_S, analyse, summary
 from kilter.core.errors import PlanError
@@ -228,10 +228,10 @@ def test_groups_are_matched_by_their_members(tmp_path):
 def test_point_to_point_is_matched_by_the_pair(tmp_path):
     contents = []
     for rank, length in ((0, 100), (1, 400), (2, 70)):
-        peer = {0: (0, 1), 1: (1, 0), 2: (2, 1)}[rank]
-        message = {"Collective name": "send", "Process Group Name": "pp"}
-        message |= {"Process Group Ranks": "[0, 1, 2]"}
-        message |= {"Src Rank": peer[0], "Dst Rank": peer[1]}
+        message = {"Process Group Name": "pp", "Process Group Ranks": "[0, 1, 2]"}
+        message |= {"Collective name": "send", "Dst Rank": 1, "Seq": rank}
+        if rank == 1:
+            message |= {"Collective name": "recv", "Src Rank": 0}
         events = [kernel("gemm", 0, 100), kernel(SEND_RECV, 100, 100 + length, **message)]
         contents.append(trace(events, rank=rank, world_size=3))
     ranks = analyse(read(tmp_path, *contents)).ranks
@@ -278,3 +278,57 @@ def test_the_summary_names_the_worst_rank(tmp_path):
     text = summary(analyse(read(tmp_path, job(0), job(1, late_us=300.0))))
     assert "exposed communication on rank 0" in text
     assert "60.0 % of it waiting" in text
+
+
+def test_transfers_in_both_directions_are_matched_each_in_its_own(tmp_path):
+    """Both ends send first, and receive later."""
+    contents = []
+    for rank, (sent_us, received_us) in enumerate([(100, 10), (30, 50)]):
+        to, by = {"Dst Rank": 1 - rank}, {"Src Rank": 1 - rank}
+        events = [
+            kernel("gemm", 0, 100),
+            kernel(SEND_RECV, 100, 100 + sent_us, **{"Collective name": "send"}, **to),
+            kernel(SEND_RECV, 300, 300 + received_us, **{"Collective name": "recv"}, **by),
+        ]
+        contents.append(trace(events, rank=rank, world_size=2))
+    waits = [rank.mean.wait_s for rank in analyse(read(tmp_path, *contents)).ranks]
+    assert waits == pytest.approx([50e-6, 20e-6], abs=1e-9)
+
+
+def batched(rank, size, *, asked):
+    """A stage of a pipeline that exchanges with one neighbour after the other by
+    `batch_isend_irecv`: the kernels tell no peer, the operations before their launch do."""
+    events = [kernel("gemm", 0, 100)]
+    neighbours = [peer for peer in (rank - 1, rank + 1) if 0 <= peer < size]
+    for n, peer in enumerate(neighbours):
+        at = 10 + 20 * min(rank, peer)
+        if asked:
+            sent = {"Collective name": "send", "Dst Rank": peer, "Process Group Name": "0"}
+            received = {"Collective name": "recv", "Src Rank": peer, "Process Group Name": "0"}
+            events += [comms(70 + n, **sent) | {"ts": at}, comms(80 + n, **received) | {"ts": at}]
+        begin, end = 100 + 100 * n, 190 + 100 * n - 10 * rank
+        events += [launch(at + 5, 90 + n), kernel(SEND_RECV, begin, end, correlation=90 + n)]
+    groups = [("0", "default_pg", list(range(size)))]
+    return trace(events, rank=rank, world_size=size, groups=groups)
+
+
+def test_batched_transfers_belong_to_the_peer_that_was_asked_for(tmp_path):
+    analysis = analyse(read(tmp_path, *(batched(rank, 3, asked=True) for rank in range(3))))
+    assert {section.op for rank in analysis.ranks for section in rank.sections} == {"send_recv"}
+    assert analysis.matched == analysis.collectives == 4
+    # 0 and 1: 90 and 80 us; 1 and 2: 80 and 70 us
+    waits = [rank.mean.wait_s for rank in analysis.ranks]
+    assert waits == pytest.approx([10e-6, 10e-6, 0.0], abs=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_transfers_without_a_peer_are_matched_in_a_pair_alone(tmp_path, size):
+    analysis = analyse(read(tmp_path, *(batched(rank, size, asked=False) for rank in range(size))))
+    said = "rank 0: 1 of 1 collectives were seen on no other rank" in str(analysis.left_out)
+    waits = [rank.mean.wait_s for rank in analysis.ranks]
+    if size == 2:
+        assert waits == pytest.approx([10e-6, 0.0], abs=1e-9)
+        assert not said
+    else:
+        assert waits == [None] * 3
+        assert said

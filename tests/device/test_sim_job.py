@@ -11,7 +11,7 @@ from kilter.core.errors import DeviceLost, FileError, NoDevice
 from kilter.core.label import Label
 from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
-from kilter.device.sim.cards import profile_of
+from kilter.device.sim.cards import profile_of, stand_in_of
 from kilter.device.sim.gpu import SimGpu
 from kilter.device.sim.noise import QUIET
 from kilter.device.sim.profile import load_profile, names, parse_profile
@@ -146,6 +146,19 @@ def test_a_broken_profile_names_the_file_and_the_place():
 )
 def test_a_real_card_finds_its_profile(card, profile):
     assert profile_of(card) == profile
+
+
+@pytest.mark.parametrize(
+    ("card", "profile"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h200"),
+        ("NVIDIA H100 PCIe", None),  # its clocks end at 1755 MHz
+        ("NVIDIA L40S", None),
+    ],
+)
+def test_a_card_with_the_chip_of_another_is_planned_with_its_profile(card, profile):
+    assert profile_of(card) is None
+    assert stand_in_of(card) == profile
 
 
 def test_the_document_states_the_errors_of_the_profiles():

@@ -47,6 +47,7 @@ TABLE = KernelTable()
         ("void one_shot_all_reduce_kernel<float, 4>(float**)", "all_reduce"),
         ("multimem_all_gather_kernel<16>", "all_gather"),
         ("void deep_ep::intranode::dispatch<8>(int4*)", "all_to_all"),
+        ("void mori::moe::EpDispatchIntraNodeKernel<float>(x)", "all_to_all"),
         ("nvshmemi_put_kernel", "other"),
         ("Memcpy PtoP (Device -> Device)", "copy"),
     ],
@@ -97,12 +98,12 @@ def test_metadata_comes_from_the_kernel_or_from_its_c10d_operation(tmp_path):
     events = [
         comms(77, **message),
         kernel("ncclDevKernel_Generic(x)", 10, 20, **{"External id": 77}),
-        kernel(SEND_RECV, 30, 40, **{"Src Rank": 4, "Dst Rank": 0, "Collective name": "recv"}),
+        kernel(SEND_RECV, 30, 40, **{"Src Rank": 4, "Collective name": "recv", "Seq": 9}),
     ]
     found = read_rank(write(tmp_path / "t.json", trace(events)), table=TABLE).collectives
     assert (found[0].op, found[0].bytes, found[0].ranks) == ("all_gather", 40, (0, 4))
     assert (found[0].group, found[0].sequence, found[0].dtype) == ("3", 5, "bfloat16")
-    assert (found[1].op, found[1].peers) == ("send_recv", (0, 4))
+    assert (found[1].op, found[1].peers, found[1].sequence) == ("send_recv", (4, 0), None)
 
 
 def test_an_unknown_kernel_under_a_c10d_operation_is_warned_of(tmp_path):

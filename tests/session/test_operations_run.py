@@ -92,7 +92,7 @@ def states(where: Path) -> set[str]:
     return {json.loads(line)["state"] for line in lines}
 
 
-LONG = {"iterations": 20, "busy_s": 0.1, "idle_s": 0.2}
+LONG = {"iterations": 30, "busy_s": 0.1, "idle_s": 0.2}
 """The stretch without work is longer than the break-even of an RTX 3080 Ti's switches."""
 
 

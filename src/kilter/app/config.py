@@ -240,7 +240,7 @@ OPTIONS = {
             "operations",
             _switch,
             "lower the clock in stretches of an iteration's operations that are worth it, or one"
-            " clock for the whole job where that pays more (one rank; experimental)",
+            " clock for the whole job where that pays more (experimental)",
         ),
         Option("dry-run", _switch, "observe, plan and report, but set nothing"),
         Option(

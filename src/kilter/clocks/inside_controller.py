@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kilter.clocks.iteration_keys import IterationKeys
 from kilter.controller import Controller, Hurried, Run
-from kilter.core.messages import RankMessages
+from kilter.core.messages import MessagesGone, RankMessages
 from kilter.core.reasons import REHEARSAL_CUT
 from kilter.core.script_end import ScriptEnd
-from kilter.device.sim.cards import profile_of
+from kilter.device.sim.cards import profile_of, stand_in_of
 from kilter.observe.end_times import Iteration
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from kilter.clocks.operation_plan import OperationPlan
     from kilter.clocks.section_plan import RankPlan
     from kilter.clocks.section_process import Conducting
+
+
+GIVEN_UP = "inside/given-up"
+"""The message of a rank that has no clocks inside the iteration: why."""
 
 
 class InsideController(ABC):
@@ -40,7 +45,11 @@ class InsideController(ABC):
         self._rehearse_s = rehearse_s
         self._instead: Controller | None = None
         self._why_instead: str | None = None
+        self._untold: str | None = None
+        """Why the whole job's clock is governed, for the other ranks."""
         self._off = False
+        self._told = False
+        """That the profile is another device's."""
         self._keys = IterationKeys()
         self._conducting: Conducting | None = None
         self._search: JointSearch | None = None
@@ -55,6 +64,8 @@ class InsideController(ABC):
             self._keys.iteration_ended(index, self._run.iterations.device)
 
     def tick(self, finished: Sequence[Iteration], *, settled: bool) -> None:
+        if self._untold is not None:
+            self._tell(self._untold)
         if self._instead is not None:
             self._instead.tick(finished, settled=settled)
         elif not self._off and settled:
@@ -93,9 +104,15 @@ class InsideController(ABC):
         """See `FollowDepths`."""
 
     def _profile(self) -> str | None:
-        """The name of the profile of this device; None: it has none."""
+        """The name of the profile to plan with; None: there is none for this device."""
         info = self._run.info
-        return info.uuid.split("-")[1] if info.backend == "sim" else profile_of(info.name)
+        if info.backend == "sim":
+            return info.uuid.split("-")[1]
+        name = profile_of(info.name)
+        if name is None and (name := stand_in_of(info.name)) is not None and not self._told:
+            self._told = True
+            self._run.log.notice(f"{info.name} has no profile: planned with that of sim:{name}")
+        return name
 
     def _conduct(self, profile: str) -> Conducting:
         """Start the conductor. Raises `DeviceError`."""
@@ -135,8 +152,32 @@ class InsideController(ABC):
             log.refuse("a complete rehearsal", "ended by Ctrl-C", REHEARSAL_CUT)
         log.rehearsal_ended()
 
-    def _hand_over(self, why: str) -> None:
-        """To one clock for the whole job. The conductor lets the device go."""
+    def _another_gave_up(self) -> bool:
+        """The ranks set one kind of clocks together: one that has the whole job's, and all have."""
+        if self._search is not None and self._search.found is not None:
+            return False
+        try:
+            messages = self._run.messages()
+            told = None if messages is None else messages.look(GIVEN_UP)
+        except MessagesGone:
+            return False  # whoever needs the messages says so
+        if told is not None:
+            self._hand_over(told.decode())
+        return told is not None
+
+    def _tell(self, why: str) -> None:
+        """As soon as the ranks have met, and the program iterates."""
+        messages = self._run.messages() if self._run.iterations.index >= 0 else None
+        if messages is not None:
+            self._untold = None
+            with suppress(MessagesGone):  # whoever needs the messages says so
+                messages.post(GIVEN_UP, why.encode())
+
+    def _hand_over(self, why: str, *, tell: bool = False) -> None:
+        """To one clock for the whole job. The conductor lets the device go. `tell`: the other ranks
+        do not know it."""
+        if tell:
+            self._untold = f"rank {self._run.ranks.rank}: {why}"
         self._off = True
         self._keys.marking = False
         if self._conducting is not None:

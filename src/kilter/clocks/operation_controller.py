@@ -1,12 +1,12 @@
-"""The controller of operations: has clocks set in stretches of one rank's unit operations.
+"""The controller of operations: has clocks set in stretches of a rank's unit operations.
 
     trace of an iteration -> stretches -> commands -> the conductor of sections -> lease -> device
 
 The plan is made from the trace of one window of the profiler, for the operations' measured times
 and the device's profile, and made anew when the iteration takes another time. On a device that may
-be set the plan is first held against plain iterations in pairs of blocks (`JointSearch`, which only
-confirms it or gives it back step by step); otherwise the conductor writes down what it would have
-set.
+be set the plans of all ranks are first held against plain iterations in pairs of blocks
+(`JointSearch`, which only confirms them or gives them back step by step); otherwise the conductor
+writes down what it would have set.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ class OperationsController(InsideController):
     """The plan was dropped, and the trace of the new iteration is not there yet."""
 
     def begin(self) -> None:
-        if self._run.ranks.world_size > 1:
-            self._give_up("a job of several ranks has one clock for the whole job, or --sections")
-        elif self._profile() is None:
+        if self._profile() is None:
             known = ", ".join(f"sim:{each}" for each in names())
             name = self._run.info.name
             self._give_up(f"{name}: how fast its clocks change is not known; --device {known}")
@@ -56,6 +54,8 @@ class OperationsController(InsideController):
             self._run.trace.want()
 
     def _go_on(self, finished: Sequence[Iteration]) -> None:
+        if self._another_gave_up():
+            return
         self._look()
         trace = self._run.trace.trace
         if self._keys.failed is not None:
@@ -65,7 +65,9 @@ class OperationsController(InsideController):
         elif self._plan is not None and not self._reopening:
             if self._search is not None:
                 self._judge(self._search, finished)
-            if not self._off and self._changed(self._plan):
+            search = self._search
+            again = search is not None and search.reopened
+            if not self._off and (again or self._changed(self._plan)):
                 self._reopen(self._plan)
 
     def _changed(self, plan: OperationPlan) -> bool:
@@ -101,13 +103,13 @@ class OperationsController(InsideController):
         assert profile is not None  # else it was given up at the beginning
         self._planned_from, self._reopening = trace, False
         try:
-            plan = OperationPlan(profile, trace, self._max_slowdown, run.info)
-        except (PlanError, FileError) as error:
+            plan = OperationPlan(profile, trace, self._max_slowdown, run.device)
+        except (PlanError, FileError, DeviceError) as error:
             self._give_up(str(error))
             return
         self._plan = plan
         if not plan.made.pays:
-            self._hand_over(plan.made.summary)
+            self._hand_over(plan.made.summary, tell=True)
         elif self._begin_conducting(plan):
             if run.info.can_set and not run.dry_run:
                 self._open_search(plan)
@@ -138,7 +140,9 @@ class OperationsController(InsideController):
 
         run, made = self._run, plan.made
         messages = run.messages()
-        assert messages is not None  # of one rank
+        if messages is None:
+            self._give_up("the ranks have no process group to agree through")
+            return
         planned = PlannedOperations(depths=made.depths, whole_job_saving=made.whole_job_saving)
         self._searching(messages, plan).open(
             RankOffer(
@@ -174,7 +178,7 @@ class OperationsController(InsideController):
 
     def _give_up(self, why: str) -> None:
         self._run.log.refuse(SUBJECT, why)
-        self._hand_over(why)
+        self._hand_over(why, tell=True)
 
     def _say(self, plan: OperationPlan) -> None:
         made, search = plan.made, self._search

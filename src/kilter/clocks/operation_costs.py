@@ -16,6 +16,8 @@ from kilter.device.sim.profile import Profile
 from kilter.device.sim.work import CLOCKLESS, cost_of, work_of
 from kilter.model.power import LEAKAGE_AT_C, capped_clock
 
+ClockPair = tuple[float, float | None]
+"""Of the SMs, and of the memory; None: the highest."""
 MOST_PAIRS = 30
 """Clock pairs that are planned with: more cost time and save no more."""
 
@@ -43,10 +45,10 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def costs_of(
-    profile: Profile, trace: IterationTrace, sm_clocks_hz: Sequence[float] | None = None
+    profile: Profile, trace: IterationTrace, clocks_hz: Sequence[ClockPair] | None = None
 ) -> Costs:
     """The tables of a trace. `PlanError` for a trace without work. The settings are pairs that the
-    device supports, or these SM clocks (but none above the default) at the highest memory clock.
+    device supports, or these (but no SM clock above the default).
 
     The default SM clock is the highest that the power limit lets the whole iteration have. The
     limit acts on a mean over many operations, so a single one may draw more.
@@ -55,7 +57,7 @@ def costs_of(
     if not operations:
         raise PlanError("the trace has no operation that takes time; nothing can be planned")
     trace = replace(trace, operations=tuple(operations))
-    settings, sm_hz, memory_hz = _settings(profile, trace, sm_clocks_hz)
+    settings, sm_hz, memory_hz = _settings(profile, trace, clocks_hz)
     clocks = {"sm_hz": profile.knobs.sm_highest_hz, "memory_hz": profile.knobs.memory_clocks_hz[-1]}
     works = [
         work_of(replace(trace, operations=(op,)), profile.roofline, **clocks) for op in operations
@@ -86,7 +88,7 @@ def _takes_time(op: Operation, trace: IterationTrace) -> bool:
 
 
 def _settings(
-    profile: Profile, trace: IterationTrace, sm_clocks_hz: Sequence[float] | None
+    profile: Profile, trace: IterationTrace, clocks_hz: Sequence[ClockPair] | None
 ) -> tuple[tuple[Setting, ...], Array, Array]:
     """The default and pairs of clocks at and below it, with the clocks themselves."""
     knobs, top = profile.knobs, profile.knobs.memory_clocks_hz[-1]
@@ -110,8 +112,8 @@ def _settings(
     places = np.unique(np.linspace(0, len(lower) - 1, min(each, len(lower))).round().astype(int))
     clocks = [own_hz, *(lower[i] for i in reversed(places))] if lower else [own_hz]
     pairs = [(sm, memory) for memory in reversed(knobs.memory_clocks_hz) for sm in clocks]
-    if sm_clocks_hz is not None:
-        pairs = [(min(sm, own_hz), top) for sm in (own_hz, *sm_clocks_hz)]
+    if clocks_hz is not None:
+        pairs = [(min(sm, own_hz), memory or top) for sm, memory in ((own_hz, None), *clocks_hz)]
     settings = tuple(
         Setting(
             sm_clock_hz=None if sm == own_hz else sm,

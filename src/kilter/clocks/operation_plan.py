@@ -21,23 +21,26 @@ from kilter.clocks.plan.worth import ClockCosts
 from kilter.clocks.section_card import card_of
 from kilter.clocks.section_plan import SEARCHED_LEVELS
 from kilter.clocks.section_store import SectionStore
-from kilter.core.setting import DeviceInfo
 from kilter.core.trace import IterationTrace, Kind, Operation
+from kilter.device.protocol import Device
 from kilter.device.sim.profile import Profile, load_profile
 
 
 class OperationPlan:
-    """`profile`: the name of the device's. Raises `PlanError` for a trace without work, and
-    `FileError` for measured switch times that cannot be read."""
+    """`profile`: the name of the device's. Raises `PlanError` for a trace without work, `FileError`
+    for measured switch times that cannot be read, and the device's errors."""
 
     def __init__(
-        self, profile: str, trace: IterationTrace, max_slowdown: float, info: DeviceInfo
+        self, profile: str, trace: IterationTrace, max_slowdown: float, device: Device
     ) -> None:
-        calibration = SectionStore(os.environ).switches(info)
+        calibration = SectionStore(os.environ).switches(device.info())
         self.profile: Profile = load_profile(profile)
         self.calibrated = calibration is not None
         self.card: ClockCosts = card_of(
-            self.profile, levels=SEARCHED_LEVELS, calibration=calibration
+            self.profile,
+            levels=SEARCHED_LEVELS,
+            calibration=calibration,
+            memory_clocks_hz=device.supported().memory_clocks_hz,
         )
         ordered = ordered_operations(self.profile, trace, self.card)
         self.operations = len(ordered.names)
@@ -65,7 +68,7 @@ def ordered_operations(
     costs = costs_of(
         profile,
         replace(trace, operations=operations, timeline="gpu"),
-        [level.sm_clock_hz for level in card.levels],
+        [(level.sm_clock_hz, level.memory_clock_hz) for level in card.levels],
     )
     return OrderedOperations(
         names=tuple(_names(operations)),

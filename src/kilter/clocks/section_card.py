@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kilter.clocks.plan.switching import Calibration
 from kilter.clocks.plan.worth import ClockCosts, Latency, Level
 from kilter.device.sim.profile import Profile
@@ -9,6 +11,8 @@ from kilter.model.power import LEAKAGE_AT_C
 
 LEVELS = 6
 """Clocks that are planned with, in equal ratios from the highest to the lowest."""
+LEAST_MEMORY_SHARE = 0.5
+"""Of the highest memory clock. Lower ones are for idle GPUs, and allow few SM clocks."""
 
 
 def card_of(
@@ -17,8 +21,10 @@ def card_of(
     switch_s: float | None = None,
     levels: int = LEVELS,
     calibration: Calibration | None = None,
+    memory_clocks_hz: Sequence[float] = (),
 ) -> ClockCosts:
-    """The card of a profile, with so many clocks below the highest. A switch takes what was
+    """The card of a profile: with so many SM clocks below the highest and, before them, the lower
+    ones of these memory clocks, at the highest SM clock. A switch takes what was
     calibrated, clock by clock, or always `switch_s`, or else the profile's latency, of which the
     spread between targets is taken as calibrated."""
     knobs, power = profile.knobs, profile.power
@@ -40,20 +46,26 @@ def card_of(
     alone_w = float(power.work_j(0.0, 0.0, 1.0, top_hz))
     flops = (computing_w - waiting_w - alone_w) / float(power.work_j(1.0, 0.0, 0.0, top_hz))
 
-    def level(hz: float) -> Level:
-        there_w = float(power.waiting_w(hz, memory_hz, LEAKAGE_AT_C))
+    def level(hz: float, lower_hz: float | None = None) -> Level:
+        there_w = float(power.waiting_w(hz, lower_hz or memory_hz, LEAKAGE_AT_C))
         return Level(
             sm_clock_hz=hz,
+            memory_clock_hz=lower_hz,
             saved_w=waiting_w - there_w,
             waiting_w=there_w,
             computing_w=there_w + float(power.work_j(flops * hz / top_hz, 0.0, 1.0, hz)),
-            stretch=top_hz / hz,
+            stretch=max(top_hz / hz, memory_hz / (lower_hz or memory_hz)),
             down=measured(True, hz),
             up=measured(False, hz),
         )
 
+    usable = [hz for hz in reversed(memory_clocks_hz) if hz in knobs.memory_clocks_hz]
+    lower = [hz for hz in usable if LEAST_MEMORY_SHARE * memory_hz <= hz < memory_hz]
     return ClockCosts(
-        levels=tuple(level(hz) for hz in clocks if hz < top_hz),
+        levels=(
+            *(level(top_hz, hz) for hz in lower),
+            *(level(hz) for hz in clocks if hz < top_hz),
+        ),
         down=measured(True) or latency,
         up=measured(False) or latency,
         computing_w=computing_w,

@@ -128,10 +128,10 @@ class Setter:
         self._lease = lease
         self.sets = lease is not None
 
-    def down(self, sm_clock_hz: float, hold_s: float) -> None:
-        """A low clock, for at most so long."""
+    def down(self, low: Setting, hold_s: float) -> None:
+        """Low clocks, for at most so long."""
         if self._lease is not None:
-            self._lease.set(Setting(sm_clock_hz=sm_clock_hz), hold_s=hold_s)
+            self._lease.set(low, hold_s=hold_s)
 
     def up(self) -> None:
         """The clock as found."""
@@ -322,7 +322,7 @@ class SectionConductor:
         """A low clock whose deadline begins anew. For a lease that has set it already this is no
         call to the device."""
         self._low_until_s = self._clock() + WAIT_HOLD_S
-        self._setter.down(plan.sm_clock_hz, WAIT_HOLD_S)
+        self._setter.down(Setting(sm_clock_hz=plan.sm_clock_hz), WAIT_HOLD_S)
 
     def _drop(self, why: str) -> None:
         """Commands that can no longer come at their time: up at once, down not at all."""
@@ -346,9 +346,8 @@ class SectionConductor:
             why = f"at most {pending.schedule.calls_per_s:g} calls per second"
             self._leave_out(pending, why)
         else:
-            assert command.sm_clock_hz is not None
             self._low_until_s = now_s + command.hold_s
-            self._setter.down(command.sm_clock_hz, command.hold_s)
+            self._setter.down(command.setting, command.hold_s)
             self._note(pending, now_s, "")
 
     def _next_up_s(self, down: _Pending) -> float:
@@ -400,6 +399,7 @@ def _line(
         edge=command.edge,
         key=command.key,
         sm_clock_hz=command.sm_clock_hz,
+        memory_clock_hz=command.memory_clock_hz,
         edge_s=now_s + command.lead_s,
         late_s=now_s - pending.due_s,
         took_s=took_s,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -43,8 +42,6 @@ UNKNOWN_SENSOR_PERIOD_S = 1.0
 """Of a device that does not say: as slow as a power that is averaged over a second."""
 WINDOW_FAILURES = 3
 """After so many windows without a trace nothing more is tried."""
-GIVEN_UP = "sections/given-up"
-"""The message of a rank without sections: why."""
 
 
 class SectionsController(InsideController):
@@ -67,8 +64,6 @@ class SectionsController(InsideController):
     ) -> None:
         super().__init__(run, max_slowdown=max_slowdown, otherwise=otherwise, rehearse_s=rehearse_s)
         self._asked = asked
-        self._untold: str | None = None
-        """Why the whole job's clock is governed, for the other ranks."""
         self._given_up = False
         self._plan: RankPlan | None = None
         self._windows = SectionWindows()
@@ -84,15 +79,10 @@ class SectionsController(InsideController):
         else:
             self._hand_over(reason, tell=True)  # the whole job's controller refuses it, too
 
-    def tick(self, finished: Sequence[Iteration], *, settled: bool) -> None:
-        if self._untold is not None:
-            self._tell(self._untold)
-        super().tick(finished, settled=settled)
-
     def _go_on(self, finished: Sequence[Iteration]) -> None:
         if self._plan is None:
             self._plan = self._begin_planning()
-        if self._plan is None or self._another_gave_up():
+        if self._plan is None or (not self._asked and self._another_gave_up()):
             return
         self._look()
         if self._keys.failed is not None:
@@ -275,33 +265,6 @@ class SectionsController(InsideController):
 
     def _is_for_the_whole_job(self, found: SectionsFound) -> bool:
         return found.taken == "whole job" or (found.taken == "default" and not self._asked)
-
-    def _another_gave_up(self) -> bool:
-        """The ranks set one kind of clocks together: where one has no sections, none has."""
-        if self._asked or (self._search is not None and self._search.found is not None):
-            return False
-        try:
-            messages = self._run.messages()
-            told = None if messages is None else messages.look(GIVEN_UP)
-        except MessagesGone:
-            return False  # whoever needs the messages says so
-        if told is not None:
-            self._hand_over(told.decode())
-        return told is not None
-
-    def _hand_over(self, why: str, *, tell: bool = False) -> None:
-        """`tell`: the other ranks do not know it."""
-        if tell:
-            self._untold = f"rank {self._run.ranks.rank}: {why}"
-        super()._hand_over(why)
-
-    def _tell(self, why: str) -> None:
-        """As soon as the ranks have met, and the program iterates."""
-        messages = self._run.messages() if self._run.iterations.index >= 0 else None
-        if messages is not None:
-            self._untold = None
-            with suppress(MessagesGone):  # whoever needs the messages says so
-                messages.post(GIVEN_UP, why.encode())
 
     def _reopen(self) -> None:
         """The collectives are not those that were planned for."""

@@ -62,8 +62,8 @@ class SimulatedRank:
         }
         self._switches, jitter = np.random.default_rng([seed, offer.rank]).spawn(2)
         self._noise = NoiseSource(noise, jitter)
-        targets_hz = (None, *(level.sm_clock_hz for level in card.levels))
-        self._medians = [switch.median_to_s(Setting(sm_clock_hz=hz)) for hz in targets_hz]
+        settings = (Setting(), *(level.setting for level in card.levels))
+        self._medians = [switch.median_to_s(setting) for setting in settings]
 
     def iterate(self, depths: Sequence[int]) -> Seen:
         """One iteration with the rank's stretches at these depths. Sections in the targets' order;

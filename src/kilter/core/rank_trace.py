@@ -29,7 +29,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
     """Members of the group; empty where the trace does not say."""
     peers: tuple[int, int] | None = None
-    """Both ends of a point-to-point transfer, ascending, where known."""
+    """Source and target of a transfer, where known; the lower rank first if it goes both ways."""
     sequence: int | None = None
     """Number of the collective in its group, equal on all ranks."""
     bytes: int | None = None

@@ -26,6 +26,8 @@ class SectionsFound(msgspec.Struct, frozen=True, kw_only=True):
     """By section and rank: steps below the default clock; 0 is the default."""
     clocks_hz: tuple[float, ...] = ()
     """The clock of each step: the first one is one step below the default."""
+    memory_clocks_hz: tuple[float | None, ...] = ()
+    """With it; None: as found. Empty: as found at every step."""
     sections_saving: float | None = None
     """Expected from the plan before the search, of the job's energy."""
     whole_job_saving: float | None = None

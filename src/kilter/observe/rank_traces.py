@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import tomllib
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from importlib import resources
@@ -43,6 +44,7 @@ _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH = {"cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime"}
 _STEP = re.compile(r"ProfilerStep\s?#?\*?(\d+)")
 _COMPUTE, _COMMUNICATION, _COPY = 0, 1, 2
+_TRANSFERS = ("send", "recv")
 _SIZES = {"double": 8, "float64": 8, "long": 8, "int64": 8, "float": 4, "float32": 4, "int": 4}
 _SIZES |= {"int32": 4, "half": 2, "float16": 2, "bfloat16": 2, "short": 2, "bool": 1, "byte": 1}
 _SIZES |= {"char": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -231,6 +233,8 @@ class _Timeline:
         """Events on the GPU whose times cannot be."""
         self._c10d: dict[int, tuple[str, Args | None]] = {}
         """External id -> name and arguments of an operation of c10d."""
+        self._transfers: list[tuple[float, Args]] = []
+        """Those of them that send or receive, with their times."""
 
     def add(self, event: RawEvent) -> None:
         cat, name, begin, length = event.cat, event.name, event.ts, event.dur
@@ -257,6 +261,8 @@ class _Timeline:
             external = _integer(event.args.external_id)
             if external is not None:
                 self._c10d[external] = (name, event.args)
+            if event.args.collective in _TRANSFERS:
+                self._transfers.append((begin, event.args))
 
     def _add_device(
         self, name: str, cat: str, begin: float, length: float, args: Args | None
@@ -326,6 +332,7 @@ class _Timeline:
             compute=_union(begin_s, end_s, own & (kind == _COMPUTE)),
             copies=_union(begin_s, end_s, own & (kind == _COPY)),
             collectives=self._collectives(
+                rank,
                 begin_s,
                 end_s,
                 own,
@@ -367,6 +374,7 @@ class _Timeline:
 
     def _collectives(
         self,
+        rank: int,
         begin_s: NDArray[Any],
         end_s: NDArray[Any],
         own: NDArray[Any],
@@ -374,6 +382,7 @@ class _Timeline:
         ready_s: NDArray[Any] | None,
     ) -> tuple[Collective, ...]:
         names = {number: text for text, number in self._labels.items()}
+        batches = dict(self._batches())
         found = []
         for index, op, own_args in self._pieces:
             if not own[index]:
@@ -381,24 +390,45 @@ class _Timeline:
             args = own_args
             if args is None or args.collective is None:
                 _, args = self._c10d.get(self._external[index], ("", own_args))
+            single = args is not None and args.collective in _TRANSFERS
+            transfers = [args] if args and single else batches.get(index, [])
+            args = transfers[0] if transfers else args
             group, ranks = groups.of(args)
             bytes_, dtype = _message(args)
+            named = operation(str(args.collective)) if args and args.collective else "other"
+            op = op if named == "other" else named
             found.append(
                 Collective(
-                    op=operation(str(args.collective)) if args and args.collective else op,
+                    op=op,
                     begin_s=float(begin_s[index]),
                     end_s=float(end_s[index]),
                     stream=names[self._stream[index]],
                     group=group,
                     ranks=ranks,
-                    peers=_peers(args),
-                    sequence=None if args is None else _integer(args.sequence),
+                    peers=_ends(transfers, rank),
+                    # Each end counts its transfers with all peers.
+                    sequence=_integer(args.sequence) if args and op != "send_recv" else None,
                     bytes=bytes_,
                     dtype=dtype,
                     ready_s=None if ready_s is None else _known(ready_s[index]),
                 )
             )
         return tuple(sorted(found, key=lambda c: (c.begin_s, c.end_s)))
+
+    def _batches(self) -> Iterator[tuple[int, list[Args]]]:
+        """Kernels that transfer, each with what was asked for between the launch before and its
+        own: those of a batch (`batch_isend_irecv`) tell nothing themselves."""
+        if not self._transfers or not len(self._launched):
+            return
+        known, at_us = self._launches()
+        kernels = [index for index, op, _ in self._pieces if op == "send_recv" and known[index]]
+        asked = sorted(self._transfers, key=lambda transfer: transfer[0])
+        times = [begin for begin, _ in asked]
+        first = 0
+        for index in sorted(kernels, key=lambda index: float(at_us[index])):
+            last = bisect_left(times, at_us[index])
+            yield index, [args for _, args in asked[first:last]]
+            first = last
 
     def _ready(
         self,
@@ -570,10 +600,16 @@ def _message(args: Args | None) -> tuple[int | None, str | None]:
     return _integer(args.bytes), dtype
 
 
-def _peers(args: Args | None) -> tuple[int, int] | None:
-    if args is None:
-        return None
-    source, target = _integer(args.source_rank), _integer(args.target_rank)
-    if source is None or target is None or min(source, target) < 0:
-        return None
-    return min(source, target), max(source, target)
+def _ends(transfers: Iterable[Args], rank: int) -> tuple[int, int] | None:
+    """Source and target of a rank's transfers with one peer, of which PyTorch names the peer alone;
+    the lower rank first where they go both ways. None: it is not known, or there are several."""
+    ends = set()
+    for args in transfers:
+        sends = args.collective == "send"
+        peer = _integer(args.target_rank if sends else args.source_rank)
+        if peer is None or peer < 0:
+            return None
+        ends.add((rank, peer) if sends else (peer, rank))
+    if len(ends) > 1:
+        ends = {(min(pair), max(pair)) for pair in ends}
+    return ends.pop() if len(ends) == 1 else None

@@ -17,7 +17,7 @@ from kilter.core.setting import DeviceInfo
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.core.units import show_clock, show_time
 from kilter.device.find import find
-from kilter.device.sim.cards import profile_of
+from kilter.device.sim.cards import profile_of, stand_in_of
 from kilter.device.sim.gpu import SimGpu
 from kilter.device.sim.profile import Profile, load_profile
 from kilter.lease.lease import Lease
@@ -61,7 +61,7 @@ def measured_on_gpu() -> Measured:
     """The same on the GPU of this process, with the kernels of PyTorch. Raises device errors."""
     device = find("nvml", environ=os.environ)
     info = device.info()
-    name = profile_of(info.name)
+    name = profile_of(info.name) or stand_in_of(info.name)
     if name is None:
         raise DeviceError(f"the clocks of sections on {info.name} are not known: no profile of it")
     if not info.can_set:

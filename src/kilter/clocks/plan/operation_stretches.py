@@ -12,7 +12,7 @@ are limited per second. The answer that saves most is taken.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 
 import msgspec
 import numpy as np
@@ -80,7 +80,7 @@ def operation_stretches(
     """The stretches that save most within the slowdown. `PlanError` for tables that are none."""
     default_s = float(operations.time_s[:, 0].sum())
     default_j = float(operations.energy_j[:, 0].sum())
-    budget_s = max_slowdown * default_s
+    budget_s = max_slowdown * min(default_s, operations.iteration_s)
     problem = OperationsProblem(
         time_s=operations.time_s,
         energy_j=operations.energy_j,
@@ -92,8 +92,11 @@ def operation_stretches(
     most = most_stretches(card, operations.iteration_s)
     best: tuple[LowStretch, ...] = ()
     longest_s = 0.0
-    for price in SWITCH_PRICES:
-        path = _from_default(problem, price * card.break_even_s)
+    choices = np.arange(len(card.levels) + 1)
+    sm_alone = [0, *(n for n, x in enumerate(card.levels, 1) if x.memory_clock_hz is None)]
+    tables = [choices] if len(sm_alone) == len(choices) else [choices, choices[sm_alone]]
+    for columns, price in product(tables, SWITCH_PRICES):
+        path = columns[_from_default(_part(problem, columns), price * card.break_even_s)]
         low = list(_low_stretches(operations, card, path))
         longest_s = max([longest_s, *(each.end_s - each.start_s for each in low)])
         kept = _kept(low, card, budget_s=budget_s, most=most)
@@ -110,11 +113,10 @@ def operation_stretches(
         stretches=best,
         refused=(),
     )
-    depth_of = {level.sm_clock_hz: n for n, level in enumerate(card.levels, 1)}
     whole = max(0.0, 1.0 - static_j / default_j)
     return OperationStretches(
         found=found,
-        depths=tuple(depth_of[stretch.sm_clock_hz] for stretch in best),
+        depths=tuple(card.levels.index(card.level_of(stretch)) + 1 for stretch in best),
         whole_job_saving=whole,
         summary=_summary(found, whole, card, most),
     )
@@ -159,28 +161,44 @@ def _from_default(problem: OperationsProblem, switch_s: float) -> Path:
     return path
 
 
+def _part(problem: OperationsProblem, columns: Array) -> OperationsProblem:
+    """With these clocks alone."""
+    return msgspec.structs.replace(
+        problem,
+        time_s=problem.time_s[:, columns],
+        energy_j=problem.energy_j[:, columns],
+        waiting_w=problem.waiting_w[columns],
+    )
+
+
 def _low_stretches(
     operations: OrderedOperations, card: ClockCosts, path: Path
 ) -> Iterator[LowStretch]:
-    """One for each run of operations below the default clock."""
-    for low, run in groupby(range(len(path)), key=lambda i: bool(path[i])):
-        if low:
+    """One for each run of operations below the default, and for each part of it at one clock."""
+    runs = set()
+    for alike in (path.astype(bool), path):
+        for low, run in groupby(range(len(path)), key=alike.tolist().__getitem__):
             places = list(run)
-            yield _stretch(operations, card, path, places[0], places[-1])
+            if low:
+                runs.add((places[0], places[-1]))
+    for first, last in sorted(runs):
+        if (stretch := _stretch(operations, card, path, first, last)) is not None:
+            yield stretch
 
 
 def _stretch(
     operations: OrderedOperations, card: ClockCosts, path: Path, first: int, last: int
-) -> LowStretch:
-    """One clock for all operations of a run: of those that the path has there, the one that saves
-    most without more delay than the path."""
+) -> LowStretch | None:
+    """One clock for all operations of a run: the one that saves most without more delay than the
+    path; None where that is the default."""
     inside = slice(first, last + 1)
     rows = np.arange(first, last + 1)
     time_s = operations.time_s[inside].sum(axis=0)
     energy_j = operations.energy_j[inside].sum(axis=0)
     allowed_s = float(operations.time_s[rows, path[inside]].sum()) * (1.0 + 1e-9)
-    used = [int(k) for k in np.unique(path[inside]) if time_s[k] <= allowed_s]
-    depth = min(used, key=lambda k: float(energy_j[k]))
+    depth = int(np.where(time_s <= allowed_s, energy_j, np.inf).argmin())
+    if depth == 0:
+        return None
     start_s, end_s = float(operations.start_s[first]), float(operations.end_s[last])
     effects = tuple(
         LevelEffect(delay_s=float(time_s[k] - time_s[0]), saved_j=float(energy_j[0] - energy_j[k]))
@@ -197,6 +215,7 @@ def _stretch(
         last=operations.names[last],
         sections=last + 1 - first,
         sm_clock_hz=level.sm_clock_hz,
+        memory_clock_hz=level.memory_clock_hz,
         start_s=start_s,
         end_s=end_s,
         down_at_s=start_s,
@@ -215,10 +234,10 @@ def _kept(
     """Of a path's stretches those that can be carried out and save something: the best first, as
     long as there are calls and time for them, and no command comes before the stretch before it is
     over."""
-    levels = {level.sm_clock_hz: level for level in card.levels}
     chosen: list[LowStretch] = []
     for stretch in sorted(low, key=lambda s: -s.saved_j):
-        long = stretch.end_s - stretch.start_s >= card.break_even_of_s(levels[stretch.sm_clock_hz])
+        break_even_s = card.break_even_of_s(card.level_of(stretch))
+        long = stretch.end_s - stretch.start_s >= break_even_s
         if stretch.saved_j <= 0.0 or not long or (most is not None and len(chosen) >= most):
             continue
         together = sorted([*chosen, stretch], key=lambda s: s.start_s)

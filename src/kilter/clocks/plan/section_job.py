@@ -163,7 +163,7 @@ def known_depths(
     saved: SectionsFound | None, targets: Sequence[SearchTarget], card: ClockCosts
 ) -> Depths | None:
     """What an earlier run has found, if that is about the same sections, ranks and clocks."""
-    if saved is None or saved.clocks_hz != tuple(x.sm_clock_hz for x in card.levels):
+    if saved is None or (saved.clocks_hz, saved.memory_clocks_hz) != _clocks(card):
         return None
     rows = dict(zip(saved.keys, saved.depths, strict=False))
     chosen = tuple(rows.get(target.key, ()) for target in targets)
@@ -184,17 +184,18 @@ def found_of(
     noun: str = "section",
 ) -> SectionsFound:
     """The end of a search as it is held, told and kept."""
-    clocks = tuple(level.sm_clock_hz for level in card.levels)
+    clocks_hz, memory_clocks_hz = _clocks(card)
     time, energy = paired_ratio(end.log_time), paired_ratio(end.log_energy)
     held = any(depth for row in end.depths for depth in row)
     return SectionsFound(
         taken="sections" if held else "default",
-        reason=_words(end.depths, clocks, noun)
+        reason=_words(end.depths, card, noun)
         if held
         else "no lower clock passed the contract's test",
         keys=tuple(target.key for target in targets),
         depths=end.depths,
-        clocks_hz=clocks,
+        clocks_hz=clocks_hz,
+        memory_clocks_hz=memory_clocks_hz,
         sections_saving=before.sections,
         whole_job_saving=before.whole_job,
         pairs=len(end.log_time),
@@ -204,7 +205,13 @@ def found_of(
     )
 
 
-def _words(depths: Depths, clocks_hz: Sequence[float], noun: str) -> str:
+def _clocks(card: ClockCosts) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
+    """Of the SMs and of the memory, by depth. Empty: the memory's stays."""
+    memory = tuple(level.memory_clock_hz for level in card.levels)
+    return tuple(level.sm_clock_hz for level in card.levels), memory if any(memory) else ()
+
+
+def _words(depths: Depths, card: ClockCosts, noun: str) -> str:
     """ "345 MHz in 1 section of 3 ranks, ...", the lowest clock first."""
     places: dict[int, list[tuple[int, int]]] = {}
     for j, row in enumerate(depths):
@@ -215,5 +222,7 @@ def _words(depths: Depths, clocks_hz: Sequence[float], noun: str) -> str:
     for depth in sorted(places, reverse=True):
         sections = show_count(len({j for j, _ in places[depth]}), noun)
         ranks = show_count(len({rank for _, rank in places[depth]}), "rank")
-        parts.append(f"{show_clock(clocks_hz[depth - 1])} in {sections} on {ranks}")
+        level = card.levels[depth - 1]
+        memory = f" (memory {show_clock(level.memory_clock_hz)})" if level.memory_clock_hz else ""
+        parts.append(f"{show_clock(level.sm_clock_hz)}{memory} in {sections} on {ranks}")
     return ", ".join(parts)

@@ -222,8 +222,9 @@ def summary(analysis: Analysis) -> str:
         text += f", {show_fraction(mean.exposed_wait_s / mean.exposed_s)} of it waiting"
     if not worst.sections:
         return f"{text}), in pieces below {show_time(LEAST_S)}."
-    longest = max(worst.sections, key=lambda s: s.length_s)
-    return f"{text}); the longest section takes {show_time(longest.length_s)}."
+    longest_s = max(section.length_s for section in worst.sections)
+    there = "" if len(analysis.ranks) == 1 else " there"
+    return f"{text}); the longest section{there} takes {show_time(longest_s)}."
 
 
 class _Occurrence(msgspec.Struct, frozen=True, kw_only=True):
@@ -456,7 +457,7 @@ def _alone(traces: Sequence[RankTrace], matched: Matched) -> Iterator[str]:
                 f"rank {trace.rank}: holds no communication, though others do; what they waited "
                 "for it is unknown"
             )
-        if 0 < seen < total:
+        if seen < total and len(traces) > 1:
             yield (
                 f"rank {trace.rank}: {total - seen} of {total} collectives were seen on no other "
                 "rank; their waiting is not counted"

@@ -18,6 +18,7 @@ import msgspec
 
 from kilter.clocks.plan.sections import SectionOccurrence
 from kilter.clocks.plan.worth import ClockCosts, LowStretch, at_level
+from kilter.core.setting import Setting
 
 LONGEST_HOLD_S = 1.0
 """Longest deadline of a low clock, unless the stretch itself takes longer."""
@@ -38,12 +39,17 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     the section is taken in, the collective with whose readiness that begins is named, too."""
     sm_clock_hz: float | None
     """None: the clock as found."""
+    memory_clock_hz: float | None = None
     at_s: float
     """From the marker; below zero where it leaves before the marker."""
     lead_s: float
     """From the command to the edge."""
     hold_s: float
     """Deadline of the low clock; of no use for `up`."""
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(sm_clock_hz=self.sm_clock_hz, memory_clock_hz=self.memory_clock_hz)
 
 
 class CommandSchedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +81,7 @@ class Commanded(msgspec.Struct, frozen=True, kw_only=True):
     edge: Edge
     key: str
     sm_clock_hz: float | None
+    memory_clock_hz: float | None = None
     edge_s: float
     """When the clock was to change by this command: a lead after it left."""
     late_s: float
@@ -142,12 +149,12 @@ def _commands(stretch: LowStretch, card: ClockCosts) -> tuple[Command, Command]:
     length_s = stretch.up_at_s - stretch.down_at_s
     usual_s = min(HOLD_LENGTHS * length_s, LONGEST_HOLD_S)
     cover = stretch.cover
-    level = next(x for x in card.levels if x.sm_clock_hz == stretch.sm_clock_hz)
-    _, back = card.switches(level)
+    _, back = card.switches(card.level_of(stretch))
     down = Command(
         edge="down",
         key=stretch.first if cover is None else f"{stretch.first} after {cover.after}",
         sm_clock_hz=stretch.sm_clock_hz,
+        memory_clock_hz=stretch.memory_clock_hz,
         at_s=stretch.down_at_s,
         lead_s=stretch.start_s - stretch.down_at_s,
         hold_s=max(usual_s, length_s + back.quantile(0.99)),

@@ -30,6 +30,7 @@ import msgspec
 from kilter.clocks.plan.cover import Cover
 from kilter.clocks.plan.sections import RankSections, Section
 from kilter.core.reasons import Reason
+from kilter.core.setting import Setting
 from kilter.core.units import show_fraction, show_time
 
 PRESENT = 0.9
@@ -72,6 +73,8 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     """A clock that may rule a section, relative to the default."""
 
     sm_clock_hz: float
+    memory_clock_hz: float | None = None
+    """None: as found."""
     saved_w: float
     """Power in communication by default minus here."""
     waiting_w: float
@@ -82,6 +85,10 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     """Of the switch to this clock; None: as of all clocks."""
     up: Latency | None = None
     """Of the switch back from it."""
+
+    @property
+    def setting(self) -> Setting:
+        return Setting(sm_clock_hz=self.sm_clock_hz, memory_clock_hz=self.memory_clock_hz)
 
 
 class ClockCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +103,11 @@ class ClockCosts(msgspec.Struct, frozen=True, kw_only=True):
     waiting_w: float
     """In communication, at the default clock."""
     calls_per_s: float = CALLS_PER_S
+
+    def level_of(self, stretch: LowStretch) -> Level:
+        """Its clocks."""
+        clocks = stretch.sm_clock_hz, stretch.memory_clock_hz
+        return next(x for x in self.levels if (x.sm_clock_hz, x.memory_clock_hz) == clocks)
 
     def switches(self, level: Level) -> tuple[Latency, Latency]:
         """To this clock, and back."""
@@ -128,6 +140,8 @@ class LowStretch(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of the sections."""
     sections: int
     sm_clock_hz: float
+    memory_clock_hz: float | None = None
+    """None: as found."""
     start_s: float
     end_s: float
     down_at_s: float
@@ -199,7 +213,7 @@ def retimed(
             return None
         inside = rank.sections[a : b + 1]
         computed_s = sum(section.gap_compute_s for section in inside[:-1])
-        level = next(x for x in card.levels if x.sm_clock_hz == stretch.sm_clock_hz)
+        level = card.level_of(stretch)
         cover = None
         if stretch.cover is not None:
             after = stretch.cover.after
@@ -393,6 +407,7 @@ def at_level(stretch: LowStretch, level: Level, card: ClockCosts) -> LowStretch:
     return msgspec.structs.replace(
         stretch,
         sm_clock_hz=level.sm_clock_hz,
+        memory_clock_hz=level.memory_clock_hz,
         down_at_s=stretch.start_s - down.quantile(0.05),
         up_at_s=stretch.end_s - up.quantile(0.95),
     )

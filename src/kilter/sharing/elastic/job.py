@@ -43,7 +43,9 @@ T = TypeVar("T")
 
 
 class ElasticJob:
-    """The job of this process. Found out while the script runs its first steps."""
+    """The job of this process. Found out while the script runs its first steps. It has many
+    attributes because the script makes models, optimizers and loaders one by one, and nothing can
+    be built of them, nor of the user's wishes, before all are there."""
 
     def __init__(
         self,

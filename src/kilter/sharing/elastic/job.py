@@ -172,6 +172,9 @@ class ElasticJob:
         if self.refused is not None or batches < WARM_UP_STEPS:
             return False
         synced, unsynced, steps = (a - b for a, b in zip(self.marks(), since, strict=True))
+        if self.share is not None:  # the script has made another loader
+            every_batch = steps >= batches or self._scales()
+            return synced >= WARM_UP_STEPS and steps > 0 and not unsynced and every_batch
         if not self.models and steps and batches >= _SEES_NO_MODEL_AFTER:
             self.refuse(
                 "no-ddp",
@@ -219,7 +222,6 @@ class ElasticJob:
             )
             return False
         control = dist.new_group(backend="gloo")
-        self._forget_hooks()
         whole = _process_group(self.models[0])
         reduction = Reduction(whole)
         if not self._reduces_by(reduction):

@@ -316,9 +316,9 @@ class Alone:
         return self._same(self._observation() if self.rank == 0 else None)
 
     def cost(self, observations: list[Observation]) -> JobCost:
-        found = fit(observations)
+        found = fit(observations, self.plain.cuda)
         assert found is not None
-        return msgspec.structs.replace(found, spins=self.plain.cuda)
+        return found
 
     def change(self, ratios: Ratios) -> None:
         """Within the next pass."""
@@ -610,9 +610,9 @@ def tell_model(
     args: argparse.Namespace, row: dict[str, Any], costs: Costs, ratios: dict[str, Ratios]
 ) -> dict[str, Any]:
     """The model's error; and without what NCCL's waiting kernels take, for comparison."""
-    without = {name: msgspec.structs.replace(c, spins=False) for name, c in costs.items()}
+    without = {name: msgspec.structs.replace(c, on_gpu=False) for name, c in costs.items()}
     found = {}
-    for name, which in (("model", costs), ("model without waiting kernels", without)):
+    for name, which in (("model", costs), ("model as of a CPU", without)):
         found[name] = compare(networks_of(args), which, row, ratios)
         errors = [part["error"] for part in found[name].values()]
         tell(

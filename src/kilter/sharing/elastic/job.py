@@ -100,6 +100,8 @@ class ElasticJob:
     def _forward(self, model: Any) -> None:
         import torch
 
+        if self.share is not None and self.share.divides:
+            return
         if not any(model is known for known in self.models):
             return
         if model.training and torch.is_grad_enabled():

@@ -14,7 +14,8 @@ Nothing is set on a GPU; NVML is only read. In order:
    through one placement after the other while daemons (`kilter share serve`) replace each other:
    the skewed start, an even split, and each policy from the skewed start. Slow-down: time of a
    step, from the samples that were done in a window, over that of the network alone. The time
-   model's prediction from the costs of `alone` stands beside what was measured.
+   model's predictions stand beside what was measured: from the costs of `alone`, and from what a
+   daemon sees in the skewed placement.
 `losses`: loss curves against the plain run (`share_losses.py`), on the GPUs.
 
 Parts that do not fit into `--budget` seconds any more are left out, and named.
@@ -41,8 +42,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kilter.sharing.board import Board
 from kilter.sharing.messages import JobStatus, RankStatus, RatioTarget, Summary
 from kilter.sharing.model import JobCost, Observation, fit, jain, predict
+from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.sharing.plan.snapshot import Ratios, shards
 from kilter.sharing.store import Channel, living
 
@@ -316,9 +319,9 @@ class Alone:
         return self._same(self._observation() if self.rank == 0 else None)
 
     def cost(self, observations: list[Observation]) -> JobCost:
-        found = fit(observations)
+        found = fit(observations, self.plain.cuda)
         assert found is not None
-        return msgspec.structs.replace(found, spins=self.plain.cuda)
+        return found
 
     def change(self, ratios: Ratios) -> None:
         """Within the next pass."""
@@ -573,7 +576,7 @@ def compare(networks: dict[str, int], costs: Costs, row: dict[str, Any], ratios:
 def share(args: argparse.Namespace, document: dict[str, Any], folder: Path) -> None:
     """All networks at once, told step by step."""
     networks, alone = networks_of(args), document["alone"]
-    costs = {name: msgspec.convert(row["cost"], JobCost) for name, row in alone.items()}
+    costs = {"alone": {name: msgspec.convert(row["cost"], JobCost) for name, row in alone.items()}}
     machine = Machine(args, {name: row["step_s"] for name, row in alone.items()}, folder)
     rows: list[dict[str, Any]] = document.setdefault("rows", [])
     try:
@@ -601,23 +604,36 @@ def share(args: argparse.Namespace, document: dict[str, Any], folder: Path) -> N
             tell_row(args, rows)
             if policy in static:
                 rows[-1]["model"] = tell_model(args, row, costs, static[policy])
+            if policy == "fixed":
+                costs["as seen in the skewed placement"] = costs_seen(machine)
             write(args, document)
     finally:
         machine.end()
 
 
+def costs_seen(machine: Machine) -> Costs:
+    """What a daemon fits to the jobs as they run now, and to their run-alone times."""
+    board = Board(machine.gpus, SHARING_POLICIES["fixed"], 1.0)
+    for slot, status in enumerate(machine.statuses().values()):
+        board.report(slot, status, 0.0)
+    board.tick(0.0)
+    return {job.name.partition("#")[0]: job.cost for job in board.snapshot(0.0).jobs if job.cost}
+
+
 def tell_model(
-    args: argparse.Namespace, row: dict[str, Any], costs: Costs, ratios: dict[str, Ratios]
+    args: argparse.Namespace,
+    row: dict[str, Any],
+    costs: dict[str, Costs],
+    ratios: dict[str, Ratios],
 ) -> dict[str, Any]:
-    """The model's error; and without what NCCL's waiting kernels take, for comparison."""
-    without = {name: msgspec.structs.replace(c, spins=False) for name, c in costs.items()}
+    """The model's error, by what its costs are from."""
     found = {}
-    for name, which in (("model", costs), ("model without waiting kernels", without)):
-        found[name] = compare(networks_of(args), which, row, ratios)
-        errors = [part["error"] for part in found[name].values()]
+    for source, which in costs.items():
+        found[source] = compare(networks_of(args), which, row, ratios)
+        errors = [part["error"] for part in found[source].values()]
         tell(
             args,
-            f"  {name}, from the costs of each job alone: step times off by "
+            f"  model, costs from jobs {source}: step times off by "
             f"{' '.join(percent(errors))}; largest {100 * max(map(abs, errors)):.0f} % (bar 15 %)",
         )
     return found

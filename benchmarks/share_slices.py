@@ -145,7 +145,7 @@ class Bench:
 
     def _process(self, name: str, port: int, rank: int) -> subprocess.Popen[bytes]:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2}
-        where |= {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 2, "TEARDOWN_CUPTI": 1}
+        where |= {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 2}
         where["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
         command = [sys.executable, __file__, "--network", name, "--folder", str(self.args.folder)]
         command += ["--tiny"] if self.args.tiny else []

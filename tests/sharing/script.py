@@ -23,6 +23,7 @@ parser.add_argument("--drop-last", action="store_true")
 parser.add_argument("--batch-norm", action="store_true")
 parser.add_argument("--sharded", action="store_true", help="by fully_shard instead of DDP")
 parser.add_argument("--break-after", type=int)
+parser.add_argument("--loader-per-epoch", action="store_true")
 parser.add_argument("--sleep", type=float, default=0.0)
 args = parser.parse_args()
 
@@ -68,6 +69,8 @@ losses, seen, stale = [], [], []
 for epoch in range(args.epochs):
     if sampler is not None:
         sampler.set_epoch(epoch)
+    if args.loader_per_epoch:
+        loader = DataLoader(data, args.batch, sampler=sampler)
     for step, (x, y, index) in enumerate(loader):
         optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(model(x), y)

@@ -50,8 +50,9 @@ def test_any_ratios_train_as_without_kilter(warm, tmp_path, plain):
         (("--drop-last", "--workers", "1", "--epochs", "2"), [[7, 3], [0, 10]]),
         # A rank that counts its batches and was idle for some would break at another iteration.
         (("--break-after", "6"), [[7, 3], [10, 0]]),
+        (("--loader-per-epoch", "--samples", "64"), [[7, 3], [10, 0], [4, 6]]),
     ],
-    ids=["plain-loader", "drop-last-and-workers", "break"],
+    ids=["plain-loader", "drop-last-and-workers", "break", "loader-per-epoch"],
 )
 def test_other_ways_to_load(warm, tmp_path, arguments, plan):
     arguments = ("--epochs", "4", "--samples", "120", *arguments)

@@ -5,7 +5,7 @@ Pure: the time is given by the caller (a clock that never goes back), reports co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -222,9 +222,9 @@ class Board:
                 tuple((whole - presence[slot]).tolist()),
             )
             observe(record.observations, self._ratios(status), seen)
-            cost = fit(list(record.observations.values()))
-            if cost is not None:
-                record.cost = msgspec.structs.replace(cost, spins=_on_gpus(status))
+            record.cost = fit(
+                [*record.observations.values(), *self._alone(slot, record)], _on_gpus(status)
+            )
 
     def _learn_alone(self) -> None:
         """The step time of a job with the machine to itself and an even split, once all the steps
@@ -303,6 +303,15 @@ class Board:
         if alone is None or not step_s:
             return job
         return msgspec.structs.replace(job, slowdown=job.slowdown_at(step_s))
+
+    def _alone(self, slot: int, record: _Record) -> Iterator[Observation]:
+        """A known run-alone time, for the fit: of what the host does, nothing is seen beside others
+        that keep the GPUs busy."""
+        _, known_s, source = self._cost(slot, record)
+        if known_s is not None and source != "model":
+            samples = shards(record.status.facts.global_batch, self._even(record.status))
+            times = tuple(known_s if part else 0.0 for part in samples)
+            yield Observation(samples, times, known_s, (0.0,) * len(samples))
 
     def _cost(self, slot: int, record: _Record) -> tuple[JobCost | None, float | None, str | None]:
         """The fitted cost, the run-alone step time, and where that comes from."""
@@ -406,7 +415,7 @@ def _on_gpus(status: JobStatus) -> bool:
 
 def _held(status: JobStatus) -> list[float]:
     """The fraction of time for which each rank keeps its GPU busy: on GPUs also while it waits for
-    the other ranks (see `JobCost.spins`)."""
+    the other ranks (see `JobCost.on_gpu`)."""
     waits = _on_gpus(status)
     return [
         min((r.work_s + waits * r.comm_s) / r.step_s, 1.0) if r.step_s > 0 else 0.0

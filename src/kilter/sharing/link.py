@@ -29,7 +29,8 @@ _BROKEN = (KilterError, RuntimeError, ValueError, OSError)
 
 
 class DaemonLink(threading.Thread):
-    """Runs in the process of rank 0 until that ends."""
+    """Runs in the process of rank 0 until that ends. It has many attributes because it holds two
+    conversations, one with the ranks and one with a daemon that may be replaced."""
 
     def __init__(
         self,

@@ -4,7 +4,12 @@ A step of a job alone takes `host_s + comm_s + max over GPUs (fixed_s + sample_s
 is time-shared among processes, so work on it takes longer by the mean number of other jobs that
 are on that GPU at the same time. Each job's presence depends on its own step time: a fixed point,
 solved by iteration. This is approximate mean value analysis of a closed queueing network with
-processor sharing (Y. Bard 1979; P. J. Schweitzer 1979). Pure: numpy, no device, no clock.
+processor sharing (Y. Bard 1979; P. J. Schweitzer 1979).
+
+On a real GPU (`JobCost.on_gpu`) three things are otherwise, as measured (docs/measurements.md):
+switching between processes takes time; communication is work on the GPU like any other; and the
+host launches kernels ahead of the GPU, so that its time hides where the GPU has much to do.
+Pure: numpy, no device, no clock.
 """
 
 from __future__ import annotations
@@ -21,6 +26,9 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _ROUNDS = 100
 _TOLERANCE = 1e-5
+_SWITCHING = 0.15
+"""By how much longer all work on a GPU takes once processes take turns there. Fitted to ten pairs
+of networks on an H100 (2026-11-25): 0.149 to 0.151."""
 
 
 class JobCost(msgspec.Struct, frozen=True):
@@ -31,14 +39,16 @@ class JobCost(msgspec.Struct, frozen=True):
     fixed_s: float = 0.0
     """GPU time of each active rank whatever its samples (kernel launches, the optimizer)."""
     host_s: float = 0.0
-    """Time in which no GPU of the job works (data loading, Python)."""
+    """Time of the host (data loading, Python). Without `on_gpu`: in which no GPU of the job works;
+    with it: in which the host launches a step, while the GPU works. Then a step takes the root of
+    the sum of the squares of both times: a smooth maximum."""
     comm_s: float = 0.0
     """Exposed communication of a step with more than one active rank."""
     contention: float = 1.0
     """How much a neighbour that is always there delays: 1 is fair time slicing, 0 nothing."""
-    spins: bool = False
-    """Whether a rank that waits for the others of its job keeps its GPU busy, as NCCL's kernels do:
-    they take their time slices until the slowest rank has come."""
+    on_gpu: bool = False
+    """Whether the ranks are processes on GPUs. A rank that waits for the others of its job then
+    keeps its GPU busy: NCCL's kernels take their time slices until the slowest rank has come."""
 
 
 class TimePrediction(msgspec.Struct, frozen=True):
@@ -62,9 +72,9 @@ def predict(costs: Sequence[JobCost], samples: Array) -> TimePrediction:
     active = parts > 0
     demand = np.where(active, fixed[:, None, None] + sample[:, None, None] * parts, 0.0)
     several = active.sum(axis=1) > 1
-    rest = host[:, None] + comm[:, None] * several
-    spins = np.array([cost.spins for cost in costs])[:, None, None] & several[:, None] & active
-    step, residence = _fixed_point(demand, rest, contention[:, None, None], host, spins)
+    on_gpu = np.array([[cost.on_gpu] for cost in costs])
+    comm = comm[:, None] * several
+    step, residence = _fixed_point(demand, host[:, None], comm, contention[:, None, None], on_gpu)
 
     def back(values: Array) -> Array:
         return np.moveaxis(values, -1, 0).reshape(*samples.shape[:-2], *values.shape[:-1])
@@ -77,29 +87,51 @@ def predict(costs: Sequence[JobCost], samples: Array) -> TimePrediction:
 
 
 def _fixed_point(
-    demand: Array, rest: Array, contention: Array, host: Array, spins: np.ndarray[Any, Any]
+    demand: Array, host: Array, comm: Array, contention: Array, on_gpu: np.ndarray[Any, Any]
 ) -> tuple[Array, Array]:
     """Step times by (job, case), and residence by (job, GPU, case). Cases that have converged are
     laid aside, so that a few slow ones cost little."""
-    step = np.maximum(rest + demand.max(axis=1, initial=0.0), 1e-12)
+    work = comm + demand.max(axis=1, initial=0.0)
+    step = np.maximum(_step(host, work, on_gpu), 1e-12)
     residence = demand.copy()
     left = np.arange(step.shape[-1])
-    steps, residences, demands, rests = step, residence, demand, rest
+    steps, residences, demands = step, residence, demand
     for _ in range(_ROUNDS):
-        there = np.where(spins, (steps - host[:, None])[:, None], residences)
-        presence = there / steps[:, None]
-        residences = demands * (1.0 + contention * (presence.sum(axis=0) - presence))
-        before, steps = steps, np.maximum(rests + residences.max(axis=1, initial=0.0), 1e-12)
+        active = demands > 0.0
+        waits = on_gpu[:, None] & (active.sum(axis=1) > 1)[:, None] & active
+        presence = np.where(waits, work[:, None], residences) / steps[:, None]
+        others = presence.sum(axis=0) - presence
+        stretch = _stretch(contention, others, on_gpu[:, None])
+        residences = demands * stretch
+        talk = comm[:, None] * np.where(on_gpu[:, None], stretch, 1.0) * active
+        work = (residences + talk).max(axis=1, initial=0.0)
+        before, steps = steps, np.maximum(_step(host, work, on_gpu), 1e-12)
         moving = np.abs(steps / before - 1.0).max(axis=0, initial=0.0) >= _TOLERANCE
         if 2 * np.count_nonzero(moving) <= len(left):
             step[:, left], residence[..., left] = steps, residences
             left = left[moving]
             if not len(left):
                 return step, residence
-            steps, residences = steps[:, moving], residences[..., moving]
-            demands, rests, spins = demands[..., moving], rests[:, moving], spins[..., moving]
+            steps, residences, demands = (
+                steps[:, moving],
+                residences[..., moving],
+                demands[..., moving],
+            )
+            comm, work = comm[:, moving], work[:, moving]
     step[:, left], residence[..., left] = steps, residences
     return step, residence
+
+
+def _stretch(contention: Any, others: Array, on_gpu: Any) -> Array:
+    """How many times longer work on a GPU takes beside a mean number of other jobs' work."""
+    switching = 1.0 + _SWITCHING * on_gpu * np.minimum(others, 1.0)
+    stretch: Array = (1.0 + contention * others) * switching
+    return stretch
+
+
+def _step(host: Array, work: Array, on_gpu: Any) -> Array:
+    step: Array = np.where(on_gpu, np.hypot(host, work), host + work)
+    return step
 
 
 def alone_s(cost: JobCost, samples: Sequence[int]) -> float:
@@ -144,32 +176,35 @@ this, jobs whose ratio never changes, or hardly, would have no single best fit: 
 between parts that only other ratios could tell apart."""
 
 
-def fit(observations: Sequence[Observation]) -> JobCost | None:
+def fit(observations: Sequence[Observation], on_gpu: bool = False) -> JobCost | None:
     """The cost that explains the observations best; None without any.
 
     Non-negative least squares, with the expectations above as further equations (ridge
     regression), of `compute = host + (1 + contention * pressure) * (fixed + sample * samples)`;
-    communication is what a step takes beyond its slowest rank. The answer is unique and depends
+    communication is what a step takes beyond its slowest rank. On a GPU (see `JobCost`) the times
+    of host and GPU are squared, and the host's is searched for. The answer is unique and depends
     continuously on the times. How far it can be relied on for other samples: `spread`.
     """
     if (rows := _Rows.of(observations)) is None:
         return None
     best: tuple[float, float, Array] | None = None
-    varied = np.ptp(rows.pressure) > 0.1  # else the expectation decides
+    # GPUs are divided evenly, as measured; elsewhere, too, the expectation decides unless seen.
+    varied = not on_gpu and np.ptp(rows.pressure) > 0.1
     for contention in _CONTENTIONS if varied else _CONTENTIONS[:1]:
-        residual, parts = _non_negative(*rows.equations(contention))
+        residual, parts = rows.launched_ahead(contention) if on_gpu else rows.added(contention)
         residual += ((contention - 1.0) / _CONTENTION_SD) ** 2
         if best is None or residual < best[0]:
             best = (residual, contention, parts)
     assert best is not None
+    sample_s, fixed_s, host_s = (float(value) for value in best[2])
     comms = [
         max(o.step_s - max(o.compute_s), 0.0)
+        / (_stretch(best[1], np.array(o.pressure), True).max() if on_gpu else 1.0)
         for o in observations
         if sum(part > 0 for part in o.samples) > 1
     ]
-    sample_s, fixed_s, host_s = (float(value) for value in best[2])
     comm_s = float(np.median(comms)) if comms else 0.0
-    return JobCost(sample_s, fixed_s, host_s, comm_s, best[1])
+    return JobCost(sample_s, fixed_s, host_s, comm_s, best[1], on_gpu)
 
 
 def spread(observations: Sequence[Observation], samples: Sequence[int]) -> float:
@@ -201,6 +236,27 @@ class _Rows(msgspec.Struct, frozen=True):
             if o.samples[g] > 0 and o.compute_s[g] > 0.0
         ]
         return cls(*np.array(rows, dtype=float).T) if rows else None
+
+    def added(self, contention: float) -> tuple[float, Array]:
+        return _non_negative(*self.equations(contention))
+
+    def launched_ahead(self, contention: float) -> tuple[float, Array]:
+        """Residual and parts (sample, fixed, host) where the host launches ahead of a GPU."""
+        stretch = _stretch(contention, self.pressure, True)
+        usual_s = _FIXED_PART * float(np.median(self.times / stretch))
+        expected, best = np.array([[0.0, 1.0 / usual_s]]), None
+        for host_s in np.linspace(0.0, 0.98, 50) * self.times.min():
+            work = np.sqrt(self.times**2 - host_s**2)
+            scale = work / self.times**2 / _NOISE  # errors of the whole time, relative
+            columns = np.stack([stretch * self.samples, stretch], 1) * scale[:, None]
+            found, parts = _non_negative(
+                np.vstack([columns, expected]), np.append(work * scale, 0.0)
+            )
+            found += (host_s / usual_s) ** 2
+            if best is None or found < best[0]:
+                best = found, np.append(parts, host_s)
+        assert best is not None
+        return best
 
     def equations(self, contention: float) -> tuple[Array, Array]:
         """Columns (sample, fixed, host) and values of the equations, each over its expected error:

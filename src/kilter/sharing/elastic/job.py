@@ -43,7 +43,9 @@ T = TypeVar("T")
 
 
 class ElasticJob:
-    """The job of this process. Found out while the script runs its first steps."""
+    """The job of this process. Found out while the script runs its first steps. It has many
+    attributes because the script makes models, optimizers and loaders one by one, and nothing can
+    be built of them, nor of the user's wishes, before all are there."""
 
     def __init__(
         self,
@@ -98,6 +100,8 @@ class ElasticJob:
     def _forward(self, model: Any) -> None:
         import torch
 
+        if self.share is not None and self.share.divides:
+            return
         if not any(model is known for known in self.models):
             return
         if model.training and torch.is_grad_enabled():
@@ -170,6 +174,9 @@ class ElasticJob:
         if self.refused is not None or batches < WARM_UP_STEPS:
             return False
         synced, unsynced, steps = (a - b for a, b in zip(self.marks(), since, strict=True))
+        if self.share is not None:  # the script has made another loader
+            every_batch = steps >= batches or self._scales()
+            return synced >= WARM_UP_STEPS and steps > 0 and not unsynced and every_batch
         if not self.models and steps and batches >= _SEES_NO_MODEL_AFTER:
             self.refuse(
                 "no-ddp",
@@ -217,7 +224,6 @@ class ElasticJob:
             )
             return False
         control = dist.new_group(backend="gloo")
-        self._forget_hooks()
         whole = _process_group(self.models[0])
         reduction = Reduction(whole)
         if not self._reduces_by(reduction):

@@ -125,6 +125,11 @@ class Share:
         self._batches, self._before = batches, self._everyone
 
     @property
+    def divides(self) -> bool:
+        """Whether a pass is going on whose batches follow the schedule."""
+        return self._batches is not None
+
+    @property
     def end_of_pass(self) -> int:
         """The first iteration after the pass."""
         assert self._batches is not None

@@ -115,6 +115,13 @@ def test_a_plain_time_makes_a_slowdown_that_was_measured() -> None:
     assert "from the first iteration on" not in text(memory)
 
 
+def test_nothing_was_away_where_nothing_was_moved() -> None:
+    idle = dict.fromkeys(("planned", "out_bytes", "in_bytes", "recomputed", "spilled"), 0)
+    memory = changed({**idle, "budget_bytes": None, "budget": "60 % of the plain peak"}, ())
+    assert "no budget (60 % of the plain peak); peak 45.0 GiB, nothing was moved" in text(memory)
+    assert "from the first iteration on" not in text(memory)
+
+
 def test_what_the_plan_does_not_account_for_is_said() -> None:
     late = changed({"plain_iteration_s": 0.2, "iteration_s": 0.26})
     assert "beyond the plan: 50 ms an iteration are not in the plan" in text(late)

@@ -281,7 +281,7 @@ def _conditions(memory: MemoryReport) -> list[tuple[str, str]]:
     if record.backend == "stand-in":
         counted = "no GPU: a stand-in on the CPU that counts what autograd keeps, nothing else"
         lines.append(("device", counted))
-    if not record.plain_peak_seen and record.plain_peak_bytes is not None:
+    if memory.moved and not record.plain_peak_seen and record.plain_peak_bytes is not None:
         text = f"{show_bytes(record.plain_peak_bytes)} counted: parts were away on demand"
         lines.append(("peak before", f"{text} from the first iteration on"))
     if record.recompute_choice:

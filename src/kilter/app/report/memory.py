@@ -327,10 +327,10 @@ def _name(memory: MemoryReport, plan: Fitted) -> str:
 
 def _each_pass(plan: Fitted) -> str:
     moved = f"{show_bytes(plan.out_bytes)} out and {show_bytes(plan.in_bytes)} in"
+    hidden = f", {show_fraction(plan.hidden)} of it hidden" if plan.out_bytes else ""
     return (
         f"{show_count(plan.swapped, 'tensor')} offloaded, {plan.recomputed} recomputed, "
-        f"{plan.kept} kept; "
-        f"{moved}, {show_fraction(plan.hidden)} of it hidden [simulated]"
+        f"{plan.kept} kept; {moved}{hidden} [simulated]"
     )
 
 

@@ -239,6 +239,9 @@ def test_each_sentence_agrees_with_the_record(
         assert ("OVER the budget" in headline(memory)) is over
     if "cannot be met" in said:
         assert memory.feasible is False
+    if "the best plan takes" in said:
+        record = memory.record
+        assert (record.least_bytes or 0) <= (record.peak_bytes or 0) <= record.plain_peak_bytes
 
 
 def test_a_peak_above_the_budget_is_not_hidden() -> None:
@@ -265,6 +268,22 @@ def test_what_cannot_be_met_is_said_with_the_least_that_can() -> None:
         "memory: 30.0 GiB cannot be met, 33.0 GiB is the least that is possible; "
         "data were offloaded on demand [measured]"
     )
+
+
+@pytest.mark.parametrize("peak", [32, 46])
+def test_other_passes_than_those_of_the_plan_are_not_called_its_best(peak: int) -> None:
+    """A kind that came to an end, or one without a plan that takes more than was ever seen."""
+    least = planned(peak_bytes=33 * GIB, budget_bytes=33 * GIB)
+    memory = changed({"peak_bytes": peak * GIB, "least_bytes": 33 * GIB}, (least,))
+    assert headline(memory) == (
+        "memory: 30.0 GiB cannot be met, 33.0 GiB is the least that is possible; "
+        f"passes of other kinds take up to {peak}.0 GiB [measured]"
+    )
+
+
+def test_kinds_of_passes_that_look_alike_are_told_once() -> None:
+    said = text(changed({"in_force": (0, 1)}, (FITTED, planned(t_s=FITTED.t_s + 1))))
+    assert said.count("passes of 45.0 GiB: 40 tensors offloaded") == 1
 
 
 def test_a_job_that_saves_nothing_to_move_says_so() -> None:

@@ -162,6 +162,17 @@ def test_training_without_an_optimizer_says_what_to_do(capfd: pytest.CaptureFixt
     assert of(Stopped, job.run)[0].unseen is None
 
 
+def test_a_share_without_iterations_says_what_to_do(capfd: pytest.CaptureFixture[str]) -> None:
+    with kilter.govern(memory_budget="60%", device="null", out="run") as job:
+        weight = torch.ones(512, 512, requires_grad=True)
+        for _ in range(3):
+            (weight @ torch.ones(512, 1024)).sin().square().mean().backward()
+    told = capfd.readouterr().err
+    assert "memory: no budget (60 % of the plain peak" in told
+    assert f"kilter: {of(Stopped, job.run)[0].unseen}\n" in told
+    assert "job.mark()" in told
+
+
 def test_a_script_that_fails_before_it_trains_is_not_told_to_mark_iterations() -> None:
     with pytest.raises(ImportError), kilter.govern(device="sim:v100", out="run") as job:
         raise ImportError("accelerate")

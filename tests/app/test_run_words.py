@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,26 @@ def test_a_rehearsal_takes_no_more_time_than_it_was_given(
     told = capfd.readouterr().err
     assert "refused: a complete rehearsal: stopped after 0 s; for more time: --rehearse" in told
     assert "next: " in told
+
+
+def test_a_trace_that_takes_too_long_to_read_is_not_a_driver_that_hangs(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def read(*_: object, **__: object) -> None:
+        begun.set()
+        over.wait(60)
+
+    monkeypatch.setattr("kilter.session.lifecycle.END_S", 0.3)
+    monkeypatch.setattr("kilter.observe.profiler_window.read_kineto", read)
+    with kilter.govern(device="sim:v100", out="run"):
+        train(60)
+        assert begun.wait(60)
+    over.set()
+    told = capfd.readouterr().err
+    assert "the last iterations: our own thread does not end: it still reads the trace" in told
+    assert "rehearsing: the trace was not read in time" in told
 
 
 # --- nothing was seen -----------------------------------------------------------------------------

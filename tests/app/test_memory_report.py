@@ -115,6 +115,13 @@ def test_a_plain_time_makes_a_slowdown_that_was_measured() -> None:
     assert "from the first iteration on" not in text(memory)
 
 
+def test_nothing_was_away_where_nothing_was_moved() -> None:
+    idle = dict.fromkeys(("planned", "out_bytes", "in_bytes", "recomputed", "spilled"), 0)
+    memory = changed({**idle, "budget_bytes": None, "budget": "60 % of the plain peak"}, ())
+    assert "no budget (60 % of the plain peak); peak 45.0 GiB, nothing was moved" in text(memory)
+    assert "from the first iteration on" not in text(memory)
+
+
 def test_what_the_plan_does_not_account_for_is_said() -> None:
     late = changed({"plain_iteration_s": 0.2, "iteration_s": 0.26})
     assert "beyond the plan: 50 ms an iteration are not in the plan" in text(late)
@@ -169,12 +176,13 @@ def test_a_job_in_which_anything_moved_in_any_pass_does_not_just_fit(
 
 
 def test_a_smaller_kind_of_pass_that_moves_something_is_not_overlooked() -> None:
-    still = planned(swapped=0, recomputed=0, peak_before_bytes=20 * GIB)
+    still = planned(swapped=0, recomputed=0, peak_before_bytes=20 * GIB, out_bytes=0, in_bytes=0)
     small = planned(swapped=3, recomputed=0, peak_before_bytes=10 * GIB)
     memory = changed({**NOTHING, "out_bytes": MIB, "in_force": (0, 1)}, (still, small))
     said = text(memory)
     assert "the job fits" not in said
-    assert "passes of 20.0 GiB: 0 tensors offloaded" in said
+    line = "passes of 20.0 GiB: 0 tensors offloaded, 0 recomputed, 300 kept; 0 B out and 0 B in"
+    assert f"{line} [simulated]" in said  # no share of nothing is hidden
     assert "passes of 10.0 GiB: 3 tensors offloaded" in said
 
 
@@ -231,6 +239,9 @@ def test_each_sentence_agrees_with_the_record(
         assert ("OVER the budget" in headline(memory)) is over
     if "cannot be met" in said:
         assert memory.feasible is False
+    if "the best plan takes" in said:
+        record = memory.record
+        assert (record.least_bytes or 0) <= (record.peak_bytes or 0) <= record.plain_peak_bytes
 
 
 def test_a_peak_above_the_budget_is_not_hidden() -> None:
@@ -257,6 +268,22 @@ def test_what_cannot_be_met_is_said_with_the_least_that_can() -> None:
         "memory: 30.0 GiB cannot be met, 33.0 GiB is the least that is possible; "
         "data were offloaded on demand [measured]"
     )
+
+
+@pytest.mark.parametrize("peak", [32, 46])
+def test_other_passes_than_those_of_the_plan_are_not_called_its_best(peak: int) -> None:
+    """A kind that came to an end, or one without a plan that takes more than was ever seen."""
+    least = planned(peak_bytes=33 * GIB, budget_bytes=33 * GIB)
+    memory = changed({"peak_bytes": peak * GIB, "least_bytes": 33 * GIB}, (least,))
+    assert headline(memory) == (
+        "memory: 30.0 GiB cannot be met, 33.0 GiB is the least that is possible; "
+        f"passes of other kinds take up to {peak}.0 GiB [measured]"
+    )
+
+
+def test_kinds_of_passes_that_look_alike_are_told_once() -> None:
+    said = text(changed({"in_force": (0, 1)}, (FITTED, planned(t_s=FITTED.t_s + 1))))
+    assert said.count("passes of 45.0 GiB: 40 tensors offloaded") == 1
 
 
 def test_a_job_that_saves_nothing_to_move_says_so() -> None:

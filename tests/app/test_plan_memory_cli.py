@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,14 @@ def test_a_budget_in_bytes_and_in_words(trace: Path, capsys: pytest.CaptureFixtu
 def test_an_impossible_budget_says_what_is_possible(trace: Path) -> None:
     with pytest.raises(PlanError, match="below"):
         planned(trace, "--memory-budget", "1MiB")
+
+
+def test_a_trace_whose_operations_take_no_time_is_refused(trace: Path) -> None:
+    whole = codec.load(trace, IterationTrace)
+    timeless = tuple(replace(o, duration_s=0.0) for o in whole.operations)
+    codec.save(trace, replace(whole, operations=timeless))
+    with pytest.raises(PlanError, match="no operation of the trace takes time"):
+        planned(trace, "--memory-budget", "60%")
 
 
 @pytest.mark.parametrize("budget", ["much", "150%", "0"])

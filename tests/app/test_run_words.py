@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,26 @@ def test_a_rehearsal_takes_no_more_time_than_it_was_given(
     assert "next: " in told
 
 
+def test_a_trace_that_takes_too_long_to_read_is_not_a_driver_that_hangs(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def read(*_: object, **__: object) -> None:
+        begun.set()
+        over.wait(60)
+
+    monkeypatch.setattr("kilter.session.lifecycle.END_S", 0.3)
+    monkeypatch.setattr("kilter.observe.profiler_window.read_kineto", read)
+    with kilter.govern(device="sim:v100", out="run"):
+        train(60)
+        assert begun.wait(60)
+    over.set()
+    told = capfd.readouterr().err
+    assert "the last iterations: our own thread does not end: it still reads the trace" in told
+    assert "rehearsing: the trace was not read in time" in told
+
+
 # --- nothing was seen -----------------------------------------------------------------------------
 
 
@@ -160,6 +181,17 @@ def test_training_without_an_optimizer_says_what_to_do(capfd: pytest.CaptureFixt
     with kilter.govern(device="sim:v100", out="next") as job:
         train(2)
     assert of(Stopped, job.run)[0].unseen is None
+
+
+def test_a_share_without_iterations_says_what_to_do(capfd: pytest.CaptureFixture[str]) -> None:
+    with kilter.govern(memory_budget="60%", device="null", out="run") as job:
+        weight = torch.ones(512, 512, requires_grad=True)
+        for _ in range(3):
+            (weight @ torch.ones(512, 1024)).sin().square().mean().backward()
+    told = capfd.readouterr().err
+    assert "memory: no budget (60 % of the plain peak" in told
+    assert f"kilter: {of(Stopped, job.run)[0].unseen}\n" in told
+    assert "job.mark()" in told
 
 
 def test_a_script_that_fails_before_it_trains_is_not_told_to_mark_iterations() -> None:

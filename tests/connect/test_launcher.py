@@ -161,6 +161,8 @@ ENDS = {
     "sigint caught": "try: os.kill(os.getpid(), 2); time.sleep(9)\n"
     "except KeyboardInterrupt: sys.exit(8)",
     "sigterm handled": "signal.signal(15, lambda *a: sys.exit(9)); os.kill(os.getpid(), 15)",
+    "KeyboardInterrupt of many frames": "e = KeyboardInterrupt()\nfor _ in range(2000):\n"
+    "    try: raise e\n    except KeyboardInterrupt: pass\nraise e",
     "KeyboardInterrupt subclass": "class K(KeyboardInterrupt): pass\nraise K",
     "execv": "sys.stdout.flush(); os.execv(sys.executable, ['python', '-c', 'exit(11)'])",
     "closed stdout": "print('lost'); os.close(1)",

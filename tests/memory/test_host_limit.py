@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.memory.steady_stand_in import SteadyStandIn
 from torch import nn
 
 from kilter.memory.engine import Swapper, SwapReport
 from kilter.memory.engine.host import SPARE
 from kilter.memory.host_memory import HostLimit
 from kilter.memory.plan.problem import Link
-from kilter.testing.steady_stand_in import SteadyStandIn
 
 LINK = Link(to_host_bytes_per_s=1e14, to_device_bytes_per_s=1e14, both_bytes_per_s=2e14)
 WIDTH, LAYERS = 16, 6

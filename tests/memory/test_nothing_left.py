@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +20,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+import kilter
 from kilter.memory.engine import CpuStandIn, Swapper
 from kilter.memory.engine.state import StateMover
 from kilter.memory.engine.weights import WeightMover
@@ -257,3 +261,41 @@ def test_parameters_may_be_swapped() -> None:
         torch.__future__.set_swap_module_params_on_conversion(before)
     assert same(ours, plain)
     assert recomputed > 0 or not SHOWS_SAVED
+
+
+def test_a_mode_of_the_program_sees_nothing_at_the_end_of_an_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also once there is a plan, when what is in force is looked at after each step."""
+    monkeypatch.chdir(tmp_path)
+
+    class Counts(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: Counter[str] = Counter()
+
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.seen[str(function)] += 1
+            return function(*args, **(kwargs or {}))
+
+    def train() -> Counter[str]:
+        weight = torch.nn.Parameter(torch.full((512, 512), 0.01))
+        optimizer = torch.optim.SGD([weight], lr=0.01)
+        x = torch.ones(512, 512)
+        for _ in range(12):
+            with Counts() as mode:
+                y = x @ weight
+                for _ in range(4):
+                    y = y.sin()
+                y.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return mode.seen
+
+    plain = train()
+    with kilter.govern(memory_budget="3MiB", device="null", out="run"):
+        governed = train()
+    assert json.loads(Path("run/report.json").read_bytes())["memory"]["pass_out_bytes"] > 0
+    assert governed == plain

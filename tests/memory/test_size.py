@@ -272,6 +272,16 @@ def needs(width):
 def batched(batch=8):
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1))
     return model, (torch.randn(batch, 64),)
+
+def two():
+    return *make(), lambda y, target: y.sum()
+
+def sparse():
+    return nn.Embedding(10, 64, sparse=True), (torch.randint(10, (4,)),)
+
+def prints():
+    print("made")
+    return make()
 """
 
 
@@ -296,13 +306,22 @@ def test_a_model_without_a_tensor_of_a_mebibyte_has_a_size(tiny, capsys):
     [
         (["tiny.py:needs"], "needs is called without arguments: missing a required argument"),
         (["tiny.py:make", "--batch", "4"], "make is called with batch=N alone: got an unexpected"),
+        (["tiny.py:two"], "the loss has to take the model's output alone"),
+        (["tiny.py:sparse"], "makes a sparse tensor: its memory cannot be known from shapes"),
     ],
 )
-def test_a_builder_with_other_arguments_is_one_sentence(tiny, arguments, message, capsys):
+def test_a_builder_that_cannot_be_used_is_one_sentence(tiny, arguments, message, capsys):
     assert main(["size", *arguments]) == 2
     told = capsys.readouterr().err
     assert message in told
     assert told.count("\n") == 1
+
+
+def test_what_the_builder_prints_is_no_part_of_the_json(tiny, capsys):
+    assert main(["size", "tiny.py:prints", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["schema"] == "kilter.size/1"
+    assert told.err == "made\n"
 
 
 def test_the_largest_batch_that_fits_is_the_answer(tiny, capsys):

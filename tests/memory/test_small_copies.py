@@ -8,12 +8,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from tests.memory.steady_stand_in import SteadyStandIn
 from torch import nn
 
 from kilter.memory.engine import Swapper
 from kilter.memory.engine.small_copies import SmallCopies
 from kilter.memory.plan.problem import Link
-from kilter.testing.steady_stand_in import SteadyStandIn
 
 SLOW = Link(to_host_bytes_per_s=1e6, to_device_bytes_per_s=1e6, both_bytes_per_s=2e6)
 LAYERS, WIDTH, ROWS, PASSES = 8, 64, 256, 14

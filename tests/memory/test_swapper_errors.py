@@ -22,13 +22,13 @@ from typing import Any, NoReturn
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from tests.memory.steady_stand_in import SteadyStandIn
 from torch import Tensor, nn
 
 import kilter.memory.engine
 from kilter.memory.engine import CpuStandIn, Swapper
 from kilter.memory.plan.problem import Link
 from kilter.session.fence import Fence
-from kilter.testing.steady_stand_in import SteadyStandIn
 
 WIDTH, ROWS = 16, 64
 OURS = str(Path(kilter.memory.engine.__file__).parent)

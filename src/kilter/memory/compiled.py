@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kilter.core.units import show_bytes
+from kilter.core.units import show_bytes, show_count
 from kilter.memory import messages
 from kilter.memory.plan.fraction import Tried, best, next_fraction
 from kilter.observe import torch_internals
@@ -90,7 +90,8 @@ class CompiledRegions:
         found = "is being looked for" if self.searching else f"{self._fraction:g} is in force"
         return (
             f"activation_memory_budget of torch.compile: {found}; peaks measured: {peaks}; "
-            f"compiled {len(self._compile_s)} times more, in about {sum(self._compile_s):.0f} s"
+            f"compiled {show_count(len(self._compile_s), 'more time')}, in about "
+            f"{sum(self._compile_s):.0f} s"
         )
 
     def iteration_ended(

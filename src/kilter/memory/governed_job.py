@@ -173,10 +173,12 @@ class GovernedJob:
         return not self._compiled.searching and (self._policy is None or self._policy.settled)
 
     def iteration_ended(self) -> None:
-        """An iteration of the program ends here, in its thread."""
-        self._look()
+        """An iteration of the program ends here, in its thread, perhaps under modes of its own."""
+        from kilter.memory.engine.quiet import unseen
+
+        unseen(self._look)
         if self._pace.due(self._run.log.now_s()):
-            self._tell()
+            unseen(self._tell)
 
     def _look(self) -> None:
         """Record what is new at this iteration end; decide what follows from that."""

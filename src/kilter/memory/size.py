@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 
 from kilter.core.errors import PlanError, UsageError
 from kilter.core.label import Label
-from kilter.core.units import MIB, show_bytes, show_fraction, show_time
+from kilter.core.units import MIB, show_bytes, show_count, show_fraction, show_time
 from kilter.memory.plan.choose import MemoryPlan, plan
 from kilter.memory.plan.microbatch import Division, divided
 from kilter.memory.plan.problem import H200_PCIE5, Link, Problem
@@ -262,7 +262,8 @@ def told(fit: Fit, card: str) -> list[str]:
     if fit.plan is not None:
         lines = [
             f"{budget}: fits with {fit.how}",
-            f"{fit.plan.swapped} tensors offloaded, {fit.plan.recomputed} recomputed: "
+            f"{show_count(fit.plan.swapped, 'tensor')} offloaded, "
+            f"{fit.plan.recomputed} recomputed: "
             f"{_slower(fit, fit.plan.iteration_s)} on an imagined {card}",
         ]
     division = fit.division

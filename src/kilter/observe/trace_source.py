@@ -92,6 +92,11 @@ class TraceSource:
             if trace is not None:
                 self.trace, self._due = self._files.save_operations(trace), False
 
+    @property
+    def reading(self) -> bool:
+        """The trace is recorded and `look` has not read it yet."""
+        return self._due and self._window is not None and self._window.state == "saved"
+
     def disturbs(self, iteration: Iteration) -> bool:
         """Whether the profiler was switched on, off or open in this iteration."""
         opened = [window.opened_at for window in self._windows if window is not None]
@@ -129,4 +134,6 @@ class TraceSource:
             return self._failed
         if self._iterations.index + 1 <= OPENS_AT + SLOW_ITERATIONS:
             return too_few(OPENS_AT + SLOW_ITERATIONS + 1)
+        if self.reading:
+            return "the trace was not read in time: an iteration has too many operations"
         return self._window.why_not or "the observation gave no trace"

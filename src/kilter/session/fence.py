@@ -203,10 +203,18 @@ def unheard(function: Callable[..., object], *args: Any) -> None:
 
 def without_ours(trace: TracebackType | None) -> TracebackType | None:
     """The traceback less our frames, as the program would see it without us."""
+    first = each = _next_of_theirs(trace)
+    while each is not None:
+        following = _next_of_theirs(each.tb_next)
+        if following is not each.tb_next:  # to set it, the interpreter looks at all that follow
+            each.tb_next = following
+        each = following
+    return first
+
+
+def _next_of_theirs(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(PACKAGE):
         trace = trace.tb_next
-    if trace is not None:
-        trace.tb_next = without_ours(trace.tb_next)
     return trace
 
 

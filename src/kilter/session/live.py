@@ -91,9 +91,8 @@ class LiveRun:
         if self._thread is not None:
             self._thread.join(max(0.0, self._ending.by_s - time.monotonic()))
         if self._thread is not None and self._thread.is_alive():
-            run.log.refuse(
-                "the last iterations", "our own thread does not end: it waits for a driver"
-            )
+            doing = "still reads the trace" if run.trace.reading else "waits for a driver"
+            run.log.refuse("the last iterations", f"our own thread does not end: it {doing}")
         elif not run.fence.down:
             finished = [each for found in run.fence.ask(self._look) for each in found]
         for controller in self._controllers:

@@ -9,7 +9,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             _tell(batch, found, fit)
     largest = None
-    if budget is not None and budget.size_bytes is not None and _takes_batch(function):
+    if budget is not None and budget.size_bytes is not None and _takes(function, batch=1):
         largest = largest_batch(lambda n: _sized(function, n, args), budget.size_bytes)
         if not args.json:
             print(f"{'largest batch':<18} {largest} [simulated]")
@@ -124,11 +124,13 @@ def _check_call(function: Callable[..., Any], args: argparse.Namespace) -> None:
         raise UsageError(f"{args.what} is called {call}: {error}") from None
 
 
-def _takes_batch(function: Callable[..., Any]) -> bool:
+def _takes(function: Callable[..., Any], *values: object, **named: object) -> bool:
     try:
-        inspect.signature(function).bind(batch=1)
-    except (TypeError, ValueError):
+        inspect.signature(function).bind(*values, **named)
+    except TypeError:
         return False
+    except ValueError:  # some that are written in C do not tell
+        return not named
     return True
 
 
@@ -144,6 +146,8 @@ def _sized(function: Any, batch: int | None, args: argparse.Namespace) -> Size:
         raise UsageError(f"{wrong}; the first is a {type(model).__name__}")
     if not all(map(callable, loss)):
         raise UsageError(f"{wrong}; the loss is a {type(loss[0]).__name__}")
+    if not all(_takes(own, None) for own in loss):
+        raise UsageError(f"{wrong}; the loss has to take the model's output alone")
     named = inputs if isinstance(inputs, dict) else {}
     with _UserCode(f"an iteration of the model of {args.what}"):
         return size(
@@ -158,15 +162,21 @@ def _sized(function: Any, batch: int | None, args: argparse.Namespace) -> Size:
         )
 
 
-class _UserCode(AbstractContextManager["_UserCode"]):
+class _UserCode(AbstractContextManager[None]):
     """Whatever the user's code raises in here becomes one sentence, with the line of the user's
-    that it came from. An error that a line of ours raises stays ours."""
+    that it came from. An error that a line of ours raises stays ours. What it prints goes to
+    standard error: standard output has the answer alone."""
 
     def __init__(self, what: str) -> None:
         """`what` is called, in words."""
         self._what = what
+        self._prints = redirect_stdout(sys.stderr)
+
+    def __enter__(self) -> None:
+        self._prints.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._prints.__exit__(None, None, None)
         if not isinstance(error, Exception | SystemExit) or isinstance(error, KilterError):
             return
         home = Path(kilter.__file__).parent

@@ -239,8 +239,11 @@ def result(memory: MemoryReport) -> Finding:
         least = show_bytes(record.least_bytes)
         text = f"{budget} cannot be met, {least} is the least that is possible"
         if record.applied and memory.in_force and record.peak_bytes is not None:
-            after = show_bytes(record.peak_bytes)
-            text += f"; the best plan takes {after} of {before}{_slower(memory)}"
+            peak_bytes, plain_bytes = record.peak_bytes, record.plain_peak_bytes or 0
+            after = show_bytes(peak_bytes)
+            of_the_plan = (record.least_bytes or 0) <= peak_bytes <= plain_bytes
+            took = f"the best plan takes {after} of {before}{_slower(memory)}"
+            text += f"; {took}" if of_the_plan else f"; passes of other kinds take up to {after}"
             return Finding(text, label)
         did = "; data were offloaded on demand" if record.spilled else ""
         return Finding(f"{text}{did}", label)
@@ -267,7 +270,8 @@ def details(memory: MemoryReport) -> list[tuple[str, str]]:
     if not memory.moves_nothing and memory.record.budget_bytes is not None:
         lines.append(("time", _time(memory)))
         lines += _beyond(memory)
-        lines += [(_name(memory, plan), _each_pass(plan)) for plan in memory.in_force[:MOST_KINDS]]
+        kinds = [(_name(memory, plan), _each_pass(plan)) for plan in memory.in_force]
+        lines += list(dict.fromkeys(kinds))[:MOST_KINDS]
         lines += _what_moved(memory)
     return lines + _ranks(memory)
 
@@ -281,7 +285,7 @@ def _conditions(memory: MemoryReport) -> list[tuple[str, str]]:
     if record.backend == "stand-in":
         counted = "no GPU: a stand-in on the CPU that counts what autograd keeps, nothing else"
         lines.append(("device", counted))
-    if not record.plain_peak_seen and record.plain_peak_bytes is not None:
+    if memory.moved and not record.plain_peak_seen and record.plain_peak_bytes is not None:
         text = f"{show_bytes(record.plain_peak_bytes)} counted: parts were away on demand"
         lines.append(("peak before", f"{text} from the first iteration on"))
     if record.recompute_choice:
@@ -327,10 +331,10 @@ def _name(memory: MemoryReport, plan: Fitted) -> str:
 
 def _each_pass(plan: Fitted) -> str:
     moved = f"{show_bytes(plan.out_bytes)} out and {show_bytes(plan.in_bytes)} in"
+    hidden = f", {show_fraction(plan.hidden)} of it hidden" if plan.out_bytes else ""
     return (
         f"{show_count(plan.swapped, 'tensor')} offloaded, {plan.recomputed} recomputed, "
-        f"{plan.kept} kept; "
-        f"{moved}, {show_fraction(plan.hidden)} of it hidden [simulated]"
+        f"{plan.kept} kept; {moved}{hidden} [simulated]"
     )
 
 

@@ -15,7 +15,7 @@ from kilter.app.report.svg import NARROW, Frame, escape
 from kilter.core.events import Block
 from kilter.core.label import Label
 from kilter.core.setting import Setting
-from kilter.core.units import MHZ, show_fraction, show_power, show_time
+from kilter.core.units import MHZ, show_count, show_fraction, show_power, show_time
 
 MOST_BLOCKS = 600
 """Blocks drawn; of more, every n-th."""
@@ -225,7 +225,7 @@ def _judged_twin(probe: Probe, probes: Sequence[Probe]) -> bool:
 def _mark(frame: Frame, probe: Probe, x: float, y: float, chosen: Probe | None) -> str:
     note = (
         f"{probe.setting}, {probe.phase}: time {signed(probe.time_ratio - 1)}, energy "
-        f"{signed(less_one(probe.energy_ratio))}, {probe.pairs} pairs"
+        f"{signed(less_one(probe.energy_ratio))}, {show_count(probe.pairs, 'pair')}"
     )
     style = "whisker" if probe is chosen else "whisker muted"
     lines = [
@@ -294,7 +294,7 @@ def iteration_times(report: Report) -> str:
         "Each point is the median of one block of iterations. Crosses are blocks that do not "
         f"count ({left_out}); lines are the means of {means}.{thinned}",
         draw,
-        f"{len(report.blocks)} blocks. {_default_name(report).capitalize()} {base}"
+        f"{show_count(len(report.blocks), 'block')}. {_default_name(report).capitalize()} {base}"
         + (f", governed {ours}." if judged else "."),
     )
 

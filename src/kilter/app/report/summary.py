@@ -45,7 +45,12 @@ def summary(report: Report, run_dir: str | Path | None) -> str:
         lines.insert(1, f"evidence: {evidence(report)}")
     if report.memory is not None:
         told = memory_report.lines(report.memory)
-        lines = told if report.goal.max_slowdown is None else told + lines
+        if report.goal.max_slowdown is not None:
+            lines = told + lines
+        elif report.unseen is not None and report.memory.record.budget_bytes is None:
+            lines = [*told, report.unseen]  # a share is taken after some iterations
+        else:
+            lines = told
     elif report.unseen is not None:
         lines = [headline(report)]
     if report.job.name in ACTED_ON:

@@ -191,6 +191,10 @@ def _counting(memory: _Memory) -> Any:
             made = func(*args, **named)
             outputs = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
             for tensor in outputs:
+                if tensor.layout is not torch.strided:
+                    raise UsageError(
+                        f"{func} makes a sparse tensor: its memory cannot be known from shapes"
+                    )
                 memory.hold(tensor)
             if not func.is_view:
                 read = [t for t in pytree.tree_leaves((args, named)) if isinstance(t, torch.Tensor)]

@@ -12,6 +12,8 @@ from tests.memory.steady_stand_in import SteadyStandIn
 from torch import nn
 
 from kilter.memory.engine import Swapper
+from kilter.memory.engine.operation_graph import HeldSource
+from kilter.memory.engine.recompute import Reader, Recipe
 from kilter.memory.engine.small_copies import SmallCopies
 from kilter.memory.plan.problem import Link
 
@@ -151,3 +153,38 @@ def test_a_parameter_whose_bytes_were_taken_away_is_not_copied() -> None:
     parameter.untyped_storage().resize_(0)
     copies.begin()
     assert copies.of(parameter, parameter._version) is None
+
+
+def test_statistics_that_several_recipes_read_are_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under autocast each of three linear layers casts what the norm before them has made."""
+    copied = []
+    own = HeldSource.own
+
+    def counted(self: HeldSource, copy: torch.Tensor | None) -> None:
+        if not isinstance(self.tensor, nn.Parameter):
+            copied.append(tuple(self.tensor.size()))
+        own(self, copy)
+
+    monkeypatch.setattr(HeldSource, "own", counted)
+    torch.manual_seed(0)
+    norm, parts = nn.LayerNorm(WIDTH), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    reads = []
+
+    def read(self: Reader, tensor: torch.Tensor) -> Recipe | None:
+        recipe = found(self, tensor)
+        reads.append(recipe is not None and recipe.node)
+        return recipe
+
+    found = Reader.read
+    monkeypatch.setattr(Reader, "read", read)
+    with Swapper(SteadyStandIn(), budget_bytes=10**12, link=SLOW, min_bytes=4096):
+        for _ in range(8):
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            with torch.autocast("cpu", torch.bfloat16):
+                y = norm(x)
+                loss = sum(part(y).square().sum() for part in parts)
+            loss.backward()
+    assert reads.count("ToCopyBackward0") >= 3, "the casts have recipes"
+    assert not copied

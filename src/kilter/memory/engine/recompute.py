@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -36,6 +37,9 @@ DEPTH = 5
 """Longest chain of operations that are not saved in between."""
 VIEW_DEPTH = 1 / 4
 """What a view counts in that chain: it costs next to nothing."""
+HOLDERS = 3
+"""Of a tensor that only autograd and one source hold, when `_private` looks: our hook's tuple, the
+source, and the call that counts."""
 
 
 class Recomputable(Protocol):
@@ -176,6 +180,8 @@ class Reader:
         self._leaves: dict[int, tuple[Known, torch.Tensor, int]] = {}
         """By identity, parameters that operations read without saving them, their counters of
         versions, and their versions at the beginning of the pass."""
+        self._in_place: dict[int, list[weakref.ref[HeldSource]]] = {}
+        """By identity of a tensor, the sources of this pass that read it without a copy."""
         self._held: list[tuple[HeldSource, bool]] = []
         """What the present recipe reads beside saved tensors, and whether autograd saved it."""
         self.sources: list[Recomputable] = []
@@ -186,6 +192,7 @@ class Reader:
     def begin(self) -> None:
         """A pass begins."""
         self.copies.begin()
+        self._in_place.clear()
         self._leaves = {
             key: (known, counter, counter._version)
             for key, (known, counter, _) in self._leaves.items()
@@ -229,7 +236,8 @@ class Reader:
         for held, saved in sorted(self._held, key=lambda one: _size_of(one[0])):
             if held.changed or (held.take is None and self._memory.was_touched(held.tensor)):
                 return False
-            if held.take is None and _private(held) and self._memory.alone(held.tensor):
+            if held.take is None and self._private(held) and self._memory.alone(held.tensor):
+                self._in_place.setdefault(id(held.tensor), []).append(weakref.ref(held))
                 continue
             left_bytes -= _size_of(held)
             if left_bytes >= 0:
@@ -244,6 +252,13 @@ class Reader:
                 return False  # sharding has taken the bytes away
             held.own(self._copy_of(held))
         return True
+
+    def _private(self, held: HeldSource) -> bool:
+        """No name of the program's is bound to this tensor object (the statistics of a norm, say).
+        Several recipes may read it."""
+        others = (one() for one in self._in_place.get(id(held.tensor), ()))
+        ours = sum(other is not None and other.tensor is held.tensor for other in others)
+        return sys.getrefcount(held.tensor) <= HOLDERS + ours
 
     def _copy_of(self, held: HeldSource) -> torch.Tensor | None:
         """The copy of a parameter from the beginning of the pass. Who holds its storage beside it
@@ -312,16 +327,6 @@ class Reader:
         made = operation.build(self, node, like.dtype, tuple(like.shape))
         self._depth -= deeper
         return made
-
-
-HOLDERS = 3
-"""Of a tensor that only autograd holds, when `_private` looks: our hook's tuple, the source, and
-the call that counts."""
-
-
-def _private(held: HeldSource) -> bool:
-    """No name of the program's is bound to this tensor object (the statistics of a norm, say)."""
-    return sys.getrefcount(held.tensor) <= HOLDERS
 
 
 def _size_of(held: HeldSource) -> float:

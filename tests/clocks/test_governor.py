@@ -81,19 +81,24 @@ def conduct(governor, job, blocks=2000):
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.sampled_from([0.01, 0.02, 0.05, 0.1]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_the_choice_keeps_the_bound_and_most_of_what_there_is(compute, share, bound):
     memory = (1 - compute) * share
-    job = Job(compute, memory, noise=0.003, seed=1)
     grid = space(FOUND, SUSTAINED, card())
-    governor = Governor(grid, Goal(max_slowdown=bound), seed=2)
-    conduct(governor, job)
-    t0, e0 = job.truth(FOUND)
-    time, energy = job.truth(governor.choice.setting)
-    assert time <= t0 * (1 + bound) + 1e-12
-    assert energy <= e0
+    saved, slower = [], 0
+    for seed in range(1, 5):  # by luck, one search of a job may find nothing
+        job = Job(compute, memory, noise=0.003, seed=seed)
+        governor = Governor(grid, Goal(max_slowdown=bound), seed=seed + 1)
+        conduct(governor, job)
+        t0, e0 = job.truth(FOUND)
+        time, energy = job.truth(governor.choice.setting)
+        slower += time > t0 * (1 + bound) + 1e-12
+        assert energy <= e0
+        saved.append(1 - energy / e0)
+    assert slower <= 1
     # what lies just below the bound cannot be told from what lies above; of the rest, most is found
-    assert 1 - energy / e0 >= 0.5 * job.best(grid.candidates, 0.85 * bound - 0.002) - 0.03
+    least = 0.5 * job.best(grid.candidates, 0.85 * bound - 0.002) - 0.03
+    assert statistics.fmean(saved) >= least
 
 
 def test_violations_stay_within_the_error_probability():
@@ -134,17 +139,31 @@ def test_probes_go_down_in_steps_and_never_below_the_floor():
     assert worst < 1.45, "no probe may be wildly slower than the baseline"
 
 
-def test_every_probe_is_paired_with_the_setting_as_found_in_random_order():
+def test_a_probe_lies_between_two_blocks_of_the_baseline_and_tests_are_paired_at_random():
     orders = conduct(
         Governor(space(FOUND, SUSTAINED, card()), Goal(max_slowdown=0.02)), Job(0.5, 0.3)
     )
+    assert all(order.baseline == (order.setting == FOUND) for order in orders)
     firsts = []
-    for a, b in zip(orders[::2], orders[1::2], strict=False):
-        assert a.pair == b.pair
-        assert {a.baseline, b.baseline} == {True, False}
-        assert (a if a.baseline else b).setting == FOUND
-        firsts.append(a.baseline)
+    for before, ours, after in zip(orders, orders[1:], orders[2:], strict=False):
+        if ours.phase is Phase.PROBE and not ours.baseline:
+            assert before.baseline is after.baseline is True
+            assert ours.pair == after.pair != before.pair
+        if ours.phase is Phase.CONFIRM and ours.pair == after.pair:
+            assert ours.baseline != after.baseline
+            firsts.append(ours.baseline)
     assert 0.2 < statistics.fmean(firsts) < 0.8
+    probes = [order for order in orders if order.phase is Phase.PROBE]
+    shared = sum(order.pair is not None for order in probes)
+    assert shared < len(probes) < 3 * shared / 2, "neighbouring probes share a baseline block"
+
+
+def test_where_blocks_can_only_be_compared_in_pairs_a_probe_is_a_pair():
+    """On a shared GPU the first block of each pair counts 1."""
+    governor = Governor(space(FOUND, SUSTAINED, card()), Goal(max_slowdown=0.02), shares=False)
+    orders = conduct(governor, Job(0.5, 0.3))
+    for a, b in zip(orders[::2], orders[1::2], strict=False):
+        assert a.pair == b.pair is not None
 
 
 def test_pairs_that_selected_a_setting_do_not_confirm_it():
@@ -289,7 +308,7 @@ def test_the_grid_is_thinned_and_below_what_was_found():
     assert all(s.power_limit_w <= 600.0 for s in grid.candidates)
 
 
-@pytest.mark.parametrize("noise", ["white", "drift", "heavy tails"])
+@pytest.mark.parametrize("noise", ["white", "drift", "heavy tails", "rhythm"])
 def test_the_worst_case_is_taken_no_more_often_than_promised(noise):
     """Every setting saves a lot and is just too slow for the bound; one after the other is tested,
     and all tests together err with the probability of the contract."""
@@ -302,10 +321,11 @@ def test_the_worst_case_is_taken_no_more_often_than_promised(noise):
         search = governor.search()
         order, drift = next(search), 0.0
         try:
-            while True:
+            for block in itertools.count(seed):
                 found = order.setting == FOUND
                 drift = 0.6 * drift + 0.8 * rng.normal()  # from one block to the next
                 shape = {"white": rng.normal(), "drift": drift, "heavy tails": rng.standard_t(3)}
+                shape["rhythm"] = rng.normal() + 2.0 * (block % 2)  # every ten iterations
                 time = (1.0 if found else 1.0505) * (1 + 0.007 * shape[noise])
                 power = (1.0 if found else 0.75) * (1 + 0.005 * rng.normal())
                 outcome = BlockOutcome(iteration_s=time, energy_j=time * power)

@@ -154,7 +154,7 @@ class SharedClocks:
         if any(device.supported() != supported for device in self._devices):
             raise NotSupported("the GPUs are of different kinds, and all get one setting")
         settings = space(found, sustained, supported)
-        governor = Governor(settings, Goal(max_slowdown=bound))
+        governor = Governor(settings, Goal(max_slowdown=bound), shares=False)
         pairs = _Pairs(allowed)
         orders = governor.run()
         order = next(orders)

@@ -31,8 +31,6 @@ from kilter.core.label import Label
 from kilter.core.plan import Effect, Goal, Plan, SetClocks
 from kilter.core.setting import Setting
 
-PROBE_PAIRS = 2
-"""Pairs of one probe."""
 SEARCH_PAIRS = 70
 """Pairs that a search may use. Most searches end sooner, since nothing is left that could pay;
 this many blocks of five iterations at 300 ms take five minutes."""
@@ -139,9 +137,13 @@ class _Evidence:
 class Governor:
     """Searches, holds, watches for drift, searches again. `choice` is at any moment what stands.
 
+    A probe is a block of the setting between two of the baseline, of which the one between two
+    probes serves both: a probe only chooses what to test. A test has pairs of its own, in random
+    order, so that nothing that happens every so many iterations can fall on one arm alone.
+
     `blocks` is the length of the job where it is known: then a part of it is kept for confirming.
     `expected` orders the first probes (`forecasts`); `first` are probed before them, by the first
-    search (`plan/job_class`).
+    search (`plan/job_class`). `shares`: a block can be compared with those of other pairs, too.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class Governor:
         blocks: int | None = None,
         expected: Mapping[Setting, tuple[float, float]] | None = None,
         first: Sequence[Setting] = (),
+        shares: bool = True,
     ) -> None:
         self._space = space
         self._first = [space.candidates.index(setting) for setting in first]
@@ -164,7 +167,13 @@ class Governor:
         self._random = random.Random(seed)
         self._blocks = blocks
         self._pairs = 0
-        self._pairs_before = 0
+        self._blocks_run = 0
+        self._blocks_before = 0
+        self._shares = shares
+        self._last: BlockOutcome | None = None
+        """The last block, where it was one of the baseline and of this search."""
+        self._swings: list[float] = []
+        """How much the logs of the times of the two baseline blocks of each probe differ."""
         self._error_left = goal.error_probability
         self._test_part = TEST_PART
         self._probed: dict[int, _Evidence] = {}
@@ -179,12 +188,12 @@ class Governor:
             self._probed.clear()
             self._decided.clear()
             self._error_left = self._goal.error_probability
-            self._pairs_before = self._pairs
+            self._blocks_before, self._last = self._blocks_run, None
             self.choice = Choice(setting=self._space.found, reason=f"the default stands: {drift}")
 
     def search(self) -> Generator[Order, BlockOutcome, Choice]:
         """Probe and confirm until nothing promises an improvement."""
-        while self._first and self._pairs_left() >= LEAST_TEST + PROBE_PAIRS:
+        while self._first and self._pairs_left() >= LEAST_TEST + 1:
             yield from self._probe(self._first.pop(0), "the first action for a job of this class")
         while ranking := self._ranking():
             if ranking[0].known:
@@ -224,19 +233,19 @@ class Governor:
             price_of_time=self._goal.price_of_time,
             least_saving=LEAST_SAVING,
             tests=tests,
-            told_apart=TOLD_APART * spread / math.sqrt(PROBE_PAIRS),
+            told_apart=TOLD_APART * spread,
             rejected=frozenset(self._decided),
             expected=self._expected,
         )
-        if self._pairs_left() < LEAST_TEST + PROBE_PAIRS:
+        if self._pairs_left() < LEAST_TEST + 1:
             ranking = [f for f in ranking if f.known]
         least = max(LEAST_IMPROVEMENT, -LEAST_SHARE * self.choice.log_energy)
         return [f for f in ranking if f.improvement >= least]
 
     def _pairs_left(self) -> int:
         """Pairs that this search may still use."""
-        left = SEARCH_PAIRS - (self._pairs - self._pairs_before)
-        return left if self._blocks is None else min(left, (self._blocks - 2 * self._pairs) // 2)
+        left = 2 * SEARCH_PAIRS - (self._blocks_run - self._blocks_before)
+        return (left if self._blocks is None else min(left, self._blocks - self._blocks_run)) // 2
 
     def _affordable(self) -> list[TestSize]:
         """The tests that a setting can be put to now."""
@@ -261,8 +270,19 @@ class Governor:
     def _probe(self, index: int, reason: str) -> Generator[Order, BlockOutcome, None]:
         setting = self._space.candidates[index]
         evidence = self._probed.setdefault(index, _Evidence())
-        for _ in range(PROBE_PAIRS):
+        if not self._shares:
             evidence.add(*(yield from self.pair(setting, Phase.PROBE, reason)))
+            return
+        before = self._last
+        if before is None:
+            before = yield from self._block(setting, True, Phase.PROBE, None, reason)
+        self._pairs += 1
+        ours = yield from self._block(setting, False, Phase.PROBE, self._pairs, reason)
+        after = yield from self._block(setting, True, Phase.PROBE, self._pairs, reason)
+        self._last = after
+        ratios = zip(_log_ratios(ours, before), _log_ratios(ours, after), strict=True)
+        evidence.add(*map(statistics.fmean, ratios))
+        self._swings.append(math.log(after.iteration_s / before.iteration_s))
 
     def _confirm(self, forecast: Forecast) -> Generator[Order, BlockOutcome, None]:
         """Sequential tests of time and energy on fresh pairs: those that helped to select a
@@ -340,20 +360,29 @@ class Governor:
         self._random.shuffle(arms)
         outcomes: dict[bool, BlockOutcome] = {}
         for baseline in arms:
-            outcomes[baseline] = yield Order(
+            block = self._block(setting, baseline, phase, self._pairs, reason)
+            outcomes[baseline] = yield from block
+        self._last = None if arms[0] else outcomes[True]
+        return _log_ratios(outcomes[False], outcomes[True])
+
+    def _block(
+        self, setting: Setting, baseline: bool, phase: Phase, pair: int | None, reason: str
+    ) -> Generator[Order, BlockOutcome, BlockOutcome]:
+        self._blocks_run += 1
+        return (
+            yield Order(
                 phase=phase,
                 setting=self._space.found if baseline else setting,
                 baseline=baseline,
-                pair=self._pairs,
+                pair=pair,
                 reason=reason,
             )
-        time = math.log(outcomes[False].iteration_s / outcomes[True].iteration_s)
-        ours, theirs = outcomes[False].energy_j, outcomes[True].energy_j
-        return time, math.log(ours / theirs) if ours and theirs else time
+        )
 
     def _spread(self) -> float:
         """Spread of one pair, pooled over candidates, shrunk to `NOISE_SD` while there are few."""
-        squares, freedom = 4 * NOISE_SD**2, 4
+        squares = 4 * NOISE_SD**2 + sum(swing**2 for swing in self._swings)
+        freedom = 4 + len(self._swings)
         for e in self._probed.values():
             mean = statistics.fmean(e.times)
             squares += sum((t - mean) ** 2 for t in e.times)
@@ -369,6 +398,14 @@ class Governor:
 
     def _objective(self, choice: Choice) -> float:
         return choice.log_energy + self._goal.objective.time_exponent * choice.log_time
+
+
+def _log_ratios(ours: BlockOutcome, base: BlockOutcome) -> tuple[float, float]:
+    """Of time and energy; where energy is not known, it is taken to follow time."""
+    time = math.log(ours.iteration_s / base.iteration_s)
+    if not (ours.energy_j and base.energy_j):
+        return time, time
+    return time, math.log(ours.energy_j / base.energy_j)
 
 
 def _drift(level: list[BlockOutcome], recent: list[BlockOutcome]) -> str | None:

@@ -14,7 +14,9 @@ from torch import nn
 from kilter.memory.engine import Swapper
 from kilter.memory.engine.operation_graph import HeldSource
 from kilter.memory.engine.recompute import Reader, Recipe
+from kilter.memory.engine.segments import ModuleCalls
 from kilter.memory.engine.small_copies import SmallCopies
+from kilter.memory.engine.store import Store, called
 from kilter.memory.plan.problem import Link
 
 SLOW = Link(to_host_bytes_per_s=1e6, to_device_bytes_per_s=1e6, both_bytes_per_s=2e6)
@@ -188,3 +190,19 @@ def test_statistics_that_several_recipes_read_are_not_copied(
             loss.backward()
     assert reads.count("ToCopyBackward0") >= 3, "the casts have recipes"
     assert not copied
+
+
+@pytest.mark.parametrize("begin", [0, 2])
+def test_a_recomputed_call_reads_a_copy_of_the_whole_storage(begin: int) -> None:
+    """Operations are run again on storages, so an offset has to be the same in the copy."""
+    parameter = nn.Parameter(torch.randn(begin + 4)[begin:])
+    copies = SmallCopies()
+    copies.begin()
+    copies.of(parameter, parameter._version)
+    copies.begin()
+    backend = SteadyStandIn()
+    calls = ModuleCalls(Store(backend), backend, copies, called, lambda m: None, lambda c, r: None)
+    copy = calls.copy_of(parameter.detach(), parameter).tensor
+    assert torch.equal(copy, parameter)
+    assert copy.storage_offset() == begin
+    assert copy.untyped_storage().nbytes() == parameter.untyped_storage().nbytes()

@@ -431,7 +431,8 @@ class ModuleCalls:
         found = self._copies.get(key)
         if found is None:
             copy = None
-            if parameter is not None and self.store.alone(tensor, aliases=1):
+            whole = parameter is not None and parameter.nbytes == tensor.untyped_storage().nbytes()
+            if parameter is not None and whole and self.store.alone(tensor, aliases=1):
                 copy = self._small.of(parameter, tensor._version)
             held = _copied(tensor) if copy is None else HeldSource(copy, copy._version)
             # With a weak reference the address stays that of its storage.

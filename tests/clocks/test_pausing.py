@@ -257,8 +257,10 @@ def test_an_iteration_that_ends_is_work_even_if_the_sensors_see_none():
 
 
 def test_a_card_that_refuses_the_low_clock_ends_the_setting_at_the_default():
-    fault = Fault(trouble=Trouble.SET_REFUSED, setting=Setting(sm_clock_hz=LOW_HZ))
-    job = Job(faults=(fault,))
+    """Whatever memory clock is in force when the pause comes."""
+    memory_hz = (None, *SimGpu(load_profile("h200")).supported().memory_clocks_hz)
+    low = [Setting(sm_clock_hz=LOW_HZ, memory_clock_hz=hz) for hz in memory_hz]
+    job = Job(faults=tuple(Fault(trouble=Trouble.SET_REFUSED, setting=each) for each in low))
     job.run_until(60.0)
     job.pause(20.0)
     (rank,) = job.ranks

@@ -11,9 +11,11 @@ import pytest
 
 from kilter.app import plan_memory
 from kilter.app.bench import memory
+from kilter.app.report.memory import planned_levels, problem_and_schedule
 from kilter.core import codec
 from kilter.core.errors import PlanError, UsageError
 from kilter.core.label import Label
+from kilter.core.plan import MoveData
 from kilter.core.trace import Datum, IterationTrace, Kind, Operation
 
 MB = 2**20
@@ -150,3 +152,14 @@ def test_bench_rows_are_bounded_and_ordered(capsys: pytest.CaptureFixture[str]) 
     assert all(0 < row["of_bound"] <= 1 + 1e-6 for row in rows.values())
     assert rows["spanning"]["of_bound"] > 0.95
     assert rows["mix"]["of_bound"] > 0.95
+
+
+def test_a_run_whose_operations_took_no_time_has_a_report(trace: Path) -> None:
+    """Times below the clock's resolution: the report draws such a plan as any other."""
+    whole = codec.load(trace, IterationTrace)
+    timeless = tuple(replace(o, duration_s=0.0) for o in whole.operations)
+    moved = MoveData(
+        moves=(), recomputed=(), budget_bytes=10**9, min_bytes=1, link=(1e9, 1e9, 2e9, 0.0)
+    )
+    problem, schedule = problem_and_schedule(replace(whole, operations=timeless), moved)
+    assert len(planned_levels(problem, schedule)) == len(timeless)

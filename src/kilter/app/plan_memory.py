@@ -100,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
     trace = codec.load(args.trace, IterationTrace)
     link = link_of(args)
     whole = problem_of(trace, link=link, budget_bytes=1, min_bytes=args.min_bytes)
+    if not whole.compute_s:
+        raise PlanError("no operation of the trace takes time, so that no copy can be planned")
     budget_bytes = budget_of(args.memory_budget, whole.peak_bytes)
     problem = problem_of(trace, link=link, budget_bytes=budget_bytes, min_bytes=args.min_bytes)
     found = answer(problem, args.planner)

@@ -193,13 +193,11 @@ def problem_of(
     An activation can be recomputed when all that its producer reads is still alive at its next use;
     the cost is the producer's own time. Weights, optimizer state and gradients stay.
     A trace of a run under a memory budget has measured levels and costs, which are used instead.
-    `PlanError` if the trace carries no required data (`IterationTrace.data`) or no times.
+    `PlanError` if the trace carries no required data (`IterationTrace.data`).
     """
     trace = trace.memory or trace
     if not trace.data:
         raise PlanError("the trace lists no required data; record it: kilter run --memory-budget")
-    if not any(operation.duration_s for operation in trace.operations):
-        raise PlanError("no operation of the trace takes time, so that no copy can be planned")
     levels = [operation.level_bytes for operation in trace.operations]
     if None not in levels:
         return Problem(

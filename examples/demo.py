@@ -17,7 +17,7 @@ CLOCKS = ["--device", "sim:v100", "--max-slowdown", "2%", "--rehearse", "60s"]
 MEMORY = ["--device", "null", "--memory-budget", "60%"]
 DEMOS = {
     "convnet": (CLOCKS, ["train_convnet.py", "--steps", "120"]),
-    "gpt": (CLOCKS, ["train_gpt.py", "--steps", "100"]),
+    "gpt": (CLOCKS, ["train_gpt.py", "--steps", "80"]),
     "memory": (MEMORY, ["train_gpt.py", "--steps", "30", "--every", "10"]),
 }
 

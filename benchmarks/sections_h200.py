@@ -462,7 +462,7 @@ def share_of(kind: str, network: str, *, small: bool) -> Share:
     if kind == "pp":
         return Share(edges_from=80, windows=1)
     begin, pairs = (200, 10) if kind == "infer" else (80, 16)
-    return Share(cost_from=begin, pairs=pairs, edges_from=begin + 2 * BLOCK * pairs, windows=1)
+    return Share(cost_from=begin, pairs=pairs, edges_from=begin + 2 * BLOCK * pairs, windows=4)
 
 
 def is_on(step: int, share: Share) -> bool:

@@ -153,7 +153,7 @@ def rank(number: int, out: Path, cuda: bool, epochs: int) -> None:
                 "idle_steps": idle,
                 "first_loss": solo[0],
                 "last_loss": solo[-1],
-                "repeats_exactly": solo == again,
+                "repeats_within": max(abs(a - b) for a, b in zip(solo, again, strict=True)),
                 "max_difference": max(abs(a - b) for a, b in zip(solo, shared, strict=True)),
                 "mean_difference": sum(b - a for a, b in zip(solo, shared, strict=True))
                 / len(solo),

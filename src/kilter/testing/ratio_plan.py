@@ -53,6 +53,7 @@ class RatioPlan:
         share = job.share
         if share is None:
             return
+        share.listener.look_s = 0.0
         in_force = sum(map(share.schedule.changes_at, range(share.iteration + 1)))
         if in_force < len(self._plan):
             while not (

@@ -71,7 +71,7 @@ class Share:
         self.iteration = self.pass_number = 0
         self._replicas, self._state, self._groups = replicas, state, groups
         self._control, self._guard = control, guard
-        self._listener = Listener(self.store, self.rank, self.schedule)
+        self.listener = Listener(self.store, self.rank, self.schedule)
         self._meter = Meter(cuda, self._publish)
         self._batches: GlobalBatches | None = None
         self._drawn: tuple[int, list[bytes]] | None = None
@@ -143,7 +143,7 @@ class Share:
         """The rank's samples of an iteration that is not yet handed out; None if the rank's ratio
         is 0. Fixes the ratio of the iteration on this rank."""
         assert self._batches is not None
-        self._listener.before(iteration)
+        self.listener.before(iteration)
         ratios = self.schedule.at(iteration)
         if ratios is not None and ratios[self.rank] == 0:
             return None
@@ -202,7 +202,7 @@ class Share:
         ended = f"ended/{self.pass_number}"
         if self.store.check([ended]):
             return int(self.store.get(ended)), False
-        self._listener.poll(idle_since)
+        self.listener.poll(idle_since)
         back = self.schedule.next_share_of(self.rank, after=idle_since)
         if back is not None and back < self.end_of_pass and self.store.check([f"reached/{back}"]):
             return back, True
@@ -213,7 +213,7 @@ class Share:
         if iteration > idle_since:
             self._before = active(self.counts(iteration - 1))
         self.iteration = iteration
-        self._listener.resume(iteration)
+        self.listener.resume(iteration)
 
     # The end of a pass.
 

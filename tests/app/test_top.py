@@ -192,6 +192,32 @@ def test_sections_run(tmp_path, capsys):
     assert "long waits: 2 waits of 6.5 s in all at 345 MHz; written down, not set" in said
 
 
+def test_iterations_that_the_profiler_has_made_longer_are_told():
+    found = Sectioned(
+        t_s=9.0,
+        summary="nothing to gain",
+        planned=False,
+        exposed_share=0.2,
+        longest_s=0.01,
+        break_even_s=0.04,
+        saving=0.0,
+        slowdown=0.0,
+        stretches=0,
+        windows=1,
+        reopened=0,
+        collectives=4,
+        sets=False,
+        window_iteration_s=0.063,
+        iteration_s=0.042,
+    )
+    other = msgspec.structs.replace(found, window_iteration_s=0.045)
+    first = sections_report([(0, [other])])
+    assert "longer ones" not in details(first, simulated=False)[-1]
+    both = sections_report([(0, [other]), (1, [found])])
+    told = "on rank 1 an iteration took 63 ms in the last one and 42 ms otherwise"
+    assert told in details(both, simulated=False)[-1]
+
+
 def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys):
     run = running()
     run.events[0] = msgspec.structs.replace(run.events[0], command=("\x1b[2J", "ü\x00"))

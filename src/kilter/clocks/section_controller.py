@@ -294,6 +294,8 @@ class SectionsController(InsideController):
                 windows=self._windows.count,
                 reopened=self._keys.reopened,
                 collectives=self._keys.collectives,
+                window_iteration_s=found.iteration_s,
+                iteration_s=self._run.iterations.usual_s,
                 window_cost_s=self._windows.cost_s,
                 key_cost_s=self._keys.cost_s,
                 search=None if search is None else search.found,

@@ -174,6 +174,10 @@ class Sectioned(Event, frozen=True, kw_only=True):
     """Median of expected minus real: below zero, the commands come early."""
     restored: bool | None = None
     """At the end: the conductor has put the found clock back. None: it did not run."""
+    window_iteration_s: float | None = None
+    """Of the iterations in the last window: their mean."""
+    iteration_s: float | None = None
+    """Of the program's last ones: the median. Shorter where its host pays for the profiler."""
     window_cost_s: float = 0.0
     """What the windows have taken of the program's time."""
     key_cost_s: float = 0.0

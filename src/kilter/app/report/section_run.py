@@ -16,6 +16,8 @@ from kilter.core.section_record import SectionsFound
 from kilter.core.units import show_clock, show_count, show_fraction, show_pace, show_time
 
 MOST_WINDOW_BYTES = 1 << 28
+LENGTHENED = 1.1
+"""Iterations in a window that are longer than the usual ones by more than this are told."""
 _TRACE = msgspec.json.Decoder(RankTrace)
 
 
@@ -160,11 +162,25 @@ def details(report: SectionsReport, *, simulated: bool) -> list[str]:
     reopened = max(each.sections.reopened for each in report.ranks)
     cost_s = max(each.sections.window_cost_s + each.sections.key_cost_s for each in report.ranks)
     text = f"looked: {show_count(windows, 'window')} of the profiler, {show_time(cost_s)} in all"
+    if slower := _lengthened(report):
+        text += f"; {slower}"
     if reopened:
         text += f"; the collectives changed {show_count(reopened, 'time')}"
     if any(each.sections.collectives == 0 for each in report.ranks):
         text += "; the process groups count no collectives: a change is seen by windows only"
     return [*lines, text]
+
+
+def _lengthened(report: SectionsReport) -> str:
+    """What the profiler has made of the iterations that the plan was made of, if that was much."""
+    for each in report.ranks:
+        seen_s, usual_s = each.sections.window_iteration_s, each.sections.iteration_s
+        if seen_s is not None and usual_s is not None and seen_s > LENGTHENED * usual_s:
+            return (
+                f"on rank {each.rank} an iteration took {show_time(seen_s)} in the last one and "
+                f"{show_time(usual_s)} otherwise, and the plan is made of the longer ones"
+            )
+    return ""
 
 
 def commands(report: SectionsReport | Operated, *, simulated: bool) -> str:

@@ -29,7 +29,7 @@ ITERATIONS_AHEAD = 4
 ANSWER_TIMEOUT_S = 120.0
 """After this time without an answer of all ranks a proposal is off."""
 
-LOOK_S = 0.05
+BETWEEN_LOOKS_S = 0.05
 """A rank that hands out iterations looks for a proposal no more often: each look is a message to
 the process of rank 0 and back, 0.1 ms on a quiet host and 2 ms on a busy one."""
 
@@ -85,7 +85,7 @@ class Listener:
         self._store, self._rank, self._schedule = store, rank, schedule
         self._number = 1
         self._limit: int | None = None
-        self.look_s = LOOK_S
+        self.look_s = BETWEEN_LOOKS_S
         self._looked_s = -math.inf
 
     def before(self, iteration: int) -> None:

@@ -82,6 +82,9 @@ class Conductor:
     `refused`: why this rank sets nothing; what its lease raises becomes the reason. `pauses` lowers
     the clock between the iterations; `pauses_left_s` (device time, what iterations have lost), on
     rank 0, tells how much all ranks may lose by that until the next order.
+
+    It has many attributes because nothing waits: how far the present block has come is kept from
+    one iteration to the next.
     """
 
     def __init__(

@@ -78,7 +78,8 @@ class SectionLeader:
     """Rank 0's part: drives the search, and afterwards watches what is held.
 
     `saved` looks for what an earlier run of the job with this signature has found; `save` keeps
-    what this one has confirmed.
+    what this one has confirmed. It has many attributes because it goes through three stages (offers
+    of the ranks, search, watching what is held), each with a state of its own.
     """
 
     def __init__(

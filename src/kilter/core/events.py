@@ -138,7 +138,8 @@ class Moved(MemoryRecord, frozen=True, kw_only=True, tag_field="event", tag="mov
 
 
 class Sectioned(Event, frozen=True, kw_only=True):
-    """What became of the communication sections of one rank. The last one rules."""
+    """What became of the communication sections of one rank. The last one rules. It has many
+    attributes because it is all that the report reads of them."""
 
     summary: str
     """The answer in one sentence; what would be saved in it is simulated."""
@@ -199,7 +200,7 @@ class Sectioned(Event, frozen=True, kw_only=True):
 
 class Operated(Event, frozen=True, kw_only=True):
     """What became of the clocks of unit operations. The last one rules. What the plan would save is
-    simulated, for times that were measured."""
+    simulated, for times that were measured. It has many attributes, as `Sectioned` has."""
 
     summary: str
     """The answer in words."""

@@ -58,7 +58,8 @@ class MemoryCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
-    """With the budget, what the job takes with it and without, and the least that is possible."""
+    """With the budget, what the job takes with it and without, and the least that is possible. It
+    has many attributes because it is all that the report reads of a memory budget."""
 
     backend: str
     """`cuda`, or `stand-in`: only what autograd keeps is counted, in the memory of the CPU."""

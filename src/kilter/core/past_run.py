@@ -70,7 +70,7 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PastRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What one governed run leaves for the next."""
+    """What one governed run leaves for the next: an attribute for each column of the history."""
 
     signature: str
     label: Label

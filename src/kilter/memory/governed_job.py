@@ -42,7 +42,8 @@ BOUND_ROUNDING = 1e-6
 
 
 class GovernedJob:
-    """From the first large saved tensor on. All but `conclude` runs in the program's threads."""
+    """From the first large saved tensor on. All but `conclude` runs in the program's threads.
+    It has many attributes because it makes and joins the parts: link, engine, policy, budget."""
 
     def __init__(
         self,

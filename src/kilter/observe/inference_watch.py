@@ -34,7 +34,9 @@ class InferenceWatch(threading.Thread):
     made are watched, whose own hooks run outside of what is compiled. That the compiler has been
     imported says nothing: tensor parallelism imports it, and so does every optimizer.
     (`torch.jit.script` refuses a module with a hook of ours.) A program may take long to load what
-    it compiles, so modules that are compiled later are watched from when they are made.
+    it compiles, so modules that are compiled later are watched from when they are made. It has many
+    attributes because it watches in three ways (all modules, compiled ones, the one that was
+    found), and each has to be taken out at any moment.
     """
 
     def __init__(

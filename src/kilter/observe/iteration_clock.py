@@ -28,12 +28,13 @@ class IterationClock:
     """Calls `on_iteration_end(index, t_s)` at every iteration end, in the program's own thread.
 
     Several threads of the program may end iterations. `finished()` hands out the times of
-    iterations as they become known. `fence` wraps every
-    function that the program calls without knowing it: errors of ours must end there.
-    `stop()` takes everything out again; a forked child is without marks from its first line.
+    iterations as they become known. `fence` wraps every function that the program calls without
+    knowing it: errors of ours must end there. `stop()` takes everything out again; a forked child
+    is without marks from its first line.
 
-    Durations, optimizers and the search for inference are objects of their own. What stays here
-    changes together, under one lock: the index, its source, the threads, the hooks and their cost.
+    Durations, optimizers and the search for inference are objects of their own. It still has many
+    attributes because what stays here changes together, under one lock: the index, its source, the
+    threads, the hooks and their cost.
     """
 
     def __init__(

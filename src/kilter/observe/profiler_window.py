@@ -80,7 +80,8 @@ class Window:
     with `why_not`. `costs_s` says what each step took.
 
     An exception of the program, which a signal handler raises, may interrupt any step. Then the
-    next iteration end takes the profiler out, and there is no trace.
+    next iteration end takes the profiler out, and there is no trace. It has many attributes because
+    whoever takes the profiler out has to know what each step had begun.
     """
 
     def __init__(

@@ -211,7 +211,8 @@ class _Piece(NamedTuple):
 
 
 class _Timeline:
-    """Collects the events of one file in arrays, then makes sense of them."""
+    """Collects the events of one file in arrays, then makes sense of them. It has many attributes
+    because each property of the events has an array of its own."""
 
     def __init__(self, where: str, table: KernelTable) -> None:
         self._where = where

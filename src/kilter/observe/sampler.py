@@ -26,7 +26,8 @@ class Sampler:
     the device's clock, which for a real device is the monotonic clock of the host.
 
     `start` and `stop` are for a thread; `poll` alone drives it in virtual time. `fence` wraps what
-    the thread runs: errors of ours must end there.
+    the thread runs: errors of ours must end there. It has many attributes because clock, sleep,
+    period and fence are given, so that the same code samples in virtual time.
     """
 
     def __init__(

@@ -61,7 +61,8 @@ class Session:
     """A context manager around the user's program. Never raises for a reason of its own, except
     `UsageError` (the user can mend it before anything runs), and never swallows the program's.
 
-    One governs a process. A session inside another hands its marks on, and does nothing else.
+    One governs a process. A session inside another hands its marks on, and does nothing else. It
+    has many attributes because it is where all parts of a run are made and ended.
     """
 
     _running: ClassVar[Session | None] = None

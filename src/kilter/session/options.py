@@ -16,7 +16,8 @@ HISTORY_AUTO, HISTORY_OFF = "auto", "off"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of `kilter run` and arguments of `kilter.govern`, parsed and checked."""
+    """Options of `kilter run` and arguments of `kilter.govern`, parsed and checked: an attribute
+    each."""
 
     goal: Goal
     device: str = "auto"

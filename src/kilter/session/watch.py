@@ -127,6 +127,10 @@ def _started(options: Options, info: DeviceInfo, found: Setting, mode: str, why:
 
 
 class _Watch:
+    """A job that kilter has not started, from the first look at it to its end. It has many
+    attributes because it holds all that takes part: the device, its lease, the log, the observer
+    and the search."""
+
     def __init__(
         self, source: WatchedJob, options: Options, lease: RunLease, log: RunLog, files: RunFiles
     ) -> None:

@@ -11,8 +11,9 @@ import msgspec
 
 
 class Card(msgspec.Struct, kw_only=True):
-    """One fake card; the defaults have the published limits of an H200. Its power and timing are
-    invented, plausible numbers: nothing may be concluded from them about a real card."""
+    """One fake card, with an attribute for each property that a driver tells or sets; the defaults
+    have the published limits of an H200. Its power and timing are invented, plausible numbers:
+    nothing may be concluded from them about a real card."""
 
     name: str = "NVIDIA Fake H200"
     uuid: str = ""

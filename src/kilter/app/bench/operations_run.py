@@ -29,7 +29,8 @@ MEASURED_FIELDS = ("iteration_s", "commands", "left_out", "same_results")
 
 
 class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run came to. Ratios are against the default clock."""
+    """What one run came to, with an attribute for each column of the table. Ratios are against the
+    default clock."""
 
     device: str
     mode: str

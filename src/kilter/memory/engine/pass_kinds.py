@@ -92,7 +92,8 @@ class PassKind:
 
 
 class PassKinds:
-    """All kinds of passes so far, and the host memory that their plans share."""
+    """All kinds of passes so far, and the host memory that their plans share. It has many
+    attributes because what one kind has shown (times, peaks, refusals) holds for all of them."""
 
     def __init__(
         self, backend: Backend, store: Store, *, link: Link, planner: str, min_bytes: int

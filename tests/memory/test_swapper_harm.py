@@ -451,3 +451,4 @@ def test_a_batched_backward_gives_the_same_numbers() -> None:
     assert not ours.told
     assert ours.report is not None
     assert ours.report.planned > 0
+    assert ours.report.held_peak_bytes <= 0.5 * (ROWS * WIDTH * 4) * 17

@@ -92,7 +92,8 @@ def test_rows_of_the_summary_reach_the_logger_before_it_is_closed(trainings):
         "governed_iteration_s": run.governed.iteration_s,
         "governed_energy_j": run.governed.energy_j,
     }
-    assert known["default_energy_j"] is not None
+    if out.name.startswith("huggingface"):  # the search of the others is not waited for
+        assert known["default_energy_j"] is not None
     assert run.energy_j is None  # not known on a simulated device, so not logged as 0
     # A search that a busy machine has cut off has no saving, and no row of one.
     assert {name: value for name, value in row.items() if name.startswith("kilter/")} == (

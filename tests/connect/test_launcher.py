@@ -414,8 +414,13 @@ def test_an_unknown_encoding_is_a_syntax_error(tmp_path: Path) -> None:
     assert "nonsense" in end.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-@pytest.mark.parametrize("command", [["script.py"], ["-m", "script"]])
+@pytest.mark.parametrize(
+    ("number", "command"),
+    [
+        *((number, ["script.py"]) for number in (signal.SIGINT, signal.SIGHUP, signal.SIGKILL)),
+        *((number, ["-m", "script"]) for number in (signal.SIGINT, signal.SIGTERM)),
+    ],
+)
 def test_a_signal_from_outside_ends_it_as_python(
     number: signal.Signals, command: list[str], tmp_path: Path
 ) -> None:

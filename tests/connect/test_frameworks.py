@@ -186,7 +186,9 @@ def test_without_the_trainer_rows_are_in_the_log_history(tmp_path):
 import sys
 sys.argv = ["x", "huggingface", "fake", {str(tmp_path)!r}]
 import kilter, torch
+from kilter.session import options
 from kilter.testing import frameworks
+options.REHEARSE_S = 0.1
 frameworks.install("huggingface")
 callback = kilter.HuggingFaceCallback(device="sim:v100", out={str(tmp_path / "run")!r})
 logger = frameworks.Logger()

@@ -53,7 +53,8 @@ ASSERTED_BY = {
     "4f": READS,
     "4g": READS,
     "4h": READS,
-    "6": "memory/test_changing_shapes.py::test_attention_wanes_and_comes_back",
+    "6": "memory/test_host_limit.py::test_host_memory_is_bounded_where_lengths_vary",
+    "7a": "memory/test_changing_shapes.py::test_attention_wanes_and_comes_back",
     "7b": "app/test_memory_cli.py::test_a_share_where_shapes_keep_changing_is_of_the_largest_pass",
     "8a": "session/test_edge.py::test_every_alarm_of_the_program_arrives",
     "8b": "session/test_edge.py::"

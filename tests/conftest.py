@@ -1,4 +1,7 @@
-"""No test is timed: a busy machine is no failure. In CI the examples are the same every time."""
+"""No test is timed: a busy machine is no failure. In CI the examples are the same every time.
+
+`KILTER_TEST_EXAMPLES` says how many examples a property is tried with where its test does not say.
+"""
 
 import gc
 import os
@@ -15,6 +18,7 @@ from kilter.testing.warm_python import WarmPython
 settings.register_profile(
     "kilter",
     deadline=None,
+    max_examples=int(os.environ.get("KILTER_TEST_EXAMPLES", "30")),
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=bool(os.environ.get("CI")),
 )

@@ -118,12 +118,12 @@ def cost(run: Path) -> dict[str, float]:
     return found
 
 
-def test_thirty_days_of_eight_ranks_take_little_memory_and_disk(tmp_path: Path) -> None:
-    run = write(tmp_path / "month", 30.0, 8)
+def test_thirty_days_of_four_ranks_take_little_memory_and_disk(tmp_path: Path) -> None:
+    run = write(tmp_path / "month", 30.0, 4)
     found = cost(run)
     on_disk = sum(file.stat().st_size for file in run.iterdir())
-    print(f"30 days, 8 ranks: {on_disk / 2**20:.1f} MiB of events, {found}")
-    assert on_disk < 32 * 2**20
+    print(f"30 days, 4 ranks: {on_disk / 2**20:.1f} MiB of events, {found}")
+    assert on_disk < 16 * 2**20
     assert found["mib"] < 200.0
     report = build(run)
     assert report.saving is not None

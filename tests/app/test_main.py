@@ -1,6 +1,7 @@
 """What holds for every verb: how output files are refused, and how Ctrl-C ends it."""
 
 import pytest
+from tests.observe.traces import job, write
 
 from kilter.app.cli import learn
 from kilter.app.cli.main import main
@@ -34,8 +35,9 @@ def test_a_folder_that_is_missing_is_said_before_the_work(tmp_path, monkeypatch,
 
 def test_devices_and_files_in_the_folder_are_written_to(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    trace = str(write(tmp_path / "rank0.json", job(0)))
     for name in ("page.html", "/dev/null"):
-        assert main(["share", "rehearse", "p1", "--html", name]) == 0
+        assert main(["sections", trace, "--html", name]) == 0
     assert (tmp_path / "page.html").stat().st_size > 0
     capsys.readouterr()
 

@@ -358,7 +358,7 @@ def test_messages_are_dropped() -> None:
     assert all(len(conductor._seen) < 20 for conductor in job.conductors)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), ranks=st.integers(1, 4))
 def test_any_interleaving_gives_the_same_blocks(data: st.DataObject, ranks: int) -> None:
     """Ranks drift apart by as much as a collective allows, and look at the board when they like:

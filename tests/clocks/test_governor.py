@@ -81,7 +81,7 @@ def conduct(governor, job, blocks=2000):
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.sampled_from([0.01, 0.02, 0.05, 0.1]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_the_choice_keeps_the_bound_and_most_of_what_there_is(compute, share, bound):
     memory = (1 - compute) * share
     grid = space(FOUND, SUSTAINED, card())
@@ -104,7 +104,7 @@ def test_the_choice_keeps_the_bound_and_most_of_what_there_is(compute, share, bo
 def test_violations_stay_within_the_error_probability():
     """Many jobs whose best-looking settings lie right at the bound."""
     wrong = runs = 0
-    for seed in range(60):
+    for seed in range(0, 60, 2):
         job = Job(0.25 + 0.01 * seed, 0.1, noise=0.012, seed=seed)
         governor = Governor(space(FOUND, SUSTAINED, card()), Goal(max_slowdown=0.03), seed=seed)
         conduct(governor, job)
@@ -115,18 +115,19 @@ def test_violations_stay_within_the_error_probability():
 
 
 def test_equal_arms_are_not_mistaken_for_a_saving():
-    """A/A: no setting changes anything; the default has to stand in at least 95 % of the runs."""
+    """A/A: no setting changes anything; the default has to stand in at least 95 % of the runs. More
+    jobs in `app/test_bench_cli.py::test_arms_that_are_equal_fool_it_rarely`."""
 
     class Placebo(Job):
         def truth(self, s):
             return 1.0, 100.0
 
     chosen = 0
-    for seed in range(60):
+    for seed in range(30):
         governor = Governor(space(FOUND, SUSTAINED, card()), Goal(max_slowdown=0.02), seed=seed)
         conduct(governor, Placebo(0, 0, noise=0.01, seed=seed))
         chosen += governor.choice.setting != FOUND
-    assert chosen <= 5
+    assert chosen <= 3
 
 
 def test_probes_go_down_in_steps_and_never_below_the_floor():

@@ -154,7 +154,7 @@ PARTS = st.lists(st.tuples(st.floats(1e-5, 0.5), st.booleans()), min_size=1, max
     switch_s=st.sampled_from([1e-6, 1e-3, 0.01, 0.1, 10.0]),
     max_slowdown=st.sampled_from([0.0, 0.005, 0.02, 0.2]),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 def test_every_plan_keeps_the_bound_the_break_even_and_the_rate_of_calls(
     parts: list[tuple[float, bool]], profile: Profile, switch_s: float, max_slowdown: float
 ) -> None:
@@ -179,7 +179,7 @@ def test_every_plan_keeps_the_bound_the_break_even_and_the_rate_of_calls(
 
 
 @given(lengths=st.lists(st.floats(0.05, 0.4), min_size=3, max_size=3))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 def test_one_stretch_is_as_good_as_the_best_of_all(lengths: list[float]) -> None:
     """Switches cost nothing, and there are calls for one stretch: against every first and last
     operation and every clock."""

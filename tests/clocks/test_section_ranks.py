@@ -10,8 +10,13 @@ from kilter.app.bench.faults import try_out
 from kilter.app.bench.section_faults import RANDOM_SECTION_ACCIDENTS, SECTION_ACCIDENTS
 from kilter.testing.section_box import SectionBox
 
-SHORTER = [name for name in SECTION_ACCIDENTS if not name.endswith("after a section")]
-"""Nothing is low then, as before the first command."""
+LEFT_OUT = (
+    "after a section",  # nothing is low then, as before the first command
+    "one rank's conductor while all are low, the job goes on",  # as of a program alone
+    "a collective hangs while all ranks are low, and the job is killed",  # as a trainer that hangs
+)
+SHORTER = [name for name in SECTION_ACCIDENTS if not name.endswith(LEFT_OUT)]
+"""`kilter bench faults` has every one. Three ranks that import torch take more than ten others."""
 
 
 @pytest.mark.parametrize("name", SHORTER)

@@ -354,5 +354,5 @@ def test_row_of_the_bench(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RANDOM_DAEMON_ACCIDENTS)
 def test_random_moments(name: str, tmp_path: Path) -> None:
-    row = try_out(name, RANDOM_DAEMON_ACCIDENTS[name], DaemonBox(tmp_path, cards=2), 5)
+    row = try_out(name, RANDOM_DAEMON_ACCIDENTS[name], DaemonBox(tmp_path, cards=2), 3)
     assert row.ok, row

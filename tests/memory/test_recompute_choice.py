@@ -16,6 +16,7 @@ import kilter
 from kilter.memory.iteration_times import IterationTimes
 from kilter.memory.plan import problem
 from kilter.memory.recompute_choice import MEASURED, PATIENCE, USUAL_EACH_S, RecomputeChoice
+from kilter.testing.stand_in import small_tensors
 
 
 @dataclass
@@ -134,7 +135,7 @@ def losses(iterations: int) -> list[Tensor]:
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
     found = []
     for _ in range(iterations):
-        loss = net(torch.randn(4096, 64)).square().mean()
+        loss = net(torch.randn(512, 64)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -155,8 +156,10 @@ def test_a_run_chooses_and_says_what_it_measured(
     iterations = 2 * MEASURED + 40
     plain = losses(iterations)
     out = tmp_path / "run"
+    undo = small_tensors(512 * 64 * 4)
     with kilter.govern(memory_budget="60%", recompute="auto", device="null", out=out):
         governed = losses(iterations)
+    undo()
     assert all(torch.equal(a, b) for a, b in zip(plain, governed, strict=True))
     memory = json.loads((out / "report.json").read_text())["memory"]
     words = memory["recompute_choice"]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import kilter
+from kilter.app.cli import size
 from kilter.app.cli.main import main
 from kilter.core.errors import UsageError
 from kilter.core.label import Label
@@ -19,7 +20,7 @@ from kilter.memory.engine import CpuStandIn, Swapper
 from kilter.memory.plan.problem import H200_PCIE5
 from kilter.memory.size import MOST_BATCH, LargestBatch, largest_batch
 
-WIDTH = 1024
+WIDTH = 512
 SQUARE = WIDTH * WIDTH * 4
 
 
@@ -86,8 +87,8 @@ def test_nothing_is_allocated_and_the_model_is_as_it_was() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(p.grad is None for p in net.parameters())
     with torch.device("meta"):  # more than any machine has
-        huge = nn.Sequential(*(nn.Linear(2**16, 2**16) for _ in range(20)))
-        tokens = torch.randn(2**14, 2**16)
+        huge = nn.Sequential(*(nn.Linear(2**17, 2**17) for _ in range(4)))
+        tokens = torch.randn(2**14, 2**17)
     assert kilter.size(huge, tokens).peak_bytes > 2**40
 
 
@@ -211,12 +212,12 @@ def script(tmp_path):
     return path
 
 
-def test_the_verb_prints_each_batch(script, capsys) -> None:
-    assert (
-        main(["size", f"{script}:make", "--batch", "1024,8192", "--memory-budget", "256MiB"]) == 0
-    )
+def test_the_verb_prints_each_batch(script, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(size, "largest_batch", lambda sized, budget_bytes: None)
+    assert main(["size", f"{script}:make", "--batch", "256,512", "--memory-budget", "256MiB"]) == 0
     out = capsys.readouterr().out
-    assert "batch 8192" in out
+    assert "batch 256" in out
+    assert "batch 512" in out
     assert "fits as it is" in out
 
 
@@ -324,20 +325,26 @@ def test_what_the_builder_prints_is_no_part_of_the_json(tiny, capsys):
     assert told.err == "made\n"
 
 
-def test_the_largest_batch_that_fits_is_the_answer(tiny, capsys):
+def test_the_largest_batch_that_fits_is_the_answer(tiny, capsys, monkeypatch):
     budget_bytes = 4 * 2**20
+    found = {}  # searched for once
+
+    def searched(sized, budget):
+        return found.get(budget) or found.setdefault(budget, largest_batch(sized, budget))
+
+    monkeypatch.setattr(size, "largest_batch", searched)
     assert main(["size", "tiny.py:batched", "--memory-budget", str(budget_bytes), "--json"]) == 0
     largest = json.loads(capsys.readouterr().out)["largest_batch"]
     count = largest["as_it_is"]
     assert 0 < count <= largest["with_plan"]
+    assert main(["size", "tiny.py:batched", "--memory-budget", "4MiB"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"largest batch      {count} as it")
     sizes = f"{count},{count + 1},{largest['with_plan']},{largest['with_plan'] + 1}"
     asked = ["--batch", sizes, "--memory-budget", str(budget_bytes), "--json"]
     assert main(["size", "tiny.py:batched", *asked]) == 1
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["peak_bytes"] <= budget_bytes for row in rows[:2]] == [True, False]
     assert [row["fit"]["fits"] for row in rows[2:]] == [True, False]
-    assert main(["size", "tiny.py:batched", "--memory-budget", "4MiB"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith(f"largest batch      {count} as it")
 
 
 BROKEN = """

@@ -30,7 +30,7 @@ from kilter.memory.plan.problem import H200_PCIE5
 
 WIDTH = 32
 STEPS = 14
-EXAMPLES = int(os.environ.get("KILTER_TEST_PROGRAMS", "40"))
+EXAMPLES = int(os.environ.get("KILTER_TEST_PROGRAMS", "15"))
 """Programs; the same ones each time."""
 
 

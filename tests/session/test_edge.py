@@ -51,6 +51,10 @@ from kilter.app.cli.main import main
 raise SystemExit(main())
 """
 WITHOUT_STDERR = "import os; os.close(2); sys.stderr = sys.__stderr__ = None"
+WITHOUT_ALL = (
+    "import os; os.closerange(0, 3); sys.stdin = sys.__stdin__ = None\n"
+    "sys.stdout = sys.__stdout__ = sys.stderr = sys.__stderr__ = None"
+)
 
 
 def start(
@@ -288,12 +292,19 @@ with open("notes.txt", "w") as file:
 """
 
 
-@pytest.mark.parametrize("flags", [("--device", "sim:v100"), ("--memory-budget", "60%")])
+@pytest.mark.parametrize(
+    ("flags", "closed", "out"),
+    [
+        (("--device", "sim:v100", "--rehearse", "0.5s"), WITHOUT_STDERR, "done\n"),
+        (("--memory-budget", "60%"), WITHOUT_STDERR, "done\n"),
+        (("--memory-budget", "60%"), WITHOUT_ALL, ""),
+    ],
+)
 def test_with_stderr_closed_we_say_nothing_anywhere(
-    flags: tuple[str, ...], warm: WarmPython, tmp_path: Path
+    flags: tuple[str, ...], closed: str, out: str, warm: WarmPython, tmp_path: Path
 ) -> None:
-    job = Job(warm, tmp_path, NET + CLOSED, *flags, first=WITHOUT_STDERR)
-    assert job.end()[:2] == (0, "done\n")
+    job = Job(warm, tmp_path, NET + CLOSED, *flags, first=closed)
+    assert job.end() == (0, out, "")
     assert (tmp_path / "notes.txt").read_text() == "the program's own"
     assert len(job.of(Stopped)) == 1
 

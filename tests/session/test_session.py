@@ -277,7 +277,7 @@ for _ in range(20):
 
 @pytest.mark.parametrize(
     "flags",
-    [("--device", "sim:v100"), ("--device", "sim:v100", "--dry-run"), ("--device", "null"), None],
+    [("--device", "sim:v100", "--rehearse", "0.5s"), ("--device", "null"), None],
     ids=str,
 )
 def test_an_optimizer_that_steps_in_backward(
@@ -285,7 +285,7 @@ def test_an_optimizer_that_steps_in_backward(
 ) -> None:
     """PyTorch's recipe; at least one of these ended with a segmentation fault."""
     Path("job.py").write_text(IN_BACKWARD)
-    governed = "import kilter\nwith kilter.govern(device='sim:v100', out='run'):\n"
+    governed = "import kilter\nwith kilter.govern(device='sim:v100', dry_run=True, out='run'):\n"
     Path("governed.py").write_text(
         governed + "".join(f"    {line}\n" for line in IN_BACKWARD.splitlines())
     )

@@ -458,7 +458,7 @@ def test_two_ranks_set_both_cards_alike_and_write_one_report(
     warm: WarmPython, tmp_path: Path
 ) -> None:
     with make_box(warm, tmp_path, card(), card()) as box:
-        box.start(TWO, "--standalone", "--nproc-per-node", "2", cold=())
+        box.start(TWO, ranks=2)
         box.wait_for(lambda: len(box.of(Block)) >= 12)
         code, _, err = box.end()
         assert code == 0, err

@@ -19,7 +19,7 @@ def test_an_error_at_any_call_ends_no_job_and_changes_no_number(tmp_path):
     assert ended.returncode == 0, ended.stderr[-4000:]
     found = json.loads(out.read_text())
     assert found["wrong"] == []
-    assert found["cases"] > 50
+    assert found["cases"] > 25
     # Whoever has the error tells of it, or, after it has ended the sharing, another rank.
     # How often an idle rank polls is a matter of time, so a run may end before the planted call.
     assert 0.9 * found["cases"] <= found["told"] <= found["cases"]

@@ -97,7 +97,8 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
     period_s: float | None
     """None: no period was detected, and `reason` says why."""
     code: str
-    """`periodic`, `flat`, `short`, `unresolvable`, `aperiodic` or `unstable`; for programs."""
+    """`periodic`, `flat`, `short`, `unresolvable`, `aperiodic` or `unstable`; for programs. A watch
+    says `uneven` of periodic telemetry by which no settings can be compared."""
     reason: str
     resolution_s: float | None = None
     """The shortest period that this telemetry can show."""

@@ -530,15 +530,19 @@ class _Likeness:
         return 1.0 - own / usual if usual > 0.0 else 0.0
 
     def clearly_better(self, lag: int, rival: int) -> bool:
-        """Whether windows are more alike at the longer lag `rival`, in more than rare windows."""
+        """Whether windows are more alike at the longer lag `rival`, in more than rare windows, and
+        in most stretches as long as it: an evaluation repeats itself, too, but in some places."""
         after = self.differences(lag, rival)
-        gain = np.sort(self.differences(lag)[: len(after)] - after) / self.unrelated(rival)
+        gain = (self.differences(lag)[: len(after)] - after) / self.unrelated(rival)
+        stretch = math.ceil(rival / lag)
+        whole = gain[: len(gain) - len(gain) % stretch].reshape(-1, stretch).mean(axis=1)
         drop = math.floor(RARE * len(gain))
-        kept = gain[drop : len(gain) - drop]
-        if len(kept) < LEAST_PERIODS - 1:
+        kept = np.sort(gain)[drop : len(gain) - drop]
+        if len(kept) < LEAST_PERIODS - 1 or len(whole) == 0:
             return False
         mean, error = float(kept.mean()), float(kept.std(ddof=1)) / math.sqrt(len(kept))
-        return mean > LEAST_DIFFERENCE and mean > CLEARLY * error
+        least = min(mean, float(np.median(whole)))
+        return least > LEAST_DIFFERENCE and mean > CLEARLY * error
 
 
 def _best_lag(grid: _Grid) -> _Lag | None:

@@ -240,6 +240,21 @@ def test_a_forked_child_may_govern_itself_as_the_summary_says(warm: WarmPython) 
     assert of(Stopped, Path("child"))[0].iterations >= 29
 
 
+def test_iterations_of_forked_processes_are_said_not_to_be_observed(warm: WarmPython) -> None:
+    command = script(
+        "import os, torch\n"
+        "if not os.fork():\n"
+        "    weight = torch.ones(2, requires_grad=True)\n"
+        "    optimizer = torch.optim.SGD([weight], lr=0.1)\n"
+        "    weight.sum().backward()\n"
+        "    optimizer.step()\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+    )
+    told = warm.run(["-m", "kilter", "run", "--device", "null", command]).stderr
+    assert "kilter does not observe the 1 process that it forked; if they train, start" in told
+
+
 def test_work_in_a_subprocess_is_noticed_at_the_end() -> None:
     command = script(
         "import subprocess, sys\n"

@@ -134,21 +134,27 @@ def test_without_an_energy_counter_a_period_is_not_trusted(tmp_path):
     assert not of(Block, events)
 
 
-def test_a_job_without_a_period_is_left_alone(tmp_path):
+@pytest.mark.parametrize(
+    ("least", "most", "codes"),
+    [(0.1, 3.0, ("aperiodic", "unstable")), (0.7, 1.3, ("uneven",))],
+)
+def test_a_job_without_an_even_period_is_left_alone(tmp_path, least, most, codes):
     gpu, job = training_job("h200", "gpt", noise=NOISE)
     chance, iterate, size = random.Random(0), job.iterate, [1.0]
 
     def unequal():
-        new = chance.uniform(0.1, 3.0)
+        new = chance.uniform(least, most)
         job.scale(new / size[0])
         size[0] = new
         return iterate()
 
     job.iterate = unequal
-    end, events, _ = watched(tmp_path, gpu, job, seconds=400.0)
+    end, events, said = watched(tmp_path, gpu, job, seconds=200.0, dry_run=most < 2.0)
     assert end.rhythm is None
-    assert end.detection.code in ("aperiodic", "unstable")
+    assert end.detection.code in codes
     assert "nothing is set" in end.verdict
+    assert said.count(end.verdict) == 1
+    assert gpu.now_s < 200.0 or most > 2.0  # a dry run ends with its verdict
     assert not of(Block, events)
 
 

@@ -194,6 +194,7 @@ def test_a_model_that_no_run_will_use_is_not_recommended(
     told = capsys.readouterr().out
     assert "there is one workload" not in told
     assert "without any one workload too few settings are left to learn from" in told
+    assert "without any one GPU too few settings are left to learn from" in told
     assert "use it with" not in told
 
 
@@ -210,6 +211,7 @@ def test_learn_says_what_it_cannot_learn_from(
     for words, code, told in (
         ([], 2, "nothing to learn from"),
         ([str(tmp_path / "none.csv")], 1, "cannot be read"),
+        ([str(tmp_path)], 2, "kilter learn --history"),
         ([str(tmp_path / "cut.csv")], 1, "cut.csv:"),
         ([str(tmp_path / "nan.csv")], 1, "nan.csv:"),
         ([str(tmp_path / "few.csv")], 2, "too few"),

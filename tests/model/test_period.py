@@ -97,3 +97,49 @@ def test_a_change_of_the_iteration_is_noticed_within_three_periods(factor, low):
     recent = square(new, period_s * factor, low=low) + rng.normal(0.0, 5.0, len(new))
     same = factor == 1.0 and low == 200.0
     assert changed(reference, seen(new, recent), period_s) is not same
+
+
+@pytest.mark.parametrize(("old_fails", "new_fails"), [(True, False), (False, True)])
+def test_a_reading_that_failed_is_no_change(old_fails, new_fails):
+    rng = np.random.default_rng(3)
+    t = np.arange(0.0, 48.0, 0.1)
+    power = square(t, 2.0) + rng.normal(0.0, 5.0, len(t))
+    fails = np.zeros(len(t), dtype=bool)
+    fails[7] = fails[-7] = True
+
+    def part(where, some_fail):
+        x = np.where(fails & some_fail, np.nan, power)[where]
+        return seen(t[where], x)
+
+    assert not changed(part(slice(400), old_fails), part(slice(434, None), new_fails), 2.0)
+
+
+def test_a_counter_that_tells_nothing_does_not_make_the_sensor_faster():
+    t = 0.01 * np.arange(6000)
+    ticks = 0.1 * np.arange(600)
+    power = np.repeat(square(ticks, 1.3) + np.random.default_rng(4).normal(0.0, 8.0, 600), 10)
+    detection = detect(seen(t, power, np.full(len(t), np.nan)))
+    assert detection.resolution_s == pytest.approx(0.2, rel=0.05)
+
+
+def test_micro_batches_of_few_readings_are_not_several_iterations():
+    rng = np.random.default_rng(0)
+    t = np.arange(0.0, 150.0, 0.1)
+    period_s, micro_s = 1.433, 0.39
+    place = t % period_s
+    power = np.where(place < 3 * micro_s, square(place, micro_s, share=0.5), 100.0)
+    detection = detect(seen(t, power + rng.normal(0.0, 8.0, len(t))))
+    assert detection.period_s == pytest.approx(period_s, rel=0.02)
+
+
+def test_the_mean_of_unequal_iterations_is_told_and_that_they_are_unequal():
+    rng = np.random.default_rng(5)
+    ends = np.cumsum(2.0 * rng.uniform(0.7, 1.3, 60))
+    t = np.arange(0.0, ends[-1] - 2.0, 0.1)
+    number = np.searchsorted(ends, t, side="right")
+    lengths = np.diff(ends, prepend=0.0)
+    place = 1.0 - (ends[number] - t) / lengths[number]
+    power = np.where(place < 0.4, 200.0, 600.0) + rng.normal(0.0, 8.0, len(t))
+    detection = detect(seen(t, power))
+    assert detection.period_s == pytest.approx(lengths.mean(), rel=0.02)
+    assert "their length varies, by" in detection.reason

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from enum import Enum
 
+import msgspec
+
 from kilter.clocks.actuator import DeviceActuator
 from kilter.clocks.block_messages import RankResult
 from kilter.clocks.conductor import STALLED, GovernorProgram
@@ -28,6 +30,7 @@ from kilter.clocks.search_leader import SearchLeader
 from kilter.core.events import AnyEvent
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting, Supported
+from kilter.core.units import show_time
 from kilter.model.period import Detection, JobPace
 
 FIRST_LOOK_S = 10.0
@@ -165,6 +168,11 @@ class Observer:
         seen = job.pace(since_s, period_s)
         power_w = None if seen is None else job.mean_power_w(seen)
         if seen is None or power_w is None:
+            why = "length varies too much" if seen is None else "power is known too little"
+            reason = f"iterations take about {show_time(period_s)}; their {why} to compare settings"
+            self.detection = msgspec.structs.replace(
+                self.detection, period_s=None, code="uneven", reason=reason
+            )
             return None
         job.learn(Setting(), since_s, period_s)
         return rhythm(seen, power_w, self._goal)

@@ -80,8 +80,9 @@ def show_fraction(value: float | None, *, signed: bool = False) -> str:
 
 
 def show_count(count: int, noun: str) -> str:
-    """2, block -> `"2 blocks"`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    """2, block -> `"2 blocks"`; 3, process -> `"3 processes"`."""
+    ending = "es" if noun.endswith("s") else "s"
+    return f"{count} {noun}{'' if count == 1 else ending}"
 
 
 def show_pace(slowdown: float) -> str:

@@ -55,10 +55,14 @@ FOLD_TOLERANCE = 0.03
 """By how much the folded curve of a part of the period may be rougher than that of the whole."""
 COHERENT = 0.3
 """Roughness of a folded curve above which iterations are too unequal to be folded."""
-FEW_UPDATES = 5.0
-"""Parts of more updates than this are told from the whole by comparing windows."""
 MOST_LAGS = 300
 """Lags compared: the shortest, and the most alike."""
+UNEQUAL = 1.4
+"""An interval longer than so many usual ones, or as much shorter, is no iteration: batches of
+unequal length differ by less."""
+VARIES = 0.05
+"""Standard deviation of single iterations, over their mean, from which on the verdict says that
+their length varies. They are tracked by what is usual, so that the true one is larger."""
 UNSTABLE = 0.15
 """Relative range of the period over the thirds of a recording above which it is not stable."""
 FINE_FACTOR = 8
@@ -93,7 +97,8 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
     period_s: float | None
     """None: no period was detected, and `reason` says why."""
     code: str
-    """`periodic`, `flat`, `short`, `unresolvable`, `aperiodic` or `unstable`; for programs."""
+    """`periodic`, `flat`, `short`, `unresolvable`, `aperiodic` or `unstable`; for programs. A watch
+    says `uneven` of periodic telemetry by which no settings can be compared."""
     reason: str
     resolution_s: float | None = None
     """The shortest period that this telemetry can show."""
@@ -325,12 +330,17 @@ def changed(reference: Telemetry, recent: Telemetry, period_s: float) -> bool:
 
 
 def _even(telemetry: Telemetry, step_s: float, shift: float = 0.0) -> Array:
-    """Power and utilisations at even times, the last one `shift` steps before the last reading."""
+    """Power and utilisations at even times, the last one `shift` steps before the last reading.
+    Single readings may be unknown; a sensor that tells nothing is 0, in each stretch alike."""
     t = telemetry.t_s
     at = np.arange(t[-1] - shift * step_s, t[0], -step_s)[::-1]
+    rows = np.zeros((3, len(at)))
     names = (telemetry.power_w, telemetry.sm_utilisation, telemetry.memory_utilisation)
-    rows = [np.interp(at, t, v) for v in names if len(v) == len(t) and np.isfinite(v).all()]
-    return np.array(rows)
+    for row, values in zip(rows, names, strict=True):
+        known = np.flatnonzero(np.isfinite(values))
+        if len(known):
+            row[:] = np.interp(at, t[known], values[known])
+    return rows
 
 
 def _all_periods(signal: Array) -> Array:
@@ -395,9 +405,8 @@ def _update(telemetry: Telemetry) -> float:
     rows = float(np.median(np.diff(t)))
     intervals = []
     for values in (telemetry.power_w, telemetry.sm_utilisation, telemetry.energy_j):
-        if len(values) != len(t):
-            continue
-        changed = t[1:][np.diff(values) != 0]
+        known = np.flatnonzero(np.isfinite(values))
+        changed = t[known[1:]][np.diff(values[known]) != 0]
         if len(changed) >= 16:
             between = np.diff(changed)
             shortest = between[between < 1.5 * np.quantile(between, 0.1)]
@@ -521,15 +530,19 @@ class _Likeness:
         return 1.0 - own / usual if usual > 0.0 else 0.0
 
     def clearly_better(self, lag: int, rival: int) -> bool:
-        """Whether windows are more alike at the longer lag `rival`, in more than rare windows."""
+        """Whether windows are more alike at the longer lag `rival`, in more than rare windows, and
+        in most stretches as long as it: an evaluation repeats itself, too, but in some places."""
         after = self.differences(lag, rival)
-        gain = np.sort(self.differences(lag)[: len(after)] - after) / self.unrelated(rival)
+        gain = (self.differences(lag)[: len(after)] - after) / self.unrelated(rival)
+        stretch = math.ceil(rival / lag)
+        whole = gain[: len(gain) - len(gain) % stretch].reshape(-1, stretch).mean(axis=1)
         drop = math.floor(RARE * len(gain))
-        kept = gain[drop : len(gain) - drop]
-        if len(kept) < LEAST_PERIODS - 1:
+        kept = np.sort(gain)[drop : len(gain) - drop]
+        if len(kept) < LEAST_PERIODS - 1 or len(whole) == 0:
             return False
         mean, error = float(kept.mean()), float(kept.std(ddof=1)) / math.sqrt(len(kept))
-        return mean > LEAST_DIFFERENCE and mean > CLEARLY * error
+        least = min(mean, float(np.median(whole)))
+        return least > LEAST_DIFFERENCE and mean > CLEARLY * error
 
 
 def _best_lag(grid: _Grid) -> _Lag | None:
@@ -558,9 +571,10 @@ def _best_lag(grid: _Grid) -> _Lag | None:
 def _shortest_fold(grid: _Grid, period_s: float) -> float:
     """The shortest of `period_s` / 6, / 5, ... / 1 whose folded readings are as smooth.
 
-    Where a period is few or half-integer many updates long, consecutive windows are read at
-    different places and look different, while every second or third looks the same. Folded, the
-    readings of all windows fall between each other and show one curve.
+    Where a period is no whole number of updates long, consecutive windows are read at different
+    places and look different, while every second or third looks the same, if the iteration has
+    phases of few updates (short iterations, micro-batches). Folded, the readings of all windows
+    fall between each other and show one curve.
     """
     x = grid.values[:, ::FINE_FACTOR] * np.sqrt(grid.weights)[:, None]
     update_s = grid.step_s * FINE_FACTOR
@@ -570,7 +584,7 @@ def _shortest_fold(grid: _Grid, period_s: float) -> float:
     whole, period = _folded(pieces, period_s / update_s)
     folds = [(whole, period_s / update_s)]
     parts = (period / n for n in range(2, 7))
-    folds += [_folded(pieces, part) for part in parts if LEAST_SAMPLES <= part <= FEW_UPDATES]
+    folds += [_folded(pieces, part) for part in parts if part >= LEAST_SAMPLES]
     smoothest = min(rough for rough, _ in folds)
     if smoothest > COHERENT:
         return period_s
@@ -645,7 +659,7 @@ def _tracked(grid: _Grid, lag: _Lag, resolution_s: float) -> Detection:
     """The period from the iterations one by one, if it is the same over the whole recording."""
     beats = _beats(grid, lag.period_s)
     intervals = np.diff(beats)
-    inside = np.abs(np.log(intervals / lag.period_s)) < math.log(1.3)
+    inside = np.abs(np.log(intervals / lag.period_s)) < math.log(UNEQUAL)
     covered = float(intervals[inside].sum()) / (grid.step_s * grid.values.shape[1])
     if inside.sum() < LEAST_PERIODS - 1 or covered < 0.5:
         return Detection(
@@ -678,6 +692,7 @@ def _tracked(grid: _Grid, lag: _Lag, resolution_s: float) -> Detection:
         reason=(
             f"{len(kept)} consecutive windows of {period:.4g} s are alike "
             f"(correlation {lag.likeness:.2f}, the sensor resolves {resolution_s:.3g} s)"
+            + (f"; their length varies, by {100 * spread:.0f} % or more" if spread > VARIES else "")
         ),
         resolution_s=resolution_s,
         likeness=lag.likeness,

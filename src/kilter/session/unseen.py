@@ -6,7 +6,9 @@ import resource
 import sys
 import threading
 
+from kilter.core.forks import at_each_fork
 from kilter.core.script_end import ScriptEnd
+from kilter.core.units import show_count
 from kilter.observe.iteration_clock import IterationClock
 from kilter.session.children import SpawnedChildren
 
@@ -21,6 +23,12 @@ _WAITS = {
 }
 """File in whose `join` a thread stands that waits for a process -> how the process was started. Not
 `subprocess`: scripts wait for compilers and downloads before their first iteration."""
+_FORKED = (
+    "if they train, start them by spawn (multiprocessing.get_context('spawn'), or "
+    "torch.multiprocessing.spawn), and they are the ranks of this run; or let kilter start them "
+    "(kilter run --nproc-per-node N SCRIPT, as torchrun does); or call kilter.govern() in the "
+    "function that trains"
+)
 
 
 class Unseen:
@@ -33,6 +41,8 @@ class Unseen:
         self._waits_since_s: float | None = None
         self._waited_for: str | None = None
         """How the processes were started that the script waits for."""
+        self._forks = 0
+        at_each_fork(self._forked)
 
     def look(self, now_s: float) -> str | None:
         """What the user has to know now, once: the script leaves its iterations to processes that
@@ -50,6 +60,9 @@ class Unseen:
             return None if self._observes_children else self.why()
         return None
 
+    def _forked(self) -> None:
+        self._forks += 1
+
     @property
     def _observes_children(self) -> bool:
         return self._children is not None and self._children.started
@@ -65,14 +78,21 @@ class Unseen:
                 f"{self._waited_for} stepped an optimizer of torch.optim; to say where an "
                 "iteration ends: with kilter.govern() as job, and job.mark() after each one"
             )
-        if self._waited_for is not None and self._children is not None:  # which sees all others
+        if self._forks and self._waited_for is not None:
             return (
                 f"no iteration seen: the script waits for processes that it forked with "
-                f"{self._waited_for}, and kilter does not observe forked processes; start them by "
-                "spawn (multiprocessing.get_context('spawn'), or torch.multiprocessing.spawn), and "
-                "those that train are the ranks of this run; or let kilter start them (kilter run "
-                "--nproc-per-node N SCRIPT, as torchrun does); or call kilter.govern() in the "
-                "function that trains"
+                f"{self._waited_for}, and kilter does not observe forked processes; {_FORKED}"
+            )
+        if outcome is not None and outcome.raised not in (None, "KeyboardInterrupt"):
+            return (
+                "no iteration seen: the script ended early "
+                f"({outcome}), before an optimizer of torch.optim stepped"
+            )
+        if self._forks:
+            return (
+                "no iteration seen: no optimizer of torch.optim stepped in the script's own "
+                f"process, and kilter does not observe the {show_count(self._forks, 'process')} "
+                f"that it forked; {_FORKED}"
             )
         if self._waited_for is not None:
             return (
@@ -90,11 +110,6 @@ class Unseen:
             return "no iteration seen: the script did not import torch"
         if self._iterations.why_not is not None:
             return f"no iteration seen: {self._iterations.why_not}"
-        if outcome is not None and outcome.raised not in (None, "KeyboardInterrupt"):
-            return (
-                "no iteration seen: the script ended early "
-                f"({outcome}), before an optimizer of torch.optim stepped"
-            )
         return (
             "no iteration seen: no optimizer of torch.optim stepped; to say where an iteration "
             "ends: with kilter.govern() as job, and job.mark() after each one"

@@ -25,7 +25,7 @@ from kilter.core.errors import FileError, UsageError
 from kilter.core.label import Label
 from kilter.device.sim.cards import names
 from kilter.device.sim.replay import load_recording
-from kilter.model.period import Detection, Telemetry, changed, detect, telemetry
+from kilter.model.period import Detection, Telemetry, changed, detect, doubt, telemetry
 
 HELP = "detect the period of iterations from telemetry alone; check it against marks"
 EPILOG = """\
@@ -89,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
         if args.marks is not None:
             raise UsageError("--marks needs --telemetry: the recording that the marks belong to")
         return _synthetic(range(args.seed, args.seed + args.cases), as_json=args.json)
-    detection = detect(telemetry(load_recording(args.telemetry)))
+    readings = telemetry(load_recording(args.telemetry))
+    detection = detect(readings)
+    doubted = doubt(readings, detection)
     true_s = None if args.marks is None else float(np.median(np.diff(load_marks(args.marks))))
     error = (
         None
@@ -107,12 +109,15 @@ def run(args: argparse.Namespace) -> int:
         "resolution_s": detection.resolution_s,
         "likeness": detection.likeness,
         "spread": detection.spread,
+        "doubt": doubted,
     }
     if args.json:
         print_json(PERIOD_SCHEMA, Label.REPLAYED, document)
         return 0
     found = "no period" if detection.period_s is None else f"period {detection.period_s:.4g} s"
     print(f"{found} (replayed): {detection.reason}")
+    if doubted is not None:
+        print(f"kilter watch would set nothing: {doubted}")
     if true_s is not None:
         suffix = "" if error is None else f", relative error {error * 100:.2f} %"
         print(f"marks: {true_s:.4g} s per iteration{suffix}")
@@ -255,7 +260,7 @@ def _noticed(job: Change) -> tuple[bool, float | None]:
     for now in np.arange(learned + 2 * job.period_s, end, job.period_s / 4):
         recent = _between(job.telemetry, now - 2.2 * job.period_s, now)
         if changed(reference, recent, job.period_s):
-            late = (now - job.begin_s) / max(job.period_s, job.after_s)
+            late = float(now - job.begin_s) / max(job.period_s, job.after_s)
             return math.isfinite(job.begin_s), late if late >= 0 else -math.inf
     return math.isfinite(job.begin_s), None
 

@@ -13,7 +13,7 @@ from kilter.app.cli.output import print_json, show_progress
 from kilter.app.fields import taken
 from kilter.app.learning import errors_of, fit, need_sklearn, points_of_runs, points_of_table
 from kilter.clocks.history import History, default_file
-from kilter.clocks.plan.predictor import Predictor
+from kilter.clocks.plan.predictor import LearningError, Predictor
 from kilter.core.codec import write_atomically
 from kilter.core.errors import FileError, UsageError
 from kilter.core.label import Label
@@ -61,6 +61,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("nothing to learn from: name a TABLE, or add --history")
     if args.simulated and (args.table or args.history is None):
         raise UsageError("--simulated learns from --history alone: no measured table is mixed in")
+    for table in args.table:
+        if Path(table).is_dir():
+            raise UsageError(
+                f"{table}: is a directory; what a run compared: kilter learn --history"
+            )
     points, sources = [], [Path(table).name for table in args.table]
     for table in args.table:
         show_progress(f"reading {table} ...")
@@ -98,18 +103,17 @@ def _text(predictor: Predictor, out: Path | None) -> str:
         f"{show_count(predictor.workloads, 'workload')} "
         f"[{predictor.label.value}]: {', '.join(predictor.sources)}"
     ]
-    for error in predictor.errors:
-        what = "GPU" if error.left_out == "gpu" else error.left_out
+    errors: dict[str, LearningError] = {error.left_out: error for error in predictor.errors}
+    for left_out, what in (("workload", "workload"), ("gpu", "GPU")):
+        error = errors.get(left_out)
         lines.append(
-            f"  {what} left out ({error.groups} in turn): relative time wrong by "
+            f"  {what} left out: not known: without any one {what} too few settings are left to "
+            "learn from"
+            if error is None
+            else f"  {what} left out ({error.groups} in turn): relative time wrong by "
             f"{error.time * 100:.1f} % on average, energy by {error.energy * 100:.1f} % "
             f"(without a model {error.time_without * 100:.1f} and "
             f"{error.energy_without * 100:.1f} %)"
-        )
-    if not predictor.errors:
-        lines.append(
-            "  its errors are not known: without any one workload too few settings are left to "
-            "learn from"
         )
     if predictor.why_not_used is not None:
         lines.append(f"  no run will use this model: {predictor.why_not_used}")

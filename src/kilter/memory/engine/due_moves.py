@@ -98,7 +98,9 @@ class DueMoves:
             return
         store, saved = self._store, call.alive()
         store.give_up(call, saved)
-        if any(one.recipe is call and store.pending(one) for one in saved):
+        if any(
+            one.alias is not None and one.recipe is call and store.pending(one) for one in saved
+        ):
             self.overdue[number] = None
 
     def on_host_alike(self, before: Ready, other: Ready) -> bool:

@@ -286,9 +286,11 @@ class CallRecorder(ABC):
         made; None for what was made since the recording began. `Foreign` if the operations would
         not make the same bits."""
 
-    def leaves(self, saved: Saved) -> None:
-        """A tensor is evicted, whose address may become another storage's."""
-        self._left[saved.number] = self.storage_of(saved)
+    def leaves(self, several: Sequence[Saved]) -> None:
+        """Tensors are evicted, whose addresses may become those of other storages."""
+        numbers = self.numbers_of([saved.alias for saved in several if saved.alias is not None])
+        pairs = zip(several, numbers, strict=True)
+        self._left |= {saved.number: number for saved, number in pairs if number >= 0}
 
     def storage_of(self, saved: Saved) -> int:
         """The number of a tensor's storage, evicted or not; -1 if it has none."""

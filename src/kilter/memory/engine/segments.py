@@ -200,8 +200,9 @@ class ModuleCall:
         if store.was_touched(tensor):
             raise Foreign("the program has asked for the `.data` of what is read")
         if kept is not None:
-            held = HeldSource(tensor.detach(), version)
-            if root is not None:
+            if root is None:
+                held = HeldSource(tensor.detach(), version)
+            else:
                 held = HeldSource(root, version, lambda: root)
             self.parameters.append(held)
         elif storage.nbytes() <= (

@@ -406,7 +406,7 @@ class Store:
                 self._backend.wait(saved.departure)
             else:
                 self.waits.wait(saved.departure)
-            self._leave(saved, alias)
+            self._leave([(saved, alias)])
 
     def give_up(self, recipe: Recipe | ModuleCall, several: Iterable[Saved]) -> None:
         """Free the device memory of what a recipe makes, if only the engine can reach it."""
@@ -426,21 +426,23 @@ class Store:
             for source in recipe.read():
                 self._dependents.setdefault(id(source), []).append(reference)
             recipe.told = True
-        for saved, alias in found:
-            self._leave(saved, alias)
+        self._leave(found)
 
-    def _leave(self, saved: Saved, alias: torch.Tensor) -> None:
+    def _leave(self, several: list[tuple[Saved, torch.Tensor]]) -> None:
         if recording.present is not None:
-            recording.present.recorder.leaves(saved)
-        # Interrupted between two lines, it is resident, or evicted with a known source.
-        saved.state = EVICTED
-        saved.alias = None
-        self._resident.pop(saved.key, None)
-        self.evicted += 1
-        self.hold(-saved.size_bytes)
-        self.evicted_bytes += saved.size_bytes
-        if self._backend.spoils and self.alone(alias):
-            self._backend.evicted(alias.untyped_storage())
+            recording.present.recorder.leaves([saved for saved, _ in several])
+        left_bytes = 0
+        for saved, alias in several:
+            # Interrupted between two lines, it is resident, or evicted with a known source.
+            saved.state = EVICTED
+            saved.alias = None
+            self._resident.pop(saved.key, None)
+            self.evicted += 1
+            left_bytes += saved.size_bytes
+            if self._backend.spoils and self.alone(alias):
+                self._backend.evicted(alias.untyped_storage())
+        self.hold(-left_bytes)
+        self.evicted_bytes += left_bytes
 
     def recompute_dependents(self, source: object) -> None:
         """This parameter or saved storage is about to change: recompute now what depends on it."""
@@ -481,12 +483,14 @@ class Store:
         recipe = saved.recipe if saved.state == EVICTED and saved.host is None else None
         if recipe is not None:
             remade = partial(recipe.remade, saved)
+            made_bytes = 0
             for one, alias in self._with_room(lambda: self.carried_out(remade)):
                 self._arrived(one, alias)
                 one.recipe = None  # lets go of what it reads; one that is to be tried stays
                 self.recomputed += 1
-                self.evicted_bytes -= one.size_bytes
-                self.hold(one.size_bytes)
+                made_bytes += one.size_bytes
+            self.evicted_bytes -= made_bytes
+            self.hold(made_bytes)
             return
         self.prefetch(saved)
         if self.waits is None:

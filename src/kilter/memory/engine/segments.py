@@ -402,17 +402,15 @@ class ModuleCalls:
     def copy_of(self, tensor: torch.Tensor) -> HeldSource:
         """A copy of the whole storage, the same for all calls of a pass. The copy of a parameter
         from the beginning of the pass serves, where there is one."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata, tensor._version
-        found = self._copies.get(key)
-        if found is None:
-            copy = None
-            if tensor.nbytes == storage.nbytes() and self.store.alone(tensor):
-                copy = self._small.of(tensor, tensor._version)
-            held = _copied(tensor) if copy is None else HeldSource(copy, copy._version)
-            # With a weak reference the address stays that of its storage.
-            found = self._copies[key] = held, StorageReference(storage)
-        return found[0]
+        storage, version = tensor.untyped_storage(), tensor._version
+        if tensor.nbytes == storage.nbytes() and self.store.alone(tensor):
+            copy = self._small.of(tensor, version)
+            if copy is not None:
+                return HeldSource(copy, copy._version)
+        key = storage._cdata, version
+        if key not in self._copies:  # with a weak reference the address stays that of its storage
+            self._copies[key] = _copied(tensor), StorageReference(storage)
+        return self._copies[key][0]
 
     def copy_of_saved(self, saved: Saved) -> HeldSource:
         """The same of a tensor that autograd has saved, and that the program holds."""

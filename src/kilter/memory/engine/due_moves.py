@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from kilter.memory.engine.ready import Due, Ready
+from kilter.memory.engine.ready import Due, Ready, in_place_of
 from kilter.memory.engine.store import Saved, Store
 
 if TYPE_CHECKING:
     import torch
+
+    from kilter.memory.engine.segments import ModuleCall
 
 
 class DueMoves:
@@ -19,18 +21,25 @@ class DueMoves:
         self._store = store
         self._by_number: dict[int, weakref.ref[Saved]] = {}
         """Data of the present pass that are followed."""
+        self._calls: dict[int, weakref.ref[ModuleCall]] = {}
+        """By `in_place_of` its tensors, the calls that are recomputed."""
         self.overdue: dict[int, torch.Tensor | None] = {}
-        """Those of them that are due to be evicted but held by the program, with the host memory
-        for the copy (None: to be recomputed)."""
+        """What is due to be evicted but held by the program, with the host memory for the copy
+        (None: to be recomputed)."""
 
     def begin(self) -> None:
         """A pass begins."""
         self._by_number.clear()
+        self._calls.clear()
         self.overdue.clear()
 
     def follow(self, number: int, saved: Saved) -> None:
         """This tensor of the pass is the one that the plan calls `number`."""
         self._by_number[number] = saved.itself
+
+    def follow_call(self, call: ModuleCall) -> None:
+        """What this call has saved is evicted together."""
+        self._calls[in_place_of(call.first)] = weakref.ref(call)
 
     def followed(self, number: int) -> Saved | None:
         """The tensor of that number, while autograd may still ask for it."""
@@ -40,7 +49,6 @@ class DueMoves:
     def carry_out(self, planned: Ready, due: Due) -> None:
         """Issue what is due at one event."""
         store = self._store
-        store.moment += 1
         for number in due.offload:
             saved = self.followed(number)
             if saved is not None:
@@ -50,8 +58,13 @@ class DueMoves:
                 elif store.pending(saved):
                     self.overdue[number] = planned.hosts[number]
         for number in due.evict:
+            if number in self.overdue:
+                continue
+            if number < 0:
+                self._evict_call(number)
+                continue
             saved = self.followed(number)
-            if saved is not None and number not in self.overdue:
+            if saved is not None:
                 store.evict(saved)
                 if saved.recipe is not None and store.pending(saved):
                     self.overdue[number] = None
@@ -64,8 +77,10 @@ class DueMoves:
     def catch_up(self) -> None:
         """Evict what is overdue and no longer held by the program."""
         store = self._store
-        store.moment += 1
         for number, host in list(self.overdue.items()):
+            if number < 0:
+                self._evict_call(number)
+                continue
             saved = self.followed(number)
             if saved is not None:
                 if host is not None:
@@ -73,6 +88,20 @@ class DueMoves:
                 store.evict(saved)
             if saved is None or not store.pending(saved):
                 del self.overdue[number]
+
+    def _evict_call(self, number: int) -> None:
+        """What the program holds is overdue."""
+        self.overdue.pop(number, None)
+        reference = self._calls.get(number)
+        call = None if reference is None else reference()
+        if call is None:
+            return
+        store, saved = self._store, call.alive()
+        store.give_up(call, saved)
+        if any(
+            one.alias is not None and one.recipe is call and store.pending(one) for one in saved
+        ):
+            self.overdue[number] = None
 
     def on_host_alike(self, before: Ready, other: Ready) -> bool:
         """Tensors of this pass that are on the host have the same places in the other plan."""

@@ -350,7 +350,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             planned = self._switch(planned, size_bytes)
         if planned is None:
             return self._save_unplanned(tensor, size_bytes, within)
-        _, number, due, followed, read, recomputed, version = planned.steps[self._event]
+        _, number, due, followed, read, recomputed, called, version = planned.steps[self._event]
         if not followed:
             self._advance(planned, due)
             return *kept(tensor), use_code(number), within
@@ -363,6 +363,8 @@ class Swapper(AbstractContextManager["Swapper"]):
             return store.view(saved, tensor)
         saved = store.save(tensor, size_bytes, within, number)
         self._moves.follow(number, saved)
+        if called and self._segments is not None:
+            self._segments.saved(saved)
         view = store.view(saved, tensor)
         if tensor._version == version:  # else it is not what its node has made
             if read:

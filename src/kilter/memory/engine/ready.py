@@ -19,11 +19,18 @@ if TYPE_CHECKING:
 
 
 class Due(NamedTuple):
-    """What an event starts: numbers of tensors, in the order that the plan counts on."""
+    """What an event starts: numbers of tensors, in the order that the plan counts on. To be evicted
+    may also be all that a call has saved (`in_place_of`)."""
 
     offload: tuple[int, ...]
     evict: tuple[int, ...]
     prefetch: tuple[int, ...]
+
+
+def in_place_of(first: int) -> int:
+    """In the place of the numbers of all tensors that a call has saved; `first` is the first event
+    inside."""
+    return -1 - first
 
 
 class ReadyStep(NamedTuple):
@@ -40,6 +47,8 @@ class ReadyStep(NamedTuple):
     """Another tensor is recomputed from it."""
     recomputed: bool = False
     """It is recomputed itself."""
+    called: bool = False
+    """A call is recomputed that makes it."""
     version: int = 0
     """How often a tensor that is saved had been written to before, when recipes were tried."""
 
@@ -115,12 +124,13 @@ def ready(
             evict[interval.after + 1].append(number)
         else:
             called.append(record.prepared(segment))
-            evict[interval.after + 1] += sorted(called[-1].members)
+            evict[interval.after + 1].append(in_place_of(segment.first))
     recomputed = frozenset(alone)
     moved = frozenset(numbers[move.interval] for move in value.schedule.moves)
     read = frozenset(source for number in recomputed for source in record.data[number].sources)
     read = read.union(*(segment.sources for segment in called))
-    followed = recomputed.union(moved, read, *(segment.members for segment in called))
+    members = frozenset[int]().union(*(segment.members for segment in called))
+    followed = recomputed | moved | read | members
     if retained:
         followed = frozenset(range(len(record.data)))
 
@@ -130,7 +140,7 @@ def ready(
         due = Due(tuple(offload[event]), tuple(reversed(evict[event])), tuple(prefetch[event]))
         used = code in (FOREIGN, use_code(number))
         expected = code if used else record.data[number].size_bytes
-        roles = (number in followed, number in read, number in recomputed)
+        roles = (number in followed, number in read, number in recomputed, number in members)
         version = 0 if used else record.data[number].version
         steps.append(ReadyStep(expected, number, due if any(due) else None, *roles, version))
     change = [0] * (count + 1)

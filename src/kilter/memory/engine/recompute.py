@@ -96,7 +96,8 @@ class Recipe:
     """Recomputes a tensor. Taken in every pass, for hundreds of tensors, so it is kept small."""
 
     __slots__ = (
-        "_make", "closed", "dtype", "in_backward", "node", "parameters", "size", "sources", "stride"
+        "_make", "closed", "dtype", "in_backward", "node", "parameters", "size", "sources",
+        "stride", "told",
     )  # fmt: skip
 
     def __init__(
@@ -113,6 +114,8 @@ class Recipe:
         """Large parameters, which it reads where they are."""
         self.in_backward = reader.in_backward
         """The bytes may be evicted inside backward only."""
+        self.told = False
+        """Whoever may change what it reads has the tensor recomputed before."""
 
     @property
     def kind(self) -> str:
@@ -123,16 +126,13 @@ class Recipe:
         """What must not change before the tensor is recomputed."""
         return [*self.sources, *(root_of(held.tensor) for held in self.parameters)]
 
-    def told(self) -> None:
-        """The store has noted what this recipe reads."""
-
     def reference(self, saved: Any) -> Any:
         """Gives the saved tensor that this recomputes."""
         return saved.itself
 
-    def others(self) -> list[Any]:
-        """Saved tensors that were recomputed together with this one."""
-        return []
+    def remade(self, saved: Any) -> list[tuple[Any, torch.Tensor]]:
+        """The saved tensor, made again."""
+        return [(saved, self.make())]
 
     def ready(self) -> bool:
         """Carried out from now on, it makes what was saved."""

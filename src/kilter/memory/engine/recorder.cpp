@@ -45,6 +45,14 @@ struct Ref {
   at::DimVector size, stride;
   int64_t offset = 0;
 
+  Ref() = default;
+  Ref(int64_t number, const Tensor& tensor)
+      : storage(number),
+        dtype(tensor.scalar_type()),
+        size(tensor.sizes()),
+        stride(tensor.strides()),
+        offset(tensor.storage_offset()) {}
+
   Tensor on(const Tensor& base) const {
     if (base.scalar_type() != dtype)
       return at::empty({0}, base.options().dtype(dtype)).set_(base.storage(), offset, size, stride);
@@ -144,6 +152,7 @@ void Step::again(Bases& bases) const {
 struct Rerun {
   std::vector<std::shared_ptr<const Step>> steps;
   std::vector<int64_t> wanted;
+  std::vector<Ref> layouts;  // of what is wanted; empty: as it was made
   std::vector<std::vector<int64_t>> frees;  // storages that no later step reads
 
   void finish() {
@@ -157,13 +166,16 @@ struct Rerun {
     }
   }
 
-  Bases run(Bases bases) const {
+  std::vector<Tensor> run(Bases bases) const {
     for (size_t i = 0; i < steps.size(); i++) {
       steps[i]->again(bases);
       for (const int64_t number : frees[i]) bases.erase(number);
     }
-    Bases made;
-    for (const int64_t number : wanted) made[number] = bases.at(number);
+    std::vector<Tensor> made;
+    for (size_t i = 0; i < wanted.size(); i++) {
+      const Tensor& base = bases.at(wanted[i]);
+      made.push_back(layouts.empty() ? base : layouts[i].on(base));
+    }
     return made;
   }
 
@@ -179,6 +191,9 @@ struct Pending {
   std::shared_ptr<Step> step;
   bool noted = false;
 };
+
+// A storage, the tensor that was met before the recording made it, and the version of that.
+using Given = std::tuple<int64_t, std::optional<Tensor>, int64_t>;
 
 // Holds a mutex. Under it a tensor may be referenced, for which the interpreter's lock is taken, so
 // nobody waits for the mutex with the interpreter's lock.
@@ -213,35 +228,20 @@ class Recorder {
     return static_cast<int64_t>(steps_.size());
   }
 
-  int64_t number_of(uintptr_t key) {
+  std::vector<int64_t> numbers_of(const std::vector<Tensor>& tensors) {
     const Locked lock(mutex_);
-    const auto found = numbers_.find(reinterpret_cast<c10::StorageImpl*>(key));
-    return found == numbers_.end() ? -1 : found->second;
+    std::vector<int64_t> numbers;
+    for (const Tensor& one : tensors) {
+      const auto found =
+          one.has_storage() ? numbers_.find(one.storage().unsafeGetStorageImpl()) : numbers_.end();
+      numbers.push_back(found == numbers_.end() ? -1 : found->second);
+    }
+    return numbers;
   }
 
   int64_t made_at(int64_t number) {
     const Locked lock(mutex_);
     return made_at_.at(number);
-  }
-
-  // The number of a tensor's storage; -1, and the end, if there can be none.
-  int64_t meet(const Tensor& tensor) {
-    const Locked lock(mutex_);
-    if (!ended_.empty()) return -1;
-    try {
-      std::vector<int64_t> reads;
-      return taken(tensor, reads).storage;
-    } catch (const std::exception& error) {
-      end_locked(error.what());
-      return -1;
-    }
-  }
-
-  std::optional<std::pair<Tensor, int64_t>> given(int64_t number) {
-    const Locked lock(mutex_);
-    const auto found = given_.find(number);
-    if (found == given_.end()) return std::nullopt;
-    return found->second;
   }
 
   void before(const c10::OperatorHandle& operation, const Rules& rules, const Stack& stack,
@@ -269,12 +269,22 @@ class Recorder {
 
   // The steps from `begin` on that make the wanted storages, what has to be given to them, and why
   // they would not make the same bits.
-  std::tuple<std::shared_ptr<Rerun>, std::vector<int64_t>, std::string> program(
-      int64_t begin, const std::vector<int64_t>& wanted, const std::unordered_set<int64_t>& there) {
+  std::tuple<std::shared_ptr<Rerun>, std::vector<Given>, std::string> program(
+      int64_t begin, const std::vector<int64_t>& wanted, const std::unordered_set<int64_t>& there,
+      const std::vector<Tensor>& like) {
     const Locked lock(mutex_);
     try {
       auto [made, given] = chosen(static_cast<size_t>(begin), wanted, there);
-      return {made, given, ""};
+      for (size_t i = 0; i < like.size(); i++) made->layouts.emplace_back(wanted.at(i), like[i]);
+      std::vector<Given> found;
+      for (const int64_t number : given) {
+        const auto met = given_.find(number);
+        if (met == given_.end())
+          found.emplace_back(number, std::nullopt, 0);
+        else
+          found.emplace_back(number, met->second.first, met->second.second);
+      }
+      return {made, found, ""};
     } catch (const Foreign& error) {
       return {nullptr, {}, error.what()};
     }
@@ -313,13 +323,7 @@ class Recorder {
         throw Foreign("a tensor was written to by what is no operation");
     }
     reads.push_back(number);
-    Ref ref;
-    ref.storage = number;
-    ref.dtype = tensor.scalar_type();
-    ref.size = at::DimVector(tensor.sizes());
-    ref.stride = at::DimVector(tensor.strides());
-    ref.offset = tensor.storage_offset();
-    return ref;
+    return Ref(number, tensor);
   }
 
   Argument argument(const IValue& value, std::vector<int64_t>& reads) {
@@ -428,6 +432,9 @@ class Recorder {
   std::pair<std::shared_ptr<Rerun>, std::vector<int64_t>> chosen(
       size_t begin, const std::vector<int64_t>& wanted, const std::unordered_set<int64_t>& there) {
     if (!ended_.empty()) throw Foreign(ended_);  // operations of the call may be missing
+    for (const int64_t number : wanted)
+      if (number < 0 || made_at_[number] < static_cast<int64_t>(begin))
+        throw Foreign("what was saved was not made in the call");
     std::unordered_set<int64_t> written, needed(wanted.begin(), wanted.end());
     std::set<int64_t> given;
     for (size_t i = begin; i < steps_.size(); i++)
@@ -566,10 +573,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<>())
       .def("end", &Recorder::end)
       .def("position", &Recorder::position)
-      .def("number_of", &Recorder::number_of)
+      .def("numbers_of", &Recorder::numbers_of)
       .def("made_at", &Recorder::made_at)
-      .def("meet", &Recorder::meet)
-      .def("given", &Recorder::given)
       .def("program", &Recorder::program);
   m.def("listen", torch::wrap_pybind_function(listen));
   m.def("record", &record);

@@ -13,7 +13,7 @@ The recorder is registered at a dispatch key of PyTorch that nothing else uses. 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -76,6 +76,12 @@ class Ref(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+    @classmethod
+    def of(cls, storage: int, tensor: torch.Tensor) -> Ref:
+        """This tensor, whose storage has this number."""
+        size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return cls(storage, tensor.dtype, size, stride, offset)
 
     def on(self, base: torch.Tensor) -> torch.Tensor:
         """The tensor, given one that has the storage."""
@@ -231,9 +237,9 @@ class Rerun(Protocol):
     def operations(self) -> Sequence[str]:
         """Their names, in order."""
 
-    def run(self, bases: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Carry them out on what they have to be given, by storage. Storages that no later one
-        reads are freed on the way."""
+    def run(self, bases: dict[int, torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Carry them out on what they have to be given, by storage; gives what was wanted.
+        Storages that no later one reads are freed on the way."""
 
 
 class CallRecorder(ABC):
@@ -244,10 +250,10 @@ class CallRecorder(ABC):
     """
 
     def __init__(self) -> None:
-        self.kept: dict[int, tuple[int, torch.Tensor]] = {}
-        """By storage: a tensor that autograd keeps as it is, and the operations before it did."""
-        self._saved: dict[int, int] = {}
-        """By its number in the pass, the storage of a tensor that the engine has taken over."""
+        self.kept: list[tuple[torch.Tensor, int, Any]] = []
+        """What autograd has been given for the tensors that it keeps as they are."""
+        self._left: dict[int, int] = {}
+        """By its number in the pass, the storage of a tensor that was evicted meanwhile."""
 
     @property
     @abstractmethod
@@ -255,21 +261,12 @@ class CallRecorder(ABC):
         """How many operations were recorded."""
 
     @abstractmethod
-    def number_of(self, key: int) -> int | None:
-        """The number of a storage, by address."""
-
-    @abstractmethod
-    def meet(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor's storage, which may be new. None if it can have none: nothing is
-        recorded any more then."""
+    def numbers_of(self, tensors: Sequence[torch.Tensor]) -> Sequence[int]:
+        """The numbers of their storages; -1 for one that no operation has met."""
 
     @abstractmethod
     def made_at(self, number: int) -> int:
         """By storage, the operation that made it; -1 for what was there before."""
-
-    @abstractmethod
-    def given(self, number: int) -> Given | None:
-        """By storage, what was there before."""
 
     @abstractmethod
     def end(self, why: str) -> None:
@@ -277,30 +274,36 @@ class CallRecorder(ABC):
 
     @abstractmethod
     def program(
-        self, begin: int, wanted: Iterable[int], there: Set[int]
-    ) -> tuple[Rerun, Sequence[int]]:
-        """The operations since `begin` that make these storages, and the storages that have to be
-        given to them: those from before, and those that are `there` in any case. `Foreign` if the
-        operations would not make the same bits."""
+        self,
+        begin: int,
+        wanted: Sequence[int],
+        there: Set[int],
+        like: Sequence[torch.Tensor] = (),
+    ) -> tuple[Rerun, dict[int, Given | None]]:
+        """The operations since `begin` that make these storages (in the layouts of the tensors
+        `like`, if these are given), and the storages that have to be given to them: those from
+        before `begin`, and those that are `there` in any case. With what was met before it was
+        made; None for what was made since the recording began. `Foreign` if the operations would
+        not make the same bits."""
 
-    def saves(self, saved: Saved) -> None:
-        """The engine has taken a tensor over from autograd, and may evict it from now on."""
-        number = self.number_of(saved.key)
-        if number is not None:
-            self._saved[saved.number] = number
+    def leaves(self, several: Sequence[Saved]) -> None:
+        """Tensors are evicted, whose addresses may become those of other storages."""
+        numbers = self.numbers_of([saved.alias for saved in several if saved.alias is not None])
+        pairs = zip(several, numbers, strict=True)
+        self._left |= {saved.number: number for saved, number in pairs if number >= 0}
 
-    def storage_of(self, saved: Saved) -> int | None:
-        """The number of a tensor's storage, evicted or not."""
-        number = self._saved.get(saved.number)
-        if number is None and saved.alias is not None:  # else the address may be another storage's
-            number = self.number_of(saved.key)
+    def storage_of(self, saved: Saved) -> int:
+        """The number of a tensor's storage, evicted or not; -1 if it has none."""
+        number = self._left.get(saved.number, -1)
+        if number < 0 and saved.alias is not None:
+            (number,) = self.numbers_of([saved.alias])
         return number
 
-    def keeps(self, tensor: torch.Tensor, held: torch.Tensor) -> None:
-        """Autograd keeps a tensor as it is, by holding this object."""
-        number = self.meet(tensor) if type(tensor) in _KINDS else None
-        if number is not None:
-            self.kept[number] = self.position, held
+    def kept_since(self, begin: int) -> dict[int, tuple[torch.Tensor, int, Any]]:
+        """By storage, what autograd keeps as it is, without the first `begin` of that."""
+        kept = [one for one in self.kept[begin:] if type(one[0]) in _KINDS]
+        numbers = self.numbers_of([one[0] for one in kept])
+        return {n: one for n, one in zip(numbers, kept, strict=True) if n >= 0}
 
 
 class OperationRecorder(CallRecorder):
@@ -325,26 +328,14 @@ class OperationRecorder(CallRecorder):
     def position(self) -> int:
         return len(self._steps)
 
-    def number_of(self, key: int) -> int | None:
-        return self._numbers.get(key)
+    def numbers_of(self, tensors: Sequence[torch.Tensor]) -> Sequence[int]:
+        return [self._numbers.get(one.untyped_storage()._cdata, -1) for one in tensors]
 
     def made_at(self, number: int) -> int:
         return self._made_at[number]
 
-    def given(self, number: int) -> Given | None:
-        return self._given.get(number)
-
     def end(self, why: str) -> None:
         self._ended = self._ended or why
-
-    def meet(self, tensor: torch.Tensor) -> int | None:
-        if self._ended:
-            return None
-        try:
-            return self._ref(tensor).storage
-        except (Foreign, RuntimeError) as error:
-            self.end(str(error))
-            return None
 
     def note(
         self, rules: Rules, operation: Any, args: Any, kwargs: Any, made: Any, drawn: Any
@@ -442,7 +433,7 @@ class OperationRecorder(CallRecorder):
         elif self._versions[number] != version:
             raise Foreign("a tensor was written to by what is no operation")
         self._reads.add(number)
-        return Ref(number, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return Ref.of(number, tensor)
 
     def _count(self, tensor: torch.Tensor, step: int) -> int:
         storage, number = tensor.untyped_storage(), len(self._made_at)
@@ -455,13 +446,18 @@ class OperationRecorder(CallRecorder):
     # Recomputing some of the storages
 
     def program(
-        self, begin: int, wanted: Iterable[int], there: Set[int]
-    ) -> tuple[Rerun, Sequence[int]]:
+        self,
+        begin: int,
+        wanted: Sequence[int],
+        there: Set[int],
+        like: Sequence[torch.Tensor] = (),
+    ) -> tuple[Rerun, dict[int, Given | None]]:
         if self._ended:  # operations of the call may be missing
             raise Foreign(self._ended)
+        if any(number < 0 or self._made_at[number] < begin for number in wanted):
+            raise Foreign("what was saved was not made in the call")
         since = self._steps[begin:]
         written = {number for step in since for number in step.writes}
-        wanted = frozenset(wanted)
         needed, given = set(wanted), set()
         if not self._blank.isdisjoint(needed):
             raise Foreign("memory is read that no operation has set")
@@ -481,7 +477,8 @@ class OperationRecorder(CallRecorder):
                     needed.add(number)
         if not written.isdisjoint(given):
             raise Foreign("the call has written to what it reads")
-        return _Steps(tuple(reversed(chosen)), wanted), tuple(sorted(given))
+        layouts = [Ref.of(number, one) for number, one in zip(wanted, like, strict=False)]
+        return _Steps(chosen[::-1], wanted, layouts), {n: self._given.get(n) for n in sorted(given)}
 
 
 def _elements(step: Step) -> int:
@@ -495,14 +492,17 @@ def _elements(step: Step) -> int:
 class _Steps:
     """A `Rerun`."""
 
-    def __init__(self, steps: tuple[Step, ...], wanted: frozenset[int]) -> None:
+    def __init__(
+        self, steps: Sequence[Step], wanted: Sequence[int], layouts: Sequence[Ref]
+    ) -> None:
         self._steps = steps
         self._wanted = wanted
+        self._layouts = layouts
 
     def operations(self) -> Sequence[str]:
         return [step.name for step in self._steps]
 
-    def run(self, bases: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def run(self, bases: dict[int, torch.Tensor]) -> Sequence[torch.Tensor]:
         last: dict[int, int] = {}
         for index, step in enumerate(self._steps):
             last.update(dict.fromkeys(step.reads, index))
@@ -514,7 +514,9 @@ class _Steps:
             for _, number in step.makes:
                 if number not in last and number not in self._wanted:
                     del bases[number]
-        return {number: bases[number] for number in self._wanted}
+        if self._layouts:
+            return [layout.on(bases[layout.storage]) for layout in self._layouts]
+        return [bases[number] for number in self._wanted]
 
 
 class CompiledRecorder(CallRecorder):
@@ -533,35 +535,31 @@ class CompiledRecorder(CallRecorder):
     def position(self) -> int:
         return int(self._native.position())
 
-    def number_of(self, key: int) -> int | None:
-        number: int = self._native.number_of(key)
-        return None if number < 0 else number
-
-    def meet(self, tensor: torch.Tensor) -> int | None:
-        number: int = self._native.meet(tensor)
-        return None if number < 0 else number
+    def numbers_of(self, tensors: Sequence[torch.Tensor]) -> Sequence[int]:
+        numbers: list[int] = self._native.numbers_of(tensors)
+        return numbers
 
     def made_at(self, number: int) -> int:
         return int(self._native.made_at(number))
-
-    def given(self, number: int) -> Given | None:
-        found = self._native.given(number)
-        if found is None:
-            return None
-        tensor, version = found
-        if type(tensor) not in _KINDS:
-            raise Foreign(f"an operation reads a {type(tensor).__name__}")
-        return Given(tensor, version, root_of(tensor))
 
     def end(self, why: str) -> None:
         self._native.end(why)
 
     def program(
-        self, begin: int, wanted: Iterable[int], there: Set[int]
-    ) -> tuple[Rerun, Sequence[int]]:
-        rerun, given, why = self._native.program(begin, list(wanted), set(there))
+        self,
+        begin: int,
+        wanted: Sequence[int],
+        there: Set[int],
+        like: Sequence[torch.Tensor] = (),
+    ) -> tuple[Rerun, dict[int, Given | None]]:
+        rerun, found, why = self._native.program(begin, wanted, there, like)
         if rerun is None:
             raise Foreign(why)
+        given: dict[int, Given | None] = {}
+        for number, tensor, version in found:
+            if tensor is not None and type(tensor) not in _KINDS:
+                raise Foreign(f"an operation reads a {type(tensor).__name__}")
+            given[number] = None if tensor is None else Given(tensor, version, root_of(tensor))
         return rerun, given
 
 
@@ -575,16 +573,6 @@ class Recording:
         """`guard` calls a function of ours, and says whether it came to its end."""
         self.recorder = recorder
         self._guard = guard
-
-    def hears(self, tensor: torch.Tensor, held: torch.Tensor) -> None:
-        """Autograd keeps a tensor as it is, by holding this object."""
-        if not self._guard(self.recorder.keeps, tensor, held):
-            self.recorder.end("kilter stepped aside")
-
-    def takes_over(self, saved: Saved) -> None:
-        """The engine holds a tensor in autograd's place."""
-        if not self._guard(self.recorder.saves, saved):
-            self.recorder.end("kilter stepped aside")
 
     def met(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Carry out an operation, and have a recorder in Python note it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.pass_record import SavedSegment
 from kilter.memory.engine.ready import Ready
 from kilter.memory.engine.recompute import Foreign, Unlike
-from kilter.memory.engine.segments import ModuleCall, ModuleCalls, SegmentTensor, tensors_in
+from kilter.memory.engine.segments import ModuleCall, ModuleCalls, tensors_in
 from kilter.memory.engine.store import PREFETCHING, Saved, Store
 from kilter.memory.engine.watch import TRIAL_PAUSE_S, WATCH_REPEATS, Watch
 
@@ -54,11 +54,19 @@ class SegmentPass:
         """A pass begins that is watched, or runs under a plan, or neither."""
         self._watch = watch if watch is not None and watch.trial else None
         self._plan = plan if plan is not None and plan.segments else None
-        self.calls.begin_pass(self._watch is not None or self._plan is not None)
+        trial = self._watch is not None
+        self.calls.begin_pass(trial or self._plan is not None, nested=trial)
 
     def dropped(self) -> None:
         """The pass has departed from its plan."""
-        self._plan = None
+        self._plan = self.calls.present = None
+
+    def saved(self, saved: Saved) -> None:
+        """A tensor is saved that the plan counts to a call."""
+        call = self.calls.present
+        if call is not None:
+            call.members.append(saved.itself)
+            saved.recipe = call
 
     def _begins(self, module: torch.nn.Module) -> tuple[int, Any] | None:
         """The event at which a call begins that is of interest, and what it is to be."""
@@ -84,27 +92,20 @@ class SegmentPass:
             try:
                 self._take_part(call, what)
             except Foreign:  # what was tried is not what has run now
+                for saved in call.alive():
+                    saved.recipe = None
                 self._depart()
 
     # Under a plan
 
     def _take_part(self, call: ModuleCall, segment: SavedSegment) -> None:
-        numbers = segment.members | segment.sources
-        data = {number: self._moves.followed(number) for number in numbers}
-        alive = {number: saved for number, saved in data.items() if saved is not None}
-        members: dict[int, Saved] = {}
-        for number in segment.members:
-            saved = alive.get(number)
-            storage = None if saved is None else call.made(saved)
-            if saved is None or storage is None or saved.recipe is not None:
-                raise Foreign("a call has saved something else than when it was tried")
-            members[storage] = saved
-        call.ended(members, alive.values(), segment.copied)
-        if call.last != segment.last or call.operations != segment.operations:
+        if call.last != segment.last or len(call.members) != len(segment.members):
+            raise Foreign("a call has saved something else than when it was tried")
+        sources = [self._moves.followed(number) for number in segment.sources]
+        call.ended_as_planned([one for one in sources if one is not None], segment.copied)
+        if call.operations != segment.operations:
             raise Foreign("in a call other operations ran than when it was tried")
-        for storage, saved in members.items():
-            assert saved.alias is not None
-            saved.recipe = SegmentTensor(call, storage, saved.alias)
+        self._moves.follow_call(call)
 
     # In a trial
 
@@ -140,9 +141,8 @@ class SegmentPass:
     def _try(self, call: ModuleCall, watch: Watch) -> None:
         """Carry out what a call did beside the real one: note how long it takes and whether all is
         equal."""
-        members = {storage: reference() for storage, reference in call.members.items()}
-        alive = {storage: saved for storage, saved in members.items() if saved is not None}
-        if len(alive) < len(members):
+        members = call.alive()
+        if len(members) < len(call.members):
             return
         name = type(call.module).__name__
         if any(not self._store.alone(one.tensor) for one in call.held):
@@ -157,14 +157,14 @@ class SegmentPass:
         marks = []
         try:
             made = self._store.carried_out(call.run)  # what it reads is resident from now on
-            equal = self._equal(alive, made)
+            equal = self._equal(members, made)
             for _ in range(WATCH_REPEATS):
                 del made
                 backend.keep_busy(TRIAL_PAUSE_S)
                 begin = backend.mark()
                 made = self._store.carried_out(call.run)
                 marks.append((begin, backend.mark()))
-                equal = equal and self._equal(alive, made)
+                equal = equal and self._equal(members, made)
             del made
         except (Unlike, Modified, RuntimeError) as error:
             watch.refuse(messages.segment_failed(name, error))
@@ -173,7 +173,7 @@ class SegmentPass:
             watch.refuse(messages.segment_differs(name))
             return
         peak_bytes = backend.peak_bytes()
-        made_bytes = sum(saved.size_bytes for saved in alive.values())
+        made_bytes = sum(saved.size_bytes for saved in members)
         extra_bytes = 0
         if peak_bytes is not None and before_bytes is not None:
             extra_bytes = max(0, peak_bytes - before_bytes - made_bytes)
@@ -183,7 +183,7 @@ class SegmentPass:
                 module=weakref.ref(call.module),
                 first=call.first,
                 last=call.last,
-                members=frozenset(saved.number for saved in alive.values()),
+                members=frozenset(saved.number for saved in members),
                 sources=frozenset(view.saved.number for view in call.inputs),
                 closed=frozenset(one.saved.number for one in call.inputs if not one.saved.cast),
                 operations=call.operations,
@@ -193,11 +193,9 @@ class SegmentPass:
             )
         )
 
-    def _equal(self, members: Mapping[int, Saved], made: Mapping[int, torch.Tensor]) -> bool:
-        return all(
-            torch.equal(self._bytes_of(saved), bytes_of(made[storage]))
-            for storage, saved in members.items()
-        )
+    def _equal(self, members: Sequence[Saved], made: Sequence[torch.Tensor]) -> bool:
+        pairs = zip(members, made, strict=True)
+        return all(torch.equal(self._bytes_of(saved), bytes_of(one)) for saved, one in pairs)
 
     def _bytes_of(self, saved: Saved) -> torch.Tensor:
         """The bytes of a tensor, or a copy of them where they were offloaded on demand."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from kilter.memory.engine.backend import owned
 from kilter.memory.engine.operation_graph import HeldSource, Source
 from kilter.memory.engine.pass_record import COPIED_SHARE
 from kilter.memory.engine.recompute import Foreign
-from kilter.memory.engine.store import RESIDENT, Saved, Store, View
+from kilter.memory.engine.store import EVICTED, Saved, Store, View
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
@@ -48,8 +48,10 @@ class _Running(NamedTuple):
     recorder: recording.CallRecorder
     begin: int
     """How many operations were recorded before."""
-    arguments: dict[int, recording.Given]
-    """By address, the tensors that the module was called with."""
+    kept: int
+    """How many tensors autograd had kept as they are before."""
+    arguments: list[recording.Given]
+    """The tensors that the module was called with."""
 
 
 class ModuleCall:
@@ -64,14 +66,15 @@ class ModuleCall:
         first: int,
     ) -> None:
         self._calls = calls
-        self._running: _Running | None = _Running(
+        self.running: _Running | None = _Running(
             recorder,
             recorder.position,
-            {
-                tensor.untyped_storage()._cdata: recording.Given(tensor, tensor._version, None)
+            len(recorder.kept),
+            [
+                recording.Given(tensor, tensor._version, None)
                 for tensor in tensors_in(arguments)
                 if type(tensor) is torch.Tensor
-            },
+            ],
         )
         self.module = module
         self.first = first
@@ -89,62 +92,74 @@ class ModuleCall:
         """By storage, all that it reads."""
         self._rerun: recording.Rerun | None = None
         self._made_bytes = 0
-        self.members: dict[int, weakref.ref[Saved]] = {}
-        """By storage, the tensors that are made together."""
-        self._made: dict[int, torch.Tensor] = {}
-        self._asked_at = -1
-        self._was_ready = False
+        self.members: list[weakref.ref[Saved]] = []
+        """The tensors that are made together. Under a plan the engine adds them as they are saved,
+        and the call is their recipe."""
         self.told = False
-        """Parameters and tensors that the call reads have its tensors recomputed before they
-        change."""
+        """Whoever may change what it reads has its tensors recomputed before."""
 
     # The end of the call
 
     def made(self, saved: Saved) -> int | None:
         """The storage of a tensor, if the call has made that storage."""
-        assert self._running is not None
-        recorder, begin, _ = self._running
+        assert self.running is not None
+        recorder, begin = self.running[:2]
         number = recorder.storage_of(saved)
-        return number if number is not None and recorder.made_at(number) >= begin else None
+        return number if number >= 0 and recorder.made_at(number) >= begin else None
 
-    def ended(
+    def ended(self, members: Mapping[int, Saved], data: Iterable[Saved]) -> None:
+        """The module has returned: find out what makes `members`, given by storage. `data` are all
+        tensors of the pass so far. `Foreign` if they cannot be recomputed."""
+        self.members = [saved.itself for saved in members.values()]
+        self._resolve(list(members), list(members.values()), data)
+
+    def ended_as_planned(self, sources: Iterable[Saved], copied: frozenset[int]) -> None:
+        """The same under a plan, with the tensors that are read; `copied` are the numbers of those
+        that are copied for that."""
+        assert self.running is not None
+        members = self.alive()
+        like = [saved.alias for saved in members if saved.alias is not None]
+        if len(like) < len(self.members):
+            raise Foreign("what was saved is gone")
+        wanted = self.running.recorder.numbers_of(like)
+        self._resolve(wanted, members, sources, copied, like)
+
+    def _resolve(
         self,
-        members: Mapping[int, Saved],
+        wanted: Sequence[int],
+        members: Sequence[Saved],
         data: Iterable[Saved],
         copied: frozenset[int] = frozenset(),
+        like: Sequence[torch.Tensor] = (),
     ) -> None:
-        """The module has returned: find out what makes `members`, given by storage. `data` are all
-        tensors of the pass so far; `copied` are the numbers of those that are copied where they are
-        read. `Foreign` if they cannot be recomputed."""
-        running, self._running = self._running, None
+        running = self.running
         assert running is not None
         recorder = running.recorder
         found = {recorder.storage_of(saved): saved for saved in data}
-        casts = {number for number, saved in found.items() if saved.cast}
-        kept = {n for n, (before, _) in recorder.kept.items() if before >= running.begin}
-        there = {n for n in (*casts, *kept) if n is not None and n not in members}
-        self._rerun, given = recorder.program(running.begin, members, there)
-        self._made_bytes = sum(saved.size_bytes for saved in members.values())
+        casts = {number for number, saved in found.items() if saved.cast and number >= 0}
+        kept = recorder.kept_since(running.kept)
+        there = casts.union(kept).difference(wanted)
+        rerun, given = recorder.program(running.begin, wanted, there, like)
+        self._made_bytes = sum(saved.size_bytes for saved in members)
         left_bytes = COPIED_SHARE * self._made_bytes
-        for number in given:
+        for number, one in given.items():
             saved = found.get(number)
             if saved is None:
-                left_bytes -= self._hold(running, number, number in kept, left_bytes)
+                left_bytes -= self._hold(running, number, one, kept.get(number), left_bytes)
             else:
-                self._read(recorder, number, saved, copied)
+                self._read(number, one, saved, copied)
                 left_bytes -= saved.size_bytes if saved.number in copied else 0
         if left_bytes < 0:
             raise Foreign("reads too much that would have to be copied")
-        self.members = {number: saved.itself for number, saved in members.items()}
+        self._rerun = rerun
 
     def _read(
         self,
-        recorder: recording.CallRecorder,
         number: int,
+        given: recording.Given | None,
         saved: Saved,
         copied: frozenset[int],
     ) -> None:
-        given = recorder.given(number)
         if not saved.unchanged or (given is not None and given.version != saved.version):
             raise Foreign("the call reads what was written to after it was saved")
         if saved.number in copied:
@@ -154,23 +169,26 @@ class ModuleCall:
         self.inputs.append(View(saved, _NOBODY, torch.uint8, None))
         self._sources[number] = self.inputs[-1]
 
-    def _hold(self, running: _Running, number: int, kept: bool, left_bytes: float) -> int:
-        """Hold what the engine has not saved. Gives the bytes that are copied for that, at most
-        `left_bytes` but for parameters."""
-        recorder = running.recorder
-        given = recorder.given(number)
-        if given is None and kept:  # small, and autograd's own
-            tensor = recorder.kept[number][1]
-            self.parameters.append(HeldSource(tensor, tensor._version))
+    def _hold(
+        self,
+        running: _Running,
+        number: int,
+        given: recording.Given | None,
+        kept: tuple[Any, ...] | None,
+        left_bytes: float,
+    ) -> int:
+        """Hold what the engine has not saved; `kept` is what autograd has been given for it. Gives
+        the bytes that are copied for that, at most `left_bytes` but for parameters."""
+        if given is None and kept is not None:  # small, and autograd's own
+            self.parameters.append(HeldSource(kept[0], kept[1]))
             self._sources[number] = self.parameters[-1]
             return 0
         if given is None:  # an argument that the call around this one has made
-            keys = [key for key in running.arguments if recorder.number_of(key) == number]
-            if not keys:
+            numbers = running.recorder.numbers_of([one.tensor for one in running.arguments])
+            if number not in numbers:
                 raise Foreign("reads what is gone")
-            given = running.arguments[keys[0]]
-        version, root = given.version, given.root
-        tensor = given.tensor.detach()
+            given = running.arguments[numbers.index(number)]
+        tensor, version, root = given
         storage = tensor.untyped_storage()
         if tensor._version != version:
             raise Foreign("the call has written to what it reads")
@@ -181,21 +199,22 @@ class ModuleCall:
         store = self._calls.store
         if store.was_touched(tensor):
             raise Foreign("the program has asked for the `.data` of what is read")
-        if kept:
-            held = HeldSource(tensor, version, None if root is None else lambda: root)
+        if kept is not None:
+            if root is None:
+                held = HeldSource(tensor.detach(), version)
+            else:
+                held = HeldSource(root, version, lambda: root)
             self.parameters.append(held)
-            if root is not None:
-                held.tensor = root
         elif storage.nbytes() <= (
             COPIED_BYTES if root is not None else min(COPIED_BYTES, left_bytes)
         ):
-            held = self._calls.copy_of(tensor, given.tensor)
+            held = self._calls.copy_of(tensor)
             self._sources[number] = held
             return int(storage.nbytes())
         elif root is not None:
             raise Foreign("reads a large parameter that autograd has not saved")
         else:
-            held = self._calls.holder_of(tensor)
+            held = self._calls.holder_of(tensor.detach())
             self.held.append(held)
         self._sources[number] = held
         return 0
@@ -207,15 +226,29 @@ class ModuleCall:
 
     # Under a plan
 
-    def ready_at_moment(self) -> bool:
-        """The same as `ready`, found out once for all tensors that are evicted at one moment."""
-        moment = self._calls.store.moment
-        if self._asked_at != moment:
-            self._asked_at, self._was_ready = moment, self.ready()
-        return self._was_ready
+    def alive(self) -> list[Saved]:
+        """Those of its tensors that backward may still need."""
+        found = [reference() for reference in self.members]
+        return [saved for saved in found if saved is not None]
+
+    def read(self) -> list[object]:
+        """What must not change before the tensors are made."""
+        return [*(view.saved for view in self.inputs), *(one.tensor for one in self.parameters)]
+
+    def reference(self, saved: Saved) -> Callable[[], Saved | None]:
+        """Gives an evicted tensor; to fetch it recomputes all that are."""
+        call = weakref.ref(self)
+
+        def one() -> Saved | None:
+            alive = call()
+            return None if alive is None else next(filter(_is_evicted, alive.alive()), None)
+
+        return one
 
     def ready(self) -> bool:
         """Run from now on, the call makes what it saved."""
+        if self._rerun is None:
+            return False
         store = self._calls.store
         if not all(
             (one.saved.cast or one.saved.closed) and one.saved.unchanged for one in self.inputs
@@ -235,32 +268,14 @@ class ModuleCall:
         self._sources = {n: copy if one is held else one for n, one in self._sources.items()}
         return True
 
-    def __call__(self) -> Saved | None:
-        """One of its saved tensors, evicted if there is such a one."""
-        found: Saved | None = None
-        for reference in self.members.values():
-            saved = reference()
-            if saved is not None:
-                found = saved
-                if saved.state != RESIDENT:
-                    break
-        return found
+    def remade(self, saved: Saved) -> list[tuple[Saved, torch.Tensor]]:
+        """All that is evicted, made again."""
+        self.told = False
+        pairs = [(one(), made) for one, made in zip(self.members, self.run(), strict=True)]
+        return [(one, made) for one, made in pairs if one is not None and _is_evicted(one)]
 
-    def make(self, number: int) -> torch.Tensor:
-        """One tensor, by storage. The first call makes all that are evicted."""
-        if number not in self._made:
-            evicted = {n for n, one in self.members.items() if _is_evicted(one)}
-            made = self.run()
-            self._made = {n: tensor for n, tensor in made.items() if n in evicted}
-        return self._made.pop(number)
-
-    def others(self) -> list[Saved]:
-        """Tensors that were made as well, and are still counted as evicted."""
-        found = [self.members[number]() for number in self._made]
-        return [saved for saved in found if saved is not None]
-
-    def run(self) -> dict[int, torch.Tensor]:
-        """All that the call makes, by storage. `Modified` if what it reads was written to."""
+    def run(self) -> Sequence[torch.Tensor]:
+        """What the call makes, as `members`. `Modified` if what it reads was written to."""
         bases = {number: source() for number, source in self._sources.items()}
         assert self._rerun is not None
         return self._rerun.run(bases)
@@ -270,55 +285,8 @@ _NOBODY: Any = type("Nobody", (), {})()
 """In the place of the program's own tensor where a segment reads a saved one."""
 
 
-def _is_evicted(reference: weakref.ref[Saved]) -> bool:
-    saved = reference()
-    return saved is not None and saved.state != RESIDENT and saved.host is None
-
-
-class SegmentTensor:
-    """The recipe of a tensor that a segment makes."""
-
-    __slots__ = ("_layout", "_number", "call")
-
-    def __init__(self, call: ModuleCall, number: int, alias: torch.Tensor) -> None:
-        self.call = call
-        self._number = number
-        self._layout = recording.Ref(
-            number, alias.dtype, alias.size(), alias.stride(), alias.storage_offset()
-        )
-
-    def read(self) -> list[object]:
-        """What must not change before the tensor is made."""
-        call = self.call
-        if call.told:
-            return []
-        return [*(view.saved for view in call.inputs), *(one.tensor for one in call.parameters)]
-
-    def told(self) -> None:
-        """Those who may change it are known. Once is enough for all that the call makes."""
-        self.call.told = True
-
-    def reference(self, saved: Saved) -> Callable[[], Saved | None]:
-        """Gives a saved tensor; to fetch it recomputes all that the call makes."""
-        call = weakref.ref(self.call)
-
-        def one() -> Saved | None:
-            alive = call()
-            return None if alive is None else alive()
-
-        return one
-
-    def ready(self) -> bool:
-        """Carried out from now on, it makes what was saved."""
-        return self.call.ready_at_moment()
-
-    def make(self) -> torch.Tensor:
-        """The tensor."""
-        return self._layout.on(self.call.make(self._number))
-
-    def others(self) -> list[Saved]:
-        """Data that were made together with this one."""
-        return self.call.others()
+def _is_evicted(saved: Saved) -> bool:
+    return saved.state == EVICTED and saved.host is None
 
 
 class ModuleCalls:
@@ -346,6 +314,10 @@ class ModuleCalls:
         self._begin = begin
         self._end = end
         self._thread = 0
+        self.present: ModuleCall | None = None
+        """Under a plan: the call that is running and is recomputed. None of those in it is."""
+        self._nested = False
+        """Calls within calls are of interest."""
         self._compiled: Any = None
         """The compiled recorder, once there is one."""
         self._plain: Any = None
@@ -369,8 +341,9 @@ class ModuleCalls:
             kept = [each for each in compiler.start_callbacks if each != self._compiles]
             compiler.start_callbacks = kept
 
-    def begin_pass(self, watching: bool) -> None:
+    def begin_pass(self, watching: bool, nested: bool) -> None:
         self._copies.clear()
+        self._nested = nested
         if watching and not torch_internals.anything_compiled() and self._hears_of_compiling():
             self._stand()
         else:
@@ -407,37 +380,37 @@ class ModuleCalls:
         plain = self._plain = torch.nn.Module.__call__
 
         def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if not self.watching or threading.get_ident() != self._thread:
+            if not self.watching or self.present or threading.get_ident() != self._thread:
                 return plain(module, *args, **kwargs)
             opened: list[ModuleCall] = []
             outermost = recording.present is None
             try:
                 self._guard(self._open, module, (args, kwargs), opened)
                 result = plain(module, *args, **kwargs)
+                if opened:
+                    self._guard(recording.unrecorded, self._close, opened[0], result)
+                return result
             finally:
+                for each in opened:  # what was saved holds the call, but not all that it has met
+                    self.present = each.running = None
                 if outermost and recording.present is not None:
                     recording.stop()
-            if opened:
-                self._guard(recording.unrecorded, self._close, opened[0], result)
-            return result
 
         self._ours = call
         setattr(torch.nn.Module, "__call__", call)  # noqa: B010
 
-    def copy_of(self, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> HeldSource:
-        """A copy of the whole storage, the same for all calls of a pass. `tensor` may be an alias
-        of a `parameter`, whose copy from the beginning of the pass serves, where there is one."""
-        key = (tensor.untyped_storage()._cdata, tensor._version, _layout(tensor))
-        found = self._copies.get(key)
-        if found is None:
-            copy = None
-            whole = parameter is not None and parameter.nbytes == tensor.untyped_storage().nbytes()
-            if parameter is not None and whole and self.store.alone(tensor, aliases=1):
-                copy = self._small.of(parameter, tensor._version)
-            held = _copied(tensor) if copy is None else HeldSource(copy, copy._version)
-            # With a weak reference the address stays that of its storage.
-            found = self._copies[key] = held, StorageReference(tensor.untyped_storage())
-        return found[0]
+    def copy_of(self, tensor: torch.Tensor) -> HeldSource:
+        """A copy of the whole storage, the same for all calls of a pass. The copy of a parameter
+        from the beginning of the pass serves, where there is one."""
+        storage, version = tensor.untyped_storage(), tensor._version
+        if tensor.nbytes == storage.nbytes() and self.store.alone(tensor):
+            copy = self._small.of(tensor, version)
+            if copy is not None:
+                return HeldSource(copy, copy._version)
+        key = storage._cdata, version
+        if key not in self._copies:  # with a weak reference the address stays that of its storage
+            self._copies[key] = _copied(tensor), StorageReference(storage)
+        return self._copies[key][0]
 
     def copy_of_saved(self, saved: Saved) -> HeldSource:
         """The same of a tensor that autograd has saved, and that the program holds."""
@@ -451,7 +424,7 @@ class ModuleCalls:
 
     def holder_of(self, tensor: torch.Tensor) -> HeldSource:
         """Holds a tensor, the same for all calls that do: else one would see the other's."""
-        key = (tensor.untyped_storage()._cdata, tensor._version, _layout(tensor))
+        key = tensor.untyped_storage()._cdata, tensor._version
         found = self._holders.get(key)
         if found is None:
             found = self._holders[key] = HeldSource(tensor, tensor._version)
@@ -471,6 +444,7 @@ class ModuleCalls:
         call = ModuleCall(self, module, arguments, recorder, found[0])
         call.expected = found[1]
         opened.append(call)
+        self.present = None if self._nested else call
 
     def _close(self, call: ModuleCall, result: Any) -> None:
         try:
@@ -482,12 +456,9 @@ class ModuleCalls:
 def _copied(tensor: torch.Tensor) -> HeldSource:
     """A copy of the whole storage, and in it the tensor."""
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    copy.set_(tensor.untyped_storage().clone(), *_layout(tensor))
+    layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+    copy.set_(tensor.untyped_storage().clone(), *layout)
     return HeldSource(copy, copy._version)
-
-
-def _layout(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    return tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -17,11 +17,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
+from kilter.memory.engine import recording
 from kilter.memory.engine.aliases import StorageReference, bytes_of, view_of
 from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.host import HostBlock, HostPool
@@ -34,7 +36,7 @@ from kilter.memory.engine.waits import Waits
 from kilter.observe import torch_internals
 
 if TYPE_CHECKING:
-    from kilter.memory.engine.segments import ModuleCall, SegmentTensor
+    from kilter.memory.engine.segments import ModuleCall
 
 T = TypeVar("T")
 
@@ -86,7 +88,7 @@ class Saved:
         """Host memory that is given back when the tensor is gone."""
         self.departure: CopyEvent = None
         self.arrival: CopyEvent = None
-        self.recipe: Recipe | SegmentTensor | None = None
+        self.recipe: Recipe | ModuleCall | None = None
         self.calls: list[ModuleCall] | None = None
         """Calls of modules that saved this tensor, in a pass in which segments are tried."""
 
@@ -235,8 +237,6 @@ class Store:
         """By identity of a parameter or a saved storage, what is recomputed from it and evicted."""
         self._touched: dict[int, StorageReference] = {}
         """By storage, the tensors whose `.data` the program has read in this pass."""
-        self.moment = 0
-        """Counts the times at which moves are issued. The program runs in between."""
         self.alive = 0
         """How many saved storages autograd may still ask for."""
         self.evicted = 0
@@ -398,32 +398,51 @@ class Store:
     def evict(self, saved: Saved) -> None:
         """Free the device memory, if the bytes are on the host or can be recomputed."""
         alias = saved.alias
-        if alias is None or not self._may_go(saved, alias):
-            return
-        recipe = saved.recipe
-        if saved.departure is not None:
+        if saved.departure is None:
+            if saved.recipe is not None:
+                self.give_up(saved.recipe, (saved,))
+        elif alias is not None and self._may_go(saved, alias):
             if self.waits is None:
                 self._backend.wait(saved.departure)
             else:
                 self.waits.wait(saved.departure)
-        elif recipe is None or saved.touched or not self.alone(alias) or not recipe.ready():
+            self._leave([(saved, alias)])
+
+    def give_up(self, recipe: Recipe | ModuleCall, several: Iterable[Saved]) -> None:
+        """Free the device memory of what a recipe makes, if only the engine can reach it."""
+        found = [
+            (saved, alias)
+            for saved in several
+            if (alias := saved.alias) is not None
+            and saved.recipe is recipe
+            and self._may_go(saved, alias)
+            and not saved.touched
+            and self.alone(alias)
+        ]
+        if not found or not recipe.ready():
             return
-        else:
-            sources = recipe.read()
-            if sources:
-                reference = recipe.reference(saved)
-                for source in sources:
-                    self._dependents.setdefault(id(source), []).append(reference)
-            recipe.told()
-        # Interrupted between two lines, it is resident, or evicted with a known source.
-        saved.state = EVICTED
-        saved.alias = None
-        self._resident.pop(saved.key, None)
-        self.evicted += 1
-        self.hold(-saved.size_bytes)
-        self.evicted_bytes += saved.size_bytes
-        if self._backend.spoils and self.alone(alias):
-            self._backend.evicted(alias.untyped_storage())
+        if not recipe.told:
+            reference = recipe.reference(found[0][0])
+            for source in recipe.read():
+                self._dependents.setdefault(id(source), []).append(reference)
+            recipe.told = True
+        self._leave(found)
+
+    def _leave(self, several: list[tuple[Saved, torch.Tensor]]) -> None:
+        if recording.present is not None:
+            recording.present.recorder.leaves([saved for saved, _ in several])
+        left_bytes = 0
+        for saved, alias in several:
+            # Interrupted between two lines, it is resident, or evicted with a known source.
+            saved.state = EVICTED
+            saved.alias = None
+            self._resident.pop(saved.key, None)
+            self.evicted += 1
+            left_bytes += saved.size_bytes
+            if self._backend.spoils and self.alone(alias):
+                self._backend.evicted(alias.untyped_storage())
+        self.hold(-left_bytes)
+        self.evicted_bytes += left_bytes
 
     def recompute_dependents(self, source: object) -> None:
         """This parameter or saved storage is about to change: recompute now what depends on it."""
@@ -463,31 +482,33 @@ class Store:
         """Make the bytes resident now: wait for their copy, or recompute them."""
         recipe = saved.recipe if saved.state == EVICTED and saved.host is None else None
         if recipe is not None:
-            alias = self._with_room(lambda: self.carried_out(recipe.make))
+            remade = partial(recipe.remade, saved)
+            made_bytes = 0
+            for one, alias in self._with_room(lambda: self.carried_out(remade)):
+                self._arrived(one, alias)
+                one.recipe = None  # lets go of what it reads; one that is to be tried stays
+                self.recomputed += 1
+                made_bytes += one.size_bytes
+            self.evicted_bytes -= made_bytes
+            self.hold(made_bytes)
+            return
+        self.prefetch(saved)
+        if self.waits is None:
+            self._backend.wait(saved.arrival)
         else:
-            self.prefetch(saved)
-            if self.waits is None:
-                self._backend.wait(saved.arrival)
-            else:
-                self.waits.wait(saved.arrival, saved.number)
-            assert saved.alias is not None
-            alias = saved.alias
+            self.waits.wait(saved.arrival, saved.number)
+        assert saved.alias is not None
+        self._arrived(saved, saved.alias)
+
+    def _arrived(self, saved: Saved, alias: torch.Tensor) -> None:
         set_version(alias, saved.version)  # filling it counted as a write
         key = alias.untyped_storage()._cdata
         # From here on nothing can fail.
         saved.alias, saved.key, saved.state = alias, key, RESIDENT
         self._resident[key] = saved.itself
         self.evicted -= 1
-        if recipe is not None:
-            saved.recipe = None  # lets go of what it reads; one that is to be tried stays
-            self.recomputed += 1
-            self.evicted_bytes -= saved.size_bytes
-            self.hold(saved.size_bytes)
-            for other in recipe.others():
-                if other.state == EVICTED and other.host is None:
-                    self.fetch(other)
 
-    def _with_room(self, take: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _with_room(self, take: Callable[[], T]) -> T:
         """Allocate. Where memory is exhausted, first collect the garbage that was left while the
         collector was held back."""
         try:

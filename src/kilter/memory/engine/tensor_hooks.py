@@ -107,25 +107,20 @@ class TensorHooks:
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd holds instead of a tensor. In the usual case by few calls: this runs for
         each saved tensor, in forward, where the host is ahead of the device the least."""
-        if recording.present is None and not _under_a_mode():
+        by = recording.present
+        if by is None:
+            if _under_a_mode():
+                return self._apart(self._pack_tensor, tensor, type(tensor))
             return self._save_large(tensor) if self.takes(tensor) else kept(tensor)
-        if recording.present is not None:
-            return recording.unrecorded(self._pack_recorded, tensor, recording.present)
-        return self._pack_any(tensor)
-
-    def _pack_recorded(self, tensor: Tensor, by: recording.Recording) -> Any:
-        """The same while a call is recorded; what is done in here is no part of the record."""
-        packed = self._pack_any(tensor)
-        if type(packed) is tuple and len(packed) == 3:
-            by.hears(tensor, packed[0])
-        elif type(packed) is View:
-            by.takes_over(packed.saved)
-        return packed
-
-    def _pack_any(self, tensor: Tensor) -> Any:
         if _under_a_mode():
-            return self._apart(self._pack_tensor, tensor, type(tensor))
-        return self._pack_tensor(tensor)
+            packed = recording.unrecorded(self._apart, self._pack_tensor, tensor, type(tensor))
+        elif self.takes(tensor):
+            packed = recording.unrecorded(self._save_large, tensor)
+        else:
+            packed = kept(tensor) if tensor.is_leaf else recording.unrecorded(kept, tensor)
+        if len(packed) == 3:
+            by.recorder.kept.append(packed)
+        return packed
 
     def _unpack(self, packed: Any) -> Tensor:
         """The tensor again, likewise."""

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import kilter
+from kilter.memory.engine.pass_kinds import HOST_EACH_S
 from kilter.memory.iteration_times import IterationTimes
 from kilter.memory.plan import problem
-from kilter.memory.recompute_choice import MEASURED, PATIENCE, USUAL_EACH_S, RecomputeChoice
+from kilter.memory.recompute_choice import MEASURED, PATIENCE, RecomputeChoice
 from kilter.testing.stand_in import small_tensors
 
 
@@ -75,7 +76,7 @@ def test_what_the_host_took_beyond_the_plan_counts_for_each_tensor() -> None:
     times.planned_s.extend([0.131] * MEASURED)
     unknown, known = Engine(), Engine()
     RecomputeChoice(unknown, times).iteration_ended(settled=True)  # type: ignore[arg-type]
-    assert unknown.each_s == [USUAL_EACH_S]
+    assert unknown.each_s == [HOST_EACH_S]
     times.planned_s.extend([0.131] * MEASURED)
     times.plain_s.append(0.091)
     RecomputeChoice(known, times).iteration_ended(settled=True)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from kilter.core.units import show_time
+from kilter.memory.engine.pass_kinds import HOST_EACH_S
 from kilter.memory.iteration_times import IterationTimes, median_s
 
 if TYPE_CHECKING:
@@ -21,9 +22,6 @@ MEASURED = 12
 """Iterations of each way whose median counts."""
 PATIENCE = 64
 """Iterations in which calls of modules have to be tried, planned and measured."""
-USUAL_EACH_S = 1e-4
-"""Of the host's time for a tensor that is recomputed alone, where no plain iteration was measured
-(docs/measurements/memory.md)."""
 FASTER = 0.98
 """Whole calls of modules are kept where an iteration takes at most this share of the time."""
 
@@ -92,7 +90,7 @@ class RecomputeChoice:
         """What a recomputed tensor took of the host's time, by the largest pass with a plan."""
         plain_s = median_s(self._times.plain_s)
         if plain_s is None:
-            return USUAL_EACH_S
+            return HOST_EACH_S
         plan = max(self._swapper.report().plans, key=lambda plan: plan.peak_before_bytes)
         beyond_s = self._operations_s - plain_s - (plan.iteration_s - plan.compute_s)
         return max(0.0, beyond_s) / max(1, plan.recomputed)

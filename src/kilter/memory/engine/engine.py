@@ -34,7 +34,7 @@ from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.collector import Collector
 from kilter.memory.engine.demand import Demand
 from kilter.memory.engine.due_moves import DueMoves
-from kilter.memory.engine.pass_kinds import TUNED, PassKind, PassKinds
+from kilter.memory.engine.pass_kinds import HOST_EACH_S, TUNED, PassKind, PassKinds
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, again_code, use_code
 from kilter.memory.engine.reach import Reach
 from kilter.memory.engine.ready import Due, Ready
@@ -128,7 +128,13 @@ class Swapper(AbstractContextManager["Swapper"]):
         self.may_plan = True
         """If False, no plans are made: passes are watched, tensors are offloaded on demand."""
         self._kinds = PassKinds(
-            backend, self._store, link=link, planner=planner, min_bytes=min_bytes
+            backend,
+            self._store,
+            link=link,
+            planner=planner,
+            min_bytes=min_bytes,
+            # A stand-in measures the host's time with the device's: they are the same there.
+            alone_s=HOST_EACH_S if segments and backend.device.type == "cuda" else 0.0,
         )
         self.hooks = TensorHooks(
             self._store, backend.device, min_bytes, self._save, self._use, fence

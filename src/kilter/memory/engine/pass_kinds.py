@@ -48,6 +48,9 @@ ALLOCATION_ROUNDING_BYTES = 512
 """One part in so many of the budget is left to the allocator, which rounds sizes up."""
 MAX_EXCESSES = 4
 """Plans of one kind that are replaced because their measured peak was above the budget."""
+HOST_EACH_S = 1e-4
+"""Of a GPU's host for a tensor that is recomputed alone, where this job has not measured it
+(docs/measurements/memory.md: 0.17 to 0.19 ms on slow hosts)."""
 MAX_KINDS = 32
 """Kinds that are remembered; the oldest is forgotten, one without a plan first."""
 
@@ -96,8 +99,16 @@ class PassKinds:
     attributes because what one kind has shown (times, peaks, refusals) holds for all of them."""
 
     def __init__(
-        self, backend: Backend, store: Store, *, link: Link, planner: str, min_bytes: int
+        self,
+        backend: Backend,
+        store: Store,
+        *,
+        link: Link,
+        planner: str,
+        min_bytes: int,
+        alone_s: float,
     ) -> None:
+        """`alone_s` counts for each tensor recomputed alone, where calls of modules are chosen."""
         self._store = store
         self._link = link
         self._planner = planner
@@ -107,8 +118,7 @@ class PassKinds:
         self._by_events: dict[tuple[int, ...], PassKind] = {}
         self._tried_before: dict[tuple[int, ...], PassRecord] = {}
         """Kinds that are watched anew, since their levels are others: what trials have found."""
-        self._alone_s = 0.0
-        """Counted, where calls of modules are chosen, for each tensor recomputed alone."""
+        self._alone_s = alone_s
         self._retained = False
         """Some pass has departed from its plan and retained its graph."""
         self._arena = HostArena(backend)

@@ -143,7 +143,8 @@ class Governor:
 
     `blocks` is the length of the job where it is known: then a part of it is kept for confirming.
     `expected` orders the first probes (`forecasts`); `first` are probed before them, by the first
-    search (`plan/job_class`). `shares`: a block can be compared with those of other pairs, too.
+    search (`plan/job_class`). `shares`: a block can be compared with those of other pairs, too. It
+    has many attributes because its coroutine is written as methods, which share its state.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -16,7 +17,10 @@ from kilter.testing.ratio_plan import RatioPlan
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", type=Path)
 parser.add_argument("--ratios")
+parser.add_argument("--two-nodes", action="store_true", help="each rank is on a node of its own")
 args = parser.parse_args()
+if args.two_nodes:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -64,6 +68,7 @@ found = {
     "parameters": [p.flatten().tolist() for p in net.parameters()],
     "shapes": shapes,
     "refused": refused,
+    "host": share.job.share.address[0],
 }
 (args.out / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
 dist.destroy_process_group()

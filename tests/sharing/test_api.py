@@ -1,6 +1,7 @@
 """`kilter.share` in a script, without a daemon."""
 
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -36,3 +37,10 @@ def test_three_lines_train_the_same_at_any_ratio(warm, tmp_path):
     assert "sum to 10" in even[0]["refused"][3]
     assert "a share of 0 needs idle_ranks=True" in even[0]["refused"][4]
     assert "sharded by fully_shard, so that its ratio is 1 to 10" in even[0]["refused"][5]
+
+
+def test_ranks_of_two_nodes_agree_through_the_name_of_the_first(warm, tmp_path):
+    one, other = run(warm, tmp_path / "nodes", "--ratios", "7,3", "--two-nodes")
+    assert one["host"] == other["host"] == socket.gethostname()
+    assert {11, 7} <= set(one["shapes"])
+    assert one["parameters"] == other["parameters"]

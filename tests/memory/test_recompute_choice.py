@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import kilter
-from kilter.memory.engine.pass_kinds import HOST_EACH_S
 from kilter.memory.iteration_times import IterationTimes
 from kilter.memory.plan import problem
-from kilter.memory.recompute_choice import MEASURED, PATIENCE, RecomputeChoice
+from kilter.memory.recompute_choice import HOST_EACH_S, MEASURED, PATIENCE, RecomputeChoice
 from kilter.testing.stand_in import small_tensors
 
 

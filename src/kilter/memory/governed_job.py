@@ -18,7 +18,7 @@ from kilter.memory.budget import UNLIMITED, BudgetInForce, JobBudget, PlainItera
 from kilter.memory.compiled import CompiledRegions
 from kilter.memory.iteration_times import IterationTimes, median_s
 from kilter.memory.plan_log import PlanLog
-from kilter.memory.recompute_choice import RecomputeChoice
+from kilter.memory.recompute_choice import HOST_EACH_S, RecomputeChoice
 from kilter.memory.state_and_weights import StateAndWeightPolicy, words
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ class GovernedJob:
             link=link,
             fence=run.fence,
             segments=recompute == "segments",
+            # A stand-in measures the host's time with the device's: they are the same there.
+            alone_s=HOST_EACH_S if on_gpu else 0.0,
         )
         self._choice = RecomputeChoice(self._swapper, times) if recompute == "auto" else None
         self._swapper.may_plan = begin.size_bytes is not None or run.dry_run

@@ -12,7 +12,6 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from kilter.core.units import show_time
-from kilter.memory.engine.pass_kinds import HOST_EACH_S
 from kilter.memory.iteration_times import IterationTimes, median_s
 
 if TYPE_CHECKING:
@@ -22,6 +21,9 @@ MEASURED = 12
 """Iterations of each way whose median counts."""
 PATIENCE = 64
 """Iterations in which calls of modules have to be tried, planned and measured."""
+HOST_EACH_S = 1e-4
+"""Of a GPU's host for a tensor that is recomputed alone, where this job has not measured it
+(docs/measurements/memory.md: 0.17 to 0.19 ms on slow hosts)."""
 FASTER = 0.98
 """Whole calls of modules are kept where an iteration takes at most this share of the time."""
 

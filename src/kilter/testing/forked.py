@@ -6,13 +6,11 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+from typing import Any
 
 HANG_TIMEOUT_S = 1200.0
 
@@ -26,11 +24,21 @@ class ForkedRanks:
     ) -> None:
         from torch.distributed import TCPStore
 
-        self._store: TCPStore = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = int(self._store.port)
+        # The store's thread begins after the forks: what it holds at a fork, such as the lock of
+        # the resolver, would be held in the child for ever.
+        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        port = listener.getsockname()[1]
         self.pids = [
-            fork(_rank, rank, world, port, backend, function, arguments) for rank in range(world)
+            fork(_rank, rank, world, listener, port, backend, function, arguments)
+            for rank in range(world)
         ]
+        self._store = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
     def wait(self) -> list[int]:
         """The exit codes; the number of the signal, negative, of a rank that was killed."""
@@ -61,6 +69,7 @@ def fork(function: Callable[..., object], *arguments: Any) -> int:
 def _rank(
     rank: int,
     world: int,
+    listener: socket.socket,
     port: int,
     backend: str,
     function: Callable[..., object],
@@ -69,6 +78,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    listener.close()
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_WORLD_SIZE": str(world), "WORLD_SIZE": str(world), "RANK": str(rank)}
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

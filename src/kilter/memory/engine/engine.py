@@ -34,7 +34,7 @@ from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.collector import Collector
 from kilter.memory.engine.demand import Demand
 from kilter.memory.engine.due_moves import DueMoves
-from kilter.memory.engine.pass_kinds import HOST_EACH_S, TUNED, PassKind, PassKinds
+from kilter.memory.engine.pass_kinds import TUNED, PassKind, PassKinds
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, again_code, use_code
 from kilter.memory.engine.reach import Reach
 from kilter.memory.engine.ready import Due, Ready
@@ -114,8 +114,10 @@ class Swapper(AbstractContextManager["Swapper"]):
         min_bytes: int = MIB,
         fence: Fence | None = None,
         segments: bool = False,
+        alone_s: float = 0.0,
     ) -> None:
-        """With `segments` what calls of modules saved may be recomputed as a whole."""
+        """With `segments` what calls of modules saved may be recomputed as a whole; where they are
+        chosen, each tensor that is recomputed alone counts `alone_s` of the host's time."""
         self._backend = backend
         self._collector = Collector()
         guard = called if fence is None else fence.run
@@ -133,8 +135,7 @@ class Swapper(AbstractContextManager["Swapper"]):
             link=link,
             planner=planner,
             min_bytes=min_bytes,
-            # A stand-in measures the host's time with the device's: they are the same there.
-            alone_s=HOST_EACH_S if segments and backend.device.type == "cuda" else 0.0,
+            alone_s=alone_s,
         )
         self.hooks = TensorHooks(
             self._store, backend.device, min_bytes, self._save, self._use, fence

@@ -48,9 +48,6 @@ ALLOCATION_ROUNDING_BYTES = 512
 """One part in so many of the budget is left to the allocator, which rounds sizes up."""
 MAX_EXCESSES = 4
 """Plans of one kind that are replaced because their measured peak was above the budget."""
-HOST_EACH_S = 1e-4
-"""Of a GPU's host for a tensor that is recomputed alone, where this job has not measured it
-(docs/measurements/memory.md: 0.17 to 0.19 ms on slow hosts)."""
 MAX_KINDS = 32
 """Kinds that are remembered; the oldest is forgotten, one without a plan first."""
 

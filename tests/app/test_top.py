@@ -160,30 +160,31 @@ def moved(peak_bytes):
     )
 
 
+SECTIONED = Sectioned(
+    t_s=9.0,
+    summary="low clocks in 2 sections would save 3 %",
+    planned=True,
+    exposed_share=0.2,
+    longest_s=0.01,
+    break_even_s=0.004,
+    saving=0.03,
+    slowdown=0.0,
+    stretches=2,
+    windows=1,
+    reopened=0,
+    collectives=4,
+    sets=False,
+    commands=7,
+    waits=2,
+    waits_low_s=6.5,
+    waits_clock_hz=345e6,
+)
+
+
 def test_sections_run(tmp_path, capsys):
     run = runs.RunWriter(runs.WrittenJob())
     run.start()
-    run.events.append(
-        Sectioned(
-            t_s=9.0,
-            summary="low clocks in 2 sections would save 3 %",
-            planned=True,
-            exposed_share=0.2,
-            longest_s=0.01,
-            break_even_s=0.004,
-            saving=0.03,
-            slowdown=0.0,
-            stretches=2,
-            windows=1,
-            reopened=0,
-            collectives=4,
-            sets=False,
-            commands=7,
-            waits=2,
-            waits_low_s=6.5,
-            waits_clock_hz=345e6,
-        )
-    )
+    run.events.append(SECTIONED)
     text = once(runs.write(tmp_path, run), capsys)
     assert "sections  low clocks in 2 sections would save 3 %" in text
     assert "7 clock calls written down, none sent" in text
@@ -193,23 +194,7 @@ def test_sections_run(tmp_path, capsys):
 
 
 def test_iterations_that_the_profiler_has_made_longer_are_told():
-    found = Sectioned(
-        t_s=9.0,
-        summary="nothing to gain",
-        planned=False,
-        exposed_share=0.2,
-        longest_s=0.01,
-        break_even_s=0.04,
-        saving=0.0,
-        slowdown=0.0,
-        stretches=0,
-        windows=1,
-        reopened=0,
-        collectives=4,
-        sets=False,
-        window_iteration_s=0.063,
-        iteration_s=0.042,
-    )
+    found = msgspec.structs.replace(SECTIONED, window_iteration_s=0.063, iteration_s=0.042)
     other = msgspec.structs.replace(found, window_iteration_s=0.045)
     first = sections_report([(0, [other])])
     assert "longer ones" not in details(first, simulated=False)[-1]

@@ -130,8 +130,8 @@ class Recipe:
         """Gives the saved tensor that this recomputes."""
         return saved.itself
 
-    def remade(self, saved: Any) -> list[tuple[Any, torch.Tensor]]:
-        """The saved tensor, made again."""
+    def recompute(self, saved: Any) -> list[tuple[Any, torch.Tensor]]:
+        """The saved tensor, recomputed."""
         return [(saved, self.make())]
 
     def ready(self) -> bool:

@@ -268,8 +268,8 @@ class ModuleCall:
         self._sources = {n: copy if one is held else one for n, one in self._sources.items()}
         return True
 
-    def remade(self, saved: Saved) -> list[tuple[Saved, torch.Tensor]]:
-        """All that is evicted, made again."""
+    def recompute(self, saved: Saved) -> list[tuple[Saved, torch.Tensor]]:
+        """All that is evicted, recomputed."""
         self.told = False
         pairs = [(one(), made) for one, made in zip(self.members, self.run(), strict=True)]
         return [(one, made) for one, made in pairs if one is not None and _is_evicted(one)]

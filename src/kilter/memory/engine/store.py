@@ -482,9 +482,9 @@ class Store:
         """Make the bytes resident now: wait for their copy, or recompute them."""
         recipe = saved.recipe if saved.state == EVICTED and saved.host is None else None
         if recipe is not None:
-            remade = partial(recipe.remade, saved)
+            recompute = partial(recipe.recompute, saved)
             made_bytes = 0
-            for one, alias in self._with_room(lambda: self.carried_out(remade)):
+            for one, alias in self._with_room(lambda: self.carried_out(recompute)):
                 self._arrived(one, alias)
                 one.recipe = None  # lets go of what it reads; one that is to be tried stays
                 self.recomputed += 1

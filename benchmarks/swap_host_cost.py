@@ -1,10 +1,11 @@
 """What the memory engine costs the host: `python benchmarks/swap_host_cost.py [--layers N]`.
 
 A GPT of tiny tensors on the CPU, so that an iteration is little but the host's work of issuing it.
-Side by side: without the engine, watched, and under plans that keep everything,
-swap, or recompute. The backend copies nothing (its numbers are wrong, its time is the engine's
-own). Printed are the extra microseconds of an iteration, and for each saved tensor: of the fastest,
-and as a mean, in which Python's collector shows.
+Side by side: without the engine, checkpointed block by block, and under plans that keep everything,
+swap, or recompute single operations or whole calls. The backend copies nothing (its numbers are
+wrong, its time is the engine's own). Printed are the extra microseconds of an iteration, of its
+forward pass and for each saved tensor: of the fastest, and as a mean, in which Python's collector
+shows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from gpt import Block
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from kilter.memory.engine import Backend, CpuStandIn, Swapper
 from kilter.memory.plan.problem import Link
@@ -63,20 +65,29 @@ def main() -> None:
 
         return Cuda.open()
 
+    checkpointed = False
+    forward_us: list[float] = []
+
     def iteration() -> None:
+        begin_s = _clock(device)
         with torch.autocast(device, torch.bfloat16):
-            loss = model(x).float().square().mean()
+            y = x
+            for block in model:
+                y = checkpoint(block, y, use_reentrant=False) if checkpointed else block(y)
+            loss = y.float().square().mean()
+        forward_us.append((_clock(device) - begin_s) * 1e6)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def swapper(planner: str, share: float, link: Link) -> Swapper:
+    def swapper(planner: str, share: float, link: Link, *, calls: bool = False) -> Swapper:
         return Swapper(
             backend(),
             budget_bytes=int(base_bytes + share * (peak_bytes - base_bytes)),
             link=link,
             planner=planner,
             min_bytes=2048,
+            segments=calls,
         )
 
     packs = 0
@@ -99,19 +110,23 @@ def main() -> None:
     arms: dict[str, Any] = {
         "plain": contextlib.nullcontext(),
         "empty hooks": torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        "checkpoint": contextlib.nullcontext(),
         "kept": swapper("mix", 1.01, FAST),
         "swapped": swapper("spanning", 0.6, FAST),
         "mixed": swapper("mix", 0.6, SLOW),
+        "calls": swapper("mix", 0.4, SLOW, calls=True),
     }
-    plain_us = 0.0
+    plain_us = plain_forward_us = 0.0
     rows: list[dict[str, Any]] = []
     for name, arm in arms.items():
+        checkpointed = name == "checkpoint"
         with arm:
             for _ in range(16):
                 iteration()
+            forward_us.clear()
             times_us = [_timed(iteration, device) * 1e6 for _ in range(options.rounds)]
             least_us = min(times_us)
-        plain_us = plain_us or least_us
+        plain_us, plain_forward_us = plain_us or least_us, plain_forward_us or min(forward_us)
         plans = arm.report().plans if isinstance(arm, Swapper) else ()
         rows.append(
             {
@@ -119,6 +134,7 @@ def main() -> None:
                 "iteration_us": least_us,
                 "mean_us": statistics.mean(times_us),
                 "extra_us": least_us - plain_us,
+                "extra_forward_us": min(forward_us) - plain_forward_us,
                 "per_saved_us": (least_us - plain_us) / packs,
                 "swapped": sum(plan.swapped for plan in plans),
                 "recomputed": sum(plan.recomputed for plan in plans),
@@ -127,17 +143,19 @@ def main() -> None:
     print(json.dumps({"label": "measured", "saved": packs, "rows": rows}, indent=1))
 
 
-def _timed(iteration: Callable[[], None], device: str) -> float:
+def _clock(device: str) -> float:
     """The host's time: on the CPU the process's own, so that neighbours do not count."""
-    if device == "cpu":
-        begin = time.process_time()
-        iteration()
-        return time.process_time() - begin
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
+    return time.process_time() if device == "cpu" else time.perf_counter()
+
+
+def _timed(iteration: Callable[[], None], device: str) -> float:
+    if device != "cpu":
+        torch.cuda.synchronize()
+    begin_s = _clock(device)
     iteration()
-    issued_s = time.perf_counter() - begin
-    torch.cuda.synchronize()
+    issued_s = _clock(device) - begin_s
+    if device != "cpu":
+        torch.cuda.synchronize()
     return issued_s
 
 

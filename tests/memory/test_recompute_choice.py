@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import kilter
 from kilter.memory.iteration_times import IterationTimes
+from kilter.memory.own_checkpointing import OwnCheckpointing
 from kilter.memory.plan import problem
 from kilter.memory.recompute_choice import HOST_EACH_S, MEASURED, PATIENCE, RecomputeChoice
 from kilter.testing.stand_in import small_tensors
@@ -34,16 +36,26 @@ class Engine:
         plan = SimpleNamespace(iteration_s=0.1, compute_s=0.08, peak_before_bytes=9, recomputed=200)
         return SimpleNamespace(recomputed=self.recomputed, plans=(plan,))
 
-    def recompute(self, *, calls: bool, each_s: float) -> None:
+    def records(self) -> Any:
+        return (SimpleNamespace(peak_bytes=77),)
+
+    def forget(self) -> None:
+        pass
+
+    def recompute(self, *, calls: bool, each_s: float = 0.0) -> None:
         self.asked.append(calls)
         self.each_s.append(each_s)
         self.recomputes_calls = calls and self.worth
 
 
+def _at_once() -> bool:
+    return True
+
+
 def chosen(engine: Engine, *durations_s: float) -> RecomputeChoice:
     """After enough iterations of each duration in turn."""
     times = IterationTimes()
-    choice = RecomputeChoice(engine, times)  # type: ignore[arg-type]
+    choice = RecomputeChoice(engine, times, None, _at_once)  # type: ignore[arg-type]
     for duration_s in durations_s:
         for _ in range(MEASURED):
             choice.iteration_ended(settled=True)
@@ -74,20 +86,20 @@ def test_what_the_host_took_beyond_the_plan_counts_for_each_tensor() -> None:
     times = IterationTimes()
     times.planned_s.extend([0.131] * MEASURED)
     unknown, known = Engine(), Engine()
-    RecomputeChoice(unknown, times).iteration_ended(settled=True)  # type: ignore[arg-type]
+    RecomputeChoice(unknown, times, None, _at_once).iteration_ended(settled=True)  # type: ignore[arg-type]
     assert unknown.each_s == [HOST_EACH_S]
     times.planned_s.extend([0.131] * MEASURED)
     times.plain_s.append(0.091)
-    RecomputeChoice(known, times).iteration_ended(settled=True)  # type: ignore[arg-type]
+    RecomputeChoice(known, times, None, _at_once).iteration_ended(settled=True)  # type: ignore[arg-type]
     assert known.each_s == [pytest.approx((0.131 - 0.091 - 0.02) / 200)]
 
 
-def test_nothing_is_tried_where_nothing_is_recomputed_or_the_budget_does_not_stand() -> None:
+def test_at_once_is_tried_where_at_once_is_recomputed_or_the_budget_does_not_stand() -> None:
     engine = Engine(recomputed=0)
     assert not chosen(engine, 0.1, 0.1).decided
     times = IterationTimes()
     times.planned_s.extend([0.1] * MEASURED)
-    RecomputeChoice(engine, times).iteration_ended(settled=False)  # type: ignore[arg-type]
+    RecomputeChoice(engine, times, None, _at_once).iteration_ended(settled=False)  # type: ignore[arg-type]
     assert engine.asked == []
 
 
@@ -166,3 +178,140 @@ def test_a_run_chooses_and_says_what_it_measured(
     assert "are recomputed: " in words
     assert words in capsys.readouterr().err
     assert memory["peak_bytes"] <= memory["budget_bytes"]
+
+
+# The model's own checkpointing
+
+
+class _Layer(nn.Module):
+    """As layers of libraries are written."""
+
+    gradient_checkpointing = False
+
+    def __init__(self, statistics: bool = False) -> None:
+        super().__init__()
+        self.inner = Block()
+        self.norm = nn.BatchNorm1d(64) if statistics else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gradient_checkpointing and self.training:
+            checkpointed: Tensor = self._gradient_checkpointing_func(self.inner, x)
+            return checkpointed
+        y: Tensor = self.norm(self.inner(x))
+        return y
+
+
+class _Model(nn.Module):
+    supports_gradient_checkpointing = True
+
+    def __init__(self, statistics: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(_Layer(statistics) for _ in range(3)))
+        self.rest = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.rest(self.layers(x))
+        return y
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (_Layer, _Model, Block):
+        monkeypatch.setattr(kind, "__module__", "transformers.models.here")
+
+
+def flags(model: nn.Module) -> list[dict[str, Any]]:
+    """What stands in the modules themselves that torch has not put there."""
+    plain = vars(nn.Module())
+    return [{k: v for k, v in vars(m).items() if k not in plain} for m in model.modules()]
+
+
+def seen(model: nn.Module) -> tuple[OwnCheckpointing, str]:
+    own = OwnCheckpointing()
+    assert own.look()
+    assert not own.look()
+    model(torch.randn(4, 64))
+    return own, own.found()
+
+
+def test_checkpointing_of_the_model_is_switched_on_and_off_again() -> None:
+    model = _Model()
+    found = flags(model)
+    own, names = seen(model)
+    assert names == "_Model"
+    own.switch_on()
+    assert [layer.gradient_checkpointing for layer in model.layers] == [True] * 3
+    pickle.loads(pickle.dumps(model.layers[0]._gradient_checkpointing_func))
+    own.switch_off()
+    own.switch_off()
+    assert flags(model) == found
+
+
+def test_what_the_program_sets_meanwhile_stays() -> None:
+    model = _Model()
+    own, _ = seen(model)
+    own.switch_on()
+    model.layers[0].gradient_checkpointing = False
+    own.switch_off()
+    assert vars(model.layers[0])["gradient_checkpointing"] is False
+    assert "gradient_checkpointing" not in vars(model.layers[1])
+
+
+@pytest.mark.parametrize(
+    "why",
+    ["statistics", "set already", "not supported", "no library", "own part", "hook", "own forward"],
+)
+def test_a_model_is_left_alone(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where something would happen twice that has to happen once, where the program uses the
+    switch, where the model says that it cannot, and where the flag is not that of a library."""
+    model = _Model(statistics=why == "statistics")
+    if why == "set already":
+        model.layers[1].gradient_checkpointing = True
+        model.layers[1]._gradient_checkpointing_func = lambda block, x: block(x)
+    elif why == "not supported":
+        monkeypatch.setattr(_Model, "supports_gradient_checkpointing", False)
+    elif why == "own part":
+        monkeypatch.setattr(Block, "__module__", "__main__")
+    elif why == "hook":
+        model.layers[0].inner.register_forward_hook(lambda module, args, output: None)
+    elif why == "own forward":
+        model.layers[0].inner.forward = lambda x: x.sin()
+    elif why == "no library":
+        monkeypatch.setattr(_Layer, "__module__", "train")
+        monkeypatch.setattr(_Model, "__module__", "train")
+    found = flags(model)
+    own, names = seen(model)
+    assert names == ""
+    own.switch_on()
+    assert flags(model) == found
+
+
+@pytest.mark.parametrize(
+    ("own_s", "calls_s", "words", "on"),
+    [
+        (0.08, 0.09, "the model's own checkpointing is on (_Model): 90 ms an iteration with", True),
+        (0.10, 0.09, "whole calls of modules where they pay are recomputed: 90 ms", False),
+        (0.131, 0.14, "single operations are recomputed: 140 ms", False),
+    ],
+    ids=["own", "calls", "operations"],
+)
+def test_the_fastest_of_three_ways_stays(
+    own_s: float, calls_s: float, words: str, on: bool
+) -> None:
+    model, times, engine = _Model(), IterationTimes(), Engine()
+    built = iter([False] * 3 + [True] * 99)
+    choice = RecomputeChoice(engine, times, OwnCheckpointing(), lambda: next(built))  # type: ignore[arg-type]
+    choice.iteration_ended(settled=True)
+    model(torch.randn(4, 64))
+    for duration_s in (0.131, own_s, calls_s):
+        while not choice.decided and len(times.planned_s) < MEASURED:
+            choice.iteration_ended(settled=True)
+            times.planned_s.append(duration_s)
+        for _ in range(3):  # the recorder is not built at once
+            choice.iteration_ended(settled=True)
+    assert choice.words.startswith(words)
+    assert f"{own_s * 1e3:.0f} ms with the model's own checkpointing" in choice.words
+    assert model.layers[0].gradient_checkpointing is on
+    assert choice.plain_peak_bytes == 77
+    choice.close()
+    assert model.layers[0].gradient_checkpointing is False

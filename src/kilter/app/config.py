@@ -189,8 +189,9 @@ OPTIONS = {
             "recompute",
             _one_of(RECOMPUTE),
             "operations (single ones, from what autograd saved), segments (what whole calls of"
-            " modules saved as well, from a record of their operations; experimental), or auto"
-            " (whichever is faster in this job: each is measured for a few iterations)",
+            " modules saved as well, from a record of their operations), or auto (the faster of"
+            " these and of the checkpointing that a model of transformers, diffusers or timm has"
+            " built in: each is measured for a few iterations; the default on a GPU)",
             "NAME",
         ),
         Option(

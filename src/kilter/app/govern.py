@@ -21,7 +21,7 @@ def govern(
     memory_budget: str | int | None = None,
     gradients: str = "auto",
     weights: str = "keep",
-    recompute: str = "operations",
+    recompute: str | None = None,
     host_memory: str | int | None = None,
     objective: Objective | str = Objective.ENERGY,
     price_of_time: float = Goal().price_of_time,
@@ -36,8 +36,8 @@ def govern(
     `gradients="consume"` lets a budget use them up as they arrive in backward, in a program that
     never clips them, reads them or skips a step; `auto` and `keep` keep them for the step.
     `weights="offload"` (experimental) lets weights be on the host between forward and backward.
-    `recompute="segments"` (experimental) recomputes what whole calls of modules saved as well,
-    `"auto"` does so if that is faster in this job.
+    `recompute` is `"operations"` (single ones), `"segments"` (what whole calls of modules saved as
+    well), or `"auto"` (the default on a GPU): the faster one, or the model's own checkpointing.
     A setting is taken only if it saves at least `price_of_time` times as large a fraction of the
     energy as it is slower.
     `host_memory` (`"16GiB"`, bytes) limits what is offloaded to the host; the default is this

@@ -88,8 +88,10 @@ class MemoryRecord(MemoryCounts, frozen=True, kw_only=True):
     state: str = ""
     """What became of gradients and optimizer state, where they had to move as well."""
     recompute_choice: str = ""
-    """Single operations or whole calls of modules, and what was measured for that, where the job
-    was to choose; empty: it was not, or has not come so far."""
+    """How tensors are recomputed, and what was measured for that, where the job was to choose;
+    empty: it was not, or has not come so far."""
+    own_checkpointing: bool = False
+    """The model's own checkpointing is on: what plans call everything kept is kept beside that."""
     compiled: str = ""
     """What compiled regions were told to save, and what was measured for that; empty: nothing."""
     bound_s: float | None = None

@@ -51,7 +51,7 @@ class MemoryController:
         *,
         gradients: str = "auto",
         weights: str = "keep",
-        recompute: str = "operations",
+        recompute: str | None = None,
     ) -> None:
         self._run = run
         self._budget = budget
@@ -110,7 +110,7 @@ class MemoryController:
             self._log,
             cuda=cuda,
             card=card_memory(self._first.torch.cuda, backend.device, self._run.info),
-            recompute=self._recompute,
+            recompute=self._recompute or ("operations" if cuda is None else "auto"),
         )
         self._first.leave()
         job.begin()

@@ -17,14 +17,16 @@ from kilter.memory import messages
 from kilter.memory.budget import UNLIMITED, BudgetInForce, JobBudget, PlainIterations
 from kilter.memory.compiled import CompiledRegions
 from kilter.memory.iteration_times import IterationTimes, median_s
+from kilter.memory.own_checkpointing import OwnCheckpointing
 from kilter.memory.plan_log import PlanLog
-from kilter.memory.recompute_choice import HOST_EACH_S, RecomputeChoice
+from kilter.memory.recompute_choice import HOST_EACH_S, RecomputeChoice, Way
 from kilter.memory.state_and_weights import StateAndWeightPolicy, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kilter.memory.engine.backend import Backend
+    from kilter.memory.engine.compiled_recorder import Build
     from kilter.memory.engine.engine import SwapReport
     from kilter.memory.engine.pass_record import PassRecord
     from kilter.memory.plan.choose import MemoryPlan
@@ -63,8 +65,8 @@ class GovernedJob:
         from kilter.memory.engine import Swapper
 
         self._run = run
-        self._calls = recompute != "operations"
-        """Calls of modules may be recomputed."""
+        self._calls = recompute == "segments"
+        """Calls of modules are recomputed from the begin."""
         self._backend = backend
         self._link = link
         self._times = times
@@ -84,7 +86,12 @@ class GovernedJob:
             # A stand-in measures the host's time with the device's: they are the same there.
             alone_s=HOST_EACH_S if on_gpu else 0.0,
         )
-        self._choice = RecomputeChoice(self._swapper, times) if recompute == "auto" else None
+        self._choice: RecomputeChoice | None = None
+        if recompute == "auto":
+            # (Where a model is sharded, blocks that run again gather their weights again: all
+            # ranks would have to choose alike.)
+            own = OwnCheckpointing() if run.ranks.world_size == 1 else None
+            self._choice = RecomputeChoice(self._swapper, times, own, self._can_record)
         self._swapper.may_plan = begin.size_bytes is not None or run.dry_run
         self._plain = PlainIterations(self._swapper, backend.device, cuda, times)
         self._budget = JobBudget(
@@ -98,6 +105,8 @@ class GovernedJob:
             backend.device,
             within_bytes=unplanned_bytes,
         )
+        self._building: Build | None = None
+        """Of the recorder for calls, once it is wanted."""
         self._policy: StateAndWeightPolicy | None = None
         """None: gradients, state and weights stay."""
         self._stopped = False
@@ -116,13 +125,27 @@ class GovernedJob:
         self._swapper.__enter__()
 
     def _build_recorder(self) -> None:
+        """Before the program goes on."""
+        while not self._can_record():
+            assert self._building is not None
+            self._building.join()
+
+    def _can_record(self) -> bool:
+        """Calls of modules can be recorded. What that takes is built the first time."""
         from kilter.memory.engine import compiled_recorder
 
-        if compiled_recorder.to_build():
+        if self._building is None:
+            if not compiled_recorder.to_build():
+                return True
             self._log.tell(messages.BUILDING_RECORDER)
-            reason = compiled_recorder.build()
-            if reason is not None:
-                self._log.notice(reason)
+            self._building = compiled_recorder.Build()
+            self._building.start()
+        if self._building.is_alive():
+            return False
+        if self._building.reason is not None:
+            self._log.notice(self._building.reason)
+            self._building.reason = None
+        return True
 
     def move_state_and_weights(
         self, open_backend: Callable[[], Backend], gradients: str, weights: str
@@ -144,6 +167,10 @@ class GovernedJob:
         self._compiled.close()
         if self._plain.in_thread:
             self._plain.end()
+        if self._choice is not None:
+            self._choice.close()
+        if self._building is not None:
+            self._building.cancel()
         if self._plain.in_thread or self._swapper.hooks.thread_ended:
             if self._policy is not None:
                 self._policy.close()
@@ -249,7 +276,7 @@ class GovernedJob:
         """Of passes of all kinds, as they run now. Since the newest of them was measured, the
         only the allocator shows it."""
         peak_bytes = self._swapper.report().highest_bytes
-        if self._cuda is not None and self._swapper.planned:
+        if self._cuda is not None and (self._swapper.planned or not peak_bytes):
             allocated_bytes = int(self._cuda.max_memory_allocated(self._backend.device))
             peak_bytes = max(peak_bytes, allocated_bytes)
         return peak_bytes or None
@@ -272,10 +299,7 @@ class GovernedJob:
                 budget_bytes=budget.size_bytes,
                 budget=budget.words,
                 applied=not self._run.dry_run,
-                plain_peak_bytes=max(
-                    self._budget.plain_peak_bytes(), self._compiled.plain_peak_bytes
-                )
-                or None,
+                plain_peak_bytes=self._plain_peak_bytes() or None,
                 plain_peak_seen=self._plain_seen,
                 peak_bytes=self._peak_bytes or self._measured_peak_bytes(),
                 least_bytes=least_bytes,
@@ -286,10 +310,16 @@ class GovernedJob:
                 state="" if state is None else words(state, weights),
                 compiled=self._compiled.words,
                 recompute_choice="" if self._choice is None else self._choice.words,
+                own_checkpointing=self._choice is not None and self._choice.way is Way.OWN,
                 bound_s=bound_s,
                 **counts,
             )
         )
+
+    def _plain_peak_bytes(self) -> int:
+        """With everything kept, of all kinds of passes; 0: not known."""
+        before_choice = 0 if self._choice is None else self._choice.plain_peak_bytes
+        return max(self._budget.plain_peak_bytes(), self._compiled.plain_peak_bytes, before_choice)
 
     def _plan_only(self) -> None:
         """What would have been done."""

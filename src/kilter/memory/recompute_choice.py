@@ -1,18 +1,21 @@
-"""`--recompute auto`: single operations or whole calls of modules, whichever is faster in this job.
+"""`--recompute auto`: single operations, whole calls of modules, or the model's own checkpointing,
+whichever is the fastest in this job.
 
 A plan counts the device's time. What the host needs to issue each recomputed tensor is in no plan,
-and depends on the program. So both ways are carried out for a few iterations, and measured. What
-iterations took beyond the plan with single operations is, when calls are chosen for the second way,
-counted for each tensor that they spare from being recomputed alone.
+and depends on the program. So each way is carried out for a few iterations, and measured. What
+iterations took beyond the plan with single operations is, when calls are chosen, counted for each
+tensor that they spare from being recomputed alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from kilter.core.units import show_time
 from kilter.memory.iteration_times import IterationTimes, median_s
+from kilter.memory.own_checkpointing import OwnCheckpointing
 
 if TYPE_CHECKING:
     from kilter.memory.engine.engine import Swapper
@@ -20,83 +23,146 @@ if TYPE_CHECKING:
 MEASURED = 12
 """Iterations of each way whose median counts."""
 PATIENCE = 64
-"""Iterations in which calls of modules have to be tried, planned and measured."""
+"""Iterations in which a way has to be tried, planned and measured."""
 HOST_EACH_S = 1e-4
 """Of a GPU's host for a tensor that is recomputed alone, where this job has not measured it
 (docs/measurements/memory.md: 0.17 to 0.19 ms on slow hosts)."""
 FASTER = 0.98
-"""Whole calls of modules are kept where an iteration takes at most this share of the time."""
+"""Another way than single operations stays where an iteration takes at most this share of the time.
+"""
 
 
-class ChoicePhase(Enum):
-    """How far the comparison has come."""
+class Way(Enum):
+    """How tensors are recomputed."""
 
-    OPERATIONS = "single operations are measured"
-    CALLS = "whole calls of modules are tried, then measured"
-    DECIDED = "decided"
+    CALLS = "whole calls of modules"
+    OWN = "the model's own checkpointing"
+    OPERATIONS = "single operations"
 
 
 class RecomputeChoice:
-    """Compares the two on the running job. Called in the thread whose tensors are governed."""
+    """Compares the ways on the running job, each after the one before. Called in the thread whose
+    tensors are governed."""
 
-    def __init__(self, swapper: Swapper, times: IterationTimes) -> None:
+    def __init__(
+        self,
+        swapper: Swapper,
+        times: IterationTimes,
+        own: OwnCheckpointing | None,
+        can_record: Callable[[], bool],
+    ) -> None:
+        """`own` is None where checkpointing of the model's own is not to be tried. `can_record`
+        says whether calls can be recorded by now, and has what that takes built."""
         self._swapper = swapper
         self._times = times
-        self._phase = ChoicePhase.OPERATIONS
-        self._operations_s = 0.0
+        self._own = own
+        self._can_record = can_record
+        self.way = Way.OPERATIONS
+        self._untried: list[Way] | None = None
+        """In this order from the end; None: not known yet."""
+        self._models = ""
+        """The models that have checkpointing of their own."""
+        self._measured: dict[Way, float] = {}
+        """Seconds of an iteration."""
+        self._each_s = HOST_EACH_S
         self._left = PATIENCE
+        self._why_no_calls = ""
+        self.plain_peak_bytes = 0
+        """With everything kept, and the model's own checkpointing off."""
         self.words = ""
         """What came of it, in a sentence; empty: not decided."""
 
     @property
     def decided(self) -> bool:
         """The job stays as it is from here on."""
-        return self._phase is ChoicePhase.DECIDED
+        return bool(self.words)
 
     def iteration_ended(self, *, settled: bool) -> None:
         """`settled` says that the job's budget and plans stand, but for this choice."""
-        if self._phase is ChoicePhase.OPERATIONS and settled:
-            measured_s = self._measured_s()
-            if measured_s is not None and self._swapper.report().recomputed:
-                self._operations_s = measured_s
-                self._phase = ChoicePhase.CALLS
-                self._recompute(calls=True, each_s=self._host_each_s())
-        elif self._phase is ChoicePhase.CALLS:
-            self._left -= 1
-            if self._swapper.planned and not self._swapper.recomputes_calls:
-                self._decide("no whole call of a module is worth recomputing", calls=False)
-                return
-            measured_s = self._measured_s()
-            if measured_s is not None:
-                self._compare(measured_s)
-            elif self._left <= 0:
-                self._decide("whole calls of modules got no plan in time", calls=False)
+        if self.way is Way.OPERATIONS and not (settled and self._looked()):
+            return
+        if not self._is_over():
+            return
+        if self.way is Way.OPERATIONS:
+            self._each_s = self._host_each_s(self._measured[self.way])
+        can_record = self._can_record()
+        if not self._untried:
+            self._decide()
+        elif can_record or self._untried[-1] is not Way.CALLS:
+            self._take(self._untried.pop())
 
-    def _measured_s(self) -> float | None:
+    def close(self) -> None:
+        """The script is over: the model is as it was found."""
+        if self._own is not None:
+            self._own.switch_off()
+
+    def _looked(self) -> bool:
+        """What can be tried is known. One iteration is looked at for that."""
+        if self._untried is not None:
+            return True
+        if self._own is not None and self._own.look():
+            return False
+        self._models = "" if self._own is None else self._own.found()
+        self._untried = [Way.CALLS, Way.OWN] if self._models else [Way.CALLS]
+        return True
+
+    def _is_over(self) -> bool:
+        """The present way was measured, or will not be."""
+        if self.way is Way.CALLS and self._swapper.planned and not self._swapper.recomputes_calls:
+            self._why_no_calls = "no whole call of a module is worth recomputing"
+            return True
         durations_s = self._times.planned_s
-        return median_s(durations_s) if len(durations_s) >= MEASURED else None
+        measured_s = median_s(durations_s) if len(durations_s) >= MEASURED else None
+        operations = self.way is Way.OPERATIONS
+        if measured_s is not None and (not operations or self._swapper.report().recomputed):
+            self._measured[self.way] = measured_s
+            return True
+        if operations:
+            return False
+        self._left -= 1
+        if self._left <= 0 and self.way is Way.CALLS:
+            self._why_no_calls = "whole calls of modules got no plan in time"
+        return self._left <= 0
 
-    def _compare(self, calls_s: float) -> None:
-        each = f"{show_time(calls_s)} an iteration with whole calls of modules, "
-        each += f"{show_time(self._operations_s)} with single operations [measured]"
-        self._decide(each, calls=calls_s <= FASTER * self._operations_s)
+    def _take(self, way: Way) -> None:
+        """Go on in this way."""
+        if self.way is Way.CALLS:
+            self._swapper.recompute(calls=False)
+        elif self.way is Way.OWN and self._own is not None:
+            self._own.switch_off()
+            self._swapper.forget()
+        if way is Way.CALLS:
+            self._swapper.recompute(calls=True, each_s=self._each_s)
+        elif way is Way.OWN and self._own is not None:
+            peaks_bytes = [record.peak_bytes for record in self._swapper.records()]
+            self.plain_peak_bytes = max([self.plain_peak_bytes, *peaks_bytes])
+            self._own.switch_on()
+            self._swapper.forget()
+        self.way, self._left = way, PATIENCE
+        self._times.begin_plan()
 
-    def _decide(self, why: str, *, calls: bool) -> None:
-        self._phase = ChoicePhase.DECIDED
-        what = "whole calls of modules where they pay" if calls else "single operations"
-        self.words = f"{what} are recomputed: {why}"
-        if not calls:
-            self._recompute(calls=False)
+    def _decide(self) -> None:
+        found = self._measured
+        best = min(found, key=lambda way: found[way])
+        if found[best] > FASTER * found[Way.OPERATIONS]:
+            best = Way.OPERATIONS
+        if best is not self.way:
+            self._take(best)
+        what = {
+            Way.CALLS: "whole calls of modules where they pay are recomputed",
+            Way.OWN: f"the model's own checkpointing is on ({self._models})",
+            Way.OPERATIONS: "single operations are recomputed",
+        }[best]
+        each = [f"{show_time(found[way])} with {way.value}" for way in Way if way in found]
+        measured = ", ".join(each).replace(" with", " an iteration with", 1) + " [measured]"
+        why = [measured] * (len(found) > 1) + [self._why_no_calls] * bool(self._why_no_calls)
+        self.words = f"{what}: {'; '.join(why)}"
 
-    def _host_each_s(self) -> float:
+    def _host_each_s(self, operations_s: float) -> float:
         """What a recomputed tensor took of the host's time, by the largest pass with a plan."""
         plain_s = median_s(self._times.plain_s)
         if plain_s is None:
             return HOST_EACH_S
         plan = max(self._swapper.report().plans, key=lambda plan: plan.peak_before_bytes)
-        beyond_s = self._operations_s - plain_s - (plan.iteration_s - plan.compute_s)
+        beyond_s = operations_s - plain_s - (plan.iteration_s - plan.compute_s)
         return max(0.0, beyond_s) / max(1, plan.recomputed)
-
-    def _recompute(self, *, calls: bool, each_s: float = 0.0) -> None:
-        self._times.begin_plan()
-        self._swapper.recompute(calls=calls, each_s=each_s)

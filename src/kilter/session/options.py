@@ -29,8 +29,8 @@ class Options:
     """One of `GRADIENTS`."""
     weights: str = "keep"
     """One of `WEIGHTS`."""
-    recompute: str = "operations"
-    """One of `RECOMPUTE`."""
+    recompute: str | None = None
+    """One of `RECOMPUTE`; None: `auto` on a GPU, `operations` on a stand-in."""
     trace: bool = False
     """Record the operations of an iteration also where nothing but the report needs them."""
     sections: bool | None = None

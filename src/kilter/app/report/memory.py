@@ -129,6 +129,8 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
         record = self.record
         if self.feasible is not True or record.plain_peak_bytes is None or self.moved:
             return False
+        if record.own_checkpointing:
+            return False
         plans = self.in_force or self.plans[-1:]
         if any(plan.swapped or plan.recomputed for plan in plans):
             return False
@@ -347,7 +349,7 @@ def _time(memory: MemoryReport) -> str:
             before = f"{show_time(record.plain_iteration_s)} -> "
         after = show_time(record.iteration_s)
         parts.append(f"iteration {before}{after} [{memory.label.value}]")
-    if memory.plan is not None:
+    if memory.plan is not None and not record.own_checkpointing:
         bound = "" if record.bound_s is None else f", bound {show_time(record.bound_s)}"
         change = show_fraction(memory.pass_slowdown, signed=True)
         parts.append(
@@ -361,7 +363,7 @@ def _beyond(memory: MemoryReport) -> list[tuple[str, str]]:
     """What an iteration takes longer than the plan accounts for, where that is a lot."""
     record, plan = memory.record, memory.plan
     before_s, after_s = record.plain_iteration_s, record.iteration_s
-    if record.backend == "stand-in" or plan is None or after_s is None:
+    if record.backend == "stand-in" or plan is None or after_s is None or record.own_checkpointing:
         return []
     if before_s is None:
         beyond_s = after_s - plan.iteration_s

@@ -11,9 +11,12 @@ import importlib.util
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from kilter.core.reasons import Reason
 BUILD = "KILTER_BUILD"
 """Environment variable: `off` builds nothing, and what is built is not used."""
 LONGEST_BUILD_S = 300
+POLL_S = 0.1
 _NAME = "kilter_recorder"
 _SOURCE = Path(__file__).with_name("recorder.cpp")
 _BUILDING = """
@@ -50,8 +54,26 @@ def to_build() -> bool:
     return os.environ.get(BUILD) != "off" and not built_path().exists()
 
 
-def build() -> Reason | None:
-    """Build it; takes about a minute. The reason if it cannot be built."""
+class Build(threading.Thread):
+    """Builds it while the program goes on."""
+
+    def __init__(self) -> None:
+        super().__init__(name="kilter-build", daemon=True)
+        self._over = threading.Event()
+        self.reason: Reason | None = None
+        """Why it was not built."""
+
+    def run(self) -> None:
+        self.reason = build(self._over)
+
+    def cancel(self) -> None:
+        """Nobody needs it any more. Leaves nothing."""
+        self._over.set()
+        self.join()
+
+
+def build(over: threading.Event | None = None) -> Reason | None:
+    """Build it; takes about a minute. The reason if it cannot be built, or was `over` before."""
     path = built_path()
     if shutil.which("c++") is None and shutil.which("g++") is None:
         return _not_built("no C++ compiler was found (c++ or g++ on the PATH)")
@@ -63,17 +85,35 @@ def build() -> Reason | None:
             if path.exists():
                 return None
             command = [sys.executable, "-c", _BUILDING, _NAME, str(_SOURCE), directory]
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=LONGEST_BUILD_S, check=False
-            )
+            errors = Path(directory, "errors")
+            code = _finish(command, errors, over or threading.Event())
             made = Path(directory, f"{_NAME}.so")
-            if done.returncode != 0 or not made.exists():
-                lines = [line for line in done.stderr.splitlines() if line.strip()]
-                return _not_built(lines[-1] if lines else f"exit code {done.returncode}")
+            if code != 0 or not made.exists():
+                lines = errors.read_text(errors="replace").split("\n")
+                told = [line for line in lines if line.strip()]
+                return _not_built(told[-1] if told else f"exit code {code}")
             made.replace(path)
     except (OSError, subprocess.TimeoutExpired) as error:
         return _not_built(str(error))
     return None
+
+
+def _finish(command: list[str], errors: Path, over: threading.Event) -> int:
+    """The exit code; what it started (the compiler) ends with it."""
+    by_s = time.monotonic() + LONGEST_BUILD_S
+    with errors.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True
+        )
+        try:
+            while process.poll() is None and not over.wait(POLL_S):
+                if time.monotonic() > by_s:
+                    raise subprocess.TimeoutExpired(command[0], LONGEST_BUILD_S)
+            return process.returncode if process.returncode is not None else -signal.SIGKILL
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def _not_built(why: str) -> Reason:

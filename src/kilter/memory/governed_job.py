@@ -19,14 +19,14 @@ from kilter.memory.compiled import CompiledRegions
 from kilter.memory.iteration_times import IterationTimes, median_s
 from kilter.memory.own_checkpointing import OwnCheckpointing
 from kilter.memory.plan_log import PlanLog
-from kilter.memory.recompute_choice import HOST_EACH_S, RecomputeChoice, Way
+from kilter.memory.recompute_choice import HOST_EACH_S, RecomputeChoice, RecomputeWay
 from kilter.memory.state_and_weights import StateAndWeightPolicy, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kilter.memory.engine.backend import Backend
-    from kilter.memory.engine.compiled_recorder import Build
+    from kilter.memory.engine.compiled_recorder import RecorderBuild
     from kilter.memory.engine.engine import SwapReport
     from kilter.memory.engine.pass_record import PassRecord
     from kilter.memory.plan.choose import MemoryPlan
@@ -90,7 +90,7 @@ class GovernedJob:
         if recompute == "auto":
             # (Where a model is sharded, blocks that run again gather their weights again: all
             # ranks would have to choose alike.)
-            own = OwnCheckpointing() if run.ranks.world_size == 1 else None
+            own = OwnCheckpointing(run.fence) if run.ranks.world_size == 1 else None
             self._choice = RecomputeChoice(self._swapper, times, own, self._can_record)
         self._swapper.may_plan = begin.size_bytes is not None or run.dry_run
         self._plain = PlainIterations(self._swapper, backend.device, cuda, times)
@@ -105,7 +105,7 @@ class GovernedJob:
             backend.device,
             within_bytes=unplanned_bytes,
         )
-        self._building: Build | None = None
+        self._building: RecorderBuild | None = None
         """Of the recorder for calls, once it is wanted."""
         self._policy: StateAndWeightPolicy | None = None
         """None: gradients, state and weights stay."""
@@ -138,7 +138,7 @@ class GovernedJob:
             if not compiled_recorder.to_build():
                 return True
             self._log.tell(messages.BUILDING_RECORDER)
-            self._building = compiled_recorder.Build()
+            self._building = compiled_recorder.RecorderBuild()
             self._building.start()
         if self._building.is_alive():
             return False
@@ -310,7 +310,7 @@ class GovernedJob:
                 state="" if state is None else words(state, weights),
                 compiled=self._compiled.words,
                 recompute_choice="" if self._choice is None else self._choice.words,
-                own_checkpointing=self._choice is not None and self._choice.way is Way.OWN,
+                own_checkpointing=self._choice is not None and self._choice.way is RecomputeWay.OWN,
                 bound_s=bound_s,
                 **counts,
             )

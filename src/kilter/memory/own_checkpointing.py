@@ -22,6 +22,8 @@ from kilter.observe import torch_internals
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from kilter.session.fence import Fence
+
 FLAGS = {
     "transformers": "gradient_checkpointing",
     "diffusers": "gradient_checkpointing",
@@ -32,7 +34,7 @@ VOUCHED = {*FLAGS, "torch", "peft"}
 """Modules of these may run again: their authors say so."""
 CHECKPOINT = "_gradient_checkpointing_func"
 """Where transformers and diffusers look for the function that checkpoints a block."""
-SUPPORTED = ("supports_gradient_checkpointing", "_supports_gradient_checkpointing")
+CLAIMS = ("supports_gradient_checkpointing", "_supports_gradient_checkpointing")
 """What their models say of themselves."""
 _ABSENT: Any = object()
 
@@ -41,13 +43,15 @@ class OwnCheckpointing:
     """The models of a job that can checkpoint their blocks. Used in the thread whose tensors are
     governed, between iterations."""
 
-    def __init__(self) -> None:
+    def __init__(self, fence: Fence) -> None:
+        self._fence = fence
         self._hook: Any = None
         """It sees which modules are called; None: nobody looks."""
-        self._called: weakref.WeakKeyDictionary[Module, None] = weakref.WeakKeyDictionary()
-        """Modules of the libraries, as far as they were called in the iteration looked at."""
-        self._versions: weakref.WeakKeyDictionary[Module, list[int]] = weakref.WeakKeyDictionary()
-        """Of the buffers of each module that was called, before that."""
+        self._called: dict[int, tuple[weakref.ref[Module], list[int]]] = {}
+        """The modules called in the iteration looked at, each with the versions that its buffers
+        had before. By identity: a program's modules may compare as they like."""
+        self._models: list[weakref.ref[Module]] = []
+        """Modules of the libraries among them."""
         self._before: list[tuple[weakref.ref[Module], str, Any, Any]] = []
         """Of each attribute that is set: the value, and what stood in its place."""
 
@@ -58,26 +62,27 @@ class OwnCheckpointing:
 
         if self._hook is not None or torch_internals.anything_compiled():
             return False
-        self._hook = register_module_forward_pre_hook(self._calls)
+        self._hook = register_module_forward_pre_hook(self._fence(self._calls))
         return True
 
     def _calls(self, module: Module, _arguments: Any) -> None:
-        if module not in self._versions:
-            self._versions[module] = _versions_of(module)
+        if id(module) not in self._called:
+            self._called[id(module)] = weakref.ref(module), _versions_of(module)
             if any(_library_of(kind) in FLAGS for kind in type(module).__mro__):
-                self._called[module] = None
+                self._models.append(weakref.ref(module))
 
     def found(self) -> str:
         """The iteration that was looked at is over. Gives the names of the models whose blocks can
         be checkpointed; empty if there are none."""
         self._look_away()
-        inner = {part for model in self._called for part in model.modules() if part is not model}
-        models = [model for model in self._called if model not in inner]
-        written = any(_versions_of(module) != was for module, was in self._versions.items())
-        if written or not all(_may_run_again(part) for part in inner) or not self._flags():
-            self._called.clear()
-            return ""
-        return ", ".join(dict.fromkeys(type(model).__name__ for model in models))
+        called = [(reference(), was) for reference, was in self._called.values()]
+        written = any(each is not None and _versions_of(each) != was for each, was in called)
+        models = self._alive()
+        inner = {id(p): p for model in models for p in model.modules() if p is not model}
+        if written or not all(map(_may_run_again, inner.values())) or not self._flags():
+            self._models.clear()
+        outer = [type(model).__name__ for model in self._alive() if id(model) not in inner]
+        return ", ".join(dict.fromkeys(outer))
 
     def switch_on(self) -> None:
         """From the next iteration on blocks are checkpointed."""
@@ -107,10 +112,15 @@ class OwnCheckpointing:
             self._hook.remove()
             self._hook = None
 
+    def _alive(self) -> list[Module]:
+        """The modules of the libraries."""
+        found = [reference() for reference in self._models]
+        return [module for module in found if module is not None]
+
     def _flags(self) -> list[tuple[Module, str]]:
         """The modules whose flags are to be set. None where the program has set a flag itself, or a
         model says that it cannot be checkpointed."""
-        modules = list(self._called)
+        modules = self._alive()
         flags = [
             (each, flag) for each in modules for flag in {*FLAGS.values()} if hasattr(each, flag)
         ]
@@ -134,10 +144,15 @@ def _library_of(kind: type) -> str:
 
 def _may_run_again(part: Module) -> bool:
     """A part of a model does nothing but what its library has written."""
-    hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
-    return not hooks and "forward" not in vars(part) and _library_of(type(part)) in VOUCHED
+    hooks = (part._forward_pre_hooks, part._forward_hooks)
+    backward = (part._backward_pre_hooks, part._backward_hooks)
+    return (
+        not any(hooks + backward)
+        and "forward" not in vars(part)
+        and _library_of(type(part)) in VOUCHED
+    )
 
 
 def _says(module: Module, supported: bool) -> bool:
     """It says of itself that it supports checkpointing, or that it does not."""
-    return any(getattr(module, name, None) is supported for name in SUPPORTED)
+    return any(getattr(module, name, None) is supported for name in CLAIMS)

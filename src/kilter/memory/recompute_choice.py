@@ -32,7 +32,7 @@ FASTER = 0.98
 """
 
 
-class Way(Enum):
+class RecomputeWay(Enum):
     """How tensors are recomputed."""
 
     CALLS = "whole calls of modules"
@@ -57,12 +57,12 @@ class RecomputeChoice:
         self._times = times
         self._own = own
         self._can_record = can_record
-        self.way = Way.OPERATIONS
-        self._untried: list[Way] | None = None
+        self.way = RecomputeWay.OPERATIONS
+        self._untried: list[RecomputeWay] | None = None
         """In this order from the end; None: not known yet."""
         self._models = ""
         """The models that have checkpointing of their own."""
-        self._measured: dict[Way, float] = {}
+        self._measured: dict[RecomputeWay, float] = {}
         """Seconds of an iteration."""
         self._each_s = HOST_EACH_S
         self._left = PATIENCE
@@ -79,16 +79,16 @@ class RecomputeChoice:
 
     def iteration_ended(self, *, settled: bool) -> None:
         """`settled` says that the job's budget and plans stand, but for this choice."""
-        if self.way is Way.OPERATIONS and not (settled and self._looked()):
+        if self.way is RecomputeWay.OPERATIONS and not (settled and self._looked()):
             return
         if not self._is_over():
             return
-        if self.way is Way.OPERATIONS:
+        if self.way is RecomputeWay.OPERATIONS:
             self._each_s = self._host_each_s(self._measured[self.way])
         can_record = self._can_record()
         if not self._untried:
             self._decide()
-        elif can_record or self._untried[-1] is not Way.CALLS:
+        elif can_record or self._untried[-1] is not RecomputeWay.CALLS:
             self._take(self._untried.pop())
 
     def close(self) -> None:
@@ -103,37 +103,43 @@ class RecomputeChoice:
         if self._own is not None and self._own.look():
             return False
         self._models = "" if self._own is None else self._own.found()
-        self._untried = [Way.CALLS, Way.OWN] if self._models else [Way.CALLS]
+        self._untried = (
+            [RecomputeWay.CALLS, RecomputeWay.OWN] if self._models else [RecomputeWay.CALLS]
+        )
         return True
 
     def _is_over(self) -> bool:
         """The present way was measured, or will not be."""
-        if self.way is Way.CALLS and self._swapper.planned and not self._swapper.recomputes_calls:
+        if (
+            self.way is RecomputeWay.CALLS
+            and self._swapper.planned
+            and not self._swapper.recomputes_calls
+        ):
             self._why_no_calls = "no whole call of a module is worth recomputing"
             return True
         durations_s = self._times.planned_s
         measured_s = median_s(durations_s) if len(durations_s) >= MEASURED else None
-        operations = self.way is Way.OPERATIONS
+        operations = self.way is RecomputeWay.OPERATIONS
         if measured_s is not None and (not operations or self._swapper.report().recomputed):
             self._measured[self.way] = measured_s
             return True
         if operations:
             return False
         self._left -= 1
-        if self._left <= 0 and self.way is Way.CALLS:
+        if self._left <= 0 and self.way is RecomputeWay.CALLS:
             self._why_no_calls = "whole calls of modules got no plan in time"
         return self._left <= 0
 
-    def _take(self, way: Way) -> None:
+    def _take(self, way: RecomputeWay) -> None:
         """Go on in this way."""
-        if self.way is Way.CALLS:
+        if self.way is RecomputeWay.CALLS:
             self._swapper.recompute(calls=False)
-        elif self.way is Way.OWN and self._own is not None:
+        elif self.way is RecomputeWay.OWN and self._own is not None:
             self._own.switch_off()
             self._swapper.forget()
-        if way is Way.CALLS:
+        if way is RecomputeWay.CALLS:
             self._swapper.recompute(calls=True, each_s=self._each_s)
-        elif way is Way.OWN and self._own is not None:
+        elif way is RecomputeWay.OWN and self._own is not None:
             peaks_bytes = [record.peak_bytes for record in self._swapper.records()]
             self.plain_peak_bytes = max([self.plain_peak_bytes, *peaks_bytes])
             self._own.switch_on()
@@ -144,16 +150,16 @@ class RecomputeChoice:
     def _decide(self) -> None:
         found = self._measured
         best = min(found, key=lambda way: found[way])
-        if found[best] > FASTER * found[Way.OPERATIONS]:
-            best = Way.OPERATIONS
+        if found[best] > FASTER * found[RecomputeWay.OPERATIONS]:
+            best = RecomputeWay.OPERATIONS
         if best is not self.way:
             self._take(best)
         what = {
-            Way.CALLS: "whole calls of modules where they pay are recomputed",
-            Way.OWN: f"the model's own checkpointing is on ({self._models})",
-            Way.OPERATIONS: "single operations are recomputed",
+            RecomputeWay.CALLS: "whole calls of modules where they pay are recomputed",
+            RecomputeWay.OWN: f"the model's own checkpointing is on ({self._models})",
+            RecomputeWay.OPERATIONS: "single operations are recomputed",
         }[best]
-        each = [f"{show_time(found[way])} with {way.value}" for way in Way if way in found]
+        each = [f"{show_time(found[way])} with {way.value}" for way in RecomputeWay if way in found]
         measured = ", ".join(each).replace(" with", " an iteration with", 1) + " [measured]"
         why = [measured] * (len(found) > 1) + [self._why_no_calls] * bool(self._why_no_calls)
         self.words = f"{what}: {'; '.join(why)}"

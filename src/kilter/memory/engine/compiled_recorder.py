@@ -29,7 +29,7 @@ from kilter.core.reasons import Reason
 BUILD = "KILTER_BUILD"
 """Environment variable: `off` builds nothing, and what is built is not used."""
 LONGEST_BUILD_S = 300
-POLL_S = 0.1
+BUILD_POLL_S = 0.1
 _NAME = "kilter_recorder"
 _SOURCE = Path(__file__).with_name("recorder.cpp")
 _BUILDING = """
@@ -54,7 +54,7 @@ def to_build() -> bool:
     return os.environ.get(BUILD) != "off" and not built_path().exists()
 
 
-class Build(threading.Thread):
+class RecorderBuild(threading.Thread):
     """Builds it while the program goes on."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def _finish(command: list[str], errors: Path, over: threading.Event) -> int:
             command, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True
         )
         try:
-            while process.poll() is None and not over.wait(POLL_S):
+            while process.poll() is None and not over.wait(BUILD_POLL_S):
                 if time.monotonic() > by_s:
                     raise subprocess.TimeoutExpired(command[0], LONGEST_BUILD_S)
             return process.returncode if process.returncode is not None else -signal.SIGKILL

@@ -36,8 +36,10 @@ class Engine:
         plan = SimpleNamespace(iteration_s=0.1, compute_s=0.08, peak_before_bytes=9, recomputed=200)
         return SimpleNamespace(recomputed=self.recomputed, plans=(plan,))
 
-    def records(self) -> Any:
-        return (SimpleNamespace(peak_bytes=77),)
+    budget_bytes: int = 47
+
+    def largest_pass(self) -> Any:
+        return SimpleNamespace(peak_bytes=77, data=[SimpleNamespace(size_bytes=60)])
 
     def forget(self) -> None:
         pass
@@ -248,6 +250,8 @@ def test_checkpointing_of_the_model_is_switched_on_and_off_again() -> None:
     own.switch_off()
     own.switch_off()
     assert flags(model) == found
+    own.switch_on(0.4)
+    assert [layer.gradient_checkpointing for layer in model.layers] == [True, True, False]
 
 
 def test_what_the_program_sets_meanwhile_stays() -> None:
@@ -314,7 +318,8 @@ def test_the_fastest_of_three_ways_stays(
             choice.iteration_ended(settled=True)
     assert choice.words.startswith(words)
     assert f"{own_s * 1e3:.0f} ms with the model's own checkpointing" in choice.words
-    assert model.layers[0].gradient_checkpointing is on
+    layers = [layer.gradient_checkpointing for layer in model.layers]
+    assert layers == [on, on, False]  # 30 of 60 bytes have to go, and a little more
     assert choice.plain_peak_bytes == 77
     choice.close()
     assert model.layers[0].gradient_checkpointing is False

@@ -13,6 +13,7 @@ or another `forward` than their class has.
 
 from __future__ import annotations
 
+import math
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -84,11 +85,22 @@ class OwnCheckpointing:
         outer = [type(model).__name__ for model in self._alive() if id(model) not in inner]
         return ", ".join(dict.fromkeys(outer))
 
-    def switch_on(self) -> None:
-        """From the next iteration on blocks are checkpointed."""
+    def switch_on(self, share: float = 1.0) -> None:
+        """From the next iteration on blocks are checkpointed: this share of the modules with flags,
+        the first ones that are called, whose tensors would be kept for longest."""
         from torch.utils.checkpoint import checkpoint
 
-        for module, flag in self._flags():
+        flags = self._flags()
+        flagged = {id(module) for module, _ in flags}
+        blocks = [
+            id(module)
+            for module, _ in flags
+            if not any(id(part) in flagged for part in module.modules() if part is not module)
+        ]
+        spared = blocks[math.ceil(share * len(blocks)) :]
+        for module, flag in flags:
+            if id(module) in spared:
+                continue
             if flag == FLAGS["transformers"]:
                 # (A function of torch's: a model that is saved meanwhile loads without kilter.)
                 self._set(module, CHECKPOINT, partial(checkpoint, use_reentrant=False))

@@ -27,6 +27,10 @@ PATIENCE = 64
 HOST_EACH_S = 1e-4
 """Of a GPU's host for a tensor that is recomputed alone, where this job has not measured it
 (docs/measurements/memory.md: 0.17 to 0.19 ms on slow hosts)."""
+COVERED = 1.2
+"""The model's own checkpointing covers this many times the bytes that have to go, where blocks can
+be left out: a block keeps its input, and blocks differ. What the budget then still lacks is planned
+around it."""
 FASTER = 0.98
 """Another way than single operations stays where an iteration takes at most this share of the time.
 """
@@ -65,6 +69,8 @@ class RecomputeChoice:
         self._measured: dict[RecomputeWay, float] = {}
         """Seconds of an iteration."""
         self._each_s = HOST_EACH_S
+        self._share = 1.0
+        """Of its blocks, how many the model's own checkpointing is to cover."""
         self._left = PATIENCE
         self._why_no_calls = ""
         self.plain_peak_bytes = 0
@@ -85,6 +91,7 @@ class RecomputeChoice:
             return
         if self.way is RecomputeWay.OPERATIONS:
             self._each_s = self._host_each_s(self._measured[self.way])
+            self._note_pass()
         can_record = self._can_record()
         if not self._untried:
             self._decide()
@@ -140,9 +147,7 @@ class RecomputeChoice:
         if way is RecomputeWay.CALLS:
             self._swapper.recompute(calls=True, each_s=self._each_s)
         elif way is RecomputeWay.OWN and self._own is not None:
-            peaks_bytes = [record.peak_bytes for record in self._swapper.records()]
-            self.plain_peak_bytes = max([self.plain_peak_bytes, *peaks_bytes])
-            self._own.switch_on()
+            self._own.switch_on(self._share)
             self._swapper.forget()
         self.way, self._left = way, PATIENCE
         self._times.begin_plan()
@@ -163,6 +168,16 @@ class RecomputeChoice:
         measured = ", ".join(each).replace(" with", " an iteration with", 1) + " [measured]"
         why = [measured] * (len(found) > 1) + [self._why_no_calls] * bool(self._why_no_calls)
         self.words = f"{what}: {'; '.join(why)}"
+
+    def _note_pass(self) -> None:
+        """The largest pass with everything kept, before checkpointing makes it another one."""
+        largest = self._swapper.largest_pass()
+        if largest is None:
+            return
+        self.plain_peak_bytes = largest.peak_bytes
+        saved_bytes = sum(datum.size_bytes for datum in largest.data)
+        over_bytes = largest.peak_bytes - self._swapper.budget_bytes
+        self._share = min(1.0, COVERED * over_bytes / max(1, saved_bytes))
 
     def _host_each_s(self, operations_s: float) -> float:
         """What a recomputed tensor took of the host's time, by the largest pass with a plan."""

@@ -76,15 +76,21 @@ class GlobalBatches:
             return list(self._drawn[0][i])
         return [index for batches in self._drawn for index in batches[i]]
 
+    def size(self, iteration: int) -> int:
+        """Samples of the global batch."""
+        i = iteration - self._first
+        return sum(len(batches[i]) for batches in self._drawn[: 1 if self.same else None])
+
     def counts(self, iteration: int, ratios: Ratios | None) -> tuple[int, ...]:
         if self._plain(iteration, ratios):
             return tuple(len(batches[iteration - self._first]) for batches in self._drawn)
         assert ratios is not None
-        return shards(len(self.all_of(iteration)), ratios)
+        return shards(self.size(iteration), ratios)
 
     def _plain(self, iteration: int, ratios: Ratios | None) -> bool:
-        few = len(self.all_of(iteration)) < len(self._drawn)
-        return ratios is None or (few and not self._may_idle)
+        if ratios is None:
+            return True
+        return not self._may_idle and self.size(iteration) < len(self._drawn)
 
     def mine(self, iteration: int, ratios: Ratios | None, rank: int) -> list[Index]:
         if self._plain(iteration, ratios):

@@ -77,13 +77,13 @@ class Job:
         torch.manual_seed(0)
         layers: list[torch.nn.Module] = []
         for _ in range(buckets):
-            layers += [torch.nn.Linear(512, 512), torch.nn.BatchNorm1d(512), torch.nn.ReLU()]
+            layers += [torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU()]
         net = torch.nn.Sequential(*layers)
-        self.model = DistributedDataParallel(net, bucket_cap_mb=1)
+        self.model = DistributedDataParallel(net, bucket_cap_mb=0.02)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         data: Any = range(256 * STEPS)
         self.loader = DataLoader(data, 128, sampler=DistributedSampler(data), drop_last=True)
-        self.pool = torch.randn(8, 512)
+        self.pool = torch.randn(8, 64)
 
     def run(self, batches: Any, ended: Any = lambda: None) -> list[float]:
         steps, begun = [], time.thread_time()
@@ -121,8 +121,12 @@ def worker(rank: int, args: argparse.Namespace) -> None:
         if rank == 0:
             proposal = stores[0], number, ratios, 2
             threading.Thread(target=propose, args=proposal, daemon=True).start()
-        while elastic.share.schedule.ratios()[-1:] != [ratios]:
+        in_force = [False]
+        while not in_force[0]:
             shared.run(divided())
+            in_force = [elastic.share.schedule.ratios()[-1:] == [ratios]]
+            dist.broadcast_object_list(in_force)
+        shared.run(divided())
     steps: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(args.passes):
         for kilter in (turn % 2 == 0, turn % 2 != 0):

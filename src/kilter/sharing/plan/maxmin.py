@@ -3,7 +3,8 @@ on (lexicographic), under the fitted time model.
 
 Search: from the ratios in force, from the even split and from one GPU for each job, one job after
 another gets the best of all its ratios with the others held, then the slowest exchanges tenths with
-another, until nothing is better. Where there are few states, the best of all of them is found.
+another, until nothing is better. The same from the best of all placements in coarse steps, which is
+taken where it ends clearly better.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ _GRIDS = (1, 2, 5, 10)
 _MOST_STATES = 5000
 """States of all jobs together up to which each is looked at: three jobs on two GPUs have 1331 in
 tenths, five have 243 in halves, and five on four GPUs 3125 in wholes and even splits."""
+_CLEARLY = 0.02
+"""Relative difference of largest slow-downs from which another placement of all jobs is taken."""
 _ROUNDS = 20
 _DIGITS = 4
 
@@ -79,6 +82,11 @@ def policy(snapshot: Snapshot, *, caution: Caution | None = None) -> tuple[Decis
     before = problem.slowdowns(now)
     best = min((problem.descend(seed) for seed in problem.seeds()), key=problem.key)
     best = problem.descend(best, exchanges=True)
+    if (seed := problem.best_of_grid()) is not None:
+        other = problem.descend(seed, exchanges=True)
+        clearly = problem.slowdowns(best).max() * (1.0 - _CLEARLY)
+        if problem.slowdowns(other).max() < clearly or not problem.possible(best):
+            best = other
     best = problem.fewest_moves(best)
     after = problem.slowdowns(best)
     falls = after.max() < before.max() * (1.0 - caution.gain)
@@ -179,8 +187,6 @@ class _Problem:
     def seeds(self) -> Iterator[SearchState]:
         """In force first: on equal terms nothing moves."""
         yield self.state
-        if (found := self._best_of_grid()) is not None:
-            yield found
         for seed in (
             [even_ratios(self.snapshot, job) for job in self.jobs],
             self._one_gpu_each(),
@@ -217,7 +223,7 @@ class _Problem:
                 break
         return state
 
-    def _best_of_grid(self) -> SearchState | None:
+    def best_of_grid(self) -> SearchState | None:
         """The best of all states in the finest steps of tenths (even splits besides) in which there
         are not too many: single moves alone end where several jobs would have to move at once."""
         for step in _GRIDS:

@@ -6,9 +6,11 @@
 Nothing is set on a GPU; NVML is only read. In order:
 
 `alone`: each network alone, one rank for each GPU: step time without kilter; overhead of an elastic
-   job with a daemon, in blocks that alternate with plain ones (median and its 95 % interval); the
-   GPU of an idle rank, watched by that rank, and the kernels that it launches; step times at three
-   ratios, from which the costs of the time model are fitted.
+   job with a daemon, in `--pairs` of blocks that alternate with plain ones (median and its 95 %
+   interval), while the split has always been even, so that DDP reduces the gradients, and with
+   `--weighted` also after other ratios, so that they are weighted; the GPU of an idle rank, watched
+   by that rank, and the kernels that it launches; step times at three ratios, from which the costs
+   of the time model are fitted.
 `slices`: how networks share GPUs in time, without kilter (`share_slices.py`).
 `policies`: all networks at once, started as users start them (`kilter share run`), and trained
    through one placement after the other while daemons (`kilter share serve`) replace each other:
@@ -63,11 +65,8 @@ SKEWED: dict[int, list[Ratios]] = {
     4: [(10, 0, 0, 0), (10, 0, 0, 0), (0, 5, 5, 0), (5, 5, 0, 0), (0, 0, 0, 10)],
 }
 STEPS_OF_PASS = 400
-PAIRS = 6
-MANY_PAIRS = {"alexnet": 45, "tiny128": 20}
-BLOCK_S = 0.35
-"""Blocks of a network without and with kilter, and how long each is about. The many are for the
-network with the shortest steps, to which an overhead of one percent has to be told."""
+BLOCK_S = 0.2
+"""How long a block of a network without or with kilter is about."""
 LOSSES_S = 50.0
 """Kept for the loss curves."""
 IDLE_NETWORKS = ("resnet50", "tiny256")
@@ -181,18 +180,24 @@ def examine(args: argparse.Namespace) -> None:
     """One rank of all networks alone; rank 0 tells and writes after each network."""
     rank, _ = begin_rank(not args.tiny)
     found: dict[str, Any] = {}
-    for name, batch in networks_of(args).items():
+    for name in args.networks:
+        batch = networks_of(args)[name]
         row = Alone(args, name, batch, rank).row()
         if rank == 0:
             found[name] = row
             Path(args.result).write_text(json.dumps(found))
             tell(
                 args,
-                f"{name} alone: {1e3 * row['step_s']:.2f} ms a step; overhead of kilter, "
-                f"{len(row['overheads'])} pairs: {100 * row['overhead']:+.2f} % "
-                f"({' to '.join(percent(row['overhead_ci95']))}); "
-                f"busy on one GPU {shown(row['busy_on_one'])}",
+                f"{name} alone: {1e3 * row['step_s']:.2f} ms a step; busy on one GPU "
+                f"{shown(row['busy_on_one'])}",
             )
+            for state, found_s in row["overheads"].items():
+                tell(
+                    args,
+                    f"  overhead of kilter, {state}, {len(found_s)} pairs: "
+                    f"{100 * statistics.median(found_s):+.2f} % "
+                    f"({' to '.join(percent(median_interval(found_s)))})",
+                )
             if row["idle"] is not None:
                 tell(args, f"idle rank of {name}: {row['idle']}")
     if not args.tiny:
@@ -280,28 +285,34 @@ class Alone:
         batches = self.job.batches(loader, lambda: iter(loader))
         return self.elastic.timed(batches, steps or self.steps)
 
-    def row(self) -> dict[str, Any]:
+    def pairs(self) -> tuple[list[float], list[float]]:
+        """Plain step times, and the overhead of the block with kilter beside each."""
         plain_s, elastic_s = [], []
         plain_loader = self.plain.loader(self.steps)
-        for pair in range(MANY_PAIRS.get(self.name, PAIRS)):
+        for pair in range(self.args.pairs):
             for kilter in (pair % 2 == 0, pair % 2 != 0):
                 if kilter:
                     elastic_s.append(self.pass_with_kilter())
                 else:
                     plain_s.append(self.plain.timed(iter(plain_loader), self.steps))
+        return plain_s, [b / a - 1 for a, b in zip(plain_s, elastic_s, strict=True)]
+
+    def row(self) -> dict[str, Any]:
+        overheads = {}
+        plain_s, overheads["always even"] = self.pairs()
         observations = [self.observed()]
         rest = [0] * (self.world - 2)
         observations.append(self.observed((7, 3, *rest)))
         with Busy(self.args.gpus) as busy:
             observations.append(self.observed((10, 0, *rest)))
         idle = self.idle(statistics.median(plain_s)) if self.name in IDLE_NETWORKS else None
+        if self.args.weighted:
+            self.change(shards(10, (1,) * self.world))
+            overheads["weighted"] = self.pairs()[1]
         if self.rank == 0:
             self.link.leave()
-        overheads = [b / a - 1 for a, b in zip(plain_s, elastic_s, strict=True)] if plain_s else []
         return {
             "step_s": statistics.median(plain_s),
-            "overhead": statistics.median(overheads),
-            "overhead_ci95": median_interval(overheads),
             "overheads": overheads,
             "plain_s": plain_s,
             "busy_on_one": busy.mean(0),
@@ -717,6 +728,8 @@ def alone(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     result = folder / "alone.json"
     own = ["--examine", "--gpus", args.gpus, "--result", str(result), "--begun", str(args.begun)]
     own += ["--endpoint", str(machine.endpoint), *(["--tiny"] if args.tiny else [])]
+    own += ["--pairs", str(args.pairs), *(["--weighted"] if args.weighted else [])]
+    own += ["--networks", *(args.networks or machine.networks)]
     launch = ["-m", "torch.distributed.run", "--standalone"]
     launch.append(f"--nproc-per-node={len(machine.gpus)}")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, machine.gpus))}
@@ -776,6 +789,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--gpus", default="0-1", help="0-1 or 0-3")
     parser.add_argument("--tiny", action="store_true", help="small networks, on a CPU")
     parser.add_argument("--parts", default="slices,policies,losses", help="besides alone")
+    parser.add_argument("--networks", nargs="+", help="instead of all")
+    parser.add_argument("--pairs", type=int, default=6, help="of blocks, for the overhead (6)")
+    parser.add_argument("--weighted", action="store_true", help="overhead after uneven ratios, too")
     parser.add_argument("--policies", default="fixed,even,maxmin,thesis")
     parser.add_argument("--alone-budget", type=float, default=180.0, help="seconds for alone")
     parser.add_argument("--pair-window", type=float, default=2.5, help="seconds, in slices")

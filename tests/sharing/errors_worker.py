@@ -33,8 +33,9 @@ UNFENCED = frozenset(
         # Only decide which step comes next; each step is behind the fence.
         "batches", "_one_stretch", "__iter__", "_next", "_end", "_convert", "_waits", "_watched",
         "sure", "forward", "end_of_pass",
-        # DDP's hook, which C++ calls in the middle of a backward pass: a product and a collective.
-        "__call__", "finished",
+        # What C++ calls in the middle of a backward pass: a product, a collective and the wait for
+        # it; and what is behind the fence as a whole.
+        "__call__", "_wait", "accumulated",
         # The fence's own answer to an error, which it guards itself.
         "_failed", "hold",
         # Parts of the function around them.

@@ -22,6 +22,7 @@ parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--drop-last", action="store_true")
 parser.add_argument("--batch-norm", action="store_true")
 parser.add_argument("--sharded", action="store_true", help="by fully_shard instead of DDP")
+parser.add_argument("--halves", action="store_true", help="two models, each in a DDP of its own")
 parser.add_argument("--break-after", type=int)
 parser.add_argument("--loader-per-epoch", action="store_true")
 parser.add_argument("--sleep", type=float, default=0.0)
@@ -47,6 +48,8 @@ if args.sharded:
 
     fully_shard(net[0])
     model = fully_shard(net)
+elif args.halves:
+    model = torch.nn.Sequential(*(DistributedDataParallel(half) for half in (net[:2], net[2:])))
 else:
     model = DistributedDataParallel(net)
 

@@ -51,8 +51,18 @@ def test_any_ratios_train_as_without_kilter(warm, tmp_path, plain):
         # A rank that counts its batches and was idle for some would break at another iteration.
         (("--break-after", "6"), [[7, 3], [10, 0]]),
         (("--loader-per-epoch", "--samples", "64"), [[7, 3], [10, 0], [4, 6]]),
+        # Of seven samples one rank has more than the other, and of the last one all.
+        (("--sampler", "plain", "--batch", "7"), [[5, 5], [5, 5]]),
+        (("--halves",), [[7, 3], [5, 5], [0, 10]]),
     ],
-    ids=["plain-loader", "drop-last-and-workers", "break", "loader-per-epoch"],
+    ids=[
+        "plain-loader",
+        "drop-last-and-workers",
+        "break",
+        "loader-per-epoch",
+        "half-and-half-of-an-odd-batch",
+        "two-models",
+    ],
 )
 def test_other_ways_to_load(warm, tmp_path, arguments, plan):
     arguments = ("--epochs", "4", "--samples", "120", *arguments)
@@ -66,6 +76,19 @@ def test_other_ways_to_load(warm, tmp_path, arguments, plan):
         assert set(samples_of_epoch(ranks)) == set(samples_of_epoch(alone))
     else:
         assert samples_of_epoch(ranks) == samples_of_epoch(alone)
+
+
+def test_while_the_split_is_even_nothing_differs_from_plain_ddp(warm, tmp_path):
+    """Not in the last bit, and each rank keeps the running statistics of its own samples."""
+    arguments = ("--batch-norm", "--samples", "256", "--batch", "16")
+    alone, _ = train(warm, 2, tmp_path / "alone", None, *arguments)
+    ranks, told = train(warm, 2, tmp_path / "shared", [[5, 5]], *arguments)
+    assert len(changes(told)) == 2
+    assert alone[0]["buffers"] != alone[1]["buffers"]
+    for rank, plain in zip(ranks, alone, strict=True):
+        assert rank["parameters"] == plain["parameters"]
+        assert rank["buffers"] == plain["buffers"]
+        assert rank["seen"] == plain["seen"]
 
 
 def test_batch_norm_statistics_are_those_of_the_global_batch(warm, tmp_path):

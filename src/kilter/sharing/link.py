@@ -17,7 +17,8 @@ import msgspec
 
 from kilter.core.errors import KilterError
 from kilter.sharing.elastic.agreement import propose
-from kilter.sharing.elastic.share import MOST_PAUSE_S, Guard, Share, connect, resumed
+from kilter.sharing.elastic.meter import Guard
+from kilter.sharing.elastic.share import MOST_PAUSE_S, Share, connect, resumed
 from kilter.sharing.messages import Facts, Identity, JobStatus, RankStatus
 from kilter.sharing.plan.snapshot import Ratios, shown
 from kilter.sharing.store import TIMEOUT, Channel, read_endpoint

@@ -177,6 +177,10 @@ TABLE = {
     "nccl_weighted_sum": Internal(
         "torch.distributed._make_nccl_premul_sum", "gradients of shares are weighted beforehand"
     ),
+    "queue_callback": Internal(
+        "torch.autograd.Variable._execution_engine.queue_callback",
+        "jobs are not shared",
+    ),
     "default_store": Internal(
         "torch.distributed.distributed_c10d._get_default_store", "ranks are governed one by one"
     ),
@@ -204,6 +208,7 @@ ATTRIBUTES = {
     "_start_trace": "torch.profiler.profile: the start",
     "_get_sequence_number_for_group": "process groups: how many collectives one has begun",
     "_get_fsdp_state": "modules sharded by fully_shard: what FSDP keeps for one",
+    "_get_ddp_logging_data": "DDP: the name of the script's own communication hook",
     "_fsdp_param_groups": "states of FSDP: the parameters that are gathered together",
     "_fsdp_param_group": "states of FSDP: the same, where there is one at most",
     "_reduce_scatter_comm": "parameter groups of FSDP: how their gradients are summed up",

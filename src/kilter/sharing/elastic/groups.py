@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kilter.observe import torch_internals
@@ -49,54 +48,56 @@ class Reduction:
     Each rank's gradient belongs to the mean loss over its own samples. With `weight = own samples /
     all samples` the sum is the gradient of the mean over the global batch, whatever the shards.
     NCCL multiplies within the sum: a product of its own would read and write all gradients again.
+
+    DDP waits for what a hook returns, bucket by bucket. A future that depends on the sum would cost
+    a callback, a stream and two events for each bucket. So the futures are complete at once, and
+    the sums are waited for before DDP asks for the first: DDP does so in a callback at the end of
+    the backward pass, which it queues right after this hook has taken the last bucket.
     """
 
     def __init__(self, whole: ProcessGroup) -> None:
         import torch.distributed as dist
 
         self._whole = whole
-        self._weighted_sums = dist.get_backend(whole) == "nccl" and hasattr(
+        self._by_nccl = dist.get_backend(whole) == "nccl" and hasattr(
             torch_internals, "nccl_weighted_sum"
         )
+        self._queue = torch_internals.queue_callback
+        self._sum = dist.AllreduceOptions()
+        self._weighted_sum: Any = None
+        self._works: list[Any] = []
         self.plain()
-        self.on_last: Callable[[], object] = _nothing
-        """Called when the last bucket of a backward pass is ready: the rank's own work is done."""
-        self.on_reduced: Callable[[], object] = _nothing
-        """Called when the last bucket is summed over the ranks."""
 
     def plain(self) -> None:
         """The mean over all ranks, as without kilter."""
-        self.weight = 1.0 / self._whole.size()
-        self.group: ProcessGroup | None = self._whole
+        self.weigh(self._whole, 1.0 / self._whole.size())
+
+    def weigh(self, group: ProcessGroup | None, weight: float) -> None:
+        """What this rank's gradients count in the next sums, which are over this group."""
+        import torch.distributed as dist
+
+        self.group, self.weight = group, weight
+        if self._by_nccl:
+            self._weighted_sum = dist.AllreduceOptions()
+            self._weighted_sum.reduceOp = torch_internals.nccl_weighted_sum(weight)
 
     def __call__(self, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         import torch
-        import torch.distributed as dist
 
         gradient = bucket.buffer()
-        last = bool(bucket.is_last())
-        if last:
-            self.on_last()
-        operation: Any = dist.ReduceOp.SUM
-        if self._weighted_sums and self.group is not None and gradient.dtype == torch.float32:
-            operation = torch_internals.nccl_weighted_sum(self.weight)
-        elif self.weight != 1.0:
+        in_sum = self._by_nccl and self.group is not None and gradient.dtype == torch.float32
+        if not in_sum and self.weight != 1.0:
             gradient.mul_(self.weight)
-        if self.group is None:
-            devices = [gradient.device] if gradient.is_cuda else None
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-            done.set_result(gradient)
-            if last:
-                self.on_reduced()
-            return done
-        work = dist.all_reduce(gradient, operation, group=self.group, async_op=True)
+        if self.group is not None:
+            options = self._weighted_sum if in_sum else self._sum
+            self._works.append(self.group.allreduce([gradient], options))
+            if bucket.is_last():
+                self._queue(self._wait)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(gradient)
+        return done
 
-        def finished(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            if last:
-                self.on_reduced()
-            return future.value()[0]
-
-        return work.get_future().then(finished)
-
-
-def _nothing() -> None: ...
+    def _wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()

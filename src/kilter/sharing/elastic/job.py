@@ -14,16 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kilter.core.reasons import Reason
 from kilter.observe import torch_internals
 from kilter.sharing.elastic.groups import MOST_RANKS_WITH_IDLE, Groups, Reduction
+from kilter.sharing.elastic.meter import Guard
 from kilter.sharing.elastic.replicas import Replicas
 from kilter.sharing.elastic.schedule import GlobalBatches, Index
-from kilter.sharing.elastic.sharded import is_sharded, reduces, sharding_flaw, weigh
-from kilter.sharing.elastic.share import (
-    POLL_S,
-    Guard,
-    Share,
-    listening_store,
-    own_address,
-)
+from kilter.sharing.elastic.sharded import is_sharded, reduces, sharding_flaw
+from kilter.sharing.elastic.share import POLL_S, Share, listening_store, own_address
 from kilter.sharing.elastic.state import RankState
 from kilter.sharing.elastic.votes import Votes
 from kilter.sharing.messages import Facts
@@ -225,9 +220,6 @@ class ElasticJob:
             return False
         control = dist.new_group(backend="gloo")
         whole = _process_group(self.models[0])
-        reduction = Reduction(whole)
-        if not self._reduces_by(reduction):
-            return False
         self._may_idle = self._idle_is_possible()
         groups = Groups(whole, _world(), subsets=self._may_idle)
         state = RankState(self.models, self.optimizers, self.others, release=self._release)
@@ -241,7 +233,7 @@ class ElasticJob:
         self.sure(groups.make)
         host, port_of_store = where[0].split()
         share = Share(
-            Replicas(self.models, reduction, groups),
+            Replicas(self.models, Reduction(whole), groups),
             state,
             groups,
             control,
@@ -263,22 +255,6 @@ class ElasticJob:
             self.refuse("other-rank", "another rank of the job cannot take part")
         return answers
 
-    def _reduces_by(self, reduction: Reduction) -> bool:
-        try:
-            for model in self.models:
-                if is_sharded(model):
-                    weigh(model, reduction)
-                    continue
-                # Without annotations: DDP compares those of a hook with its own classes.
-                model.register_comm_hook(None, lambda state, bucket: reduction(bucket))
-        except RuntimeError:
-            self.refuse(
-                "comm-hook",
-                "the model has a communication hook of its own; take it out of the script",
-            )
-            return False
-        return True
-
     def draw(self, drawn: list[list[Index]]) -> GlobalBatches | None:
         """The batches of all ranks, from the beginning of a pass on; every rank has to call it.
         None if all ranks train on as without kilter: after an error on one of them, or because the
@@ -290,7 +266,7 @@ class ElasticJob:
         broken = [f"rank {r}: {error}" for r, (error, _) in enumerate(heard) if error is not None]
         first = self.share.iteration
         batches = GlobalBatches([mine for _, mine in heard], first=first, may_idle=self._may_idle)
-        global_batch = len(batches.all_of(first)) if batches.count else self.share.world
+        global_batch = batches.size(first) if batches.count else self.share.world
         if broken:
             reason = "error", f"kilter had an error ({broken[0]})"
         elif global_batch < self.share.world:
@@ -344,6 +320,11 @@ class ElasticJob:
                     return flaw
             elif model.process_group.size() != _world():
                 return "process-group", "the model is replicated over a part of the ranks only"
+            elif model._get_ddp_logging_data().get("comm_hook"):
+                return (
+                    "comm-hook",
+                    "the model has a communication hook of its own; take it out of the script",
+                )
         return None
 
     def _fingerprint(self, drawn: list[list[Index]]) -> str:
@@ -530,7 +511,7 @@ class _Pass:
         self._position = share.iteration + len(handed)
         self._begun = share.iteration
         self._share, self._number = share, share.pass_number
-        job.describe(len(batches.all_of(share.iteration)))
+        job.describe(batches.size(share.iteration))
 
     def _waits(self) -> bool:
         """After a stretch: whether the pass goes on for this rank, after a time of idleness."""

@@ -3,40 +3,80 @@ the other active ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kilter.sharing.elastic.groups import Groups, Reduction
+from kilter.sharing.elastic.meter import Guard, Meter
+from kilter.sharing.elastic.schedule import active
+from kilter.sharing.elastic.sharded import is_sharded, weigh
 from kilter.sharing.elastic.state import Buffers
 
 
 class Replicas:
+    """While all ranks have equally many samples, DDP is left as it is: its mean over the ranks is
+    that over the samples. A hook that weights gradients is registered before the first iteration in
+    which that is not so, by all ranks; DDP has no way to take it out again."""
+
     def __init__(self, models: Sequence[Any], reduction: Reduction, groups: Groups) -> None:
         self._reduction, self._groups = reduction, groups
-        self._syncs = [model for model in models if getattr(model, "broadcast_buffers", False)]
-        self._buffers = Buffers(models if self._syncs else [])
+        self._replicated = [model for model in models if not is_sharded(model)]
+        self._sharded = [model for model in models if is_sharded(model)]
+        self._unhooked = list(self._replicated)
+        self._syncs = [model for model in self._replicated if model.broadcast_buffers]
+        self._buffers = Buffers(self._syncs and models)
+        self._counts: Sequence[int] = ()
+        self._even = True
+        self._marks: list[Any] = []
 
-    def take_over(self, on_last: Callable[[], object], on_reduced: Callable[[], object]) -> None:
-        """From here on buffers are averaged; on all ranks at once. For the callbacks see
-        `Reduction`."""
-        self._reduction.on_last, self._reduction.on_reduced = on_last, on_reduced
-        for model in self._syncs:
-            model.broadcast_buffers = False
+    def take_over(self, guard: Guard, meter: Meter) -> None:
+        """From here on gradients are weighted and steps are timed; on all ranks at once."""
+
+        def accumulated(_: object) -> None:
+            guard.run(meter.in_backward)
+
+        for model in self._replicated[len(self._marks) :]:
+            some = next(p for p in model.parameters() if p.requires_grad)
+            self._marks.append(some.register_post_accumulate_grad_hook(accumulated))
+        for model in self._sharded:
+            weigh(
+                model,
+                self._reduction,
+                lambda: guard.run(meter.work_done),
+                lambda: guard.run(meter.reduced),
+            )
 
     def give_up(self) -> None:
         """The models train as without kilter; on all ranks at once, while all are up to date."""
         self.train_plainly()
-        for model in self._syncs:
-            model.broadcast_buffers = True
+        while self._marks:
+            self._marks.pop().remove()
 
     def train_plainly(self) -> None:
         """All ranks count alike."""
         self._reduction.plain()
+        self._count((), even=True)
 
-    def begin(self, ranks: tuple[int, ...], weight: float) -> None:
-        """The next gradients are summed up over these ranks."""
-        self._reduction.group = self._groups.of(ranks)
-        self._reduction.weight = weight
+    def begin(self, counts: Sequence[int], rank: int) -> None:
+        """The samples of each rank in the next iteration. Every rank that has had samples in the
+        one before has to call it."""
+        if counts == self._counts:
+            return
+        even = len(set(counts)) == 1
+        while self._unhooked and not even:
+            # Without annotations: DDP compares those of a hook with its own classes.
+            self._unhooked[-1].register_comm_hook(
+                self._reduction, lambda reduction, bucket: reduction(bucket)
+            )
+            self._unhooked.pop()
+        self._reduction.weigh(self._groups.of(active(counts)), counts[rank] / sum(counts))
+        self._count(counts, even)
+
+    def _count(self, counts: Sequence[int], even: bool) -> None:
+        self._counts, self._even = counts, even
+        for model in self._syncs:
+            model.broadcast_buffers = even
 
     def end(self, iteration: int) -> None:
-        self._buffers.average(self._reduction.weight, self._reduction.group, iteration)
+        if not self._even:
+            self._buffers.average(self._reduction.weight, self._reduction.group, iteration)

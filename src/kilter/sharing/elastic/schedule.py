@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain, islice
 
 from kilter.sharing.plan.snapshot import Ratios, shards
 
@@ -69,29 +70,33 @@ class GlobalBatches:
         """The first iteration after the pass."""
         self.same = len(drawn) > 1 and all(list(batches) == list(drawn[0]) for batches in drawn[1:])
 
-    def all_of(self, iteration: int) -> list[Index]:
-        """The global batch, in one order on all ranks."""
+    def _parts(self, iteration: int) -> Iterator[Sequence[Index]]:
+        """Of the global batch, in one order on all ranks."""
         i = iteration - self._first
-        if self.same:
-            return list(self._drawn[0][i])
-        return [index for batches in self._drawn for index in batches[i]]
+        return (batches[i] for batches in (self._drawn[:1] if self.same else self._drawn))
+
+    def size(self, iteration: int) -> int:
+        """Samples of the global batch."""
+        return sum(map(len, self._parts(iteration)))
 
     def counts(self, iteration: int, ratios: Ratios | None) -> tuple[int, ...]:
         if self._plain(iteration, ratios):
             return tuple(len(batches[iteration - self._first]) for batches in self._drawn)
         assert ratios is not None
-        return shards(len(self.all_of(iteration)), ratios)
+        return shards(self.size(iteration), ratios)
 
     def _plain(self, iteration: int, ratios: Ratios | None) -> bool:
-        few = len(self.all_of(iteration)) < len(self._drawn)
-        return ratios is None or (few and not self._may_idle)
+        if ratios is None:
+            return True
+        return not self._may_idle and self.size(iteration) < len(self._drawn)
 
     def mine(self, iteration: int, ratios: Ratios | None, rank: int) -> list[Index]:
         if self._plain(iteration, ratios):
             return list(self._drawn[rank][iteration - self._first])
         counts = self.counts(iteration, ratios)
         begin = sum(counts[:rank])
-        return self.all_of(iteration)[begin : begin + counts[rank]]
+        whole = chain.from_iterable(self._parts(iteration))
+        return list(islice(whole, begin, begin + counts[rank]))
 
 
 def active(counts: Sequence[int]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ without samples would stop the others: the data ratio of every rank is 1 to 10.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from kilter.sharing.elastic.groups import Reduction
@@ -54,13 +54,20 @@ def sharding_flaw(
     return None
 
 
-def weigh(model: FSDPModule, reduction: Reduction) -> None:
+def weigh(
+    model: FSDPModule,
+    reduction: Reduction,
+    before: Callable[[], object],
+    after: Callable[[], object],
+) -> None:
     """Reduce the gradients of the model, and of all modules in it that are sharded by themselves,
-    by the weights of `reduction`."""
+    by the weights of `reduction`; call `before` and `after` each reduction. Twice is once."""
     for module in _modules(model):
         for group in _groups(module):
-            scatter = WeightedReduceScatter(group._reduce_scatter_comm, reduction)
-            module.set_custom_reduce_scatter(scatter)
+            plain = group._reduce_scatter_comm
+            if not isinstance(plain, WeightedReduceScatter):
+                scatter = WeightedReduceScatter(plain, reduction, before, after)
+                module.set_custom_reduce_scatter(scatter)
 
 
 class WeightedReduceScatter:
@@ -69,9 +76,16 @@ class WeightedReduceScatter:
     FSDP2 takes the mean over the ranks (or another multiple of the sum, as the script has set it).
     With each gradient times `weight * ranks` before that, the mean is the weighted sum."""
 
-    def __init__(self, plain: Any, reduction: Reduction) -> None:
+    def __init__(
+        self,
+        plain: Any,
+        reduction: Reduction,
+        before: Callable[[], object],
+        after: Callable[[], object],
+    ) -> None:
         """`plain` is the model's own reduce-scatter, which does the rest."""
         self._plain, self._reduction = plain, reduction
+        self._before, self._after = before, after
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         memory: torch.Tensor = self._plain.allocate(size, dtype=dtype, device=device)
@@ -85,15 +99,14 @@ class WeightedReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> torch.distributed.Work | None:
-        reduction = self._reduction
-        reduction.on_last()  # of several in a backward pass the last call counts
-        factor = reduction.weight * group.size()
+        self._before()
+        factor = self._reduction.weight * group.size()
         if factor != 1.0:
             input_tensor.mul_(factor)
         work: torch.distributed.Work | None = self._plain(
             output_tensor, input_tensor, group, op, async_op
         )
-        reduction.on_reduced()
+        self._after()
         return work
 
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kilter.sharing.elastic.agreement import HELD, Listener
 from kilter.sharing.elastic.groups import Groups
-from kilter.sharing.elastic.meter import Meter
+from kilter.sharing.elastic.meter import Guard, Meter
 from kilter.sharing.elastic.replicas import Replicas
 from kilter.sharing.elastic.schedule import GlobalBatches, Index, RatioSchedule, active
 from kilter.sharing.elastic.state import RankState
@@ -28,23 +28,11 @@ from kilter.sharing.messages import RankStatus
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, TCPStore
 
-T = TypeVar("T")
-
 POLL_S = 0.02
 _LEFT_TOGETHER_S = 10.0
 MOST_PAUSE_S = 30.0
 """Whatever a daemon asks for."""
 _STORE_TIMEOUT = timedelta(seconds=600)
-
-
-class Guard(Protocol):
-    """What keeps our errors from the script: the fence of the session."""
-
-    def ask(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """Its result, or nothing if it failed, which has been told then."""
-
-    def run(self, function: Callable[..., Any], *args: Any) -> bool:
-        """Whether it came to its end."""
 
 
 class Share:
@@ -72,7 +60,7 @@ class Share:
         self._replicas, self._state, self._groups = replicas, state, groups
         self._control, self._guard = control, guard
         self.listener = Listener(self.store, self.rank, self.schedule)
-        self._meter = Meter(cuda, self._publish)
+        self._meter = Meter(cuda, self._publish, guard)
         self._batches: GlobalBatches | None = None
         self._drawn: tuple[int, list[bytes]] | None = None
         self._before = self._everyone
@@ -91,11 +79,8 @@ class Share:
         return tuple(range(self.world))
 
     def take_over(self) -> None:
-        """From here on the share reduces gradients and averages buffers; on all ranks at once."""
-        guard, meter = self._guard, self._meter
-        self._replicas.take_over(
-            lambda: guard.run(meter.work_done), lambda: guard.run(meter.reduced)
-        )
+        """From here on the ratio may change; on all ranks at once."""
+        self._replicas.take_over(self._guard, self._meter)
 
     def give_up(self) -> None:
         """The models train as without kilter; on all ranks at once, while all are up to date."""
@@ -162,10 +147,9 @@ class Share:
             self._bring_up_to_date(current[0], joining, iteration)
         self._before = now
         self.iteration = iteration
-        if self.rank not in now:
-            return
-        self._replicas.begin(now, counts[self.rank] / sum(counts))
-        self._guard.run(self._meter.begin, counts[self.rank])
+        self._replicas.begin(counts, self.rank)
+        if self.rank in now:
+            self._guard.run(self._meter.begin, counts[self.rank])
 
     def _pause(self, iteration: int) -> None:
         """Stand still if that was agreed for this iteration. Every rank ends the pause by itself,

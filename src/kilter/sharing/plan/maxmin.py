@@ -3,7 +3,8 @@ on (lexicographic), under the fitted time model.
 
 Search: from the ratios in force, from the even split and from one GPU for each job, one job after
 another gets the best of all its ratios with the others held, then the slowest exchanges tenths with
-another, until nothing is better. Where there are few states, the best of all of them is found.
+another, until nothing is better. The same from the best of all placements in coarse steps, which is
+taken where it ends clearly better.
 """
 
 from __future__ import annotations
@@ -50,8 +51,13 @@ _ALL_RATIOS_UP_TO = 4
 """GPUs up to which every ratio of a job is tried (286 for 4); beyond, moves and even splits."""
 _STEPS = (1, 2, 3, 5)
 """Tenths that each of two jobs gives the other's GPU in an exchange."""
-_ALL_STATES_UP_TO = 5000
-"""States of all jobs together up to which each is looked at: three jobs on two GPUs have 1331."""
+_GRIDS = (1, 2, 5, 10)
+"""Steps in tenths, from the finest, of the ratios of which all combinations are tried."""
+_MOST_STATES = 5000
+"""States of all jobs together up to which each is looked at: three jobs on two GPUs have 1331 in
+tenths, five have 243 in halves, and five on four GPUs 3125 in wholes and even splits."""
+_CLEARLY = 0.02
+"""Relative difference of largest slow-downs from which another placement of all jobs is taken."""
 _ROUNDS = 20
 _DIGITS = 4
 
@@ -75,7 +81,12 @@ def policy(snapshot: Snapshot, *, caution: Caution | None = None) -> tuple[Decis
     now = problem.state
     before = problem.slowdowns(now)
     best = min((problem.descend(seed) for seed in problem.seeds()), key=problem.key)
-    best = min(problem.descend(best, exchanges=True), problem.best_of_few(best), key=problem.key)
+    best = problem.descend(best, exchanges=True)
+    if (seed := problem.best_of_grid()) is not None:
+        other = problem.descend(seed, exchanges=True)
+        clearly = problem.slowdowns(best).max() * (1.0 - _CLEARLY)
+        if problem.slowdowns(other).max() < clearly or not problem.possible(best):
+            best = other
     best = problem.fewest_moves(best)
     after = problem.slowdowns(best)
     falls = after.max() < before.max() * (1.0 - caution.gain)
@@ -212,16 +223,42 @@ class _Problem:
                 break
         return state
 
-    def best_of_few(self, state: SearchState) -> SearchState:
-        """The best of all states where there are few; otherwise the given one."""
-        options = [
-            [old] if fixed else found
-            for old, fixed, found in zip(state, self._fixed, self._options, strict=True)
-        ]
-        if math.prod(map(len, options)) > _ALL_STATES_UP_TO:
-            return state
-        states = list(itertools.product(*options))
-        return self._best(self._listed(states)) or state
+    def best_of_grid(self) -> SearchState | None:
+        """The best of all states in the finest steps of tenths (even splits besides) in which there
+        are not too many: single moves alone end where several jobs would have to move at once."""
+        for step in _GRIDS:
+            options = [
+                [now] if fixed else [r for r in found if self._in_steps(job, r, step)]
+                for job, now, fixed, found in zip(
+                    self.jobs, self.state, self._fixed, self._options, strict=True
+                )
+            ]
+            if 0 < math.prod(map(len, options)) <= _MOST_STATES:
+                return self._best(self._combined(options))
+        return None
+
+    def _in_steps(self, job: SharedJob, ratios: Ratios, step: int) -> bool:
+        """Whether the parts are multiples of so many tenths, or even. The tenths that ranks keep
+        because none may be idle are counted where there are most."""
+        parts = list(ratios)
+        if not job.may_idle:
+            most = parts.index(max(parts))
+            parts = [0 if part == 1 else part for part in parts]
+            parts[most] += ratios.count(1)
+        return all(part % step == 0 for part in parts) or ratios == even_ratios(self.snapshot, job)
+
+    def _combined(self, options: Sequence[Sequence[Ratios]]) -> _Cases:
+        """Every choice of one of its ratios for each job."""
+        which = np.indices([len(each) for each in options]).reshape(len(options), -1)
+        rows = [[self._row(i, ratios) for ratios in each] for i, each in enumerate(options)]
+        samples = np.stack(
+            [np.array(r, dtype=float)[w] for r, w in zip(rows, which, strict=True)], 1
+        )
+
+        def at(index: int) -> SearchState:
+            return tuple(each[k] for each, k in zip(options, which[:, index], strict=True))
+
+        return _Cases(samples, at)
 
     def _neighbourhoods(self, state: SearchState, exchanges: bool) -> Iterator[_Cases]:
         """First all ratios of the jobs one by one; then exchanges of the slowest with another."""

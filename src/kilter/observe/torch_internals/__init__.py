@@ -197,6 +197,8 @@ ATTRIBUTES = {
     "_post_accumulate_grad_hooks": "parameters: hooks of the program on gradients",
     "_backward_hooks": "modules and tensors: hooks of the program on gradients",
     "_backward_pre_hooks": "modules: hooks of the program on gradients",
+    "_forward_pre_hooks": "modules: hooks of the program before a call",
+    "_forward_hooks": "modules: hooks of the program after a call",
     "_parameters": "modules: the parameters as they are stored",
     "_optimizer_step_pre_hooks": "optimizers: the order of hooks before a step",
     "_optimizer_step_post_hooks": "optimizers: the order of hooks after a step",

@@ -69,8 +69,11 @@ def train(
     crowded: bool = False,
     begun_bytes: int = 0,
     streaming_s: float = 1.0,
+    first_batch: int = 256,
+    begins_after: int = 0,
 ) -> tuple[list[bytes], StateAndWeightPolicy | None, Swapper | None]:
-    """A training under a swapper and a floor, or plain."""
+    """A training under a swapper and a floor, or plain. The budget may be in force only after some
+    iterations, as a share is."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))
@@ -79,7 +82,7 @@ def train(
     losses = []
 
     def step() -> None:
-        loss = model(torch.randn(256, WIDTH)).square().mean()
+        loss = model(torch.randn(256 if losses else first_batch, WIDTH)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -92,7 +95,8 @@ def train(
             step()
     else:
         backend = Weighed()
-        swapper = Swapper(backend, budget_bytes=budget_bytes, link=H200_PCIE5, min_bytes=1024)
+        begin_bytes = 2**40 if begins_after else budget_bytes
+        swapper = Swapper(backend, budget_bytes=begin_bytes, link=H200_PCIE5, min_bytes=1024)
         made = StateAndWeightPolicy(
             swapper, CpuStandIn, H200_PCIE5, fence, gradients=gradients, min_bytes=1024
         )
@@ -104,6 +108,10 @@ def train(
                 nonlocal now_s
                 away = made.report is not None and made.report.offloaded_bytes > 0
                 now_s += streaming_s if away else 1.0
+                if len(losses) < begins_after:
+                    return
+                if len(losses) == begins_after:
+                    swapper.limit(budget_bytes)
                 made.iteration_ended(swapper.report(), budget_bytes, now_s)
 
             handle = register_optimizer_step_post_hook(iteration_ended)  # where a session tells it
@@ -129,6 +137,16 @@ def test_gradients_stay_where_feature_maps_alone_meet_the_budget() -> None:
     assert swapper is not None
     assert made.settled
     assert made.report is None
+    assert swapper.report().planned > 5
+
+
+def test_a_larger_pass_that_never_comes_again_is_not_waited_for() -> None:
+    values, made, swapper = train(20, STATE_BYTES // 2, first_batch=512, begins_after=3)
+    assert values == train(20, first_batch=512)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.report is not None
+    assert made.report.offloaded_bytes > 0
     assert swapper.report().planned > 5
 
 

@@ -277,6 +277,9 @@ def batched(batch=8):
 def two():
     return *make(), lambda y, target: y.sum()
 
+def nothing():
+    return *make(), lambda y: None
+
 def sparse():
     return nn.Embedding(10, 64, sparse=True), (torch.randint(10, (4,)),)
 
@@ -308,6 +311,7 @@ def test_a_model_without_a_tensor_of_a_mebibyte_has_a_size(tiny, capsys):
         (["tiny.py:needs"], "needs is called without arguments: missing a required argument"),
         (["tiny.py:make", "--batch", "4"], "make is called with batch=N alone: got an unexpected"),
         (["tiny.py:two"], "the loss has to take the model's output alone"),
+        (["tiny.py:nothing"], "the loss has to be a tensor; it is a NoneType"),
         (["tiny.py:sparse"], "makes a sparse tensor: its memory cannot be known from shapes"),
     ],
 )
@@ -367,6 +371,9 @@ def model():
 
 def shapes():
     return nn.Linear(4, 4), (torch.randn(2, 5),)
+
+def lines():
+    raise ValueError("one\\nanother")
 """
 
 
@@ -377,6 +384,7 @@ def shapes():
         ("ends", "ends on the meta device failed in broken.py, line 10: SystemExit: 5"),
         ("model", "the model of broken.py:model failed in broken.py, line 14: AttributeError: 'Mo"),
         ("shapes", "of the model of broken.py:shapes failed: RuntimeError: "),
+        ("lines", "failed in broken.py, line 23: ValueError: one another"),
     ],
 )
 def test_an_error_of_the_users_code_is_one_sentence(tmp_path, monkeypatch, capsys, what, words):

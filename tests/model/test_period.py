@@ -45,6 +45,7 @@ def test_a_steady_gpu_has_no_period():
 
 def test_few_readings_are_too_short():
     assert detect(seen(np.arange(5.0), np.arange(5.0))).code == "short"
+    assert detect(seen(np.arange(1.0), np.arange(1.0))).reason == "only 1 reading"
 
 
 def test_an_alias_is_refused_because_the_energy_counter_does_not_show_it():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -253,6 +254,7 @@ GOOD = gzip.decompress(RESNET.read_bytes())
         ("other.json", b'{"events": []}', "not a Kineto trace"),
         ("list.json", b"[1, 2]", "not a Kineto trace"),
         ("empty.json", b'{"traceEvents": []}', "holds no operations"),
+        ("none.json", re.sub(rb'"dur": ?[0-9.]+', b'"dur":0', GOOD), "that take time"),
         ("latin.json", b'{"traceEvents": [{"name": "\xff"}]}', "JSON"),
     ],
 )
@@ -263,6 +265,17 @@ def test_a_broken_file_is_one_clear_line(tmp_path, name, raw, says):
         read_kineto(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_is_left_out(tmp_path):
+    """Arguments of other kinds than the profiler's, and times that no clock shows."""
+    content = json.loads(GOOD)
+    first = [e for e in content["traceEvents"] if e.get("cat") == "kernel"][:2]
+    first[0]["args"] |= {"correlation": [1], "device": 0, "stream": {}}
+    first[1]["ts"] = 9e17
+    path = tmp_path / "strange.json"
+    path.write_text(json.dumps(content))
+    assert read_kineto(path).iteration_s == pytest.approx(read_kineto(RESNET).iteration_s, rel=0.05)
 
 
 def test_a_missing_file(tmp_path):

@@ -254,6 +254,15 @@ def test_the_rank_comes_from_the_file_its_name_or_its_place(tmp_path):
     plain = write(tmp_path / "t.json", content)
     assert read_rank(plain, table=TABLE, otherwise=5).rank == 5
     assert read_rank(write(tmp_path / "rank3.json", job(1)), table=TABLE).rank == 1
+    for rank in (-1, 2**64, 1e308):  # no numbers of a rank
+        content["distributedInfo"] = {"rank": rank}
+        assert read_rank(write(plain, content), table=TABLE, otherwise=5).rank == 5
+
+
+def test_a_number_beyond_64_bits_is_no_number(tmp_path):
+    events = [kernel(ALL_REDUCE, 0, 100, correlation=2**64, **{"External id": 1e308})]
+    found = read_rank(write(tmp_path / "t.json", trace(events)), table=TABLE)
+    assert [c.op for c in found.collectives] == ["all_reduce"]
 
 
 def test_the_work_of_another_gpu_is_left_out_by_name(tmp_path):

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -431,6 +432,7 @@ def test_impure_branches_run_serially_with_the_reason():
     assert "only one" in refused([torch.neg], x, mode="threads")
     assert "read on the host (__bool__)" in refused([lambda x: x if x.sum() > 0 else -x] * 2, x)
     assert "depends on data" in refused([lambda x: x[x > 0], torch.neg], x)
+    assert "a SimpleNamespace" in refused([lambda x: SimpleNamespace(y=x), torch.neg], x)
 
 
 def test_dropout_stays_random_and_batch_norm_counts_once():

@@ -97,6 +97,7 @@ def test_the_page(capsys, tmp_path):
     [
         ([], {}, "there are no jobs"),
         ([JOB, JOB], {}, "same name"),
+        ([JOB | {"name": "a\x1b[31m"}], {}, "can be printed"),
         ([JOB | {"ratios": [5, 4]}], {}, "sum to 10"),
         ([JOB | {"ratios": [10]}], {}, "2 numbers"),
         ([JOB | {"ratios": [10, 0], "may_idle": False}], {}, "needs may_idle"),

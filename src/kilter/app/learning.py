@@ -200,7 +200,7 @@ def _fit_both(points: Sequence[TrainingPoint]) -> tuple[Any, Any]:
 
     if len(points) < LEAST_POINTS:
         raise UsageError(
-            f"{len(points)} settings are too few to learn from: {LEAST_POINTS} at least"
+            f"too few settings to learn from: {len(points)} of the {LEAST_POINTS} that are needed"
         )
     x = _matrix(points)
     x[:, np.isnan(x).all(axis=0)] = 0.0  # scikit-learn refuses a column of which nothing is known

@@ -137,4 +137,4 @@ def _tell(found: Sequence[Worth], device: ClockCosts, analysis: Analysis) -> Non
         f"{show_time(device.break_even_s)} on."
     )
     for text in analysis.left_out:
-        print(f"Left out: {text}.")
+        print(f"Note: {text}.")

@@ -22,6 +22,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from kilter.core.setting import Sample
+from kilter.core.units import show_count, show_time
 
 Array = NDArray[np.float64]
 
@@ -155,7 +156,9 @@ def detect(telemetry: Telemetry) -> Detection:
     """The period of the iterations in this telemetry, or why there is none."""
     t = telemetry.t_s
     if len(t) < 16:
-        return Detection(period_s=None, code="short", reason=f"only {len(t)} readings")
+        return Detection(
+            period_s=None, code="short", reason=f"only {show_count(len(t), 'reading')}"
+        )
     channels = _channels(telemetry)
     if not channels:
         return Detection(
@@ -171,7 +174,7 @@ def detect(telemetry: Telemetry) -> Detection:
         return Detection(
             period_s=None,
             code="aperiodic",
-            reason=f"no window of at least {resolution_s:.3g} s looks like the next one",
+            reason=f"no window of at least {show_time(resolution_s)} looks like the next one",
             resolution_s=resolution_s,
         )
     if _is_alias(telemetry, 1.0 / lag.period_s, update_s):
@@ -179,9 +182,9 @@ def detect(telemetry: Telemetry) -> Detection:
             period_s=None,
             code="unresolvable",
             reason=(
-                f"not resolvable from telemetry: power readings every {update_s * 1e3:.0f} ms seem "
-                f"to repeat every {lag.period_s:.3g} s, but the energy counter does not, so the "
-                f"iteration is shorter than {resolution_s * 1e3:.0f} ms; use marks"
+                f"not resolvable from telemetry: power readings every {show_time(update_s)} seem "
+                f"to repeat every {show_time(lag.period_s)}, but the energy counter does not, so "
+                f"the iteration is shorter than {show_time(resolution_s)}; use marks"
             ),
             resolution_s=resolution_s,
         )
@@ -203,8 +206,8 @@ def doubt(telemetry: Telemetry, detection: Detection) -> str | None:
     at, counted = _power_of_counter(telemetry)
     if len(at) < 16:
         return (
-            f"power and utilisation repeat every {detection.period_s:.3g} s, but without a moving"
-            " energy counter this may be the alias of a shorter iteration"
+            f"the readings repeat every {show_time(detection.period_s)}, but without a moving "
+            "energy counter this may be the alias of a shorter iteration"
         )
     interval_s = float(np.median(np.diff(at)))
     share = interval_s / detection.period_s
@@ -214,9 +217,10 @@ def doubt(telemetry: Telemetry, detection: Detection) -> str | None:
         return None
     if share <= 1.0 / CERTAIN_SAMPLES and _finer_than_counter(telemetry):
         return None
+    every, shortest = show_time(detection.period_s), show_time(detection.resolution_s)
     return (
-        f"not resolvable from telemetry: power repeats every {detection.period_s:.3g} s, but this "
-        f"may be the alias of an iteration shorter than {detection.resolution_s * 1e3:.0f} ms"
+        f"not resolvable from telemetry: the readings repeat every {every}, but this may be the "
+        f"alias of an iteration shorter than {shortest}"
     )
 
 

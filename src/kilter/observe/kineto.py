@@ -25,7 +25,7 @@ from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.model.intervals import Interval, Times, difference, intersection, length, union
-from kilter.observe.trace_events import TraceFile
+from kilter.observe.trace_events import MOST_US, TraceFile
 from kilter.observe.traffic import bytes_moved
 
 MODULE = "kilter::module::"
@@ -65,8 +65,10 @@ class TraceEvent(msgspec.Struct, frozen=True):
     def end(self) -> float:
         return self.ts + self.dur
 
-    def arg(self, name: str) -> Any:
-        return self.args.get(name) if self.args else None
+    def arg(self, name: str, *kinds: type) -> Any:
+        """None for an argument of another kind as well: any program may have written the file."""
+        value = self.args.get(name) if self.args else None
+        return value if isinstance(value, kinds) else None
 
 
 def read_kineto(
@@ -168,7 +170,7 @@ class _Trace:
         flops: Flops | None,
         breathe: Callable[[], None],
     ) -> None:
-        spans = [e for e in events if e.ph == "X" and e.dur >= 0.0]
+        spans = [e for e in events if e.ph == "X" and e.dur >= 0.0 and abs(e.ts) + e.dur <= MOST_US]
         # The host's clock wins ties so that a parent comes before its first child.
         self._host = sorted((e for e in spans if e.cat in _HOST), key=lambda e: (e.ts, -e.dur))
         self._device_events = sorted((e for e in spans if e.cat in _DEVICE), key=lambda e: e.ts)
@@ -197,11 +199,12 @@ class _Trace:
             self._close(name, thread, float("inf"))
         timeline = "gpu" if self._device_events else "host"
         pieces = self._kernels() if self._device_events else self._main_thread()
-        if not pieces:
-            raise FileError(f"{self._where}: holds no operations that take time")
-        spans = self._number(pieces, iterations, iteration_s)
+        spans = self._number(pieces, iterations, iteration_s) if pieces else []
         units = [_Unit.group([p for p in pieces if p.iteration == i]) for i in range(len(spans))]
-        mean, length_us, count = _average(units, spans, self._waits)
+        if not any(units):
+            raise FileError(f"{self._where}: holds no operations that take time")
+        spans = [span for span, of_one in zip(spans, units, strict=True) if of_one]
+        mean, length_us, count = _average([u for u in units if u], spans, self._waits)
         name = device or next(iter(self._devices), "") or ("cpu" if timeline == "host" else "gpu")
         return IterationTrace(
             iteration_s=iteration_s or length_us * 1e-6,
@@ -220,7 +223,7 @@ class _Trace:
         self._close(event.tid, thread, event.ts)
         parent = thread.stack[-1] if thread.stack else None
         if event.cat in ("cuda_runtime", "cuda_driver"):
-            correlation = event.arg("correlation")
+            correlation = event.arg("correlation", int, str)
             if correlation is not None:
                 self._launched[correlation] = (event.ts, parent)
             return
@@ -243,16 +246,16 @@ class _Trace:
             self._waits.append((event.ts, event.end))
         compiled = event.name.startswith(_COMPILED)
         busy = not annotation or waits or compiled or (parent is not None and parent.busy)
-        sequence = event.arg("Sequence number")
+        sequence = event.arg("Sequence number", int, str)
         if not backward and sequence is not None and owner is not None and not annotation:
             self._forward[sequence] = owner.name
         operation, sized = (parent.operation, parent.sized) if parent else (None, None)
         if not annotation and _is_operation(event.name):
-            shapes, types = event.arg("Input Dims") or (), event.arg("Input type") or ()
+            shapes, types = event.arg("Input Dims", list) or (), event.arg("Input type", list) or ()
             if operation is None or self._device_events:
                 operation = _Work(bytes_moved=bytes_moved(event.name, shapes, types))
             if sized is None and self._flops is not None and shapes:
-                count = self._flops(event.name, shapes, event.arg("Concrete Inputs") or ())
+                count = self._flops(event.name, shapes, event.arg("Concrete Inputs", list) or ())
                 if count is not None:
                     sized = _Work(flops=count)
         return _Open(event.end, owner, busy, backward, operation, sized)
@@ -275,11 +278,11 @@ class _Trace:
             return outer
         if name in _HOST_COPY:
             return _Owner(name, Kind.COPY)
-        graded = event.arg("Sequence number") is not None
+        graded = event.arg("Sequence number", int, str) is not None
         return _Owner(name, Kind.FORWARD if graded else Kind.OTHER)
 
     def _backward(self, event: TraceEvent, thread: _Thread) -> _Owner:
-        name = self._forward.get(event.arg("Sequence number"))
+        name = self._forward.get(event.arg("Sequence number", int, str))
         if name is not None:
             thread.last_backward = _Owner(name, Kind.BACKWARD)
         # Gradients are accumulated right behind the operation that made them.
@@ -313,24 +316,24 @@ class _Trace:
         """The work of the GPU that works most, in order of begin; `iteration` is still open."""
         busy: defaultdict[Any, float] = defaultdict(float)
         for event in self._device_events:
-            busy[event.arg("device")] += event.dur
+            busy[event.arg("device", int, str)] += event.dur
         device = max(busy, key=lambda d: busy[d])
-        return [self._kernel(e) for e in self._device_events if e.arg("device") == device]
+        return [self._kernel(e) for e in self._device_events if e.arg("device", int, str) == device]
 
     def _kernel(self, event: TraceEvent) -> _Piece:
         # The GPU runs behind the host: what nobody has launched here was launched before the trace.
         before = -inf if self._launched else event.ts
-        launched, parent = self._launched.get(event.arg("correlation"), (before, None))
+        launched, parent = self._launched.get(event.arg("correlation", int, str), (before, None))
         flops, bytes_ = parent.take() if parent else (0.0, 0.0)
         owner = parent.owner if parent else None
         if event.cat == "kernel" and _COLLECTIVE.search(event.name):
-            owner = _Owner(event.arg("Collective name") or _short(event.name), Kind.COLLECTIVE)
+            owner = _Owner(event.arg("Collective name", str) or _short(event.name), Kind.COLLECTIVE)
         elif event.cat == "gpu_memcpy" and _COPY.match(event.name):
-            owner, bytes_ = _Owner(event.name.partition(" (")[0], Kind.COPY), event.arg("bytes")
+            owner = _Owner(event.name.partition(" (")[0], Kind.COPY)
+            bytes_ = event.arg("bytes", int)
         elif owner is None:
             owner = _Owner(_short(event.name), Kind.OTHER)
-        at = event.arg("stream")
-        stream = at if isinstance(at, int) else 0
+        stream = event.arg("stream", int) or 0
         return _Piece(event.ts, event.end, owner, stream, launched, flops, float(bytes_ or 0.0))
 
     # Iterations.

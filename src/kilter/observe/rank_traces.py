@@ -35,11 +35,9 @@ from kilter.model.intervals import union
 from kilter.observe.gpu_markers import GpuWork, markers
 from kilter.observe.kineto import ITERATION_END
 from kilter.observe.repetition import starts
-from kilter.observe.trace_events import Args, RawEvent, TraceFile
+from kilter.observe.trace_events import MOST_US, Args, RawEvent, TraceFile
 
 _US = 1e-6
-MOST_US = 2**63 / 1e3
-"""Times in nanoseconds have 64 bits."""
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCH = {"cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime"}
 _STEP = re.compile(r"ProfilerStep\s?#?\*?(\d+)")
@@ -148,7 +146,7 @@ def read_rank(
     info = file.head.get("distributedInfo")
     info = info if isinstance(info, dict) else {}
     rank = _integer(info.get("rank"))
-    if rank is None:
+    if rank is None or rank < 0:
         rank = int(named[-1]) if named else otherwise
     return timeline.finish(
         rank=rank,
@@ -186,10 +184,12 @@ class _Groups:
 
 
 def _integer(value: object) -> int | None:
+    """None for what is no integer of 64 bits."""
     try:
-        return int(value)  # type: ignore[call-overload, no-any-return]
-    except (TypeError, ValueError):
+        number: int = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError, OverflowError):
         return None
+    return number if -(2**63) <= number < 2**63 else None
 
 
 def _integers(value: object) -> tuple[int, ...] | None:

@@ -26,6 +26,8 @@ CHUNK_BYTES = 4 << 20
 MOST_BYTES = 64 << 30
 MOST_HEAD_BYTES = 64 << 20
 """The keys before the events are decoded as a whole, up to this size."""
+MOST_US = 2**63 / 1e3
+"""Times in nanoseconds have 64 bits."""
 _CUTS = 64
 """Places tried in one chunk before more of the file is read."""
 

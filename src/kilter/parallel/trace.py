@@ -111,6 +111,11 @@ _HOST_READS = {
 
 
 _REAL = (torch.Tensor, torch.nn.Parameter)
+_CONSTANTS = (
+    int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+"""Types of results that a replay may return as the trace has seen them. An object of another type
+could hold a tensor of the trace, which has no values."""
 
 
 _CUTS = {
@@ -206,6 +211,11 @@ def trace(
         made = function(*given, **by_name)
         watch.inside = False
         outputs, seen["spec"] = pytree.tree_flatten(made)
+        for leaf in outputs:
+            if not isinstance(leaf, (torch.Tensor, *_CONSTANTS)):
+                kind = type(leaf).__name__
+                text = f"a result is a {kind}, which may hold tensors of the trace"
+                raise WayRefused("unknown_output", text, kind)
         is_tensor = [isinstance(leaf, torch.Tensor) for leaf in outputs]
         seen["const"] = {
             i: leaf for i, (leaf, yes) in enumerate(zip(outputs, is_tensor, strict=True)) if not yes

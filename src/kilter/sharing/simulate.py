@@ -192,6 +192,8 @@ def _longest_s(machine: Machine) -> float:
 
 
 def _job_flaw(machine: Machine, job: JobSpec) -> str | None:
+    if not job.name or not job.name.isprintable():
+        return f"a job's name is {job.name!r}: it has to be text that can be printed"
     times = [getattr(job.cost, name) for name in job.cost.__struct_fields__]
     if not all(math.isfinite(t) and t >= 0.0 for t in times) or job.cost.sample_s <= 0.0:
         return f"job {job.name!r}: every cost has to be finite and at least 0, sample_s above 0"

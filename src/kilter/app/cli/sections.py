@@ -175,7 +175,7 @@ def _tell(analysis: Analysis, answers: Sequence[str]) -> None:
             apart = show_duration(abs(rank.clock_offset_s or 0.0))
             print(f"The clock of rank {rank.rank} is {apart} off; the collectives align it.")
     for text in analysis.left_out:
-        print(f"Left out: {text}.")
+        print(f"Note: {text}.")
 
 
 def _print_columns(rows: Sequence[Sequence[str]]) -> None:

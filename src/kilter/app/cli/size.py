@@ -190,7 +190,7 @@ class _UserCode(AbstractContextManager[None]):
             and not Path(frame.filename).is_relative_to(home)
             and "site-packages" not in frame.filename
         ]
-        told = "".join(traceback.format_exception_only(error)[-1:]).strip()
+        told = " ".join("".join(traceback.format_exception_only(error)[-1:]).split())
         raise UserCodeError(f"{self._what} failed{''.join(lines[-1:])}: {told}") from error
 
 

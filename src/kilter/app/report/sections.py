@@ -38,9 +38,7 @@ _STYLE = """<style>
 def page(analysis: Analysis, answer: str, reasons: Sequence[str] = ()) -> str:
     """`answer` is one sentence, `reasons` what led to it."""
     reasoning = "".join(f"<p class='finding'>{escape(reason)}</p>" for reason in reasons)
-    left_out = "".join(
-        f"<p class='facts'>Left out: {escape(text)}.</p>" for text in analysis.left_out
-    )
+    left_out = "".join(f"<p class='facts'>Note: {escape(text)}.</p>" for text in analysis.left_out)
     facts = (
         f"{show_count(len(analysis.ranks), 'rank')}; {analysis.matched} of {analysis.collectives} "
         "collectives were seen on more than one rank. Times are measured, per iteration."

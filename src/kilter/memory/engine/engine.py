@@ -270,8 +270,11 @@ class Swapper(AbstractContextManager["Swapper"]):
         return tuple(kind.record for kind in self._kinds)
 
     def largest_pass(self) -> PassRecord | None:
-        """The record of the kind of pass with the largest plain peak."""
-        return max(self.records(), key=lambda record: record.peak_bytes, default=None)
+        """The record of the kind of pass with the largest plain peak; one that never came again
+        counts only while none has."""
+        records = self.records()
+        again = [record for record in records if record.passes > 1]
+        return max(again or records, key=lambda record: record.peak_bytes, default=None)
 
     def plans(self) -> tuple[tuple[PassRecord, MemoryPlan, tuple[int, ...]], ...]:
         """For each kind of pass with a plan: its record, the plan, and the number of the tensor

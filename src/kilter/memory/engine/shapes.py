@@ -333,6 +333,8 @@ class _Job:
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._store.unpack_hook):
                 loss = self._model.loss()
+            if not hasattr(loss, "backward"):
+                raise UsageError(f"the loss has to be a tensor; it is a {type(loss).__name__}")
             loss.backward()
         finally:
             for handle in (*handles, *norms):

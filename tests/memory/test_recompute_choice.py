@@ -17,7 +17,13 @@ import kilter
 from kilter.memory.iteration_times import IterationTimes
 from kilter.memory.own_checkpointing import OwnCheckpointing
 from kilter.memory.plan import problem
-from kilter.memory.recompute_choice import HOST_EACH_S, MEASURED, PATIENCE, RecomputeChoice
+from kilter.memory.recompute_choice import (
+    HOST_EACH_S,
+    MEASURED,
+    MOST_TENSORS,
+    PATIENCE,
+    RecomputeChoice,
+)
 from kilter.testing.stand_in import small_tensors
 
 
@@ -31,6 +37,7 @@ class Engine:
     asked: list[bool] = field(default_factory=list)
     each_s: list[float] = field(default_factory=list)
     worth: bool = True
+    tensors: int = 1
 
     def report(self) -> Any:
         plan = SimpleNamespace(iteration_s=0.1, compute_s=0.08, peak_before_bytes=9, recomputed=200)
@@ -39,7 +46,7 @@ class Engine:
     budget_bytes: int = 47
 
     def largest_pass(self) -> Any:
-        return SimpleNamespace(peak_bytes=77, data=[SimpleNamespace(size_bytes=60)])
+        return SimpleNamespace(peak_bytes=77, data=[SimpleNamespace(size_bytes=60)] * self.tensors)
 
     def forget(self) -> None:
         pass
@@ -111,6 +118,13 @@ def test_without_a_call_that_is_worth_it_operations_stay() -> None:
     choice.iteration_ended(settled=True)
     assert engine.asked == [True, False]
     assert choice.words.endswith("no whole call of a module is worth recomputing")
+
+
+def test_so_many_tensors_that_a_plan_with_calls_would_take_minutes() -> None:
+    engine = Engine(tensors=MOST_TENSORS + 1)
+    choice = chosen(engine, 0.1)
+    assert engine.asked == []
+    assert choice.words.endswith("whole calls of modules are not tried with so many tensors")
 
 
 def test_where_no_plan_comes_operations_come_back() -> None:

@@ -27,6 +27,9 @@ PATIENCE = 64
 HOST_EACH_S = 1e-4
 """Of a GPU's host for a tensor that is recomputed alone, where this job has not measured it
 (docs/measurements/memory.md: 0.17 to 0.19 ms on slow hosts)."""
+MOST_TENSORS = 4000
+"""In a pass of more saved tensors calls are not tried: their plans would take minutes, in which the
+program waits (2,000 layers on a busy CPU: about two)."""
 COVERED = 1.2
 """The model's own checkpointing covers this many times the bytes that have to go, where blocks can
 be left out: a block keeps its input, and blocks differ. What the budget then still lacks is planned
@@ -91,11 +94,10 @@ class RecomputeChoice:
             return
         if self.way is RecomputeWay.OPERATIONS:
             self._each_s = self._host_each_s(self._measured[self.way])
-            self._note_pass()
-        can_record = self._can_record()
+            self._note_pass(self._untried or [])
         if not self._untried:
             self._decide()
-        elif can_record or self._untried[-1] is not RecomputeWay.CALLS:
+        elif self._calls_are_ready(self._untried) or self._untried[-1] is not RecomputeWay.CALLS:
             self._take(self._untried.pop())
 
     def close(self) -> None:
@@ -169,11 +171,18 @@ class RecomputeChoice:
         why = [measured] * (len(found) > 1) + [self._why_no_calls] * bool(self._why_no_calls)
         self.words = f"{what}: {'; '.join(why)}"
 
-    def _note_pass(self) -> None:
+    def _calls_are_ready(self, untried: list[RecomputeWay]) -> bool:
+        """What calls are recorded with is built meanwhile."""
+        return RecomputeWay.CALLS in untried and self._can_record()
+
+    def _note_pass(self, untried: list[RecomputeWay]) -> None:
         """The largest pass with everything kept, before checkpointing makes it another one."""
         largest = self._swapper.largest_pass()
         if largest is None:
             return
+        if len(largest.data) > MOST_TENSORS and RecomputeWay.CALLS in untried:
+            untried.remove(RecomputeWay.CALLS)
+            self._why_no_calls = "whole calls of modules are not tried with so many tensors"
         self.plain_peak_bytes = largest.peak_bytes
         saved_bytes = sum(datum.size_bytes for datum in largest.data)
         over_bytes = largest.peak_bytes - self._swapper.budget_bytes

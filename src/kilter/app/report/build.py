@@ -207,13 +207,13 @@ class Rank:
     last_s: float
 
 
-def find_run(name: str, *, below: Path = Path("runs")) -> Path:
-    """The directory of a run; `latest` is the one below `below` that was written to last."""
+def find_run(name: str) -> Path:
+    """The directory of a run; `latest` is the one below ./runs that was written to last."""
     if name != "latest":
         return Path(name)
-    runs = {file.parent for file in below.glob("*/events-rank*.jsonl")}
+    runs = {file.parent for file in Path("runs").glob("*/events-rank*.jsonl")}
     if not runs:
-        raise FileError(f"{below}: no run in here yet; make one with: kilter run SCRIPT")
+        raise FileError("runs: no run in here yet; make one with: kilter run SCRIPT")
     return max(runs, key=lambda run: max(f.stat().st_mtime_ns for f in event_files(run)))
 
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 EFFECTS = (0.25, 0.5, 1.0, 2.0)
 """Standardised effects that the evidence is a mixture over: small to plain to see."""
+STALL = 3.0
+"""A block with an iteration this many times as long as its median holds something else than the
+job's rhythm (a checkpoint, an evaluation)."""
 
 
 def usual_time(times: Sequence[float]) -> float:
@@ -25,6 +29,16 @@ def usual_time(times: Sequence[float]) -> float:
     """
     kept = sorted(times)[: len(times) - len(times) // 5]
     return math.fsum(kept) / len(kept)
+
+
+def stalled(times: Sequence[float]) -> bool:
+    """See `STALL`."""
+    return max(times) > STALL * statistics.median(times)
+
+
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 @dataclass(frozen=True, slots=True)

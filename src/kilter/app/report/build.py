@@ -53,6 +53,7 @@ from kilter.core.plan import Goal, Plan
 from kilter.core.secrets import masked
 from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.trace import IterationTrace, TraceFeatures
+from kilter.model.stats import mean_of_known
 
 T = TypeVar("T")
 
@@ -593,12 +594,7 @@ def _series(rank: Rank) -> Series:
         device=rank.started.device.name,
         begin_s=min(begins, default=0.0),
         device_t_s=tuple(math.fsum(s.device_t_s for s in chunk) / len(chunk) for chunk in chunks),
-        power_w=tuple(_mean(s.power_w for s in chunk) for chunk in chunks),
-        sm_clock_hz=tuple(_mean(s.sm_clock_hz for s in chunk) for chunk in chunks),
-        memory_clock_hz=tuple(_mean(s.memory_clock_hz for s in chunk) for chunk in chunks),
+        power_w=tuple(mean_of_known(s.power_w for s in chunk) for chunk in chunks),
+        sm_clock_hz=tuple(mean_of_known(s.sm_clock_hz for s in chunk) for chunk in chunks),
+        memory_clock_hz=tuple(mean_of_known(s.memory_clock_hz for s in chunk) for chunk in chunks),
     )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None

@@ -54,9 +54,7 @@ class OperationPlan:
         stretches stay where they are."""
         found = self.found
         places = as_set(found.stretches, depths) if is_set else found.stretches
-        return schedule(
-            at_depths(places, depths, self.card), self.card, found.iteration_s, number=1
-        )
+        return schedule(at_depths(places, depths, self.card), self.card, found.iteration_s)
 
 
 def ordered_operations(

@@ -26,7 +26,7 @@ Machine = Callable[..., FakeNvml]
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """A machine with fake cards, a CUDA build of torch, and nothing else that could be noticed."""
     monkeypatch.setattr(doctor, "WATCH_S", 0.2)
-    monkeypatch.setattr(doctor, "_version", lambda _: "2.13.0")
+    monkeypatch.setattr(doctor, "torch_version", lambda: "2.13.0")
     monkeypatch.setattr(doctor, "_controllers", lambda: iter(()))
     monkeypatch.setattr(doctor, "_internals", lambda _: iter(()))
     monkeypatch.setenv("KILTER_STATE_DIR", str(tmp_path / "state"))
@@ -226,7 +226,7 @@ def test_without_torch_it_says_so(
     machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine()
-    monkeypatch.setattr(doctor, "_version", lambda _: None)
+    monkeypatch.setattr(doctor, "torch_version", lambda: None)
     code, found = examined(capsys)
     assert (code, found["torch"]) == (1, None)
     assert "pip install torch" in troubles(found)[0]

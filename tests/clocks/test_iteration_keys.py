@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.observe.fake_cuda import FakeCuda
 
 from kilter.clocks import iteration_keys
 from kilter.clocks.iteration_keys import IterationKeys
 from kilter.clocks.section_controller import SectionsController
 from kilter.observe.marker import NONE
-from kilter.testing.fake_cuda import FakeCuda
 
 
 @pytest.fixture

@@ -165,7 +165,7 @@ def test_every_plan_keeps_the_bound_the_break_even_and_the_rate_of_calls(
     assert made.found.slowdown <= max_slowdown + 1e-12
     assert made.found.saving >= 0.0
     assert 2 * len(stretches) <= costs.calls_per_s * ordered.iteration_s
-    commands = schedule(stretches, costs, ordered.iteration_s, number=1).commands
+    commands = schedule(stretches, costs, ordered.iteration_s).commands
     assert [c.edge for c in commands] == ["down", "up"] * len(stretches)
     for stretch, depth in zip(stretches, made.depths, strict=True):
         assert stretch.end_s - stretch.start_s >= costs.break_even_s
@@ -245,7 +245,7 @@ def test_the_conductor_of_sections_sets_the_clocks_of_operations_in_every_iterat
     log: list[Commanded] = []
     conductor = SectionConductor(clock, log.append, lambda: clock.now_s)  # type: ignore[arg-type]
     stretches = at_depths(made.found.stretches, made.depths, costs)
-    conductor.follow(Follow(schedule=schedule(stretches, costs, ordered.iteration_s, number=1)))
+    conductor.follow(Follow(schedule=schedule(stretches, costs, ordered.iteration_s)))
     for iteration in range(3):
         end_s = (iteration + 1) * ordered.iteration_s
         conductor.passed(iteration, clock.now_s)

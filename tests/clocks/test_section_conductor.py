@@ -89,7 +89,7 @@ def made(
         hold_s=hold_s,
     )
     up = Command(edge="up", key="a", sm_clock_hz=None, at_s=up_s, lead_s=0.05, hold_s=0.0)
-    return CommandSchedule(number=1, commands=(down, up), iteration_s=T, calls_per_s=calls_per_s)
+    return CommandSchedule(commands=(down, up), iteration_s=T, calls_per_s=calls_per_s)
 
 
 def test_commands_leave_at_their_times_after_every_marker() -> None:

@@ -80,6 +80,9 @@ class Told:
     def told(self) -> dict[str, Any]:
         return {"sets": True}
 
+    def told_of_sections(self) -> dict[str, Any]:
+        return {}
+
     def stop(self) -> None:
         return None
 

@@ -22,8 +22,8 @@ def drive(orders, block):
     try:
         trials = next(orders)
         while True:
-            tried += [trial.depths for trial in trials]
-            seen = (block(trial.depths) for trial in trials)
+            tried += trials
+            seen = map(block, trials)
             trials = orders.send(tuple(Seen(step_s=step, section_s=own) for step, own in seen))
     except StopIteration as end:
         return end.value.depths, tried

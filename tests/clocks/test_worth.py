@@ -241,7 +241,7 @@ def test_computation_with_slack_is_taken_in_as_far_as_it_saves():
         assert second.cover is not None
         assert second.saved_j > without.stretches[1].saved_j
         assert second.delay_s == pytest.approx(0.0, abs=1e-9)
-        [down, up, *_] = schedule([second], card(), 0.6, number=1).commands
+        [down, up, *_] = schedule([second], card(), 0.6).commands
         assert down.key == "all_reduce/dp/1 after all_reduce/dp/1"  # no edge of the section
         assert up.key == "all_reduce/dp/1"
     # Where the lowest clock has no slack, and a gentler one saves less, the section stands alone.

@@ -5,11 +5,11 @@ import json
 import sys
 from pathlib import Path
 
+import frameworks
 import torch
 
 import kilter
 from kilter.session import options as session_options
-from kilter.testing import frameworks
 
 NAME, KIND, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 STEPS, ACCUMULATE = 30, 2

@@ -16,6 +16,11 @@ from kilter.app.report import build as report
 PACKAGES = {"huggingface": "transformers", "lightning": "lightning", "accelerate": "accelerate"}
 TIMEOUT_S = 900.0
 STEPS = 30
+STAND_INS = str(Path(__file__).parent)
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": os.pathsep.join([STAND_INS, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+}
+"""Lets programs in other directories import `frameworks`."""
 
 
 def run_python(*arguments, **environment):
@@ -24,7 +29,7 @@ def run_python(*arguments, **environment):
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
-        env=os.environ | environment,
+        env=ENVIRONMENT | environment,
     )
     assert found.returncode == 0, found.stderr
     return found
@@ -143,7 +148,7 @@ def test_import_of_kilter_imports_no_framework(code):
 def test_switched_off_with_the_environment(tmp_path):
     code = """
 import kilter
-from kilter.testing import frameworks
+import frameworks
 logger = frameworks.Logger()
 accelerator = frameworks.Accelerator(logger, 1)
 with kilter.AccelerateCallback(accelerator, device="sim:v100", out="run") as governing:
@@ -160,7 +165,7 @@ def test_training_that_is_left_at_the_end_of_the_process_is_ended(tmp_path):
     """Hugging Face tells no callback of an exception: the record must have an end all the same."""
     code = f"""
 import kilter, sys
-from kilter.testing import frameworks
+import frameworks
 frameworks.install("huggingface")
 trainer = frameworks.HuggingFaceTrainer(frameworks.Logger())
 out = {str(tmp_path / "run")!r}
@@ -172,7 +177,11 @@ trainer.train(step, 3, 1)
     program = tmp_path / "program.py"
     program.write_text(code)
     found = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=TIMEOUT_S
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=ENVIRONMENT,
     )
     assert found.returncode == 1
     assert "ZeroDivisionError" in found.stderr
@@ -187,7 +196,7 @@ import sys
 sys.argv = ["x", "huggingface", "fake", {str(tmp_path)!r}]
 import kilter, torch
 from kilter.session import options
-from kilter.testing import frameworks
+import frameworks
 options.REHEARSE_S = 0.1
 frameworks.install("huggingface")
 callback = kilter.HuggingFaceCallback(device="sim:v100", out={str(tmp_path / "run")!r})

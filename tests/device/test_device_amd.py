@@ -8,6 +8,7 @@ import inspect
 from pathlib import Path
 
 import pytest
+from tests.device.fake_amdsmi import AmdCard, FakeAmdSmi
 
 from kilter.core.errors import Held, NoDevice, NotPermitted
 from kilter.core.setting import Setting
@@ -16,7 +17,6 @@ from kilter.device.find import find
 from kilter.device.protocol import Device
 from kilter.lease.journal import Journal, put_back
 from kilter.testing.device import DeviceConformance
-from kilter.testing.fake_amdsmi import AmdCard, FakeAmdSmi
 
 CALLS = sorted(name for name in vars(FakeAmdSmi) if name.startswith("amdsmi_"))
 

@@ -36,9 +36,9 @@ def card(**changes):
 @settings(deadline=None)
 @given(rooflines(), amounts, amounts, clocks, clocks, st.floats(1, 4))
 def test_a_higher_clock_never_costs_time(roofline, flops, moved, sm, memory, up):
-    now = roofline.time_s(flops, moved, 1e-6, sm, memory)
-    assert roofline.time_s(flops, moved, 1e-6, sm * up, memory) <= now * (1 + 1e-12)
-    assert roofline.time_s(flops, moved, 1e-6, sm, memory * up) <= now * (1 + 1e-12)
+    now = roofline.busy_s(flops, moved, sm, memory)
+    assert roofline.busy_s(flops, moved, sm * up, memory) <= now * (1 + 1e-12)
+    assert roofline.busy_s(flops, moved, sm, memory * up) <= now * (1 + 1e-12)
 
 
 @settings(deadline=None)
@@ -57,12 +57,6 @@ def test_bandwidth_is_below_both_what_is_asked_for_and_what_is_delivered(rooflin
     bandwidth = roofline.bandwidth(sm, memory)
     assert bandwidth <= roofline.bytes_per_sm_cycle * sm * (1 + 1e-12)
     assert bandwidth <= roofline.bytes_per_memory_cycle * memory * (1 + 1e-12)
-
-
-@settings(deadline=None)
-@given(rooflines(), amounts, amounts, clocks, clocks, st.floats(1e-7, 1e-2))
-def test_no_clock_beats_the_launch_floor(roofline, flops, moved, sm, memory, floor_s):
-    assert roofline.time_s(flops, moved, floor_s, sm, memory) >= floor_s
 
 
 def test_overlap_of_one_adds_and_a_large_one_takes_the_longer():
@@ -90,8 +84,8 @@ def test_compute_follows_the_sm_clock_and_copies_follow_the_memory_clock():
 def test_arrays_give_what_single_values_give():
     roofline = card()
     flops, moved = np.array([0.0, 1e12, 5e12]), np.array([1e11, 0.0, 3e11])
-    one_by_one = [roofline.time_s(f, b, 1e-3, 1e9, 1e9) for f, b in zip(flops, moved, strict=True)]
-    assert roofline.time_s(flops, moved, 1e-3, 1e9, 1e9) == pytest.approx(one_by_one)
+    one_by_one = [roofline.busy_s(f, b, 1e9, 1e9) for f, b in zip(flops, moved, strict=True)]
+    assert roofline.busy_s(flops, moved, 1e9, 1e9) == pytest.approx(one_by_one)
 
 
 def test_no_work_takes_no_time():

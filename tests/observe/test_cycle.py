@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kilter.observe.cycle import Cycle
+from kilter.observe.stepped_optimizers import Cycle
 
 
 def iteration_ends(steps):

@@ -102,7 +102,7 @@ def test_commands_meet_the_edges_however_far_the_host_is_ahead(
     log: list[Commanded] = []
     now = [0.0]
     conductor = SectionConductor(_Setter(), log.append, lambda: now[0])
-    planned = CommandSchedule(number=1, commands=(command, up), iteration_s=0.15, calls_per_s=1e6)
+    planned = CommandSchedule(commands=(command, up), iteration_s=0.15, calls_per_s=1e6)
     conductor.follow(Follow(schedule=planned))
     for number in range(20, 59):
         seen_s = program.marker_s[number] + look_s

@@ -6,16 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.observe.fake_cuda import FakeCuda
 
 from kilter.core.errors import DeviceError
 from kilter.observe.cuda_driver import CudaDriver
 from kilter.observe.marker import NONE, Marker, MarkerReader
 from kilter.observe.stream_marker import StreamMarker
-from kilter.testing.fake_cuda import FakeCuda
 
 TIMEOUT_S = 60
 
@@ -260,7 +261,7 @@ PROGRAM = """
 import os, sys, time
 from kilter.observe.marker import Marker
 from kilter.observe.stream_marker import StreamMarker
-from kilter.testing.fake_cuda import FakeCuda
+from fake_cuda import FakeCuda
 
 page, cuda = Marker(), FakeCuda()
 on_gpu = StreamMarker(page, cuda.driver(), cuda)
@@ -278,7 +279,10 @@ while True:
 
 def test_a_reader_outlives_a_program_that_is_killed_with_a_registered_page() -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent,
     ) as program:
         assert program.stdout is not None
         number = int(program.stdout.readline())

@@ -13,7 +13,6 @@ would only wait for it, at a clock that nobody has judged.
 from __future__ import annotations
 
 import functools
-import statistics
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Protocol
@@ -37,17 +36,15 @@ from kilter.core.plan import Goal
 from kilter.core.reasons import CLOCKS_REFUSED
 from kilter.core.setting import Sample, Setting, Supported
 from kilter.core.trace import IterationTrace
-from kilter.model.stats import usual_time
+from kilter.model.stats import stalled, usual_time
 from kilter.observe.end_times import Iteration
 
-STALL = 3.0
-"""A block with an iteration this many times as long as its median holds something else than the
-job's rhythm (a checkpoint, an evaluation): it is done again."""
 LATE_BLOCKS = 5
 LATE_AFTER_S = 30.0
 """A rank that has not answered for so many blocks and so long, and as much again for each rank on
 the way, is waited for no longer. The ranks of a job keep pace: the others answer within a block."""
 STALLED = "an iteration far longer than the others"
+"""Such a block is done again."""
 PAUSED = "an iteration at the low clock of a pause"
 
 
@@ -309,9 +306,7 @@ class Conductor:
         return RankResult(
             iteration_s=usual_s,
             energy_j=None if power_w is None else power_w * usual_s,
-            why_not=STALLED
-            if max(times) > STALL * statistics.median(times)
-            else self._paused(block),
+            why_not=STALLED if stalled(times) else self._paused(block),
             refused=self._refused_by(),
             lost={} if self._pauses is None else self._pauses.take_lost(),
         )

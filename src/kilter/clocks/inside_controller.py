@@ -6,22 +6,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kilter.clocks.iteration_keys import IterationKeys
 from kilter.controller import Controller, Hurried, Run
-from kilter.core.messages import MessagesGone, RankMessages
+from kilter.core.errors import DeviceError
+from kilter.core.messages import MessagesGone
 from kilter.core.reasons import REHEARSAL_CUT
 from kilter.core.script_end import ScriptEnd
+from kilter.core.section_record import SectionsFound
 from kilter.device.sim.cards import profile_of, stand_in_of
 from kilter.observe.end_times import Iteration
 
 if TYPE_CHECKING:
     from kilter.clocks.joint_search import JointSearch
     from kilter.clocks.operation_plan import OperationPlan
+    from kilter.clocks.plan.section_job import RankOffer
+    from kilter.clocks.plan.worth import Worth
     from kilter.clocks.section_plan import RankPlan
     from kilter.clocks.section_process import Conducting
-
+    from kilter.device.sim.profile import Profile
 
 GIVEN_UP = "inside/given-up"
 """The message of a rank that has no clocks inside the iteration: why."""
@@ -103,6 +107,18 @@ class InsideController(ABC):
     def _follow(self, now: Sequence[int], arms: Sequence[tuple[int, Sequence[int]]]) -> None:
         """See `FollowDepths`."""
 
+    @abstractmethod
+    def _give_up(self, subject: str, reason: str) -> None:
+        """Set no clocks inside the iteration, and say why."""
+
+    @abstractmethod
+    def _is_for_the_whole_job(self, found: SectionsFound) -> bool:
+        """Whether one clock for the whole job takes over after this end of the search."""
+
+    @abstractmethod
+    def _say(self) -> None:
+        """Record what has come of it so far."""
+
     def _profile(self) -> str | None:
         """The name of the profile to plan with; None: there is none for this device."""
         info = self._run.info
@@ -114,14 +130,20 @@ class InsideController(ABC):
             self._run.log.notice(f"{info.name} has no profile: planned with that of sim:{name}")
         return name
 
-    def _conduct(self, profile: str) -> Conducting:
-        """Start the conductor. Raises `DeviceError`."""
+    def _conduct(self, profile: Profile) -> bool:
+        """Start the conductor, unless there is one. False: it cannot be started."""
+        if self._conducting is not None:
+            return True
         from kilter.clocks.section_process import Conducting
 
         self._keys.marking = True
-        self._conducting = Conducting(self._run, self._keys.marker, profile)
+        try:
+            self._conducting = Conducting(self._run, self._keys.marker, profile.name)
+        except DeviceError as error:
+            self._give_up("conducting", str(error))
+            return False
         self._run.tell_risks()
-        return self._conducting
+        return True
 
     def _look(self) -> None:
         """A conductor that has ended on its own sets nothing any more."""
@@ -129,10 +151,15 @@ class InsideController(ABC):
         if ended is not None and self._search is not None:
             self._search.refuse(ended)
 
-    def _searching(self, messages: RankMessages, plan: OperationPlan | RankPlan) -> JointSearch:
-        """The search that judges what is planned: one for the whole run."""
+    def _open_search(self, plan: OperationPlan | RankPlan, offer: RankOffer) -> None:
+        """Offer this rank's stretches to the others. One search judges all of a run's plans."""
         from kilter.clocks.joint_search import JointSearch
 
+        messages = self._run.messages()
+        if messages is None:
+            reason = "the ranks have no process group to agree through"
+            self._give_up("searching clocks inside the iteration", reason)
+            return
         self._search = self._search or JointSearch(
             self._run,
             messages,
@@ -141,7 +168,47 @@ class InsideController(ABC):
             max_slowdown=self._max_slowdown,
             follow=self._follow,
         )
-        return self._search
+        self._search.open(offer)
+
+    def _judge(self, search: JointSearch, finished: Sequence[Iteration]) -> None:
+        before = search.found
+        try:
+            search.tick(finished)
+        except MessagesGone as error:
+            self._give_up("going on with the other ranks", str(error))
+            return
+        found = search.found
+        if found is before:
+            return
+        if found is not None and self._is_for_the_whole_job(found):
+            self._hand_over(found.reason)
+        self._say()
+
+    def _close_search(self) -> None:
+        """The iteration is another one: the default clock stands until that is planned for."""
+        if self._search is not None:
+            self._search.close()
+        if self._conducting is not None:
+            self._conducting.pause()
+
+    def _of_all_kinds(self, plan: OperationPlan | RankPlan, found: Worth) -> dict[str, Any]:
+        """The fields of `ClocksInside`."""
+        search, conducting = self._search, self._conducting
+        return {
+            "t_s": self._run.log.now_s(),
+            "summary": plan.summary,
+            "planned": bool(found.stretches),
+            "stretches": len(found.stretches),
+            "longest_s": found.longest_s,
+            "break_even_s": plan.card.break_even_s,
+            "calibrated": plan.calibrated,
+            "saving": found.saving,
+            "slowdown": found.slowdown,
+            "search": None if search is None else search.found,
+            "instead": self._why_instead,
+            "blocks": 0 if search is None else search.blocks,
+            **({"sets": False} if conducting is None else conducting.told()),
+        }
 
     def _rehearse(self, search: JointSearch) -> None:
         log = self._run.log

@@ -18,14 +18,14 @@ from kilter.clocks.inside_controller import InsideController
 from kilter.clocks.own_gpu import why_not_this_gpu
 from kilter.core.errors import DeviceError, FileError, PlanError
 from kilter.core.events import Operated
-from kilter.core.messages import MessagesGone
+from kilter.core.section_record import SectionsFound
 from kilter.core.trace import IterationTrace
 from kilter.device.sim.cards import names
 from kilter.observe.end_times import Iteration
 
 if TYPE_CHECKING:
-    from kilter.clocks.joint_search import JointSearch
     from kilter.clocks.operation_plan import OperationPlan
+    from kilter.clocks.plan.section_job import RankOffer
 
 SUBJECT = "setting clocks per operation"
 DEPARTED = 1.25
@@ -49,7 +49,8 @@ class OperationsController(InsideController):
         if self._profile() is None:
             known = ", ".join(f"sim:{each}" for each in names())
             name = self._run.info.name
-            self._give_up(f"{name}: how fast its clocks change is not known; --device {known}")
+            why = f"{name}: how fast its clocks change is not known; --device {known}"
+            self._give_up(SUBJECT, why)
         else:
             self._run.trace.want()
 
@@ -59,7 +60,7 @@ class OperationsController(InsideController):
         self._look()
         trace = self._run.trace.trace
         if self._keys.failed is not None:
-            self._give_up(self._keys.failed)
+            self._give_up("marking iterations for the conductor", self._keys.failed)
         elif trace is not None and trace is not self._planned_from:
             self._begin(trace)
         elif self._plan is not None and not self._reopening:
@@ -68,28 +69,25 @@ class OperationsController(InsideController):
             search = self._search
             again = search is not None and search.reopened
             if not self._off and (again or self._changed(self._plan)):
-                self._reopen(self._plan)
+                self._reopen()
 
     def _changed(self, plan: OperationPlan) -> bool:
         """The usual iteration is not that of the plan, whatever clocks the contract allows."""
-        planned_s = plan.made.found.iteration_s
+        planned_s = plan.found.iteration_s
         usual_s = self._run.iterations.usual_s or planned_s
         longest_s = (1.0 + self._max_slowdown) * DEPARTED * planned_s
         return not planned_s / DEPARTED <= usual_s <= longest_s
 
-    def _reopen(self, plan: OperationPlan) -> None:
-        """Drop the plan: the default clock stands until there is one for the new iteration."""
+    def _reopen(self) -> None:
+        """Drop the plan."""
         self._reopened += 1
-        if self._search is not None:
-            self._search.close()
-        if self._conducting is not None:
-            self._conducting.pause()
+        self._close_search()
         if self._reopened < MOST_CHANGES:
             self._reopening = True
             self._run.trace.again()
         else:
-            self._give_up(f"the iteration's time has changed {MOST_CHANGES} times")
-        self._say(plan)
+            self._give_up(SUBJECT, f"the iteration's time has changed {MOST_CHANGES} times")
+        self._say()
 
     def _begin(self, trace: IterationTrace) -> None:
         from kilter.clocks.operation_plan import OperationPlan  # imports numpy
@@ -97,7 +95,7 @@ class OperationsController(InsideController):
         run = self._run
         refused = why_not_this_gpu(run.info, run.iterations.gpu_uuid)
         if refused is not None:
-            self._give_up(refused)
+            self._give_up(SUBJECT, refused)
             return
         profile = self._profile()
         assert profile is not None  # else it was given up at the beginning
@@ -105,53 +103,37 @@ class OperationsController(InsideController):
         try:
             plan = OperationPlan(profile, trace, self._max_slowdown, run.device)
         except (PlanError, FileError, DeviceError) as error:
-            self._give_up(str(error))
+            self._give_up(SUBJECT, str(error))
             return
         self._plan = plan
         if not plan.made.pays:
-            self._hand_over(plan.made.summary, tell=True)
-        elif self._begin_conducting(plan):
+            self._hand_over(plan.summary, tell=True)
+        elif self._conduct(plan.profile):
             if run.info.can_set and not run.dry_run:
-                self._open_search(plan)
+                self._open_search(plan, self._offer(plan))
             else:
                 assert self._conducting is not None
                 self._conducting.follow(plan.schedule(plan.made.depths, is_set=False))
-        self._say(plan)
-
-    def _begin_conducting(self, plan: OperationPlan) -> bool:
-        if self._conducting is not None:
-            return True
-        try:
-            self._conduct(plan.profile.name)
-        except DeviceError as error:
-            self._give_up(str(error))
-            return False
-        return True
+        self._say()
 
     def _record_end(self) -> None:
-        if self._plan is not None:
-            self._say(self._plan)
+        self._say()
         if self._instead is None and (self._plan is None or self._reopening):
             subject = "planning operations anew" if self._reopening else SUBJECT
             self._run.log.refuse(subject, self._run.why_no_trace())
 
-    def _open_search(self, plan: OperationPlan) -> None:
+    def _offer(self, plan: OperationPlan) -> RankOffer:
         from kilter.clocks.plan.section_job import PlannedOperations, RankOffer
 
-        run, made = self._run, plan.made
-        messages = run.messages()
-        if messages is None:
-            self._give_up("the ranks have no process group to agree through")
-            return
-        planned = PlannedOperations(depths=made.depths, whole_job_saving=made.whole_job_saving)
-        self._searching(messages, plan).open(
-            RankOffer(
-                rank=run.ranks.rank,
-                role=run.iterations.role,
-                found=made.found,
-                lengths=(),
-                operations=planned,
-            )
+        made = plan.made
+        return RankOffer(
+            rank=self._run.ranks.rank,
+            role=self._run.iterations.role,
+            found=made.found,
+            lengths=(),
+            operations=PlannedOperations(
+                depths=made.depths, whole_job_saving=made.whole_job_saving
+            ),
         )
 
     def _follow(self, now: Sequence[int], arms: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -163,44 +145,21 @@ class OperationsController(InsideController):
         later = [ScheduleArm(first=first, schedule=plan.schedule(depths)) for first, depths in arms]
         self._conducting.follow(plan.schedule(now), later)
 
-    def _judge(self, search: JointSearch, finished: Sequence[Iteration]) -> None:
-        before = search.found
-        try:
-            search.tick(finished)
-        except MessagesGone as error:
-            self._give_up(str(error))
-            return
-        found = search.found
-        if found is not None and found is not before and not found.held:
-            self._hand_over(found.reason)
-        if found is not before and self._plan is not None:
-            self._say(self._plan)
+    def _is_for_the_whole_job(self, found: SectionsFound) -> bool:
+        return not found.held
 
-    def _give_up(self, why: str) -> None:
-        self._run.log.refuse(SUBJECT, why)
-        self._hand_over(why, tell=True)
+    def _give_up(self, subject: str, reason: str) -> None:
+        self._run.log.refuse(subject, reason)
+        self._hand_over(reason, tell=True)
 
-    def _say(self, plan: OperationPlan) -> None:
-        made, search = plan.made, self._search
-        told = {"sets": False} if self._conducting is None else self._conducting.told()
-        kept = ("sets", "commands", "left_out", "restored", "conductor_cpu_s")
-        self._run.log(
-            Operated(
-                t_s=self._run.log.now_s(),
-                summary=made.summary,
-                planned=bool(made.found.stretches),
-                stretches=len(made.found.stretches),
-                operations=plan.operations,
-                longest_s=made.found.longest_s,
-                break_even_s=plan.card.break_even_s,
-                calibrated=plan.calibrated,
-                saving=made.found.saving,
-                slowdown=made.found.slowdown,
-                whole_job_saving=made.whole_job_saving,
-                search=None if search is None else search.found,
-                instead=self._why_instead,
-                blocks=0 if search is None else search.blocks,
-                reopened=self._reopened,
-                **{name: told[name] for name in kept if name in told},
+    def _say(self) -> None:
+        plan = self._plan
+        if plan is not None:
+            self._run.log(
+                Operated(
+                    **self._of_all_kinds(plan, plan.found),
+                    operations=plan.operations,
+                    whole_job_saving=plan.made.whole_job_saving,
+                    reopened=self._reopened,
+                )
             )
-        )

@@ -58,10 +58,7 @@ def costs_of(
         raise PlanError("the trace has no operation that takes time; nothing can be planned")
     trace = replace(trace, operations=tuple(operations))
     settings, sm_hz, memory_hz = _settings(profile, trace, clocks_hz)
-    clocks = {"sm_hz": profile.knobs.sm_highest_hz, "memory_hz": profile.knobs.memory_clocks_hz[-1]}
-    works = [
-        work_of(replace(trace, operations=(op,)), profile.roofline, **clocks) for op in operations
-    ]
+    works = [work_of(replace(trace, operations=(op,)), profile) for op in operations]
 
     def column(name: str) -> Array:
         return np.array([float(np.sum(getattr(work, name))) for work in works])[:, None]
@@ -92,7 +89,7 @@ def _settings(
 ) -> tuple[tuple[Setting, ...], Array, Array]:
     """The default and pairs of clocks at and below it, with the clocks themselves."""
     knobs, top = profile.knobs, profile.knobs.memory_clocks_hz[-1]
-    work = work_of(trace, profile.roofline, sm_hz=knobs.sm_highest_hz, memory_hz=top)
+    work = work_of(trace, profile)
 
     def power_w(sm_hz: object) -> float:
         cost = cost_of(

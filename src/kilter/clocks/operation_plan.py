@@ -47,15 +47,14 @@ class OperationPlan:
         self.made: OperationStretches = operation_stretches(
             ordered, self.card, max_slowdown=max_slowdown
         )
+        self.found, self.summary = self.made.found, self.made.summary
 
     def schedule(self, depths: Sequence[int], *, is_set: bool = True) -> CommandSchedule:
         """The commands of every iteration at these depths. In a dry run nothing is set, and the
         stretches stay where they are."""
-        found = self.made.found
+        found = self.found
         places = as_set(found.stretches, depths) if is_set else found.stretches
-        return schedule(
-            at_depths(places, depths, self.card), self.card, found.iteration_s, number=1
-        )
+        return schedule(at_depths(places, depths, self.card), self.card, found.iteration_s)
 
 
 def ordered_operations(

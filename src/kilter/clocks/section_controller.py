@@ -22,9 +22,8 @@ from kilter.clocks.own_gpu import why_not_this_gpu
 from kilter.clocks.section_windows import SectionWindows
 from kilter.controller import Controller, Run
 from kilter.core.codec import write_atomically
-from kilter.core.errors import DeviceError, FileError
+from kilter.core.errors import FileError
 from kilter.core.events import Sectioned
-from kilter.core.messages import MessagesGone
 from kilter.core.rank_trace import WINDOW_FILE, RankTrace
 from kilter.core.reasons import CLOCKS_REFUSED
 from kilter.core.script_end import ScriptEnd
@@ -33,7 +32,7 @@ from kilter.device.sim.cards import names
 from kilter.observe.end_times import Iteration
 
 if TYPE_CHECKING:
-    from kilter.clocks.joint_search import JointSearch
+    from kilter.clocks.plan.section_job import RankOffer
     from kilter.clocks.plan.switching import Calibration
     from kilter.clocks.plan.waits import WaitPlan
     from kilter.clocks.section_plan import RankPlan
@@ -90,7 +89,7 @@ class SectionsController(InsideController):
             return
         self._observe(self._plan)
         if self._search is not None and not self._off:
-            self._judge(self._plan, self._search, finished)
+            self._judge(self._search, finished)
 
     def end(self, finished: Sequence[Iteration], outcome: ScriptEnd) -> None:
         if self._keys.failed is not None and not self._given_up:
@@ -99,7 +98,7 @@ class SectionsController(InsideController):
 
     def _record_end(self) -> None:
         if self._plan is not None and self._plan.found is not None:
-            self._say(self._plan)
+            self._say()
         elif self._instead is None and not self._given_up:
             subject = "looking for sections" if self._asked else "governing"
             self._run.log.refuse(subject, self._why_unseen())
@@ -176,13 +175,13 @@ class SectionsController(InsideController):
         search_first = self._run.info.can_set and not self._run.dry_run
         waits = None if search_first else self._waits(plan)
         wanted = plan.stretches or waits is not None
-        if wanted and self._conducting is None and not self._begin_conducting(plan):
+        if wanted and not self._conduct(plan.profile):
             return
         if search_first:
-            self._open_search(plan)
+            self._open_search(plan, self._offer(plan))
         elif self._conducting is not None:
             self._conducting.follow(plan.schedule(), waits=waits)
-        self._say(plan)
+        self._say()
 
     def _waits(self, plan: RankPlan) -> WaitPlan | None:
         """What to do in long waits; None: nothing. A simulated device in the conductor's process
@@ -211,28 +210,12 @@ class SectionsController(InsideController):
         ratio = found.time_ratio
         return plan.found.slowdown if ratio is None else max(0.0, ratio - 1.0)
 
-    def _begin_conducting(self, plan: RankPlan) -> bool:
-        try:
-            self._conduct(plan.profile.name)
-        except DeviceError as error:
-            self._give_up("conducting", str(error))
-            return False
-        return True
-
-    def _open_search(self, plan: RankPlan) -> None:
-        """Offer this rank's stretches to the others."""
+    def _offer(self, plan: RankPlan) -> RankOffer:
         assert plan.rank is not None
         assert plan.found is not None
         from kilter.clocks.plan.section_job import offer_of  # imports numpy
 
-        messages = self._run.messages()
-        if messages is None:
-            reason = "the ranks have no process group to agree through"
-            self._give_up("searching section clocks", reason)
-            return
-        self._searching(messages, plan).open(
-            offer_of(plan.rank, plan.found, self._run.iterations.role)
-        )
+        return offer_of(plan.rank, plan.found, self._run.iterations.role)
 
     def _follow(self, now: Sequence[int], arms: Sequence[tuple[int, Sequence[int]]]) -> None:
         plan = self._plan
@@ -242,7 +225,7 @@ class SectionsController(InsideController):
         # Not while blocks are tried out, and not where the conductor is about to be stopped.
         held = found is not None and found.taken != "whole job"
         waits = self._waits(plan) if held else None
-        if self._conducting is None and (waits is None or not self._begin_conducting(plan)):
+        if self._conducting is None and (waits is None or not self._conduct(plan.profile)):
             return
         assert self._conducting is not None
         from kilter.clocks.plan.timing import ScheduleArm
@@ -250,58 +233,32 @@ class SectionsController(InsideController):
         later = [ScheduleArm(first=first, schedule=plan.schedule(depths)) for first, depths in arms]
         self._conducting.follow(plan.schedule(now), later, waits)
 
-    def _judge(self, plan: RankPlan, search: JointSearch, finished: Sequence[Iteration]) -> None:
-        before = search.found
-        try:
-            search.tick(finished)
-        except MessagesGone as error:
-            self._give_up("going on with the other ranks", str(error))
-            return
-        if search.found is before:
-            return
-        if search.found is not None and self._is_for_the_whole_job(search.found):
-            self._hand_over(search.found.reason)
-        self._say(plan)
-
     def _is_for_the_whole_job(self, found: SectionsFound) -> bool:
         return found.taken == "whole job" or (found.taken == "default" and not self._asked)
 
     def _reopen(self) -> None:
         """The collectives are not those that were planned for."""
         self._keys.forget()
-        if self._search is not None:
-            self._search.close()
-        if self._conducting is not None:
-            self._conducting.pause()
+        self._close_search()
         self._windows.begin(self._run)
 
-    def _say(self, plan: RankPlan) -> None:
-        found = plan.found
-        assert found is not None
-        search = self._search
+    def _say(self) -> None:
+        plan = self._plan
+        if plan is None or plan.found is None:
+            return
+        conducting = self._conducting
         self._run.log(
             Sectioned(
-                t_s=self._run.log.now_s(),
-                summary=plan.summary,
-                planned=bool(found.stretches),
-                exposed_share=found.exposed_share,
-                longest_s=found.longest_s,
-                break_even_s=plan.card.break_even_s,
-                calibrated=plan.calibrated,
-                saving=found.saving,
-                slowdown=found.slowdown,
-                stretches=len(found.stretches),
+                **self._of_all_kinds(plan, plan.found),
+                exposed_share=plan.found.exposed_share,
                 windows=self._windows.count,
                 reopened=self._keys.reopened,
                 collectives=self._keys.collectives,
-                window_iteration_s=found.iteration_s,
+                window_iteration_s=plan.found.iteration_s,
                 iteration_s=self._run.iterations.usual_s,
                 window_cost_s=self._windows.cost_s,
                 key_cost_s=self._keys.cost_s,
-                search=None if search is None else search.found,
-                instead=self._why_instead,
-                blocks=0 if search is None else search.blocks,
-                **({"sets": False} if self._conducting is None else self._conducting.told()),
+                **({} if conducting is None else conducting.told_of_sections()),
             )
         )
 

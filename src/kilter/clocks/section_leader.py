@@ -152,7 +152,7 @@ class SectionLeader:
         ahead = 2 + math.ceil(self._ahead_s / iteration_s)
         if self._watching is not None:
             ahead = max(ahead, math.ceil(BLOCK / WATCHED_SHARE))
-        return TryBlocks(first=index + ahead, arms=tuple(trial.depths for trial in self._trials))
+        return TryBlocks(first=index + ahead, arms=self._trials)
 
     def conclude(self, results: Sequence[BlocksSeen]) -> None:
         """All ranks have reported."""

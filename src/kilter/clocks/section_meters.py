@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 
 from kilter.clocks.plan.section_search import Seen
 from kilter.clocks.section_rehearsal import SimulatedRank, block_of
+from kilter.model.stats import stalled
 from kilter.observe.end_times import Iteration
 
-STALL = 3.0
-"""A block with an iteration so many times as long as its median holds something else than the job's
-rhythm."""
 KEPT_ITERATIONS = 4096
 """Iterations; an order has fewer."""
 
@@ -38,7 +36,7 @@ class IterationMeter:
         """See `BlockMeter`. An iteration that was not timed is missing from its block."""
         block = [i for i in self._seen if first < i.index <= first + count]
         times = [i.duration_s for i in block]
-        if len(block) < max(2, count - 1) or max(times) > STALL * statistics.median(times):
+        if len(block) < max(2, count - 1) or stalled(times):
             return None
         power_w = self._mean_power_w(block[0].end_s - times[0], block[-1].end_s)
         return Seen(

@@ -33,12 +33,10 @@ class RankPlan:
         self.rank: RankSections | None = None
         self.found: Worth | None = None
         self._max_slowdown = max_slowdown
-        self._number = 0
 
     def make(self, trace: RankTrace) -> None:
         (self.rank,) = analyse([trace]).ranks
         self.found = worth(self.rank, self.card, max_slowdown=self._max_slowdown)
-        self._number += 1
 
     def retime(self, trace: RankTrace) -> bool:
         """The same stretches at the times of a newer window. False: they are not there any more,
@@ -60,7 +58,7 @@ class RankPlan:
         assert self.found is not None
         found = self.found.stretches
         stretches = found if depths is None else at_depths(found, depths, self.card)
-        return schedule(stretches, self.card, self.found.iteration_s, number=self._number)
+        return schedule(stretches, self.card, self.found.iteration_s)
 
     def waits(self, usual_w: float, *, spent: float, sensor_period_s: float) -> WaitPlan | None:
         """For waits that no window predicts, in a job that draws this power on average and whose

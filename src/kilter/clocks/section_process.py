@@ -177,29 +177,33 @@ class Conducting:
         self._off += differences(self._log.recent, real)
 
     def told(self) -> dict[str, Any]:
-        """What the record `Sectioned` says of the commands so far, and of their edges."""
+        """What a record of clocks inside the iteration says of the commands so far."""
         self._log.read()
-        counts, waits, errors = self._log.counts, self._log.waits, edge_errors(self._off)
-        of_edges = (
-            {}
-            if errors is None
-            else {
-                "edges": errors.n,
-                "edge_error_p50_s": errors.p50_s,
-                "edge_error_p95_s": errors.p95_s,
-                "edge_bias_s": errors.bias_s,
-            }
-        )
-        return of_edges | {
+        counts = self._log.counts
+        return {
             "sets": self.sets,
             "commands": counts["would set"] + counts["set"],
             "left_out": counts["left out"],
             "restored": self.restored,
             "conductor_cpu_s": self.cpu_s,
+        }
+
+    def told_of_sections(self) -> dict[str, Any]:
+        """What the record `Sectioned` says of long waits, and of the commands' edges."""
+        waits, errors = self._log.waits, edge_errors(self._off)
+        told = {
             "waits": waits.count,
             "waits_low_s": waits.low_s,
             "waits_clock_hz": waits.sm_clock_hz,
         }
+        if errors is not None:
+            told |= {
+                "edges": errors.n,
+                "edge_error_p50_s": errors.p50_s,
+                "edge_error_p95_s": errors.p95_s,
+                "edge_bias_s": errors.bias_s,
+            }
+        return told
 
     def _ended(self, ended: Ended) -> None:
         self._process = None

@@ -145,11 +145,11 @@ class SimulatedRanks:
     def run(self, trials: Trials) -> Outcomes:
         """The blocks of these trials, one after the other."""
         outcomes = []
-        for trial in trials:
-            own = [own_depths(self._targets, trial.depths, offer) for offer in self._offers]
+        for depths in trials:
             by_rank = []
-            for rank, depths in zip(self._ranks, own, strict=True):
-                seen = [rank.iterate(depths) for _ in range(SETTLING + BLOCK)]
+            for rank, offer in zip(self._ranks, self._offers, strict=True):
+                own = own_depths(self._targets, depths, offer)
+                seen = [rank.iterate(own) for _ in range(SETTLING + BLOCK)]
                 by_rank.append(block_of(seen[SETTLING:]))
             outcomes.append(slowest(by_rank))
             self.now_s += (SETTLING + BLOCK) * outcomes[-1].step_s

@@ -137,35 +137,51 @@ class Moved(MemoryRecord, frozen=True, kw_only=True, tag_field="event", tag="mov
     t_s: float
 
 
-class Sectioned(Event, frozen=True, kw_only=True):
-    """What became of the communication sections of one rank. The last one rules. It has many
-    attributes because it is all that the report reads of them."""
+class ClocksInside(Event, frozen=True, kw_only=True):
+    """What became of clocks inside the iteration, of whatever kind. It has many attributes because
+    it is all that the report reads of them."""
 
     summary: str
     """The answer in one sentence; what would be saved in it is simulated."""
     planned: bool
-    """There are low clocks for some sections; False: nothing to gain."""
-    exposed_share: float
-    """Measured in the last window of the profiler."""
+    """There are stretches with low clocks; False: nothing to gain."""
+    stretches: int
     longest_s: float
-    """Longest section there."""
+    """The longest section, or stretch of operations that a lower clock would save energy in."""
     break_even_s: float
+    """The shortest stretch that is worth its switches."""
     calibrated: bool = False
     """The break-even is by the device's own switch times; False: by those of its profile."""
     saving: float
     slowdown: float
-    stretches: int
-    windows: int
-    """Windows of the profiler so far."""
-    reopened: int
-    """How often the sequence of collectives has changed since the first plan."""
-    collectives: int | None
-    """Of one iteration, by the numbers of the process groups; None: they do not count."""
     sets: bool
     """False: a dry run, in which commands are only written down."""
     commands: int = 0
     """Sent, or written down, so far."""
     left_out: int = 0
+    restored: bool | None = None
+    """At the end: the conductor has put the found clock back. None: it did not run."""
+    conductor_cpu_s: float | None = None
+    """At the end: processor time of the conductor, beside the program. None: it did not run."""
+    search: SectionsFound | None = None
+    """What the ranks' search has come to; None: it is not over, or nothing may be set."""
+    instead: str | None = None
+    """Why one clock for the whole job is governed in place of these; None: it is not."""
+    blocks: int = 0
+    """Blocks of iterations that rank 0 has judged in it."""
+    reopened: int = 0
+    """How often the iteration has become another one, so that the plan was dropped."""
+
+
+class Sectioned(ClocksInside, frozen=True, kw_only=True):
+    """The communication sections of one rank. The last one rules."""
+
+    exposed_share: float
+    """Measured in the last window of the profiler."""
+    windows: int
+    """Windows of the profiler so far."""
+    collectives: int | None
+    """Of one iteration, by the numbers of the process groups; None: they do not count."""
     edges: int = 0
     """Commands whose real edge was seen in a window."""
     edge_error_p50_s: float | None = None
@@ -173,8 +189,6 @@ class Sectioned(Event, frozen=True, kw_only=True):
     edge_error_p95_s: float | None = None
     edge_bias_s: float | None = None
     """Median of expected minus real: below zero, the commands come early."""
-    restored: bool | None = None
-    """At the end: the conductor has put the found clock back. None: it did not run."""
     window_iteration_s: float | None = None
     """Of the iterations in the last window: their mean."""
     iteration_s: float | None = None
@@ -183,59 +197,21 @@ class Sectioned(Event, frozen=True, kw_only=True):
     """What the windows have taken of the program's time."""
     key_cost_s: float = 0.0
     """What the numbers of the process groups and the marker have taken of it."""
-    conductor_cpu_s: float | None = None
-    """At the end: processor time of the conductor, beside the program. None: it did not run."""
     waits: int = 0
     """Long waits for which the clock went down (in a dry run: would have gone down)."""
     waits_low_s: float = 0.0
     """How long it was low in those that are over."""
     waits_clock_hz: float | None = None
-    search: SectionsFound | None = None
-    """What the ranks' search has come to; None: it is not over, or nothing may be set."""
-    instead: str | None = None
-    """Why one clock for the whole job is governed in place of sections; None: it is not."""
-    blocks: int = 0
-    """Blocks of iterations that rank 0 has judged in it."""
 
 
-class Operated(Event, frozen=True, kw_only=True):
-    """What became of the clocks of unit operations. The last one rules. What the plan would save is
-    simulated, for times that were measured. It has many attributes, as `Sectioned` has."""
+class Operated(ClocksInside, frozen=True, kw_only=True):
+    """The clocks of unit operations. The last one rules. What the plan would save is simulated, for
+    times that were measured."""
 
-    summary: str
-    """The answer in words."""
-    planned: bool
-    """There are stretches of operations with low clocks; False: nothing is worth switching."""
-    stretches: int
     operations: int
     """Of the trace that was planned from."""
-    longest_s: float
-    """The longest stretch of operations that a lower clock would save energy in."""
-    break_even_s: float
-    """The shortest stretch that is worth its switches."""
-    calibrated: bool
-    """The break-even is by the device's own switch times; False: by those of its profile."""
-    saving: float
-    slowdown: float
     whole_job_saving: float
     """By one clock for the whole iteration, within the same bound."""
-    sets: bool
-    """False: a dry run, in which commands are only written down."""
-    commands: int = 0
-    """Sent, or written down, so far."""
-    left_out: int = 0
-    restored: bool | None = None
-    """At the end: the conductor has put the found clock back. None: it did not run."""
-    conductor_cpu_s: float | None = None
-    search: SectionsFound | None = None
-    """What the comparison with plain iterations has come to; None: it is not over, or nothing may
-    be set."""
-    instead: str | None = None
-    """Why one clock for the whole job is governed in place of this; None: it is not."""
-    blocks: int = 0
-    """Blocks of iterations that were judged."""
-    reopened: int = 0
-    """How often the iteration has become another one, so that the plan was dropped."""
 
     @property
     def dry_run(self) -> bool:

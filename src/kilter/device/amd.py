@@ -86,9 +86,9 @@ class AmdLibrary(VendorLibrary):
         return {self.call("amdsmi_get_gpu_device_uuid", handle): handle for handle in found}
 
 
-def list_uuids(amdsmi: Any | None = None) -> list[str]:
+def list_uuids() -> list[str]:
     """The AMD GPUs of this machine. Raises `NoDevice` or `DeviceHung`."""
-    library = AmdLibrary(amdsmi)
+    library = AmdLibrary(None)
     return library.once(lambda: list(library.handles()))
 
 

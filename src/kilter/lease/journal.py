@@ -298,16 +298,16 @@ class JournalPlace:
         return GpuLock(lock)
 
     @contextmanager
-    def turn(self, *, patience_s: float = PATIENCE_S) -> Iterator[None]:
+    def turn(self) -> Iterator[None]:
         """Set, or judge what is set, while the job or its watcher does neither. A holder of the
-        turn that is frozen is not waited for longer than `patience_s`. This lock (POSIX) is of
+        turn that is frozen is not waited for longer than `PATIENCE_S`. This lock (POSIX) is of
         another kind than the one that holds the GPU, and a forked child does not have it."""
         try:
             handle = os.open(self.lock_path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # the file is gone, and so is who could have the turn
             yield
             return
-        until_s = time.monotonic() + patience_s
+        until_s = time.monotonic() + PATIENCE_S
         try:
             while time.monotonic() < until_s:
                 try:

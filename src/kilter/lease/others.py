@@ -9,15 +9,14 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from kilter.core.errors import DeviceError
-from kilter.device.protocol import Device
 from kilter.lease.baseline import of_gpu
-from kilter.lease.journal import Journal, RestoreOutcome, open_journalled, restore_all
+from kilter.lease.journal import Journal, RestoreOutcome, restore_all
 
 USERS = Path("/run/user")
 
@@ -43,8 +42,7 @@ def restore_of_user(
     *,
     machine: Path | None,
     environ: Mapping[str, str],
-    force: bool = False,
-    open_device: Callable[[Journal], Device] = open_journalled,
+    force: bool,
 ) -> Iterator[RestoreOutcome]:
     """Everything of one user. Nothing is raised for one GPU."""
     try:
@@ -59,7 +57,6 @@ def restore_of_user(
             owner=owner,
             machine=machine,
             force=force,
-            open_device=open_device,
             trusted=lambda journal: _to_baseline(journal, owner, environ),
         )
     finally:

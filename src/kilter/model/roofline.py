@@ -59,17 +59,6 @@ class Roofline:
         memory_s = bytes_moved / self.bandwidth(sm_hz, memory_hz)
         return _norm(compute_s, memory_s, self.overlap)
 
-    def time_s(
-        self,
-        flops: Quantity,
-        bytes_moved: Quantity,
-        floor_s: Quantity,
-        sm_hz: Quantity,
-        memory_hz: Quantity,
-    ) -> Quantity:
-        """Time of the work; `floor_s` is usually `launch_s` times the number of kernels."""
-        return np.maximum(floor_s, self.busy_s(flops, bytes_moved, sm_hz, memory_hz))
-
 
 def _norm(a: Quantity, b: Quantity, p: float) -> Quantity:
     """(a^p + b^p)^(1/p) of non-negative numbers, safe against under- and overflow."""

@@ -8,13 +8,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 EFFECTS = (0.25, 0.5, 1.0, 2.0)
 """Standardised effects that the evidence is a mixture over: small to plain to see."""
+STALL = 3.0
+"""A block with an iteration this many times as long as its median holds something else than the
+job's rhythm (a checkpoint, an evaluation)."""
 
 
 def usual_time(times: Sequence[float]) -> float:
@@ -27,6 +31,16 @@ def usual_time(times: Sequence[float]) -> float:
     return math.fsum(kept) / len(kept)
 
 
+def stalled(times: Sequence[float]) -> bool:
+    """See `STALL`."""
+    return max(times) > STALL * statistics.median(times)
+
+
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A ratio with its interval; `low` and `high` are infinite bounds for fewer than two pairs."""
@@ -37,8 +51,8 @@ class Estimate:
     pairs: int
 
 
-def paired_ratio(log_ratios: Sequence[float], confidence: float = 0.95) -> Estimate | None:
-    """Geometric mean ratio of pairs with Student's t interval; None without any pair."""
+def paired_ratio(log_ratios: Sequence[float]) -> Estimate | None:
+    """Geometric mean ratio of pairs with Student's t interval (95 %); None without any pair."""
     n = len(log_ratios)
     if n == 0:
         return None
@@ -46,13 +60,13 @@ def paired_ratio(log_ratios: Sequence[float], confidence: float = 0.95) -> Estim
     if n == 1:
         return Estimate(math.exp(mean), 0.0, math.inf, 1)
     variance = math.fsum((x - mean) ** 2 for x in log_ratios) / (n - 1)
-    half = t_quantile(0.5 + confidence / 2, n - 1) * math.sqrt(variance / n)
+    half = t_quantile(0.975, n - 1) * math.sqrt(variance / n)
     return Estimate(math.exp(mean), math.exp(mean - half), math.exp(min(mean + half, 700.0)), n)
 
 
-def binomial_interval(events: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Exact interval of a probability (Clopper and Pearson, Biometrika 26, 1934)."""
-    tail = (1.0 - confidence) / 2
+def binomial_interval(events: int, trials: int) -> tuple[float, float]:
+    """Exact interval (95 %) of a probability (Clopper and Pearson, Biometrika 26, 1934)."""
+    tail = 0.025
 
     def at_most(k: int, p: float) -> float:
         if p <= 0.0 or p >= 1.0:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import msgspec
-
-from kilter.core.codec import write_atomically
 from kilter.core.trace import IterationTrace, Kind, Operation
 
 _IDLE_TRACK = -1
 """Gaps and data waits lie on a track of their own: nothing runs on a stream then."""
-
-
-def save_chrome(path: str | os.PathLike[str], trace: IterationTrace) -> None:
-    """Write one iteration; `FileError` if the disk refuses."""
-    write_atomically(path, msgspec.json.encode(chrome(trace)))
 
 
 def chrome(trace: IterationTrace) -> dict[str, Any]:

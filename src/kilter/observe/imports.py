@@ -1,7 +1,9 @@
-"""Runs something once a module has been imported, without importing it."""
+"""Runs something once a module has been imported, and says which torch there is, without
+importing it."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader
@@ -80,3 +82,11 @@ class _Loader(Loader):
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         self._waiting._arrived()
+
+
+def torch_version() -> str | None:
+    """Of the one that is installed; None without one."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None

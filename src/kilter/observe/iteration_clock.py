@@ -42,13 +42,9 @@ class IterationClock:
         on_iteration_end: AtIterationEnd,
         *,
         fence: Fenced = lambda function: function,
-        clock: Callable[[], float] = time.monotonic,
-        gpu_events: bool = True,
     ) -> None:
         self._on_iteration_end = on_iteration_end
         self.fence = fence
-        self._clock = clock
-        self._gpu_events = gpu_events
         self.index = -1
         """The last iteration end; -1 before the first."""
         self.source: str | None = None
@@ -58,7 +54,7 @@ class IterationClock:
         self.cost_s = 0.0
         """Time spent in our hooks, with what `on_iteration_end` took."""
         self.calls = 0
-        self._optimizers = SteppedOptimizers(timed=gpu_events)
+        self._optimizers = SteppedOptimizers()
         self._times = EndTimes()
         self._module_hook: Any = None
         self._leave_steps: Callable[[], None] = lambda: None
@@ -180,7 +176,7 @@ class IterationClock:
             return
         begin = time.perf_counter()
         with self._lock:
-            ended = self._iteration_ended(device if self._gpu_events else None)
+            ended = self._iteration_ended(device)
         self._tell(ended, begin)
 
     def _set_source(self, source: str) -> None:
@@ -195,7 +191,7 @@ class IterationClock:
 
     def _iteration_ended(self, device: Any) -> IterationEnd:
         event = self._times.record(device)
-        now_s = self._clock()
+        now_s = time.monotonic()
         self.index += 1
         return self._times.end(self.index, now_s, event, self._optimizers.changed)
 

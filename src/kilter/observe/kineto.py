@@ -55,7 +55,6 @@ class TraceEvent(msgspec.Struct, frozen=True):
     ph: str = ""
     cat: str | None = None
     name: str = ""
-    pid: int | str = 0
     tid: int | str = 0
     ts: float = 0.0
     dur: float = 0.0

@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from kilter.core import codec
 from kilter.core.plan import Plan
 from kilter.core.trace import IterationTrace
-from kilter.observe.chrome import save_chrome
+from kilter.observe.chrome import chrome
 
 
 class RunFiles:
@@ -30,7 +32,8 @@ class RunFiles:
         self._operations = replace(trace, source=self._source)
         if self._writes:
             self._save_trace()
-            save_chrome(self.directory / "trace.chrome.json", self._operations)
+            drawn = msgspec.json.encode(chrome(self._operations))
+            codec.write_atomically(self.directory / "trace.chrome.json", drawn)
         return self._operations
 
     def save_memory(self, trace: IterationTrace, plan: Plan) -> None:

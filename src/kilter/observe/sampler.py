@@ -26,26 +26,22 @@ class Sampler:
     the device's clock, which for a real device is the monotonic clock of the host.
 
     `start` and `stop` are for a thread; `poll` alone drives it in virtual time. `fence` wraps what
-    the thread runs: errors of ours must end there. It has many attributes because clock, sleep,
-    period and fence are given, so that the same code samples in virtual time.
+    the thread runs: errors of ours must end there. It has many attributes because clock, sleep and
+    fence are given, so that the same code samples in virtual time.
     """
 
     def __init__(
         self,
         device: Device,
         *,
-        period_s: float | None = None,
         counter_every_s: float = LONG_S,
-        on_sample: Callable[[Sample], None] | None = None,
         fence: Callable[[Callable[..., None]], Callable[..., None]] = lambda function: function,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._device = device
         self.record = SensorRecord()
-        self._period_s = period_s
         self._counter_every_s = counter_every_s
-        self._on_sample = on_sample
         self._fence = fence
         self._clock = clock
         self._sleep = sleep
@@ -77,10 +73,6 @@ class Sampler:
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
-
-    def read_counter(self) -> None:
-        """Ask for a reading of the energy counter soon, e.g. at the end of a block."""
-        self._wanted = True
 
     def poll(self) -> Sample | None:
         """One reading of the sensors; None if the device is lost. The thread does just this."""
@@ -115,7 +107,7 @@ class Sampler:
     def _begin(self) -> None:
         info = self._device.info()
         self._has_counter = info.has_energy_counter
-        self.record.period_s = self._period_s or info.sensor_period_s or DEFAULT_PERIOD_S
+        self.record.period_s = info.sensor_period_s or DEFAULT_PERIOD_S
 
     def _counter_due(self) -> bool:
         if not self._has_counter:
@@ -132,8 +124,6 @@ class Sampler:
         if energy:
             self._wanted = False
         self.record.add(sample, on_tick=on_tick)
-        if self._on_sample is not None:
-            self._on_sample(sample)
         return sample
 
     def _catch_tick(self) -> bool:

@@ -31,24 +31,6 @@ _HOLE_PERIODS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Energy:
-    """Energy of one interval, by every method that knows it."""
-
-    joules: float
-    method: str
-    """Where `joules` is from: `counter` or `power integral`."""
-    counter_j: float | None
-    integral_j: float | None
-
-    @property
-    def disagreement(self) -> float | None:
-        """(integral - counter) / counter; a few percent are usual, more is worth a warning."""
-        if self.counter_j is None or self.integral_j is None or self.counter_j <= 0.0:
-            return None
-        return self.integral_j / self.counter_j - 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class _Reading:
     t_s: float
     energy_j: float
@@ -135,7 +117,7 @@ class SensorRecord:
         with self._lock:
             return self._samples[bisect_left(self._samples, begin_s, key=_time) :]
 
-    def energy_between(self, begin_s: float, end_s: float) -> Energy | None:
+    def energy_between(self, begin_s: float, end_s: float) -> float | None:
         """Energy over an interval; None if neither witness covers it.
 
         The interval may reach a few periods beyond the first or the last sample.
@@ -150,16 +132,15 @@ class SensorRecord:
             if integral_j is not None:
                 self._compared_j[0] += counter_j
                 self._compared_j[1] += integral_j
-            return Energy(counter_j, "counter", counter_j, integral_j)
+            return counter_j
         if integral_j is not None:
             self._methods.add("power integral")
-            return Energy(integral_j, "power integral", None, integral_j)
-        return None
+        return integral_j
 
     def mean_power_w(self, begin_s: float, end_s: float) -> float | None:
         """Mean power over an interval, by the better witness; None if it is not known."""
-        energy = self.energy_between(begin_s, end_s) if end_s > begin_s else None
-        return None if energy is None else energy.joules / (end_s - begin_s)
+        energy_j = self.energy_between(begin_s, end_s) if end_s > begin_s else None
+        return None if energy_j is None else energy_j / (end_s - begin_s)
 
     def sustained(self, seconds: float = 10.0) -> Setting:
         """The clocks that the busy device held over the last seconds: what it really runs at,

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from kilter.observe.torch_internals.branches import propagate
 from kilter.parallel.folding import is_view
@@ -183,13 +183,10 @@ def warm(
     def pieces() -> None:
         for unit in units.values():
             if unit.graph is not None and compiled.get(unit.key) is unit.run:
-                unit.run(*_examples(unit.graph, device))
+                nodes = [n for n in unit.graph.graph.nodes if n.op == "placeholder"]
+                unit.run(*(like(value(node), device) for node in nodes))
 
     beside_each_other(jobs.values(), device, pieces)
-
-
-def _examples(graph: fx.GraphModule, device: torch.device) -> list[Tensor]:
-    return [like(value(n), device) for n in graph.graph.nodes if n.op == "placeholder"]
 
 
 def _kernels_of(unit: Unit, device: torch.device) -> dict[Hashable, Callable[[], Any]]:

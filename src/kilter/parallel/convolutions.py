@@ -307,17 +307,17 @@ def _with_norm(found: Convolution, norm: fx.Node) -> Convolution:
     training, epsilon = _NORMS[norm.target]
     first = _reader(norm)
     reads = norm.args[3], norm.args[4], norm.args[1], norm.args[2]
-    if norm.args[0] is not found.node or norm.kwargs or not all(map(_is_node, reads)):
+    if (
+        norm.args[0] is not found.node
+        or norm.kwargs
+        or not all(isinstance(read, fx.Node) for read in reads)
+    ):
         return found
     if training is not None and norm.args[training]:
         return found
     if first is None or first.target is not operator.getitem or first.args[1] != 0:
         return found
     return replace(found, norm=reads, epsilon=norm.args[epsilon], end=first)
-
-
-def _is_node(given: Any) -> bool:
-    return isinstance(given, fx.Node)
 
 
 def _rewritten(unit: Unit, ours: Sequence[Convolution]) -> Unit:

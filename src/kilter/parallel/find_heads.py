@@ -73,7 +73,8 @@ class _Fusion:
             self.steps.append(step)
             return
         bias = self._bias(heads)
-        key = tuple(tuple(_identity(t) for t in _tables_of(m.head)) for m in heads)
+        tables = [(m.head.query, m.head.key, m.head.values, m.head.place) for m in heads]
+        key = tuple(tuple(tuple(table.tolist()) for table in own) for own in tables)
         if key not in self.layers:
             self.layers[key] = _layer(heads)
         self.joined[tuple(unit.writes[0] for unit in step)] = self.slots
@@ -120,14 +121,6 @@ def _layer(heads: Sequence[_Match]) -> FusedHeads:
     if tf32_allowed()[0]:
         cut = replace(cut, precision="tf32")
     return FusedHeads([m.head for m in heads], one.width, one.device, cut, one.dtype)
-
-
-def _tables_of(head: Head) -> tuple[Tensor, ...]:
-    return head.query, head.key, head.values, head.place
-
-
-def _identity(table: Tensor) -> Hashable:
-    return tuple(table.tolist())
 
 
 def _match(unit: Unit, constants: dict[int, Tensor]) -> _Match | None:

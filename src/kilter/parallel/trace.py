@@ -65,8 +65,6 @@ class Trace:
     """A pure graph: no mutation, no randomness, no host reads, every shape known."""
 
     graph: fx.GraphModule
-    inputs: tuple[int, ...]
-    """Positions of the flattened arguments that are tensors: the graph's placeholders."""
     out_spec: pytree.TreeSpec
     out_const: dict[int, Any]
     """Flattened outputs that are no tensors."""
@@ -233,7 +231,7 @@ def trace(
     graph.graph.eliminate_dead_code()
     _reshape_copies(graph)
     _check_pure(graph)
-    return Trace(graph, tensor_at, seen["spec"], seen["const"], watch.cuts_gradient, watch.reads)
+    return Trace(graph, seen["spec"], seen["const"], watch.cuts_gradient, watch.reads)
 
 
 def _reshape_copies(graph: fx.GraphModule) -> None:

@@ -6,7 +6,6 @@ What is done meanwhile, the controllers do (`session/controllers.py` lists them)
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -28,7 +27,7 @@ from kilter.core.secrets import masked
 from kilter.device.protocol import Device
 from kilter.lease.run_lease import RunLease
 from kilter.memory.host_memory import default_limit_bytes
-from kilter.observe.imports import after_import
+from kilter.observe.imports import after_import, torch_version
 from kilter.observe.iteration_clock import IterationClock
 from kilter.observe.run_files import RunFiles
 from kilter.observe.sampler import Sampler
@@ -202,7 +201,7 @@ class Session:
             mode=mode,
             mode_reason=why,
             host=platform.node() or None,
-            torch=_torch_version(),
+            torch=torch_version(),
             config=None if self._options.config is None else str(self._options.config),
         )
 
@@ -312,10 +311,3 @@ def _command(options: Options) -> tuple[str, ...]:
         argument.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         for argument in options.command
     )
-
-
-def _torch_version() -> str | None:
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return None

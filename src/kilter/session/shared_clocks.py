@@ -12,7 +12,7 @@ All GPUs get the same setting, because the jobs have a rank on each.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 
 from kilter.clocks.plan.governor import BlockOutcome, Governor, Order, Phase
 from kilter.clocks.plan.job import space
@@ -56,16 +56,8 @@ class SharedClocks:
 
     `quiet_s` is for how long jobs and ratios have to stay as they are before a search begins."""
 
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        default: float | None,
-        quiet_s: float,
-        *,
-        lease: Callable[[Device], Lease] = Lease,
-    ) -> None:
+    def __init__(self, devices: Sequence[Device], default: float | None, quiet_s: float) -> None:
         self._devices, self._default, self._quiet_s = tuple(devices), default, quiet_s
-        self._lease = lease
         self._leases: list[Lease] = []
         self._now_s = 0.0
         self._renewed_s = 0.0
@@ -170,7 +162,7 @@ class SharedClocks:
 
     def _take(self) -> None:
         if not self._leases:
-            self._leases = [self._lease(device) for device in self._devices]
+            self._leases = [Lease(device) for device in self._devices]
             for lease in self._leases:
                 lease.__enter__()
 

@@ -122,6 +122,24 @@ def shim_path() -> Path:
     return Path(__file__).parent / "nvml_shim"
 
 
+_LOGGED = (int, str, list)
+"""Kinds of arguments that the log of the calls can hold."""
+
+
+def _binding(act: Callable[..., T]) -> Callable[..., T]:
+    """A call of the binding, with the parameters of `act` but for the cards' state."""
+    myself, _, *parameters = inspect.signature(act).parameters.values()
+    on_card = bool(parameters) and parameters[0].name in ("handle", "device")
+
+    def method(self: FakeNvml, *given: Any) -> T:
+        logged = tuple(argument for argument in given if isinstance(argument, _LOGGED))
+        handle = given[0] if on_card else None
+        return self._call(act.__name__, handle, logged, lambda state: act(self, state, *given))
+
+    vars(method)["__signature__"] = inspect.Signature([myself, *parameters])
+    return method
+
+
 class FakeNvml:
     """Looks like the module `pynvml`. One instance per process; the cards are in the file."""
 
@@ -286,8 +304,6 @@ class FakeNvml:
         handle: _Handle | None,
         arguments: tuple[Any, ...],
         act: Callable[[FakeState], T],
-        *,
-        needs_init: bool = True,
     ) -> T:
         """One call: rules first, then what the driver would check, then the act; always logged."""
         rule, state = self._match(name, handle)
@@ -300,7 +316,7 @@ class FakeNvml:
         try:
             if name in state.missing:
                 raise NVMLError(_ERRORS["FUNCTION_NOT_FOUND"][0])
-            if needs_init and not self._initialised:
+            if name != "nvmlInit" and not self._initialised:
                 raise NVMLError(_ERRORS["UNINITIALIZED"][0])
             if rule.error is not None:
                 raise NVMLError(rule.error)
@@ -344,233 +360,207 @@ class FakeNvml:
         here = rule.card is None or (handle is not None and handle.card == rule.card)
         return here and fnmatch.fnmatchcase(name, rule.call)
 
-    def _on_card(self, name: str, handle: _Handle, act: Callable[[Card], T], *args: Any) -> T:
-        return self._call(name, handle, args, lambda state: act(state.cards[handle.card]))
-
     # Library --------------------------------------------------------------------------------
 
-    def nvmlInit(self) -> None:
-        def act(state: FakeState) -> None:
-            if state.init_error is not None:
-                raise NVMLError(state.init_error)
-            self._initialised += 1
+    @_binding
+    def nvmlInit(self, state: FakeState) -> None:
+        if state.init_error is not None:
+            raise NVMLError(state.init_error)
+        self._initialised += 1
 
-        self._call("nvmlInit", None, (), act, needs_init=False)
-
-    def nvmlShutdown(self) -> None:
-        def act(_: FakeState) -> None:
-            self._initialised -= 1
-
-        self._call("nvmlShutdown", None, (), act)
+    @_binding
+    def nvmlShutdown(self, state: FakeState) -> None:
+        self._initialised -= 1
 
     def nvmlErrorString(self, result: int) -> str:
         return dict(_ERRORS.values()).get(result, "Unknown Error")
 
-    def nvmlSystemGetDriverVersion(self) -> str:
-        return self._call("nvmlSystemGetDriverVersion", None, (), lambda state: state.driver)
+    @_binding
+    def nvmlSystemGetDriverVersion(self, state: FakeState) -> str:
+        return state.driver
 
-    def nvmlSystemGetNVMLVersion(self) -> str:
-        return self._call("nvmlSystemGetNVMLVersion", None, (), lambda s: f"13.{s.driver}")
+    @_binding
+    def nvmlSystemGetNVMLVersion(self, state: FakeState) -> str:
+        return f"13.{state.driver}"
 
     # Finding cards --------------------------------------------------------------------------
 
-    def nvmlDeviceGetCount(self) -> int:
-        return self._call("nvmlDeviceGetCount", None, (), lambda state: len(state.cards))
+    @_binding
+    def nvmlDeviceGetCount(self, state: FakeState) -> int:
+        return len(state.cards)
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> _Handle:
-        def act(state: FakeState) -> _Handle:
-            if not 0 <= index < len(state.cards):
-                raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
-            return _Handle(index)
+    @_binding
+    def nvmlDeviceGetHandleByIndex(self, state: FakeState, index: int) -> _Handle:
+        if not 0 <= index < len(state.cards):
+            raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
+        return _Handle(index)
 
-        return self._call("nvmlDeviceGetHandleByIndex", None, (index,), act)
+    @_binding
+    def nvmlDeviceGetHandleByUUID(self, state: FakeState, uuid: str) -> _Handle:
+        for index, card in enumerate(state.cards):
+            if card.uuid == uuid:
+                return _Handle(index)
+            if uuid in card.mig_uuids:
+                return _Handle(index, card.mig_uuids.index(uuid))
+        raise NVMLError(_ERRORS["NOT_FOUND"][0])
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> _Handle:
-        def act(state: FakeState) -> _Handle:
-            for index, card in enumerate(state.cards):
-                if card.uuid == uuid:
-                    return _Handle(index)
-                if uuid in card.mig_uuids:
-                    return _Handle(index, card.mig_uuids.index(uuid))
+    @_binding
+    def nvmlDeviceGetHandleByPciBusId(self, state: FakeState, pciBusId: str) -> _Handle:
+        for index, card in enumerate(state.cards):
+            if card.pci_bus_id == pciBusId:
+                return _Handle(index)
+        raise NVMLError(_ERRORS["NOT_FOUND"][0])
+
+    @_binding
+    def nvmlDeviceGetMigDeviceHandleByIndex(
+        self, state: FakeState, device: _Handle, index: int
+    ) -> _Handle:
+        if index >= len(state.cards[device.card].mig_uuids):
             raise NVMLError(_ERRORS["NOT_FOUND"][0])
+        return _Handle(device.card, index)
 
-        return self._call("nvmlDeviceGetHandleByUUID", None, (uuid,), act)
+    @_binding
+    def nvmlDeviceGetIndex(self, state: FakeState, handle: _Handle) -> int:
+        return handle.card
 
-    def nvmlDeviceGetHandleByPciBusId(self, pciBusId: str) -> _Handle:
-        def act(state: FakeState) -> _Handle:
-            for index, card in enumerate(state.cards):
-                if card.pci_bus_id == pciBusId:
-                    return _Handle(index)
-            raise NVMLError(_ERRORS["NOT_FOUND"][0])
-
-        return self._call("nvmlDeviceGetHandleByPciBusId", None, (pciBusId,), act)
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, device: _Handle, index: int) -> _Handle:
-        def read(card: Card) -> _Handle:
-            if index >= len(card.mig_uuids):
-                raise NVMLError(_ERRORS["NOT_FOUND"][0])
-            return _Handle(device.card, index)
-
-        return self._on_card("nvmlDeviceGetMigDeviceHandleByIndex", device, read, index)
-
-    def nvmlDeviceGetIndex(self, handle: _Handle) -> int:
-        return self._on_card("nvmlDeviceGetIndex", handle, lambda _: handle.card)
-
-    def nvmlDeviceGetUUID(self, handle: _Handle) -> str:
-        def read(card: Card) -> str:
-            return card.uuid if handle.mig is None else card.mig_uuids[handle.mig]
-
-        return self._on_card("nvmlDeviceGetUUID", handle, read)
+    @_binding
+    def nvmlDeviceGetUUID(self, state: FakeState, handle: _Handle) -> str:
+        card = state.cards[handle.card]
+        return card.uuid if handle.mig is None else card.mig_uuids[handle.mig]
 
     # Sensors --------------------------------------------------------------------------------
 
-    def nvmlDeviceGetFieldValues(self, handle: _Handle, fieldIds: list[Any]) -> list[Any]:
-        fields = [field if isinstance(field, tuple) else (field, 0) for field in fieldIds]
-
-        def read(card: Card) -> list[Any]:
-            values = []
-            for field, scope in fields:
-                known = field in (self.NVML_FI_DEV_POWER_AVERAGE, self.NVML_FI_DEV_POWER_INSTANT)
-                known = known and card.architecture >= 7
-                power_mw = int((card.power_w + (card.module_w if scope == 1 else 0.0)) * 1e3)
-                values.append(
-                    SimpleNamespace(
-                        fieldId=field,
-                        scopeId=scope,
-                        valueType=1,
-                        nvmlReturn=0 if known else _ERRORS["NOT_SUPPORTED"][0],
-                        value=SimpleNamespace(uiVal=power_mw if known else 0),
-                    )
+    @_binding
+    def nvmlDeviceGetFieldValues(
+        self, state: FakeState, handle: _Handle, fieldIds: list[Any]
+    ) -> list[Any]:
+        card, values = state.cards[handle.card], []
+        for field, scope in (each if isinstance(each, tuple) else (each, 0) for each in fieldIds):
+            known = field in (self.NVML_FI_DEV_POWER_AVERAGE, self.NVML_FI_DEV_POWER_INSTANT)
+            known = known and card.architecture >= 7
+            power_mw = int((card.power_w + (card.module_w if scope == 1 else 0.0)) * 1e3)
+            values.append(
+                SimpleNamespace(
+                    fieldId=field,
+                    scopeId=scope,
+                    valueType=1,
+                    nvmlReturn=0 if known else _ERRORS["NOT_SUPPORTED"][0],
+                    value=SimpleNamespace(uiVal=power_mw if known else 0),
                 )
-            return values
+            )
+        return values
 
-        return self._on_card("nvmlDeviceGetFieldValues", handle, read, fields)
+    @_binding
+    def nvmlDeviceGetTotalEnergyConsumption(self, state: FakeState, handle: _Handle) -> int:
+        card = state.cards[handle.card]
+        if not card.has_energy_counter:
+            raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
+        self._settle(state)
+        return int(card.energy_mj)
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: _Handle) -> int:
-        def act(state: FakeState) -> int:
-            card = state.cards[handle.card]
-            if not card.has_energy_counter:
-                raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
-            self._settle(state)
-            return int(card.energy_mj)
-
-        return self._call("nvmlDeviceGetTotalEnergyConsumption", handle, (), act)
-
-    def nvmlDeviceGetClockInfo(self, handle: _Handle, type: int) -> int:
-        def read(card: Card) -> int:
-            return card.memory_clock_mhz if type == self.NVML_CLOCK_MEM else card.sm_clock_mhz
-
-        return self._on_card("nvmlDeviceGetClockInfo", handle, read, type)
+    @_binding
+    def nvmlDeviceGetClockInfo(self, state: FakeState, handle: _Handle, type: int) -> int:
+        card = state.cards[handle.card]
+        return card.memory_clock_mhz if type == self.NVML_CLOCK_MEM else card.sm_clock_mhz
 
     # Performance monitoring -----------------------------------------------------------------
 
     c_nvmlGpmMetricsGet_t = _GpmMetricsGet  # noqa: N815
 
-    def nvmlGpmSampleAlloc(self) -> _GpmSample:
-        return self._call("nvmlGpmSampleAlloc", None, (), lambda _: _GpmSample())
+    @_binding
+    def nvmlGpmSampleAlloc(self, state: FakeState) -> _GpmSample:
+        return _GpmSample()
 
-    def nvmlGpmSampleFree(self, gpmSample: _GpmSample) -> None:
-        def act(_: FakeState) -> None:
-            assert not gpmSample.freed, "freed twice"
-            gpmSample.freed = True
+    @_binding
+    def nvmlGpmSampleFree(self, state: FakeState, gpmSample: _GpmSample) -> None:
+        assert not gpmSample.freed, "freed twice"
+        gpmSample.freed = True
 
-        self._call("nvmlGpmSampleFree", None, (), act)
+    @_binding
+    def nvmlGpmSampleGet(
+        self, state: FakeState, device: _Handle, gpmSample: _GpmSample
+    ) -> _GpmSample:
+        card = state.cards[device.card]
+        if device.mig is not None or card.architecture < self.NVML_DEVICE_ARCH_HOPPER:
+            raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
+        assert not gpmSample.freed, "used after it was freed"
+        self._settle(state)
+        gpmSample.t_s, gpmSample.card = self._now_s(state), card
+        return gpmSample
 
-    def nvmlGpmSampleGet(self, device: _Handle, gpmSample: _GpmSample) -> _GpmSample:
-        def act(state: FakeState) -> _GpmSample:
-            card = state.cards[device.card]
-            if device.mig is not None or card.architecture < self.NVML_DEVICE_ARCH_HOPPER:
-                raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
-            assert not gpmSample.freed, "used after it was freed"
-            self._settle(state)
-            gpmSample.t_s, gpmSample.card = self._now_s(state), card
-            return gpmSample
-
-        return self._call("nvmlGpmSampleGet", device, (), act)
-
-    def nvmlGpmMetricsGet(self, metricsGet: _GpmMetricsGet) -> _GpmMetricsGet:
-        def act(_: FakeState) -> _GpmMetricsGet:
-            before, after = metricsGet.sample1, metricsGet.sample2
-            if before.card is None or after.card is None or metricsGet.version != 1:
-                raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
-            passed_s = after.t_s - before.t_s
-            loaded_s = after.card.loaded_s - before.card.loaded_s
-            shares = {
-                self.NVML_GPM_METRIC_SM_UTIL: after.card.sm_active,
-                self.NVML_GPM_METRIC_ANY_TENSOR_UTIL: after.card.tensor_active,
-                self.NVML_GPM_METRIC_DRAM_BW_UTIL: after.card.dram_active,
-            }
-            for metric in metricsGet.metrics[: metricsGet.numMetrics]:
-                share = shares.get(metric.metricId)
-                metric.nvmlReturn = 0 if share is not None else _ERRORS["NOT_SUPPORTED"][0]
-                load = loaded_s / passed_s if passed_s > 0.0 else math.nan
-                metric.value = math.nan if share is None else 100 * share * load
-            return metricsGet
-
-        return self._call("nvmlGpmMetricsGet", None, (), act)
+    @_binding
+    def nvmlGpmMetricsGet(self, state: FakeState, metricsGet: _GpmMetricsGet) -> _GpmMetricsGet:
+        before, after = metricsGet.sample1, metricsGet.sample2
+        if before.card is None or after.card is None or metricsGet.version != 1:
+            raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
+        passed_s = after.t_s - before.t_s
+        loaded_s = after.card.loaded_s - before.card.loaded_s
+        shares = {
+            self.NVML_GPM_METRIC_SM_UTIL: after.card.sm_active,
+            self.NVML_GPM_METRIC_ANY_TENSOR_UTIL: after.card.tensor_active,
+            self.NVML_GPM_METRIC_DRAM_BW_UTIL: after.card.dram_active,
+        }
+        for metric in metricsGet.metrics[: metricsGet.numMetrics]:
+            share = shares.get(metric.metricId)
+            metric.nvmlReturn = 0 if share is not None else _ERRORS["NOT_SUPPORTED"][0]
+            load = loaded_s / passed_s if passed_s > 0.0 else math.nan
+            metric.value = math.nan if share is None else 100 * share * load
+        return metricsGet
 
     # Knobs ----------------------------------------------------------------------------------
 
+    @_binding
     def nvmlDeviceGetSupportedGraphicsClocks(
-        self, handle: _Handle, memoryClockMHz: int
+        self, state: FakeState, handle: _Handle, memoryClockMHz: int
     ) -> list[int]:
-        def read(card: Card) -> list[int]:
-            if memoryClockMHz not in card.memory_clocks_mhz:
-                raise NVMLError(_ERRORS["NOT_FOUND"][0])
-            lowest, highest, step = card.sm_clocks_mhz
-            highest = card.sm_top_mhz.get(memoryClockMHz, highest)
-            return list(range(highest, lowest - 1, -step))
+        card = state.cards[handle.card]
+        if memoryClockMHz not in card.memory_clocks_mhz:
+            raise NVMLError(_ERRORS["NOT_FOUND"][0])
+        lowest, highest, step = card.sm_clocks_mhz
+        highest = card.sm_top_mhz.get(memoryClockMHz, highest)
+        return list(range(highest, lowest - 1, -step))
 
-        return self._on_card("nvmlDeviceGetSupportedGraphicsClocks", handle, read, memoryClockMHz)
-
+    @_binding
     def nvmlDeviceSetGpuLockedClocks(
-        self, handle: _Handle, minGpuClockMHz: int, maxGpuClockMHz: int
+        self, state: FakeState, handle: _Handle, minGpuClockMHz: int, maxGpuClockMHz: int
     ) -> None:
-        def write(card: Card) -> None:
-            lowest, highest, _ = card.sm_clocks_mhz
-            if not lowest <= minGpuClockMHz <= maxGpuClockMHz <= highest:
-                raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
-            card.sm_lock_mhz = (minGpuClockMHz, maxGpuClockMHz)
+        card = state.cards[handle.card]
+        lowest, highest, _ = card.sm_clocks_mhz
+        if not lowest <= minGpuClockMHz <= maxGpuClockMHz <= highest:
+            raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
+        card.sm_lock_mhz = (minGpuClockMHz, maxGpuClockMHz)
 
-        name = "nvmlDeviceSetGpuLockedClocks"
-        self._on_card(name, handle, write, minGpuClockMHz, maxGpuClockMHz)
+    @_binding
+    def nvmlDeviceResetGpuLockedClocks(self, state: FakeState, handle: _Handle) -> None:
+        state.cards[handle.card].sm_lock_mhz = None
 
-    def nvmlDeviceResetGpuLockedClocks(self, handle: _Handle) -> None:
-        def write(card: Card) -> None:
-            card.sm_lock_mhz = None
-
-        self._on_card("nvmlDeviceResetGpuLockedClocks", handle, write)
-
+    @_binding
     def nvmlDeviceSetMemoryLockedClocks(
-        self, handle: _Handle, minMemClockMHz: int, maxMemClockMHz: int
+        self, state: FakeState, handle: _Handle, minMemClockMHz: int, maxMemClockMHz: int
     ) -> None:
-        def write(card: Card) -> None:
-            if not card.memory_lockable:
-                raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
-            clocks = card.memory_clocks_mhz
-            if not clocks[0] <= minMemClockMHz <= maxMemClockMHz <= clocks[-1]:
-                raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
-            card.memory_lock_mhz = (minMemClockMHz, maxMemClockMHz)
+        card = state.cards[handle.card]
+        if not card.memory_lockable:
+            raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
+        clocks = card.memory_clocks_mhz
+        if not clocks[0] <= minMemClockMHz <= maxMemClockMHz <= clocks[-1]:
+            raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
+        card.memory_lock_mhz = (minMemClockMHz, maxMemClockMHz)
 
-        name = "nvmlDeviceSetMemoryLockedClocks"
-        self._on_card(name, handle, write, minMemClockMHz, maxMemClockMHz)
+    @_binding
+    def nvmlDeviceResetMemoryLockedClocks(self, state: FakeState, handle: _Handle) -> None:
+        if not state.cards[handle.card].memory_lockable:
+            raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
+        state.cards[handle.card].memory_lock_mhz = None
 
-    def nvmlDeviceResetMemoryLockedClocks(self, handle: _Handle) -> None:
-        def write(card: Card) -> None:
-            if not card.memory_lockable:
-                raise NVMLError(_ERRORS["NOT_SUPPORTED"][0])
-            card.memory_lock_mhz = None
-
-        self._on_card("nvmlDeviceResetMemoryLockedClocks", handle, write)
-
-    def nvmlDeviceSetPowerManagementLimit(self, handle: _Handle, limit: int) -> None:
-        def write(card: Card) -> None:
-            low, high = card.power_limits_mw
-            if not low <= limit <= high:
-                raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
-            card.limit_mw = limit
-
-        self._on_card("nvmlDeviceSetPowerManagementLimit", handle, write, limit)
+    @_binding
+    def nvmlDeviceSetPowerManagementLimit(
+        self, state: FakeState, handle: _Handle, limit: int
+    ) -> None:
+        card = state.cards[handle.card]
+        low, high = card.power_limits_mw
+        if not low <= limit <= high:
+            raise NVMLError(_ERRORS["INVALID_ARGUMENT"][0])
+        card.limit_mw = limit
 
 
 # Readings of a card -------------------------------------------------------------------------
@@ -641,7 +631,7 @@ def _reading(call: str, read: Callable[[Card], Any]) -> tuple[str, Callable[...,
     name, _, parameters = call.removesuffix(")").partition("(")
 
     def method(self: FakeNvml, handle: _Handle, *others: Any) -> Any:
-        return self._on_card(name, handle, read, *others)
+        return self._call(name, handle, others, lambda state: read(state.cards[handle.card]))
 
     vars(method)["__signature__"] = inspect.Signature(
         [_parameter(each) for each in ("self", *parameters.split(", "))]

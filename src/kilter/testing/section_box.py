@@ -164,9 +164,7 @@ def serve(uuid: str, log: str, what: str, hold_s: float, up_s: float) -> None:
     if what in (WAIT, DRY_WAIT):
         process.say(Follow(schedule=NOTHING, waits=waits))
     else:
-        commands = CommandSchedule(
-            number=1, commands=(down, up), iteration_s=length_s, calls_per_s=10.0
-        )
+        commands = CommandSchedule(commands=(down, up), iteration_s=length_s, calls_per_s=10.0)
         process.say(Follow(schedule=commands))
     iteration = 0
     while what in (ITERATIONS, RANK):

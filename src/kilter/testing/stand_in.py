@@ -23,8 +23,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-FAST_BYTES_PER_S = 1e12
-
 
 def slow_link(bytes_per_s: float) -> None:
     """Let the engine plan for a link of this speed in both directions."""

@@ -167,11 +167,6 @@ def _search(run: Replay, goal: Goal, seed: int, first: Sequence[Setting] = ()) -
     return _played(run, Governor(space(run.workload), goal, seed=seed, blocks=blocks, first=first))
 
 
-def informed(run: Replay, goal: Goal, seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
-    """Knows the table, and has to prove the contract as ours has."""
-    return _played(run, InformedGovernor(space(run.workload), goal, truth(run.workload), seed=seed))
-
-
 def truth(workload: RecordedWorkload) -> dict[Setting, LogRatios]:
     """By setting, without the default."""
     default = workload.default
@@ -216,11 +211,6 @@ def static(run: Replay, goal: Goal, _seed: int, others: Sequence[RecordedWorkloa
     return max(scores, key=scores.__getitem__, default=run.workload.default.setting)
 
 
-def oracle(run: Replay, goal: Goal, _seed: int, _others: Sequence[RecordedWorkload]) -> Setting:
-    """The best row that keeps the bound, chosen and scored on the same true values."""
-    return _best(run.workload, goal, price_of_time=0.0).setting
-
-
 POLICIES: Mapping[str, BenchPolicy] = {
     "kilter": kilter,
     "kilter-classed": kilter_classed,
@@ -230,7 +220,9 @@ POLICIES: Mapping[str, BenchPolicy] = {
     "kilter-recurring": lambda run, goal, seed, _: clocks_learned.recurring(
         run, space(run.workload), goal, seed
     ),
-    "informed": informed,
+    "informed": lambda run, goal, seed, _: _played(
+        run, InformedGovernor(space(run.workload), goal, truth(run.workload), seed=seed)
+    ),
     "default": lambda run, *_: run.workload.default.setting,
     "static": static,
     "zeus": lambda run, goal, *_: clock_peers.zeus(run, _bound(goal)),
@@ -239,8 +231,10 @@ POLICIES: Mapping[str, BenchPolicy] = {
     ),
     "mf-gpoeo": lambda run, goal, *_: clock_peers.mf_gpoeo(run, _bound(goal)),
     "geepafs": lambda run, goal, *_: clock_peers.geepafs(run, _bound(goal)),
-    "oracle": oracle,
+    "oracle": lambda run, goal, *_: _best(run.workload, goal, price_of_time=0.0).setting,
 }
+"""`informed` knows the table, and has to prove the contract as ours has. `oracle` takes the best
+row that keeps the bound, chosen and scored on the same true values."""
 
 
 def _bound(goal: Goal) -> float:

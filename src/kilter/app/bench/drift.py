@@ -151,13 +151,13 @@ def _quiet(rows: Sequence[DriftRow]) -> tuple[int, float]:
     return sum(row.false_alarms for row in inside), sum(row.quiet_h for row in inside)
 
 
-def most_events(seen: int, confidence: float = 0.95) -> float:
-    """The largest mean of a Poisson distribution that is not refuted by so few events."""
+def most_events(seen: int) -> float:
+    """The largest mean of a Poisson distribution that so few events do not refute (at 95 %)."""
     low, high = 0.0, 10.0 + 3.0 * seen
     while high - low > 1e-6:
         mean = (low + high) / 2
         terms = (math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) for k in range(seen + 1))
-        low, high = (mean, high) if sum(terms) > 1.0 - confidence else (low, mean)
+        low, high = (mean, high) if sum(terms) > 0.05 else (low, mean)
     return low
 
 

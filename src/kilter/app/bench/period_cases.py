@@ -39,9 +39,6 @@ class PeriodCase(msgspec.Struct, frozen=True, kw_only=True):
     """Iteration ends."""
     periodic: bool
     """Whether the telemetry can show the period: else the right answer is that there is none."""
-    parts: int
-    """Micro-batches of one iteration."""
-    update_s: float
 
     @property
     def period_s(self) -> float:
@@ -130,8 +127,6 @@ def case(seed: int) -> PeriodCase:
         telemetry=telemetry,
         marks_s=tuple(job.ends),
         periodic=kind not in ("too short", "steady", "irregular"),
-        parts=parts,
-        update_s=update_s,
     )
 
 

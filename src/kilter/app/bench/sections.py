@@ -213,7 +213,7 @@ def play(
 
 
 def _played(orders: Search, job: SectionJob) -> Depths:
-    return driven(orders, lambda trials: tuple(job.run(trial.depths) for trial in trials)).depths
+    return driven(orders, lambda trials: tuple(map(job.run, trials))).depths
 
 
 def _summary(rows: Sequence[SectionsRow]) -> dict[str, Any]:

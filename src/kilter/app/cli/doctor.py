@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import enum
-import importlib.metadata
 import itertools
 import os
 import platform
@@ -41,6 +40,7 @@ from kilter.lease.baseline import BUSY_UTILISATION
 from kilter.lease.journal import journals, state_directory
 from kilter.lease.risks import risks
 from kilter.observe import torch_internals
+from kilter.observe.imports import torch_version
 from kilter.observe.torch_internals import Internal
 
 HELP = "What is there, what is allowed, and what to do about the rest. Sets nothing."
@@ -161,7 +161,7 @@ def examine(spec: str, environ: Mapping[str, str]) -> Examination:
     """Look at everything once. Raises `UsageError` for an unknown `spec`."""
     if spec not in DOCTOR_CHOICES:
         raise UsageError(f"--device {spec!r}: choose one of {', '.join(DOCTOR_CHOICES)}")
-    torch = _version("torch")
+    torch = torch_version()
     checks = [_torch_check(torch), *_internals(torch), *_journals(environ), *_controllers()]
     seen: Survey | None = None
     gpus: tuple[GpuReport, ...] = ()
@@ -413,13 +413,6 @@ def _internals(version: str | None) -> Iterator[Check]:
     for entry in gone:
         text = f"{version} has no {entry.path}: {entry.without}"
         yield _check("torch", Status.WARNING, text, f"use a PyTorch of {torch_internals.SUPPORTED}")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _gravity(error: DeviceError) -> Status:

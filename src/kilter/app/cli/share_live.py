@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
-from kilter.app.cli.live import show_live
 from kilter.app.cli.options import argument, fraction, positive, seconds, size
-from kilter.app.cli.output import print_json
+from kilter.app.cli.output import print_json, show_live
 from kilter.app.fields import taken
 from kilter.app.share_page import page
 from kilter.app.share_worker import ShareOptions, worker_command, worker_environment

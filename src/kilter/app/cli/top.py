@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from kilter.app.cli.live import show_live
+from kilter.app.cli.output import show_live
 from kilter.app.report.build import find_run
 from kilter.app.report.follow import GrowingRun
 from kilter.app.report.top import Now, as_json, now, screen

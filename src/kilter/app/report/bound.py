@@ -29,6 +29,7 @@ from kilter.core.label import Label
 from kilter.core.setting import DeviceInfo, Setting, Throttle
 from kilter.core.units import show_clock
 from kilter.model.intervals import union
+from kilter.model.stats import mean_of_known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,8 +261,7 @@ def _why_unknown(device: DeviceInfo, idle: Idle | None, blocks: Sequence[Block])
 
 
 def _mean_clock(samples: Sequence[Sampled]) -> float | None:
-    known = [sample.sm_clock_hz for sample in samples if sample.sm_clock_hz]
-    return statistics.fmean(known) if known else None
+    return mean_of_known(sample.sm_clock_hz or None for sample in samples)
 
 
 def _percent(share: float) -> str:

@@ -53,6 +53,7 @@ from kilter.core.plan import Goal, Plan
 from kilter.core.secrets import masked
 from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.trace import IterationTrace, TraceFeatures
+from kilter.model.stats import mean_of_known
 
 T = TypeVar("T")
 
@@ -207,13 +208,13 @@ class Rank:
     last_s: float
 
 
-def find_run(name: str, *, below: Path = Path("runs")) -> Path:
-    """The directory of a run; `latest` is the one below `below` that was written to last."""
+def find_run(name: str) -> Path:
+    """The directory of a run; `latest` is the one below ./runs that was written to last."""
     if name != "latest":
         return Path(name)
-    runs = {file.parent for file in below.glob("*/events-rank*.jsonl")}
+    runs = {file.parent for file in Path("runs").glob("*/events-rank*.jsonl")}
     if not runs:
-        raise FileError(f"{below}: no run in here yet; make one with: kilter run SCRIPT")
+        raise FileError("runs: no run in here yet; make one with: kilter run SCRIPT")
     return max(runs, key=lambda run: max(f.stat().st_mtime_ns for f in event_files(run)))
 
 
@@ -593,12 +594,7 @@ def _series(rank: Rank) -> Series:
         device=rank.started.device.name,
         begin_s=min(begins, default=0.0),
         device_t_s=tuple(math.fsum(s.device_t_s for s in chunk) / len(chunk) for chunk in chunks),
-        power_w=tuple(_mean(s.power_w for s in chunk) for chunk in chunks),
-        sm_clock_hz=tuple(_mean(s.sm_clock_hz for s in chunk) for chunk in chunks),
-        memory_clock_hz=tuple(_mean(s.memory_clock_hz for s in chunk) for chunk in chunks),
+        power_w=tuple(mean_of_known(s.power_w for s in chunk) for chunk in chunks),
+        sm_clock_hz=tuple(mean_of_known(s.sm_clock_hz for s in chunk) for chunk in chunks),
+        memory_clock_hz=tuple(mean_of_known(s.memory_clock_hz for s in chunk) for chunk in chunks),
     )
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None

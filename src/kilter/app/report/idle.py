@@ -14,7 +14,7 @@ from kilter.core.setting import DeviceInfo
 from kilter.core.trace import IterationTrace, Kind
 from kilter.device.sim.cards import profile_of
 from kilter.device.sim.profile import load_profile
-from kilter.device.sim.work import cost_of, work_of
+from kilter.device.sim.work import default_cost, work_of
 
 LEAN, DENSE = 14.0, 300.0
 """FLOP per byte. The most arithmetic for each byte that a GPU can do at full bandwidth lies between
@@ -87,15 +87,10 @@ def _computing(trace: IterationTrace, least: float, most: float = math.inf) -> f
 def _modelled(trace: IterationTrace, name: str) -> Idle | None:
     """On the simulated device at its default clocks."""
     profile = load_profile(name)
-    clocks = {
-        "sm_hz": profile.knobs.sm_highest_hz,
-        "memory_hz": profile.knobs.memory_clocks_hz[-1],
-    }
     try:
-        work = work_of(trace, profile.roofline, **clocks)
+        cost = default_cost(work_of(trace, profile), profile)
     except ValueError:  # an iteration without any work
         return None
-    cost = cost_of(work, profile.roofline, profile.power, **clocks)
     moved_s = sum(
         op.duration_s for op in trace.operations if op.kind in (Kind.COPY, Kind.COLLECTIVE)
     )

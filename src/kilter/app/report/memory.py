@@ -409,7 +409,6 @@ class Timeline:
     backward_from: int
     """First operation of backward."""
     spans: tuple[Span, ...]
-    device: str
 
 
 def timeline(run: str | Path) -> Timeline | None:
@@ -441,7 +440,6 @@ def timeline_of(trace: IterationTrace, plan: Plan) -> Timeline | None:
         after_bytes=planned_levels(problem, schedule),
         backward_from=kinds.index("backward") if "backward" in kinds else count,
         spans=outcome.spans,
-        device=memory.device,
     )
 
 

@@ -11,7 +11,7 @@ from kilter.core.setting import DeviceInfo
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.device.sim.cards import profile_of
 from kilter.device.sim.profile import Profile, load_profile
-from kilter.device.sim.work import cost_of, work_of
+from kilter.device.sim.work import default_cost, work_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,20 +95,13 @@ def _modelled_j(
     operations: Sequence[Operation], trace: IterationTrace, profile: Profile
 ) -> list[float]:
     """Energy of each operation alone on a simulated device at its default clocks."""
-    sm_hz, memory_hz = profile.knobs.sm_highest_hz, profile.knobs.memory_clocks_hz[-1]
     energies = []
     for operation in operations:
         if not (operation.duration_s or operation.flops or operation.bytes_moved):
             energies.append(0.0)
             continue
-        work = work_of(
-            replace(trace, operations=(operation,)),
-            profile.roofline,
-            sm_hz=sm_hz,
-            memory_hz=memory_hz,
-        )
-        cost = cost_of(work, profile.roofline, profile.power, sm_hz=sm_hz, memory_hz=memory_hz)
-        energies.append(cost.energy_j)
+        work = work_of(replace(trace, operations=(operation,)), profile)
+        energies.append(default_cost(work, profile).energy_j)
     return energies
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ from kilter.core.past_run import Features, KnownSetting, SeenSetting
 from kilter.core.plan import Goal
 from kilter.core.setting import Sample, Setting
 from kilter.core.trace import IterationTrace
-from kilter.model.stats import t_cdf
+from kilter.model.stats import mean_of_known, t_cdf
 
 KNOWN_PAIRS = 3
 """Pairs with which a known setting is confirmed: 30 iterations in blocks of five."""
@@ -117,10 +117,10 @@ class PairBook:
         return Features(
             iteration_s=iteration_s,
             power_w=power_w,
-            sm_clock_hz=_mean(sample.sm_clock_hz for sample in self.readings),
-            memory_clock_hz=_mean(sample.memory_clock_hz for sample in self.readings),
-            sm_utilisation=_mean(sample.sm_utilisation for sample in self.readings),
-            memory_utilisation=_mean(sample.memory_utilisation for sample in self.readings),
+            sm_clock_hz=mean_of_known(sample.sm_clock_hz for sample in self.readings),
+            memory_clock_hz=mean_of_known(sample.memory_clock_hz for sample in self.readings),
+            sm_utilisation=mean_of_known(sample.sm_utilisation for sample in self.readings),
+            memory_utilisation=mean_of_known(sample.memory_utilisation for sample in self.readings),
             throttled=throttled(self.readings),
             flop_per_s=None if trace is None else trace.flops / iteration_s or None,
             bytes_per_s=None if trace is None else trace.bytes_moved / iteration_s or None,
@@ -142,12 +142,6 @@ class PairBook:
         if freedom == 0:
             return 0.0, 0.0, 0
         return math.sqrt(squares[0] / freedom), math.sqrt(squares[1] / freedom), freedom
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
 
 
 class RecurringGovernor:

@@ -1,7 +1,7 @@
 """The lowest harmless clock of each section and GPU, searched on the running job. Pure.
 
-Coroutines that yield `SectionTrial`s (run a block of iterations at each of these depths, one after
-the other) and are sent what was `Seen` of each. A depth is a number of steps below the default
+Coroutines that yield `Trials` (run a block of iterations at each of these depths, one after the
+other) and are sent what was `Seen` of each. A depth is a number of steps below the default
 clock, 0 for the default itself. Two searches:
 
 `stepwise` is the patent's (US 2025/0264922, S221 to S227), taken literally: for each section of
@@ -66,13 +66,6 @@ class SearchTarget(msgspec.Struct, frozen=True, kw_only=True):
     """By rank of the job: share of the section's length that it waits for others."""
 
 
-class SectionTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """Run one block of iterations at these depths."""
-
-    depths: Depths
-    reason: str
-
-
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """What a block gave: medians over its iterations, of the slowest rank."""
 
@@ -93,7 +86,7 @@ class FoundDepths(msgspec.Struct, frozen=True, kw_only=True):
     """The same of the energy, where it is known."""
 
 
-Trials = tuple[SectionTrial, ...]
+Trials = tuple[Depths, ...]
 Outcomes = tuple[Seen, ...]
 Search = Generator[Trials, Outcomes, FoundDepths]
 
@@ -104,13 +97,11 @@ def stepwise(targets: Sequence[SearchTarget], *, lowest: int, threshold: float) 
     depths = [list(row) for row in default_depths(targets)]
     for place, target in enumerate(targets):
         for rank in sorted(rank for role in target.roles for rank in role):
-            trial = SectionTrial(depths=_frozen(depths), reason=f"{target.key}: as it is")
-            (seen,) = yield (trial,)
+            (seen,) = yield (_frozen(depths),)
             last = seen.step_s
             while depths[place][rank] < lowest:
                 depths[place][rank] += 1
-                reason = f"{target.key}, rank {rank}: one step lower"
-                (seen,) = yield (SectionTrial(depths=_frozen(depths), reason=reason),)
+                (seen,) = yield (_frozen(depths),)
                 if seen.step_s > last * (1.0 + threshold):
                     depths[place][rank] -= 1
                     break
@@ -240,11 +231,7 @@ class _Search:
         """(candidate, default) of so many pairs, each in random order."""
         orders = [self._random.sample([True, False], 2) for _ in range(count)]
         seen = yield tuple(
-            SectionTrial(depths=self._default, reason="default")
-            if default
-            else SectionTrial(depths=depths, reason="candidate")
-            for order in orders
-            for default in order
+            self._default if default else depths for order in orders for default in order
         )
         both = zip(seen[::2], seen[1::2], orders, strict=True)
         return [(b, a) if order[0] else (a, b) for a, b, order in both]

@@ -55,7 +55,6 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 class CommandSchedule(msgspec.Struct, frozen=True, kw_only=True):
     """The commands of every iteration, in order of their time. Empty: the default stands."""
 
-    number: int
     commands: tuple[Command, ...]
     iteration_s: float
     """Until better is known: the time to the next marker."""
@@ -116,7 +115,7 @@ class EdgeErrors(msgspec.Struct, frozen=True, kw_only=True):
     """Median of expected minus real: below zero, the commands come early."""
 
 
-NOTHING = CommandSchedule(number=0, commands=(), iteration_s=0.0, calls_per_s=0.0)
+NOTHING = CommandSchedule(commands=(), iteration_s=0.0, calls_per_s=0.0)
 """The default stands."""
 
 
@@ -133,12 +132,11 @@ def at_depths(
 
 
 def schedule(
-    stretches: Sequence[LowStretch], card: ClockCosts, iteration_s: float, *, number: int
+    stretches: Sequence[LowStretch], card: ClockCosts, iteration_s: float
 ) -> CommandSchedule:
     """The commands for the stretches of one rank's plan."""
     commands = [command for stretch in stretches for command in _commands(stretch, card)]
     return CommandSchedule(
-        number=number,
         commands=tuple(sorted(commands, key=lambda c: c.at_s)),
         iteration_s=iteration_s,
         calls_per_s=card.calls_per_s,

@@ -188,13 +188,7 @@ class SimGpu:
 
     def work(self, trace: IterationTrace) -> Work:
         """A trace as this device would run it; make it once, run it often."""
-        knobs = self.profile.knobs
-        return work_of(
-            trace,
-            self.profile.roofline,
-            sm_hz=knobs.sm_highest_hz,
-            memory_hz=knobs.memory_clocks_hz[-1],
-        )
+        return work_of(trace, self.profile)
 
     def run(self, *parts: Work) -> float:
         """Run one iteration, in parts that follow each other: the clock and the meters move on.

@@ -55,6 +55,11 @@ class Knobs:
         if self.memory_clocks_hz[0] <= 0 or self.limit_kept > 1:
             raise ValueError("memory clocks must be positive and limit_kept at most 1")
 
+    @property
+    def default_hz(self) -> tuple[float, float]:
+        """The clocks of SMs and memory when nothing is set."""
+        return self.sm_highest_hz, self.memory_clocks_hz[-1]
+
     def supported(self) -> Supported:
         """Every value that the simulated device accepts. A single memory clock is no knob."""
         memory = self.memory_clocks_hz

@@ -293,11 +293,6 @@ class RecordedDevice(NullDevice):
         self._name = name
         self._begin_s = begin_s
 
-    @property
-    def length_s(self) -> float:
-        """Of the recording."""
-        return self._times[-1]
-
     def info(self) -> DeviceInfo:
         return DeviceInfo(
             name=f"recording {self._name}",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kilter.core.trace import IterationTrace, Kind
+from kilter.device.sim.profile import Profile
 from kilter.model.power import Power
 from kilter.model.roofline import Array, Roofline
 
@@ -29,8 +30,6 @@ class Work:
     switched_flops: float
     """Of the whole iteration, as its energy needs them."""
     switched_bytes: float
-    activity: float = 1.0
-    """Switching per FLOP relative to the device's own benchmark (see `Power.work_j`)."""
 
     def __post_init__(self) -> None:
         if not self.fixed_s + np.sum(self.floor_s) + np.sum(self.flops + self.bytes_moved) > 0:
@@ -47,15 +46,16 @@ class Work:
         )
 
 
-def work_of(trace: IterationTrace, roofline: Roofline, *, sm_hz: float, memory_hz: float) -> Work:
-    """The work in a trace.
+def work_of(trace: IterationTrace, profile: Profile) -> Work:
+    """The work in a trace, as a device of this profile runs it.
 
     On a host's timeline an operation's time says nothing about the device, so its FLOPs, bytes and
     kernels alone count. On a GPU's timeline its time is a measurement: the work is stretched so
-    that the device takes exactly that time at the given (default) clocks, unless a limit holds it
+    that the device takes exactly that time at its default clocks, unless a limit holds it
     below them; FLOPs and bytes only say which clock it follows. An operation of which neither is
     known follows the SM clock there, so that a planner is not led to savings by ignorance.
     """
+    roofline, sm_hz, memory_hz = profile.roofline, *profile.knobs.default_hz
     ops = [op for op in trace.operations if op.kind not in CLOCKLESS]
     fixed = [op for op in trace.operations if op.kind in CLOCKLESS]
     flops = np.array([op.flops or 0.0 for op in ops])
@@ -116,12 +116,16 @@ def cost_of(
     busy_s = float(np.sum(busy))
     time_s = float(np.sum(np.maximum(work.floor_s, busy))) + work.fixed_s
     waiting_j = time_s * power.waiting_w(sm_hz, memory_hz, temperature_c)
-    work_j = power.work_j(
-        work.switched_flops, work.switched_bytes, busy_s, sm_hz, activity=work.activity
-    )
+    work_j = power.work_j(work.switched_flops, work.switched_bytes, busy_s, sm_hz)
     return Cost(
         time_s=time_s,
         energy_j=float(waiting_j + work_j),
         busy_s=busy_s,
         memory_s=float(np.sum(work.bytes_moved) / roofline.bandwidth(sm_hz, memory_hz)),
     )
+
+
+def default_cost(work: Work, profile: Profile) -> Cost:
+    """At the clocks that a device of this profile has by default."""
+    sm_hz, memory_hz = profile.knobs.default_hz
+    return cost_of(work, profile.roofline, profile.power, sm_hz=sm_hz, memory_hz=memory_hz)

@@ -19,6 +19,7 @@ from kilter.core.errors import BudgetTooSmall, PlanError
 from kilter.core.events import AnyEvent, Fitted, Moved, Refused
 from kilter.core.label import Label
 from kilter.core.plan import Goal, MemoryBudget
+from kilter.core.ranks import Ranks
 from kilter.core.script_end import ScriptEnd, end_of
 from kilter.core.setting import DeviceInfo
 from kilter.core.units import GIB, MIB
@@ -94,6 +95,7 @@ def run_of(fence: Fence, events: list[AnyEvent]) -> Run:
         goal=Goal(),
         dry_run=False,
         info=INFO,
+        ranks=Ranks(),
         fence=fence,
         log=Log(events),
         trace=types.SimpleNamespace(disturbs=lambda iteration: False),

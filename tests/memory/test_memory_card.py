@@ -23,7 +23,7 @@ from kilter.core.ranks import Ranks
 from kilter.core.script_end import ScriptEnd, end_of
 from kilter.core.setting import DeviceInfo
 from kilter.core.units import GIB, MIB
-from kilter.memory import controller, messages
+from kilter.memory import controller, governed_job, messages
 from kilter.memory.controller import ALLOCATOR, MemoryController
 from kilter.memory.engine import CpuStandIn
 from kilter.memory.first_tensor import FirstTensor
@@ -89,13 +89,13 @@ class Log:
         return 0.0
 
 
-def run_of(fence: Fence, events: list[AnyEvent]) -> Run:
+def run_of(fence: Fence, events: list[AnyEvent], ranks: Ranks) -> Run:
     """What the controller uses of a run, with nothing of a session."""
     given = types.SimpleNamespace(
         goal=Goal(),
         dry_run=False,
         info=INFO,
-        ranks=Ranks(),
+        ranks=ranks,
         fence=fence,
         log=Log(events),
         trace=types.SimpleNamespace(disturbs=lambda iteration: False),
@@ -110,6 +110,7 @@ def fit(
     outcome: ScriptEnd = FINISHED,
     at_end: Callable[[Any], None] = lambda fitter: None,
     gradients: str = "auto",
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ) -> list[AnyEvent]:
     """A training under a fitter, with nothing of a session."""
     events: list[AnyEvent] = []
@@ -118,7 +119,7 @@ def fit(
         raise AssertionError(f"{where}: {error}")
 
     fence = Fence(fail)
-    fitter = MemoryController(run_of(fence, events), budget, gradients=gradients)
+    fitter = MemoryController(run_of(fence, events, ranks), budget, gradients=gradients)
     fitter.begin()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(10)))
@@ -161,6 +162,22 @@ def test_auto_keeps_to_the_programs_own_cap(monkeypatch: pytest.MonkeyPatch) -> 
     assert moved.planned > 0
     assert moved.spilled > 0
     assert not moved.plain_peak_seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_rank_on_a_gpu_chooses_how_to_recompute(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+
+    def note(*given: object) -> None:
+        made.append(given)
+
+    card = Card(total=80 * GIB, free=79 * GIB)
+    card.install(monkeypatch)
+    monkeypatch.setattr(governed_job, "RecomputeChoice", note)
+    fit(MemoryBudget(), 1, ranks=Ranks(0, world_size))
+    assert len(made) == (world_size == 1)
 
 
 def test_more_than_the_card_has_becomes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +233,7 @@ def test_a_reason_is_told_once_with_the_number_of_its_data() -> None:
     def fail(where: str, error: str) -> None:
         raise AssertionError(f"{where}: {error}")
 
-    log = PlanLog(run_of(Fence(fail), events))
+    log = PlanLog(run_of(Fence(fail), events, Ranks()))
     few = [messages.recipe_differs(f"{number}: AddBackward0: (4,) float32") for number in range(3)]
     tangents = messages.tangents_stay(2**20)
     unreached = messages.of_error(BudgetTooSmall("the budget of 5 bytes is out of reach"))

@@ -133,6 +133,18 @@ def test_what_the_plan_does_not_account_for_is_said() -> None:
     assert "beyond the plan" not in text(changed({"plain_iteration_s": None, "iteration_s": 0.22}))
 
 
+def test_no_time_of_a_plan_is_told_beside_the_models_own_checkpointing() -> None:
+    """A plan's times with everything kept have that checkpointing in them."""
+    on: dict[str, object] = {"own_checkpointing": True, "recompute_choice": "it is on: 225 ms"}
+    memory = changed({**on, "plain_iteration_s": None})
+    assert "iteration 225 ms [measured]" in text(memory)
+    assert "recompute: it is on: 225 ms" in text(memory)
+    assert "forward and backward" not in text(memory)
+    assert "slower" not in memory_plots.claim(memory)
+    assert "Forward and backward" not in memory_plots.section(memory, None)
+    assert "time:" not in text(changed({**on, "iteration_s": None}))
+
+
 NOTHING: dict[str, object] = {
     "plain_peak_bytes": 20 * GIB,
     "peak_bytes": 20 * GIB,

@@ -103,8 +103,11 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pass_slowdown(self) -> float | None:
-        """Simulated: forward and backward under the plan against everything kept."""
+        """Simulated: forward and backward under the plan against everything kept. None where the
+        model's own checkpointing is on: plans do not know what it takes."""
         if self.plan is None or not self.plan.iteration_s or not self.plan.compute_s:
+            return None
+        if self.record.own_checkpointing:
             return None
         return self.plan.iteration_s / self.plan.compute_s - 1.0
 
@@ -270,7 +273,7 @@ def details(memory: MemoryReport) -> list[tuple[str, str]]:
     """Name and text of what else a reader may ask."""
     lines = _conditions(memory)
     if not memory.moves_nothing and memory.record.budget_bytes is not None:
-        lines.append(("time", _time(memory)))
+        lines += [("time", time)] if (time := _time(memory)) else []
         lines += _beyond(memory)
         kinds = [(_name(memory, plan), _each_pass(plan)) for plan in memory.in_force]
         lines += list(dict.fromkeys(kinds))[:MOST_KINDS]
@@ -356,7 +359,7 @@ def _time(memory: MemoryReport) -> str:
             f"forward and backward {show_time(memory.plan.compute_s)} -> "
             f"{show_time(memory.plan.iteration_s)} ({change}){bound} [simulated]"
         )
-    return "; ".join(parts) or "unknown"
+    return "; ".join(parts)
 
 
 def _beyond(memory: MemoryReport) -> list[tuple[str, str]]:

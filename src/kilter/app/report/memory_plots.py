@@ -88,15 +88,21 @@ def _tiles(memory: MemoryReport) -> str:
         f"kept, {show_time(plan.iteration_s if plan else None)} under the plan."
     )
     bound = "" if record.bound_s is None else f"bound {show_time(record.bound_s)} a pass"
-    tiles.append(
-        tile(
-            own if known else simulated,
-            "Time per iteration" if known else "Time of a pass",
-            signed(change),
-            bound,
-            times,
+    if record.own_checkpointing and not known:
+        took = (
+            "An iteration with the model's own checkpointing; with everything kept: not measured."
         )
-    )
+        tiles.append(tile(own, "Time per iteration", show_time(record.iteration_s), "", took))
+    else:
+        tiles.append(
+            tile(
+                own if known else simulated,
+                "Time per iteration" if known else "Time of a pass",
+                signed(change),
+                bound,
+                times,
+            )
+        )
     offloaded, copied, counts = "unknown", "", ""
     if plan is not None:
         offloaded = show_bytes(plan.out_bytes)
@@ -115,7 +121,7 @@ def _tiles(memory: MemoryReport) -> str:
 
 def _kinds(memory: MemoryReport) -> str:
     """Passes of other shapes have plans of their own: the last one for each plain peak."""
-    plans = {plan.peak_before_bytes: plan for plan in memory.plans}
+    plans = {plan.peak_before_bytes: plan for plan in memory.in_force}
     if len(plans) < 2:
         return ""
     rows = [
@@ -143,6 +149,8 @@ def _picture(memory: MemoryReport, found: Timeline) -> str:
     def draw(width: float) -> tuple[float, str]:
         return _draw(found, width)
 
+    beside = " Kept is meant beside the model's own checkpointing, which is on."
+    beside *= memory.record.own_checkpointing
     before, after = max(found.before_bytes), max(found.after_bytes)
     swapped, recomputed = len(found.schedule.moves), len(found.schedule.recomputed)
     return figure(
@@ -153,7 +161,7 @@ def _picture(memory: MemoryReport, found: Timeline) -> str:
         "waits, and the copies to the host (offload) and back (prefetch).",
         "Operation times, sizes and levels are those observed in the first iterations; the "
         "schedule is the one in force, run by the event simulator. Grey is drawn at the times of "
-        "the plan. memory.chrome.json beside this page has every move, for Perfetto.",
+        f"the plan.{beside} memory.chrome.json beside this page has every move, for Perfetto.",
         draw,
         f"Peak {show_bytes(before)} with everything kept, {show_bytes(after)} under the plan, "
         f"budget {show_bytes(found.problem.budget_bytes)}; {show_count(swapped, 'tensor')} "

@@ -196,6 +196,21 @@ def test_a_run_chooses_and_says_what_it_measured(
     assert memory["peak_bytes"] <= memory["budget_bytes"]
 
 
+def test_a_way_that_gets_no_plan_is_named() -> None:
+    model, engine, times = _Model(), Engine(), IterationTimes()
+    choice = RecomputeChoice(engine, times, OwnCheckpointing(FENCE), _at_once)  # type: ignore[arg-type]
+    choice.iteration_ended(settled=True)
+    model(torch.randn(4, 64))
+    times.planned_s.extend([0.131] * MEASURED)
+    for _ in range(2 * PATIENCE + 2):  # neither checkpointing nor calls are ever planned
+        choice.iteration_ended(settled=True)
+    assert choice.words == (
+        "single operations are recomputed: the model's own checkpointing got no plan in time; "
+        "whole calls of modules got no plan in time"
+    )
+    assert not model.layers[0].gradient_checkpointing
+
+
 # The model's own checkpointing
 
 

@@ -65,8 +65,9 @@ class RecomputeChoice:
         self._own = own
         self._can_record = can_record
         self.way = RecomputeWay.OPERATIONS
-        self._untried: list[RecomputeWay] | None = None
-        """In this order from the end; None: not known yet."""
+        self._untried: list[RecomputeWay] = []
+        """In this order from the end, once the job was `_looked` at."""
+        self._was_looked_at = False
         self._models = ""
         """The models that have checkpointing of their own."""
         self._measured: dict[RecomputeWay, float] = {}
@@ -75,7 +76,8 @@ class RecomputeChoice:
         self._share = 1.0
         """Of its blocks, how many the model's own checkpointing is to cover."""
         self._left = PATIENCE
-        self._why_no_calls = ""
+        self._why_not: dict[RecomputeWay, str] = {}
+        """Why a way was not measured."""
         self.plain_peak_bytes = 0
         """With everything kept, and the model's own checkpointing off."""
         self.words = ""
@@ -94,10 +96,12 @@ class RecomputeChoice:
             return
         if self.way is RecomputeWay.OPERATIONS:
             self._each_s = self._host_each_s(self._measured[self.way])
-            self._note_pass(self._untried or [])
+            self._note_pass()
+        # (What calls are recorded with is built while another way is measured.)
+        can_record = RecomputeWay.CALLS in self._untried and self._can_record()
         if not self._untried:
             self._decide()
-        elif self._calls_are_ready(self._untried) or self._untried[-1] is not RecomputeWay.CALLS:
+        elif can_record or self._untried[-1] is not RecomputeWay.CALLS:
             self._take(self._untried.pop())
 
     def close(self) -> None:
@@ -107,36 +111,32 @@ class RecomputeChoice:
 
     def _looked(self) -> bool:
         """What can be tried is known. One iteration is looked at for that."""
-        if self._untried is not None:
+        if self._was_looked_at:
             return True
         if self._own is not None and self._own.look():
             return False
+        self._was_looked_at = True
         self._models = "" if self._own is None else self._own.found()
-        self._untried = (
-            [RecomputeWay.CALLS, RecomputeWay.OWN] if self._models else [RecomputeWay.CALLS]
-        )
+        self._untried = [RecomputeWay.CALLS, *[RecomputeWay.OWN] * bool(self._models)]
         return True
 
     def _is_over(self) -> bool:
         """The present way was measured, or will not be."""
-        if (
-            self.way is RecomputeWay.CALLS
-            and self._swapper.planned
-            and not self._swapper.recomputes_calls
-        ):
-            self._why_no_calls = "no whole call of a module is worth recomputing"
+        way, swapper = self.way, self._swapper
+        if way is RecomputeWay.CALLS and swapper.planned and not swapper.recomputes_calls:
+            self._why_not[way] = "no whole call of a module is worth recomputing"
             return True
         durations_s = self._times.planned_s
         measured_s = median_s(durations_s) if len(durations_s) >= MEASURED else None
-        operations = self.way is RecomputeWay.OPERATIONS
-        if measured_s is not None and (not operations or self._swapper.report().recomputed):
-            self._measured[self.way] = measured_s
+        operations = way is RecomputeWay.OPERATIONS
+        if measured_s is not None and (not operations or swapper.report().recomputed):
+            self._measured[way] = measured_s
             return True
         if operations:
             return False
         self._left -= 1
-        if self._left <= 0 and self.way is RecomputeWay.CALLS:
-            self._why_no_calls = "whole calls of modules got no plan in time"
+        if self._left <= 0:
+            self._why_not[way] = f"{way.value} got no plan in time"
         return self._left <= 0
 
     def _take(self, way: RecomputeWay) -> None:
@@ -168,24 +168,21 @@ class RecomputeChoice:
         }[best]
         each = [f"{show_time(found[way])} with {way.value}" for way in RecomputeWay if way in found]
         measured = ", ".join(each).replace(" with", " an iteration with", 1) + " [measured]"
-        why = [measured] * (len(found) > 1) + [self._why_no_calls] * bool(self._why_no_calls)
+        why = [measured] * (len(found) > 1) + list(self._why_not.values())
         self.words = f"{what}: {'; '.join(why)}"
 
-    def _calls_are_ready(self, untried: list[RecomputeWay]) -> bool:
-        """What calls are recorded with is built meanwhile."""
-        return RecomputeWay.CALLS in untried and self._can_record()
-
-    def _note_pass(self, untried: list[RecomputeWay]) -> None:
+    def _note_pass(self) -> None:
         """The largest pass with everything kept, before checkpointing makes it another one."""
         largest = self._swapper.largest_pass()
         if largest is None:
             return
-        if len(largest.data) > MOST_TENSORS and RecomputeWay.CALLS in untried:
-            untried.remove(RecomputeWay.CALLS)
-            self._why_no_calls = "whole calls of modules are not tried with so many tensors"
+        if len(largest.data) > MOST_TENSORS and RecomputeWay.CALLS in self._untried:
+            self._untried.remove(RecomputeWay.CALLS)
+            why = "whole calls of modules are not tried with so many tensors"
+            self._why_not[RecomputeWay.CALLS] = why
         self.plain_peak_bytes = largest.peak_bytes
         saved_bytes = sum(datum.size_bytes for datum in largest.data)
-        over_bytes = largest.peak_bytes - self._swapper.budget_bytes
+        over_bytes = max(0, largest.peak_bytes - self._swapper.budget_bytes)
         self._share = min(1.0, COVERED * over_bytes / max(1, saved_bytes))
 
     def _host_each_s(self, operations_s: float) -> float:

@@ -2,30 +2,33 @@
 
     python benchmarks/memory_libraries.py --out DIR [--models resnet152,llama] [--limit-s 500]
 
-For each model the arms run one after the other, each in its own process, started as a user starts
-it: `plain`; `checkpoint` (the library's own activation checkpointing, or each block by
-`torch.utils.checkpoint` where the library has none); `governed`, `segments` and `auto` (kilter with
-the peak that `checkpoint` had as its budget, without and with whole calls of modules recomputed,
-and left to choose); and shares of plain's peak (`75%`). Only one process trains at a time; others
-import and build their model meanwhile.
+For each model there is a process for each arm, started as a user starts it: `plain`; `checkpoint`
+(the library's own activation checkpointing, or each block by `torch.utils.checkpoint` where the
+library has none); `governed`, `segments` and `auto` (kilter with the peak that `checkpoint` had as
+its budget, without and with whole calls of modules recomputed, and left to choose); and shares of
+plain's peak (`75%`). Only one process trains at a time; others import and build their model.
 
-The loop is bf16 autocast with a fused AdamW, random data and random weights. Its last iterations
-are timed twice: in a loop that runs on, and in one that waits for the device in every iteration.
-One JSON line per arm in DIR/memory_libraries.jsonl. Needs the libraries that a model names (timm,
-torchvision, transformers, diffusers). This file is also the training script, which knows nothing
-of kilter. Without a GPU it trains tiny models, which only tests this script.
+A host that others use as well is slower for minutes now and then. So once an arm has trained its
+first iterations, `checkpoint` and the arm are timed by turns, in `--rounds`, and what counts is the
+median of their ratio over the rounds. In each turn the iterations are timed twice: in a loop that
+runs on, and in one that waits for the device in every iteration. Plain is timed alone.
+
+The loop is bf16 autocast with a fused AdamW, random data and random weights. One JSON line per arm
+in DIR/memory_libraries.jsonl. Needs the libraries that a model names (timm, torchvision,
+transformers, diffusers). This file is also the training script, which knows nothing of kilter.
+Without a GPU it trains tiny models, which only tests this script.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
+import contextlib
 import importlib
 import json
-import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,14 +36,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TIMED = 6
-"""Iterations of each of the two timed loops."""
+"""Iterations of each of the two timed loops of a turn."""
 WARM = 6
 """Iterations before the timed ones in the arms that have nothing to plan."""
 RECOMPUTE = {"governed": "operations", "segments": "segments", "auto": "auto"}
 """The arms at checkpointing's peak, and what they recompute."""
 ARMS = ("plain", "checkpoint", *RECOMPUTE)
-CHOOSING = 32
+CHOOSING = 64
 """More iterations before the timed ones in an arm that chooses."""
+AGAIN = 2
+"""Iterations before the timed ones where an arm has its turn again."""
 SMALL_BATCH = 4
 
 
@@ -229,7 +234,8 @@ def losses_of(job: Job, model: Any, batch: int, device: Any) -> Callable[[], Any
 
 
 def train(args: argparse.Namespace) -> None:
-    """Writes what it found to OUT/found.json."""
+    """For each line of standard input one turn: so many iterations, of which the last are timed.
+    Answers with a line of JSON."""
     import torch
 
     job = JOBS[args.model]
@@ -238,26 +244,23 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     with device:
         model = model_of(job, not cuda, args.checkpoint)
-    with (args.out.parent / "turn").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        signal.alarm(args.timeout)  # kills an arm that takes too long; waiting does not count
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    loss_of = losses_of(job, model, job.batch if cuda else SMALL_BATCH, device)
+
+    def step() -> Any:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for line in sys.stdin:
         began_s = time.monotonic()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        loss_of = losses_of(job, model, job.batch if cuda else SMALL_BATCH, device)
-
-        def step() -> Any:
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = loss_of()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        for number in range(args.steps):
+        for number in range(int(line)):
             loss = step()
             if number % 10 == 0:
                 loss.item()
-        waiting_s = []
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -267,7 +270,8 @@ def train(args: argparse.Namespace) -> None:
         if cuda:
             torch.cuda.synchronize()
         running_s = (time.perf_counter() - last_s) / TIMED
-        for _ in range(TIMED + 1):
+        waiting_s = []
+        for _ in range(TIMED):
             last_s = time.perf_counter()
             loss = step().item()
             if cuda:
@@ -275,74 +279,138 @@ def train(args: argparse.Namespace) -> None:
             waiting_s.append(time.perf_counter() - last_s)
         found = {
             "loss": loss,
-            "parameters": sum(p.numel() for p in model.parameters()),
             "running_s": running_s,
             "waiting_s": statistics.median(waiting_s),
             "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
             "all_s": time.monotonic() - began_s,
         }
-        (args.out / "found.json").write_text(json.dumps(found))
+        print(json.dumps(found), file=sys.__stdout__, flush=True)
 
 
 # The arms ----------------------------------------------------------------------------------------
 
 
-def run(model: str, arm: str, budget: str, args: argparse.Namespace) -> dict[str, Any]:
-    out = args.out / f"{model}-{arm.strip('%')}"
-    out.mkdir(parents=True)
-    command = [sys.executable]
-    if budget:
-        command += ["-m", "kilter", "run", "--memory-budget", budget, "--out", str(out / "run")]
-        command += ["--recompute", RECOMPUTE.get(arm, "operations")]
-    command += [str(Path(__file__).resolve()), "--role", "train", "--model", model]
-    steps = args.steps if budget else min(args.steps, WARM)
-    steps += CHOOSING if arm == "auto" else 0
-    command += ["--out", str(out), "--steps", str(steps), "--timeout", str(args.timeout)]
-    command += ["--checkpoint"] * (arm == "checkpoint")
-    done = subprocess.run(command, capture_output=True, text=True)
-    found, report = out / "found.json", out / "run" / "report.json"
-    return {
-        "model": model,
-        "arm": arm,
-        "budget": budget,
-        "exit_code": done.returncode,
-        "stderr": [line[:240] for line in done.stderr.splitlines()[-14:]],
-        **(json.loads(found.read_bytes()) if found.exists() else {}),
-        "memory": json.loads(report.read_bytes())["memory"] if report.exists() else None,
-    }
+class Arm:
+    """A process that trains one model, in turns."""
+
+    def __init__(self, model: str, name: str, budget: str, args: argparse.Namespace) -> None:
+        self.model, self.name, self.budget, self._limit_s = model, name, budget, args.timeout
+        self._out = args.out / f"{model}-{name.strip('%')}"
+        self._out.mkdir(parents=True)
+        command = [sys.executable]
+        if budget:
+            command += ["-m", "kilter", "run", "--memory-budget", budget]
+            command += ["--out", str(self._out / "run")]
+            command += ["--recompute", RECOMPUTE.get(name, "operations")]
+        command += [str(Path(__file__).resolve()), "--role", "train", "--model", model]
+        command += ["--checkpoint"] * (name == "checkpoint")
+        self._errors = (self._out / "stderr").open("w+")
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+        self.turns: list[dict[str, Any]] = []
+
+    def turn(self, iterations: int) -> bool:
+        """Train so many iterations, and time some more. `False` if the process failed, or took too
+        long and was ended."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        ends = threading.Timer(self._limit_s, process.terminate)
+        ends.start()
+        try:
+            print(iterations, file=process.stdin, flush=True)
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        ends.cancel()
+        if line:
+            self.turns.append(json.loads(line))
+        return bool(line)
+
+    def end(self) -> dict[str, Any]:
+        """What is kept of it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            code = self._process.wait(self._limit_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._errors.seek(0)
+        report = self._out / "run" / "report.json"
+        return {
+            "model": self.model,
+            "arm": self.name,
+            "budget": self.budget,
+            "exit_code": code,
+            "stderr": [line[:240] for line in self._errors.read().splitlines()[-14:]],
+            "turns": self.turns,
+            "memory": json.loads(report.read_bytes())["memory"] if report.exists() else None,
+        }
+
+    def median(self, what: str) -> float:
+        """Over its turns."""
+        return float(statistics.median(turn[what] for turn in self.turns))
 
 
-def line_of(row: dict[str, Any], plain: dict[str, Any]) -> str:
-    """One arm for people: the exit code of one that failed, else peak and times beside plain's."""
-    start = f"{row['model']:13} {row['arm']:10}"
-    if "running_s" not in row:
+def line_of(arm: Arm, beside: Arm, row: dict[str, Any]) -> str:
+    """One arm for people: the exit code of one that failed, else peak and times beside another's,
+    turn by turn."""
+    start = f"{arm.model:13} {arm.name:10}"
+    if not arm.turns or row["exit_code"]:
         return f"{start} exit code {row['exit_code']}: {' | '.join(row['stderr'][-4:])}"
-    times = [
-        f"{what[:-2]} {row[what] * 1e3:7.1f} ms ({row[what] / plain.get(what, row[what]):.3f})"
-        for what in ("running_s", "waiting_s")
-    ]
-    share = row["peak_bytes"] / max(1, plain.get("peak_bytes", 0))
-    peak = f"{row['peak_bytes'] / 2**30:6.2f} GiB ({share:.3f})"
-    return f"{start} {peak}  {'  '.join(times)}  in all {row['all_s']:.0f} s"
+    times = []
+    for what in ("running_s", "waiting_s"):
+        pairs = zip(arm.turns, beside.turns, strict=False)  # the last turn may have failed
+        ratios = sorted(a[what] / b[what] for a, b in pairs)
+        ratio = f"{statistics.median(ratios):.3f}, {ratios[0]:.3f} to {ratios[-1]:.3f}"
+        times.append(f"{what[:-2]} {arm.median(what) * 1e3:7.1f} ms ({ratio})")
+    share = arm.median("peak_bytes") / max(1, beside.median("peak_bytes"))
+    peak = f"{arm.median('peak_bytes') / 2**30:6.2f} GiB ({share:.3f})"
+    took_s = sum(turn["all_s"] for turn in arm.turns)
+    line = f"{start} {peak}  {'  '.join(times)}  in all {took_s:.0f} s"
+    chosen = (row["memory"] or {}).get("recompute_choice", "")
+    return f"{line}\n    {chosen}" if chosen else line
 
 
-def compare(model: str, args: argparse.Namespace, end_s: float) -> None:
+def compare(model: str, args: argparse.Namespace, device: threading.Lock, end_s: float) -> None:
     """The arms of one model, each printed and written as soon as it is there."""
-    found: dict[str, dict[str, Any]] = {}
-    for arm in args.arms.split(","):
-        if time.monotonic() > end_s:
-            print(f"{model:13} {arm:10} not begun: the time of --limit-s is over", flush=True)
-            return
-        budget = arm if arm.endswith("%") else ""
-        if arm in RECOMPUTE:
-            peak = found.get("checkpoint", {}).get("peak_bytes")
-            if not peak:
-                continue
-            budget = f"{peak // 2**20}MiB"
-        found[arm] = row = run(model, arm, budget, args)
+    beside: dict[str, Arm] = {}
+
+    def done(arm: Arm) -> None:
+        pair = beside.get("checkpoint" if arm.name in RECOMPUTE else "plain", arm)
+        row = {**arm.end(), "beside": pair.turns}
         with (args.out / "memory_libraries.jsonl").open("a") as file:
             print(json.dumps(row), file=file)
-        print(line_of(row, found.get("plain", row)), flush=True)
+        print(line_of(arm, pair, row), flush=True)
+
+    for name in args.arms.split(","):
+        if time.monotonic() > end_s:
+            print(f"{model:13} {name:10} not begun: the time of --limit-s is over", flush=True)
+            break
+        own = beside.get("checkpoint") if name in RECOMPUTE else None
+        if name in RECOMPUTE and own is None:
+            continue  # its budget is not known
+        budget = name if name.endswith("%") else ""
+        if own is not None:
+            budget = f"{int(own.median('peak_bytes')) // 2**20}MiB"
+        arm = Arm(model, name, budget, args)
+        with device:
+            first = args.steps if budget else WARM
+            if arm.turn(first + CHOOSING * (name == "auto")) and own is not None:
+                arm.turns.clear()
+                own.turns.clear()
+                for _ in range(args.rounds):
+                    if not (own.turn(AGAIN) and arm.turn(AGAIN)):
+                        break
+        if arm.turns and name in ("plain", "checkpoint"):
+            beside[name] = arm
+        if name != "checkpoint":
+            done(arm)
+    if "checkpoint" in beside:
+        done(beside["checkpoint"])
 
 
 def main() -> None:
@@ -353,7 +421,8 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(JOBS))
     parser.add_argument("--arms", default=",".join(ARMS), help="in this order; also shares: 75%%")
     parser.add_argument("--steps", type=int, default=24, help="iterations before the timed ones")
-    parser.add_argument("--timeout", type=int, default=150, help="seconds for one arm")
+    parser.add_argument("--rounds", type=int, default=5, help="of turns with checkpoint's")
+    parser.add_argument("--timeout", type=int, default=150, help="seconds for one turn")
     parser.add_argument("--limit-s", type=float, default=1e9, help="no arm begins after it")
     parser.add_argument("--at-once", type=int, default=3, help="models; one process trains")
     parser.add_argument("--role", choices=("all", "train"), default="all", help=argparse.SUPPRESS)
@@ -370,7 +439,8 @@ def main() -> None:
         parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(JOBS)}")
     end_s = time.monotonic() + args.limit_s
     with ThreadPoolExecutor(args.at_once) as pool:
-        list(pool.map(lambda model: compare(model, args, end_s), args.models.split(",")))
+        device = threading.Lock()
+        list(pool.map(lambda model: compare(model, args, device, end_s), args.models.split(",")))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""`--recompute auto`: single operations, whole calls of modules, or the model's own checkpointing,
-whichever is the fastest in this job.
+"""`--recompute auto`: single operations, or, if it is faster in this job, the checkpointing that a
+model brings with it. Where none does: whole calls of modules, if those are faster.
 
 A plan counts the device's time. What the host needs to issue each recomputed tensor is in no plan,
-and depends on the program. So each way is carried out for a few iterations, and measured. What
-iterations took beyond the plan with single operations is, when calls are chosen, counted for each
-tensor that they spare from being recomputed alone.
+and depends on the program. So each way is carried out for a few iterations, and measured. A machine
+that others use as well is slower for minutes now and then, so checkpointing has its turn between
+two of single operations, and again until it differs from them by more than they do from each other.
+What iterations took beyond the plan with single operations is, when calls are chosen, counted for
+each tensor that they spare from being recomputed alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kilter.core.units import show_time
 from kilter.memory.iteration_times import IterationTimes, median_s
@@ -20,8 +22,10 @@ from kilter.memory.own_checkpointing import OwnCheckpointing
 if TYPE_CHECKING:
     from kilter.memory.engine.engine import Swapper
 
-MEASURED = 12
-"""Iterations of each way whose median counts."""
+MEASURED = 10
+"""Iterations of a turn, whose median counts."""
+TURNS = 3
+"""Of the model's own checkpointing, at most."""
 PATIENCE = 64
 """Iterations in which a way has to be tried, planned and measured."""
 HOST_EACH_S = 1e-4
@@ -48,8 +52,7 @@ class RecomputeWay(Enum):
 
 
 class RecomputeChoice:
-    """Compares the ways on the running job, each after the one before. Called in the thread whose
-    tensors are governed."""
+    """Compares two ways on the running job. Called in the thread whose tensors are governed."""
 
     def __init__(
         self,
@@ -65,19 +68,20 @@ class RecomputeChoice:
         self._own = own
         self._can_record = can_record
         self.way = RecomputeWay.OPERATIONS
-        self._untried: list[RecomputeWay] = []
-        """In this order from the end, once the job was `_looked` at."""
-        self._was_looked_at = False
+        self._other: RecomputeWay | None = None
+        """What is compared with single operations, once the job was looked at."""
         self._models = ""
         """The models that have checkpointing of their own."""
-        self._measured: dict[RecomputeWay, float] = {}
-        """Seconds of an iteration."""
+        self._turns_s: list[float] = []
+        """Seconds of an iteration in each turn; the first is that of single operations."""
+        self._aside: Any = None
+        """What the engine knows of the passes of the way whose turn it is not."""
         self._each_s = HOST_EACH_S
         self._share = 1.0
         """Of its blocks, how many the model's own checkpointing is to cover."""
         self._left = PATIENCE
-        self._why_not: dict[RecomputeWay, str] = {}
-        """Why a way was not measured."""
+        self._why_not = ""
+        """Why the other way was not measured."""
         self.plain_peak_bytes = 0
         """With everything kept, and the model's own checkpointing off."""
         self.words = ""
@@ -90,19 +94,17 @@ class RecomputeChoice:
 
     def iteration_ended(self, *, settled: bool) -> None:
         """`settled` says that the job's budget and plans stand, but for this choice."""
-        if self.way is RecomputeWay.OPERATIONS and not (settled and self._looked()):
+        operations = self.way is RecomputeWay.OPERATIONS
+        if operations and not (settled and self._looked()):
             return
-        if not self._is_over():
+        if not self._turn_is_over():
             return
-        if self.way is RecomputeWay.OPERATIONS:
-            self._each_s = self._host_each_s(self._measured[self.way])
-            self._note_pass()
-        # (What calls are recorded with is built while another way is measured.)
-        can_record = RecomputeWay.CALLS in self._untried and self._can_record()
-        if not self._untried:
-            self._decide()
-        elif can_record or self._untried[-1] is not RecomputeWay.CALLS:
-            self._take(self._untried.pop())
+        found = self._compared()
+        if found or self._why_not:
+            self._decide(found)
+        else:
+            assert self._other is not None
+            self._take(self._other if operations else RecomputeWay.OPERATIONS)
 
     def close(self) -> None:
         """The script is over: the model is as it was found."""
@@ -110,76 +112,95 @@ class RecomputeChoice:
             self._own.switch_off()
 
     def _looked(self) -> bool:
-        """What can be tried is known. One iteration is looked at for that."""
-        if self._was_looked_at:
+        """It is known what single operations are compared with. One iteration is looked at for
+        that."""
+        if self._other is None:
+            if self._own is not None and self._own.look():
+                return False
+            self._models = "" if self._own is None else self._own.found()
+            self._other = RecomputeWay.OWN if self._models else RecomputeWay.CALLS
+            self._note_pass()
+        if self._models or self._why_not or self._can_record():
             return True
-        if self._own is not None and self._own.look():
-            return False
-        self._was_looked_at = True
-        self._models = "" if self._own is None else self._own.found()
-        self._untried = [RecomputeWay.CALLS, *[RecomputeWay.OWN] * bool(self._models)]
-        return True
+        self._times.begin_plan()  # what calls are recorded with is being built, beside the program
+        return False
 
-    def _is_over(self) -> bool:
+    def _turn_is_over(self) -> bool:
         """The present way was measured, or will not be."""
         way, swapper = self.way, self._swapper
         if way is RecomputeWay.CALLS and swapper.planned and not swapper.recomputes_calls:
-            self._why_not[way] = "no whole call of a module is worth recomputing"
+            self._why_not = "no whole call of a module is worth recomputing"
             return True
         durations_s = self._times.planned_s
         measured_s = median_s(durations_s) if len(durations_s) >= MEASURED else None
         operations = way is RecomputeWay.OPERATIONS
         if measured_s is not None and (not operations or swapper.report().recomputed):
-            self._measured[way] = measured_s
+            if not self._turns_s:
+                self._each_s = self._host_each_s(measured_s)
+            self._turns_s.append(measured_s)
             return True
         if operations:
             return False
         self._left -= 1
         if self._left <= 0:
-            self._why_not[way] = f"{way.value} got no plan in time"
+            self._why_not = f"{way.value} got no plan in time"
         return self._left <= 0
+
+    def _compared(self) -> dict[RecomputeWay, float]:
+        """What an iteration takes in either way; empty if that is not clear yet. Calls have one
+        turn, since their plans take long to make."""
+        turns_s, other = self._turns_s, self._other
+        if other is None or len(turns_s) < 2:
+            return {}
+        if other is RecomputeWay.CALLS:
+            return {other: turns_s[1], RecomputeWay.OPERATIONS: turns_s[0]}
+        between = [turns_s[i - 1 : i + 2] for i in range(1, len(turns_s) - 1, 2)]
+        if self.way is other or not between:
+            return {}
+        before_s, other_s, after_s = min(between, key=lambda turns_s: _drift(*turns_s[::2]))
+        operations_s = (before_s + after_s) / 2
+        clear = _drift(operations_s, other_s) > _drift(before_s, after_s)
+        if not clear and len(between) < TURNS:
+            return {}
+        return {other: other_s, RecomputeWay.OPERATIONS: operations_s}
 
     def _take(self, way: RecomputeWay) -> None:
         """Go on in this way."""
-        if self.way is RecomputeWay.CALLS:
-            self._swapper.recompute(calls=False)
-        elif self.way is RecomputeWay.OWN and self._own is not None:
-            self._own.switch_off()
-            self._swapper.forget()
-        if way is RecomputeWay.CALLS:
-            self._swapper.recompute(calls=True, each_s=self._each_s)
-        elif way is RecomputeWay.OWN and self._own is not None:
-            self._own.switch_on(self._share)
-            self._swapper.forget()
+        if RecomputeWay.CALLS in (way, self.way):
+            self._swapper.recompute(calls=way is RecomputeWay.CALLS, each_s=self._each_s)
+        elif self._own is not None:
+            if way is RecomputeWay.OWN:
+                self._own.switch_on(self._share)
+            else:
+                self._own.switch_off()
+            self._aside = self._swapper.exchange(self._aside)
         self.way, self._left = way, PATIENCE
         self._times.begin_plan()
 
-    def _decide(self) -> None:
-        found = self._measured
+    def _decide(self, found: dict[RecomputeWay, float]) -> None:
+        found = found or {RecomputeWay.OPERATIONS: self._turns_s[0]}
         best = min(found, key=lambda way: found[way])
         if found[best] > FASTER * found[RecomputeWay.OPERATIONS]:
             best = RecomputeWay.OPERATIONS
         if best is not self.way:
             self._take(best)
+        self._aside = None
         what = {
             RecomputeWay.CALLS: "whole calls of modules where they pay are recomputed",
             RecomputeWay.OWN: f"the model's own checkpointing is on ({self._models})",
             RecomputeWay.OPERATIONS: "single operations are recomputed",
         }[best]
-        each = [f"{show_time(found[way])} with {way.value}" for way in RecomputeWay if way in found]
+        each = [f"{show_time(time_s)} with {way.value}" for way, time_s in found.items()]
         measured = ", ".join(each).replace(" with", " an iteration with", 1) + " [measured]"
-        why = [measured] * (len(found) > 1) + list(self._why_not.values())
-        self.words = f"{what}: {'; '.join(why)}"
+        self.words = f"{what}: {self._why_not or measured}"
 
     def _note_pass(self) -> None:
         """The largest pass with everything kept, before checkpointing makes it another one."""
         largest = self._swapper.largest_pass()
         if largest is None:
             return
-        if len(largest.data) > MOST_TENSORS and RecomputeWay.CALLS in self._untried:
-            self._untried.remove(RecomputeWay.CALLS)
-            why = "whole calls of modules are not tried with so many tensors"
-            self._why_not[RecomputeWay.CALLS] = why
+        if len(largest.data) > MOST_TENSORS and self._other is RecomputeWay.CALLS:
+            self._why_not = "whole calls of modules are not tried with so many tensors"
         self.plain_peak_bytes = largest.peak_bytes
         saved_bytes = sum(datum.size_bytes for datum in largest.data)
         over_bytes = max(0, largest.peak_bytes - self._swapper.budget_bytes)
@@ -193,3 +214,8 @@ class RecomputeChoice:
         plan = max(self._swapper.report().plans, key=lambda plan: plan.peak_before_bytes)
         beyond_s = operations_s - plain_s - (plan.iteration_s - plan.compute_s)
         return max(0.0, beyond_s) / max(1, plan.recomputed)
+
+
+def _drift(a_s: float, b_s: float) -> float:
+    """How many times the shorter the longer is."""
+    return max(a_s, b_s) / min(a_s, b_s)

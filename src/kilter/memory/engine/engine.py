@@ -34,7 +34,7 @@ from kilter.memory.engine.backend import Backend
 from kilter.memory.engine.collector import Collector
 from kilter.memory.engine.demand import Demand
 from kilter.memory.engine.due_moves import DueMoves
-from kilter.memory.engine.pass_kinds import TUNED, PassKind, PassKinds
+from kilter.memory.engine.pass_kinds import TUNED, Kinds, PassKind, PassKinds
 from kilter.memory.engine.pass_record import FOREIGN, PassRecord, again_code, use_code
 from kilter.memory.engine.reach import Reach
 from kilter.memory.engine.ready import Due, Ready
@@ -296,9 +296,15 @@ class Swapper(AbstractContextManager["Swapper"]):
             self._store.recompute_dependents(parameter)
 
     def forget(self) -> None:
-        """Weights take another amount of device memory from now on, or passes save other tensors:
-        watch, try and plan anew."""
+        """Weights take another amount of device memory from now on: watch, try and plan anew."""
         self._begin_anew(self._kinds.forget)
+
+    def exchange(self, others: Kinds | None) -> Kinds:
+        """Passes save other tensors from now on: those of `others`, which an earlier call gave, or
+        such as are still to be watched. Gives what is known of the present kinds of passes."""
+        before: list[Kinds] = []
+        self._begin_anew(lambda: before.append(self._kinds.exchange(others, self.budget_bytes)))
+        return before[0]
 
     def weigh_anew(self) -> None:
         """Gradients or optimizer state take another amount of device memory from now on: watch and

@@ -84,11 +84,19 @@ class PassKind:
         """What autograd keeps in such a pass."""
         return sum(datum.size_bytes for datum in self.record.data)
 
+    def may_use(self, budget_bytes: int) -> int:
+        """What a plan may count on."""
+        return budget_bytes - budget_bytes // ALLOCATION_ROUNDING_BYTES - self.less_bytes
+
     @property
     def settled(self) -> bool:
         """Its plan, if it has one, was measured and holds."""
         plan = self.plan
         return plan is None or (plan.tuned >= TUNED and not self.outdated and not plan.waits)
+
+
+Kinds = dict[tuple[int, ...], PassKind]
+"""By their events."""
 
 
 class PassKinds:
@@ -112,7 +120,7 @@ class PassKinds:
         self.taken = 0.0
         """Share of the link to the device that optimizer state takes."""
         self._min_bytes = min_bytes
-        self._by_events: dict[tuple[int, ...], PassKind] = {}
+        self._by_events: Kinds = {}
         self._tried_before: dict[tuple[int, ...], PassRecord] = {}
         """Kinds that are watched anew, since their levels are others: what trials have found."""
         self._alone_s = alone_s
@@ -147,6 +155,17 @@ class PassKinds:
         self.attention = Attention()
         if arena:
             self._arena.forget()
+
+    def exchange(self, others: Kinds | None, budget_bytes: int) -> Kinds:
+        """Go on with `others`, which an earlier call gave, or with none. Gives the present ones."""
+        before = self._by_events
+        self.forget()
+        self._by_events = others or {}
+        for kind in self:
+            if kind.plan is not None:
+                self._settled_in(kind.plan)  # the arena may have grown meanwhile
+                kind.outdated |= kind.plan.problem.budget_bytes != kind.may_use(budget_bytes)
+        return before
 
     def weigh_anew(self) -> None:
         """Watch all kinds anew for their levels. How tensors are recomputed stays as it was."""
@@ -355,7 +374,7 @@ class PassKinds:
         make_problem = partial(
             kind.record.problem,
             link=link,
-            budget_bytes=budget_bytes - budget_bytes // ALLOCATION_ROUNDING_BYTES - kind.less_bytes,
+            budget_bytes=kind.may_use(budget_bytes),
             min_bytes=self._min_bytes,
             host_room_bytes=room_bytes,
             recompute=self._planner not in SWAP_ONLY or room_bytes == 0,

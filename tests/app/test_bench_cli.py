@@ -50,7 +50,7 @@ def test_json_keeps_its_keys(tmp_path, capsys):
         "iterations",
         "probe_energy_j",
     }
-    left_out = {"kilter-classed", "kilter-learned", "kilter-recurring", "informed"}
+    left_out = {"kilter-classed", "kilter-learned", "kilter-recurring"}
     assert set(document["summary"]) == set(clocks.POLICIES) - left_out
     assert set(document["summary"]["kilter"]) >= {
         "mean_saving",

@@ -6,7 +6,6 @@ import math
 import pytest
 from tests.observe.traces import job, write
 
-from kilter.app.bench import operations_run
 from kilter.app.bench.workloads import OPERATION_WORKLOADS, iteration, resnet50, vgg16
 from kilter.app.cli.main import main
 from kilter.core import codec
@@ -122,63 +121,3 @@ def test_bench_says_where_each_strategy_becomes_useless(tmp_path, capsys):
         "kilter",
     }
     assert "if switching were free" in page.read_text()
-
-
-JOB = """
-import time, torch
-
-torch.manual_seed(0)
-matrix = torch.eye(512)
-
-class Busy(torch.nn.Linear):
-    def forward(self, x):
-        until_s = time.monotonic() + 0.05
-        while time.monotonic() < until_s:
-            torch.mm(matrix, matrix)
-        return super().forward(x)
-
-model = Busy(64, 64)
-optimizer = torch.optim.SGD(model.parameters(), 0.01)
-for _ in range(30):
-    time.sleep(0.1)
-    optimizer.zero_grad()
-    loss = model(torch.ones(8, 64)).square().mean()
-    loss.backward()
-    optimizer.step()
-    print(loss.item())
-"""
-
-
-def test_the_runs_of_a_real_job_are_told_with_where_their_figures_come_from(
-    capsys, monkeypatch, tmp_path
-):
-    job = tmp_path / "job.py"
-    job.write_text(JOB)
-    monkeypatch.setattr(operations_run, "PROGRAM", (str(job),))
-    monkeypatch.setattr(operations_run, "REHEARSAL_LIMIT_S", 5.0)
-    assert main(["bench", "operations", "--run", "--iterations", "30", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["schema"], found["label"]) == ("kilter.bench.operations/1", "simulated")
-    assert "iteration_s" in found["measured"]
-    assert not {"saving", "planned_saving"} & set(found["measured"])
-    planned, confirmed = found["runs"]
-    assert (planned["mode"], confirmed["mode"]) == ("dry run", "set")
-    for row in (planned, confirmed):
-        assert row["device"] == "h200"
-        assert row["same_results"]
-        assert row["restored"] in (True, None)
-        assert row["planned_slowdown"] <= row["max_slowdown"]
-        # A machine with other load may have no stretch that is worth its switches.
-        assert (row["stretches"] > 0) == (row["planned_saving"] > 0.0)
-    assert planned["saving"] is planned["slowdown"] is None
-    if confirmed["saving"] is not None:
-        assert confirmed["pairs"] > 0
-        assert confirmed["slowdown"] <= confirmed["max_slowdown"]
-
-
-def test_a_run_needs_enough_iterations_and_writes_no_page(tmp_path, capsys):
-    assert main(["bench", "operations", "--run", "--iterations", "3"]) == 2
-    assert "at least 30" in capsys.readouterr().err
-    page = str(tmp_path / "page.html")
-    assert main(["bench", "operations", "--run", "--html", page]) == 2
-    assert "leave out --html" in capsys.readouterr().err

@@ -1,5 +1,4 @@
-"""`kilter bench operations`: clocks per unit operation against switch latency, all simulated; with
-`--run`, in a real job."""
+"""`kilter bench operations`: clocks per unit operation against switch latency, all simulated."""
 
 from __future__ import annotations
 
@@ -9,9 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kilter.app.bench.operations_run import tell_runs
 from kilter.app.bench.workloads import OPERATION_WORKLOADS, iteration
-from kilter.app.cli.options import fraction, output_file, positive, simulated
+from kilter.app.cli.options import fraction, output_file, simulated
 from kilter.app.cli.output import print_json, show_progress
 from kilter.app.plan_operations import STRATEGIES, as_json, compare
 from kilter.app.report import svg
@@ -19,7 +17,6 @@ from kilter.app.report.page import document, table
 from kilter.app.report.svg import Frame, escape
 from kilter.clocks.operation_costs import costs_of
 from kilter.core.codec import write_atomically
-from kilter.core.errors import UsageError
 from kilter.core.label import Label
 from kilter.core.units import show_fraction, show_time
 from kilter.device.sim.profile import Profile, load_profile
@@ -30,20 +27,14 @@ ResNet-50, VGG-16 and a GPT of GPT-3-XL's size, from the shapes of their layers.
 given time, in which nothing else runs; every strategy pays for its switches. A strategy is useless
 from the latency on at which it saves no more than the best single setting, or breaks the bound.
 
---run is another table: `kilter run --operations` on a real training on one CPU, beside a simulated
-device, in a dry run and with clocks set, and whether the training's results are those without
-kilter. The times of its operations are measured.
-
 examples:
   kilter bench operations
-  kilter bench operations --run --devices sim:h200
   kilter bench operations --devices sim:a100 --max-slowdown 5% --json
   kilter bench operations --html operations.html
 """
 
 LATENCIES_S = (0.0, 1e-4, 1e-3, 1e-2, 1e-1)
 DEVICES = ("rtx3080ti", "v100", "a100")
-RUN_DEVICE = "h200"
 ELEMENT_BYTES = {"a100": 2, "h200": 2}
 """Profiles that were fitted with bfloat16 FLOPs; the others with float32."""
 _NAMES = {
@@ -88,8 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices", nargs="+", type=simulated, metavar="sim:NAME", help="(all that were fitted)"
     )
     parser.add_argument("--max-slowdown", type=fraction, default=0.02, metavar="B", help="(2%%)")
-    parser.add_argument("--run", action="store_true", help="run a real job (on sim:h200)")
-    parser.add_argument("--iterations", type=positive, default=60, metavar="N", help="of it (60)")
     parser.add_argument(
         "--html", type=output_file, metavar="FILE", help="write a page with the plots"
     )
@@ -97,12 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.run:
-        names = [profile.name for profile in args.devices or ()] or [RUN_DEVICE]
-        if args.html is not None:
-            raise UsageError("--run writes no page: leave out --html")
-        tell_runs(names, args.iterations, args.max_slowdown, as_json=args.json)
-        return 0
     profiles = args.devices or [load_profile(name) for name in DEVICES]
     rows = list(_rows(profiles, args.max_slowdown))
     useless = list(_useless(rows))

@@ -17,13 +17,11 @@ import msgspec
 import numpy as np
 
 from kilter.app.bench.period_cases import KINDS, Change, PeriodCase, case, change
-from kilter.app.bench.period_loop import closed_loop, summarise
-from kilter.app.cli.options import add_noise_argument, fraction, positive, some_of
+from kilter.app.cli.options import positive
 from kilter.app.cli.output import print_json
 from kilter.core.codec import read
 from kilter.core.errors import FileError, UsageError
 from kilter.core.label import Label
-from kilter.device.sim.cards import names
 from kilter.device.sim.replay import load_recording
 from kilter.model.period import Detection, Telemetry, changed, detect, doubt, telemetry
 
@@ -37,7 +35,6 @@ can show, and jobs that change their iteration. The figures of synthetic cases a
 
 examples:
   kilter bench period
-  kilter bench period --closed-loop --cards h200 --max-slowdown 5%
   kilter bench period --telemetry run.csv --marks run_marks.json --json
 """
 
@@ -56,35 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cases", type=positive, default=500, metavar="N", help="synthetic cases (default 500)"
     )
     parser.add_argument("--seed", type=int, default=0, help="number of the first case (default 0)")
-    parser.add_argument(
-        "--closed-loop",
-        action="store_true",
-        help="govern simulated jobs on the period alone, and beside it from inside",
-    )
-    parser.add_argument(
-        "--cards",
-        type=some_of(names()),
-        default="v100,a100,h200,rtx3080ti",
-        metavar="A,B",
-        help="of the closed loop",
-    )
-    parser.add_argument(
-        "--seeds",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="searches each (closed loop; default 1)",
-    )
-    add_noise_argument(parser)
-    parser.add_argument(
-        "--max-slowdown", type=fraction, default=0.05, metavar="S", help="contract (default 5%%)"
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.closed_loop:
-        return _closed_loop(args)
     if args.telemetry is None:
         if args.marks is not None:
             raise UsageError("--marks needs --telemetry: the recording that the marks belong to")
@@ -121,29 +93,6 @@ def run(args: argparse.Namespace) -> int:
     if true_s is not None:
         suffix = "" if error is None else f", relative error {error * 100:.2f} %"
         print(f"marks: {true_s:.4g} s per iteration{suffix}")
-    return 0
-
-
-def _closed_loop(args: argparse.Namespace) -> int:
-    if args.telemetry is not None or args.marks is not None:
-        raise UsageError("--closed-loop runs simulated jobs, not --telemetry")
-    rows = list(
-        closed_loop(args.cards, seeds=args.seeds, noise=args.noise, max_slowdown=args.max_slowdown)
-    )
-    summary = summarise(rows)
-    if args.json:
-        given = {"max_slowdown": args.max_slowdown, "noise": args.noise}
-        print_json(PERIOD_SCHEMA, Label.SIMULATED, {**given, "rows": rows, "summary": summary})
-        return 0
-    print("way      card       workload  seed  saving  slowdown  search  chosen  (simulated)")
-    for row in rows:
-        took = "not over" if row.search_s is None else f"{row.search_s / 60:.1f} min"
-        print(
-            f"{row.way:<8} {row.card:<10} {row.workload:<9} {row.seed:>4}  {row.saving:6.1%}"
-            f"  {row.slowdown:8.2%}  {took:>8}  {row.setting}{'  VIOLATED' * row.violated}"
-        )
-    for way, own in summary.items():
-        print(f"{way}: " + ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in own.items()))
     return 0
 
 

@@ -58,7 +58,7 @@ def test_the_simulators_switches_are_measured_as_they_are() -> None:
 
     def set_(setting: Setting) -> None:
         gpu.set(setting)
-        truth.setdefault(setting, []).append(gpu._pending[-1].acts_at_s - gpu.now_s)
+        truth.setdefault(setting, []).append(gpu._pending[-1][0] - gpu.now_s)
 
     bench = KernelBench(gpu.info, SimulatedKernels(gpu, TRACE), set_, gpu.sample)
     clocks = [hz * 1e6 for hz in (795.0, 345.0)]

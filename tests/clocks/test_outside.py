@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.device.faulty_gpu import Fault, FaultyGpu, Trouble
 
 from kilter.app.simulated_training import training_job
 from kilter.core.events import Block, Decided, Refused, Started, Stopped, read_events
 from kilter.core.plan import Goal
 from kilter.core.setting import Setting
-from kilter.device.sim.gpu import Fault, SimGpu, Trouble
 from kilter.device.sim.noise import Noise
 from kilter.device.sim.phased_job import PhasedJob
 from kilter.device.sim.profile import load_profile
@@ -51,7 +51,7 @@ def of(kind, events):
 def with_faults(card, *faults, workload="gpt"):
     """The training job on a card on which something goes wrong."""
     _, job = training_job(card, workload)
-    gpu = SimGpu(load_profile(card), noise=NOISE, faults=faults)
+    gpu = FaultyGpu(load_profile(card), noise=NOISE, faults=faults)
     job._gpu = gpu
     return gpu, job
 
@@ -223,7 +223,7 @@ def test_an_idle_gpu_is_waited_for_at_the_default(tmp_path):
 def that_stays_awake(card, workload="gpt", faults=()):
     """The training job on a card that does not lower its clock by itself when it is idle."""
     _, job = training_job(card, workload)
-    gpu = SimGpu(replace(load_profile(card), sleep_after_s=math.inf), noise=NOISE, faults=faults)
+    gpu = FaultyGpu(replace(load_profile(card), sleep_after_s=math.inf), noise=NOISE, faults=faults)
     job._gpu = gpu
     return gpu, job
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.device.faulty_gpu import Fault, FaultyGpu, Trouble
 
 from kilter.app.simulated_training import training_job
 from kilter.clocks.block_messages import RankResult
@@ -20,7 +21,7 @@ from kilter.core.events import Block, Refused
 from kilter.core.messages import LocalMessages
 from kilter.core.plan import Goal
 from kilter.core.setting import DeviceInfo, Sample, Setting
-from kilter.device.sim.gpu import Fault, SimGpu, Trouble
+from kilter.device.sim.gpu import SimGpu
 from kilter.device.sim.noise import Noise
 from kilter.device.sim.profile import load_profile
 from kilter.lease.lease import Lease
@@ -37,7 +38,7 @@ class Rank:
     def __init__(self, card, seed, faults):
         _, self.job = training_job(card, "gpt", compute_s=0.35, wait_s=0.05)
         profile = replace(load_profile(card), sleep_after_s=math.inf)
-        self.gpu = self.job._gpu = SimGpu(profile, seed=seed, noise=NOISE, faults=faults)
+        self.gpu = self.job._gpu = FaultyGpu(profile, seed=seed, noise=NOISE, faults=faults)
         self.index, self.began_s, self.lived = -1, 0.0, True
         sensors = SimpleNamespace(record=SensorRecord(), why_ended=None, cost_s=0.0)
         self.sensors = sensors

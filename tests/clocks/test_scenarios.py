@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
+from tests.device.faulty_gpu import Fault, FaultyGpu, Trouble
 from tests.device.scenarios import Scenario, SimJob, scenarios
 
 from kilter.clocks.conductor import Conductor, GovernorProgram
@@ -22,7 +23,7 @@ from kilter.core.messages import LocalMessages
 from kilter.core.plan import Goal
 from kilter.core.setting import DeviceInfo, Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
-from kilter.device.sim.gpu import Fault, SimGpu, Trouble
+from kilter.device.sim.gpu import SimGpu
 from kilter.device.sim.noise import QUIET
 from kilter.device.sim.profile import load_profile
 from kilter.lease.journal import RestoreOutcome
@@ -245,7 +246,7 @@ def test_eight_unequal_cards_are_judged_by_the_slowest_and_all_set_alike() -> No
     hot = Fault(trouble=Trouble.HOT_ROOM, value=V100.thermal.limit_c - 25.0)
     crowded = Fault(trouble=Trouble.NEIGHBOUR, value=0.05)
     gpus = [
-        SimGpu(V100, seed=rank, index=rank, faults={2: (hot,), 5: (crowded,)}.get(rank, ()))
+        FaultyGpu(V100, seed=rank, index=rank, faults={2: (hot,), 5: (crowded,)}.get(rank, ()))
         for rank in range(8)
     ]
     events: list[AnyEvent] = []

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from tests.device.faulty_gpu import Fault, FaultyGpu, Trouble
+
 from kilter.core.setting import Setting
 from kilter.core.trace import IterationTrace, Kind
-from kilter.device.sim.gpu import STEADY, Fault, SimGpu, Trouble
+from kilter.device.sim.gpu import STEADY, SimGpu
 from kilter.device.sim.noise import Noise
 from kilter.device.sim.profile import Profile
 from kilter.device.sim.work import Work
@@ -39,7 +41,7 @@ class Scenario:
 
     def gpu(self, profile: Profile, *, seed: int = 0) -> SimGpu:
         """A device with this scenario's noise and faults."""
-        return SimGpu(profile, seed=seed, noise=self.noise, faults=self.faults)
+        return FaultyGpu(profile, seed=seed, noise=self.noise, faults=self.faults)
 
 
 def scenarios(

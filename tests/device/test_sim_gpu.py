@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.device.faulty_gpu import Fault, FaultyGpu, Trouble
 
 from kilter.core.errors import DeviceLost, NotPermitted, NotSupported
 from kilter.core.label import Label
@@ -14,7 +15,7 @@ from kilter.core.setting import Setting, Throttle
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.core.units import MHZ
 from kilter.device.sim.cards import names
-from kilter.device.sim.gpu import Fault, SimGpu, Trouble
+from kilter.device.sim.gpu import SimGpu
 from kilter.device.sim.noise import QUIET, Noise
 from kilter.device.sim.profile import load_profile
 
@@ -53,7 +54,7 @@ MIXED = trace(
 
 
 def quiet(profile=V100, **options):
-    return SimGpu(profile, noise=QUIET, **options)
+    return FaultyGpu(profile, noise=QUIET, **options)
 
 
 def settled(gpu, setting, work):

@@ -9,72 +9,27 @@ board's own gain. Every number is labelled *simulated*.
 
 from __future__ import annotations
 
-import bisect
-import enum
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from kilter.core.errors import DeviceLost, NotPermitted, NotSupported
+from kilter.core.errors import NotSupported
 from kilter.core.label import Label
-from kilter.core.setting import DeviceInfo, Sample, Setting, Supported, Throttle, over
+from kilter.core.setting import DeviceInfo, Sample, Setting, Supported, Throttle
 from kilter.core.trace import IterationTrace
 from kilter.core.units import show_clock, show_power
 from kilter.device.sim.noise import Noise, NoiseSource
 from kilter.device.sim.profile import Profile
 from kilter.device.sim.work import Cost, Work, cost_of, work_of
-from kilter.model.power import Thermal, capped_clock
+from kilter.model.power import capped_clock
 from kilter.model.roofline import Quantity
 
 STEADY = Noise(white=0.003, drift=0.002, outlier_probability=0.005, power=0.005)
 """The noise of a job that has its GPU to itself: about twice what was measured on an H200 (0.15 to
 0.17 % between iterations of three training loops, neighbours correlated by 0.3 to 0.5)."""
-
-
-class Trouble(enum.Enum):
-    """What can go wrong, as a script for tests."""
-
-    SET_REFUSED = "set_refused"
-    """`set` raises `NotPermitted`; with a `setting`, only for exactly that one (so a refused
-    restore is a refused return to the setting that was found)."""
-    SET_IGNORED = "set_ignored"
-    """`set` succeeds and nothing happens."""
-    SET_CLIPPED = "set_clipped"
-    """No SM clock below `value` hertz is obeyed."""
-    LOST = "lost"
-    """Every call raises `DeviceLost`."""
-    COUNTER_STUCK = "counter_stuck"
-    """The energy counter stays where it was when it was last read."""
-    COUNTER_OF_MODULE = "counter_of_module"
-    """The energy counter also counts another chip, which draws `value` watts (Grace Hopper)."""
-    SENSORS_LATE = "sensors_late"
-    """Sensors show what was true `value` seconds ago."""
-    OTHER_TOOL = "other_tool"
-    """Somebody else sets the knobs of `setting` that are not `None`, once, at `begin_s`. As on a
-    real card, `settings()` then shows a power limit, but nobody can ask about a locked clock."""
-    HOT_ROOM = "hot_room"
-    """The cooling air has `value` degrees Celsius."""
-    NEIGHBOUR = "neighbour"
-    """Another job on the card: iterations take `1 + value` times as long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One trouble over a stretch of virtual time."""
-
-    trouble: Trouble
-    begin_s: float = 0.0
-    end_s: float = math.inf
-    value: float = 0.0
-    setting: Setting | None = None
-
-    def __post_init__(self) -> None:
-        if self.trouble is Trouble.OTHER_TOOL and self.setting is None:
-            raise ValueError("OTHER_TOOL needs the setting that the other tool makes")
 
 
 class _Point(NamedTuple):
@@ -101,20 +56,11 @@ class _State(NamedTuple):
     throttle: tuple[Throttle, ...]
 
 
-class _Request(NamedTuple):
-    """A setting on its way. `partial`: of another tool, which leaves `None` knobs as they are."""
-
-    acts_at_s: float
-    setting: Setting
-    partial: bool
-
-
 class SimGpu:
     """One simulated GPU. Same seed, same calls, same results.
 
-    `noise` and `faults` are scripts; `seed` also draws the board's sensor gain and the switching
-    delays. Not thread-safe. It has more than 20 attributes, because settings, heat and sensors are
-    read at every step of one virtual time.
+    `seed` also draws the board's sensor gain and the switching delays. Not thread-safe. It has many
+    attributes, because settings, heat and sensors are read at every step of one virtual time.
     """
 
     def __init__(
@@ -123,16 +69,11 @@ class SimGpu:
         *,
         seed: int = 0,
         noise: Noise = STEADY,
-        faults: Sequence[Fault] = (),
         index: int = 0,
     ) -> None:
         self.profile = profile
         self._seed = seed
         self._index = index
-        self._faults = tuple(faults)
-        self._edges = sorted(
-            {t for fault in faults for t in (fault.begin_s, fault.end_s) if math.isfinite(t)}
-        )
         sensors, self._delays, jitter = np.random.default_rng([seed, index]).spawn(3)
         gain = profile.sensor.gain_error
         self._gain = 1.0 + sensors.uniform(-gain, gain)
@@ -141,12 +82,9 @@ class SimGpu:
         self._supported = profile.knobs.supported()
         self._asked = Setting()
         self._force = Setting()
-        self._pending = [
-            _Request(fault.begin_s, fault.setting, partial=True)
-            for fault in sorted(faults, key=lambda fault: fault.begin_s)
-            if fault.trouble is Trouble.OTHER_TOOL and fault.setting is not None
-        ]
-        self._states: dict[tuple[Work, Setting, float, float, float], _State] = {}
+        self._pending: list[tuple[float, Setting]] = []
+        """Settings on their way, and when they begin to act; in that order."""
+        self._states: dict[tuple[Work, Setting, float, float], _State] = {}
         asleep_c = profile.thermal.after(0.0, profile.power.idle_w, math.inf)
         self._now = _Point(
             t_s=0.0,
@@ -159,10 +97,7 @@ class SimGpu:
             throttle=(Throttle.IDLE,),
         )
         self._past: deque[_Point] = deque([self._now])
-        late = (f.value for f in faults if f.trouble is Trouble.SENSORS_LATE)
-        sensor = profile.sensor
-        self._remember_s = 2 * sensor.period_s + sensor.window_s + max(late, default=0.0)
-        self._counter_j: float | None = None
+        self._remember_s = 2 * profile.sensor.period_s + profile.sensor.window_s
         self._idle_s = math.inf
         self._hot = False
         self._read: Callable[[], None] | None = None
@@ -206,10 +141,9 @@ class SimGpu:
             self._reach()
             state = self._state(work)
             cost = state.cost
-            crowd = 1.0 + self._strength(Trouble.NEIGHBOUR)
-            whole_s = cost.time_s * time_factor * crowd
+            whole_s = cost.time_s * time_factor
             extra_j = (time_factor - 1.0) * cost.time_s * state.waiting_w
-            whole_j = (cost.energy_j * power_factor + extra_j) * crowd
+            whole_j = cost.energy_j * power_factor + extra_j
             step_s = min(left * whole_s, self._quiet_s())
             share = step_s / whole_s
             self._move(step_s, share * whole_j, share * cost.busy_s, share * cost.memory_s, state)
@@ -264,9 +198,6 @@ class SimGpu:
 
     def set(self, setting: Setting) -> None:
         self._reach()
-        for fault in self._active(Trouble.SET_REFUSED):
-            if fault.setting is None or fault.setting == setting:
-                raise NotPermitted(f"{self.profile.title}: {setting} was refused (scripted)")
         self._require("SM clock", show_clock, setting.sm_clock_hz, self._supported.sm_clocks_hz)
         self._require(
             "memory clock", show_clock, setting.memory_clock_hz, self._supported.memory_clocks_hz
@@ -275,14 +206,10 @@ class SimGpu:
             "power limit", show_power, setting.power_limit_w, self._supported.power_limits_w
         )
         self._asked = setting
-        if not self._active(Trouble.SET_IGNORED):
-            mine = (request.acts_at_s for request in self._pending if not request.partial)
-            acts_at_s = max(self._now.t_s + self._delay_s(setting), max(mine, default=0.0))
-            bisect.insort(
-                self._pending,
-                _Request(acts_at_s, setting, partial=False),
-                key=lambda request: request.acts_at_s,
-            )
+        acts_at_s = self._now.t_s + self._delay_s(setting)
+        if self._pending:
+            acts_at_s = max(acts_at_s, self._pending[-1][0])
+        self._pending.append((acts_at_s, setting))
 
     def reset(self) -> None:
         self.set(Setting())
@@ -290,23 +217,17 @@ class SimGpu:
     def sample(self, *, energy: bool = False) -> Sample:
         self._reach()
         sensor = self.profile.sensor
-        tick_s = self._tick(self._now.t_s - self._strength(Trouble.SENSORS_LATE))
+        tick_s = self._tick(self._now.t_s)
         end, begin = self._at(tick_s), self._at(tick_s - sensor.window_s)
         before = self._at(tick_s - sensor.period_s)
         window_s, period_s = end.t_s - begin.t_s, end.t_s - before.t_s
         idle_w = self.profile.power.idle_w
         power_w = (end.energy_j - begin.energy_j) / window_s if window_s > 0 else idle_w
-        counter_j = None
-        if energy and sensor.energy_counter:
-            if not self._active(Trouble.COUNTER_STUCK) or self._counter_j is None:
-                others = self._active(Trouble.COUNTER_OF_MODULE)
-                others_j = sum(f.value * max(0.0, end.t_s - f.begin_s) for f in others)
-                self._counter_j = self._gain * end.energy_j + others_j
-            counter_j = self._counter_j
+        counted = energy and sensor.energy_counter
         return Sample(
             t_s=self._now.t_s,
             power_w=self._gain * power_w,
-            energy_j=counter_j,
+            energy_j=self._gain * end.energy_j if counted else None,
             sm_clock_hz=self._on_grid(end.sm_hz),
             memory_clock_hz=end.memory_hz,
             sm_utilisation=_share(end.busy_s - before.busy_s, period_s),
@@ -320,46 +241,23 @@ class SimGpu:
 
     # Inside.
 
-    def _active(self, trouble: Trouble) -> list[Fault]:
-        now = self._now.t_s
-        return [f for f in self._faults if f.trouble is trouble and f.begin_s <= now < f.end_s]
-
-    def _strength(self, trouble: Trouble) -> float:
-        return max((fault.value for fault in self._active(trouble)), default=0.0)
-
     def _reach(self) -> None:
-        """First of everything that touches the device: is it there, and what acts by now?"""
-        if self._active(Trouble.LOST):
-            raise DeviceLost(f"{self.profile.title} fell off the bus (scripted)")
-        while self._pending and self._pending[0].acts_at_s <= self._now.t_s:
-            request = self._pending.pop(0)
-            if request.partial:
-                self._force = over(self._force, request.setting)
-                limit_w = request.setting.power_limit_w
-                self._asked = self._asked.with_(power_limit_w=limit_w)
-            else:
-                self._force = request.setting
+        """First of everything that touches the device: what acts by now?"""
+        while self._pending and self._pending[0][0] <= self._now.t_s:
+            _, self._force = self._pending.pop(0)
 
     def _quiet_s(self) -> float:
         """Time until something may change by itself."""
         now = self._now.t_s
-        edge = bisect.bisect_right(self._edges, now)
-        next_edge = self._edges[edge] if edge < len(self._edges) else math.inf
-        next_act = self._pending[0].acts_at_s if self._pending else math.inf
-        next_s = min(next_edge, next_act, max(self._read_at_s, now + _AFTER_TICK_S))
+        next_act = self._pending[0][0] if self._pending else math.inf
+        next_s = min(next_act, max(self._read_at_s, now + _AFTER_TICK_S))
         return min(next_s - now, self.profile.thermal.time_constant_s / 10)
-
-    def _thermal(self) -> Thermal:
-        hot_room_c = self._strength(Trouble.HOT_ROOM)
-        thermal = self.profile.thermal
-        return replace(thermal, ambient_c=hot_room_c) if hot_room_c else thermal
 
     def _state(self, work: Work) -> _State:
         """The work under the request in force, at the present temperature; solved once each."""
         warm_c = _TEMPERATURE_STEP_C * round(self._now.temperature_c / _TEMPERATURE_STEP_C)
-        sustainable_w = self._thermal().sustainable_w if self._hot else math.inf
-        least_hz = self._strength(Trouble.SET_CLIPPED)
-        key = (work, self._force, warm_c, sustainable_w, least_hz)
+        sustainable_w = self.profile.thermal.sustainable_w if self._hot else math.inf
+        key = (work, self._force, warm_c, sustainable_w)
         state = self._states.get(key)
         if state is None:
             if len(self._states) > _MOST_STATES:
@@ -367,13 +265,11 @@ class SimGpu:
             state = self._states[key] = self._solve(*key)
         return state
 
-    def _solve(
-        self, work: Work, force: Setting, warm_c: float, sustainable_w: float, least_hz: float
-    ) -> _State:
+    def _solve(self, work: Work, force: Setting, warm_c: float, sustainable_w: float) -> _State:
         profile = self.profile
         knobs, roofline, power = profile.knobs, profile.roofline, profile.power
         memory_hz = force.memory_clock_hz or knobs.memory_clocks_hz[-1]
-        asked_hz = max(force.sm_clock_hz or knobs.sm_highest_hz, least_hz)
+        asked_hz = force.sm_clock_hz or knobs.sm_highest_hz
         limit_w = (force.power_limit_w or knobs.limit_highest_w) * knobs.limit_kept
 
         def cost(sm_hz: float) -> Cost:
@@ -418,7 +314,7 @@ class SimGpu:
     def _move(
         self, step_s: float, energy_j: float, busy_s: float, memory_s: float, state: _State
     ) -> None:
-        now, thermal = self._now, self._thermal()
+        now, thermal = self._now, self.profile.thermal
         celsius = thermal.after(now.temperature_c, energy_j / step_s, step_s)
         if celsius >= thermal.limit_c:
             self._hot = True

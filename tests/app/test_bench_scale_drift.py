@@ -4,11 +4,11 @@ import math
 
 import msgspec
 import pytest
+from tests.app.scale_virtual import drive_virtual
 
 from kilter.app.bench.drift import most_events
 from kilter.app.bench.scale import agreements
 from kilter.app.bench.scale_ranks import RankSeen, RanksJob
-from kilter.app.bench.scale_virtual import drive_virtual
 from kilter.app.cli.main import main
 
 
@@ -38,9 +38,6 @@ def test_a_decision_lasts_from_the_last_result_to_the_last_order() -> None:
             measured_s=measured_s,
             notes=0,
             looks=0,
-            bytes=0,
-            talking_s=0.0,
-            stepping_cpu_s=0.0,
             blocks=0,
             longest_step_s=0.0,
         )

@@ -2,8 +2,7 @@
 
 Simulated ranks, each with the conductor and the messages of a real one, share one real TCP store on
 this machine. Rank 0 and the store have processes of their own, so that their processor time is
-known; the other ranks share a few. What they cost this machine is not what a job pays, whose ranks
-have processors of their own: so the same ranks run in virtual time, too (`scale_virtual.py`).
+known; the other ranks share a few.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
 
-from kilter.app.bench.scale_ranks import RanksJob, RanksSeen, quantile
-from kilter.app.bench.scale_virtual import drive_virtual
+from kilter.app.bench.scale_ranks import MadeUpGpu, RankSeen, RanksJob, RanksSeen, quantile
 from kilter.app.cli.options import positive
 from kilter.app.cli.output import print_json
 from kilter.core.errors import KilterError, UsageError
@@ -34,9 +31,7 @@ EPILOG = """\
 A decision is one block of iterations judged by all ranks: from the moment at which the last rank
 has measured it until every rank has taken the next order. After a third of the time the last rank
 is silent for a while, and for good in the last quarter. Needs torch, and about 1.5 GB for
-1,024 ranks. The ranks share the cores of this machine: on a busy one, times are upper bounds. What
-a decision takes where each rank has a core of its own is simulated: the same ranks in virtual time,
-with the processor time that the store has taken for a call here, and an assumed round trip.
+1,024 ranks. The ranks share the cores of this machine: on a busy one, times are upper bounds.
 
 examples:
   kilter bench scale
@@ -46,10 +41,6 @@ examples:
 RANK_SILENT_S = 4.0
 """How long the last rank is silent."""
 RANKS_MODULE = "kilter.app.bench.scale_ranks"
-
-
-VIRTUAL_S = 15.0
-"""Virtual time of the ranks with a core each."""
 
 
 class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,21 +61,6 @@ class ScaleRow(msgspec.Struct, frozen=True, kw_only=True):
     rank_notes: float
     """The same of the usual rank: the median."""
     rank_looks: float
-    rank_bytes: float
-    """Names and values that the usual rank sends and receives."""
-    call_s: float
-    """A call of the store, on the average of all ranks."""
-    rank_step_cpu_s: float
-    """Processor time that a decision takes of the usual rank's session, its simulated iterations
-    included, and its thread of messages not."""
-    store_call_cpu_s: float
-    """Processor time of the store for a call."""
-    own_core_agreed_p50_s: float
-    own_core_agreed_p95_s: float
-    """Simulated: with a core for each rank and for the store."""
-    own_core_calls: float
-    """Of the store, for each rank."""
-    own_core_store_share: float
     rank0_core_share: float
     """Processor time of rank 0's process, simulated iterations included, over time."""
     store_core_share: float
@@ -134,17 +110,7 @@ def run(args: argparse.Namespace) -> int:
             f"  {row.rank0_core_share * 100:>4.1f} %  {row.all_notes:>10.0f}"
             f"  {row.store_core_share * 100:>4.1f} %  {row.longest_step_s * 1e3:>9.0f} ms"
         )
-        print(
-            f"         the usual rank: {row.rank_notes:.1f} notes and {row.rank_looks:.1f} looks of"
-            f" {row.call_s * 1e6:.0f} us, {row.rank_bytes:.0f} bytes,"
-            f" {row.rank_step_cpu_s * 1e3:.1f} ms of a core"
-        )
-        print(
-            f"         with a core for each [simulated]: agreed in"
-            f" {_seconds(row.own_core_agreed_p50_s)}, p95 {_seconds(row.own_core_agreed_p95_s)};"
-            f" {row.own_core_calls:.1f} calls of each rank, of {row.store_call_cpu_s * 1e6:.0f} us"
-            f" of the store's core, {row.own_core_store_share:.0%} of it"
-        )
+        print(f"         the usual rank: {row.rank_notes:.1f} notes, {row.rank_looks:.1f} looks")
         if row.late_ticks_share > 0.1:
             print(f"         this machine was too busy in {row.late_ticks_share:.0%} of the rounds")
     return 0
@@ -202,10 +168,6 @@ def _row(
     ranks = sorted((rank for part in seen for rank in part.ranks), key=lambda rank: rank.rank)
     agreed = agreements(ranks)
     decisions = max(ranks[0].blocks, 1)
-    calls = sum(rank.notes + rank.looks for rank in ranks)
-    service_s = store_cpu_s / max(1, calls)
-    own, own_store = drive_virtual(replace(job, seconds=VIRTUAL_S), service_s)
-    own_agreed = [agreed_s for _, agreed_s in agreements(own)]
     quiet = [agreed_s for at_s, agreed_s in agreed if not _disturbed(at_s - begin_s, seconds)]
     return ScaleRow(
         ranks=count,
@@ -218,14 +180,6 @@ def _row(
         all_notes=sum(rank.notes for rank in ranks) / decisions,
         rank_notes=statistics.median(rank.notes for rank in ranks) / decisions,
         rank_looks=statistics.median(rank.looks for rank in ranks) / decisions,
-        rank_bytes=statistics.median(rank.bytes for rank in ranks) / decisions,
-        call_s=sum(rank.talking_s for rank in ranks) / max(1, calls),
-        store_call_cpu_s=service_s,
-        own_core_agreed_p50_s=quantile(own_agreed, 0.5),
-        own_core_agreed_p95_s=quantile(own_agreed, 0.95),
-        own_core_calls=own_store.calls / max(1, len(own_agreed)) / count,
-        own_core_store_share=own_store.calls * service_s / VIRTUAL_S,
-        rank_step_cpu_s=statistics.median(rank.stepping_cpu_s for rank in ranks) / decisions,
         rank0_core_share=seen[0].cpu_s / seconds,
         store_core_share=store_cpu_s / seconds,
         longest_step_s=max(rank.longest_step_s for rank in ranks),
@@ -242,16 +196,7 @@ def _disturbed(at_s: float, seconds: float) -> bool:
     )
 
 
-class OrdersAndBlocks(Protocol):
-    """When a rank has taken its orders, and when its blocks were over."""
-
-    @property
-    def ordered_s(self) -> Sequence[float]: ...
-    @property
-    def measured_s(self) -> Sequence[float]: ...
-
-
-def agreements(ranks: Sequence[OrdersAndBlocks]) -> list[tuple[float, float]]:
+def agreements(ranks: Sequence[RankSeen | MadeUpGpu]) -> list[tuple[float, float]]:
     """When each block was over on all ranks, and how long it took until all had the next order."""
     blocks = min(min(len(r.measured_s), len(r.ordered_s) - 1) for r in ranks)
     found = []

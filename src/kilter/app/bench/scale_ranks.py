@@ -56,12 +56,6 @@ class RankSeen(msgspec.Struct, frozen=True, kw_only=True):
     """Messages posted, read and dropped."""
     looks: int
     """Questions for messages that were not there yet."""
-    bytes: int
-    """Of names and values, sent and received."""
-    talking_s: float
-    """In calls of the store."""
-    stepping_cpu_s: float
-    """Processor time of the thread that drives the conductor, simulated iterations included."""
     blocks: int
     longest_step_s: float
     """Of the conductor: what the program's session would have waited."""
@@ -134,36 +128,26 @@ def conductor_of(
 
 
 class CountingStore:
-    """A store that counts and times what is asked of it. Each call is one round trip."""
+    """A store that counts what is asked of it. Each call is one round trip."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self.notes = self.looks = self.sent_bytes = self.received_bytes = 0
-        self.talking_s = 0.0
-        """In calls, from the first byte to the answer."""
+        self.notes = self.looks = 0
 
     def set(self, name: str, value: bytes) -> None:
         self.notes += 1
-        self._timed(self._store.set, name, value)
+        self._store.set(name, value)
 
     def compare_set(self, name: str, expected: str, desired: str) -> bytes:
-        value = bytes(self._timed(self._store.compare_set, name, expected, desired))
+        value = bytes(self._store.compare_set(name, expected, desired))
         there = value != expected.encode()
         self.notes += there
         self.looks += not there
-        self.received_bytes += len(value)
         return value
 
     def delete_key(self, name: str) -> bool:
         self.notes += 1
-        return bool(self._timed(self._store.delete_key, name))
-
-    def _timed(self, call: Callable[..., Any], *arguments: str | bytes) -> Any:
-        begin_s = time.perf_counter()
-        answer = call(*arguments)
-        self.talking_s += time.perf_counter() - begin_s
-        self.sent_bytes += sum(map(len, arguments))
-        return answer
+        return bool(self._store.delete_key(name))
 
 
 class SimulatedRankOfMany:
@@ -185,7 +169,7 @@ class SimulatedRankOfMany:
         messages = StoreMessages(counted, world_size=job.world_size)
         self._conductor = conductor_of(rank, job, self._gpu, messages, time.monotonic)
         self._done = 0
-        self._longest_s = self._cpu_s = 0.0
+        self._longest_s = 0.0
 
     @property
     def connected(self) -> bool:
@@ -198,13 +182,12 @@ class SimulatedRankOfMany:
             for rank, begin_s, end_s in job.silent
         ):
             return
-        begin_s, cpu_s = time.monotonic(), time.thread_time()
+        begin_s = time.monotonic()
         while (end_s := self.begin_s + (self._done + 1) * job.iteration_s) <= now_s:
             self._conductor.iteration(Iteration(self._done, end_s, job.iteration_s))
             self._done += 1
         self._conductor.step()
         self._longest_s = max(self._longest_s, time.monotonic() - begin_s)
-        self._cpu_s += time.thread_time() - cpu_s
 
     def seen(self) -> RankSeen:
         store = self._store
@@ -214,9 +197,6 @@ class SimulatedRankOfMany:
             measured_s=tuple(self._gpu.measured_s),
             notes=0 if store is None else store.notes,
             looks=0 if store is None else store.looks,
-            bytes=0 if store is None else store.sent_bytes + store.received_bytes,
-            talking_s=0.0 if store is None else store.talking_s,
-            stepping_cpu_s=self._cpu_s,
             blocks=self._conductor.blocks,
             longest_step_s=self._longest_s,
         )

@@ -1,5 +1,5 @@
 """The ranks of `kilter bench scale` in virtual time: what a decision takes where each rank has a
-processor of its own.
+processor of its own, which the processors of one machine cannot show.
 
 The conductors, their messages and the pace of their looks are the real ones; sessions tick at
 phases of their own. The store is one server that answers one call after the other, each in the

@@ -47,11 +47,6 @@ def test_the_calibrators_table_and_json(capsys):
     assert all(s["p50_s"] <= s["p95_s"] <= s["p99_s"] for s in found["switches"])
 
 
-def test_a_dry_run_needs_enough_iterations(capsys):
-    assert main(["bench", "sections", "--scenario", "dry_run_gloo", "--iterations", "3"]) == 2
-    assert "at least 60" in capsys.readouterr().err
-
-
 def test_a_gpus_clocks_are_set_by_the_calibrator_alone(capsys):
     assert main(["bench", "sections", "--scenario", "fsdp_8", "--device", "nvml"]) == 2
     assert "--scenario switch_times alone" in capsys.readouterr().err

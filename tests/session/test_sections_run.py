@@ -13,7 +13,7 @@ import pytest
 
 from kilter.testing.warm_python import WarmPython
 
-PROGRAM = ["-m", "kilter.testing.gloo_program"]
+PROGRAM = [str(Path(__file__).with_name("gloo_program.py"))]
 TORCHRUN = ["--standalone", "--nproc-per-node", "2"]
 TIMEOUT_S = 300
 ATTEMPTS = 4

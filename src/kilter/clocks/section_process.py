@@ -240,13 +240,13 @@ class LowWaits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommandLog:
-    """Reads the conductor's log as it grows, and keeps the last `keep` commands; None: all."""
+    """Reads the conductor's log as it grows, and keeps the last commands."""
 
-    def __init__(self, path: Path, *, keep: int | None = RECENT) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.counts: Counter[str] = Counter()
         self.waits = LowWaits()
-        self.recent: deque[Commanded] = deque(maxlen=keep)
+        self.recent: deque[Commanded] = deque(maxlen=RECENT)
         self._offset = 0
 
     def read(self) -> None:

@@ -11,7 +11,6 @@ import msgspec
 
 from kilter.app.bench.driven import driven
 from kilter.app.bench.pipelines import savings
-from kilter.app.bench.section_dry_run import dry_run
 from kilter.app.bench.section_jobs import (
     SECTION_SCENARIOS,
     SectionJob,
@@ -38,8 +37,6 @@ EPILOG = "scenarios:\n" + "\n".join(
 )
 EPILOG += """
   pipeline_1f1b  4 unequal stages, 16 micro-batches, no slowdown; beside Perseus' optimum (HiGHS)
-  dry_run_gloo   not simulated and not in `all`: a real DDP job of two ranks on gloo, of which one
-                 comes late, in a dry run; how far the commands were from the real edges
   switch_times   how long the device takes to change its clocks, by the calibrator, from the
                  lengths of kernels; not in `all`. With --device nvml on the GPU of this process,
                  whose clocks are really set for some minutes: needs that right, and PyTorch
@@ -48,18 +45,16 @@ Policies: kilter; stepwise, the patent's search (US 2025/0264922, S221-S227) tak
 oracle, the deepest clocks that cost no more than each section's share of the bound.
 `found_step_error` is the largest distance from the oracle in steps of the clock (12 from the
 highest to the lowest), `accepted_harmful` a true slowdown above the bound. Every figure is
-simulated, but for those of dry_run_gloo and of switch_times with --device nvml: they are measured.
+simulated, but for those of switch_times with --device nvml: they are measured.
 
 examples:
   kilter bench sections --scenario all
-  kilter bench sections --scenario dry_run_gloo --iterations 250
   kilter bench sections --scenario mix_64 --seeds 200 --json
 """
 
 STEPS = 12
 """Of the clock, from the highest to the lowest."""
 PIPELINE = "pipeline_1f1b"
-DRY_RUN = "dry_run_gloo"
 SWITCHES = "switch_times"
 NVML = "nvml"
 SEARCHES = ("kilter", "stepwise", "oracle")
@@ -82,7 +77,7 @@ class SectionsRow(msgspec.Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scenario",
-        choices=("all", *SECTION_SCENARIOS, PIPELINE, DRY_RUN, SWITCHES),
+        choices=("all", *SECTION_SCENARIOS, PIPELINE, SWITCHES),
         default="all",
         metavar="NAME",
         help="(all)",
@@ -93,9 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=20,
         metavar="N",
         help="runs each (20); switch_times: the seed",
-    )
-    parser.add_argument(
-        "--iterations", type=int, default=250, metavar="N", help=f"of {DRY_RUN} (250)"
     )
     parser.add_argument("--first-seed", type=int, default=0, metavar="N", help="(0)")
     parser.add_argument(
@@ -127,8 +119,6 @@ def run(args: argparse.Namespace) -> int:
     profile = args.device or load_profile("h200")
     if args.scenario == SWITCHES:
         return tell_switches(profile, seed=args.first_seed, as_json=args.json, keep=args.keep)
-    if args.scenario == DRY_RUN:
-        return dry_run(profile.name, args.iterations, as_json=args.json)
     rows = [*_rows(args, card_of(profile, levels=STEPS)), *_pipeline(args, profile)]
     if args.json:
         result: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """A training on the CPU whose iteration has a long stretch that computes and one that moves memory.
 
-    kilter run --operations --device sim:h200 -m kilter.testing.operations_program
+    kilter run --operations --device sim:h200 examples/operations.py
 
 Matrix products first, then Adam. It prints a hash of its losses and parameters.
 """

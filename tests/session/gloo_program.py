@@ -1,11 +1,10 @@
 """A DDP job on gloo in which rank 1 comes late to every exchange, so that rank 0 waits.
 
-    torchrun --standalone --nproc-per-node 2 -m kilter.testing.gloo_program --late-s 0.25
+    torchrun --standalone --nproc-per-node 2 tests/session/gloo_program.py --late-s 0.25
 
-Rank 0 says itself where its exposed communication begins (the last gradient is there) and ends
-(backward returns): a witness beside the profiler. Every rank prints a hash of its losses and
-parameters. `--more-from N` has a second exchange in every iteration from N on; with `--busy` the
-late rank computes for as long as it would else have slept.
+Every rank prints a hash of its losses and parameters. `--more-from N` has a second exchange in
+every iteration from N on; with `--busy` the late rank computes for as long as it would else have
+slept.
 """
 
 from __future__ import annotations
@@ -13,21 +12,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
-from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from kilter.clocks.plan.timing import RealEdge
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--late-s", type=float, default=0.25)
-    parser.add_argument("--edges", type=Path)
     parser.add_argument("--more-from", type=int)
     parser.add_argument("--busy", action="store_true")
     args = parser.parse_args()
@@ -38,17 +32,8 @@ def main() -> None:
     model = nn.Sequential(*layers)
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(parallel.parameters(), 0.01)
-    gradient_s = 0.0
     matrix = torch.eye(256)
 
-    def note(parameter: torch.Tensor) -> None:
-        nonlocal gradient_s
-        gradient_s = time.monotonic()
-
-    if args.edges is not None:
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(note)
-    edges: list[RealEdge] = []
     seen = hashlib.sha256()
     torch.manual_seed(rank)
     for step in range(args.iterations):
@@ -61,19 +46,13 @@ def main() -> None:
         elif rank == 1:
             time.sleep(args.late_s)
         loss.backward()
-        end_s = time.monotonic()
         if args.more_from is not None and step >= args.more_from:
             dist.all_reduce(torch.ones(1024))
         optimizer.step()
-        # The iteration end before the first iteration has the number -1.
-        edges.append(RealEdge(iteration=step - 1, edge="down", key="", t_s=gradient_s))
-        edges.append(RealEdge(iteration=step - 1, edge="up", key="", t_s=end_s))
         seen.update(loss.detach().numpy().tobytes())
     for parameter in model.parameters():
         seen.update(parameter.detach().numpy().tobytes())
     print(f"rank {rank}: {seen.hexdigest()}", flush=True)
-    if rank == 0 and args.edges is not None:
-        args.edges.write_bytes(msgspec.json.encode(edges))
     # DDP's reducer, as the last to hold the process group, would free it under Python's lock, for
     # which the group's own thread may be waiting: PyTorch then hangs, now and then.
     del parallel

@@ -33,10 +33,22 @@ class Listener(SilentListener):
         self.said.append(text)
 
 
+class Scripted:
+    """A job to which things happen: (virtual time, what happens then), in order."""
+
+    def __init__(self, job, gpu, events):
+        self._job, self._gpu, self._events = job, gpu, list(events)
+
+    def iterate(self):
+        while self._events and self._events[0][0] <= self._gpu.now_s:
+            self._events.pop(0)[1]()
+        self._job.iterate()
+
+
 def watched(tmp_path, gpu, job, *, seconds, bound=0.05, events=(), **options):
     """(end, events, what was said) of a watch."""
     listener = Listener()
-    source = SimulatedSource(gpu, job, seconds=seconds, events=events)
+    source = SimulatedSource(gpu, Scripted(job, gpu, events), seconds=seconds)
     chosen = Options(
         goal=Goal(max_slowdown=bound), out=tmp_path / "run", command=("watch",), **options
     )

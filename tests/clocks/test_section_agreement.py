@@ -17,7 +17,7 @@ from kilter.clocks.section_agreement import SectionAgreement
 from kilter.clocks.section_card import card_of
 from kilter.clocks.section_leader import SectionLeader
 from kilter.clocks.section_meters import SimulatedMeter
-from kilter.clocks.section_rehearsal import SimulatedRank, SimulatedRanks, Truth
+from kilter.clocks.section_rehearsal import SimulatedRank, SimulatedRanks
 from kilter.core.messages import LocalMessages
 from kilter.core.section_record import SectionsFound
 from kilter.device.sim.profile import load_profile
@@ -70,13 +70,30 @@ def stretch(key: str, start_s: float, length_s: float) -> LowStretch:
     )
 
 
+class SlowedRank(SimulatedRank):
+    """Below the harmless clock of a section, over the highest, its communication takes longer."""
+
+    def __init__(self, *args: Any, harmless: dict[str, float]) -> None:
+        super().__init__(*args)
+        self._harmless = harmless
+
+    def _stretch(self, stretch: LowStretch, depth: int) -> tuple[float, float, float]:
+        length_s, delay_s, joules = super()._stretch(stretch, depth)
+        if depth == 0:
+            return length_s, delay_s, joules
+        level = CARD.levels[depth - 1]
+        longer = max(1.0, self._harmless.get(key_of(stretch), 0.0) * level.stretch) - 1.0
+        longer_s = (stretch.end_s - stretch.start_s - stretch.computed_s) * longer
+        return length_s + longer_s, delay_s + longer_s, joules - level.waiting_w * longer_s
+
+
 class Job:
     """Ranks in one process, each with its own conductor (a list of what it was told)."""
 
     def __init__(
         self,
         offers: Sequence[RankOffer],
-        truth: dict[str, Truth] | None = None,
+        harmless: dict[str, float] | None = None,
         saved: SectionsFound | None = None,
         delayed: Callable[[int, int], bool] = lambda rank, index: False,
     ) -> None:
@@ -86,7 +103,7 @@ class Job:
         self.told: list[list[Any]] = [[] for _ in offers]
         self.index = 0
         self._delayed = delayed
-        self._truth = truth or {}
+        self._harmless = harmless or {}
         self._meters: dict[int, SimulatedMeter] = {}
         self.leader = SectionLeader(
             CARD,
@@ -99,7 +116,7 @@ class Job:
 
     def _begin(self, mine: RankOffer) -> SectionAgreement:
         def meter(targets: Sequence[SearchTarget]) -> SimulatedMeter:
-            rank = SimulatedRank(mine, targets, CARD, H200.switch, truth=self._truth)
+            rank = SlowedRank(mine, targets, CARD, H200.switch, harmless=self._harmless)
             self._meters[mine.rank] = SimulatedMeter(rank, (0,) * len(mine.keys))
             return self._meters[mine.rank]
 
@@ -145,7 +162,7 @@ def ddp(ranks: int = 2, length_s: float = 0.6) -> list[RankOffer]:
 def test_the_ranks_find_and_hold_the_lowest_harmless_clock(harmless: int) -> None:
     """Below that clock the section takes 16 % longer with every step, so none of them passes."""
     ratio = CARD.levels[harmless - 1].sm_clock_hz / H200.knobs.sm_highest_hz
-    job = Job(ddp(), {"ar/1": Truth(harmless=ratio)})
+    job = Job(ddp(), {"ar/1": ratio})
     found = job.until_found()
     assert found.taken == "sections"
     assert all(abs(depth - harmless) <= 1 and depth <= harmless for depth in found.depths[0])
@@ -203,7 +220,7 @@ def test_a_later_run_only_confirms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_saved_and_does_not_hold_any_more_is_given_back() -> None:
     saved = Job(ddp()).until_found()
-    found = Job(ddp(), {"ar/1": Truth(harmless=0.9)}, saved=saved).until_found()
+    found = Job(ddp(), {"ar/1": 0.9}, saved=saved).until_found()
     assert max(found.depths[0]) < min(saved.depths[0])
 
 
@@ -237,9 +254,9 @@ def test_a_rank_that_cannot_set_ends_the_search_for_all() -> None:
 
 
 def test_what_is_held_is_undone_when_it_becomes_slower() -> None:
-    job = Job(ddp(), {"ar/1": Truth()})
+    job = Job(ddp(), {"ar/1": 0.0})
     assert job.until_found().held
-    job._truth["ar/1"] = Truth(harmless=1.0)
+    job._harmless["ar/1"] = 1.0
     job.iterate(5000)
     found = job.ranks[1].found
     assert found is not None

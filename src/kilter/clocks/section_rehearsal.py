@@ -3,15 +3,15 @@
 The times of the iteration and of its sections are those that the rank has measured. What a clock
 does to them is simulated: each switch takes a time drawn from the device's profile, computation
 under a low clock takes as much longer as the clock is lower (without effect where it has slack
-under communication), a rank that waits for others makes up
-for what it loses while it waits, and communication keeps its pace unless `truth` says otherwise.
+under communication), a rank that waits for others makes up for what it loses while it waits, and
+communication keeps its pace.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,22 +20,10 @@ from kilter.clocks.plan.section_search import Outcomes, SearchTarget, Seen, Tria
 from kilter.clocks.plan.worth import ClockCosts, LowStretch, covered_j, covered_low_s
 from kilter.core.setting import Setting
 from kilter.device.sim.gpu import STEADY
-from kilter.device.sim.noise import Noise, NoiseSource
+from kilter.device.sim.noise import NoiseSource
 from kilter.device.sim.profile import Switch
 
 T = TypeVar("T")
-
-
-class Truth(NamedTuple):
-    """How the communication of a section depends on the clock."""
-
-    harmless: float = 0.0
-    """The clock, over the highest, down to which it keeps its pace."""
-    exponent: float = 1.0
-    """Below, its time grows with this power of the clock's period."""
-
-
-KEEPS_PACE = Truth()
 
 
 class SimulatedRank:
@@ -49,19 +37,16 @@ class SimulatedRank:
         switch: Switch,
         *,
         seed: int = 0,
-        noise: Noise = STEADY,
-        truth: Mapping[str, Truth] | None = None,
     ) -> None:
         self._offer = offer
         self._targets = targets
         self._card = card
         self._switch = switch
-        self._truth = truth or {}
         self._wait_s = {
             t.key: t.wait[offer.rank] * t.share * offer.found.iteration_s for t in targets
         }
         self._switches, jitter = np.random.default_rng([seed, offer.rank]).spawn(2)
-        self._noise = NoiseSource(noise, jitter)
+        self._noise = NoiseSource(STEADY, jitter)
         settings = (Setting(), *(level.setting for level in card.levels))
         self._medians = [switch.median_to_s(setting) for setting in settings]
 
@@ -106,18 +91,11 @@ class SimulatedRank:
             delay_s = share * effect.delay_s + mistimed_s
             joules = share * effect.saved_j - self._card.computing_w * mistimed_s
             return length_s + delay_s, delay_s, joules
-        harmless, exponent = self._truth.get(key_of(stretch), KEEPS_PACE)
-        keeps = max(1.0, harmless * level.stretch) ** exponent
-        longer_s = (stretch.end_s - begin_s - stretch.computed_s) * (keeps - 1.0)
         made_up_s = min(mistimed_s + slower_s, self._wait_s.get(key_of(stretch), 0.0))
         joules = level.saved_w * max(0.0, inside_s - stretch.computed_s)
         joules += covered_j(covered_s, level, self._card)
-        joules -= self._card.computing_w * mistimed_s + level.waiting_w * (slower_s + longer_s)
-        return (
-            length_s + slower_s + longer_s,
-            mistimed_s + slower_s + longer_s - made_up_s,
-            joules,
-        )
+        joules -= self._card.computing_w * mistimed_s + level.waiting_w * slower_s
+        return length_s + slower_s, mistimed_s + slower_s - made_up_s, joules
 
     def _takes(self, depth: int) -> float:
         """Of a switch to the clock of this depth."""

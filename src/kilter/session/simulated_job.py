@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kilter.device.sim.gpu import SimGpu
@@ -21,8 +21,7 @@ class SimulatedSensors:
 
 
 class SimulatedSource:
-    """Runs `job` for `seconds` of virtual time, or until `stop`. `events` are (virtual time, what
-    happens to the job then), in order."""
+    """Runs `job` for `seconds` of virtual time, or until `stop`."""
 
     def __init__(
         self,
@@ -31,7 +30,6 @@ class SimulatedSource:
         *,
         seconds: float,
         stop: threading.Event | None = None,
-        events: Sequence[tuple[float, Callable[[], None]]] = (),
     ) -> None:
         self.device = gpu
         self.sensors = SimulatedSensors(SensorRecord())
@@ -39,7 +37,6 @@ class SimulatedSource:
         self._job = job
         self._seconds = seconds
         self._stop = stop or threading.Event()
-        self._events = list(events)
 
     def clock(self) -> float:
         return self.device.now_s
@@ -54,8 +51,6 @@ class SimulatedSource:
 
         self.device.at_each_tick(read)
         while goes_on and self.device.now_s < self._seconds and not self._stop.is_set():
-            while self._events and self._events[0][0] <= self.device.now_s:
-                self._events.pop(0)[1]()
             self._job.iterate()
         if not goes_on:
             return ""

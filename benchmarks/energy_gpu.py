@@ -4,8 +4,9 @@
 
 Rows, each one JSON line as soon as it is known, all of them in DIR/energy.json:
 
-- `resnet50`, `gpt`, `vgg16`, `mobilenet`, `input` (a slow data loader), `ddp_sockets` (two GPUs
-  whose collectives go through sockets; only if named): the class and the evidence that
+- `resnet50`, `gpt`, `vgg16`, `mobilenet`, `input` (a slow data loader), `accumulated` (`gpt` with
+  gradients of 12 batches in each iteration, 45 s), `ddp_sockets` (two GPUs whose collectives go
+  through sockets; only if named): the class and the evidence that
   `kilter report` names after `kilter run --dry-run`, and the period that telemetry alone shows,
   beside the script's own marks.
 - `test`: the governor's pairs on blocks of a real job, run by the conductor. Its "settings" only
@@ -33,12 +34,16 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-CLASSES = ("resnet50", "gpt", "vgg16", "mobilenet", "input")
+CLASSES = ("resnet50", "gpt", "vgg16", "mobilenet", "input", "accumulated")
 ROWS = (*CLASSES, "test")
 START_S = 25.0
 """Of the time of a class row: imports, CUDA's start and the report."""
 JOB_S = 12.0
 """Of training in a class row: the profiler's window and a few blocks of two seconds."""
+ACCUMULATED = 12
+"""Batches whose gradients one iteration sums up, so that sensors of 0.1 s resolve it."""
+ACCUMULATED_S = 45.0
+"""Of training then."""
 SLOWDOWNS = (0.0, 0.0, 0.01, 0.02, 0.05)
 """The arms of one round: A/A twice as often as each slowdown."""
 WINDOW = 6
@@ -140,7 +145,7 @@ def mobilenet() -> Any:
 def batches(name: str, device: Any, tiny: bool) -> Iterator[tuple[Any, Any]]:
     import torch
 
-    if name in ("gpt", "ddp"):
+    if name in ("gpt", "ddp", "accumulated"):
         batch, length, words = (2, 17, 256) if tiny else (8, 1025, 50304)
         tokens = torch.randint(0, words, (batch, length), device=device)
         while True:
@@ -168,7 +173,7 @@ def batches(name: str, device: Any, tiny: bool) -> Iterator[tuple[Any, Any]]:
 def training(name: str, *, tiny: bool) -> Callable[[], None]:
     """One iteration of a job, synchronised."""
     import torch
-    from gpt import Gpt, train_step
+    from gpt import Gpt, backward, train_step
     from torch import nn
 
     cuda = torch.cuda.is_available()
@@ -176,7 +181,7 @@ def training(name: str, *, tiny: bool) -> Callable[[], None]:
     if cuda:
         torch.cuda.set_device(device)
     torch.manual_seed(0)
-    if name in ("gpt", "ddp"):
+    if name in ("gpt", "ddp", "accumulated"):
         model = Gpt(1, 32, 16, 256) if tiny else Gpt(24, 1024, 1024)
     else:
         made = {"vgg16": vgg16, "mobilenet": mobilenet}.get(name, resnet50)()
@@ -189,8 +194,9 @@ def training(name: str, *, tiny: bool) -> Callable[[], None]:
     data = batches(name, device, tiny)
 
     def iterate() -> None:
-        inputs, targets = next(data)
-        train_step(model, optimizer, inputs, targets)
+        for _ in range(ACCUMULATED - 1 if name == "accumulated" else 0):
+            backward(model, *next(data))
+        train_step(model, optimizer, *next(data))
         if cuda:
             torch.cuda.synchronize()
 
@@ -231,6 +237,7 @@ def class_row(name: str, seconds: float, out: Path, *, tiny: bool) -> dict[str, 
     from kilter.device.find import find
     from kilter.model.period import detect, doubt, telemetry
     from kilter.observe.sampler import Sampler
+    from kilter.session.watched_gpu import TICK_READINGS
 
     job = "ddp" if name == "ddp_sockets" else name
     run, marks = out / f"run-{name}", out / f"marks-{name}.json"
@@ -245,7 +252,9 @@ def class_row(name: str, seconds: float, out: Path, *, tiny: bool) -> dict[str, 
             "NCCL_SOCKET_IFNAME": "lo",
         }
     command += [__file__, "--job", job, "--marks", str(marks), "--seconds", str(seconds)]
-    sampler = Sampler(find("auto", environ=os.environ))
+    # As `kilter watch` reads: without the counter nothing tells an alias from a period.
+    device = find("auto", environ=os.environ)
+    sampler = Sampler(device, counter_every_s=0.0, readings_per_tick=TICK_READINGS)
     sampler.start()
     done = subprocess.run(
         [*command, *(["--tiny"] if tiny else [])],
@@ -272,6 +281,7 @@ def class_row(name: str, seconds: float, out: Path, *, tiny: bool) -> dict[str, 
     begin = ends[len(ends) // 4]  # the first iterations hold the profiler's window
     steps = [after - before for before, after in itertools.pairwise(ends)]
     samples = [s for s in sampler.record.since(begin) if s.t_s <= ends[-1]]
+    write_telemetry(samples, out / f"telemetry-{name}.csv")
     row["marked_period_s"] = statistics.median(steps[len(steps) // 4 :])
     if len(samples) >= 2:
         seen = telemetry(samples)
@@ -286,6 +296,22 @@ def class_row(name: str, seconds: float, out: Path, *, tiny: bool) -> dict[str, 
             "readings": len(samples),
         }
     return row
+
+
+def write_telemetry(samples: Sequence[Any], path: Path) -> None:
+    """As `kilter bench period --telemetry` reads it."""
+    lines = ["t_s,power_instant_w,energy_mj,gpu_util,mem_util,sm_mhz"]
+    for sample in samples:
+        found = (
+            (sample.t_s, 1.0),
+            (sample.power_w, 1.0),
+            (sample.energy_j, 1e3),
+            (sample.sm_utilisation, 100.0),
+            (sample.memory_utilisation, 100.0),
+            (sample.sm_clock_hz, 1e-6),
+        )
+        lines.append(",".join("" if x is None else f"{x * unit:.6f}" for x, unit in found))
+    path.write_text("\n".join(lines) + "\n")
 
 
 class SpinActuator:
@@ -343,7 +369,8 @@ def measured_pairs(seconds: float, *, tiny: bool) -> tuple[Pairs, dict[str, Any]
     from kilter.observe.sampler import Sampler
 
     iterate = training("gpt", tiny=tiny)
-    sampler = Sampler(find("auto", environ=os.environ))
+    # The counter with each reading, as `kilter watch` has it: without it nothing tells an alias.
+    sampler = Sampler(find("auto", environ=os.environ), counter_every_s=0.0)
     sampler.start()
     times: list[float] = []
     for _ in range(10):
@@ -556,7 +583,8 @@ def main() -> int:
             rows[name] = test_row(left_s - START_S, tiny=args.tiny)
         else:
             try:
-                rows[name] = class_row(name, args.seconds, args.out, tiny=args.tiny)
+                seconds = ACCUMULATED_S if name == "accumulated" else args.seconds
+                rows[name] = class_row(name, seconds, args.out, tiny=args.tiny)
             except subprocess.TimeoutExpired as error:
                 rows[name] = {"failed": str(error)}
         rows[name] = {"row": name, "label": "measured", **rows[name]}

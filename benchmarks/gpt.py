@@ -48,19 +48,25 @@ class Gpt(nn.Module):
         return self.head(self.norm(x))
 
 
+def backward(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Forward and backward under bf16 autocast; the loss."""
+    with torch.autocast(inputs.device.type, torch.bfloat16):
+        loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    loss.backward()
+    return loss.detach()
+
+
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     inputs: torch.Tensor,
     targets: torch.Tensor,
 ) -> torch.Tensor:
-    """One iteration under bf16 autocast; its loss."""
-    with torch.autocast(inputs.device.type, torch.bfloat16):
-        loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
-    loss.backward()
+    """One iteration; its loss."""
+    loss = backward(model, inputs, targets)
     optimizer.step()
     optimizer.zero_grad()
-    return loss.detach()
+    return loss
 
 
 def digest(model: nn.Module, losses: Sequence[object]) -> str:

@@ -204,6 +204,22 @@ def test_the_thread_samples_and_its_end_is_final():
     assert not [t for t in threading.enumerate() if t.name == "kilter-sampler"]
 
 
+@pytest.mark.parametrize(("readings", "late"), [(1, False), (2, True)])
+def test_a_reading_is_due_at_each_tick_or_at_each_half_of_it(readings, late):
+    """On a clock that is looked at just as a tick comes."""
+    device, count, enough = Noticed(counter=False), itertools.count(), threading.Event()
+    device.at_each = lambda: next(count) >= 20 and enough.set()
+    clock = functools.partial(next, itertools.count(0.0, 0.99e-3))
+    sampler = Sampler(
+        device, counter_every_s=1e9, readings_per_tick=readings, clock=clock, sleep=device.sleep
+    )
+    sampler.start()
+    assert enough.wait(600.0)
+    sampler.stop()
+    assert (sampler.late > 0) is late
+    assert sampler.record.period_s == 1e-3
+
+
 def test_a_sampler_that_is_held_up_says_that_it_was_late():
     device = Noticed()
     seen = threading.Event()

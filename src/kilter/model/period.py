@@ -38,6 +38,9 @@ MOST_SWING = 4.0 / math.pi
 FINER = 0.15
 """Difference of the power reading and the mean power of the energy counter, as a share of the
 reading's variation, above which the reading is no mean over the whole interval of the counter."""
+SEES_ALL = 0.75
+"""Time between two rows, over that between two updates of the counter, up to which no update is
+missed."""
 LEAST_LIKENESS = 0.5
 """Likeness of consecutive windows (1 equal, 0 unrelated) below which telemetry is aperiodic."""
 FLAT = 0.005
@@ -392,13 +395,21 @@ def _power_of_counter(telemetry: Telemetry) -> tuple[Array, Array]:
         return nothing
     at, total = t[moved], energy[moved]
     length = np.diff(at)
-    # rows read faster than the counter moves see each update late by up to a row
     usual = float(np.median(length))
-    rows = float(np.median(np.diff(t)))
-    if rows < 0.5 * usual:
-        exact = (at[-1] - at[0]) / np.maximum(np.round(length / usual), 1.0).sum()
-        length = np.maximum(np.round(length / usual), 1.0) * exact
+    if float(np.median(np.diff(t))) < SEES_ALL * usual:
+        length = _of_even_updates(at, float(length[length < 1.5 * usual].mean()))
     return (at[1:] + at[:-1]) / 2, np.diff(total) / length
+
+
+def _of_even_updates(at: Array, every_s: float) -> Array:
+    """The lengths between updates that come evenly, about `every_s` apart, and are each seen late
+    by up to a row."""
+    first_s = at[0]
+    for _ in range(3):
+        number = np.round((at - first_s) / every_s)
+        every_s, first_s = np.polyfit(number, at, 1)
+    lengths: Array = np.maximum(np.diff(number), 1.0) * every_s
+    return lengths
 
 
 def _update(telemetry: Telemetry) -> float:

@@ -14,6 +14,8 @@ from kilter.device.nvidia import Gpu, NvidiaDevice, survey
 from kilter.lease.journal import start_ticks
 from kilter.observe.sampler import Sampler
 
+TICK_READINGS = 2
+"""With one reading for each tick of the sensors now and then one holds two ticks, or none."""
 WATCH_EVERY_S = 0.05
 """How often to look for a new reading."""
 OCCUPANTS_EVERY_S = 0.5
@@ -88,7 +90,7 @@ class WatchedGpu:
         self.device = find("nvml", uuid=uuid, environ=environ)
         self._reader = NvidiaDevice(uuid)
         # the counter tells an alias from a period: it is read at each change of the sensors
-        self.sensors = Sampler(self.device, counter_every_s=0.0)
+        self.sensors = Sampler(self.device, counter_every_s=0.0, readings_per_tick=TICK_READINGS)
         self._occupants = Occupants(self._reader.compute_pids, pid)
         self._seconds = seconds
         self._stop = stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 from dataclasses import dataclass, field, replace
@@ -11,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.memory.steady_stand_in import SteadyStandIn
 from torch import Tensor, nn
 
 import kilter
+from kilter.memory.engine import Swapper
 from kilter.memory.iteration_times import IterationTimes
 from kilter.memory.own_checkpointing import OwnCheckpointing
 from kilter.memory.plan import problem
+from kilter.memory.plan.problem import Link
 from kilter.memory.recompute_choice import (
     HOST_EACH_S,
     MEASURED,
@@ -376,3 +380,54 @@ def test_calls_wait_for_what_records_them() -> None:
     assert choice.words.endswith(
         "100 ms an iteration with whole calls of modules, 131 ms with single operations [measured]"
     )
+
+
+def trained(net: nn.Module, iterations: int, seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    found = []
+    for _ in range(iterations):
+        loss = net(torch.randn(512, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return found
+
+
+def test_passes_that_were_set_aside_are_planned_when_they_come_back() -> None:
+    """Without being watched again, and for the budget that is in force by then."""
+    torch.manual_seed(0)
+    plain_model = _Model()
+    model = copy.deepcopy(plain_model)
+    plain = [loss for seed in range(4) for loss in trained(plain_model, 8, seed)]
+    own, names = seen(model)
+    assert names == "_Model"
+    size_bytes = 512 * 64 * 4
+    link = Link(to_host_bytes_per_s=1e8, to_device_bytes_per_s=1e8, both_bytes_per_s=1e8)
+    with Swapper(
+        SteadyStandIn(), budget_bytes=14 * size_bytes, link=link, min_bytes=size_bytes
+    ) as swapper:
+        governed = trained(model, 8, 0)
+        assert swapper.planned
+        own.switch_on()
+        operations = swapper.exchange(None)
+        governed += trained(model, 8, 1)
+        assert swapper.planned
+        watched = swapper.report().watched
+        own.switch_off()
+        checkpointed = swapper.exchange(operations)
+        governed += trained(model, 8, 2)
+        assert (swapper.report().planned, swapper.report().watched) == (
+            swapper.report().passes - watched,
+            watched,
+        )
+        own.switch_on()
+        swapper.exchange(checkpointed)
+        swapper.limit(13 * size_bytes)
+        own.switch_off()
+        swapper.exchange(operations)
+        governed += trained(model, 8, 3)
+        assert swapper.report().watched == watched
+        assert swapper.report().plans[0].budget_bytes <= 13 * size_bytes
+    assert all(torch.equal(a, b) for a, b in zip(plain, governed, strict=True))

@@ -158,7 +158,7 @@ class PassKinds:
 
     def exchange(self, others: Kinds | None, budget_bytes: int) -> Kinds:
         """Go on with `others`, which an earlier call gave, or with none. Gives the present ones."""
-        before = self._by_events
+        before, self._by_events = self._by_events, {}
         self.forget()
         self._by_events = others or {}
         for kind in self:

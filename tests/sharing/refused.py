@@ -18,7 +18,7 @@ parser.add_argument("--out")
 parser.add_argument("kind")
 kind = parser.parse_args().kind
 ACCUMULATE = ("no-sync", "no-gradient-sync", "accumulation")
-LATE = ("no-sync-late", "several-loaders-late")
+LATE = ("no-sync-late", "several-loaders-late", "wrapped-late")
 PASSES = 2 if kind in LATE else 1
 
 torch.manual_seed(0)
@@ -109,9 +109,19 @@ elif kind == "several-loaders":
     batches = beside(loader)
 elif kind == "cycle":
     batches = itertools.islice(itertools.cycle(loader), 16)
+
+
+def passes():
+    global model
+    for number in range(PASSES):
+        if number and kind == "wrapped-late":
+            model = DistributedDataParallel(net)
+        yield from batches
+
+
 loss_of = torch.nn.MSELoss(reduction="sum" if "sum-loss" in kind else "mean")
 steps = 0
-for step, (x, y) in enumerate(itertools.chain.from_iterable([batches] * PASSES)):
+for step, (x, y) in enumerate(passes()):
     if kind == "several-loaders-late" and step == 8:
         x, y = next(iter(DataLoader(data, 4)))
     if (kind == "no-sync" and step % 2 == 0) or (kind == "no-sync-late" and step == 8):

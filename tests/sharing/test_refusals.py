@@ -19,6 +19,7 @@ SENTENCES = {
     "drawn-ahead": "drawn before the optimizer has stepped on the one before it",
     "several-loaders": "batches of several DataLoaders side by side; use one at a time",
     "cycle": "kept and trained on again (itertools.cycle does that)",
+    "wrapped-late": "wrapped, or sharded, after the shares of another have begun to change",
     "no-sync": "accumulated under no_sync()",
     "accumulation": "fewer optimizer steps than batches",
     "comm-hook": "communication hook of its own",

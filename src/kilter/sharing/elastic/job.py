@@ -44,6 +44,10 @@ _SEVERAL_LOADERS = (
     "the model trains on batches of several DataLoaders side by side; use one at a time, over a "
     "data set that has the samples of all"
 )
+_WRAPPED_LATE = (
+    "a model is wrapped, or sharded, after the shares of another have begun to change; wrap all "
+    "models before the first step"
+)
 _REPEATED = (
     "batches are kept and trained on again (itertools.cycle does that), with the shards that they "
     "were drawn with; iterate over the DataLoader again"
@@ -107,6 +111,8 @@ class ElasticJob:
         parts: list[Any] = list(model.modules())
         self.models = [m for m in self.models if not any(m is part for part in parts)]
         self.models.append(model)
+        if self.share is not None:
+            self._stop_sharing(_WRAPPED_LATE)
 
         def forward(model: Any, _: object) -> None:
             self.guard.run(self._forward, model)
@@ -134,19 +140,23 @@ class ElasticJob:
 
     def _tell_unweighted(self, as_divided: bool) -> None:
         """The model trains on a batch whose part of the gradient is not that of the schedule."""
-        if self.share is None or self._broken is not None:
+        if self.share is None:
             return
         if as_divided:
-            what = _ACCUMULATED
+            self._stop_sharing(_ACCUMULATED)
         elif self.share.divides:
-            what = _SEVERAL_LOADERS
+            self._stop_sharing(_SEVERAL_LOADERS)
         elif self.source is self.divided and self.share.schedule.ratios():
-            what = _REPEATED
-        else:
+            self._stop_sharing(_REPEATED)
+
+    def _stop_sharing(self, why: str) -> None:
+        """The ranks agree on that when the next pass begins, and train as without kilter then."""
+        if self._broken is not None or self.share is None:
             return
-        self._broken = what
+        self._broken = why
         self.share.hold()
-        self.say(f"{what}; until the next pass these are not weighted by their samples")
+        if self.share.divides or why is _REPEATED:
+            self.say(f"{why}; until the next pass these are not weighted by their samples")
 
     def stepped(self, optimizer: Any) -> None:
         if not any(optimizer is known for known in self.optimizers):

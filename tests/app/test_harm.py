@@ -163,6 +163,12 @@ def test_random_programs_are_the_same_under_kilter() -> None:
     assert found["summary"]["recomputed"] >= PROGRAMS // 4
 
 
+def test_random_programs_are_the_same_while_ways_to_recompute_are_compared() -> None:
+    found = bench("--programs", "4", "--seed", "0", "--recompute", "auto")
+    assert found["rows"] == []
+    assert found["summary"]["recomputed"] >= 2
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [

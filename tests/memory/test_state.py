@@ -393,6 +393,22 @@ LOOPS: dict[str, tuple[Callable[..., Iterator[None]], str]] = {
 }
 
 
+def test_state_made_before_keeps_its_order() -> None:
+    """`state_dict()` lists it in that order, and a file that holds it differs with it."""
+    net = network()
+    optimizer = adamw(net)
+    *_, last = net.parameters()
+    last.grad = torch.ones_like(last)
+    optimizer.step()
+    step(net, optimizer, 0)
+    order = [id(p) for p in optimizer.state]
+    with mover(gradients="keep"):
+        for number in range(1, STEPS):
+            step(net, optimizer, number)
+    assert order[0] == id(last)
+    assert [id(p) for p in optimizer.state] == order
+
+
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("room_bytes", [None, 16_000])
 def test_gradients_are_kept(name: str, room_bytes: int | None) -> None:

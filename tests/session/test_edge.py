@@ -281,6 +281,31 @@ def test_a_timer_that_the_script_has_left_behind_changes_nothing_of_its_end(
     assert len(job.of(Stopped)) == 1
 
 
+# --- no further threads --------------------------------------------------------------------------
+
+NO_THREADS = """
+import threading
+
+for _ in range(3):
+    step()
+
+def start(thread):  # `ulimit -u` would count all processes of the user
+    raise RuntimeError("can't start new thread")
+
+threading.Thread.start = start
+"""
+
+
+def test_the_run_ends_as_ever_where_no_further_thread_can_be_started(
+    warm: WarmPython, tmp_path: Path
+) -> None:
+    code, _, err = (job := Job(warm, tmp_path, NET + NO_THREADS, "--device", "null")).end()
+    assert code == 0, err
+    assert len(job.of(Stopped)) == 1
+    assert job.of(Failed) == []
+    assert (tmp_path / "run" / "report.json").exists()
+
+
 # --- descriptors ---------------------------------------------------------------------------------
 
 CLOSED = """

@@ -1,6 +1,7 @@
 """Scripts whose ratio cannot be changed, by name: each has to train on as without kilter."""
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ parser.add_argument("--out")
 parser.add_argument("kind")
 kind = parser.parse_args().kind
 ACCUMULATE = ("no-sync", "no-gradient-sync", "accumulation")
+LATE = ("no-sync-late", "several-loaders-late", "wrapped-late")
+PASSES = 2 if kind in LATE else 1
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -69,6 +72,7 @@ if kind == "an-error-of-ours":
 
     job.RankState = broken
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+another = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.01)
 if kind == "ranks-disagree" and rank == 1:
     torch.optim.lr_scheduler.StepLR(optimizer, 5)
 if kind == "iterable-dataset":
@@ -81,23 +85,63 @@ elif kind == "small-batch":
     loader = DataLoader(data, 1)
 else:
     loader = DataLoader(data, 4)
-loss_of = torch.nn.MSELoss(reduction="sum" if kind == "sum-loss" else "mean")
+
+
+def ahead(batches):
+    """Draws each batch before the one before it is trained on."""
+    batches = iter(batches)
+    batch = next(batches)
+    for following in batches:
+        yield batch
+        batch = following
+    yield batch
+
+
+def beside(batches):
+    for batch, other in zip(batches, DataLoader(data, 4), strict=True):
+        yield [torch.cat(both) for both in zip(batch, other, strict=True)]
+
+
+batches = loader
+if kind == "drawn-ahead":
+    batches = ahead(loader)
+elif kind == "several-loaders":
+    batches = beside(loader)
+elif kind == "cycle":
+    batches = itertools.islice(itertools.cycle(loader), 16)
+
+
+def passes():
+    global model
+    for number in range(PASSES):
+        if number and kind == "wrapped-late":
+            model = DistributedDataParallel(net)
+        yield from batches
+
+
+loss_of = torch.nn.MSELoss(reduction="sum" if "sum-loss" in kind else "mean")
 steps = 0
-for step, (x, y) in enumerate(loader):
-    if kind == "no-sync" and step % 2 == 0:
+for step, (x, y) in enumerate(passes()):
+    if kind == "several-loaders-late" and step == 8:
+        x, y = next(iter(DataLoader(data, 4)))
+    if (kind == "no-sync" and step % 2 == 0) or (kind == "no-sync-late" and step == 8):
         with model.no_sync():
             loss_of(model(x), y).backward()
+    elif kind == "sum-loss-from-autograd":
+        torch.autograd.backward([loss_of(model(x), y)])
     else:
         if kind == "no-gradient-sync":
             model.set_requires_gradient_sync(step % 2 == 1)
         loss_of(model(x), y).backward()
     if kind in ACCUMULATE and step % 2 == 0:
         continue
+    if kind == "drawn-ahead":
+        another.step()
     optimizer.step()
     optimizer.zero_grad()
     steps += 1
-    if step == 15:
+    if step == 16 * PASSES - 1:
         break
-assert steps == (8 if kind in ACCUMULATE else 16 if kind != "own-sampler" else 8)
+assert steps == (8 if kind in (*ACCUMULATE, "own-sampler") else 16 * PASSES)
 dist.destroy_process_group()
 print(ENDED, file=sys.stderr, flush=True)

@@ -245,7 +245,10 @@ class Session:
             concluded.set()
 
         try:
-            threading.Thread(target=conclude, name="kilter-end", daemon=True).start()
+            try:
+                threading.Thread(target=conclude, name="kilter-end", daemon=True).start()
+            except RuntimeError:  # the system has no further thread for this user
+                conclude()
             concluded.wait(LEAVE_S + self._options.rehearsal_s)
         except KeyboardInterrupt:
             if not self._ending.rehearses:

@@ -461,7 +461,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--programs", type=positive, metavar="N", help="random programs instead of rows"
     )
     parser.add_argument(
-        "--recompute", default="operations", choices=("operations", "segments"), help="of memory"
+        "--recompute",
+        default="operations",
+        choices=("operations", "segments", "auto"),
+        help="of memory",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first one")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")

@@ -39,6 +39,9 @@ BATCH = 25
 BATCH_S = 400.0
 ENVIRON = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 MIN_BYTES = 256
+CHOICE_STEPS, CHOICE_MEASURED = 60, 2
+"""With `--recompute auto`: the iterations of a program, and how many of each way are measured, so
+that one is chosen before the program ends."""
 LINKS: tuple[tuple[float, bool], ...] = ((1e4, False), (1e5, True), (1e6, False), (1e12, True))
 """Speed of the link in bytes per second, and whether the CPU's memory counts as a GPU's, so that
 gradients, optimizer state and weights move too. Program number `s` runs in way `s % 4`."""
@@ -66,10 +69,12 @@ def budget_of(seed: int) -> Budget:
     return Budget(bytes_per_s, as_card, share, draw.choice(("auto", "auto", "keep")), weights)
 
 
-def source_of(seed: int) -> str:
+def source_of(seed: int, recompute: str = "operations") -> str:
     """The program of a seed, complete and runnable by itself."""
     draw = random.Random(seed)
     steps = 30 if budget_of(seed).as_card else 18
+    if recompute == "auto":
+        steps = CHOICE_STEPS
     names = [draw.choice(list(pieces.LAYERS)) for _ in range(draw.randint(3, 7))]
     order = [draw.randrange(len(names)) for _ in range(draw.randint(0, 3))]
     mode = draw.choice(("one", "one", "two", "in backward", "closure", "groups"))
@@ -226,10 +231,12 @@ def worker(words: Sequence[str]) -> None:
     faulthandler.enable()
     how, place, *seeds = words
     if how == "governed":
+        from kilter.memory import recompute_choice
         from kilter.testing.stand_in import prepare
 
         budget = budget_of(int(seeds[0]))
         prepare(bytes_per_s=budget.bytes_per_s, min_bytes=MIN_BYTES, as_card=budget.as_card)
+        vars(recompute_choice)["MEASURED"] = CHOICE_MEASURED
     _import_and_freeze()
     results = Path(place, "results")
     for seed in map(int, seeds):
@@ -253,10 +260,10 @@ def _run_program(seed: int, out: Path | None) -> str:
     """What it prints, with its end in the last line."""
     import kilter
 
-    name = f"random_program_{seed}"
+    name, recompute = f"random_program_{seed}", os.environ[RECOMPUTE_VARIABLE]
     module = types.ModuleType(name)
     sys.modules[name] = module
-    code = compile(source_of(seed), f"{name}.py", "exec")
+    code = compile(source_of(seed, recompute), f"{name}.py", "exec")
     printed = io.StringIO()
     governed: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if out is not None:
@@ -265,7 +272,7 @@ def _run_program(seed: int, out: Path | None) -> str:
             memory_budget=budget.share,
             gradients=budget.gradients,
             weights=budget.weights,
-            recompute=os.environ[RECOMPUTE_VARIABLE],
+            recompute=recompute,
             device="null",
             out=out,
         )
@@ -431,12 +438,14 @@ def _print_json(found: Sequence[Compared]) -> None:
 
 def _as_text(found: Sequence[Compared]) -> str:
     wrong = [program for program in found if program.difference]
+    recompute = os.environ[RECOMPUTE_VARIABLE]
     lines = []
     if len(wrong) == 1:
-        lines += [source_of(wrong[0].seed), ""]
+        lines += [source_of(wrong[0].seed, recompute), ""]
     lines += [
         f"seed {program.seed}: {program.difference}\n"
-        f"    again, with its source: kilter bench harm --programs 1 --seed {program.seed}"
+        f"    again, with its source: kilter bench harm --programs 1 --seed {program.seed} "
+        f"--recompute {recompute}"
         for program in wrong
     ]
     planned = sum(program.planned for program in found)

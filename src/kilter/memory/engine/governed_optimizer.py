@@ -130,6 +130,7 @@ class GovernedOptimizer:
         """Gradients that are hidden from the program's own step, since they were used already."""
         self.handles: list[Any] = []
         """Of hooks on the optimizer; the first two before and after its step."""
+        self.note_state()
 
     @property
     def optimizer(self) -> Any:

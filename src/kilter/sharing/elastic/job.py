@@ -3,12 +3,14 @@ ratio may change."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import itertools
 import pickle
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kilter.core.reasons import Reason
@@ -33,6 +35,23 @@ WARM_UP_STEPS = 2
 """Steps of all ranks before anything changes: DDP agrees on its buckets in these."""
 
 _SEES_NO_MODEL_AFTER = 3
+
+_ACCUMULATED = (
+    "gradients are accumulated under no_sync() or set_requires_gradient_sync(False), over batches "
+    "of fixed shares; use a larger batch_size instead"
+)
+_SEVERAL_LOADERS = (
+    "the model trains on batches of several DataLoaders side by side; use one at a time, over a "
+    "data set that has the samples of all"
+)
+_WRAPPED_LATE = (
+    "a model is wrapped, or sharded, after the shares of another have begun to change; wrap all "
+    "models before the first step"
+)
+_REPEATED = (
+    "batches are kept and trained on again (itertools.cycle does that), with the shards that they "
+    "were drawn with; iterate over the DataLoader again"
+)
 
 T = TypeVar("T")
 
@@ -63,7 +82,7 @@ class ElasticJob:
         self.refused: Reason | None = None
         self._may_idle, self._release = may_idle, release
         self._min_samples, self._total_steps = min_samples, total_steps
-        self._attached, self._say = attached, say
+        self._attached, self.say = attached, say
         self.guard = guard(self._failed)
         self._broken: str | None = None
         self._votes = Votes()
@@ -71,6 +90,12 @@ class ElasticJob:
         self._hooks: list[Any] = []
         self._synced = self._unsynced = 0
         self.steps = 0
+        self.source: _Pass | None = None
+        """The pass that has handed out the latest batch; None for a loader that has no shares."""
+        self.passes: list[_Pass] = []
+        """Those that have begun and not ended."""
+        self.divided: _Pass | None = None
+        """The latest one whose batches follow the schedule."""
 
     def sure(self, function: Callable[..., T], *args: Any) -> T:
         """A step that the other ranks rely on. After an error of ours it is run a second time: it
@@ -86,6 +111,8 @@ class ElasticJob:
         parts: list[Any] = list(model.modules())
         self.models = [m for m in self.models if not any(m is part for part in parts)]
         self.models.append(model)
+        if self.share is not None:
+            self._stop_sharing(_WRAPPED_LATE)
 
         def forward(model: Any, _: object) -> None:
             self.guard.run(self._forward, model)
@@ -95,15 +122,41 @@ class ElasticJob:
     def _forward(self, model: Any) -> None:
         import torch
 
-        if self.share is not None and self.share.divides:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        synced = reduces(model) if is_sharded(model) else model.require_backward_grad_sync
+        as_divided = self.share is not None and self.share.divides and self.source is self.divided
+        if as_divided and synced:
             return
         if not any(model is known for known in self.models):
             return
-        if model.training and torch.is_grad_enabled():
-            if reduces(model) if is_sharded(model) else model.require_backward_grad_sync:
-                self._synced += 1
-            else:
-                self._unsynced += 1
+        self._tell_unweighted(as_divided)
+        if self.source is not None:
+            self.source.forwards += 1
+        if synced:
+            self._synced += 1
+        else:
+            self._unsynced += 1
+
+    def _tell_unweighted(self, as_divided: bool) -> None:
+        """The model trains on a batch whose part of the gradient is not that of the schedule."""
+        if self.share is None:
+            return
+        if as_divided:
+            self._stop_sharing(_ACCUMULATED)
+        elif self.share.divides:
+            self._stop_sharing(_SEVERAL_LOADERS)
+        elif self.source is self.divided and self.share.schedule.ratios():
+            self._stop_sharing(_REPEATED)
+
+    def _stop_sharing(self, why: str) -> None:
+        """The ranks agree on that when the next pass begins, and train as without kilter then."""
+        if self._broken is not None or self.share is None:
+            return
+        self._broken = why
+        self.share.hold()
+        if self.share.divides or why is _REPEATED:
+            self.say(f"{why}; until the next pass these are not weighted by their samples")
 
     def stepped(self, optimizer: Any) -> None:
         if not any(optimizer is known for known in self.optimizers):
@@ -116,15 +169,15 @@ class ElasticJob:
             self.refused = Reason(code, "job", text)
             self._forget_hooks()
             self._votes.decline()
-            self._say(f"{text}; the job trains as it would without kilter")
+            self.say(f"{text}; the job trains as it would without kilter")
 
     def _failed(self, where: str, error: str) -> None:
-        self._broken = error
+        self._broken = f"kilter had an error ({error})"
         if self.share is None:
             self.refuse("error", f"kilter could not take part ({error})")
             return
         self.share.hold()
-        self._say(
+        self.say(
             f"an error of kilter ({error}); the data ratio stays as it is for the rest of this "
             "pass over the data"
         )
@@ -149,12 +202,16 @@ class ElasticJob:
             return plain()
         if found[0] is not None:
             return self._watched(loader, plain(), found[0])
-        return self.sure(_Pass, self, loader).batches()
+        this = self.sure(_Pass, self, loader)
+        iterator = this.batches()
+        this.iterator = weakref.ref(iterator)
+        return iterator
 
     def _watched(self, loader: Any, batches: Iterator[Any], reason: Reason) -> Iterator[Any]:
         """A loader that cannot be divided; said only if the model trains on it."""
         before = self._synced
         for batch in batches:
+            self.source = None
             yield batch
             if self._synced > before:
                 self.guard.run(self.refuse, reason.code, reason.text)
@@ -164,13 +221,21 @@ class ElasticJob:
         """Forward passes with and without gradient reduction, and optimizer steps, so far."""
         return self._synced, self._unsynced, self.steps
 
-    def trains(self, since: tuple[int, int, int], batches: int) -> bool:
+    def trains(self, this: _Pass, since: tuple[int, int, int], batches: int) -> bool:
         """Whether the pass trains a model whose shares may change now. Says what hinders."""
-        if self.refused is not None or batches < WARM_UP_STEPS:
+        if self.refused is not None:
             return False
         synced, unsynced, steps = (a - b for a, b in zip(self.marks(), since, strict=True))
+        mixed = synced + unsynced > this.forwards or (
+            synced > 0
+            and any(each.forwards for each in self.passes if each.loader is not this.loader)
+        )
+        if mixed and self.share is None:
+            self.refuse("several-loaders", _SEVERAL_LOADERS)
+        if mixed or batches < WARM_UP_STEPS:
+            return False
+        every_batch = min(this.trained, this.stepped + batches * self._scales()) >= batches
         if self.share is not None:  # the script has made another loader
-            every_batch = steps >= batches or self._scales()
             return synced >= WARM_UP_STEPS and steps > 0 and not unsynced and every_batch
         if not self.models and steps and batches >= _SEES_NO_MODEL_AFTER:
             self.refuse(
@@ -179,25 +244,36 @@ class ElasticJob:
                 "or use fully_shard, or the ranks train by themselves",
             )
         elif unsynced and synced + unsynced:
-            self.refuse(
-                "accumulation",
-                "gradients are accumulated under no_sync() or set_requires_gradient_sync(False), "
-                "over batches of fixed shares; use a larger batch_size instead",
-            )
-        elif synced >= WARM_UP_STEPS and steps < batches and not self._scales():
-            if steps:
+            self.refuse("accumulation", _ACCUMULATED)
+        elif synced >= WARM_UP_STEPS and not every_batch:
+            if this.trained < batches:
+                self.refuse(
+                    "drawn-ahead",
+                    "a batch is drawn before the optimizer has stepped on the one before it, or "
+                    "left out; draw each batch after the step on the last, and train on all",
+                )
+            elif steps:
                 self.refuse(
                     "accumulation",
                     "gradients are accumulated: there are fewer optimizer steps than batches; use "
                     "a larger batch_size instead",
                 )
-        else:
-            return synced >= WARM_UP_STEPS and steps > 0
+        elif synced >= WARM_UP_STEPS and steps > 0:
+            if not is_repeated(this.iterator()):
+                return True
+            self.refuse("repeated", _REPEATED)
         return False
 
     def _scales(self) -> bool:
         """With a gradient scaler a step may be left out."""
         return any(hasattr(other, "get_scale") for other in self.others)
+
+    def divides_another(self, loader: Any) -> bool:
+        """Whether a pass over another loader is going on whose batches follow the schedule. (One
+        over the same loader that the script has left lying is replaced.)"""
+        if self.share is None or self.divided is None or not self.share.divides:
+            return False
+        return self.divided.loader is not loader
 
     def attach(self, drawn: list[list[Index]]) -> bool:
         """Make the job elastic: all ranks do, or none. They are in the same place of the script.
@@ -263,12 +339,12 @@ class ElasticJob:
             return None
         said = pickle.dumps((self._broken, drawn))
         heard = [pickle.loads(each) for each in self.share.exchange(said)]
-        broken = [f"rank {r}: {error}" for r, (error, _) in enumerate(heard) if error is not None]
+        broken = [f"rank {r}: {why}" for r, (why, _) in enumerate(heard) if why is not None]
         first = self.share.iteration
         batches = GlobalBatches([mine for _, mine in heard], first=first, may_idle=self._may_idle)
         global_batch = batches.size(first) if batches.count else self.share.world
         if broken:
-            reason = "error", f"kilter had an error ({broken[0]})"
+            reason = "error", broken[0]
         elif global_batch < self.share.world:
             text = f"a batch of {global_batch} samples is smaller than the {self.share.world} ranks"
             reason = "small-batch", f"{text}; use a larger batch_size"
@@ -292,7 +368,7 @@ class ElasticJob:
         """A sharded model is gathered from all ranks; DDP's search for unused parameters is a
         collective of all ranks."""
         if any(map(is_sharded, self.models)):
-            self._say(
+            self.say(
                 "every rank of this job keeps a ratio of 1 to 10, because each holds a part of "
                 "the parameters (fully_shard)"
             )
@@ -300,13 +376,13 @@ class ElasticJob:
         if not self._may_idle:
             return False
         if _world() > MOST_RANKS_WITH_IDLE:
-            self._say(
+            self.say(
                 f"ranks of this job are never without samples: that needs {MOST_RANKS_WITH_IDLE} "
                 "ranks or fewer"
             )
             return False
         if any(model.find_unused_parameters or model.static_graph for model in self.models):
-            self._say(
+            self.say(
                 "ranks of this job are never without samples: that is not possible with "
                 "find_unused_parameters or static_graph"
             )
@@ -359,6 +435,11 @@ def _world() -> int:
     return int(dist.get_world_size())
 
 
+def is_repeated(iterator: object) -> bool:
+    """Whether `itertools.cycle` has it, and will hand out the same batches again."""
+    return any(isinstance(each, itertools.cycle) for each in gc.get_referrers(iterator))
+
+
 def loader_flaw(loader: DataLoader[Any]) -> Reason | None:
     """Why a loader cannot be divided unevenly."""
     from torch.utils.data import DataLoader, IterableDataset
@@ -391,10 +472,16 @@ class _Pass:
     errors are its own."""
 
     def __init__(self, job: ElasticJob, loader: DataLoader[Any]) -> None:
-        self._job, self._loader = job, loader
+        self._job, self.loader = job, loader
         self._own: Iterator[Any] = iter(())
         self._share: Share | None = None
         """Once the pass is divided."""
+        self.forwards = self.trained = self.stepped = 0
+        """Of models, to train them, on its batches; batches after which there was one, or a step,
+        before the next batch was drawn."""
+        self._before = 0, 0
+        self.iterator: Callable[[], object] = lambda: None
+        """What the script iterates over, if it has it still."""
         self._number = 0
         self._trains = False
         self._handed: deque[tuple[int, list[Index]]] = deque()
@@ -404,16 +491,19 @@ class _Pass:
 
     def batches(self) -> Iterator[Any]:
         job, count, since = self._job, 0, self._job.sure(self._job.marks)
-        self._own = iter(self._loader.batch_sampler)
-        self._trains = getattr(self._loader, "_kilter_trains", False) and job.share is not None
-        loader = job.sure(_over, self._loader, self)
+        self._own = iter(self.loader.batch_sampler)
+        self._trains = getattr(self.loader, "_kilter_trains", False) and job.share is not None
+        loader = job.sure(_over, self.loader, self)
         whole, first = False, True
+        job.passes.append(self)
+        self._before = 0, job.steps
         try:
             while True:
                 for batch in self._one_stretch(loader, first):
                     if self._share is not None:
                         job.sure(self._advance, self._handed[0][0])
                     self._handed.popleft()
+                    job.source = self
                     yield batch
                     count += 1
                     self._end(since, count)
@@ -422,6 +512,7 @@ class _Pass:
                     break
             whole = True
         finally:
+            job.passes.remove(self)
             if self._share is not None:
                 job.guard.run(
                     job.sure,
@@ -452,7 +543,8 @@ class _Pass:
             # Not before: without kilter, too, a sampler draws its random numbers when the first
             # batch is asked for, after the loader has drawn its own.
             self._trains = False
-            self._convert([])
+            if not self._job.sure(self._job.divides_another, self.loader):
+                self._convert([])
         if self._share is None:
             samples = next(self._own, None)
             if samples is None:
@@ -482,17 +574,21 @@ class _Pass:
 
     def _end(self, since: tuple[int, int, int], count: int) -> None:
         job = self._job
+        forwards, steps = self._before
+        self.trained += self.forwards > forwards
+        self.stepped += job.steps > steps
+        self._before = self.forwards, job.steps
         if self._share is not None:
             job.sure(self._share.end, self._begun - 1)
-        elif job.refused is None and job.guard.ask(job.trains, since, count) == [True]:
-            self._loader._kilter_trains = True
+        elif job.refused is None and job.guard.ask(job.trains, self, since, count) == [True]:
+            self.loader._kilter_trains = True
             self._convert([samples for _, samples in self._handed])
 
     def _convert(self, handed: list[list[Index]]) -> None:
         """Exchange with the other ranks what is still to come of this pass."""
         job = self._job
-        length = len(self._loader.batch_sampler)
-        rest = [list(samples) for samples in islice(self._own, length)]
+        length = len(self.loader.batch_sampler)
+        rest = [list(samples) for samples in itertools.islice(self._own, length)]
         drawn = [*handed, *rest]
         self._own = iter(rest)
         if job.share is None:
@@ -511,6 +607,7 @@ class _Pass:
         self._position = share.iteration + len(handed)
         self._begun = share.iteration
         self._share, self._number = share, share.pass_number
+        job.divided = self
         job.describe(batches.size(share.iteration))
 
     def _waits(self) -> bool:

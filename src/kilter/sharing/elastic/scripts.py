@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kilter.observe.imports import after_import
 from kilter.sharing.elastic.job import ElasticJob
-
-if TYPE_CHECKING:
-    import torch
 
 
 def find_in_script(job: ElasticJob) -> None:
@@ -82,24 +79,37 @@ def _watch_losses(job: ElasticJob) -> None:
     """Look at the losses of the first steps: a sum over samples cannot be divided."""
     import torch
 
-    backward = torch.Tensor.backward
+    backward = torch.autograd.backward  # `Tensor.backward` calls it as well
 
-    def look(loss: torch.Tensor) -> None:
-        if loss_is_sum(loss.grad_fn):
+    told = False
+
+    def look(losses: object) -> None:
+        nonlocal told
+        nodes = [
+            getattr(loss, "grad_fn", None)
+            for loss in (losses if isinstance(losses, list | tuple) else [losses])
+        ]
+        if any(map(loss_is_sum, nodes)):
             job.refuse(
                 "sum-loss",
                 "the loss is a sum over the samples of a batch; use the mean (reduction='mean')",
             )
+        elif not told and any(map(loss_divides_by_weights, nodes)):
+            told = True
+            job.say(
+                "the loss is divided by the weights of its targets (ignore_index, weight), not by "
+                "their number: as with DDP itself, gradients depend on which rank has which samples"
+            )
 
     @functools.wraps(backward)
-    def watched(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
         if job.share is None and job.refused is None:
-            job.guard.run(look, self)
+            job.guard.run(look, tensors)
         if job.share is not None or job.refused is not None:
-            torch.Tensor.backward = backward
-        backward(self, *args, **kwargs)
+            torch.autograd.backward = backward
+        backward(tensors, *args, **kwargs)
 
-    torch.Tensor.backward = watched
+    torch.autograd.backward = watched
 
 
 _SUM = 2
@@ -107,21 +117,35 @@ _SUM = 2
 
 
 def loss_is_sum(node: Any) -> bool:
-    """Whether the graph of a loss begins with a sum over samples. Factors and added terms are
-    followed; a quotient is not, because `loss.sum() / len(batch)` is a mean."""
+    """Whether the graph of a loss begins with a sum over samples."""
+    return any(
+        getattr(each, "_saved_reduction", None) == _SUM
+        or (type(each).__name__.startswith("SumBackward") and not getattr(each, "_saved_dim", None))
+        for each in _beginning(node)
+    )
+
+
+def loss_divides_by_weights(node: Any) -> bool:
+    """Whether a mean of a cross entropy is over something else than the number of its targets."""
+    return any(
+        hasattr(each, "_saved_total_weight")
+        and float(each._saved_total_weight) != each._saved_target.numel()
+        for each in _beginning(node)
+    )
+
+
+def _beginning(node: Any) -> Iterator[Any]:
+    """The nodes with which the graph of a loss begins. Factors and added terms are followed; a
+    quotient is not, because `loss.sum() / len(batch)` is a mean."""
     pending, seen = [node], 0
     while pending and seen < 64:
         node, seen = pending.pop(), seen + 1
         if node is None:
             continue
-        if getattr(node, "_saved_reduction", None) == _SUM:
-            return True
+        yield node
         name = type(node).__name__
-        if name.startswith("SumBackward") and not getattr(node, "_saved_dim", None):
-            return True
         if name.startswith(("MulBackward", "AddBackward", "ToCopyBackward", "NegBackward")):
             pending += [parent for parent, _ in node.next_functions]
-    return False
 
 
 def _replace_iteration(job: ElasticJob) -> None:

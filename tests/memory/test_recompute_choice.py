@@ -366,11 +366,19 @@ def test_checkpointing_and_operations_take_turns_until_one_is_faster(
 
 
 def test_calls_wait_for_what_records_them() -> None:
-    """Durations beside its compiler do not count."""
+    """Single operations are measured before its compiler runs beside the program."""
     engine, times = Engine(), IterationTimes()
-    built = iter([False] * 3 + [True] * 99)
-    choice = RecomputeChoice(engine, times, None, lambda: next(built))  # type: ignore[arg-type]
-    for duration_s in (9.0, 9.0, 9.0, 0.131):
+    asked = []
+    built = iter([False] * 3 + [True])
+
+    def can_record() -> bool:
+        asked.append(len(times.planned_s))
+        return next(built)
+
+    choice = RecomputeChoice(engine, times, None, can_record)  # type: ignore[arg-type]
+    choice.iteration_ended(settled=True)
+    assert asked == []
+    for duration_s in (0.131, 9.0, 9.0, 9.0):
         assert engine.asked == []
         times.planned_s.extend([duration_s] * MEASURED)
         choice.iteration_ended(settled=True)
@@ -380,6 +388,17 @@ def test_calls_wait_for_what_records_them() -> None:
     assert choice.words.endswith(
         "100 ms an iteration with whole calls of modules, 131 ms with single operations [measured]"
     )
+
+
+def test_where_the_host_keeps_up_calls_are_not_tried() -> None:
+    """A plan expects 20 ms more than the plain iteration, and no more was measured."""
+    engine, times = Engine(), IterationTimes()
+    times.plain_s.append(0.110)
+    times.planned_s.extend([0.131] * MEASURED)
+    choice = RecomputeChoice(engine, times, None, pytest.fail)  # type: ignore[arg-type]
+    choice.iteration_ended(settled=True)
+    assert engine.asked == []
+    assert choice.words.endswith("would gain nothing")
 
 
 def trained(net: nn.Module, iterations: int, seed: int) -> list[Tensor]:

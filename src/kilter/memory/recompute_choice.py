@@ -97,12 +97,14 @@ class RecomputeChoice:
         operations = self.way is RecomputeWay.OPERATIONS
         if operations and not (settled and self._looked()):
             return
-        if not self._turn_is_over():
+        calls_next = operations and self._other is RecomputeWay.CALLS
+        measured = calls_next and bool(self._turns_s)
+        if not measured and not self._turn_is_over():
             return
         found = self._compared()
         if found or self._why_not:
             self._decide(found)
-        else:
+        elif not calls_next or self._can_record():
             assert self._other is not None
             self._take(self._other if operations else RecomputeWay.OPERATIONS)
 
@@ -120,10 +122,7 @@ class RecomputeChoice:
             self._models = "" if self._own is None else self._own.found()
             self._other = RecomputeWay.OWN if self._models else RecomputeWay.CALLS
             self._note_pass()
-        if self._models or self._why_not or self._can_record():
-            return True
-        self._times.begin_plan()  # what calls are recorded with is being built, beside the program
-        return False
+        return True
 
     def _turn_is_over(self) -> bool:
         """The present way was measured, or will not be."""
@@ -136,7 +135,7 @@ class RecomputeChoice:
         operations = way is RecomputeWay.OPERATIONS
         if measured_s is not None and (not operations or swapper.report().recomputed):
             if not self._turns_s:
-                self._each_s = self._host_each_s(measured_s)
+                self._note_host(measured_s)
             self._turns_s.append(measured_s)
             return True
         if operations:
@@ -206,14 +205,17 @@ class RecomputeChoice:
         over_bytes = max(0, largest.peak_bytes - self._swapper.budget_bytes)
         self._share = min(1.0, COVERED * over_bytes / max(1, saved_bytes))
 
-    def _host_each_s(self, operations_s: float) -> float:
-        """What a recomputed tensor took of the host's time, by the largest pass with a plan."""
+    def _note_host(self, operations_s: float) -> None:
+        """What recomputing took beyond the plan, by the largest pass with one: the host's time. If
+        there is hardly any, calls, which spare nothing else, are not tried."""
         plain_s = median_s(self._times.plain_s)
         if plain_s is None:
-            return HOST_EACH_S
+            return
         plan = max(self._swapper.report().plans, key=lambda plan: plan.peak_before_bytes)
-        beyond_s = operations_s - plain_s - (plan.iteration_s - plan.compute_s)
-        return max(0.0, beyond_s) / max(1, plan.recomputed)
+        beyond_s = max(0.0, operations_s - plain_s - (plan.iteration_s - plan.compute_s))
+        self._each_s = beyond_s / max(1, plan.recomputed)
+        if self._other is RecomputeWay.CALLS and beyond_s <= (1.0 - FASTER) * operations_s:
+            self._why_not = "the host keeps up, so that whole calls of modules would gain nothing"
 
 
 def _drift(a_s: float, b_s: float) -> float:

@@ -207,15 +207,17 @@ class RecomputeChoice:
 
     def _note_host(self, operations_s: float) -> None:
         """What recomputing took beyond the plan, by the largest pass with one: the host's time. If
-        there is hardly any, calls, which spare nothing else, are not tried."""
+        there is hardly any, and the plan hardly waits for copies of what no operation makes, calls
+        are not tried: they spare nothing else."""
         plain_s = median_s(self._times.plain_s)
         if plain_s is None:
             return
         plan = max(self._swapper.report().plans, key=lambda plan: plan.peak_before_bytes)
         beyond_s = max(0.0, operations_s - plain_s - (plan.iteration_s - plan.compute_s))
         self._each_s = beyond_s / max(1, plan.recomputed)
-        if self._other is RecomputeWay.CALLS and beyond_s <= (1.0 - FASTER) * operations_s:
-            self._why_not = "the host keeps up, so that whole calls of modules would gain nothing"
+        spared_s = beyond_s + plan.stall_s
+        if self._other is RecomputeWay.CALLS and spared_s <= (1.0 - FASTER) * operations_s:
+            self._why_not = "with them nothing waits for the host or for copies"
 
 
 def _drift(a_s: float, b_s: float) -> float:

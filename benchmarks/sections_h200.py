@@ -58,6 +58,8 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 FAST_SWITCH_S = 0.5e-3
 TRACED = 5
 """Iterations that the plain program records with a profiler of its own."""
+BEGINS = 10
+"""Iterations of a window, beside all of which its edges are told once more."""
 BLOCK = 6
 """Iterations with kilter, or without; the first one is not counted."""
 PLAIN_S = 45.0
@@ -725,6 +727,7 @@ def rank_errors(folder: Path, rank: int, gloo: bool) -> dict[str, Any]:
 
     found: dict[str, Any] = {"files": sorted(p.name for p in folder.glob("*"))}
     real, numbers, lengths = {}, set(), []
+    places_in_window: dict[int, int] = {}
     for path in sorted(folder.glob(f"window*-rank{rank}.json")):
         if path.name.startswith("window1-"):
             continue
@@ -737,6 +740,7 @@ def rank_errors(folder: Path, rank: int, gloo: bool) -> dict[str, Any]:
             trace = read_rank(path, table=KernelTable(), otherwise=rank, marks=marks)
         real |= {(e.iteration, e.edge, e.key): e for e in edges(places(trace))}
         numbers |= {w.number for w in trace.iterations}
+        places_in_window |= {w.number: n for n, w in enumerate(trace.iterations)}
         lengths += [w.end_s - w.begin_s for w in trace.iterations]
     found["window_iterations"] = len(numbers)
     found["window_iteration_s"] = median(lengths)
@@ -757,6 +761,16 @@ def rank_errors(folder: Path, rank: int, gloo: bool) -> dict[str, Any]:
     found["error"] = spread([c.edge_s - e.t_s for c, e in pairs])
     for edge in ("down", "up"):
         found[f"error_{edge}"] = spread([c.edge_s - e.t_s for c, e in pairs if c.edge == edge])
+    # The profiler delays the first iterations of each of its windows.
+    off = {(c.iteration, c.edge, c.key): c.edge_s - e.t_s for c, e in pairs}
+    found["beyond_5_ms_by_place"] = sorted(
+        Counter(
+            places_in_window[each[0]] for each, off_s in off.items() if abs(off_s) > 0.005
+        ).items()
+    )
+    found["error_from_the_tenth_on"] = spread(
+        [off_s for each, off_s in off.items() if places_in_window[each[0]] >= BEGINS]
+    )
     # The marker of the iteration itself: as the conductor saw it, against the trace.
     found["marker"] = spread(
         [

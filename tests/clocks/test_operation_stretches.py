@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -24,8 +26,9 @@ from kilter.clocks.section_leader import SectionLeader
 from kilter.clocks.section_rehearsal import SimulatedRanks
 from kilter.core.label import Label
 from kilter.core.section_record import SectionsFound
-from kilter.core.setting import Setting
+from kilter.core.setting import CLOCKS, Setting
 from kilter.core.trace import IterationTrace, Kind, Operation
+from kilter.device.sim.cards import names
 from kilter.device.sim.profile import Profile, load_profile
 
 H200, RTX = load_profile("h200"), load_profile("rtx3080ti")
@@ -39,20 +42,20 @@ def card(switch_s: float, profile: Profile = H200) -> ClockCosts:
     return card_of(profile, switch_s=switch_s, levels=6, memory_clocks_hz=memory)
 
 
-def trace(*parts: tuple[float, bool]) -> IterationTrace:
-    """Operations of these lengths; True: they compute, False: they move memory."""
+def trace(*parts: tuple[float, bool | None]) -> IterationTrace:
+    """Operations of these lengths; True: they compute, False: they move memory, None: waiting."""
     operations, start_s = [], 0.0
     for length_s, computes in parts:
-        operations.append(
-            Operation(
-                name="layer",
-                kind=Kind.FORWARD,
-                start_s=start_s,
-                duration_s=length_s,
-                flops=1e12 if computes else 1e9,
-                bytes_moved=1e12 / RIDGE / (100.0 if computes else 1.0),
-            )
+        layer = Operation(
+            name="layer",
+            kind=Kind.FORWARD,
+            start_s=start_s,
+            duration_s=length_s,
+            flops=1e12 if computes else 1e9,
+            bytes_moved=1e12 / RIDGE / (100.0 if computes else 1.0),
         )
+        gap = Operation(name="gap", kind=Kind.GAP, start_s=start_s, duration_s=length_s)
+        operations.append(gap if computes is None else layer)
         start_s += length_s
     return IterationTrace(
         iteration_s=start_s,
@@ -64,7 +67,7 @@ def trace(*parts: tuple[float, bool]) -> IterationTrace:
 
 
 def planned(
-    *parts: tuple[float, bool],
+    *parts: tuple[float, bool | None],
     switch_s: float = 0.01,
     max_slowdown: float = BOUND,
     profile: Profile = H200,
@@ -74,7 +77,8 @@ def planned(
     return operation_stretches(ordered, costs, max_slowdown=max_slowdown), ordered, costs
 
 
-COMPUTES, MOVES = True, False
+COMPUTES, MOVES, WAITS = True, False, None
+WAITING = [(0.5, COMPUTES), (0.1, MOVES), (0.8, WAITS), (0.1, MOVES), (0.5, COMPUTES)]
 
 
 def test_operations_that_wait_for_memory_get_a_lower_clock_in_one_stretch() -> None:
@@ -132,11 +136,40 @@ def test_operations_that_compute_get_a_lower_memory_clock_where_that_saves_more(
 
 def test_memory_clocks_are_those_of_the_device_and_never_an_idle_one() -> None:
     knobs = RTX.knobs
-    lower_hz = [hz for level in card(0.01, RTX).levels if (hz := level.memory_clock_hz)]
-    assert lower_hz == [9.251e9, 5.001e9]
+    lower_hz = {hz for level in card(0.01, RTX).levels if (hz := level.memory_clock_hz)}
+    assert lower_hz == {9.251e9, 5.001e9}
     assert {8.1e8, *lower_hz} < set(knobs.memory_clocks_hz)
     other = card_of(RTX, levels=6, memory_clocks_hz=(1e9, 5.001e9))
-    assert [level.memory_clock_hz for level in other.levels] == [5.001e9] + [None] * 6
+    assert [level.memory_clock_hz for level in other.levels] == [None] * 6 + [5.001e9] * 7
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_step_back_lowers_neither_clock_and_leads_to_the_default(name: str) -> None:
+    profile = load_profile(name)
+    costs = card(0.01, profile)
+    for depth, level in enumerate(costs.levels, 1):
+        back = costs.back(depth)
+        gentler = costs.levels[back - 1].setting if back else Setting()
+        for knob in CLOCKS:
+            now_hz, then_hz = getattr(level.setting, knob), getattr(gentler, knob)
+            assert then_hz is None or (now_hz is not None and now_hz <= then_hz)
+        assert 0 <= back < depth
+        if level.memory_clock_hz is None:
+            assert back == depth - 1
+
+
+@pytest.mark.parametrize("name", ["v100", "a100"])
+def test_with_one_memory_clock_there_are_no_pairs(name: str) -> None:
+    profile = load_profile(name)
+    assert card(0.01, profile) == card_of(profile, switch_s=0.01, levels=6)
+    assert {level.setting.calls for level in card(0.01, profile).levels} == {1}
+
+
+def test_a_wait_between_computing_and_memory_traffic_gets_both_clocks() -> None:
+    made, _, costs = planned(*WAITING, profile=RTX)
+    taken = [costs.level_of(stretch).setting for stretch in made.found.stretches]
+    memory = Setting(memory_clock_hz=5.001e9)
+    assert taken == [memory, Setting(sm_clock_hz=6.3e8, memory_clock_hz=5.001e9), memory]
 
 
 def test_where_one_clock_saves_more_it_is_preferred() -> None:
@@ -145,7 +178,16 @@ def test_where_one_clock_saves_more_it_is_preferred() -> None:
     assert not made.pays
 
 
-PARTS = st.lists(st.tuples(st.floats(1e-5, 0.5), st.booleans()), min_size=1, max_size=12)
+PARTS = st.lists(
+    st.tuples(st.floats(1e-5, 0.5), st.sampled_from([COMPUTES, MOVES, WAITS])),
+    min_size=1,
+    max_size=12,
+).map(
+    lambda parts: [
+        b for a, b in pairwise([(0.0, COMPUTES), *parts]) if (a[1], b[1]) != (WAITS,) * 2
+    ]
+)
+"""A wait that follows a wait is the same one."""
 
 
 @given(
@@ -156,7 +198,7 @@ PARTS = st.lists(st.tuples(st.floats(1e-5, 0.5), st.booleans()), min_size=1, max
 )
 @settings(deadline=None, max_examples=15)
 def test_every_plan_keeps_the_bound_the_break_even_and_the_rate_of_calls(
-    parts: list[tuple[float, bool]], profile: Profile, switch_s: float, max_slowdown: float
+    parts: list[tuple[float, bool | None]], profile: Profile, switch_s: float, max_slowdown: float
 ) -> None:
     made, ordered, costs = planned(
         *parts, profile=profile, switch_s=switch_s, max_slowdown=max_slowdown
@@ -164,11 +206,13 @@ def test_every_plan_keeps_the_bound_the_break_even_and_the_rate_of_calls(
     stretches = made.found.stretches
     assert made.found.slowdown <= max_slowdown + 1e-12
     assert made.found.saving >= 0.0
-    assert 2 * len(stretches) <= costs.calls_per_s * ordered.iteration_s
+    calls = sum(costs.level_of(stretch).setting.calls for stretch in stretches)
+    assert 2 * calls <= costs.calls_per_s * ordered.iteration_s
     commands = schedule(stretches, costs, ordered.iteration_s).commands
     assert [c.edge for c in commands] == ["down", "up"] * len(stretches)
     for stretch, depth in zip(stretches, made.depths, strict=True):
-        assert stretch.end_s - stretch.start_s >= costs.break_even_s
+        level = costs.level_of(stretch)
+        assert stretch.end_s - stretch.start_s >= level.setting.calls * costs.break_even_s
         assert costs.level_of(stretch) == costs.levels[depth - 1]
         assert stretch.saved_j > 0.0
         # What a stretch does is what the tables say of its operations.
@@ -176,6 +220,27 @@ def test_every_plan_keeps_the_bound_the_break_even_and_the_rate_of_calls(
         inside = ordered.time_s[first : last + 1]
         effect = stretch.effects[depth - 1]
         assert effect.delay_s == pytest.approx(float((inside[:, depth] - inside[:, 0]).sum()))
+
+
+@given(
+    parts=PARTS,
+    profile=st.sampled_from([H200, RTX]),
+    switch_s=st.sampled_from([1e-6, 0.01, 0.1]),
+    max_slowdown=st.sampled_from([0.0, 0.02, 0.2]),
+)
+@settings(deadline=None, max_examples=15)
+def test_pairs_of_clocks_never_make_a_plan_worse(
+    parts: list[tuple[float, bool | None]], profile: Profile, switch_s: float, max_slowdown: float
+) -> None:
+    made, *_ = planned(*parts, profile=profile, switch_s=switch_s, max_slowdown=max_slowdown)
+    every = card(switch_s, profile)
+    one = tuple(level for level in every.levels if level.setting.calls == 1)
+    sm_alone = tuple(level for level in one if level.memory_clock_hz is None)
+    for levels in (one, sm_alone):
+        fewer = msgspec.structs.replace(every, levels=levels)
+        ordered = ordered_operations(profile, trace(*parts), fewer)
+        without = operation_stretches(ordered, fewer, max_slowdown=max_slowdown)
+        assert made.found.saving >= without.found.saving - 1e-12
 
 
 @given(lengths=st.lists(st.floats(0.05, 0.4), min_size=3, max_size=3))
@@ -234,13 +299,14 @@ class Clock:
     [
         (H200, [(0.5, COMPUTES), (0.3, MOVES), (0.5, COMPUTES), (0.3, MOVES), (0.5, COMPUTES)]),
         (RTX, [(0.3, COMPUTES), (0.5, MOVES), (0.5, COMPUTES), (0.5, MOVES), (0.3, COMPUTES)]),
+        (RTX, [(0.1, MOVES), *WAITING, (0.1, MOVES)]),
     ],
 )
 def test_the_conductor_of_sections_sets_the_clocks_of_operations_in_every_iteration(
-    profile: Profile, parts: list[tuple[float, bool]]
+    profile: Profile, parts: list[tuple[float, bool | None]]
 ) -> None:
     made, ordered, costs = planned(*parts, profile=profile)
-    assert len(made.depths) == 2
+    assert len(made.depths) >= 2
     clock = Clock()
     log: list[Commanded] = []
     conductor = SectionConductor(clock, log.append, lambda: clock.now_s)  # type: ignore[arg-type]
@@ -315,6 +381,32 @@ def test_a_plan_that_slows_the_job_down_is_given_back() -> None:
     assert found is not None
     assert found.taken == "default"
     assert not found.held
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([(0.5, MOVES), (4.0, WAITS), (0.5, COMPUTES)], "765 MHz with memory 5001 MHz"),
+        ([(0.5, MOVES), (4.0, COMPUTES), (0.5, MOVES)], "memory 9251 MHz"),
+    ],
+)
+def test_of_clocks_that_slow_the_job_down_one_step_is_given_back(
+    parts: list[tuple[float, bool | None]], words: str
+) -> None:
+    made, _, costs = planned(*parts, profile=RTX, switch_s=0.03)
+    (stretch,), (depth,) = made.found.stretches, made.depths
+    operations = PlannedOperations(depths=made.depths, whole_job_saving=made.whole_job_saving)
+    offer = RankOffer(rank=0, role="", found=made.found, lengths=(), operations=operations)
+    effects = [LevelEffect(delay_s=0.0, saved_j=stretch.saved_j)] * len(costs.levels)
+    effects[depth - 1] = LevelEffect(delay_s=0.1, saved_j=0.0)
+    harmful = msgspec.structs.replace(stretch, effects=tuple(effects))
+    truth = msgspec.structs.replace(
+        offer, found=msgspec.structs.replace(offer.found, stretches=(harmful,))
+    )
+    found = judged(offer, truth, costs)
+    assert found is not None
+    assert found.depths == ((costs.back(depth),),)
+    assert found.reason == f"{words} in 1 part on 1 rank"
 
 
 def test_tables_keep_the_measured_times_and_never_go_above_the_default_clock() -> None:

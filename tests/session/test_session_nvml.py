@@ -580,20 +580,26 @@ class Busy(torch.nn.Linear):
 model = Busy(64, 64)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 while os.path.exists("lamp"):
-    time.sleep(0.2)
+    time.sleep(0.6)
     model(torch.ones(8, 64)).sum().backward()
     optimizer.step()
 """
 
 
-def test_a_death_while_the_clock_of_operations_is_low_is_put_back(
+def test_a_death_while_the_clocks_of_operations_are_low_is_put_back(
     warm: WarmPython, tmp_path: Path
 ) -> None:
-    """The program alone is killed: its conductor puts the clock back, and ends."""
+    """The program alone is killed: its conductor puts both clocks back, and ends."""
     early = "import kilter.observe.trace_source as source; source.OPENS_AT = 3"
-    with make_box(warm, tmp_path, card(name="NVIDIA GeForce RTX 3080 Ti")) as box:
+    two = card(name="NVIDIA GeForce RTX 3080 Ti", memory_clocks_mhz=(5001, 9501))
+    with make_box(warm, tmp_path, two) as box:
         box.start(LONG_GAP, "--operations", "--max-slowdown", "2%", patch=early)
-        box.wait_for(box.locked)
+
+        def both_low() -> bool:
+            (now,) = box.fake.state().cards
+            return now.sm_lock_mhz is not None and now.memory_lock_mhz is not None
+
+        box.wait_for(both_low)
         os.kill(box.pid, signal.SIGKILL)
         code, _, err = box.end()
         assert code == -signal.SIGKILL

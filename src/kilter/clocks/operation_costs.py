@@ -16,8 +16,8 @@ from kilter.device.sim.profile import Profile
 from kilter.device.sim.work import CLOCKLESS, cost_of, work_of
 from kilter.model.power import LEAKAGE_AT_C, capped_clock
 
-ClockPair = tuple[float, float | None]
-"""Of the SMs, and of the memory; None: the highest."""
+ClockPair = tuple[float | None, float | None]
+"""Of the SMs, and of the memory; None: the default."""
 MOST_PAIRS = 30
 """Clock pairs that are planned with: more cost time and save no more."""
 
@@ -110,7 +110,9 @@ def _settings(
     clocks = [own_hz, *(lower[i] for i in reversed(places))] if lower else [own_hz]
     pairs = [(sm, memory) for memory in reversed(knobs.memory_clocks_hz) for sm in clocks]
     if clocks_hz is not None:
-        pairs = [(min(sm, own_hz), memory or top) for sm, memory in ((own_hz, None), *clocks_hz)]
+        pairs = [
+            (min(sm or own_hz, own_hz), memory or top) for sm, memory in ((None, None), *clocks_hz)
+        ]
     settings = tuple(
         Setting(
             sm_clock_hz=None if sm == own_hz else sm,

@@ -176,6 +176,8 @@ class SectionConductor:
         self._last: tuple[int, float] | None = None
         self._intervals: deque[float] = deque(maxlen=INTERVALS)
         self._calls: deque[float] = deque()
+        self._lowered = 1
+        """Calls that the low clocks took, and that putting them back takes."""
         self._low_until_s: float | None = None
 
     @property
@@ -342,7 +344,7 @@ class SectionConductor:
                 self._leave_out(pending, "the clock is as found already")
         elif now_s + command.lead_s >= self._next_up_s(pending):
             self._leave_out(pending, "too late to act before the clock is put back")
-        elif not self._may_call(now_s, pending.schedule.calls_per_s):
+        elif not self._may_call(now_s, pending.schedule.calls_per_s, command.setting.calls):
             why = f"at most {pending.schedule.calls_per_s:g} calls per second"
             self._leave_out(pending, why)
         else:
@@ -356,11 +358,11 @@ class SectionConductor:
         length_s = min((s - down.command.at_s for s in at_s if s > down.command.at_s), default=0.0)
         return down.due_s + length_s
 
-    def _may_call(self, now_s: float, calls_per_s: float) -> bool:
-        """There is room for this call and for the one that puts the clock back."""
+    def _may_call(self, now_s: float, calls_per_s: float, calls: int = 1) -> bool:
+        """There is room for so many calls and for those that put the clocks back."""
         while self._calls and self._calls[0] <= now_s - RATE_WINDOW_S:
             self._calls.popleft()
-        return len(self._calls) + 2 <= calls_per_s * RATE_WINDOW_S
+        return len(self._calls) + 2 * calls <= calls_per_s * RATE_WINDOW_S
 
     def _up(self, pending: _Pending, why: str) -> None:
         now_s = self._clock()
@@ -380,7 +382,9 @@ class SectionConductor:
         self._up(_Pending(now_s, -1, command, None, NOTHING), why)
 
     def _note(self, pending: _Pending, now_s: float, why: str) -> None:
-        self._calls.append(now_s)
+        if pending.command.edge == "down":
+            self._lowered = pending.command.setting.calls
+        self._calls.extend([now_s] * self._lowered)
         took_s = self._clock() - now_s if self._setter.sets else 0.0
         state: CommandState = "set" if self._setter.sets else "would set"
         self._record(_line(pending, now_s, state, why, took_s))

@@ -138,6 +138,7 @@ class SectionLeader:
             contract=self._contract,
             seed=self._seed,
             known=self._known or planned_depths(offers, self.targets),
+            back=self._card.back,
         )
         self._go_on(None)
         return self.targets

@@ -49,6 +49,7 @@ class SimulatedRank:
         self._noise = NoiseSource(STEADY, jitter)
         settings = (Setting(), *(level.setting for level in card.levels))
         self._medians = [switch.median_to_s(setting) for setting in settings]
+        """Of one call to each depth."""
 
     def iterate(self, depths: Sequence[int]) -> Seen:
         """One iteration with the rank's stretches at these depths. Sections in the targets' order;
@@ -74,8 +75,9 @@ class SimulatedRank:
         if depth == 0:
             return length_s, 0.0, 0.0
         level = self._card.levels[depth - 1]
-        low_s = stretch.down_at_s + self._takes(depth)
-        high_s = stretch.up_at_s + self._takes(0)
+        calls = level.setting.calls
+        low_s = stretch.down_at_s + calls * self._takes(depth)
+        high_s = stretch.up_at_s + calls * self._takes(0)
         cover = stretch.cover
         begin_s = stretch.start_s + (0.0 if cover is None else cover.lead_s)
         early_s = max(0.0, stretch.start_s - low_s)
@@ -98,7 +100,7 @@ class SimulatedRank:
         return length_s + slower_s, mistimed_s + slower_s - made_up_s, joules
 
     def _takes(self, depth: int) -> float:
-        """Of a switch to the clock of this depth."""
+        """Of one call of a switch to this depth."""
         spread = math.exp(self._switches.normal(0.0, self._switch.spread))
         return self._medians[depth] * spread
 

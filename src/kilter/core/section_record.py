@@ -23,9 +23,9 @@ class SectionsFound(msgspec.Struct, frozen=True, kw_only=True):
     keys: tuple[str, ...] = ()
     """The sections whose clocks were searched."""
     depths: tuple[tuple[int, ...], ...] = ()
-    """By section and rank: steps below the default clock; 0 is the default."""
-    clocks_hz: tuple[float, ...] = ()
-    """The clock of each step: the first one is one step below the default."""
+    """By section and rank: places in the lists of clocks, from 1; 0 is the default."""
+    clocks_hz: tuple[float | None, ...] = ()
+    """Of the SMs at each depth: the first one is that of depth 1. None: as found."""
     memory_clocks_hz: tuple[float | None, ...] = ()
     """With it; None: as found. Empty: as found at every step."""
     sections_saving: float | None = None

@@ -38,6 +38,11 @@ class Setting:
         )
         return over(self, changed)
 
+    @property
+    def calls(self) -> int:
+        """Of the driver: one for each knob that it names."""
+        return sum(getattr(self, knob) is not None for knob in KNOBS)
+
     def __str__(self) -> str:
         parts = []
         if self.sm_clock_hz is not None:

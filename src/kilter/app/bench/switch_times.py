@@ -67,7 +67,7 @@ def measured_on_gpu() -> Measured:
     if not info.can_set:
         raise DeviceError(f"switch times need clocks to be set: {info.refusal or 'not allowed'}")
     profile = load_profile(name)
-    clocks = [level.sm_clock_hz for level in card_of(profile).levels]
+    clocks = [hz for level in card_of(profile).levels if (hz := level.sm_clock_hz)]
     kernels = spin_kernels(info.uuid)
     with Lease(device) as lease:
         bench = KernelBench(device.info, kernels, lease.set, device.sample)
@@ -87,7 +87,7 @@ def measured(profile: Profile, *, seed: int) -> Measured:
         label=Label.SIMULATED,
     )
     gpu = SimGpu(profile, seed=seed, index=seed)  # that of the rank of this number
-    clocks = [level.sm_clock_hz for level in card_of(profile).levels]
+    clocks = [hz for level in card_of(profile).levels if (hz := level.sm_clock_hz)]
     with Lease(gpu) as lease:
         bench = KernelBench(gpu.info, SimulatedKernels(gpu, trace), lease.set, gpu.sample)
         return gpu.info(), profile, calibrate(bench, clocks)

@@ -12,7 +12,7 @@ are limited per second. The answer that saves most is taken.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise, product
+from itertools import groupby, pairwise
 
 import msgspec
 import numpy as np
@@ -63,7 +63,7 @@ class OperationStretches(msgspec.Struct, frozen=True, kw_only=True):
     found: Worth
     """Its stretches are where they are while nothing is set."""
     depths: tuple[int, ...]
-    """Of each stretch: steps below the default clock."""
+    """Of each stretch: places in the card's levels, from 1."""
     whole_job_saving: float
     """Share of the energy that the best single clock saves within the same bound."""
     summary: str
@@ -92,16 +92,15 @@ def operation_stretches(
     most = most_stretches(card, operations.iteration_s)
     best: tuple[LowStretch, ...] = ()
     longest_s = 0.0
-    choices = np.arange(len(card.levels) + 1)
-    sm_alone = [0, *(n for n, x in enumerate(card.levels, 1) if x.memory_clock_hz is None)]
-    tables = [choices] if len(sm_alone) == len(choices) else [choices, choices[sm_alone]]
-    for columns, price in product(tables, SWITCH_PRICES):
-        path = columns[_from_default(_part(problem, columns), price * card.break_even_s)]
-        low = list(_low_stretches(operations, card, path))
-        longest_s = max([longest_s, *(each.end_s - each.start_s for each in low)])
-        kept = _kept(low, card, budget_s=budget_s, most=most)
-        if sum(s.saved_j for s in kept) > sum(s.saved_j for s in best):
-            best = kept
+    for ladder in _ladders(card):
+        part = _part(problem, ladder)
+        for price in SWITCH_PRICES:
+            path = ladder[_from_default(part, price * card.break_even_s)]
+            low = list(_low_stretches(operations, card, path, ladder))
+            longest_s = max([longest_s, *(each.end_s - each.start_s for each in low)])
+            kept = _kept(low, card, budget_s=budget_s, most=most)
+            if sum(s.saved_j for s in kept) > sum(s.saved_j for s in best):
+                best = kept
     static_j = best_static(problem).energy_j
     found = Worth(
         rank=rank,
@@ -161,7 +160,18 @@ def _from_default(problem: OperationsProblem, switch_s: float) -> Path:
     return path
 
 
-def _part(problem: OperationsProblem, columns: Array) -> OperationsProblem:
+def _ladders(card: ClockCosts) -> list[Path]:
+    """The depths that are planned with: all, those of one clock, and those of SM clocks alone, so
+    that no further level makes a plan worse. Where these are the same, they are planned with once.
+    """
+    levels = card.levels
+    one = [level.setting.calls == 1 for level in levels]
+    sm_alone = [level.memory_clock_hz is None for level in levels]
+    ladders = dict.fromkeys(tuple(each) for each in ([True] * len(levels), one, sm_alone))
+    return [np.flatnonzero((True, *ladder)) for ladder in ladders]
+
+
+def _part(problem: OperationsProblem, columns: Path) -> OperationsProblem:
     """With these clocks alone."""
     return msgspec.structs.replace(
         problem,
@@ -172,9 +182,9 @@ def _part(problem: OperationsProblem, columns: Array) -> OperationsProblem:
 
 
 def _low_stretches(
-    operations: OrderedOperations, card: ClockCosts, path: Path
+    operations: OrderedOperations, card: ClockCosts, path: Path, ladder: Path
 ) -> Iterator[LowStretch]:
-    """One for each run of operations below the default, and for each part of it at one clock."""
+    """One for each run of operations below the default, and for each part of it at one level."""
     runs = set()
     for alike in (path.astype(bool), path):
         for low, run in groupby(range(len(path)), key=alike.tolist().__getitem__):
@@ -182,21 +192,26 @@ def _low_stretches(
             if low:
                 runs.add((places[0], places[-1]))
     for first, last in sorted(runs):
-        if (stretch := _stretch(operations, card, path, first, last)) is not None:
+        if (stretch := _stretch(operations, card, path, first, last, ladder)) is not None:
             yield stretch
 
 
 def _stretch(
-    operations: OrderedOperations, card: ClockCosts, path: Path, first: int, last: int
+    operations: OrderedOperations,
+    card: ClockCosts,
+    path: Path,
+    first: int,
+    last: int,
+    ladder: Path,
 ) -> LowStretch | None:
-    """One clock for all operations of a run: the one that saves most without more delay than the
-    path; None where that is the default."""
+    """One level of the ladder for all operations of a run: the one that saves most without more
+    delay than the path; None where that is the default."""
     inside = slice(first, last + 1)
     rows = np.arange(first, last + 1)
     time_s = operations.time_s[inside].sum(axis=0)
     energy_j = operations.energy_j[inside].sum(axis=0)
     allowed_s = float(operations.time_s[rows, path[inside]].sum()) * (1.0 + 1e-9)
-    depth = int(np.where(time_s <= allowed_s, energy_j, np.inf).argmin())
+    depth = int(ladder[np.where(time_s <= allowed_s, energy_j, np.inf)[ladder].argmin()])
     if depth == 0:
         return None
     start_s, end_s = float(operations.start_s[first]), float(operations.end_s[last])
@@ -238,9 +253,11 @@ def _kept(
     for stretch in sorted(low, key=lambda s: -s.saved_j):
         break_even_s = card.break_even_of_s(card.level_of(stretch))
         long = stretch.end_s - stretch.start_s >= break_even_s
-        if stretch.saved_j <= 0.0 or not long or (most is not None and len(chosen) >= most):
+        if stretch.saved_j <= 0.0 or not long:
             continue
         together = sorted([*chosen, stretch], key=lambda s: s.start_s)
+        if most is not None and sum(card.level_of(s).setting.calls for s in together) > most:
+            continue
         apart = all(a.end_s <= b.down_at_s for a, b in pairwise(together))
         if apart and sum(s.delay_s for s in together) <= budget_s:
             chosen = together

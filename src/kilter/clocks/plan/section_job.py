@@ -205,7 +205,7 @@ def found_of(
     )
 
 
-def _clocks(card: ClockCosts) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
+def _clocks(card: ClockCosts) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
     """Of the SMs and of the memory, by depth. Empty: the memory's stays."""
     memory = tuple(level.memory_clock_hz for level in card.levels)
     return tuple(level.sm_clock_hz for level in card.levels), memory if any(memory) else ()
@@ -223,6 +223,7 @@ def _words(depths: Depths, card: ClockCosts, noun: str) -> str:
         sections = show_count(len({j for j, _ in places[depth]}), noun)
         ranks = show_count(len({rank for _, rank in places[depth]}), "rank")
         level = card.levels[depth - 1]
-        memory = f" (memory {show_clock(level.memory_clock_hz)})" if level.memory_clock_hz else ""
-        parts.append(f"{show_clock(level.sm_clock_hz)}{memory} in {sections} on {ranks}")
+        named = [show_clock(level.sm_clock_hz)] if level.sm_clock_hz else []
+        named += [f"memory {show_clock(hz)}"] if (hz := level.memory_clock_hz) else []
+        parts.append(f"{' with '.join(named)} in {sections} on {ranks}")
     return ", ".join(parts)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import msgspec
 
@@ -109,6 +109,10 @@ def stepwise(targets: Sequence[SearchTarget], *, lowest: int, threshold: float) 
     return FoundDepths(depths=_frozen(depths))
 
 
+def _shallower(depth: int) -> int:
+    return max(0, depth - 1)
+
+
 def search(
     targets: Sequence[SearchTarget],
     *,
@@ -116,10 +120,12 @@ def search(
     contract: Contract,
     seed: int = 0,
     known: Depths | None = None,
+    back: Callable[[int], int] = _shallower,
 ) -> Search:
     """Ours: interleaved, sequential, coarse to fine, by role, then by waiting, then confirmed.
-    `known`: what an earlier run of the same job has found, which is only confirmed."""
-    return (yield from _Search(targets, lowest, contract, seed).run(known))
+    `known`: what an earlier run of the same job has found, which is only confirmed. `back`: the
+    depth one step back from another."""
+    return (yield from _Search(targets, lowest, contract, seed, back).run(known))
 
 
 def watch(
@@ -142,11 +148,17 @@ def default_depths(targets: Sequence[SearchTarget]) -> Depths:
 
 class _Search:
     def __init__(
-        self, targets: Sequence[SearchTarget], lowest: int, contract: Contract, seed: int
+        self,
+        targets: Sequence[SearchTarget],
+        lowest: int,
+        contract: Contract,
+        seed: int,
+        back: Callable[[int], int] = _shallower,
     ) -> None:
         self._targets = targets
         self._lowest = lowest
         self._contract = contract
+        self._back = back
         self._random = random.Random(seed)
         self._default = default_depths(targets)
 
@@ -197,7 +209,7 @@ class _Search:
             if evidence is not None:
                 return msgspec.structs.replace(evidence, depths=found)
             j = order[(tests - 1) % len(order)]
-            found = (*found[:j], tuple(max(0, depth - 1) for depth in found[j]), *found[j + 1 :])
+            found = (*found[:j], tuple(map(self._back, found[j])), *found[j + 1 :])
         return FoundDepths(depths=found)
 
     def _safe(

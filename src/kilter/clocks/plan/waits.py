@@ -81,7 +81,7 @@ def wait_plan(
     level = card.levels[-1]
     above_w = min((usual_w - card.waiting_w) / compute_share, card.computing_w - card.waiting_w)
     rise_w = above_w / (card.computing_w - card.waiting_w) * (level.computing_w - level.waiting_w)
-    if level.saved_w <= 0.0 or rise_w < LEAST_RISE * level.waiting_w:
+    if level.sm_clock_hz is None or level.saved_w <= 0.0 or rise_w < LEAST_RISE * level.waiting_w:
         return None
     down, up = card.switches(level)
     settle_s = down.quantile(0.95) + sensor_period_s

@@ -30,7 +30,7 @@ import msgspec
 from kilter.clocks.plan.cover import Cover
 from kilter.clocks.plan.sections import RankSections, Section
 from kilter.core.reasons import Reason
-from kilter.core.setting import Setting
+from kilter.core.setting import CLOCKS, Setting
 from kilter.core.units import show_fraction, show_time
 
 PRESENT = 0.9
@@ -70,11 +70,10 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Level(msgspec.Struct, frozen=True, kw_only=True):
-    """A clock that may rule a section, relative to the default."""
+    """Clocks that may rule a section, relative to the default. None: as found."""
 
-    sm_clock_hz: float
+    sm_clock_hz: float | None
     memory_clock_hz: float | None = None
-    """None: as found."""
     saved_w: float
     """Power in communication by default minus here."""
     waiting_w: float
@@ -95,7 +94,7 @@ class ClockCosts(msgspec.Struct, frozen=True, kw_only=True):
     """What a device's clocks do, as far as sections are concerned."""
 
     levels: tuple[Level, ...]
-    """The gentlest first."""
+    """By falling memory clock, and with each by falling SM clock."""
     down: Latency
     """Of a clock that has no switch times of its own."""
     up: Latency
@@ -108,6 +107,19 @@ class ClockCosts(msgspec.Struct, frozen=True, kw_only=True):
         """Its clocks."""
         clocks = stretch.sm_clock_hz, stretch.memory_clock_hz
         return next(x for x in self.levels if (x.sm_clock_hz, x.memory_clock_hz) == clocks)
+
+    def back(self, depth: int) -> int:
+        """One step back from a depth, which lowers neither clock: to the next SM clock at the same
+        memory clock, since the steps of memory clocks are larger, and where there is none to the
+        next memory clock."""
+        earlier = range(depth - 1, 0, -1)
+        return next((n for n in earlier if not self._lowers(n, depth)), 0)
+
+    def _lowers(self, depth: int, other: int) -> bool:
+        """One of the clocks at a depth is lower than at the other one."""
+        one, two = self.levels[depth - 1].setting, self.levels[other - 1].setting
+        both = ((getattr(one, knob), getattr(two, knob)) for knob in CLOCKS)
+        return any((a or math.inf) < (b or math.inf) for a, b in both)
 
     def switches(self, level: Level) -> tuple[Latency, Latency]:
         """To this clock, and back."""
@@ -139,7 +151,7 @@ class LowStretch(msgspec.Struct, frozen=True, kw_only=True):
     last: str
     """Keys of the sections."""
     sections: int
-    sm_clock_hz: float
+    sm_clock_hz: float | None
     memory_clock_hz: float | None = None
     """None: as found."""
     start_s: float

@@ -6,7 +6,7 @@ For each model there is a process for each arm, started as a user starts it: `pl
 (the library's own activation checkpointing, or each block by `torch.utils.checkpoint` where the
 library has none); `governed`, `segments` and `auto` (kilter with the peak that `checkpoint` had as
 its budget, without and with whole calls of modules recomputed, and left to choose); and shares of
-plain's peak (`75%`). Only one process trains at a time; others import and build their model.
+plain's peak (`75%`). Only one process trains at a time.
 
 A host that others use as well is slower for minutes now and then. So once an arm has trained its
 first iterations, `checkpoint` and the arm are timed by turns, in `--rounds`, and what counts is the
@@ -424,7 +424,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of turns with checkpoint's")
     parser.add_argument("--timeout", type=int, default=150, help="seconds for one turn")
     parser.add_argument("--limit-s", type=float, default=1e9, help="no arm begins after it")
-    parser.add_argument("--at-once", type=int, default=3, help="models; one process trains")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        help="models; one process trains, others are imported and built, which may disturb it",
+    )
     parser.add_argument("--role", choices=("all", "train"), default="all", help=argparse.SUPPRESS)
     parser.add_argument("--model", choices=tuple(JOBS), help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", action="store_true", help=argparse.SUPPRESS)

@@ -332,3 +332,25 @@ def test_transfers_without_a_peer_are_matched_in_a_pair_alone(tmp_path, size):
     else:
         assert waits == [None] * 3
         assert said
+
+
+def test_a_remnant_of_a_collective_is_no_section_in_the_place_of_the_long_one():
+    """Of ten iterations, two see the collective end after an operation that did not wait for it."""
+    compute, collectives, windows = [], [], []
+    for i in range(10):
+        at = 0.26 * i
+        late_s = 0.2e-3 if i in (3, 7) else 0.0
+        compute += [(at, at + 0.01), (at + 0.253, at + 0.254)]
+        end_s = at + 0.254 + late_s
+        collectives.append(Collective(op="all_reduce", begin_s=at + 0.01, end_s=end_s, stream=1))
+        windows.append(RankIteration(number=i, begin_s=at, end_s=at + 0.26))
+    trace = RankTrace(
+        source="a", rank=0, world_size=2, device="x", origin_s=0.0, compute=compute, copies=[],
+        collectives=tuple(collectives), iterations=tuple(windows), found_by="",
+    )  # fmt: skip
+    rank = analyse([trace]).ranks[0]
+    (section,) = rank.sections
+    assert section.presence == 1.0
+    assert section.length_p5_s == pytest.approx(0.243)
+    assert rank.short_sections.exposed_s == pytest.approx(0.04e-3)
+    assert rank.mean.exposed_s == pytest.approx(section.exposed_s + 0.04e-3)

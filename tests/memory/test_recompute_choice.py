@@ -166,9 +166,9 @@ class Block(nn.Module):
         return x + self.layers(x.sin()).cos()
 
 
-def losses(iterations: int) -> list[Tensor]:
-    torch.manual_seed(0)
-    net = nn.Sequential(*(Block() for _ in range(6)))
+def trained(net: nn.Module, iterations: int, seed: int) -> list[Tensor]:
+    """The losses."""
+    torch.manual_seed(seed)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
     found = []
     for _ in range(iterations):
@@ -178,6 +178,11 @@ def losses(iterations: int) -> list[Tensor]:
         optimizer.zero_grad()
         found.append(loss.detach())
     return found
+
+
+def losses(iterations: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    return trained(nn.Sequential(*(Block() for _ in range(6))), iterations, 0)
 
 
 def test_a_run_chooses_and_says_what_it_measured(
@@ -403,19 +408,6 @@ def test_where_the_host_keeps_up_calls_are_not_tried(stall_s: float) -> None:
     choice.iteration_ended(settled=True)
     assert engine.asked == [True] * (stall_s > 0.0)
     assert choice.words.endswith("nothing waits for the host or for copies") is (stall_s == 0.0)
-
-
-def trained(net: nn.Module, iterations: int, seed: int) -> list[Tensor]:
-    torch.manual_seed(seed)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-    found = []
-    for _ in range(iterations):
-        loss = net(torch.randn(512, 64)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
-    return found
 
 
 def test_passes_that_were_set_aside_are_planned_when_they_come_back() -> None:

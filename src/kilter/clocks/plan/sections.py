@@ -7,7 +7,8 @@
 
 so that compute + exposed + copy + idle is the iteration. A section is a maximal run of exposed
 communication; an interruption of at most `JOINED_S` (a cast between two pieces) does not end it.
-Runs shorter than `LEAST_S` are launch gaps under a running collective: they are counted together.
+Runs shorter than `LEAST_S` are launch gaps under a running collective, and remnants (`REMNANT`) of
+one come and go: they are counted together.
 (After claims 1, 9 and 17 of US 2025/0264922; the definition of exposure is that of
 HolisticTraceAnalysis, whose memory operations are no computation either.)
 """
@@ -30,6 +31,10 @@ from kilter.model.intervals import clip, difference, intersection, join, length,
 
 JOINED_S = 10e-6
 LEAST_S = 20e-6
+REMNANT = 0.01
+"""What is left of a collective, as a share of its longest run, up to which it is no section of its
+own: it may be there in one iteration and not in the next, and runs are told apart by their order.
+"""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
@@ -268,6 +273,8 @@ class _View:
                 waits.append((collective.begin_s, collective.end_s - transfer_s))
                 self._wait_s[at] += collective.duration_s - transfer_s
                 self._transfer_s[at] += transfer_s
+        self._begins = [[c.begin_s for c, _ in of] for of in self._of]
+        self._longest_s = [max((c.duration_s for c, _ in of), default=0.0) for of in self._of]
         self._waiting = intersection(self._exposed, union(waits))
 
     def sections(self, clock_offset_s: float | None) -> RankSections:
@@ -351,7 +358,12 @@ class _View:
         exposed = clip(self._exposed, window.begin_s, window.end_s)
         runs = join(exposed, JOINED_S)
         lengths = [length(clip(exposed, *run)) for run in runs]
-        kept = [run for run, s in zip(runs, lengths, strict=True) if s >= LEAST_S]
+        longest: dict[str, float] = defaultdict(float)
+        names = [self._inside(i, *run)[1] for run in runs]
+        for name, s in zip(names, lengths, strict=True):
+            longest[name] = max(longest[name], s)
+        least = [max(LEAST_S, REMNANT * longest[name]) for name in names]
+        kept = [run for run, s, least_s in zip(runs, lengths, least, strict=True) if s >= least_s]
         ends = [*(begin for begin, _ in kept), window.end_s][1:]
         # Computation goes on after a run because a collective is over, or for a reason of its own.
         overs = sorted(c.end_s for c, _ in self._of[i])
@@ -359,20 +371,12 @@ class _View:
         for begin, end in kept:
             waited = bisect_left(overs, begin) < bisect_right(overs, end + JOINED_S)
             before.append(end if waited else before[-1])
-        begins = [c.begin_s for c, _ in self._of[i]]
-        longest_s = max((c.duration_s for c, _ in self._of[i]), default=0.0)
         occurrences = []
         pieces: dict[str, int] = defaultdict(int)
         for (begin, end), following, from_s in reversed(
             list(zip(kept, ends, before[:-1], strict=True))
         ):
-            # Those that began earlier than the longest one takes are over.
-            first = bisect_left(begins, begin - longest_s)
-            last = bisect_left(begins, end)
-            inside = [(c, n) for c, n in self._of[i][first:last] if c.end_s > begin]
-            collective, name = max(inside, key=lambda pair: pair[0].end_s, default=(None, ""))
-            if collective is None:  # begun in the iteration before
-                name = "from the iteration before"
+            inside, name = self._inside(i, begin, end)
             pieces[name] += 1
             occurrences.append(
                 _Occurrence(
@@ -381,13 +385,25 @@ class _View:
                     end_s=end - window.begin_s,
                     exposed_s=length(clip(exposed, begin, end)),
                     wait_s=length(clip(self._waiting, begin, end)),
-                    inside=tuple(c for c, _ in inside),
+                    inside=inside,
                     gap_s=following - end,
                     gap_compute_s=length(clip(compute, end, following)),
                     covers=covers(self._of[i], compute, from_s=from_s, begin_s=begin, end_s=end),
                 )
             )
-        return occurrences[::-1], [s for s in lengths if s < LEAST_S]
+        short = [s for s, least_s in zip(lengths, least, strict=True) if s < least_s]
+        return occurrences[::-1], short
+
+    def _inside(self, i: int, begin: float, end: float) -> tuple[tuple[Collective, ...], str]:
+        """The collectives of an iteration that run in a stretch of it, and the name of the one that
+        ends last."""
+        of, begins = self._of[i], self._begins[i]
+        # Those that began earlier than the longest one takes are over.
+        first, last = bisect_left(begins, begin - self._longest_s[i]), bisect_left(begins, end)
+        inside = [(c, name) for c, name in of[first:last] if c.end_s > begin]
+        before = (None, "from the iteration before")
+        _, name = max(inside, key=lambda pair: pair[0].end_s, default=before)
+        return tuple(c for c, _ in inside), name
 
     def _section(self, key: str, group: list[_Occurrence], iterations: int) -> Section:
         lengths = sorted(o.end_s - o.begin_s for o in group)

@@ -71,6 +71,7 @@ def train(
     streaming_s: float = 1.0,
     first_batch: int = 256,
     begins_after: int = 0,
+    smaller_from: int | None = None,
 ) -> tuple[list[bytes], StateAndWeightPolicy | None, Swapper | None]:
     """A training under a swapper and a floor, or plain. The budget may be in force only after some
     iterations, as a share is."""
@@ -82,7 +83,9 @@ def train(
     losses = []
 
     def step() -> None:
-        loss = model(torch.randn(256 if losses else first_batch, WIDTH)).square().mean()
+        smaller = smaller_from is not None and len(losses) >= smaller_from
+        batch = 64 if smaller else 256 if losses else first_batch
+        loss = model(torch.randn(batch, WIDTH)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -112,6 +115,9 @@ def train(
                     return
                 if len(losses) == begins_after:
                     swapper.limit(budget_bytes)
+                if len(losses) == smaller_from:
+                    swapper.exchange(None)
+                    made.activations_are_smaller()
                 made.iteration_ended(swapper.report(), budget_bytes, now_s)
 
             handle = register_optimizer_step_post_hook(iteration_ended)  # where a session tells it
@@ -194,6 +200,20 @@ def test_with_gradients_kept_state_streams_in_the_step(gradients: str) -> None:
     assert made.streaming.joint is None
     assert report.offloaded_bytes >= MIB
     assert swapper.report().planned > 5
+
+
+@pytest.mark.parametrize("gradients", ["keep", "consume"])
+def test_state_that_left_for_activations_comes_back_when_they_are_smaller(gradients: str) -> None:
+    budget_bytes = STATE_BYTES + MIB
+    values, made, swapper = train(80, budget_bytes, gradients, smaller_from=40)
+    assert values == train(80, smaller_from=40)[0]
+    assert made is not None
+    assert swapper is not None
+    assert made.report is not None
+    assert made.report.out_bytes > 0  # it had left
+    assert made.report.offloaded_bytes == 0
+    assert made.streaming.taken == 0.0
+    assert max(swapper.report().peaks_bytes[-2:]) <= budget_bytes
 
 
 def test_a_budget_that_does_not_bind_changes_nothing() -> None:

@@ -254,6 +254,8 @@ class GovernedJob:
             choice.iteration_ended(settled=self._stands and self._swapper.report().settled)
             if choice.words:
                 self._log.tell(f"memory: {choice.words}")
+                if choice.way is RecomputeWay.OWN and self._policy is not None:
+                    self._policy.activations_are_smaller()
 
     def _log_plan(self, record: PassRecord, plan: MemoryPlan, numbers: tuple[int, ...]) -> None:
         problem, every = self._problem(record, plan.budget_bytes)

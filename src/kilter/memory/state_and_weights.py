@@ -93,6 +93,8 @@ class StateAndWeightPolicy:
         """The room was set before anything was known."""
         self.settled = False
         """Nothing is left to decide."""
+        self._smaller = False
+        """Activations take less than what was decided for."""
         self.report: StateReport | None = None
         """How it stood at the last iteration end: optimizers may be gone at the end."""
 
@@ -111,12 +113,31 @@ class StateAndWeightPolicy:
             self.report = mover.report()
         self.weights.iteration_ended()
         if self.settled:
+            if self._smaller and mover is not None and self._swapper.planned and report.settled:
+                self._fetch_what_fits(mover, report, budget_bytes)
             return
         self.streaming.iteration_ended(now_s, counts=self._swapper.planned and report.settled)
         if mover is not None:
             self._decide(mover, report, budget_bytes)
         elif not self._make_way(report):
             self._consider(report, budget_bytes)
+
+    def activations_are_smaller(self) -> None:
+        """From now on, since they are recomputed in another way: state that left for them comes
+        back once that way has its plan, as far as it fits."""
+        self._smaller = True
+
+    def _fetch_what_fits(self, mover: StateMover, report: SwapReport, budget_bytes: int) -> None:
+        self._smaller = False
+        assert self.report is not None
+        on_host_bytes = self.report.offloaded_bytes
+        spare_bytes = budget_bytes - max((plan.peak_bytes for plan in report.plans), default=0)
+        fits_bytes = min(on_host_bytes, int((1 - SLACK) * spare_bytes))
+        if fits_bytes >= self._min_bytes:
+            if fits_bytes == on_host_bytes:
+                self.streaming.joint = None
+            room_bytes = max(self.report.state_bytes, mover.room_bytes or 0)
+            mover.make_room(room_bytes + fits_bytes, link=self._link)
 
     def _decide(self, mover: StateMover, report: SwapReport, budget_bytes: int) -> None:
         """How much state streams, once it is known what becomes of gradients."""

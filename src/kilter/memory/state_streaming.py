@@ -114,7 +114,7 @@ class StateStreaming:
         self._times_s.clear()
         if not self._awaiting or self._shared is None or visits is None or visits.plan is None:
             self._before_s = None
-            self._swapper.weigh_anew()
+            self._swapper.weigh_anew(self.taken)
             return
         self._awaiting = False
         record, problem = self._shared

@@ -306,9 +306,10 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._begin_anew(lambda: before.append(self._kinds.exchange(others, self.budget_bytes)))
         return before[0]
 
-    def weigh_anew(self) -> None:
-        """Gradients or optimizer state take another amount of device memory from now on: watch and
-        plan anew."""
+    def weigh_anew(self, taken: float = 0.0) -> None:
+        """Gradients or optimizer state take another amount of device memory from now on, and state
+        the share `taken` of the link to the device: watch and plan anew."""
+        self._kinds.taken = taken
         self._begin_anew(self._kinds.weigh_anew)
 
     def _begin_anew(self, change: Callable[[], None]) -> None:

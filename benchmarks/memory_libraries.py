@@ -11,7 +11,8 @@ plain's peak (`75%`). Only one process trains at a time.
 A host that others use as well is slower for minutes now and then. So once an arm has trained its
 first iterations, `checkpoint` and the arm are timed by turns, in `--rounds`, and what counts is the
 median of their ratio over the rounds. In each turn the iterations are timed twice: in a loop that
-runs on, and in one that waits for the device in every iteration. Plain is timed alone.
+runs on, and in one that waits for the device in every iteration. Plain is timed alone. What an arm
+measures for its plan and its choice comes from a loop that runs on, unless `--wait` is given.
 
 The loop is bf16 autocast with a fused AdamW, random data and random weights. One JSON line per arm
 in DIR/memory_libraries.jsonl. Needs the libraries that a model names (timm, torchvision,
@@ -259,7 +260,7 @@ def train(args: argparse.Namespace) -> None:
         began_s = time.monotonic()
         for number in range(int(line)):
             loss = step()
-            if number % 10 == 0:
+            if number % 10 == 0 or args.wait:
                 loss.item()
         if cuda:
             torch.cuda.synchronize()
@@ -303,7 +304,7 @@ class Arm:
             command += ["--out", str(self._out / "run")]
             command += ["--recompute", RECOMPUTE.get(name, "operations")]
         command += [str(Path(__file__).resolve()), "--role", "train", "--model", model]
-        command += ["--checkpoint"] * (name == "checkpoint")
+        command += ["--checkpoint"] * (name == "checkpoint") + ["--wait"] * args.wait
         self._errors = (self._out / "stderr").open("w+")
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
@@ -429,6 +430,12 @@ def main() -> None:
         type=int,
         default=1,
         help="models; one process trains, others are imported and built, which may disturb it",
+    )
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="wait in every iteration before the timed ones as well: what an arm measures and "
+        "chooses there is for a loop that waits",
     )
     parser.add_argument("--role", choices=("all", "train"), default="all", help=argparse.SUPPRESS)
     parser.add_argument("--model", choices=tuple(JOBS), help=argparse.SUPPRESS)

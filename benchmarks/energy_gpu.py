@@ -5,7 +5,8 @@
 Rows, each one JSON line as soon as it is known, all of them in DIR/energy.json:
 
 - `resnet50`, `gpt`, `vgg16`, `mobilenet`, `input` (a slow data loader), `accumulated` (`gpt` with
-  gradients of 12 batches in each iteration, 45 s), `ddp_sockets` (two GPUs whose collectives go
+  gradients of 12 batches in each iteration, 45 s), `fetched` (the same, all batches of an iteration
+  fetched at once, for which the GPU waits), `ddp_sockets` (two GPUs whose collectives go
   through sockets; only if named): the class and the evidence that
   `kilter report` names after `kilter run --dry-run`, and the period that telemetry alone shows,
   beside the script's own marks.
@@ -34,7 +35,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-CLASSES = ("resnet50", "gpt", "vgg16", "mobilenet", "input", "accumulated")
+CLASSES = ("resnet50", "gpt", "vgg16", "mobilenet", "input", "accumulated", "fetched")
 ROWS = (*CLASSES, "test")
 START_S = 25.0
 """Of the time of a class row: imports, CUDA's start and the report."""
@@ -44,6 +45,8 @@ ACCUMULATED = 12
 """Batches whose gradients one iteration sums up, so that sensors of 0.1 s resolve it."""
 ACCUMULATED_S = 45.0
 """Of training then."""
+FETCH_S = 0.2
+"""For which an iteration of `fetched` waits for its batches."""
 SLOWDOWNS = (0.0, 0.0, 0.01, 0.02, 0.05)
 """The arms of one round: A/A twice as often as each slowdown."""
 WINDOW = 6
@@ -145,7 +148,7 @@ def mobilenet() -> Any:
 def batches(name: str, device: Any, tiny: bool) -> Iterator[tuple[Any, Any]]:
     import torch
 
-    if name in ("gpt", "ddp", "accumulated"):
+    if name in ("gpt", "ddp", "accumulated", "fetched"):
         batch, length, words = (2, 17, 256) if tiny else (8, 1025, 50304)
         tokens = torch.randint(0, words, (batch, length), device=device)
         while True:
@@ -181,7 +184,7 @@ def training(name: str, *, tiny: bool) -> Callable[[], None]:
     if cuda:
         torch.cuda.set_device(device)
     torch.manual_seed(0)
-    if name in ("gpt", "ddp", "accumulated"):
+    if name in ("gpt", "ddp", "accumulated", "fetched"):
         model = Gpt(1, 32, 16, 256) if tiny else Gpt(24, 1024, 1024)
     else:
         made = {"vgg16": vgg16, "mobilenet": mobilenet}.get(name, resnet50)()
@@ -194,7 +197,9 @@ def training(name: str, *, tiny: bool) -> Callable[[], None]:
     data = batches(name, device, tiny)
 
     def iterate() -> None:
-        for _ in range(ACCUMULATED - 1 if name == "accumulated" else 0):
+        if name == "fetched":
+            time.sleep(FETCH_S)
+        for _ in range(ACCUMULATED - 1 if name in ("accumulated", "fetched") else 0):
             backward(model, *next(data))
         train_step(model, optimizer, *next(data))
         if cuda:
@@ -282,7 +287,11 @@ def class_row(name: str, seconds: float, out: Path, *, tiny: bool) -> dict[str, 
     steps = [after - before for before, after in itertools.pairwise(ends)]
     samples = [s for s in sampler.record.since(begin) if s.t_s <= ends[-1]]
     write_telemetry(samples, out / f"telemetry-{name}.csv")
-    row["marked_period_s"] = statistics.median(steps[len(steps) // 4 :])
+    recorded_s = steps[len(steps) // 4 :]
+    row |= {
+        "marked_period_s": statistics.fmean(recorded_s),
+        "marked_median_s": statistics.median(recorded_s),
+    }
     if len(samples) >= 2:
         seen = telemetry(samples)
         found = detect(seen)
@@ -583,7 +592,8 @@ def main() -> int:
             rows[name] = test_row(left_s - START_S, tiny=args.tiny)
         else:
             try:
-                seconds = ACCUMULATED_S if name == "accumulated" else args.seconds
+                accumulated = name in ("accumulated", "fetched")
+                seconds = ACCUMULATED_S if accumulated else args.seconds
                 rows[name] = class_row(name, seconds, args.out, tiny=args.tiny)
             except subprocess.TimeoutExpired as error:
                 rows[name] = {"failed": str(error)}

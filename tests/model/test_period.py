@@ -1,14 +1,17 @@
 """The period of iterations: found where the sensor can show it, refused where it cannot."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kilter.app.bench.period_cases import KINDS, case
-from kilter.model.period import Telemetry, changed, detect
+from kilter.model.period import Telemetry, changed, detect, doubt
 
 NOTHING = np.empty(0)
+DATA = Path(__file__).parent.parent / "data"
 
 
 def square(t, period_s, share=0.4, low=200.0, high=600.0):
@@ -177,3 +180,25 @@ def test_micro_batches_that_no_sensor_resolves_hide_no_iteration(period_s, parts
         energy_j=joules[now][seen],
     )
     assert detect(telemetry).period_s == pytest.approx(period_s, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("recording", "period_s", "code"),
+    [("fetched_h100", 0.9098, "periodic"), ("accumulated_h200", None, "unresolvable")],
+)
+def test_recordings_of_real_gpus(recording, period_s, code):
+    """`benchmarks/energy_gpu.py --rows fetched,accumulated`, measured on 2026-11-26. The first has
+    utilisations that change half as often as power does; a power cap holds down the clock of the
+    second, whose iterations of 0.664 s are 12 equal micro-batches and leave no trace."""
+    rows = np.genfromtxt(DATA / f"period_{recording}.csv.gz", delimiter=",", names=True)
+    telemetry = Telemetry(
+        t_s=rows["t_s"],
+        power_w=rows["power_instant_w"],
+        sm_utilisation=rows["gpu_util"] / 100,
+        memory_utilisation=rows["mem_util"] / 100,
+        energy_j=rows["energy_mj"] / 1e3,
+    )
+    detection = detect(telemetry)
+    assert detection.code == code
+    assert detection.period_s == (period_s and pytest.approx(period_s, rel=0.02))
+    assert detection.period_s is None or doubt(telemetry, detection) is None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -139,6 +140,8 @@ class _Grid(msgspec.Struct, frozen=True):
     values: Array
     """(channels, n)"""
     weights: Array
+    spans: tuple[int, ...]
+    """Points of the grid between two updates of each channel's sensor."""
 
 
 def telemetry(samples: Sequence[Sample]) -> Telemetry:
@@ -186,8 +189,8 @@ def detect(telemetry: Telemetry) -> Detection:
             code="unresolvable",
             reason=(
                 f"not resolvable from telemetry: power readings every {show_time(update_s)} seem "
-                f"to repeat every {show_time(lag.period_s)}, but the energy counter does not, so "
-                f"the iteration is shorter than {show_time(resolution_s)}; use marks"
+                f"to repeat every {show_time(lag.period_s)}, but the energy counter does not: "
+                f"it is the alias of what repeats within {show_time(resolution_s)}; use marks"
             ),
             resolution_s=resolution_s,
         )
@@ -369,17 +372,30 @@ def _apart(known: Array, new: Array) -> Array:
 # -- channels and the sensor ------------------------------------------------------------------
 
 
-def _channels(telemetry: Telemetry) -> list[tuple[Array, Array]]:
-    """(times, values) of every channel that varies."""
+class _Channel(NamedTuple):
+    """What one sensor shows."""
+
+    at: Array
+    values: Array
+    update_s: float | None
+    """How often it changes, where that can be seen."""
+
+
+def _channels(telemetry: Telemetry) -> list[_Channel]:
+    """Every channel that varies."""
     t = telemetry.t_s
     found = []
     for values in (telemetry.power_w, telemetry.sm_utilisation, telemetry.memory_utilisation):
         if len(values) == len(t):
             known = np.isfinite(values)
-            if known.sum() >= 16:
-                found.append((t[known], values[known]))
-    found.append(_power_of_counter(telemetry))
-    return [(at, v) for at, v in found if len(v) >= 16 and v.std() > FLAT * abs(v.mean())]
+            found.append(_Channel(t[known], values[known], _between_updates(t, values)))
+    counted = _power_of_counter(telemetry)
+    found.append(_Channel(*counted, _between_updates(t, telemetry.energy_j)))
+    return [
+        each
+        for each in found
+        if len(each.at) >= 16 and each.values.std() > FLAT * abs(each.values.mean())
+    ]
 
 
 def _power_of_counter(telemetry: Telemetry) -> tuple[Array, Array]:
@@ -413,30 +429,33 @@ def _of_even_updates(at: Array, every_s: float) -> Array:
 
 
 def _update(telemetry: Telemetry) -> float:
-    """How often the fastest sensor changes. A level that lasts several updates makes a sensor look
-    slower than it is, so the shorter intervals count; readings cannot show more than their own
-    spacing."""
-    t = telemetry.t_s
-    rows = float(np.median(np.diff(t)))
-    intervals = []
-    for values in (telemetry.power_w, telemetry.sm_utilisation, telemetry.energy_j):
-        known = np.flatnonzero(np.isfinite(values))
-        changed = t[known[1:]][np.diff(values[known]) != 0]
-        if len(changed) >= 16:
-            between = np.diff(changed)
-            shortest = between[between < 1.5 * np.quantile(between, 0.1)]
-            intervals.append(float(shortest.mean()))
-    fastest = min(intervals, default=rows)
+    """How often the fastest sensor changes. Readings cannot show more than their own spacing."""
+    rows = float(np.median(np.diff(telemetry.t_s)))
+    sensors = (telemetry.power_w, telemetry.sm_utilisation, telemetry.energy_j)
+    intervals = (_between_updates(telemetry.t_s, values) for values in sensors)
+    fastest = min((each for each in intervals if each is not None), default=rows)
     return rows if fastest < 1.5 * rows else fastest
 
 
-def _grid(t: Array, channels: Sequence[tuple[Array, Array]], update_s: float) -> _Grid:
+def _between_updates(t: Array, values: Array) -> float | None:
+    """How often a sensor changes; None where it hardly does. A level that lasts several updates
+    makes it look slower than it is, so the shorter intervals count."""
+    known = np.flatnonzero(np.isfinite(values))
+    changed = t[known[1:]][np.diff(values[known]) != 0]
+    if len(changed) < 16:
+        return None
+    between = np.diff(changed)
+    return float(between[between < 1.5 * np.quantile(between, 0.1)].mean())
+
+
+def _grid(t: Array, channels: Sequence[_Channel], update_s: float) -> _Grid:
     """The channels, interpolated band-limited to `FINE_FACTOR` points per update."""
     begin, end = t[0], t[-1]
     n = int((end - begin) / update_s) + 1
     even = begin + update_s * np.arange(n)
     values = []
-    for at, v in channels:
+    spans = []
+    for at, v, own_update_s in channels:
         if np.median(np.diff(at)) < 0.5 * update_s:  # the sensor holds its value between updates
             x = v[np.clip(np.searchsorted(at, even, side="right") - 1, 0, len(v) - 1)]
         else:
@@ -444,12 +463,14 @@ def _grid(t: Array, channels: Sequence[tuple[Array, Array]], update_s: float) ->
         x = x - np.polyval(np.polyfit(even - begin, x, 1), even - begin)
         x = _finer(np.clip(x, *np.quantile(x, [0.002, 0.998])))
         values.append(x / max(float(x.std()), 1e-12))
+        slower = max(1.0, (own_update_s or update_s) / update_s)
+        spans.append(round(FINE_FACTOR * slower))
     rows = np.array(values)
     # a channel counts by how well it repeats itself
     best = np.array([_autocorrelation(x[None, :], np.ones(1)) for x in rows])
     least = int(LEAST_SAMPLES * FINE_FACTOR)
     weights = np.array([_highest_after_dip(a, least) for a in best]) ** 2 + 1e-6
-    return _Grid(update_s / FINE_FACTOR, rows, weights / weights.sum())
+    return _Grid(update_s / FINE_FACTOR, rows, weights / weights.sum(), tuple(spans))
 
 
 def _finer(x: Array) -> Array:
@@ -494,11 +515,12 @@ class _Likeness:
 
     def __init__(self, grid: _Grid) -> None:
         self._x = grid.values * np.sqrt(grid.weights)[:, None]
-        half = FINE_FACTOR // 2
-        around = sliding_window_view(
-            np.pad(self._x, ((0, 0), (half, half)), mode="edge"), 2 * half + 1, axis=1
-        )
-        self._low, self._high = around.min(axis=2), around.max(axis=2)
+        around = [
+            sliding_window_view(np.pad(x, span // 2, mode="edge"), 2 * (span // 2) + 1)
+            for x, span in zip(self._x, grid.spans, strict=True)
+        ]
+        self._low = np.array([each.min(axis=1) for each in around])
+        self._high = np.array([each.max(axis=1) for each in around])
         self.length = self._x.shape[1]
         lags = np.linspace(LEAST_SAMPLES * FINE_FACTOR, self.length // LEAST_PERIODS, 32).astype(
             int
@@ -509,9 +531,9 @@ class _Likeness:
         """Mean squared difference of every window of the length `lag` and the one `other` (else
         `lag`) later.
 
-        The difference is to the nearest value within half a sensor update, in the direction in
-        which it is smaller: an edge or a peak that falls differently between two updates is not a
-        difference of the iterations.
+        The difference is to the nearest value within half an update of its sensor, in the direction
+        in which it is smaller: an edge or a peak that falls differently between two updates is not
+        a difference of the iterations.
         """
         shift = other or lag
         count = (self.length - max(shift, lag)) // lag
@@ -589,9 +611,11 @@ def _shortest_fold(grid: _Grid, period_s: float) -> float:
     Where a period is no whole number of updates long, consecutive windows are read at different
     places and look different, while every second or third looks the same, if the iteration has
     phases of few updates (short iterations, micro-batches). Folded, the readings of all windows
-    fall between each other and show one curve.
+    fall between each other and show one curve. Of sensors that change at different rates the
+    faster ones count: a slower one is read more than once between its updates.
     """
-    x = grid.values[:, ::FINE_FACTOR] * np.sqrt(grid.weights)[:, None]
+    fast = np.array(grid.spans) < 1.5 * min(grid.spans)
+    x = (grid.values * np.sqrt(grid.weights)[:, None])[fast, ::FINE_FACTOR]
     update_s = grid.step_s * FINE_FACTOR
     length = min(max(math.ceil(3 * period_s / update_s), 24), x.shape[1])
     starts = np.unique(np.linspace(0, x.shape[1] - length, 24).astype(int))
@@ -647,16 +671,15 @@ def _is_alias(telemetry: Telemetry, frequency_hz: float, update_s: float) -> boo
     even = np.arange(t[0], t[-1], update_s)
     held = power[np.clip(np.searchsorted(t, even, side="right") - 1, 0, len(power) - 1)]
     interval = max(update_s, float(np.median(np.diff(at))))
-    # of an alias, the counter shows none of the harmonics that stand out in the readings
+    # all harmonics together, the strong ones most: noise makes a weak one look like either
     count = max(1, int(0.5 / (frequency_hz * interval)))
     harmonics = frequency_hz * np.arange(1, min(count, 64) + 1)
     read = np.array([_amplitude(even, held, f) for f in harmonics])
-    for frequency, amplitude in zip(harmonics, read, strict=True):
-        share = min(float(frequency) * interval, 1.0)
-        least = float(np.sinc(share) + np.sinc(1.0 - share)) / 2 * amplitude
-        if amplitude >= 0.3 * read.max() and _amplitude(at, counted, frequency) >= least:
-            return False
-    return True
+    in_counter = np.array([_amplitude(at, counted, f) for f in harmonics])
+    share = np.minimum(harmonics * interval, 1.0)
+    off_period = np.sum((in_counter - np.sinc(share) * read) ** 2)
+    off_alias = np.sum((in_counter - np.sinc(1.0 - share) * read) ** 2)
+    return bool(off_alias < off_period)
 
 
 def _amplitude(t: Array, x: Array, frequency_hz: float) -> float:

@@ -2,8 +2,8 @@
 
 A job is a list of phases (seconds, power, SM utilisation, memory utilisation). The sensors update
 every so often: power is the mean of the last quarter of the interval (as on A100 and H100,
-arXiv 2312.02741), utilisation the mean of all of it, and the energy counter is the integral. No
-value here was fitted to a recording.
+arXiv 2312.02741), utilisation the mean of all of it or of two, and the energy counter is the
+integral. No value here was fitted to a recording.
 """
 
 from __future__ import annotations
@@ -202,7 +202,6 @@ def _seen(rng: np.random.Generator, job: _Job, update_s: float, *, has_counter: 
     ticks = np.arange(update_s * (1 + rng.random()), boundaries[-1], update_s)
     power = mean(ticks - update_s / 4, ticks, 0)
     power = power + rng.normal(0.0, noise * power.mean(), len(ticks))
-    sm, memory = (mean(ticks - update_s, ticks, which) for which in (1, 2))
     drift = 1 + 0.02 * np.sin(2 * np.pi * ticks / boundaries[-1] * rng.uniform(0.3, 1.5))
     energy = np.interp(ticks, boundaries, integrals[:, 0])
     # some read faster than the sensors change
@@ -214,6 +213,9 @@ def _seen(rng: np.random.Generator, job: _Job, update_s: float, *, has_counter: 
         t = np.arange(ticks[0], ticks[-1], rows_s)
         t = t + np.abs(rng.normal(0.0, 0.02 * rows_s, len(t)))
         index = np.clip(np.searchsorted(ticks, t, side="right") - 1, 0, None)
+    slow = int(rng.choice([1, 2]))  # H100 and H200: utilisation changes half as often as power
+    changed = ticks[np.arange(len(ticks)) // slow * slow]
+    sm, memory = (mean(changed - slow * update_s, changed, which) for which in (1, 2))
     return Telemetry(
         t_s=t,
         power_w=np.round((power * drift)[index], 3),

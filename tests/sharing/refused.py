@@ -17,7 +17,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out")
 parser.add_argument("kind")
 kind = parser.parse_args().kind
-ACCUMULATE = ("no-sync", "no-gradient-sync", "accumulation")
+ACCUMULATE = ("no-sync", "accumulation")
 LATE = ("no-sync-late", "several-loaders-late", "wrapped-late")
 PASSES = 2 if kind in LATE else 1
 
@@ -50,10 +50,10 @@ class Reversed(torch.utils.data.Sampler):
 
 
 net = torch.nn.Linear(4, 1)
-if kind in ("ignored-params", "no-gradient-sync"):
+if kind == "ignored-params":
     from torch.distributed.fsdp import fully_shard
 
-    model = fully_shard(net, ignored_params={net.bias} if kind == "ignored-params" else None)
+    model = fully_shard(net, ignored_params={net.bias})
 elif kind == "fsdp1":
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -119,21 +119,22 @@ def passes():
         yield from batches
 
 
-loss_of = torch.nn.MSELoss(reduction="sum" if "sum-loss" in kind else "mean")
+loss_of = torch.nn.MSELoss()
+source, drawn = passes(), []
 steps = 0
-for step, (x, y) in enumerate(passes()):
+for step, (x, y) in enumerate(iter(lambda: drawn.pop() if drawn else next(source, None), None)):
     if kind == "several-loaders-late" and step == 8:
         x, y = next(iter(DataLoader(data, 4)))
-    if (kind == "no-sync" and step % 2 == 0) or (kind == "no-sync-late" and step == 8):
+    waits = (kind in ACCUMULATE and step % 2 == 0) or (kind == "no-sync-late" and step == 8)
+    if waits and kind != "accumulation":
         with model.no_sync():
             loss_of(model(x), y).backward()
-    elif kind == "sum-loss-from-autograd":
-        torch.autograd.backward([loss_of(model(x), y)])
     else:
-        if kind == "no-gradient-sync":
-            model.set_requires_gradient_sync(step % 2 == 1)
-        loss_of(model(x), y).backward()
-    if kind in ACCUMULATE and step % 2 == 0:
+        loss = loss_of(model(x), y)
+        if kind == "drawn-before-backward":
+            drawn.append(next(source, None))
+        loss.backward()
+    if waits:
         continue
     if kind == "drawn-ahead":
         another.step()
@@ -142,6 +143,7 @@ for step, (x, y) in enumerate(passes()):
     steps += 1
     if step == 16 * PASSES - 1:
         break
+steps += kind == "no-sync-late"
 assert steps == (8 if kind in (*ACCUMULATE, "own-sampler") else 16 * PASSES)
 dist.destroy_process_group()
 print(ENDED, file=sys.stderr, flush=True)

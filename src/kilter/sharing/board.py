@@ -376,6 +376,7 @@ class Board:
                     alone_source=source,
                     ratios=self._ratios(status),
                     cost=cost,
+                    note=status.facts.note,
                     energy_j=self.energy.of_job(self._name(slot)),
                 )
             )

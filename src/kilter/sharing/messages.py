@@ -41,6 +41,8 @@ class Facts(msgspec.Struct, frozen=True):
     total_steps: int | None
     min_samples: int
     may_idle: bool
+    note: str | None = None
+    """What its user should know of its gradients."""
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -97,6 +99,7 @@ class JobSummary(msgspec.Struct, frozen=True):
     """By GPU of the machine."""
     cost: JobCost | None = None
     """As fitted so far."""
+    note: str | None = None
     energy_j: float | None = None
     """The job's part of what the meters of its GPUs have counted."""
 

@@ -420,4 +420,5 @@ def table(summary: Summary) -> str:
             f"{job.name:<{width}}  {job.state:<7}  {job.iteration:>9}  {show_time(job.step_s):<8}  "
             f"{slow:<9}  {show_energy(job.energy_j):<8}  {shown(job.ratios)}"
         )
+    lines += [f"{job.name}: {job.note}" for job in summary.jobs if job.note is not None]
     return "\n".join([*lines, "", *summary.decisions])

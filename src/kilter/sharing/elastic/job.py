@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import itertools
+import math
 import pickle
 import time
 import weakref
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kilter.core.reasons import Reason
 from kilter.observe import torch_internals
 from kilter.sharing.elastic.groups import MOST_RANKS_WITH_IDLE, Groups, Reduction
+from kilter.sharing.elastic.losses import UNSEEN, Losses, tensors_in, watch_losses
 from kilter.sharing.elastic.meter import Guard
 from kilter.sharing.elastic.replicas import Replicas
 from kilter.sharing.elastic.schedule import GlobalBatches, Index
-from kilter.sharing.elastic.sharded import is_sharded, reduces, sharding_flaw
+from kilter.sharing.elastic.sharded import is_sharded, sharding_flaw
 from kilter.sharing.elastic.share import POLL_S, Share, listening_store, own_address
 from kilter.sharing.elastic.state import RankState
 from kilter.sharing.elastic.votes import Votes
@@ -37,8 +39,8 @@ WARM_UP_STEPS = 2
 _SEES_NO_MODEL_AFTER = 3
 
 _ACCUMULATED = (
-    "gradients are accumulated under no_sync() or set_requires_gradient_sync(False), over batches "
-    "of fixed shares; use a larger batch_size instead"
+    "gradients are accumulated over several batches, of which a rank without samples would miss "
+    "some; leave --idle-ranks (idle_ranks=True) out, or use a larger batch_size"
 )
 _SEVERAL_LOADERS = (
     "the model trains on batches of several DataLoaders side by side; use one at a time, over a "
@@ -88,7 +90,9 @@ class ElasticJob:
         self._votes = Votes()
         self._hosted: TCPStore | None = None
         self._hooks: list[Any] = []
-        self._synced = self._unsynced = 0
+        self._forwards = self._synced = 0
+        self._waiting: set[Any] = set()
+        """Models whose latest backward pass has left its gradients unsummed (`no_sync()`)."""
         self.steps = 0
         self.source: _Pass | None = None
         """The pass that has handed out the latest batch; None for a loader that has no shares."""
@@ -96,6 +100,8 @@ class ElasticJob:
         """Those that have begun and not ended."""
         self.divided: _Pass | None = None
         """The latest one whose batches follow the schedule."""
+        self.losses = Losses(say)
+        self._told_uneven = False
 
     def sure(self, function: Callable[..., T], *args: Any) -> T:
         """A step that the other ranks rely on. After an error of ours it is run a second time: it
@@ -108,6 +114,8 @@ class ElasticJob:
     def watch(self, model: DistributedDataParallel | FSDPModule) -> None:
         """A model of the script, before its first step. `fully_shard` is applied to the parts of a
         model before the whole: then the whole takes their place."""
+        if not self._hooks and self.refused is None:
+            watch_losses(lambda losses: self.guard.ask(self._look_at, losses) == [True])
         parts: list[Any] = list(model.modules())
         self.models = [m for m in self.models if not any(m is part for part in parts)]
         self.models.append(model)
@@ -117,37 +125,89 @@ class ElasticJob:
         def forward(model: Any, _: object) -> None:
             self.guard.run(self._forward, model)
 
+        def done(model: Any, _: object, output: object) -> None:
+            self.guard.run(self._done, model, output)
+
         self._hooks.append(model.register_forward_pre_hook(forward))
+        self._hooks.append(model.register_forward_hook(done))
 
     def _forward(self, model: Any) -> None:
-        import torch
-
-        if not (model.training and torch.is_grad_enabled()):
+        if not self._is_trained(model):
             return
-        synced = reduces(model) if is_sharded(model) else model.require_backward_grad_sync
-        as_divided = self.share is not None and self.share.divides and self.source is self.divided
-        if as_divided and synced:
+        if not is_sharded(model):
+            keep = self._waiting.discard if model.require_backward_grad_sync else self._waiting.add
+            keep(model)
+        if self._as_divided() or not any(model is known for known in self.models):
             return
-        if not any(model is known for known in self.models):
-            return
-        self._tell_unweighted(as_divided)
+        self._tell_unweighted()
         if self.source is not None:
             self.source.forwards += 1
-        if synced:
-            self._synced += 1
-        else:
-            self._unsynced += 1
+        self._forwards += 1
+        self._synced += model not in self._waiting
 
-    def _tell_unweighted(self, as_divided: bool) -> None:
+    def _done(self, model: Any, output: object) -> None:
+        """After a forward pass: a batch counts as trained once its backward pass has begun."""
+        if self.source is None or self._as_divided() or not self._is_trained(model):
+            return
+        self.losses.outputs += (new := [t for t in tensors_in(output) if t.requires_grad])
+        if new:
+            new[0].register_hook(lambda gradient: self._began_backward())
+        else:
+            self.source.backwards += 1
+
+    def _began_backward(self) -> None:
+        if self.source is not None:
+            self.source.backwards += 1
+
+    def _look_at(self, losses: list[Any]) -> bool:
+        """Before a backward pass: what the loss is. Whether the next is to be looked at as well."""
+        share, this = self.share, self.source
+        if self.refused is not None or (share is not None and not self.losses.have_sums):
+            return False
+        if this is None:
+            return True
+        if share is None:
+            if (flaw := self.losses.look(losses, this.samples, self._scale())) is not None:
+                self.refuse("loss-of-batches", flaw)
+        elif self._as_divided():
+            self.losses.weigh_sums(losses, this.samples, self._scale(), share.sum_factor())
+        return True
+
+    def _scale(self) -> float:
+        """Of the script's gradient scalers."""
+        scales = [s.get_scale() for s in self.others if hasattr(s, "get_scale") and s.is_enabled()]
+        return float(math.prod(scales))
+
+    def begins(self, iteration: int) -> None:
+        """Says once that the shards are no longer those of the script, if that may be wrong."""
+        assert self.share is not None
+        if not self._told_uneven and self.share.differs(iteration):
+            self._told_uneven = True
+            if self.losses.unknown:
+                self.say(f"from here on the shares of the ranks are uneven: {UNSEEN}")
+
+    def _is_trained(self, model: Any) -> bool:
+        import torch
+
+        return bool(model.training and torch.is_grad_enabled())
+
+    def _as_divided(self) -> bool:
+        """Whether the batch that the script has is one of the schedule."""
+        return self.share is not None and self.share.divides and self.source is self.divided
+
+    def _tell_unweighted(self) -> None:
         """The model trains on a batch whose part of the gradient is not that of the schedule."""
         if self.share is None:
             return
-        if as_divided:
-            self._stop_sharing(_ACCUMULATED)
-        elif self.share.divides:
+        if self.share.divides:
             self._stop_sharing(_SEVERAL_LOADERS)
         elif self.source is self.divided and self.share.schedule.ratios():
             self._stop_sharing(_REPEATED)
+
+    def divided_batch_ended(self, stepped: bool) -> None:
+        """A rank that comes back in the middle of an accumulation lacks what was summed up."""
+        if self._may_idle and not stepped and not self._scales():
+            self._stop_sharing(_ACCUMULATED)
 
     def _stop_sharing(self, why: str) -> None:
         """The ranks agree on that when the next pass begins, and train as without kilter then."""
@@ -156,7 +216,12 @@ class ElasticJob:
         self._broken = why
         self.share.hold()
         if self.share.divides or why is _REPEATED:
-            self.say(f"{why}; until the next pass these are not weighted by their samples")
+            until = (
+                "the data ratio stays as it is"
+                if why is _ACCUMULATED
+                else "these are not weighted by their samples"
+            )
+            self.say(f"{why}; until the next pass {until}")
 
     def stepped(self, optimizer: Any) -> None:
         if not any(optimizer is known for known in self.optimizers):
@@ -218,47 +283,43 @@ class ElasticJob:
                 before = self._synced + 2**60
 
     def marks(self) -> tuple[int, int, int]:
-        """Forward passes with and without gradient reduction, and optimizer steps, so far."""
-        return self._synced, self._unsynced, self.steps
+        """Forward passes, those with gradient reduction, and optimizer steps, so far."""
+        return self._forwards, self._synced, self.steps
 
     def trains(self, this: _Pass, since: tuple[int, int, int], batches: int) -> bool:
         """Whether the pass trains a model whose shares may change now. Says what hinders."""
         if self.refused is not None:
             return False
-        synced, unsynced, steps = (a - b for a, b in zip(self.marks(), since, strict=True))
-        mixed = synced + unsynced > this.forwards or (
-            synced > 0
+        forwards, synced, steps = (a - b for a, b in zip(self.marks(), since, strict=True))
+        mixed = forwards > this.forwards or (
+            forwards > 0
             and any(each.forwards for each in self.passes if each.loader is not this.loader)
         )
         if mixed and self.share is None:
             self.refuse("several-loaders", _SEVERAL_LOADERS)
         if mixed or batches < WARM_UP_STEPS:
             return False
-        every_batch = min(this.trained, this.stepped + batches * self._scales()) >= batches
+        accumulates = this.stepped < batches and not self._scales()
+        may_idle = self._may_idle and not any(map(is_sharded, self.models))
         if self.share is not None:  # the script has made another loader
-            return synced >= WARM_UP_STEPS and steps > 0 and not unsynced and every_batch
+            every_batch = this.trained >= batches and not (accumulates and may_idle)
+            return synced >= WARM_UP_STEPS and steps > 0 and every_batch
         if not self.models and steps and batches >= _SEES_NO_MODEL_AFTER:
             self.refuse(
                 "no-ddp",
                 "the model is not wrapped in torch.nn.parallel.DistributedDataParallel; wrap it, "
                 "or use fully_shard, or the ranks train by themselves",
             )
-        elif unsynced and synced + unsynced:
-            self.refuse("accumulation", _ACCUMULATED)
-        elif synced >= WARM_UP_STEPS and not every_batch:
-            if this.trained < batches:
-                self.refuse(
-                    "drawn-ahead",
-                    "a batch is drawn before the optimizer has stepped on the one before it, or "
-                    "left out; draw each batch after the step on the last, and train on all",
-                )
-            elif steps:
-                self.refuse(
-                    "accumulation",
-                    "gradients are accumulated: there are fewer optimizer steps than batches; use "
-                    "a larger batch_size instead",
-                )
+        elif synced >= WARM_UP_STEPS and this.trained < batches:
+            self.refuse(
+                "drawn-ahead",
+                "a batch is drawn before the backward pass of the one before it, or left out; draw "
+                "each batch after the step on the last, and train on all",
+            )
         elif synced >= WARM_UP_STEPS and steps > 0:
+            if accumulates and may_idle:
+                self.refuse("accumulation", _ACCUMULATED)
+                return False
             if not is_repeated(this.iterator()):
                 return True
             self.refuse("repeated", _REPEATED)
@@ -309,7 +370,7 @@ class ElasticJob:
         self.sure(groups.make)
         host, port_of_store = where[0].split()
         share = Share(
-            Replicas(self.models, Reduction(whole), groups),
+            Replicas(self.models, Reduction(whole), groups, self._waiting),
             state,
             groups,
             control,
@@ -361,7 +422,9 @@ class ElasticJob:
             return
         fewest = self._min_samples or (2 if self._has_batch_norm() else 1)
         world = self.share.world
-        self.facts = Facts(world, global_batch, self._total_steps, fewest, self._may_idle)
+        self.facts = Facts(
+            world, global_batch, self._total_steps, fewest, self._may_idle, self.losses.note
+        )
         self.guard.run(self._attached, self)
 
     def _idle_is_possible(self) -> bool:
@@ -476,10 +539,12 @@ class _Pass:
         self._own: Iterator[Any] = iter(())
         self._share: Share | None = None
         """Once the pass is divided."""
-        self.forwards = self.trained = self.stepped = 0
-        """Of models, to train them, on its batches; batches after which there was one, or a step,
-        before the next batch was drawn."""
+        self.forwards = self.backwards = self.trained = self.stepped = 0
+        """Passes of models, to train them, on its batches; batches after which a backward pass had
+        begun, or there was a step, before the next batch was drawn."""
         self._before = 0, 0
+        self.samples = 0
+        """Of the latest batch."""
         self.iterator: Callable[[], object] = lambda: None
         """What the script iterates over, if it has it still."""
         self._number = 0
@@ -502,8 +567,9 @@ class _Pass:
                 for batch in self._one_stretch(loader, first):
                     if self._share is not None:
                         job.sure(self._advance, self._handed[0][0])
-                    self._handed.popleft()
+                    self.samples = len(self._handed.popleft()[1])
                     job.source = self
+                    job.losses.next_batch()
                     yield batch
                     count += 1
                     self._end(since, count)
@@ -570,15 +636,17 @@ class _Pass:
         assert self._share is not None
         while self._begun <= iteration:
             self._share.begin(self._begun)
+            self._job.guard.run(self._job.begins, self._begun)
             self._begun += 1
 
     def _end(self, since: tuple[int, int, int], count: int) -> None:
         job = self._job
-        forwards, steps = self._before
-        self.trained += self.forwards > forwards
+        backwards, steps = self._before
+        self.trained += self.backwards > backwards
         self.stepped += job.steps > steps
-        self._before = self.forwards, job.steps
+        self._before = self.backwards, job.steps
         if self._share is not None:
+            job.guard.run(job.divided_batch_ended, job.steps > steps)
             job.sure(self._share.end, self._begun - 1)
         elif job.refused is None and job.guard.ask(job.trains, self, since, count) == [True]:
             self.loader._kilter_trains = True

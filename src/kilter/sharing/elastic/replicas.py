@@ -3,13 +3,14 @@ the other active ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Container, Sequence
 from typing import Any
 
 from kilter.sharing.elastic.groups import Groups, Reduction
 from kilter.sharing.elastic.meter import Guard, Meter
 from kilter.sharing.elastic.schedule import active
-from kilter.sharing.elastic.sharded import is_sharded, weigh
+from kilter.sharing.elastic.sharded import is_sharded, waiting_gradients, weigh
 from kilter.sharing.elastic.state import Buffers
 
 
@@ -18,8 +19,11 @@ class Replicas:
     that over the samples. A hook that weights gradients is registered before the first iteration in
     which that is not so, by all ranks; DDP has no way to take it out again."""
 
-    def __init__(self, models: Sequence[Any], reduction: Reduction, groups: Groups) -> None:
-        self._reduction, self._groups = reduction, groups
+    def __init__(
+        self, models: Sequence[Any], reduction: Reduction, groups: Groups, waiting: Container[Any]
+    ) -> None:
+        """`waiting`: the models that have gradients of batches before, not yet summed up."""
+        self._reduction, self._groups, self._waiting = reduction, groups, waiting
         self._replicated = [model for model in models if not is_sharded(model)]
         self._sharded = [model for model in models if is_sharded(model)]
         self._unhooked = list(self._replicated)
@@ -54,7 +58,9 @@ class Replicas:
 
     def train_plainly(self) -> None:
         """All ranks count alike."""
+        before = self._reduction.weight
         self._reduction.plain()
+        self._keep_weight_of_waiting(before)
         self._count((), even=True)
 
     def begin(self, counts: Sequence[int], rank: int) -> None:
@@ -69,8 +75,21 @@ class Replicas:
                 self._reduction, lambda reduction, bucket: reduction(bucket)
             )
             self._unhooked.pop()
+        before = self._reduction.weight
         self._reduction.weigh(self._groups.of(active(counts)), counts[rank] / sum(counts))
+        self._keep_weight_of_waiting(before)
         self._count(counts, even)
+
+    def _keep_weight_of_waiting(self, before: float) -> None:
+        """Gradients that are accumulated are summed up with those of a later batch, by its weight:
+        then each still counts by that of its own."""
+        if self._reduction.weight in (before, 0.0):
+            return
+        gradients = [p.grad for m in self._replicated if m in self._waiting for p in m.parameters()]
+        gradients += itertools.chain.from_iterable(map(waiting_gradients, self._sharded))
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.mul_(before / self._reduction.weight)
 
     def _count(self, counts: Sequence[int], even: bool) -> None:
         self._counts, self._even = counts, even

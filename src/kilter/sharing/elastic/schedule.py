@@ -79,6 +79,10 @@ class GlobalBatches:
         """Samples of the global batch."""
         return sum(map(len, self._parts(iteration)))
 
+    def drawn(self, iteration: int) -> int:
+        """Samples that the ranks would have taken without kilter, together."""
+        return sum(len(batches[iteration - self._first]) for batches in self._drawn)
+
     def counts(self, iteration: int, ratios: Ratios | None) -> tuple[int, ...]:
         if self._plain(iteration, ratios):
             return tuple(len(batches[iteration - self._first]) for batches in self._drawn)

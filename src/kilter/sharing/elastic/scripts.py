@@ -24,7 +24,6 @@ def find_in_script(job: ElasticJob) -> None:
         _after_init(kind, functools.partial(job.guard.run, found))
     after_import("torch.distributed.fsdp", lambda: _watch_sharding(job)).install()
     _watch_steps(job)
-    _watch_losses(job)
     _replace_iteration(job)
 
 
@@ -73,79 +72,6 @@ def _watch_steps(job: ElasticJob) -> None:
         job.guard.run(job.stepped, optimizer)
 
     register_optimizer_step_post_hook(stepped)
-
-
-def _watch_losses(job: ElasticJob) -> None:
-    """Look at the losses of the first steps: a sum over samples cannot be divided."""
-    import torch
-
-    backward = torch.autograd.backward  # `Tensor.backward` calls it as well
-
-    told = False
-
-    def look(losses: object) -> None:
-        nonlocal told
-        nodes = [
-            getattr(loss, "grad_fn", None)
-            for loss in (losses if isinstance(losses, list | tuple) else [losses])
-        ]
-        if any(map(loss_is_sum, nodes)):
-            job.refuse(
-                "sum-loss",
-                "the loss is a sum over the samples of a batch; use the mean (reduction='mean')",
-            )
-        elif not told and any(map(loss_divides_by_weights, nodes)):
-            told = True
-            job.say(
-                "the loss is divided by the weights of its targets (ignore_index, weight), not by "
-                "their number: as with DDP itself, gradients depend on which rank has which samples"
-            )
-
-    @functools.wraps(backward)
-    def watched(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if job.share is None and job.refused is None:
-            job.guard.run(look, tensors)
-        if job.share is not None or job.refused is not None:
-            torch.autograd.backward = backward
-        backward(tensors, *args, **kwargs)
-
-    torch.autograd.backward = watched
-
-
-_SUM = 2
-"""`reduction='sum'` in what autograd saves of a loss."""
-
-
-def loss_is_sum(node: Any) -> bool:
-    """Whether the graph of a loss begins with a sum over samples."""
-    return any(
-        getattr(each, "_saved_reduction", None) == _SUM
-        or (type(each).__name__.startswith("SumBackward") and not getattr(each, "_saved_dim", None))
-        for each in _beginning(node)
-    )
-
-
-def loss_divides_by_weights(node: Any) -> bool:
-    """Whether a mean of a cross entropy is over something else than the number of its targets."""
-    return any(
-        hasattr(each, "_saved_total_weight")
-        and float(each._saved_total_weight) != each._saved_target.numel()
-        for each in _beginning(node)
-    )
-
-
-def _beginning(node: Any) -> Iterator[Any]:
-    """The nodes with which the graph of a loss begins. Factors and added terms are followed; a
-    quotient is not, because `loss.sum() / len(batch)` is a mean."""
-    pending, seen = [node], 0
-    while pending and seen < 64:
-        node, seen = pending.pop(), seen + 1
-        if node is None:
-            continue
-        yield node
-        name = type(node).__name__
-        if name.startswith(("MulBackward", "AddBackward", "ToCopyBackward", "NegBackward")):
-            pending += [parent for parent, _ in node.next_functions]
 
 
 def _replace_iteration(job: ElasticJob) -> None:

@@ -7,7 +7,7 @@ without samples would stop the others: the data ratio of every rank is 1 to 10.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kilter.sharing.elastic.groups import Reduction
@@ -24,9 +24,12 @@ def is_sharded(model: Any) -> bool:
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
-def reduces(model: FSDPModule) -> bool:
-    """Whether the next backward pass sums the gradients of the ranks up."""
-    return all(group.reduce_grads for module in _modules(model) for group in _groups(module))
+def waiting_gradients(model: FSDPModule) -> Iterator[torch.Tensor | None]:
+    """Those that `set_requires_gradient_sync(False)` has left unsummed."""
+    for module in _modules(model):
+        for parameter in (each for group in _groups(module) for each in group.fsdp_params):
+            yield parameter.unsharded_accumulated_grad
+            yield getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
 
 
 def sharding_flaw(

@@ -90,6 +90,13 @@ class Share:
         """No further change of the data ratio, on any rank."""
         self.store.set(HELD, "1")
 
+    def sum_factor(self) -> float:
+        """Of the gradient of a sum over the rank's samples in this iteration: weighted by samples,
+        it is then what it would be without kilter, DDP's mean of the ranks' sums."""
+        assert self._batches is not None
+        own: int = self.counts(self.iteration)[self.rank]
+        return float(self._batches.drawn(self.iteration) / (self.world * own))
+
     def _publish(self, status: RankStatus) -> None:
         self.store.set(f"status/{self.rank}", msgspec.json.encode(status))
 
@@ -133,6 +140,11 @@ class Share:
         if ratios is not None and ratios[self.rank] == 0:
             return None
         return self._batches.mine(iteration, ratios, self.rank)
+
+    def differs(self, iteration: int) -> bool:
+        """Whether the ranks have other numbers of samples than without kilter."""
+        assert self._batches is not None
+        return self.counts(iteration) != self._batches.counts(iteration, None)
 
     def begin(self, iteration: int) -> None:
         """The rank has samples in this iteration, or had some in the one before."""

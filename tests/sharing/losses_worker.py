@@ -47,6 +47,8 @@ LOSSES = {
     "contrastive": lambda out, y, net: cross_entropy(out @ out.T, torch.arange(len(y))),
     "negatives from the batch": lambda out, y, net: cross_entropy(out @ y.T, torch.arange(len(y))),
 }
+WITHIN = ("in the model, beside outputs", "in the model, alone")
+"""The loss is computed, and returned, by the model."""
 ACCUMULATED = {
     # How many batches make a step, from which on, and whether the others are not summed up.
     "accumulated": (2, 0, True),
@@ -56,6 +58,17 @@ ACCUMULATED = {
 }
 
 
+class WithLoss(torch.nn.Module):
+    def __init__(self, net, alone):
+        super().__init__()
+        self.net, self.alone = net, alone
+
+    def forward(self, x, y):
+        out = self.net(x)
+        loss = mse_loss(out, y)
+        return loss if self.alone else {"logits": out, "loss": loss}
+
+
 def train(kind, shared):
     """Parameters and, for each step, loss and samples of this rank; changes; what was said."""
     torch.manual_seed(0)
@@ -63,7 +76,11 @@ def train(kind, shared):
     data = TensorDataset(torch.randn(220, 4), torch.randn(220, 3))
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
     sharded = kind.startswith("sharded")
-    model = fully_shard(net) if sharded else DistributedDataParallel(net)
+    if kind in WITHIN:
+        whole = WithLoss(net, kind.endswith("alone"))
+        model = DistributedDataParallel(whole, find_unused_parameters=True)
+    else:
+        model = fully_shard(net) if sharded else DistributedDataParallel(net)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=1e-3 if kind == "sum" else 0.02, momentum=0.9
     )
@@ -85,7 +102,11 @@ def train(kind, shared):
                 model.set_requires_gradient_sync(last)
             waits = unsynced and not last and not sharded
             with model.no_sync() if waits else nullcontext():
-                loss = LOSSES.get(kind, lambda out, y, net: mse_loss(out, y))(model(x), y, net)
+                if kind in WITHIN:
+                    out = model(x, y)
+                    loss = out["loss"] if isinstance(out, dict) else out
+                else:
+                    loss = LOSSES.get(kind, lambda out, y, net: mse_loss(out, y))(model(x), y, net)
                 torch.autograd.backward([loss if batch < begin else loss / of_step])
             if last:
                 optimizer.step()
@@ -108,7 +129,7 @@ def curve(steps):
 
 def worker(rank, out):
     found = {}
-    for kind in (*LOSSES, *ACCUMULATED):
+    for kind in (*LOSSES, *WITHIN, *ACCUMULATED):
         alone, steps_alone, _, _ = train(kind, False)
         parameters, steps, changes, said = train(kind, True)
         pairs = zip(curve(steps_alone), curve(steps), strict=True)

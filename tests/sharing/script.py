@@ -9,7 +9,9 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 parser = argparse.ArgumentParser()
@@ -23,6 +25,7 @@ parser.add_argument("--drop-last", action="store_true")
 parser.add_argument("--batch-norm", action="store_true")
 parser.add_argument("--sharded", action="store_true", help="by fully_shard instead of DDP")
 parser.add_argument("--halves", action="store_true", help="two models, each in a DDP of its own")
+parser.add_argument("--zero", action="store_true", help="optimizer state divided among the ranks")
 parser.add_argument("--break-after", type=int)
 parser.add_argument("--loader-per-epoch", action="store_true")
 parser.add_argument("--sleep", type=float, default=0.0)
@@ -58,7 +61,11 @@ def whole(parameter):
     return parameter.full_tensor() if args.sharded else parameter.detach()
 
 
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+if args.zero:
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2)
+else:
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.7)
 if args.sampler == "distributed":
     sampler = DistributedSampler(data, shuffle=True, drop_last=args.drop_last)
@@ -80,6 +87,8 @@ for epoch in range(args.epochs):
         loss.backward()
         optimizer.step()
         scheduler.step()
+        if not args.sharded:
+            averaged.update_parameters(net)
         losses.append(loss.item())
         seen.append(index.tolist())
         if args.sleep:
@@ -94,6 +103,7 @@ for epoch in range(args.epochs):
 
 result = {
     "parameters": torch.cat([whole(p).reshape(-1) for p in net.parameters()]).tolist(),
+    "averaged": torch.cat([whole(p).reshape(-1) for p in averaged.parameters()]).tolist(),
     "buffers": [b.flatten().tolist() for b in net.buffers()],
     "lr": optimizer.param_groups[0]["lr"],
     "losses": losses,

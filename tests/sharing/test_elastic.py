@@ -35,6 +35,7 @@ def test_any_ratios_train_as_without_kilter(warm, tmp_path, plain):
     assert [ratios for _, ratios in agreed[1:]] == PLAN
     assert difference(ranks[0]["parameters"], plain[0]["parameters"]) < 1e-5
     assert all(rank["parameters"] == ranks[0]["parameters"] for rank in ranks)
+    assert all(difference(rank["averaged"], plain[0]["averaged"]) < 1e-5 for rank in ranks)
     assert samples_of_epoch(ranks) == samples_of_epoch(plain)
     assert {rank["lr"] for rank in ranks} == {plain[0]["lr"]}
     assert all(stale == 0.0 for rank in ranks for stale in rank["stale"])
@@ -100,3 +101,11 @@ def test_batch_norm_statistics_are_those_of_the_global_batch(warm, tmp_path):
     # The shards normalise by themselves, as under any DDP: close, and not the same.
     assert difference(ranks[0]["parameters"], alone[0]["parameters"]) < 0.2
     assert difference(ranks[0]["buffers"][0], alone[0]["buffers"][0]) < 0.2
+
+
+def test_ranks_that_share_an_optimizer_are_never_without_samples(warm, tmp_path):
+    arguments = ("--zero", "--samples", "120")
+    alone, _ = train(warm, 2, tmp_path / "alone", None, *arguments)
+    ranks, told = train(warm, 2, tmp_path / "shared", [[7, 3], [4, 6]], *arguments)
+    assert "never without samples: that is not possible with ZeroRedundancyOptimizer" in told
+    assert difference(ranks[0]["parameters"], alone[0]["parameters"]) < 1e-5

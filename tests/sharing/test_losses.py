@@ -51,6 +51,7 @@ def kinds(tmp_path_factory):
         "mean, then sum",
         "weight decay",
         "smoothed",
+        "in the model, beside outputs",
         "accumulated",
         "accumulated later",
         "accumulated later, summed up each time",
@@ -80,6 +81,7 @@ def test_a_loss_between_the_samples_of_a_batch_is_refused(kinds, kind):
     ("kind", "sentence"),
     [
         ("weighted", "divided by the weights of its targets (ignore_index, weight, a count of"),
+        ("in the model, alone", "whether the loss is one cannot be seen: if it is none, start the"),
         ("largest", "from here on the shares of the ranks are uneven: gradients are weighted as"),
     ],
 )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import itertools
-import math
 import pickle
 import time
 import weakref
@@ -129,7 +128,7 @@ class ElasticJob:
             self.guard.run(self._done, model, output)
 
         self._hooks.append(model.register_forward_pre_hook(forward))
-        self._hooks.append(model.register_forward_hook(done))
+        self._hooks.append(getattr(model, "module", model).register_forward_hook(done))
 
     def _forward(self, model: Any) -> None:
         if not self._is_trained(model):
@@ -142,41 +141,32 @@ class ElasticJob:
         self._tell_unweighted()
         if self.source is not None:
             self.source.forwards += 1
+            self.source.backwards += self.share is not None  # after the first steps it is believed
         self._forwards += 1
         self._synced += model not in self._waiting
 
     def _done(self, model: Any, output: object) -> None:
-        """After a forward pass: a batch counts as trained once its backward pass has begun."""
-        if self.source is None or self._as_divided() or not self._is_trained(model):
-            return
-        self.losses.outputs += (new := [t for t in tensors_in(output) if t.requires_grad])
-        if new:
-            new[0].register_hook(lambda gradient: self._began_backward())
-        else:
-            self.source.backwards += 1
-
-    def _began_backward(self) -> None:
-        if self.source is not None:
-            self.source.backwards += 1
+        if self.share is None and self.source is not None and self._is_trained(model):
+            self.losses.outputs += [t for t in tensors_in(output) if t.requires_grad]
 
     def _look_at(self, losses: list[Any]) -> bool:
         """Before a backward pass: what the loss is. Whether the next is to be looked at as well."""
-        share, this = self.share, self.source
-        if self.refused is not None or (share is not None and not self.losses.have_sums):
+        this = self.source
+        if self.refused is not None or (self.share is not None and not self.losses.have_sums):
             return False
-        if this is None:
-            return True
-        if share is None:
+        if this is not None and self.share is None:
+            this.backwards += 1
             if (flaw := self.losses.look(losses, this.samples, self._scale())) is not None:
                 self.refuse("loss-of-batches", flaw)
-        elif self._as_divided():
-            self.losses.weigh_sums(losses, this.samples, self._scale(), share.sum_factor())
+        elif this is not None and self.share is not None and self._as_divided():
+            factor = self.share.sum_factor()
+            self.losses.weigh_sums(losses, this.samples, self._scale(), factor)
         return True
 
     def _scale(self) -> float:
-        """Of the script's gradient scalers."""
-        scales = [s.get_scale() for s in self.others if hasattr(s, "get_scale") and s.is_enabled()]
-        return float(math.prod(scales))
+        """That of the script's gradient scaler."""
+        scales = (s.get_scale() for s in self.others if hasattr(s, "get_scale") and s.is_enabled())
+        return float(next(scales, 1.0))
 
     def begins(self, iteration: int) -> None:
         """Says once that the shards are no longer those of the script, if that may be wrong."""
@@ -216,12 +206,8 @@ class ElasticJob:
         self._broken = why
         self.share.hold()
         if self.share.divides or why is _REPEATED:
-            until = (
-                "the data ratio stays as it is"
-                if why is _ACCUMULATED
-                else "these are not weighted by their samples"
-            )
-            self.say(f"{why}; until the next pass {until}")
+            right = "the data ratio stays as it is", "these are not weighted by their samples"
+            self.say(f"{why}; until the next pass {right[why is not _ACCUMULATED]}")
 
     def stepped(self, optimizer: Any) -> None:
         if not any(optimizer is known for known in self.optimizers):
@@ -314,7 +300,8 @@ class ElasticJob:
             self.refuse(
                 "drawn-ahead",
                 "a batch is drawn before the backward pass of the one before it, or left out; draw "
-                "each batch after the step on the last, and train on all",
+                "each batch after the step on the last, and train on all (with Accelerate: leave "
+                "the DataLoader out of prepare(), and give it a DistributedSampler)",
             )
         elif synced >= WARM_UP_STEPS and steps > 0:
             if accumulates and may_idle:
@@ -438,19 +425,18 @@ class ElasticJob:
             return False
         if not self._may_idle:
             return False
+        never = None
         if _world() > MOST_RANKS_WITH_IDLE:
-            self.say(
-                f"ranks of this job are never without samples: that needs {MOST_RANKS_WITH_IDLE} "
-                "ranks or fewer"
+            never = f"needs {MOST_RANKS_WITH_IDLE} ranks or fewer"
+        elif any(model.find_unused_parameters or model.static_graph for model in self.models):
+            never = "is not possible with find_unused_parameters or static_graph"
+        elif any(hasattr(each, "consolidate_state_dict") for each in self.optimizers):
+            never = (
+                "is not possible with ZeroRedundancyOptimizer, in whose steps all ranks take part"
             )
-            return False
-        if any(model.find_unused_parameters or model.static_graph for model in self.models):
-            self.say(
-                "ranks of this job are never without samples: that is not possible with "
-                "find_unused_parameters or static_graph"
-            )
-            return False
-        return True
+        if never is not None:
+            self.say(f"ranks of this job are never without samples: that {never}")
+        return never is None
 
     def _model_flaw(self) -> tuple[str, str] | None:
         for model in self.models:
@@ -540,8 +526,8 @@ class _Pass:
         self._share: Share | None = None
         """Once the pass is divided."""
         self.forwards = self.backwards = self.trained = self.stepped = 0
-        """Passes of models, to train them, on its batches; batches after which a backward pass had
-        begun, or there was a step, before the next batch was drawn."""
+        """Passes of models, to train them, on its batches; batches after which there was a backward
+        pass, or a step, before the next batch was drawn."""
         self._before = 0, 0
         self.samples = 0
         """Of the latest batch."""

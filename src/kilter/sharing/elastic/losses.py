@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -80,13 +81,9 @@ class Losses:
         if SUM in kinds:
             self._sums[self._passes] = samples, _sizes(found, scale)
         self._passes += 1
-        self._tell(kinds - {SUM})
         self._looks += 1
-        if self._looks > _MOST_LOOKS:
-            return None
-        mixes = mixes_samples(losses, self.outputs, samples)
-        if mixes is None:
-            self._tell({UNKNOWN})
+        mixes = self._looks <= _MOST_LOOKS and mixes_samples(losses, self.outputs, samples)
+        self._tell(kinds - {SUM} | ({UNKNOWN} if mixes is None else set()))
         of_batch = any(_has_classes_of_batch(node, self.outputs, samples) for node in data)
         return _OF_BATCHES if mixes or of_batch else None
 
@@ -101,12 +98,11 @@ class Losses:
         before, sizes = self._sums.get(number, (samples, []))
         found = [term for loss in losses for term in terms(loss)]
         if number not in self._scaled and samples != before:
-            grown = [
-                b / a if a and b else 1.0 for a, b in zip(sizes, _sizes(found, scale), strict=False)
-            ]
+            pairs = zip(sizes, _sizes(found, scale), strict=False)
+            grown = [now / then if then and now else 1.0 for then, now in pairs]
             self._scaled[number] = [math.isclose(g, samples / before, rel_tol=1e-4) for g in grown]
-            as_means = [math.isclose(g, 1.0, rel_tol=1e-4) for g in grown]
-            if any(not (a or b) for a, b in zip(self._scaled[number], as_means, strict=True)):
+            means = [math.isclose(g, 1.0, rel_tol=1e-4) for g in grown]
+            if not all(map(operator.or_, self._scaled[number], means)):
                 self._tell({BY_WEIGHTS})
         for (node, _), is_sum in zip(found, self._scaled.get(number, []), strict=False):
             if is_sum and factor != 1.0:
@@ -147,16 +143,18 @@ def watch_losses(seen: Callable[[list[torch.Tensor]], bool]) -> None:
 def terms(loss: torch.Tensor) -> Iterator[tuple[Any, list[Any]]]:
     """The losses whose weighted sum a loss is, as nodes of autograd's graph, each with the nodes of
     its factors and divisors."""
-    pending: list[tuple[Any, list[Any]]] = [(loss.grad_fn, [])]
+    pending: list[tuple[Any, int, list[Any]]] = [(loss.grad_fn, loss.output_nr, [])]
     for _ in range(_MOST_TERMS):
         if not pending:
             break
-        node, factors = pending.pop()
+        node, number, factors = pending.pop()
         name = type(node).__name__
-        parents = [parent for parent, _ in node.next_functions if parent is not None]
-        if name.startswith(_LINEAR) and (len(parents) == 1 or name.startswith(("Add", "Sub"))):
+        parents = [edge for edge in node.next_functions if edge[0] is not None]
+        if name == "_DDPSinkBackward":  # hands all outputs of a model on, as they are
+            pending.append((*node.next_functions[number], factors))
+        elif name.startswith(_LINEAR) and (len(parents) == 1 or name.startswith(("Add", "Sub"))):
             more = [node] if name.startswith(("Mul", "Div")) else []
-            pending += [(parent, factors + more) for parent in parents]
+            pending += [(*parent, factors + more) for parent in parents]
         else:
             yield node, factors
 
@@ -182,15 +180,17 @@ def kind(node: Any) -> str:
 
 def _sizes(found: Sequence[tuple[Any, Sequence[Any]]], scale: float) -> list[float | None]:
     """What the sums in a loss would be of ones; None for other terms."""
-    sizes: list[float | None] = []
-    for node, factors in found:
-        shape = getattr(node, "_saved_self_sym_sizes", None)
-        if kind(node) != SUM:
-            sizes.append(None)
-        else:
-            elements = math.prod(node._saved_self.shape if shape is None else shape)
-            sizes.append(elements * math.prod(map(_factor, factors)) / scale)
-    return sizes
+    return [
+        math.prod(_summed(node)) * math.prod(map(_factor, factors)) / scale
+        if kind(node) == SUM
+        else None
+        for node, factors in found
+    ]
+
+
+def _summed(node: Any) -> Sequence[int]:
+    sizes: Sequence[int] | None = getattr(node, "_saved_self_sym_sizes", None)
+    return node._saved_self.shape if sizes is None else sizes
 
 
 def _factor(node: Any) -> float:
@@ -239,34 +239,27 @@ def mixes_samples(
         slopes = torch.autograd.grad(total, last, create_graph=True, allow_unused=True)
         if all(slope is None for slope in slopes):
             return None
-        return all(
-            _crosses(slopes, last, [_half(each, samples, d, blocks) for each in last])
-            for d in dims
-            for blocks in (True, False)
-        )
+        return all(_crosses(slopes, last, samples, d, way) for d in dims for way in (True, False))
     except RuntimeError:  # no second derivative, or too little memory
         return False
-
-
-def _half(output: torch.Tensor, samples: int, dim: int, blocks: bool) -> torch.Tensor:
-    """1 where every other sample is, if samples lie along this dimension. With several rows for
-    each, those of one follow each other, or whole batches do."""
-    import torch
-
-    length = output.shape[dim]
-    rows = torch.arange(length, device=output.device)
-    half = ((rows % samples if blocks else rows // (length // samples)) % 2 == 0).to(output.dtype)
-    return half.reshape([-1 if d == dim else 1 for d in range(output.dim())])
 
 
 def _crosses(
     slopes: Sequence[torch.Tensor | None],
     outputs: Sequence[torch.Tensor],
-    halves: Sequence[torch.Tensor],
+    samples: int,
+    dim: int,
+    blocks: bool,
 ) -> bool:
-    """Whether the gradient at one half of the samples changes with the outputs of the other."""
+    """Whether the gradient at every other sample changes with the outputs of those between, if the
+    samples lie along this dimension: whole batches one after another, or all rows of a sample."""
     import torch
 
+    halves = []
+    for each in outputs:
+        row = torch.arange(length := each.shape[dim], device=each.device)
+        half = (row % samples if blocks else row // (length // samples)) % 2 == 0
+        halves.append(half.reshape([-1 if d == dim else 1 for d in range(each.dim())]))
     parts = [
         (slope * half).flatten() @ torch.linspace(1, 2, slope.numel()).to(slope)
         for slope, half in zip(slopes, halves, strict=True)
@@ -279,7 +272,7 @@ def _crosses(
     for second, half in zip(seconds, halves, strict=True):
         if second is not None:
             inside = max(inside, float((second * half).abs().max()))
-            across = max(across, float((second * (1 - half)).abs().max()))
+            across = max(across, float((second * ~half).abs().max()))
     return 1e-4 * inside < across < math.inf
 
 

@@ -15,11 +15,13 @@ def find_in_script(job: ElasticJob) -> None:
     from torch.amp import GradScaler
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim.lr_scheduler import LRScheduler
+    from torch.optim.swa_utils import AveragedModel
 
     for kind, found in (
         (DistributedDataParallel, job.watch),
         (LRScheduler, job.others.append),
         (GradScaler, job.others.append),
+        (AveragedModel, job.others.append),
     ):
         _after_init(kind, functools.partial(job.guard.run, found))
     after_import("torch.distributed.fsdp", lambda: _watch_sharding(job)).install()

@@ -35,7 +35,7 @@ UNFENCED = frozenset(
         "sure", "forward", "end_of_pass",
         # What C++ calls in the middle of a backward pass: a product, a collective and the wait for
         # it; and what is behind the fence as a whole.
-        "__call__", "_wait", "accumulated",
+        "__call__", "_wait", "accumulated", "done", "watched",
         # The fence's own answer to an error, which it guards itself.
         "_failed", "hold",
         # Parts of the function around them.

@@ -555,7 +555,7 @@ class _Pass:
                         job.sure(self._advance, self._handed[0][0])
                     self.samples = len(self._handed.popleft()[1])
                     job.source = self
-                    job.losses.next_batch()
+                    job.guard.run(job.losses.next_batch)
                     yield batch
                     count += 1
                     self._end(since, count)

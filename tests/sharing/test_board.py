@@ -3,10 +3,19 @@
 import msgspec
 import pytest
 
+from kilter.app.cli.share_live import table
 from kilter.core.errors import FileError
 from kilter.sharing.board import GONE_AFTER_S, STALLED_AFTER_S, Board
 from kilter.sharing.history import load_alone, save_alone
-from kilter.sharing.messages import Facts, JobStatus, RankStatus, RatioTarget, signed, verified
+from kilter.sharing.messages import (
+    Facts,
+    JobStatus,
+    RankStatus,
+    RatioTarget,
+    Summary,
+    signed,
+    verified,
+)
 from kilter.sharing.plan.policies import SHARING_POLICIES
 from kilter.sharing.plan.snapshot import shards
 from kilter.sharing.probe import PROBE_S
@@ -264,3 +273,11 @@ def test_nothing_without_the_right_token_is_believed():
     assert verified("secret", "job/2/target", raw, RatioTarget) is None
     assert verified("secret", "job/1/target", raw[:-1], RatioTarget) is None
     assert verified("secret", "job/1/target", b"", RatioTarget) is None
+
+
+def test_what_a_user_should_know_of_the_gradients_of_a_job_is_shown():
+    machine = board()
+    machine.report(1, status("a", note="whether the loss is a mean cannot be seen"), 0.0)
+    jobs = machine.summaries(0.0)
+    text = table(Summary(1, 1, "even", 1.0, (0, 1), (0.0, 0.0), jobs, ()))
+    assert "a#1: whether the loss is a mean cannot be seen" in text

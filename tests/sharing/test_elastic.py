@@ -109,3 +109,19 @@ def test_ranks_that_share_an_optimizer_are_never_without_samples(warm, tmp_path)
     ranks, told = train(warm, 2, tmp_path / "shared", [[7, 3], [4, 6]], *arguments)
     assert "never without samples: that is not possible with ZeroRedundancyOptimizer" in told
     assert difference(ranks[0]["parameters"], alone[0]["parameters"]) < 1e-5
+
+
+def test_ranks_that_share_batch_statistics_are_never_without_samples(monkeypatch):
+    import torch
+
+    from kilter.session.fence import Fence
+    from kilter.sharing.elastic import job as jobs
+
+    said = []
+    job = jobs.ElasticJob(guard=Fence, may_idle=True, say=said.append)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.SyncBatchNorm(3))
+    model.find_unused_parameters = model.static_graph = False  # as in DistributedDataParallel
+    job.models.append(model)
+    monkeypatch.setattr(jobs, "_world", lambda: 2)
+    assert not job._idle_is_possible()
+    assert "never without samples: that is not possible with SyncBatchNorm" in said[0]

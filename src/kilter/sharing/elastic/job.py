@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kilter.core.reasons import Reason
 from kilter.observe import torch_internals
 from kilter.sharing.elastic.groups import MOST_RANKS_WITH_IDLE, Groups, Reduction
-from kilter.sharing.elastic.losses import UNSEEN, Losses, tensors_in, watch_losses
+from kilter.sharing.elastic.losses import UNSEEN, Losses, watch_losses
 from kilter.sharing.elastic.meter import Guard
 from kilter.sharing.elastic.replicas import Replicas
 from kilter.sharing.elastic.schedule import GlobalBatches, Index
@@ -27,6 +27,7 @@ from kilter.sharing.elastic.votes import Votes
 from kilter.sharing.messages import Facts
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup, TCPStore
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
@@ -124,14 +125,12 @@ class ElasticJob:
         def forward(model: Any, _: object) -> None:
             self.guard.run(self._forward, model)
 
-        def done(model: Any, _: object, output: object) -> None:
-            self.guard.run(self._done, model, output)
-
         self._hooks.append(model.register_forward_pre_hook(forward))
-        self._hooks.append(getattr(model, "module", model).register_forward_hook(done))
 
     def _forward(self, model: Any) -> None:
-        if not self._is_trained(model):
+        import torch
+
+        if not (model.training and torch.is_grad_enabled()):
             return
         if not is_sharded(model):
             keep = self._waiting.discard if model.require_backward_grad_sync else self._waiting.add
@@ -142,12 +141,19 @@ class ElasticJob:
         if self.source is not None:
             self.source.forwards += 1
             self.source.backwards += self.share is not None  # after the first steps it is believed
+            if self.share is None:
+                self._catch_output(getattr(model, "module", model))
         self._forwards += 1
         self._synced += model not in self._waiting
 
-    def _done(self, model: Any, output: object) -> None:
-        if self.share is None and self.source is not None and self._is_trained(model):
-            self.losses.outputs += [t for t in tensors_in(output) if t.requires_grad]
+    def _catch_output(self, module: torch.nn.Module) -> None:
+        """Of the forward pass that begins. No hook stays: modules are copied and pickled."""
+
+        def done(module: object, _: object, output: object) -> None:
+            hook.remove()
+            self.guard.run(self.losses.see_output, output)
+
+        hook = module.register_forward_hook(done)
 
     def _look_at(self, losses: list[Any]) -> bool:
         """Before a backward pass: what the loss is. Whether the next is to be looked at as well."""
@@ -156,11 +162,11 @@ class ElasticJob:
             return False
         if this is not None and self.share is None:
             this.backwards += 1
-            if (flaw := self.losses.look(losses, this.samples, self._scale())) is not None:
+            if (flaw := self.losses.look(losses, this.samples, self._scale)) is not None:
                 self.refuse("loss-of-batches", flaw)
         elif this is not None and self.share is not None and self._as_divided():
             factor = self.share.sum_factor()
-            self.losses.weigh_sums(losses, this.samples, self._scale(), factor)
+            self.losses.weigh_sums(losses, this.samples, self._scale, factor)
         return True
 
     def _scale(self) -> float:
@@ -173,13 +179,8 @@ class ElasticJob:
         assert self.share is not None
         if not self._told_uneven and self.share.differs(iteration):
             self._told_uneven = True
-            if self.losses.unknown:
+            if self.losses.note is UNSEEN:
                 self.say(f"from here on the shares of the ranks are uneven: {UNSEEN}")
-
-    def _is_trained(self, model: Any) -> bool:
-        import torch
-
-        return bool(model.training and torch.is_grad_enabled())
 
     def _as_divided(self) -> bool:
         """Whether the batch that the script has is one of the schedule."""
@@ -407,7 +408,7 @@ class ElasticJob:
         """The facts of the job, once its first global batch is known."""
         if self.facts is not None or self.share is None:
             return
-        fewest = self._min_samples or (2 if self._has_batch_norm() else 1)
+        fewest = self._min_samples or (2 if self._has(torch_internals.BatchNorm) else 1)
         world = self.share.world
         self.facts = Facts(
             world, global_batch, self._total_steps, fewest, self._may_idle, self.losses.note
@@ -417,6 +418,8 @@ class ElasticJob:
     def _idle_is_possible(self) -> bool:
         """A sharded model is gathered from all ranks; DDP's search for unused parameters is a
         collective of all ranks."""
+        import torch
+
         if any(map(is_sharded, self.models)):
             self.say(
                 "every rank of this job keeps a ratio of 1 to 10, because each holds a part of "
@@ -434,6 +437,8 @@ class ElasticJob:
             never = (
                 "is not possible with ZeroRedundancyOptimizer, in whose steps all ranks take part"
             )
+        elif self._has(torch.nn.SyncBatchNorm):
+            never = "is not possible with SyncBatchNorm, whose statistics are those of all ranks"
         if never is not None:
             self.say(f"ranks of this job are never without samples: that {never}")
         return never is None
@@ -462,12 +467,8 @@ class ElasticJob:
         text = repr((shapes, kinds, len(drawn)))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _has_batch_norm(self) -> bool:
-        return any(
-            isinstance(m, torch_internals.BatchNorm)
-            for model in self.models
-            for m in model.modules()
-        )
+    def _has(self, kind: type) -> bool:
+        return any(isinstance(m, kind) for model in self.models for m in model.modules())
 
 
 def _process_group(model: Any) -> ProcessGroup:

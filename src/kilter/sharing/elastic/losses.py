@@ -59,27 +59,28 @@ class Losses:
         return bool(self._sums)
 
     @property
-    def unknown(self) -> bool:
-        return UNKNOWN in self._kinds or not (self._kinds or self._sums)
-
-    @property
     def note(self) -> str | None:
-        if self.unknown:
+        if UNKNOWN in self._kinds or not (self._kinds or self._sums):
             return UNSEEN
         return _WEIGHTED if BY_WEIGHTS in self._kinds else None
+
+    def see_output(self, output: object) -> None:
+        self.outputs += [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
 
     def next_batch(self) -> None:
         self.outputs.clear()
         self._passes = 0
 
-    def look(self, losses: Sequence[torch.Tensor], samples: int, scale: float) -> str | None:
-        """Before a backward pass of the first steps: why the job cannot be shared. `scale` is that
-        of the script's gradient scaler."""
+    def look(
+        self, losses: Sequence[torch.Tensor], samples: int, scale: Callable[[], float]
+    ) -> str | None:
+        """Before a backward pass of the first steps: why the job cannot be shared. `scale` tells
+        that of the script's gradient scaler."""
         found = [term for loss in losses for term in terms(loss)]
         data = [node for node, _ in found if is_of_samples(node, self.outputs)]
         kinds = {kind(node) for node in data}
         if SUM in kinds:
-            self._sums[self._passes] = samples, _sizes(found, scale)
+            self._sums[self._passes] = samples, _sizes(found, scale())
         self._passes += 1
         self._looks += 1
         mixes = self._looks <= _MOST_LOOKS and mixes_samples(losses, self.outputs, samples)
@@ -88,7 +89,11 @@ class Losses:
         return _OF_BATCHES if mixes or of_batch else None
 
     def weigh_sums(
-        self, losses: Sequence[torch.Tensor], samples: int, scale: float, factor: float
+        self,
+        losses: Sequence[torch.Tensor],
+        samples: int,
+        scale: Callable[[], float],
+        factor: float,
     ) -> None:
         """Later, before a backward pass, whose gradients will be weighted by samples: take sums
         over samples times `factor`, which undoes that. Whether a sum is one, or a mean, because it
@@ -98,7 +103,7 @@ class Losses:
         before, sizes = self._sums.get(number, (samples, []))
         found = [term for loss in losses for term in terms(loss)]
         if number not in self._scaled and samples != before:
-            pairs = zip(sizes, _sizes(found, scale), strict=False)
+            pairs = zip(sizes, _sizes(found, scale()), strict=False)
             grown = [now / then if then and now else 1.0 for then, now in pairs]
             self._scaled[number] = [math.isclose(g, samples / before, rel_tol=1e-4) for g in grown]
             means = [math.isclose(g, 1.0, rel_tol=1e-4) for g in grown]
@@ -223,25 +228,31 @@ def mixes_samples(
     loss, a norm, or the root of a mean: the gradient at the outputs of one then changes with those
     of another. None if no output of a model leads to the loss; False also where there are no second
     derivatives, or no dimension of the outputs is that of the samples."""
+    try:
+        return _mixes(losses, outputs, samples)
+    except RuntimeError:  # no second derivative, or too little memory
+        return False
+
+
+def _mixes(
+    losses: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], samples: int
+) -> bool | None:
     import torch
 
     last = [each for each in outputs if each.dim() > 0]
     if len(last) > 1:
         behind = [_below(each.grad_fn) - {each.grad_fn} for each in last]
         last = [each for each in last if not any(each.grad_fn in nodes for nodes in behind)]
-    if not last:
+    if not (last and losses):
         return None
     dims = [d for d in (0, 1) if all(x.dim() > d and x.shape[d] % samples == 0 for x in last)]
     if samples < 2 or not dims or sum(each.numel() for each in last) > _MOST_ELEMENTS:
         return False
     total = torch.stack([loss.sum() for loss in losses]).sum()
-    try:
-        slopes = torch.autograd.grad(total, last, create_graph=True, allow_unused=True)
-        if all(slope is None for slope in slopes):
-            return None
-        return all(_crosses(slopes, last, samples, d, way) for d in dims for way in (True, False))
-    except RuntimeError:  # no second derivative, or too little memory
-        return False
+    slopes = torch.autograd.grad(total, last, create_graph=True, allow_unused=True)
+    if all(slope is None for slope in slopes):
+        return None
+    return all(_crosses(slopes, last, samples, d, way) for d in dims for way in (True, False))
 
 
 def _crosses(

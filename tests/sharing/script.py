@@ -66,7 +66,7 @@ if args.zero:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-2)
 else:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+averaged = net if args.sharded else AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.7)
 if args.sampler == "distributed":
     sampler = DistributedSampler(data, shuffle=True, drop_last=args.drop_last)

@@ -125,6 +125,7 @@ LOSSES = {
     "cross_entropy(out @ out.T, arange(8))": "refused",
     "cross_entropy(out @ t.T, arange(8))": "refused",
     "out.abs().max()": "told",
+    "sum(mse_loss(out[i], t[i]) for i in range(8)) / 8": "told",
     "layer.weight.norm()": "told",
 }
 
@@ -135,7 +136,8 @@ def test_what_a_loss_is_seen_to_be(loss):
     from torch.nn import functional
 
     names = vars(torch) | vars(functional)
-    values = {"y": torch.arange(8) % 3, "t": torch.linspace(0.1, 1, 24).view(8, 3)}
+    values = {"sum": sum, "range": range, "y": torch.arange(8) % 3}
+    values["t"] = torch.linspace(0.1, 1, 24).view(8, 3)
 
     def loss_of(out, layer):
         return eval(loss, names | values | {"out": out, "layer": layer})

@@ -3,6 +3,7 @@ seen from autograd's graph, and from second derivatives, in the first steps."""
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import operator
@@ -84,7 +85,10 @@ class Losses:
         self._passes += 1
         self._looks += 1
         mixes = self._looks <= _MOST_LOOKS and mixes_samples(losses, self.outputs, samples)
-        self._tell(kinds - {SUM} | ({UNKNOWN} if mixes is None else set()))
+        # As many terms of a kind as samples, or twice as many: these may grow with the batch.
+        alike = collections.Counter(type(node) for node in data).values()
+        of_each = samples > 2 and any(count % samples == 0 for count in alike)
+        self._tell(kinds - {SUM} | ({UNKNOWN} if mixes is None or of_each else set()))
         of_batch = any(_has_classes_of_batch(node, self.outputs, samples) for node in data)
         return _OF_BATCHES if mixes or of_batch else None
 

@@ -158,3 +158,26 @@ def test_a_loss_of_several_rows_for_each_sample_is_no_loss_between_samples(rows,
 
     names = vars(torch) | vars(functional)
     assert judged(lambda out, layer: eval(loss, names | {"out": out}), rows) == "a mean"
+
+
+def test_an_autograd_function_of_the_program_is_not_called_once_more():
+    import torch
+
+    from kilter.sharing.elastic.losses import mixes_samples
+
+    calls = []
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            calls.append(gradient)
+            return gradient
+
+    out = torch.nn.Linear(4, 3)(torch.randn(8, 4))
+    assert mixes_samples([out.norm()], [out], 8) is True
+    assert mixes_samples([Counted.apply(out).norm()], [out], 8) is None
+    assert calls == []

@@ -230,8 +230,9 @@ def mixes_samples(
 ) -> bool | None:
     """Whether what one sample does to the loss depends on others of the batch, as in a contrastive
     loss, a norm, or the root of a mean: the gradient at the outputs of one then changes with those
-    of another. None if no output of a model leads to the loss; False also where there are no second
-    derivatives, or no dimension of the outputs is that of the samples."""
+    of another. None if no output of a model leads to the loss, or one of the program's own
+    autograd functions lies between; False also where there are no second derivatives, or no
+    dimension of the outputs is that of the samples."""
     try:
         return _mixes(losses, outputs, samples)
     except RuntimeError:  # no second derivative, or too little memory
@@ -249,6 +250,11 @@ def _mixes(
         last = [each for each in last if not any(each.grad_fn in nodes for nodes in behind)]
     if not (last and losses):
         return None
+    behind_outputs = set().union(*(_below(each.grad_fn) for each in last))
+    for node in set().union(*(_below(loss.grad_fn) for loss in losses)) - behind_outputs:
+        own_function = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if own_function and type(node).__name__ != "_DDPSinkBackward":
+            return None  # a function of the program's, which may count on being called once
     dims = [d for d in (0, 1) if all(x.dim() > d and x.shape[d] % samples == 0 for x in last)]
     if samples < 2 or not dims or sum(each.numel() for each in last) > _MOST_ELEMENTS:
         return False

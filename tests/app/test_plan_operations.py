@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from tests.observe.traces import job, write
+from tests.observe.traces import job, kernel, launch, step, write
 
 from kilter.app.bench.workloads import OPERATION_WORKLOADS, iteration, resnet50, vgg16
 from kilter.app.cli.main import main
@@ -77,6 +77,38 @@ def test_a_kineto_trace_is_a_trace(tmp_path, capsys):
     for trace in (events, {"schemaVersion": 1, "traceEvents": events}):
         path.write_text(json.dumps(trace))
         assert planned(path, capsys)["operations"] == found["operations"]
+
+
+def matrices(*, steps, gpu=True):
+    """Three products of 8192 x 8192 halves, each 5.5 ms long: the SM clock decides their time."""
+    shapes = {"Input Dims": [[8192] * 2] * 2, "Input type": ["c10::Half"] * 2}
+    product = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "dur": 50}
+    events = [step(n, 30e3 * n, 30e3 * n + 29e3) for n in range(steps)]
+    for i in range(3):
+        begin = 30e3 * i + 10
+        events.append(product | {"ts": begin, "args": shapes if gpu else {}})
+        if gpu:
+            events += [launch(begin + 1, i + 1)]
+            events += [kernel("gemm", begin + 100, begin + 5600, correlation=i + 1)]
+    return {"traceEvents": events}
+
+
+def test_products_of_matrices_follow_the_sm_clock(tmp_path, capsys):
+    """A trace with shapes of inputs tells their bytes; their FLOPs count as well."""
+    path = write(tmp_path / "t.json", matrices(steps=3))
+    found = planned(path, capsys, "--device", "sim:a100")  # one memory clock
+    assert found["best_static"]["saving"] < 0.1
+
+
+def test_a_last_step_without_work_is_no_iteration(tmp_path, capsys):
+    whole, longer = (planned(write(tmp_path / "t.json", matrices(steps=n)), capsys) for n in (3, 4))
+    assert longer["kilter"]["iteration_s"] == whole["kilter"]["iteration_s"]
+
+
+def test_a_trace_of_a_host_without_shapes_is_refused(tmp_path, capsys):
+    path = write(tmp_path / "t.json", matrices(steps=3, gpu=False))
+    assert main(["plan", "operations", str(path), "--device", "sim:v100"]) == 1
+    assert "record_shapes=True" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"schema": "kilter.plan/1"}', "[]"])

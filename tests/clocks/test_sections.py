@@ -187,6 +187,16 @@ def test_the_late_rank_waits_for_nobody(tmp_path, seq, clock_us):
     assert section.length_s == pytest.approx(500e-6)
 
 
+@pytest.mark.parametrize("dur", [-5.0, 0.0, float("nan")])
+def test_nobody_waits_for_a_collective_whose_time_is_impossible(tmp_path, dur):
+    early, late = job(0, seq=False), job(1, late_us=300.0, seq=False)
+    next(e for e in late["traceEvents"] if e["name"].startswith("nccl"))["dur"] = dur
+    analysis = analyse(read(tmp_path, early, late))
+    assert analysis.ranks[0].mean.wait_s == pytest.approx(300e-6 * 2 / 3)
+    assert analysis.ranks[0].mean.transfer_s == pytest.approx(200e-6 * 2 / 3)
+    assert any("rank 0: 1 of 3 collectives were seen" in text for text in analysis.left_out)
+
+
 def test_missing_ranks_and_groups_seen_once_are_named(tmp_path):
     analysis = analyse(read(tmp_path, job(3, world_size=8)))
     assert any("ranks 0, 1, 2, 4, 5, 6, 7 of 8" in text for text in analysis.left_out)

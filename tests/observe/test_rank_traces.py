@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import subprocess
 import sys
 
@@ -272,12 +273,17 @@ def test_the_work_of_another_gpu_is_left_out_by_name(tmp_path):
     assert "GPU 3" in found.warnings[0]
 
 
-@pytest.mark.parametrize(("begin", "end"), [(60, 50), (1e30, 1e30 + 1), (0, 1e30)])
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [(60, 50), (1e30, 1e30 + 1), (0, 1e30), (-1e15, -2e15), (60, math.nan), (math.nan, 70)],
+)
 def test_impossible_times_are_said_and_count_for_nothing(tmp_path, begin, end):
     events = [kernel("gemm", 0, 100), kernel("gemm", begin, end), kernel("gemm", 150, 200)]
     found = read_rank(write(tmp_path / "t.json", trace(events)), table=TABLE)
     assert sum(found.compute, ()) == pytest.approx((0.0, 1e-4, 1.5e-4, 2e-4))
     assert found.warnings[0].startswith("1 event on the GPU with impossible times")
+    (iteration,) = found.iterations
+    assert (iteration.begin_s, iteration.end_s) == pytest.approx((0.0, 2e-4))
 
 
 def test_a_large_trace_is_read_in_less_memory_than_its_size(tmp_path):

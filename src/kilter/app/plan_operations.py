@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from kilter.app.cli.output import print_json
 from kilter.clocks.operation_costs import Costs, costs_of
 from kilter.clocks.plan.operations import Assignment, Planned, assignment, by_operation, plan
 from kilter.core import codec
-from kilter.core.errors import FileError, UsageError
+from kilter.core.errors import FileError, PlanError, UsageError
 from kilter.core.label import Label
 from kilter.core.trace import IterationTrace
 from kilter.core.units import show_count, show_fraction, show_time
+from kilter.observe.flops import torch_flops
 from kilter.observe.kineto import read_kineto
 
 HELP = "clocks for every unit operation of an iteration"
@@ -78,9 +80,16 @@ def load_trace(path: Path) -> IterationTrace:
     except OSError as error:
         raise FileError(f"{path}: cannot be read ({error.strerror})") from error
     ours = head.lstrip()[:1] == b"{" and b'"schema"' in head and b'"traceEvents"' not in head
-    if not ours:
-        return read_kineto(path)
-    return codec.load(path, IterationTrace)
+    if ours:
+        return codec.load(path, IterationTrace)
+    trace = read_kineto(path, flops=torch_flops() if find_spec("torch") else None)
+    if trace.timeline == "host" and not any(op.flops or op.bytes_moved for op in trace.operations):
+        raise PlanError(
+            f"{path}: tells neither kernels nor FLOPs nor bytes, so that what a clock costs is "
+            "unknown: profile with ProfilerActivity.CUDA, or with record_shapes=True (counting "
+            "FLOPs needs torch here)"
+        )
+    return trace
 
 
 class ComparedPlans(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from kilter.observe.kineto import Flops
@@ -28,9 +29,8 @@ def torch_flops() -> Flops:
         formula = formulas.get(operation)
         if formula is None:
             return None
-        arguments = [
-            shape if shape else _value(value) for shape, value in zip(shapes, values, strict=False)
-        ]
+        # Older profilers write no values.
+        arguments = [shape or _value(value) for shape, value in zip_longest(shapes, values)]
         arguments = arguments[: positional.get(operation)]
         try:
             if operation == "aten.convolution_backward":

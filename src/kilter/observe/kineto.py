@@ -86,7 +86,8 @@ def read_kineto(
     pieces the trace holds. `iteration_s` is the time of an iteration without the profiler where
     that is known: kernels keep their times, gaps shrink or grow to fit (on the host's timeline
     all times do). `breathe` is called now and then, for a caller that shares the interpreter with
-    something more important.
+    something more important. Without `flops` no bytes of operations are counted either: a product
+    of matrices of which only the bytes are known looks memory-bound.
 
     `FileError` if the file is missing, malformed or truncated, or holds no work.
     """
@@ -252,7 +253,8 @@ class _Trace:
         if not annotation and _is_operation(event.name):
             shapes, types = event.arg("Input Dims", list) or (), event.arg("Input type", list) or ()
             if operation is None or self._device_events:
-                operation = _Work(bytes_moved=bytes_moved(event.name, shapes, types))
+                known = self._flops is not None
+                operation = _Work(bytes_moved=known * bytes_moved(event.name, shapes, types))
             if sized is None and self._flops is not None and shapes:
                 count = self._flops(event.name, shapes, event.arg("Concrete Inputs", list) or ())
                 if count is not None:
@@ -355,17 +357,19 @@ class _Trace:
         if not self._device_events:
             return list(pairwise(iteration_ends))
         spans: list[Interval] = []
+        over: float | None = None
         for i in range(len(iteration_ends) - 1):
+            # The profiler's last step has no kernels where it began after the last iteration.
             own = [p for p in pieces if p.iteration == i]
-            if not own:
-                raise FileError(f"{self._where}: an iteration without kernels")
-            first, last = min(p.begin for p in own), max(p.end for p in own)
-            begin = spans[-1][1] if spans else first
-            if not spans and iteration_s is not None:
+            first = min((p.begin for p in own), default=over or 0.0)
+            last = max((p.end for p in own), default=first)
+            begin = first if over is None else over
+            if over is None and iteration_s is not None:
                 # The GPU was idle in front of its first kernel as far as its work does not fill
                 # the known time of an iteration: a wait for data, mostly.
-                begin = min(first, max(iteration_ends[0], last - iteration_s * 1e6))
+                begin = min(first, max(iteration_ends[i], last - iteration_s * 1e6))
             spans.append((begin, max(begin, last)))
+            over = spans[-1][1] if own else over
         return spans
 
     def _iteration_ends(self) -> list[float]:

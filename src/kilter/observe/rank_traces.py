@@ -239,14 +239,17 @@ class _Timeline:
 
     def add(self, event: RawEvent) -> None:
         cat, name, begin, length = event.cat, event.name, event.ts, event.dur
-        if event.ph != "X" or not isinstance(name, str) or begin is None or length is None:
+        if event.ph != "X" or not isinstance(name, str):
             return
-        if cat in _DEVICE:
-            if length < 0.0 or abs(begin) + length > MOST_US:
+        if cat in _DEVICE and (begin is None or abs(begin) > MOST_US):
+            self._impossible += 1
+        elif cat in _DEVICE and begin is not None:
+            if length is None or not 0.0 <= length <= MOST_US - abs(begin):
                 self._impossible += 1
                 length = 0.0
-            if abs(begin) <= MOST_US:
-                self._add_device(name, cat, begin, length, event.args)
+            self._add_device(name, cat, begin, length, event.args)
+        elif begin is None or length is None:
+            return
         elif cat in _LAUNCH:
             correlation = _integer(event.args.correlation) if event.args else None
             if correlation is not None:
@@ -315,12 +318,14 @@ class _Timeline:
             warnings.append(f"{events} on the GPU with impossible times: left out of all sums")
         main = self._main_device(devices, length, warnings)
         own = devices == main
-        origin = float(begin[own].min())
+        lasting = own & (length > 0.0)
+        origin = float(begin[lasting].min())
         begin_s, end_s = (begin - origin) * _US, (begin + length - origin) * _US
         warnings += self._unknown(kind, own)
         origin_s = origin * _US
         if marks is None:
-            windows, found_by = self._iterations(origin, begin_s, end_s, kind, own, count, warnings)
+            found = self._iterations(origin, begin_s, end_s, kind, lasting, count, warnings)
+            windows, found_by = found
         else:
             windows, origin_s = self._by_markers(marks, origin, end_s, kind, own)
             found_by = "the marker of the GPU's stream"

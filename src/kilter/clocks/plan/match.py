@@ -52,7 +52,9 @@ def match(traces: Sequence[RankTrace]) -> Matched:
         if len(members) < 2:
             continue
         found, unlike = _occurrences(traces, members)
-        occurrences += found
+        # A kernel that lasts no time, or an impossible one, tells nothing of the others.
+        lasting = ([p for p in places if _at(traces, p).duration_s > 0.0] for places in found)
+        occurrences += [places for places in lasting if len(places) > 1]
         if unlike:
             differences.append(unlike)
             rest = "only what is equal was compared" if found else "waiting is unknown there"
@@ -64,11 +66,15 @@ def match(traces: Sequence[RankTrace]) -> Matched:
         )
     transfer_s: dict[Place, float] = {}
     for places in occurrences:
-        shortest = min(traces[t].collectives[c].duration_s for t, c in places)
+        shortest = min(_at(traces, place).duration_s for place in places)
         transfer_s |= dict.fromkeys(places, shortest)
     offsets = _offsets(traces, occurrences)
     _end_together(traces, occurrences, offsets)
     return Matched(transfer_s=transfer_s, offset_s=offsets, left_out=tuple(left_out))
+
+
+def _at(traces: Sequence[RankTrace], place: Place) -> Collective:
+    return traces[place[0]].collectives[place[1]]
 
 
 def _one_run(traces: Sequence[RankTrace]) -> None:

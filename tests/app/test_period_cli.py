@@ -60,8 +60,44 @@ def test_synthetic_cases_are_summarised(capsys):
     assert 0.0 <= document["summary"]["not_confused"] <= 1.0
 
 
+def test_a_long_gap_is_no_part_of_the_job(tmp_path, capsys):
+    path, _ = recording(tmp_path, rows=800)
+    header, *rows = path.read_text().splitlines()
+    late = [f"{float(t) + 36000:.3f},{rest}" for t, rest in (r.split(",", 1) for r in rows[400:])]
+    path.write_text("\n".join([header, *rows[:400], *late]))
+    code, out, _ = bench(capsys, "--telemetry", path, "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["period_s"] == pytest.approx(1.3, rel=0.02)
+    assert document["left_out"].startswith("of 800 readings 400 are looked at")
+
+
+def test_a_period_of_a_part_of_the_recording_is_said_to_be_that(tmp_path, capsys):
+    path, _ = recording(tmp_path, rows=2400)
+    header, *rows = path.read_text().splitlines()
+    t = np.array([float(row.split(",")[0]) for row in rows])
+    phase = np.where(t < 95.0, (t - 5.0) / 2.0, (t - 95.0) / 9.0) % 1.0
+    powers = 200.0 + 100.0 * (phase < 0.6) + 30.0 * (phase < 0.2)
+    lines = [f"{a:.3f},{p},,90,40,1980" for a, p in zip(t, powers, strict=True)]
+    path.write_text("\n".join([header, *lines]))
+    _, out, _ = bench(capsys, "--telemetry", path)
+    assert "of the recording" in out
+
+
+NO_UNITS = (
+    "\n1,-5,,4,5,6\n",
+    "\n1,1e308,,4,5,6\n",
+    "\n1e-300,5,,4,5,6\n2e-300,5,,4,5,6\n",
+    "\n1e18,5,,4,5,6\n2e18,5,,4,5,6\n",
+    "\n1,200,1,4,5,6\n2,200,201,4,5,6\n",
+)
+"""Power below zero or without end, times in another unit, energy in joules."""
+
+
 @pytest.mark.parametrize(
-    "text", ["", "t_s\n1\n", HEADER + "\n", HEADER + "\n1,2,3\n", HEADER + "\n1,x,3,4,5,6\n"]
+    "text",
+    ["", "t_s\n1\n", HEADER + "\n", HEADER + "\n1,2,3\n", HEADER + "\n1,x,3,4,5,6\n"]
+    + [HEADER + rows for rows in NO_UNITS],
 )
 def test_bad_recordings_are_one_line(tmp_path, capsys, text):
     path, _ = recording(tmp_path, text=text)

@@ -94,6 +94,13 @@ def test_a_table_of_a_spreadsheet_may_have_other_separators(table, separator):
     assert load_tables(path) == (expected,)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_only_ends_of_lines_end_a_line(table, end):
+    path = table(HEADER.join(["", "s,g,a\u2028b\x0c,1,,,1,1,1\n"]), header="")
+    path.write_bytes(path.read_text().replace("\n", end).encode())
+    assert [workload.name for workload in load_tables(path)] == ["a\u2028b"]
+
+
 def test_extra_columns_bom_and_blank_lines_are_accepted(table):
     path = table("s,g,w,1,,,1,1,1,note\n\n", header="\ufeff" + HEADER.strip() + ",note\n")
     assert len(load_tables(path)) == 1
@@ -109,6 +116,8 @@ def test_extra_columns_bom_and_blank_lines_are_accepted(table):
         ("s,g,w,1.38e9,,,1,1,1\n", ":2: core_mhz=1.38e9 is too large for a clock in MHz"),
         ("s,g,w,1,877000,,1,1,1\n", ":2: mem_mhz=877000 is too large for a clock in MHz"),
         ("s,g,w,1,,,1,1,-4\n", ":2: energy_j=-4"),
+        ("s,g,w,1,,,1e308,1e300,\n", ":2: time_s=1e308 is beyond"),
+        ("s,g,w,1,,,1e-200,,1\n", ":2: time_s=1e-200 is beyond"),
         ("s,g,w,1,,,,1,1\n", ":2: time_s is blank"),
         ("s,g,w,1,,,1,,\n", ":2: power_w and energy_j"),
         ("s,g,w,1,,,1,1\n", ":2: 8 fields"),

@@ -68,6 +68,8 @@ unequal length differ by less."""
 VARIES = 0.05
 """Standard deviation of single iterations, over their mean, from which on the verdict says that
 their length varies. They are tracked by what is usual, so that the true one is larger."""
+MOSTLY = 0.8
+"""Share of a recording below which the verdict says how much of it the iterations are."""
 UNSTABLE = 0.15
 """Relative range of the period over the thirds of a recording above which it is not stable."""
 FINE_FACTOR = 8
@@ -698,8 +700,8 @@ def _tracked(grid: _Grid, lag: _Lag, resolution_s: float) -> Detection:
     beats = _beats(grid, lag.period_s)
     intervals = np.diff(beats)
     inside = np.abs(np.log(intervals / lag.period_s)) < math.log(UNEQUAL)
-    covered = float(intervals[inside].sum()) / (grid.step_s * grid.values.shape[1])
-    if inside.sum() < LEAST_PERIODS - 1 or covered < 0.5:
+    length_s = grid.step_s * grid.values.shape[1]
+    if inside.sum() < LEAST_PERIODS - 1 or intervals[inside].sum() < 0.5 * length_s:
         return Detection(
             period_s=None,
             code="aperiodic",
@@ -712,6 +714,7 @@ def _tracked(grid: _Grid, lag: _Lag, resolution_s: float) -> Detection:
     off = np.abs(kept - np.median(kept))
     kept = kept[off <= max(6.0 * float(np.median(off)), 2 * FINE_FACTOR * grid.step_s)]
     spread = float(kept.std() / kept.mean())
+    covered = float(kept.sum()) / length_s
     period = float(np.mean(kept))
     thirds = [float(np.mean(part)) for part in np.array_split(kept, 3) if len(part)]
     range_ = (max(thirds) - min(thirds)) / period
@@ -731,6 +734,7 @@ def _tracked(grid: _Grid, lag: _Lag, resolution_s: float) -> Detection:
             f"{len(kept)} consecutive windows of {period:.4g} s are alike "
             f"(correlation {lag.likeness:.2f}, the sensor resolves {resolution_s:.3g} s)"
             + (f"; their length varies, by {100 * spread:.0f} % or more" if spread > VARIES else "")
+            + (f"; they are {100 * covered:.0f} % of the recording" if covered < MOSTLY else "")
         ),
         resolution_s=resolution_s,
         likeness=lag.likeness,

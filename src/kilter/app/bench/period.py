@@ -22,6 +22,7 @@ from kilter.app.cli.output import print_json
 from kilter.core.codec import read
 from kilter.core.errors import FileError, UsageError
 from kilter.core.label import Label
+from kilter.core.setting import Sample
 from kilter.device.sim.replay import load_recording
 from kilter.model.period import Detection, Telemetry, changed, detect, doubt, telemetry
 
@@ -44,6 +45,10 @@ EXACT = 0.02
 """Largest relative error of a right period."""
 CONFUSED = 0.2
 """A period further off than this is another multiple or part of the iteration."""
+MOST_READINGS = 40_000
+"""Of a recording; so many take about a minute."""
+LONG_GAP = 30.0
+"""Readings further apart than so many usual distances have a gap between them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
         if args.marks is not None:
             raise UsageError("--marks needs --telemetry: the recording that the marks belong to")
         return _synthetic(range(args.seed, args.seed + args.cases), as_json=args.json)
-    readings = telemetry(load_recording(args.telemetry))
+    samples, left_out = _looked_at(load_recording(args.telemetry))
+    readings = telemetry(samples)
     detection = detect(readings)
     doubted = doubt(readings, detection)
     true_s = None if args.marks is None else float(np.median(np.diff(load_marks(args.marks))))
@@ -82,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         "likeness": detection.likeness,
         "spread": detection.spread,
         "doubt": doubted,
+        "left_out": left_out,
     }
     if args.json:
         print_json(PERIOD_SCHEMA, Label.REPLAYED, document)
@@ -90,10 +97,29 @@ def run(args: argparse.Namespace) -> int:
     print(f"{found} (replayed): {detection.reason}")
     if doubted is not None:
         print(f"kilter watch would set nothing: {doubted}")
+    if left_out is not None:
+        print(f"Note: {left_out}.")
     if true_s is not None:
         suffix = "" if error is None else f", relative error {error * 100:.2f} %"
         print(f"marks: {true_s:.4g} s per iteration{suffix}")
     return 0
+
+
+def _looked_at(samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | None]:
+    """Of a recording that is gaps for the most part its longest stretch, and of a long one its end;
+    what is left out, in words."""
+    apart_s = np.diff([sample.t_s for sample in samples])
+    gaps = np.flatnonzero(apart_s > LONG_GAP * np.median(apart_s)) if len(apart_s) else apart_s
+    begin, why = 0, "the last"
+    end = total = len(samples)
+    if apart_s[gaps.astype(int)].sum() > 0.5 * apart_s.sum():
+        edges = [0, *(gaps + 1).tolist(), total]
+        begin, end = max(itertools.pairwise(edges), key=lambda edge: edge[1] - edge[0])
+        why = "those of the longest stretch without a gap"
+    begin = max(begin, end - MOST_READINGS)
+    if end - begin == total:
+        return samples, None
+    return samples[begin:end], f"of {total} readings {end - begin} are looked at, {why}"
 
 
 def load_marks(path: str) -> list[float]:

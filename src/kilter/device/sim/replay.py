@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import bisect
 import csv
+import io
 import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from kilter.core.codec import read
 from kilter.core.errors import FileError, NotPermitted
@@ -37,6 +39,8 @@ COLUMNS = (
 )
 MOST_MHZ = 50_000.0
 """Far above any card's clock: what is larger was written in Hz or kHz."""
+LEAST, MOST = 1e-30, 1e30
+"""Of any number of a table; ratios of what is within are numbers as well."""
 WORK_COLUMNS = ("flops", "bytes_moved")
 """Columns that a table may have: of the piece of work that `time_s` is the time of."""
 
@@ -135,9 +139,10 @@ def _lines(
         text = read(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FileError(f"{path}: not a UTF-8 text file ({error.reason})") from error
-    lines = text.splitlines(keepends=True)
+    lines = io.StringIO(text, newline="")
     # A spreadsheet may write semicolons or tabs; the header tells.
-    separator = max(",;\t", key=(lines or [""])[0].count)
+    separator = max(",;\t", key=lines.readline().count)
+    lines.seek(0)
     reader = csv.reader(lines, delimiter=separator, strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
@@ -196,6 +201,8 @@ def _positive(field: dict[str, str], name: str, where: str) -> float | None:
     value = _number(field[name], name, where)
     if value is not None and value <= 0:
         raise FileError(f"{where}: {name}={field[name]} must be positive")
+    if value is not None and value < LEAST:
+        raise FileError(f"{where}: {name}={field[name]} is beyond anything that can be measured")
     return value
 
 
@@ -208,11 +215,17 @@ def _number(text: str, name: str, where: str) -> float | None:
         raise FileError(f"{where}: {name}={text!r} is not a number") from error
     if not math.isfinite(value):
         raise FileError(f"{where}: {name}={text} is not finite")
+    if abs(value) > MOST:
+        raise FileError(f"{where}: {name}={text} is beyond anything that can be measured")
     return value
 
 
 TELEMETRY = ("t_s", "power_instant_w", "energy_mj", "gpu_util", "mem_util", "sm_mhz")
 """Columns that a recording must have; `mem_used_mib` is read where it is there."""
+MOST_APART = 100.0
+"""Factor between the mean powers by both columns from which on one has another unit."""
+SPAN_S = (1e-3, 1e8)
+"""Of a recording: what lasts longer than three years has its times in another unit."""
 
 
 def load_telemetry(path: str | os.PathLike[str]) -> tuple[Sample, ...]:
@@ -226,6 +239,11 @@ def load_telemetry(path: str | os.PathLike[str]) -> tuple[Sample, ...]:
             raise FileError(f"{where}: t_s is blank")
         if samples and t_s <= samples[-1].t_s:
             raise FileError(f"{where}: t_s={t_s} does not follow the line before")
+        for name in TELEMETRY[1:]:
+            if (number[name] or 0.0) < 0.0:
+                raise FileError(
+                    f"{where}: {name}={field[name]} is below zero; leave blank what is unknown"
+                )
         used_mib = _number(field.get("mem_used_mib", ""), "mem_used_mib", where)
         samples.append(
             Sample(
@@ -240,6 +258,18 @@ def load_telemetry(path: str | os.PathLike[str]) -> tuple[Sample, ...]:
         )
     if not samples:
         raise FileError(f"{path}: holds no samples, only a header")
+    span_s = samples[-1].t_s - samples[0].t_s
+    if len(samples) > 1 and not SPAN_S[0] <= span_s <= SPAN_S[1]:
+        raise FileError(f"{path}: t_s spans {span_s:.3g} s: give it in seconds")
+    counted_j = (samples[-1].energy_j or 0.0) - (samples[0].energy_j or 0.0)
+    powers = [sample.power_w for sample in samples if sample.power_w]
+    if counted_j > 0.0 and powers:
+        times = counted_j / span_s / fmean(powers)
+        if not 1.0 / MOST_APART <= times <= MOST_APART:
+            raise FileError(
+                f"{path}: the power by energy_mj is {times:.3g} times that by power_instant_w: "
+                "give them in millijoules and watts"
+            )
     return tuple(samples)
 
 

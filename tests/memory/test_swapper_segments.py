@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -413,6 +414,18 @@ class Checkpointed(Language):
         return x
 
 
+class Transformed(Language):
+    """Calls its blocks within a transformation of functions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x)
+        for block in self.blocks:
+            with warnings.catch_warnings(action="ignore"):  # of torch's own, at the first use
+                found, slope = torch.func.jvp(block, (x,), (torch.ones_like(x),))
+            x = found + slope
+        return x
+
+
 def hooked() -> nn.Module:
     net = Language()
     for block in net.blocks:
@@ -519,6 +532,7 @@ PROGRAMS: dict[str, tuple[Make, str | None]] = {
     "checkpointed": (Checkpointed, "Sequential"),
     "buffer": (lambda: Language(Averaging), None),
     "store": (lambda: WithStore(Storing), "Storing"),
+    "transformed": (Transformed, None),
     "hooks": (hooked, "Block"),
     **{name: (partial(hidden, scale), "Hidden") for name, scale in SCALES.items()},
     "branch": (lambda: Language(Branching), "Branching"),

@@ -438,6 +438,8 @@ class ModuleCalls:
             return
         if torch_internals.dispatch_mode_depth() or torch_internals.function_mode_depth():
             return
+        if torch_internals.functorch_level() is not None:  # tensors have no storages in there
+            return
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         recorder = recording.begin(self._guard, self._compiled)

@@ -104,7 +104,7 @@ TABLE = {
     "DisableFunction": Internal("torch._C.DisableTorchFunction", NO_MEMORY),
     "DisableFunctionSubclass": Internal("torch._C.DisableTorchFunctionSubclass", NO_WEIGHTS),
     "DisableFunctorch": Internal("torch._C._DisableFuncTorch", NO_WEIGHTS),
-    "functorch_level": Internal("torch._C._functorch.maybe_current_level", NO_WEIGHTS),
+    "functorch_level": Internal("torch._C._functorch.maybe_current_level", NO_MEMORY),
     "disable_current_modes": Internal(
         "torch.utils._python_dispatch._disable_current_modes", NO_WEIGHTS
     ),

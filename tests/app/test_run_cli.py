@@ -276,6 +276,8 @@ def test_a_worker_started_by_somebody_else_says_what_to_do() -> None:
         (["-m"], "required: SCRIPT"),
         (["--max-slowdown", "5", "train.py"], "--max-slowdown: '5' is 100 % or more"),
         (["--max-slowdown", "-5%", "train.py"], "--max-slowdown: '-5%' is below zero"),
+        (["--nproc-per-node", "two", "train.py"], "--nproc-per-node two: "),
+        (["--nnodes", "x", "train.py"], "--nnodes x: "),
         (["--memory-budget", "train.py"], "did you mean: --memory-budget 24GiB train.py?"),
         (["--max-slowdown", "train.py", "--lr", "1"], "did you mean: --max-slowdown 2% train.py?"),
         (["--memory-budgt", "1GiB", "train.py"], "did you mean --memory-budget?"),

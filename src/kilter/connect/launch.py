@@ -55,6 +55,21 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
             group._add_action(action)
 
 
+def check_numbers(arguments: argparse.Namespace) -> None:
+    """`UsageError` for numbers of nodes or processes that are none. Torchrun says it with a
+    traceback."""
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    for option, value, read in (
+        ("--nnodes", arguments.nnodes, parse_min_max_nnodes),
+        ("--nproc-per-node", arguments.nproc_per_node, determine_local_world_size),
+    ):
+        try:
+            read(value)
+        except (ValueError, RuntimeError) as error:
+            raise UsageError(f"{option} {value}: {error}") from error
+
+
 def run_torchrun(
     arguments: argparse.Namespace, command: Sequence[str], environment: Mapping[str, str]
 ) -> None:

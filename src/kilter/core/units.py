@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z%]*)\s*", re
 def parse_fraction(text: str) -> float:
     """`"2%"` -> 0.02, `"0.02"` -> 0.02. A bare number of 1 or more is refused: it is ambiguous."""
     if text.lstrip().startswith("-"):
-        raise UsageError(f"{text!r} is below zero: write 2%, or 0 for no slowdown at all")
+        raise UsageError(f"{text!r} is below zero: write 2%, or 0")
     match = _NUMBER.fullmatch(text)
     if match is None or match[2] not in ("", "%"):
         raise UsageError(f"{text!r} is not a fraction: write 2% or 0.02")

@@ -14,6 +14,7 @@ from kilter.app.listener import StderrListener
 from kilter.app.worker import worker_command, worker_environment
 from kilter.connect.launch import (
     add_torchrun_options,
+    check_numbers,
     run_governed,
     run_torchrun,
     run_without_kilter,
@@ -122,6 +123,7 @@ def run(arguments: argparse.Namespace) -> Callable[[], None]:
         raise UsageError("--no-python starts a program that is not Python: there is no way in")
     if command[0] == "-":
         raise UsageError("a script from standard input cannot be handed to several workers")
+    check_numbers(arguments)
     find_program(command)  # so that a missing file is said once, and not by every worker
     return functools.partial(
         run_torchrun, arguments, worker_command(command), worker_environment(options)

@@ -216,6 +216,11 @@ def test_an_unknown_row_is_wrong_usage() -> None:
         harm.cases(["99"])
 
 
+def test_unknown_options_are_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "harm", "--only", "1a", "--options", "memry"]) == 2
+    assert "'memry' is not one of energy" in capsys.readouterr().err
+
+
 def test_a_random_program_follows_from_its_seed_alone() -> None:
     sources = [harm_random.source_of(seed) for seed in range(60)]
     assert sources == [harm_random.source_of(seed) for seed in range(60)]

@@ -472,13 +472,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     os.environ[RECOMPUTE_VARIABLE] = args.recompute
+    sets = tuple(filter(None, args.options.split(",")))
+    for name in sets:
+        if name not in OPTION_SETS:
+            raise UsageError(f"--options: {name!r} is not one of {', '.join(OPTION_SETS)}")
     if args.programs is not None:
         from kilter.app.bench import harm_random
 
         return harm_random.run(args.programs, args.seed, jobs=args.jobs, as_json=args.json)
     with copied_programs() as place:
         chosen = cases(filter(None, args.only.split(",")), place)
-        found = _run_all(chosen, args.jobs, tuple(filter(None, args.options.split(","))))
+        found = _run_all(chosen, args.jobs, sets)
     rows = [row for case in chosen for row in found[case.name]]
     if args.json:
         _print_json(rows)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import msgspec
@@ -73,9 +74,9 @@ class _Round:
         self.own = own
         self.said = self.read = False
         """This rank has."""
-        self.waits_for: dict[str, int] = {}
-        """Rank 0: the next rank whose note of this kind is missing."""
-        self.together: TurnNote | None = None
+        self.notes: list[TurnNote] = []
+        self.readers = 0
+        """On rank 0: what the first ranks have said, and how many of them have read the answer."""
         self.answer: _Answer | None = None
         self.settled: bytes | None = None
 
@@ -103,34 +104,31 @@ class RankAgreement:
 
     def heard(self) -> TurnNote | None:
         """What all ranks say together, at the iteration end at which they go on; else None."""
-        if self._round is None or self.lost:
+        now = self._round
+        if now is None or self.lost:
             return None
         if self._ranks.world_size == 1:
-            return self._round.own
-        answer = self._round.answer
-        if answer is None or self._times.index < answer.begin:
-            return None
-        if self._settle(self._round, NO) is None:
+            return now.own
+        early = now.answer is None or self._times.index < now.answer.begin
+        if early or self._settle(now, NO) is None:
             return None
         self._number += 1
-        if self._round.settled == YES:
+        if now.settled == YES and now.answer is not None:
             self._noes = 0
-            return answer.note
+            return now.answer.note
         self._noes += 1
         if self._noes == ROUNDS:
             self.lost = "the ranks did not hear of each other in time"
-        self.say(self._round.own)
+        self.say(now.own)
         return None
 
     def tick(self) -> None:
         """See what the others have said."""
-        now, messages = self._round, None
-        if now is None or self._ranks.world_size == 1 or self.lost:
+        now, messages = self._round, self._messages()
+        if now is None or messages is None or self._ranks.world_size == 1 or self.lost:
             return
         try:
-            messages = self._messages()
-            if messages is not None:
-                self._advance(messages, now)
+            self._advance(messages, now)
         except MessagesGone as error:
             self.lost = str(error)
 
@@ -139,54 +137,42 @@ class RankAgreement:
         if not now.said:
             messages.post(f"{now.name}/said/{rank}", msgspec.json.encode(now.own))
             now.said = True
-        if rank == 0 and now.answer is None and self._all(messages, now, "said", self._add):
-            answer = msgspec.json.encode(self._answer(now))
-            messages.post(f"{now.name}/answer", answer)
-        if now.answer is None:
-            raw = messages.look(f"{now.name}/answer")
-            now.answer = None if raw is None else msgspec.json.decode(raw, type=_Answer)
+        if rank == 0:
+            self._lead(messages, now)
+        if now.answer is None and (raw := messages.look(f"{now.name}/answer")) is not None:
+            now.answer = msgspec.json.decode(raw, type=_Answer)
         if now.answer is None:
             return
         if not now.read and self._times.index < now.answer.begin:
             messages.post(f"{now.name}/read/{rank}", b"")
             now.read = True
-        if rank != 0:
-            now.settled = now.settled or messages.look(f"{now.name}/settled")
-        elif now.settled is None and self._all(messages, now, "read"):
-            self._settle(now, YES)
+        now.settled = now.settled or messages.look(f"{now.name}/settled")
 
-    def _all(
-        self,
-        messages: RankMessages,
-        now: _Round,
-        what: str,
-        take: Callable[[_Round, bytes], None] = lambda now, raw: None,
-    ) -> bool:
-        """All ranks have left this note; each is taken once."""
-        for rank in range(now.waits_for.get(what, 0), self._ranks.world_size):
-            raw = messages.look(f"{now.name}/{what}/{rank}")
+    def _lead(self, messages: RankMessages, now: _Round) -> None:
+        """Take the notes of all ranks, in their order, each once."""
+        ranks = self._ranks.world_size
+        notes = now.notes
+        while len(notes) < ranks:
+            raw = messages.look(f"{now.name}/said/{len(notes)}")
             if raw is None:
-                return False
-            take(now, raw)
-            now.waits_for[what] = rank + 1
-        return True
-
-    def _add(self, now: _Round, raw: bytes) -> None:
-        note = msgspec.json.decode(raw, type=TurnNote)
-        now.together = note if now.together is None else now.together.with_(note)
-
-    def _answer(self, now: _Round) -> _Answer:
-        assert now.together is not None
-        self._iteration_s = now.together.seconds or self._iteration_s
-        ahead = 2 + math.ceil(LEAD_S * 2**self._noes / self._iteration_s)
-        return _Answer(begin=self._times.index + ahead, note=now.together)
+                return
+            notes.append(msgspec.json.decode(raw, type=TurnNote))
+            if len(notes) == ranks:
+                note = reduce(TurnNote.with_, notes)
+                self._iteration_s = note.seconds or self._iteration_s
+                ahead = 2 + math.ceil(LEAD_S * 2**self._noes / self._iteration_s)
+                answer = _Answer(begin=self._times.index + ahead, note=note)
+                messages.post(f"{now.name}/answer", msgspec.json.encode(answer))
+        while now.readers < ranks and messages.look(f"{now.name}/read/{now.readers}") is not None:
+            now.readers += 1
+        if now.readers == ranks:
+            self._settle(now, YES)
 
     def _settle(self, now: _Round, proposal: bytes) -> bytes | None:
         """What holds: the first proposal. None where that cannot be found out any more."""
         messages: Any = self._messages()
         try:
-            if now.settled is None:
-                now.settled = messages.settle(f"{now.name}/settled", proposal)
+            now.settled = now.settled or messages.settle(f"{now.name}/settled", proposal)
         except MessagesGone as error:
             self.lost = str(error)
         return now.settled

@@ -50,10 +50,11 @@ class Engine:
     exchanged: list[Any] = field(default_factory=list)
 
     stall_s: float = 0.0
+    plan_s: float = 0.1
 
     def report(self) -> Any:
-        plan = SimpleNamespace(iteration_s=0.1, compute_s=0.08, peak_before_bytes=9, recomputed=200)
-        plan.stall_s = self.stall_s
+        plan = SimpleNamespace(compute_s=0.08, peak_before_bytes=9, recomputed=200)
+        plan.iteration_s, plan.stall_s = self.plan_s, self.stall_s
         return SimpleNamespace(recomputed=self.recomputed, plans=(plan,))
 
     budget_bytes: int = 47
@@ -455,6 +456,17 @@ def test_where_the_host_keeps_up_calls_are_not_tried(stall_s: float) -> None:
     choice.iteration_ended(settled=True)
     assert engine.asked == [True] * (stall_s > 0.0)
     assert choice.words.endswith("nothing waits for the host or for copies") is (stall_s == 0.0)
+
+
+@pytest.mark.parametrize("plan_s", [0.081, 0.1], ids=["hidden", "the plan waits for copies"])
+def test_checkpointing_is_tried_where_a_plan_that_only_offloads_waits(plan_s: float) -> None:
+    model, engine, times = _Model(), Engine(recomputed=0, plan_s=plan_s), IterationTimes()
+    choice = choice_of(engine, times, OwnCheckpointing(FENCE))
+    choice.iteration_ended(settled=True)
+    model(torch.randn(4, 64))
+    times.planned_s.extend([0.131] * MEASURED)
+    choice.iteration_ended(settled=True)
+    assert model.layers[0].gradient_checkpointing is (plan_s == 0.1)
 
 
 def test_passes_that_were_set_aside_are_planned_when_they_come_back() -> None:

@@ -96,7 +96,7 @@ def go_on():
         return len(seen) < plain
     left_over = torch.tensor(float(not chosen or len(seen) < 40))
     dist.all_reduce(left_over)
-    return bool(left_over) and len(seen) < 3000
+    return bool(left_over) and len(seen) < 600
 
 def end():
     digest.update(torch.get_rng_state().numpy().tobytes())
@@ -136,7 +136,7 @@ def governed(
 ) -> list[str]:
     """What the ranks write to stderr."""
     (tmp_path / "train.py").write_text(source)
-    small = ("--min-bytes", str(ROWS * WIDTH * 2), "--bytes-per-s", "1e7")
+    small = ("--min-bytes", str(ROWS * WIDTH * 2), "--bytes-per-s", "2e5")
     options = ("--memory-budget", "60%", "--recompute", how, "--device", "null", "--out", "run")
     command = ("-m", "kilter.testing.stand_in", *small, "run", *options, "train.py", "null")
     ranks = warm.run_ranks(2, command, cwd=tmp_path)
@@ -200,7 +200,7 @@ def test_the_ranks_choose_alike_at_the_same_iterations(
 
 ACCIDENT = """
 atexit.register(lambda: open(f"left-{rank}", "w").write(str(left())))
-while len(seen) < 3000:
+while len(seen) < 600:
     step()
     if any(seen[-1]):
         open(f"on-{rank}", "w").close()
@@ -240,7 +240,7 @@ def go_on():
     on = sum(map(any, seen))
     if on == 2 and rank == 1:
         recompute_choice.RecomputeChoice.iteration_ended = broken
-    return on < 60 and len(seen) < 3000
+    return on < 60 and len(seen) < 600
 """
 
 

@@ -159,7 +159,10 @@ class RecomputeChoice:
         durations_s = self._times.planned_s
         measured_s = median_s(durations_s) if len(durations_s) >= MEASURED else None
         if way is RecomputeWay.OPERATIONS:
-            if measured_s is None or not swapper.report().recomputed:
+            report = swapper.report()
+            waits = any(plan.compute_s < FASTER * plan.iteration_s for plan in report.plans)
+            own = waits and self._other is RecomputeWay.OWN
+            if measured_s is None or not (report.recomputed or own):
                 return None
             if not self._turns_s:
                 self._note_host(measured_s)

@@ -128,7 +128,7 @@ def test_a_rank_that_is_always_late_ends_the_search_on_all() -> None:
         assert now is not None
         assert answered is not None
         waits = now.said and now.name == answered.name and answered.settled is None
-        begin = None if answered.answer is None else answered.answer.begin
+        begin = None if answered.answer is None else answered.answer[0]
         if not waits or (begin is not None and ranks[1].times.index > begin):
             ranks[1].agreement.tick()
     assert [rank.heard for rank in ranks] == [[], []]

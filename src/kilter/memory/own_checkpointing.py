@@ -143,8 +143,8 @@ class OwnCheckpointing:
         if _reentrant() and any(flag == FLAGS["timm"] for _, flag in flags):
             return []
         found = [(module, flag) for module, flag in flags if getattr(module, flag) is False]
-        untouched = len(found) == len(flags) and not any(_says(each, False) for each in modules)
-        return found if untouched else []
+        refused = any(getattr(each, claim, None) is False for each in modules for claim in CLAIMS)
+        return [] if refused or len(found) < len(flags) else found
 
     def _set(self, module: Module, name: str, value: Any) -> None:
         before = vars(module).get(name, _ABSENT)
@@ -181,8 +181,3 @@ def _may_run_again(part: Module) -> bool:
         and "forward" not in vars(part)
         and _library_of(_class_of(part)) in VOUCHED
     )
-
-
-def _says(module: Module, supported: bool) -> bool:
-    """It says of itself that it supports checkpointing, or that it does not."""
-    return any(getattr(module, name, None) is supported for name in CLAIMS)

@@ -60,12 +60,6 @@ class TurnNote(msgspec.Struct, frozen=True):
         )
 
 
-class _Answer(msgspec.Struct, frozen=True):
-    begin: int
-    """The iteration end at which all ranks change."""
-    note: TurnNote
-
-
 class _Round:
     """The program's thread makes a new one; ours fills it."""
 
@@ -77,7 +71,8 @@ class _Round:
         self.notes: list[TurnNote] = []
         self.readers = 0
         """On rank 0: what the first ranks have said, and how many of them have read the answer."""
-        self.answer: _Answer | None = None
+        self.answer: tuple[int, TurnNote] | None = None
+        """The iteration end at which all ranks change, and what they say together."""
         self.settled: bytes | None = None
 
 
@@ -109,13 +104,14 @@ class RankAgreement:
             return None
         if self._ranks.world_size == 1:
             return now.own
-        early = now.answer is None or self._times.index < now.answer.begin
-        if early or self._settle(now, NO) is None:
+        if now.answer is None or self._times.index < now.answer[0]:
+            return None
+        if self._settle(now, NO) is None:
             return None
         self._number += 1
-        if now.settled == YES and now.answer is not None:
+        if now.settled == YES:
             self._noes = 0
-            return now.answer.note
+            return now.answer[1]
         self._noes += 1
         if self._noes == ROUNDS:
             self.lost = "the ranks did not hear of each other in time"
@@ -140,10 +136,10 @@ class RankAgreement:
         if rank == 0:
             self._lead(messages, now)
         if now.answer is None and (raw := messages.look(f"{now.name}/answer")) is not None:
-            now.answer = msgspec.json.decode(raw, type=_Answer)
+            now.answer = msgspec.json.decode(raw, type=tuple[int, TurnNote])
         if now.answer is None:
             return
-        if not now.read and self._times.index < now.answer.begin:
+        if not now.read and self._times.index < now.answer[0]:
             messages.post(f"{now.name}/read/{rank}", b"")
             now.read = True
         now.settled = now.settled or messages.look(f"{now.name}/settled")
@@ -161,8 +157,8 @@ class RankAgreement:
                 note = reduce(TurnNote.with_, notes)
                 self._iteration_s = note.seconds or self._iteration_s
                 ahead = 2 + math.ceil(LEAD_S * 2**self._noes / self._iteration_s)
-                answer = _Answer(begin=self._times.index + ahead, note=note)
-                messages.post(f"{now.name}/answer", msgspec.json.encode(answer))
+                answer = msgspec.json.encode((self._times.index + ahead, note))
+                messages.post(f"{now.name}/answer", answer)
         while now.readers < ranks and messages.look(f"{now.name}/read/{now.readers}") is not None:
             now.readers += 1
         if now.readers == ranks:

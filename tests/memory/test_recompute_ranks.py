@@ -215,9 +215,10 @@ while len(seen) < 600:
     [
         ("rank == 1", "raise OSError('the reader of the data failed')", (1, 1)),
         ("rank == 1", "os.kill(os.getpid(), signal.SIGKILL)", (1, -signal.SIGKILL)),
+        ("rank == 0", "os.kill(os.getpid(), signal.SIGKILL)", (-signal.SIGKILL, 1)),
         ("True", "signal.raise_signal(signal.SIGINT)", (-signal.SIGINT, -signal.SIGINT)),
     ],
-    ids=["a rank fails", "a rank is killed", "ctrl-c"],
+    ids=["a rank fails", "a rank is killed", "rank 0 is killed", "ctrl-c"],
 )
 def test_after_an_accident_no_model_is_left_with_checkpointing_on(
     where: str, what: str, codes: tuple[int, int], warm: WarmPython, tmp_path: Path

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +18,14 @@ from tests.memory.steady_stand_in import SteadyStandIn
 from torch import Tensor, nn
 
 import kilter
+from kilter.core.messages import LocalMessages
+from kilter.core.ranks import Ranks
 from kilter.memory.engine import Swapper
 from kilter.memory.iteration_times import IterationTimes
 from kilter.memory.own_checkpointing import OwnCheckpointing
 from kilter.memory.plan import problem
 from kilter.memory.plan.problem import Link
+from kilter.memory.rank_agreement import RankAgreement
 from kilter.memory.recompute_choice import (
     HOST_EACH_S,
     MEASURED,
@@ -45,10 +50,11 @@ class Engine:
     exchanged: list[Any] = field(default_factory=list)
 
     stall_s: float = 0.0
+    plan_s: float = 0.1
 
     def report(self) -> Any:
-        plan = SimpleNamespace(iteration_s=0.1, compute_s=0.08, peak_before_bytes=9, recomputed=200)
-        plan.stall_s = self.stall_s
+        plan = SimpleNamespace(compute_s=0.08, peak_before_bytes=9, recomputed=200)
+        plan.iteration_s, plan.stall_s = self.plan_s, self.stall_s
         return SimpleNamespace(recomputed=self.recomputed, plans=(plan,))
 
     budget_bytes: int = 47
@@ -70,10 +76,20 @@ def _at_once() -> bool:
     return True
 
 
+def choice_of(
+    engine: Engine,
+    times: IterationTimes,
+    own: OwnCheckpointing | None = None,
+    can_record: Callable[[], bool] = _at_once,
+) -> RecomputeChoice:
+    alone = RankAgreement(LocalMessages, Ranks(), times)
+    return RecomputeChoice(engine, times, own, can_record, alone)  # type: ignore[arg-type]
+
+
 def chosen(engine: Engine, *durations_s: float) -> RecomputeChoice:
     """After enough iterations of each duration in turn."""
     times = IterationTimes()
-    choice = RecomputeChoice(engine, times, None, _at_once)  # type: ignore[arg-type]
+    choice = choice_of(engine, times)
     for duration_s in durations_s:
         for _ in range(MEASURED):
             choice.iteration_ended(settled=True)
@@ -104,11 +120,11 @@ def test_what_the_host_took_beyond_the_plan_counts_for_each_tensor() -> None:
     times = IterationTimes()
     times.planned_s.extend([0.131] * MEASURED)
     unknown, known = Engine(), Engine()
-    RecomputeChoice(unknown, times, None, _at_once).iteration_ended(settled=True)  # type: ignore[arg-type]
+    choice_of(unknown, times).iteration_ended(settled=True)
     assert unknown.each_s == [HOST_EACH_S]
     times.planned_s.extend([0.131] * MEASURED)
     times.plain_s.append(0.091)
-    RecomputeChoice(known, times, None, _at_once).iteration_ended(settled=True)  # type: ignore[arg-type]
+    choice_of(known, times).iteration_ended(settled=True)
     assert known.each_s == [pytest.approx((0.131 - 0.091 - 0.02) / 200)]
 
 
@@ -117,7 +133,7 @@ def test_at_once_is_tried_where_at_once_is_recomputed_or_the_budget_does_not_sta
     assert not chosen(engine, 0.1, 0.1).decided
     times = IterationTimes()
     times.planned_s.extend([0.1] * MEASURED)
-    RecomputeChoice(engine, times, None, _at_once).iteration_ended(settled=False)  # type: ignore[arg-type]
+    choice_of(engine, times).iteration_ended(settled=False)
     assert engine.asked == []
 
 
@@ -212,7 +228,7 @@ def test_a_run_chooses_and_says_what_it_measured(
 
 def test_a_way_that_gets_no_plan_is_named() -> None:
     model, engine, times = _Model(), Engine(), IterationTimes()
-    choice = RecomputeChoice(engine, times, OwnCheckpointing(FENCE), _at_once)  # type: ignore[arg-type]
+    choice = choice_of(engine, times, OwnCheckpointing(FENCE))
     choice.iteration_ended(settled=True)
     model(torch.randn(4, 64))
     times.planned_s.extend([0.131] * MEASURED)
@@ -335,6 +351,38 @@ def test_a_model_is_left_alone(why: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert flags(model) == found
 
 
+@pytest.mark.parametrize("own_part", [False, True], ids=["of a library", "with an own part"])
+def test_sharding_is_looked_through(
+    own_part: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hooks into modules and gives them a class of its own."""
+    if own_part:
+        monkeypatch.setattr(Block, "__module__", "__main__")
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        model = _Model()
+        for layer in model.layers:
+            for part in (layer.inner, layer, model)[: 3 if layer is model.layers[-1] else 2]:
+                torch.distributed.fsdp.fully_shard(part, mesh=mesh)
+        _, names = seen(model)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert names == ("" if own_part else "_Model")
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["unknown", "newer", "older"])
+def test_timm_in_pytorchs_older_way_of_checkpointing_is_left_alone(
+    reentrant: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _Model()
+    model.layers[0].grad_checkpointing = False
+    layers = {} if reentrant is None else {"use_reentrant_ckpt": lambda: reentrant}
+    monkeypatch.setitem(sys.modules, "timm.layers", SimpleNamespace(**layers))  # type: ignore[arg-type]
+    assert seen(model)[1] == ("_Model" if reentrant is False else "")
+
+
 @pytest.mark.parametrize(
     ("turns_s", "words", "on"),
     [
@@ -352,7 +400,7 @@ def test_checkpointing_and_operations_take_turns_until_one_is_faster(
     turns_s: tuple[float, ...], words: str, on: bool
 ) -> None:
     model, times, engine = _Model(), IterationTimes(), Engine()
-    choice = RecomputeChoice(engine, times, OwnCheckpointing(FENCE), lambda: False)  # type: ignore[arg-type]
+    choice = choice_of(engine, times, OwnCheckpointing(FENCE), lambda: False)
     choice.iteration_ended(settled=True)
     model(torch.randn(4, 64))
     for number, duration_s in enumerate(turns_s):
@@ -383,7 +431,7 @@ def test_calls_wait_for_what_records_them() -> None:
         asked.append(len(times.planned_s))
         return next(built)
 
-    choice = RecomputeChoice(engine, times, None, can_record)  # type: ignore[arg-type]
+    choice = choice_of(engine, times, None, can_record)
     choice.iteration_ended(settled=True)
     assert asked == []
     for duration_s in (0.131, 9.0, 9.0, 9.0):
@@ -404,10 +452,21 @@ def test_where_the_host_keeps_up_calls_are_not_tried(stall_s: float) -> None:
     engine, times = Engine(stall_s=stall_s), IterationTimes()
     times.plain_s.append(0.110)
     times.planned_s.extend([0.131] * MEASURED)
-    choice = RecomputeChoice(engine, times, None, _at_once)  # type: ignore[arg-type]
+    choice = choice_of(engine, times)
     choice.iteration_ended(settled=True)
     assert engine.asked == [True] * (stall_s > 0.0)
     assert choice.words.endswith("nothing waits for the host or for copies") is (stall_s == 0.0)
+
+
+@pytest.mark.parametrize("plan_s", [0.081, 0.1], ids=["hidden", "the plan waits for copies"])
+def test_checkpointing_is_tried_where_a_plan_that_only_offloads_waits(plan_s: float) -> None:
+    model, engine, times = _Model(), Engine(recomputed=0, plan_s=plan_s), IterationTimes()
+    choice = choice_of(engine, times, OwnCheckpointing(FENCE))
+    choice.iteration_ended(settled=True)
+    model(torch.randn(4, 64))
+    times.planned_s.extend([0.131] * MEASURED)
+    choice.iteration_ended(settled=True)
+    assert model.layers[0].gradient_checkpointing is (plan_s == 0.1)
 
 
 def test_passes_that_were_set_aside_are_planned_when_they_come_back() -> None:

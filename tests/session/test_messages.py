@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -95,3 +97,30 @@ def test_rank_0_asks_nobody_for_what_it_has_said_itself() -> None:
         block.post_begin(index)
         assert block.begin() == index
         block.next_block(leads=True)
+
+
+def test_what_is_settled_first_holds_for_all() -> None:
+    store = dist.HashStore()
+    boards = [StoreMessages(lambda: store) for _ in range(2)]
+    assert boards[1].settle("a", b"no") == b"no"
+    assert boards[0].settle("a", b"yes") == b"no"
+    assert answered(boards[0], "a") == b"no"
+    for board in boards:
+        board.close()
+
+
+def test_workers_that_were_restarted_do_not_find_the_messages_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's store outlives them."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        for count, before in (("0", None), ("1", None), ("1", b"posted in 1")):
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+            board = StoreMessages.find(2)
+            assert board is not None
+            assert answered(board, "order/0") == before
+            board.post("order/0", b"posted in " + count.encode())
+            board.close()
+    finally:
+        dist.destroy_process_group()

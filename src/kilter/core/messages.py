@@ -23,6 +23,10 @@ class RankMessages(Protocol):
     def look(self, name: str) -> bytes | None:
         """The message of that name, or None if it is not there yet."""
 
+    def settle(self, name: str, proposal: bytes) -> bytes:
+        """Leave a message unless there is one of that name, and give the one that is there then:
+        all ranks get the same. Waits for the store's answer."""
+
     def drop(self, name: str) -> None:
         """Remove a message that every rank has read; harmless if it is not there."""
 
@@ -41,6 +45,9 @@ class LocalMessages:
 
     def look(self, name: str) -> bytes | None:
         return self._messages.get(name)
+
+    def settle(self, name: str, proposal: bytes) -> bytes:
+        return self._messages.setdefault(name, proposal)
 
     def drop(self, name: str) -> None:
         self._messages.pop(name, None)

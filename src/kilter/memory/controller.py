@@ -110,18 +110,14 @@ class MemoryController:
             self._log,
             cuda=cuda,
             card=card_memory(self._first.torch.cuda, backend.device, self._run.info),
-            recompute=self._recompute or self._usual_recompute(on_gpu=cuda is not None),
+            # A stand-in's times say nothing of a GPU.
+            recompute=self._recompute or ("operations" if cuda is None else "auto"),
         )
         self._first.leave()
         job.begin()
         self._job = job
         if again is not None and not self._run.dry_run:  # a stand-in counts activations alone
             job.move_state_and_weights(again, self._gradients, self._weights)
-
-    def _usual_recompute(self, *, on_gpu: bool) -> str:
-        """A stand-in's times say nothing of a GPU. Several ranks would each choose for themselves,
-        which was not tried on GPUs."""
-        return "auto" if on_gpu and self._run.ranks.world_size == 1 else "operations"
 
     def iteration_ended(self, index: int) -> None:
         """An iteration of the program ends here, in its thread."""
@@ -135,6 +131,8 @@ class MemoryController:
         """Durations of iterations have become known; a plan may have come into force."""
         self._times.add(finished, self._run.trace.disturbs)
         self._log.save_schedule()
+        if self._job is not None:
+            self._job.ranks.tick()
 
     @property
     def settled(self) -> bool:

@@ -19,6 +19,7 @@ from kilter.memory.compiled import CompiledRegions
 from kilter.memory.iteration_times import IterationTimes, median_s
 from kilter.memory.own_checkpointing import OwnCheckpointing
 from kilter.memory.plan_log import PlanLog
+from kilter.memory.rank_agreement import RankAgreement
 from kilter.memory.recompute_choice import HOST_EACH_S, RecomputeChoice, RecomputeWay
 from kilter.memory.state_and_weights import StateAndWeightPolicy, words
 
@@ -87,11 +88,10 @@ class GovernedJob:
             alone_s=HOST_EACH_S if on_gpu else 0.0,
         )
         self._choice: RecomputeChoice | None = None
+        self.ranks = RankAgreement(run.messages, run.ranks, times)
         if recompute == "auto":
-            # (Where a model is sharded, blocks that run again gather their weights again: all
-            # ranks would have to choose alike.)
-            own = OwnCheckpointing(run.fence) if run.ranks.world_size == 1 else None
-            self._choice = RecomputeChoice(self._swapper, times, own, self._can_record)
+            own = OwnCheckpointing(run.fence)
+            self._choice = RecomputeChoice(self._swapper, times, own, self._can_record, self.ranks)
         self._swapper.may_plan = begin.size_bytes is not None or run.dry_run
         self._plain = PlainIterations(self._swapper, backend.device, cuda, times)
         self._budget = JobBudget(

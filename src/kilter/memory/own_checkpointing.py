@@ -14,6 +14,7 @@ or another `forward` than their class has.
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,9 @@ CHECKPOINT = "_gradient_checkpointing_func"
 """Where transformers and diffusers look for the function that checkpoints a block."""
 CLAIMS = ("supports_gradient_checkpointing", "_supports_gradient_checkpointing")
 """What their models say of themselves."""
+FSDP = "torch.distributed.fsdp"
+FSDP_CASTS = "_cast_forward_inputs"
+"""What its hooks belong to has this where they cast inputs also when a module runs again."""
 _ABSENT: Any = object()
 
 
@@ -82,7 +86,7 @@ class OwnCheckpointing:
         inner = {id(p): p for model in models for p in model.modules() if p is not model}
         if written or not all(map(_may_run_again, inner.values())) or not self._flags():
             self._models.clear()
-        outer = [type(model).__name__ for model in self._alive() if id(model) not in inner]
+        outer = [_class_of(model).__name__ for model in self._alive() if id(model) not in inner]
         return ", ".join(dict.fromkeys(outer))
 
     def switch_on(self, share: float = 1.0) -> None:
@@ -136,9 +140,11 @@ class OwnCheckpointing:
         flags = [
             (each, flag) for each in modules for flag in {*FLAGS.values()} if hasattr(each, flag)
         ]
+        if _reentrant() and any(flag == FLAGS["timm"] for _, flag in flags):
+            return []
         found = [(module, flag) for module, flag in flags if getattr(module, flag) is False]
-        untouched = len(found) == len(flags) and not any(_says(each, False) for each in modules)
-        return found if untouched else []
+        refused = any(getattr(each, claim, None) is False for each in modules for claim in CLAIMS)
+        return [] if refused or len(found) < len(flags) else found
 
     def _set(self, module: Module, name: str, value: Any) -> None:
         before = vars(module).get(name, _ABSENT)
@@ -154,17 +160,24 @@ def _library_of(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
+def _reentrant() -> bool:
+    """timm checkpoints in the older way of PyTorch, which DDP does not always bear."""
+    asked = getattr(sys.modules.get("timm.layers"), "use_reentrant_ckpt", None)
+    return asked is None or bool(asked())
+
+
+def _class_of(module: Module) -> type:
+    """What is sharded has a class that FSDP has made from its own."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith(FSDP))
+
+
 def _may_run_again(part: Module) -> bool:
-    """A part of a model does nothing but what its library has written."""
-    hooks = (part._forward_pre_hooks, part._forward_hooks)
-    backward = (part._backward_pre_hooks, part._backward_hooks)
+    """A part of a model does nothing but what its library has written, and FSDP where it shards
+    the part: its hooks see that the part runs again."""
+    hooks = *part._forward_pre_hooks.values(), *part._forward_hooks.values()
     return (
-        not any(hooks + backward)
+        all(hasattr(getattr(hook, "__self__", None), FSDP_CASTS) for hook in hooks)
+        and not (part._backward_pre_hooks or part._backward_hooks)
         and "forward" not in vars(part)
-        and _library_of(type(part)) in VOUCHED
+        and _library_of(_class_of(part)) in VOUCHED
     )
-
-
-def _says(module: Module, supported: bool) -> bool:
-    """It says of itself that it supports checkpointing, or that it does not."""
-    return any(getattr(module, name, None) is supported for name in CLAIMS)

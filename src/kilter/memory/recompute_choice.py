@@ -7,6 +7,9 @@ that others use as well is slower for minutes now and then, so checkpointing has
 two of single operations, and again until it differs from them by more than they do from each other.
 What iterations took beyond the plan with single operations is, when calls are chosen, counted for
 each tensor that they spare from being recomputed alone.
+
+Several ranks choose together: at the end of each turn they agree on what the slowest has measured
+(`rank_agreement.py`), so that all go on alike from the same iteration.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kilter.core.units import show_time
 from kilter.memory.iteration_times import IterationTimes, median_s
 from kilter.memory.own_checkpointing import OwnCheckpointing
+from kilter.memory.rank_agreement import RankAgreement, TurnNote
 
 if TYPE_CHECKING:
     from kilter.memory.engine.engine import Swapper
@@ -60,6 +64,7 @@ class RecomputeChoice:
         times: IterationTimes,
         own: OwnCheckpointing | None,
         can_record: Callable[[], bool],
+        ranks: RankAgreement,
     ) -> None:
         """`own` is None where checkpointing of the model's own is not to be tried. `can_record`
         says whether calls can be recorded by now, and has what that takes built."""
@@ -67,6 +72,7 @@ class RecomputeChoice:
         self._times = times
         self._own = own
         self._can_record = can_record
+        self._ranks = ranks
         self.way = RecomputeWay.OPERATIONS
         self._other: RecomputeWay | None = None
         """What is compared with single operations, once the job was looked at."""
@@ -82,6 +88,10 @@ class RecomputeChoice:
         self._left = PATIENCE
         self._why_not = ""
         """Why the other way was not measured."""
+        self._note: TurnNote | None = None
+        """Of this rank, whose turn is over."""
+        self._said = False
+        """To the other ranks, which are not that far."""
         self.plain_peak_bytes = 0
         """With everything kept, and the model's own checkpointing off."""
         self.words = ""
@@ -95,21 +105,40 @@ class RecomputeChoice:
     def iteration_ended(self, *, settled: bool) -> None:
         """`settled` says that the job's budget and plans stand, but for this choice."""
         operations = self.way is RecomputeWay.OPERATIONS
-        if operations and not (settled and self._looked()):
+        if self._note is None and not (operations and not (settled and self._looked())):
+            self._note = self._turn()
+        if self._note is None:
             return
-        calls_next = operations and self._other is RecomputeWay.CALLS
-        measured = calls_next and bool(self._turns_s)
-        if not measured and not self._turn_is_over():
-            return
+        if not self._said:
+            calls_next = operations and self._other is RecomputeWay.CALLS
+            if calls_next and not self._note.why_not and not self._can_record():
+                return
+            self._ranks.say(self._note)
+            self._said = True
+        heard = self._ranks.heard()
+        if heard is not None:
+            self._note, self._said = None, False
+            self._go_on(heard)
+        elif self._ranks.lost:
+            self._stay(self._ranks.lost)
+
+    def _go_on(self, heard: TurnNote) -> None:
+        """The turn is over on all ranks."""
+        self._why_not, self._share = heard.why_not, heard.share
+        if heard.seconds is not None:
+            self._turns_s.append(heard.seconds)
         found = self._compared()
         if found or self._why_not:
             self._decide(found)
-        elif not calls_next or self._can_record():
+        else:
             assert self._other is not None
+            operations = self.way is RecomputeWay.OPERATIONS
             self._take(self._other if operations else RecomputeWay.OPERATIONS)
 
     def close(self) -> None:
         """The script is over: the model is as it was found."""
+        if self._said and not self.decided:
+            self._stay("not all ranks came to the end of a turn")
         if self._own is not None:
             self._own.switch_off()
 
@@ -124,26 +153,29 @@ class RecomputeChoice:
             self._note_pass()
         return True
 
-    def _turn_is_over(self) -> bool:
-        """The present way was measured, or will not be."""
+    def _turn(self) -> TurnNote | None:
+        """The present way was measured, or will not be. None: neither."""
         way, swapper = self.way, self._swapper
-        if way is RecomputeWay.CALLS and swapper.planned and not swapper.recomputes_calls:
-            self._why_not = "no whole call of a module is worth recomputing"
-            return True
         durations_s = self._times.planned_s
         measured_s = median_s(durations_s) if len(durations_s) >= MEASURED else None
-        operations = way is RecomputeWay.OPERATIONS
-        if measured_s is not None and (not operations or swapper.report().recomputed):
+        if way is RecomputeWay.OPERATIONS:
+            report = swapper.report()
+            waits = any(plan.compute_s < FASTER * plan.iteration_s for plan in report.plans)
+            own = waits and self._other is RecomputeWay.OWN
+            if measured_s is None or not (report.recomputed or own):
+                return None
             if not self._turns_s:
                 self._note_host(measured_s)
-            self._turns_s.append(measured_s)
-            return True
-        if operations:
-            return False
-        self._left -= 1
-        if self._left <= 0:
+        elif way is RecomputeWay.CALLS and swapper.planned and not swapper.recomputes_calls:
+            self._why_not = "no whole call of a module is worth recomputing"
+        elif measured_s is None:
+            self._left -= 1
+            if self._left > 0:
+                return None
             self._why_not = f"{way.value} got no plan in time"
-        return self._left <= 0
+        return TurnNote(
+            models=self._models, share=self._share, seconds=measured_s, why_not=self._why_not
+        )
 
     def _compared(self) -> dict[RecomputeWay, float]:
         """What an iteration takes in either way; empty if that is not clear yet. Calls have one
@@ -183,15 +215,19 @@ class RecomputeChoice:
             best = RecomputeWay.OPERATIONS
         if best is not self.way:
             self._take(best)
+        each = [f"{show_time(time_s)} with {way.value}" for way, time_s in found.items()]
+        measured = ", ".join(each).replace(" with", " an iteration with", 1) + " [measured]"
+        self._stay(self._why_not or measured)
+
+    def _stay(self, why: str) -> None:
+        """Nothing changes any more."""
         self._aside = None
         what = {
             RecomputeWay.CALLS: "whole calls of modules where they pay are recomputed",
             RecomputeWay.OWN: f"the model's own checkpointing is on ({self._models})",
             RecomputeWay.OPERATIONS: "single operations are recomputed",
-        }[best]
-        each = [f"{show_time(time_s)} with {way.value}" for way, time_s in found.items()]
-        measured = ", ".join(each).replace(" with", " an iteration with", 1) + " [measured]"
-        self.words = f"{what}: {self._why_not or measured}"
+        }[self.way]
+        self.words = f"{what}: {why}"
 
     def _note_pass(self) -> None:
         """The largest pass with everything kept, before checkpointing makes it another one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import queue
 import threading
 import time
@@ -26,6 +27,8 @@ _MISSING = "?"
 """No message."""
 ANSWER_S = 0.5
 """How long an answer of the store is waited for: normally a fraction of a millisecond."""
+LONGEST_ANSWER_S = 30.0
+"""The same where all ranks depend on the answer."""
 
 
 class LookPace:
@@ -76,10 +79,10 @@ class StoreMessages:
             return None
         store = torch_internals.default_store()
         # `store` lives as long as these messages do: it may be the one that serves, and be dropped
-        # with its process group while other ranks still look.
-        return cls(
-            lambda: dist.PrefixStore("kilter", _second_connection(store)), world_size=world_size
-        )
+        # with its process group while other ranks still look. Workers that torchrun has restarted
+        # find the messages of those before them in its store.
+        name = f"kilter/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        return cls(lambda: dist.PrefixStore(name, _second_connection(store)), world_size=world_size)
 
     def post(self, name: str, message: bytes) -> None:
         self._ask(lambda store: store.set(name, message))
@@ -95,6 +98,14 @@ class StoreMessages:
         answer: bytes | None = call.answer
         self._pace.looked(name, now_s, found=answer is not None)
         return answer
+
+    def settle(self, name: str, proposal: bytes) -> bytes:
+        call = self._ask(
+            lambda store: store.compare_set(name, "", proposal.decode()), wait_s=LONGEST_ANSWER_S
+        )
+        if not call.done.is_set():
+            raise MessagesGone("the key-value store of the job does not answer")
+        return bytes(call.answer)
 
     def drop(self, name: str) -> None:
         """Not waited for: nobody reads it any more."""

@@ -51,7 +51,7 @@ from kilter.memory.engine.store import (
 )
 from kilter.memory.engine.tensor_hooks import TensorHooks
 from kilter.memory.engine.waits import Waits
-from kilter.memory.engine.watch import Deviations, Watch
+from kilter.memory.engine.watch import Deviations, PassOrder, Watch
 from kilter.memory.plan.choose import MemoryPlan
 from kilter.memory.plan.problem import Link
 from kilter.observe import optimizer_steps, torch_internals
@@ -153,6 +153,8 @@ class Swapper(AbstractContextManager["Swapper"]):
         self._plan: Ready | None = None
         self._deviated = False
         self._deviations = Deviations()
+        self._order = PassOrder()
+        self._begun: Ready | None = None
         self._watch: Watch | None = None
         self._last_held_peak_bytes = 0
         self._steps = 0
@@ -510,10 +512,11 @@ class Swapper(AbstractContextManager["Swapper"]):
         within = self._store.begin()
         candidate = self._candidate(first)
         alike = self._kinds.alike(first)
+        plan = self._order.plan([kind.plan for kind in alike if kind.plan is not None])
         if candidate is not None:
             candidate.trials += 1
             self._store.norms.find()
-        if candidate is not None or self._to_be_watched(alike):
+        if candidate is not None or self._to_be_watched(alike, plan):
             self._counts["watched"] += 1
             self._watch = Watch(
                 self._backend,
@@ -523,7 +526,8 @@ class Swapper(AbstractContextManager["Swapper"]):
                 expected_bytes=candidate.saved_bytes if candidate is not None else 0,
             )
         elif not self._store.evicted:
-            self._plan = next((kind.plan for kind in alike if kind.plan is not None), None)
+            self._plan = plan
+        self._begun = self._plan
         self._measured = self._plan is None or self._plan.tuned < TUNED
         if self._measured:
             self._backend.peak_bytes()  # from here on
@@ -547,16 +551,16 @@ class Swapper(AbstractContextManager["Swapper"]):
                 self._kinds.plan(kind, self.budget_bytes)
         return candidate
 
-    def _to_be_watched(self, alike: list[PassKind]) -> bool:
-        """Whether a pass that begins like these is to be watched, rather than to run under a plan
-        of theirs, or without one."""
+    def _to_be_watched(self, alike: list[PassKind], plan: Ready | None) -> bool:
+        """Whether a pass that begins like these is to be watched, rather than to run under this
+        plan of theirs, or without one."""
         attention = self._kinds.attention
         if self._deviations.to_watch:
             asked = attention.asks()
             self._deviations.to_watch -= asked
             return asked
         # An older graph may still need tensors in the plans' host memory.
-        if any(kind.plan for kind in alike) and not self._store.evicted:
+        if plan is not None and not self._store.evicted:
             return False
         hopeless = bool(alike) and all(kind.hopeless for kind in alike)
         return not (hopeless and self._round % HOPELESS_EVERY) and attention.asks()
@@ -592,19 +596,22 @@ class Swapper(AbstractContextManager["Swapper"]):
                     waits.over()
                     self._kinds.waited(planned, waits)
         self._deviations.pass_ended(deviated=self._deviated)
+        kept = planned is not None and not self._deviated
+        events = planned.events if planned is not None and kept else None
         tangents = self.hooks.tangents
         if tangents:
             reason = messages.tangents_stay(sum(tangents.values()))
             self._demand.refused.setdefault(reason.code, reason)
             tangents.clear()
         if self._watch is not None:
-            self._file(self._watch)
+            record = self._watch.record()
+            if record.whole:
+                events = record.events
+                self._file(self._watch, record)
+        self._order.pass_ended(self._begun, events, self._event)
         self._watch = self._plan = None
 
-    def _file(self, watch: Watch) -> None:
-        record = watch.record()
-        if not record.whole:
-            return
+    def _file(self, watch: Watch, record: PassRecord) -> None:
         self._kinds.refused |= watch.refused
         if watch.trial:
             self._kinds.tried(record)

@@ -6,7 +6,7 @@ Slow and thorough; a pass under a plan is not watched.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kilter.core.reasons import Reason
@@ -16,6 +16,7 @@ from kilter.memory.engine.backend import Backend, CopyEvent
 from kilter.memory.engine.modified import Modified
 from kilter.memory.engine.operation_graph import HeldSource
 from kilter.memory.engine.pass_record import PassRecord, PassRecorder, SavedSegment, SavedTensor
+from kilter.memory.engine.ready import Ready
 from kilter.memory.engine.recompute import Reader, Recipe, Unlike
 from kilter.memory.engine.store import Saved, Store
 from kilter.observe import torch_internals
@@ -43,6 +44,10 @@ were watched in vain, one in `RARELY`."""
 DEVIATION_PATIENCE = 2
 """Passes that may depart from every plan before some are watched again. A pass that keeps to its
 plan makes up for half of one that did not."""
+MOST_ORDERS = 256
+"""What came before passes; where shapes keep changing there is no end to it."""
+TRUSTED = 4
+"""Passes after which a plan is known to fit: it may fail as often before another one is tried."""
 LOOK = 4
 """How many passes are watched then, so that kinds that alternate are all watched."""
 
@@ -99,6 +104,37 @@ class Deviations:
         self._misses = max(0.0, self._misses + (1 if deviated else -0.5))
         if self._misses >= DEVIATION_PATIENCE:
             self._misses, self.to_watch = 0.0, LOOK
+
+
+class PassOrder:
+    """Which plan fits after which passes. Programs repeat theirs in the same order (a critic twice,
+    once with the gradient penalty, then its generator), and passes that begin alike may end
+    otherwise."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, int] = (0, 0)
+        """How the last passes went."""
+        self._fits: dict[tuple[int, int], dict[tuple[int, ...], int]] = {}
+        """By what came before, how often passes lately kept to the plan for these events; less than
+        0: never."""
+
+    def plan(self, plans: Sequence[Ready]) -> Ready | None:
+        """The one to begin with; None where each has failed."""
+        known = self._fits.get(self._last, {})
+        best = max(plans, key=lambda plan: known.get(plan.events, 0), default=None)
+        return None if best is None or known.get(best.events, 0) < 0 else best
+
+    def pass_ended(self, begun: Ready | None, events: tuple[int, ...] | None, event: int) -> None:
+        """A pass that began with a plan had these events; None: others than those of any plan, from
+        its event number `event` on."""
+        if len(self._fits) == MOST_ORDERS:
+            self._fits.clear()
+        known = self._fits.setdefault(self._last, {})
+        if begun is not None and begun.events != events:
+            known[begun.events] = known.get(begun.events, 0) - 1
+        if events is not None:
+            known[events] = min(TRUSTED, known.get(events, 0) + 1)
+        self._last = self._last[1], event if events is None else hash(events)
 
 
 def described(tensor: torch.Tensor) -> str:

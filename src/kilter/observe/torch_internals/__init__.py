@@ -213,6 +213,7 @@ ATTRIBUTES = {
     "_get_ddp_logging_data": "DDP: the name of the script's own communication hook",
     "_fsdp_param_groups": "states of FSDP: the parameters that are gathered together",
     "_fsdp_param_group": "states of FSDP: the same, where there is one at most",
+    "_cast_forward_inputs": "states of FSDP: inputs are cast where a module runs again, too",
     "_reduce_scatter_comm": "parameter groups of FSDP: how their gradients are summed up",
     "_is_profiler_enabled": "torch.autograd.profiler: whether somebody records",
 }

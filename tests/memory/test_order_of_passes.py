@@ -1,0 +1,100 @@
+"""Passes that begin alike and end otherwise, in an order that repeats: each runs under its plan."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.memory.steady_stand_in import SteadyStandIn
+from torch import Tensor, nn
+
+from kilter.memory.engine import Swapper
+from kilter.memory.engine.watch import TRUSTED, PassOrder
+from kilter.memory.plan.problem import Link
+
+WIDTH, ROWS = 32, 128
+DATUM_BYTES = 4 * WIDTH * ROWS
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
+
+
+def iteration(
+    critic: nn.Module, generator: nn.Module, optimizers: list[Any], penalty: bool
+) -> list[Tensor]:
+    """A critic twice, the second time perhaps with the penalty on its gradient; its generator."""
+    found = []
+    for last in (False, True):
+        real = torch.randn(ROWS, WIDTH)
+        loss = critic(real).square().mean()
+        if last and penalty:
+            x = real.requires_grad_()
+            (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+            loss = loss + slope.square().mean()
+        loss.backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        found.append(loss.detach())
+    loss = -critic(generator(torch.randn(ROWS, WIDTH))).mean()
+    loss.backward()
+    optimizers[1].step()
+    optimizers[1].zero_grad()
+    optimizers[0].zero_grad()
+    return [*found, loss.detach()]
+
+
+def trained(iterations: int, penalty: bool, swapper: Swapper | None) -> tuple[list[Tensor], int]:
+    """Losses and parameters; the passes under a plan in the second half, less those departing."""
+    critic, generator = network(), network()
+    models = (critic, generator)
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in models]
+    found, before, after = [], (0, 0), (0, 0)
+    for number in range(iterations):
+        found += iteration(critic, generator, optimizers, penalty)
+        if swapper is not None:
+            report = swapper.report()
+            after = report.planned, report.deviations
+            before = after if number < iterations // 2 else before
+    found += [p.detach() for model in models for p in model.parameters()]
+    planned, departed = (b - a for a, b in zip(before, after, strict=True))
+    return found, planned - 100 * departed
+
+
+@pytest.mark.parametrize("penalty", [False, True], ids=["without", "with a second derivative"])
+def test_a_critic_and_its_generator_are_planned(penalty: bool) -> None:
+    plain, _ = trained(24, penalty, None)
+    link = Link(to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, both_bytes_per_s=2e9)
+    with Swapper(
+        SteadyStandIn(), budget_bytes=9 * DATUM_BYTES, link=link, min_bytes=DATUM_BYTES
+    ) as swapper:
+        governed, planned = trained(24, penalty, swapper)
+    assert all(map(torch.equal, plain, governed))
+    assert planned >= 3 * 11
+
+
+def plan(*events: int) -> Any:
+    return SimpleNamespace(events=events)
+
+
+def test_a_plan_that_has_fitted_is_begun_with_again() -> None:
+    """Also after a pass in between that comes once in a while."""
+    order, usual, rare = PassOrder(), plan(1, 2), plan(1, 3)
+    for number in range(40):
+        begun = order.plan((rare, usual))
+        now = rare if number % 16 == 15 else usual
+        assert begun is usual or number < 12 or number % 16 < 4
+        order.pass_ended(begun, now.events if now is begun else None, 1)
+
+
+def test_where_every_plan_has_failed_none_is_begun_with() -> None:
+    order = PassOrder()
+    for _ in range(4):
+        order.pass_ended(plan(1, 2), None, 1)
+    assert order.plan([plan(1, 2)]) is None
+    for _ in range(TRUSTED):
+        order.pass_ended(None, (1, 2), 0)
+    assert order.plan([]) is None

@@ -81,7 +81,10 @@ def test_a_loss_between_the_samples_of_a_batch_is_refused(kinds, kind):
     ("kind", "sentence"),
     [
         ("weighted", "divided by the weights of its targets (ignore_index, weight, a count of"),
-        ("in the model, alone", "whether the loss is one cannot be seen: if it is none, start the"),
+        (
+            "in the model, alone",
+            "whether this one is cannot be seen. If it is not, start the script with torchrun",
+        ),
         ("largest", "from here on the shares of the ranks are uneven: gradients are weighted as"),
     ],
 )

@@ -20,9 +20,9 @@ _WEIGHTED = (
     "not by their number: as with DDP itself, gradients depend on which rank has which samples"
 )
 UNSEEN = (
-    "gradients are weighted as those of a mean over the samples of each rank; whether the loss is "
-    "one cannot be seen: if it is none, start the script by torchrun, or the daemon by `kilter "
-    "share serve --policy fixed`"
+    "gradients are weighted as those of a loss that is a mean over the samples of each rank; "
+    "whether this one is cannot be seen. If it is not, start the script with torchrun, or the "
+    "daemon with `kilter share serve --policy fixed`"
 )
 _OF_BATCHES = (
     "the loss of a sample depends on the others of its batch (a contrastive loss, a norm or root "

@@ -18,11 +18,12 @@ import numpy as np
 
 from kilter.app.bench.period_cases import KINDS, Change, PeriodCase, case, change
 from kilter.app.cli.options import positive
-from kilter.app.cli.output import print_json
+from kilter.app.cli.output import print_json, show_progress
 from kilter.core.codec import read
 from kilter.core.errors import FileError, UsageError
 from kilter.core.label import Label
 from kilter.core.setting import Sample
+from kilter.core.units import show_count
 from kilter.device.sim.replay import load_recording
 from kilter.model.period import Detection, Telemetry, changed, detect, doubt, telemetry
 
@@ -68,8 +69,10 @@ def run(args: argparse.Namespace) -> int:
         return _synthetic(range(args.seed, args.seed + args.cases), as_json=args.json)
     samples, left_out = _looked_at(load_recording(args.telemetry))
     readings = telemetry(samples)
+    show_progress(f"looking at {show_count(len(samples), 'reading')} ...")
     detection = detect(readings)
     doubted = doubt(readings, detection)
+    show_progress()
     true_s = None if args.marks is None else float(np.median(np.diff(load_marks(args.marks))))
     error = (
         None

@@ -177,10 +177,10 @@ class ElasticJob:
     def begins(self, iteration: int) -> None:
         """Says once that the shards are no longer those of the script, if that may be wrong."""
         assert self.share is not None
-        if not self._told_uneven and self.share.differs(iteration):
+        unseen = self.losses.note is UNSEEN and not self._told_uneven
+        if unseen and self.share.differs(iteration):
             self._told_uneven = True
-            if self.losses.note is UNSEEN:
-                self.say(f"from here on the shares of the ranks are uneven: {UNSEEN}")
+            self.say(f"from here on the shares of the ranks are uneven: {UNSEEN}")
 
     def _as_divided(self) -> bool:
         """Whether the batch that the script has is one of the schedule."""

@@ -191,7 +191,7 @@ OPTIONS = {
             "operations (single ones, from what autograd saved), segments (what whole calls of"
             " modules saved as well, from a record of their operations), or auto (the faster of"
             " these and of the checkpointing that a model of transformers, diffusers or timm has"
-            " built in: each is measured for a few iterations; the default for one rank on a GPU)",
+            " built in: each is measured for a few iterations; the default on a GPU)",
             "NAME",
         ),
         Option(

@@ -30,7 +30,7 @@ class Options:
     weights: str = "keep"
     """One of `WEIGHTS`."""
     recompute: str | None = None
-    """One of `RECOMPUTE`; None: `auto` for one rank on a GPU, else `operations`."""
+    """One of `RECOMPUTE`; None: `auto` on a GPU, else `operations`."""
     trace: bool = False
     """Record the operations of an iteration also where nothing but the report needs them."""
     sections: bool | None = None

@@ -41,6 +41,7 @@ START_S = 25.0
 """Of the time of a class row: imports, CUDA's start and the report."""
 JOB_S = 12.0
 """Of training in a class row: the profiler's window and a few blocks of two seconds."""
+ACCUMULATING = ("accumulated", "fetched")
 ACCUMULATED = 12
 """Batches whose gradients one iteration sums up, so that sensors of 0.1 s resolve it."""
 ACCUMULATED_S = 45.0
@@ -148,7 +149,7 @@ def mobilenet() -> Any:
 def batches(name: str, device: Any, tiny: bool) -> Iterator[tuple[Any, Any]]:
     import torch
 
-    if name in ("gpt", "ddp", "accumulated", "fetched"):
+    if name in ("gpt", "ddp", *ACCUMULATING):
         batch, length, words = (2, 17, 256) if tiny else (8, 1025, 50304)
         tokens = torch.randint(0, words, (batch, length), device=device)
         while True:
@@ -184,7 +185,7 @@ def training(name: str, *, tiny: bool) -> Callable[[], None]:
     if cuda:
         torch.cuda.set_device(device)
     torch.manual_seed(0)
-    if name in ("gpt", "ddp", "accumulated", "fetched"):
+    if name in ("gpt", "ddp", *ACCUMULATING):
         model = Gpt(1, 32, 16, 256) if tiny else Gpt(24, 1024, 1024)
     else:
         made = {"vgg16": vgg16, "mobilenet": mobilenet}.get(name, resnet50)()
@@ -199,7 +200,7 @@ def training(name: str, *, tiny: bool) -> Callable[[], None]:
     def iterate() -> None:
         if name == "fetched":
             time.sleep(FETCH_S)
-        for _ in range(ACCUMULATED - 1 if name in ("accumulated", "fetched") else 0):
+        for _ in range(ACCUMULATED - 1 if name in ACCUMULATING else 0):
             backward(model, *next(data))
         train_step(model, optimizer, *next(data))
         if cuda:
@@ -592,8 +593,7 @@ def main() -> int:
             rows[name] = test_row(left_s - START_S, tiny=args.tiny)
         else:
             try:
-                accumulated = name in ("accumulated", "fetched")
-                seconds = ACCUMULATED_S if accumulated else args.seconds
+                seconds = ACCUMULATED_S if name in ACCUMULATING else args.seconds
                 rows[name] = class_row(name, seconds, args.out, tiny=args.tiny)
             except subprocess.TimeoutExpired as error:
                 rows[name] = {"failed": str(error)}

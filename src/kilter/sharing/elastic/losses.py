@@ -7,7 +7,7 @@ import collections
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -215,11 +215,13 @@ def _has_classes_of_batch(node: Any, outputs: Sequence[torch.Tensor], samples: i
     return bool(outputs) and samples > 1 and samples in classes and samples not in own
 
 
-def _below(node: Any) -> set[Any]:
-    """The nodes of the graph that a node is computed from, and itself."""
+def _below(node: Any, ends: Container[Any] = ()) -> set[Any]:
+    """The nodes of the graph that a node is computed from, and itself; not those below `ends`."""
     found, pending = {node}, [node]
     while pending and len(found) < _MOST_NODES:
-        parents = {parent for parent, _ in pending.pop().next_functions if parent is not None}
+        if (node := pending.pop()) in ends:
+            continue
+        parents = {parent for parent, _ in node.next_functions if parent is not None}
         pending += parents - found
         found |= parents
     return found
@@ -250,8 +252,8 @@ def _mixes(
         last = [each for each in last if not any(each.grad_fn in nodes for nodes in behind)]
     if not (last and losses):
         return None
-    behind_outputs = set().union(*(_below(each.grad_fn) for each in last))
-    for node in set().union(*(_below(loss.grad_fn) for loss in losses)) - behind_outputs:
+    ends = {each.grad_fn for each in outputs}
+    for node in set().union(*(_below(loss.grad_fn, ends) for loss in losses)) - ends:
         own_function = isinstance(node, torch.autograd.function.BackwardCFunction)
         if own_function and type(node).__name__ != "_DDPSinkBackward":
             return None  # a function of the program's, which may count on being called once

@@ -2,7 +2,7 @@
 
     python benchmarks/share_search.py [--draws 20] [--first 100]
 
-Costs are those of five networks on an H100 (docs/measurements.md, "Five networks on two H100s"),
+Costs are those of five networks on an H100 (docs/measurements/sharing.md, "Five networks on two GPUs"),
 each part times a random factor (a fifth, one standard deviation, of its logarithm). The policy sees
 the true costs and decides from the skewed start until it moves nothing; all 161,051 placements in
 tenths are the comparison. Label: simulated.

@@ -2,10 +2,10 @@
 
     python benchmarks/share_search.py [--draws 20] [--first 100]
 
-Costs are those of five networks on an H100 (docs/measurements/sharing.md, "Five networks on two GPUs"),
-each part times a random factor (a fifth, one standard deviation, of its logarithm). The policy sees
-the true costs and decides from the skewed start until it moves nothing; all 161,051 placements in
-tenths are the comparison. Label: simulated.
+Costs are those of five networks on an H100 ("Five networks on two GPUs" in
+docs/measurements/sharing.md), each part times a random factor (a fifth, one standard deviation, of
+its logarithm). The policy sees the true costs and decides from the skewed start until it moves
+nothing; all 161,051 placements in tenths are the comparison. Label: simulated.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ are on that GPU at the same time. Each job's presence depends on its own step ti
 solved by iteration. This is approximate mean value analysis of a closed queueing network with
 processor sharing (Y. Bard 1979; P. J. Schweitzer 1979).
 
-On a real GPU (`JobCost.on_gpu`) three things are otherwise, as measured (docs/measurements/sharing.md):
-switching between processes takes time; communication is work on the GPU like any other; and the
-host launches kernels ahead of the GPU, so that its time hides where the GPU has much to do.
+On a real GPU (`JobCost.on_gpu`) three things are otherwise (measured,
+docs/measurements/sharing.md): switching between processes takes time; communication is work on the
+GPU like any other; and the host launches kernels ahead of the GPU, so that its time hides where the
+GPU has much to do.
 Pure: numpy, no device, no clock.
 """
 

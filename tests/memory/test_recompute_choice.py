@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -308,12 +309,29 @@ def test_checkpointing_of_the_model_is_switched_on_and_off_again() -> None:
     assert names == "_Model"
     own.switch_on()
     assert [layer.gradient_checkpointing for layer in model.layers] == [True] * 3
-    pickle.loads(pickle.dumps(model.layers[0]._gradient_checkpointing_func))
+    function = model.layers[0]._gradient_checkpointing_func
+    copied = copy.deepcopy(model).layers[0]._gradient_checkpointing_func
+    assert type(pickle.loads(pickle.dumps(function))) is type(copied) is partial  # not kilter's
     own.switch_off()
     own.switch_off()
     assert flags(model) == found
     own.switch_on(0.4)
     assert [layer.gradient_checkpointing for layer in model.layers] == [True, True, False]
+
+
+def test_what_is_checkpointed_can_be_transformed() -> None:
+    """PyTorch's own checkpointing is an error there."""
+    model = _Model().train()
+    own, _ = seen(model)
+    x = torch.randn(4, 64)
+
+    def gradient() -> Tensor:
+        torch.manual_seed(0)
+        return torch.func.grad(lambda x: model(x).sum())(x)
+
+    plain = gradient()
+    own.switch_on()
+    assert torch.equal(gradient(), plain)
 
 
 def test_what_the_program_sets_meanwhile_stays() -> None:

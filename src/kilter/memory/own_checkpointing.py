@@ -122,8 +122,6 @@ class OwnCheckpointing:
     def switch_on(self, share: float = 1.0) -> None:
         """From the next iteration on blocks are checkpointed: this share of the modules with flags,
         the first ones that are called, whose tensors would be kept for longest."""
-        from torch.utils.checkpoint import checkpoint
-
         flags = self._flags()
         flagged = {id(module) for module, _ in flags}
         blocks = [
@@ -136,8 +134,7 @@ class OwnCheckpointing:
             if id(module) in spared:
                 continue
             if flag == FLAGS["transformers"]:
-                # (A function of torch's: a model that is saved meanwhile loads without kilter.)
-                self._set(module, CHECKPOINT, partial(checkpoint, use_reentrant=False))
+                self._set(module, CHECKPOINT, _Checkpoint())
             self._set(module, flag, True)
 
     def switch_off(self) -> None:
@@ -179,6 +176,26 @@ class OwnCheckpointing:
         before = vars(module).get(name, _ABSENT)
         self._before.append((weakref.ref(module), name, value, before))
         setattr(module, name, value)
+
+
+class _Checkpoint:
+    """`torch.utils.checkpoint.checkpoint`, but within transformations of functions (`torch.func`),
+    where it is an error. In a pickle and a copy it is torch's: a model that is saved meanwhile
+    loads without kilter."""
+
+    def __call__(self, function: Any, *arguments: Any, **named: Any) -> Any:
+        if torch_internals.functorch_level() is not None:
+            return function(*arguments, **named)
+        return self._of_torch()(function, *arguments, **named)
+
+    def __reduce__(self) -> Any:
+        return self._of_torch().__reduce__()
+
+    @staticmethod
+    def _of_torch() -> partial[Any]:
+        from torch.utils.checkpoint import checkpoint
+
+        return partial(checkpoint, use_reentrant=False)
 
 
 def _versions_of(module: Module) -> list[int]:

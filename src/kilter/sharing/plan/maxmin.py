@@ -123,6 +123,7 @@ class _Problem:
         alone = np.array([job.alone_s for job in jobs], dtype=float)
         self._slope = np.array([slope for _, slope in lines]) / alone
         self._known: list[dict[Ratios, bool]] = [{} for _ in jobs]
+        self._moved: dict[SearchState, SearchState | None] = {}
         self._options = [self._ratios_of(i) for i in range(len(jobs))]
 
     @classmethod
@@ -214,8 +215,7 @@ class _Problem:
         best = self.key(state)
         for _ in range(_ROUNDS):
             before = best
-            for cases in self._neighbourhoods(state, exchanges):
-                found = self._best(cases)
+            for found in self._neighbours(state, exchanges):
                 if found is not None and (key := self.key(found)) < best:
                     state, best = found, key
                     break
@@ -260,23 +260,25 @@ class _Problem:
 
         return _Cases(samples, at)
 
-    def _neighbourhoods(self, state: SearchState, exchanges: bool) -> Iterator[_Cases]:
-        """First all ratios of the jobs one by one; then exchanges of the slowest with another."""
+    def _neighbours(self, state: SearchState, exchanges: bool) -> Iterator[SearchState | None]:
+        """The best of all ratios of the jobs one by one, which is remembered: searches from other
+        states come by the same ones; then of exchanges of the slowest with another."""
         free = [i for i, fixed in enumerate(self._fixed) if not fixed]
         if free:
-            yield self._single_moves(state, free)
+            if state not in self._moved:
+                self._moved[state] = self._best(self._single_moves(state, free))
+            yield self._moved[state]
         if not exchanges or not free:
             return
         slow = self.slowdowns(state)
         i = max(free, key=lambda k: (slow[k], -k))
         for j in free:
             if j != i:
-                yield self._listed(
-                    [
-                        tuple(a if k == i else b if k == j else r for k, r in enumerate(state))
-                        for a, b in self._exchanges(i, j, state[i], state[j])
-                    ]
-                )
+                states = [
+                    tuple(a if k == i else b if k == j else r for k, r in enumerate(state))
+                    for a, b in self._exchanges(i, j, state[i], state[j])
+                ]
+                yield self._best(self._listed(states))
 
     def _single_moves(self, state: SearchState, free: Sequence[int]) -> _Cases:
         """Each free job at each of its ratios, the others as they are."""

@@ -116,6 +116,15 @@ def test_a_budget_that_is_none_is_a_usage_error(trace: Path, budget: str) -> Non
         planned(trace, "--memory-budget", budget)
 
 
+@pytest.mark.parametrize("rate", ["-5", "nan", "inf", "fast"])
+def test_a_rate_that_is_none_is_shown_as_it_was_given(
+    trace: Path, rate: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        planned(trace, "--memory-budget", "50%", f"--to-host={rate}")
+    assert f"--to-host: '{rate}' is no rate in GB/s" in capsys.readouterr().err
+
+
 def test_a_faster_link_is_a_better_plan(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     times = []
     for rate in ("10", "500"):

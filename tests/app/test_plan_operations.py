@@ -153,3 +153,12 @@ def test_bench_says_where_each_strategy_becomes_useless(tmp_path, capsys):
         "kilter",
     }
     assert "if switching were free" in page.read_text()
+
+
+def test_what_a_trace_has_beside_impossible_times_is_planned(tmp_path, capsys):
+    """The rest is named: a plan of a part of the trace must not look like one of all of it."""
+    kernels = [kernel("gemm", at, at + 90, correlation=at) for at in (0, 100, 200)]
+    odd = kernel("odd", math.nan, 70)
+    path = write(tmp_path / "t.json", {"traceEvents": [*kernels, odd]})
+    assert main(["plan", "operations", str(path), "--device", "sim:h200"]) == 0
+    assert "1 event with impossible times: left out of all sums (odd)" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -253,7 +254,7 @@ class _Layer(nn.Module):
         self.inner = Block()
         self.norm = nn.BatchNorm1d(64) if statistics else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, use_cache: bool = False) -> Tensor:
         if self.gradient_checkpointing and self.training:
             checkpointed: Tensor = self._gradient_checkpointing_func(self.inner, x)
             return checkpointed
@@ -263,6 +264,7 @@ class _Layer(nn.Module):
 
 class _Model(nn.Module):
     supports_gradient_checkpointing = True
+    use_cache = False
 
     def __init__(self, statistics: bool = False) -> None:
         super().__init__()
@@ -270,7 +272,9 @@ class _Model(nn.Module):
         self.rest = nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.rest(self.layers(x))
+        for layer in self.layers:
+            x = layer(x, use_cache=self.use_cache)
+        y: Tensor = self.rest(x)
         return y
 
 
@@ -278,6 +282,7 @@ class _Model(nn.Module):
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (_Layer, _Model, Block):
         monkeypatch.setattr(kind, "__module__", "transformers.models.here")
+        monkeypatch.setattr(kind.forward, "__module__", "transformers.models.here")
 
 
 FENCE: Any = lambda hook: hook  # noqa: E731
@@ -304,12 +309,29 @@ def test_checkpointing_of_the_model_is_switched_on_and_off_again() -> None:
     assert names == "_Model"
     own.switch_on()
     assert [layer.gradient_checkpointing for layer in model.layers] == [True] * 3
-    pickle.loads(pickle.dumps(model.layers[0]._gradient_checkpointing_func))
+    function = model.layers[0]._gradient_checkpointing_func
+    copied = copy.deepcopy(model).layers[0]._gradient_checkpointing_func
+    assert type(pickle.loads(pickle.dumps(function))) is type(copied) is partial  # not kilter's
     own.switch_off()
     own.switch_off()
     assert flags(model) == found
     own.switch_on(0.4)
     assert [layer.gradient_checkpointing for layer in model.layers] == [True, True, False]
+
+
+def test_what_is_checkpointed_can_be_transformed() -> None:
+    """PyTorch's own checkpointing is an error there."""
+    model = _Model().train()
+    own, _ = seen(model)
+    x = torch.randn(4, 64)
+
+    def gradient() -> Tensor:
+        torch.manual_seed(0)
+        return torch.func.grad(lambda x: model(x).sum())(x)
+
+    plain = gradient()
+    own.switch_on()
+    assert torch.equal(gradient(), plain)
 
 
 def test_what_the_program_sets_meanwhile_stays() -> None:
@@ -324,7 +346,16 @@ def test_what_the_program_sets_meanwhile_stays() -> None:
 
 @pytest.mark.parametrize(
     "why",
-    ["statistics", "set already", "not supported", "no library", "own part", "hook", "own forward"],
+    [
+        "statistics",
+        "set already",
+        "not supported",
+        "no library",
+        "own part",
+        "hook",
+        "own forward",
+        "own forward of a class",
+    ],
 )
 def test_a_model_is_left_alone(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where something would happen twice that has to happen once, where the program uses the
@@ -341,6 +372,8 @@ def test_a_model_is_left_alone(why: str, monkeypatch: pytest.MonkeyPatch) -> Non
         model.layers[0].inner.register_forward_hook(lambda module, args, output: None)
     elif why == "own forward":
         model.layers[0].inner.forward = lambda x: x.sin()
+    elif why == "own forward of a class":
+        monkeypatch.setattr(Block, "forward", lambda self, x: x.sin())
     elif why == "no library":
         monkeypatch.setattr(_Layer, "__module__", "train")
         monkeypatch.setattr(_Model, "__module__", "train")
@@ -349,6 +382,22 @@ def test_a_model_is_left_alone(why: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert names == ""
     own.switch_on()
     assert flags(model) == found
+
+
+def test_a_model_that_keeps_a_cache_in_training_is_left_alone_and_that_is_said() -> None:
+    """Its library does without the cache where blocks are checkpointed. The program may read the
+    cache, and attention may round otherwise where it reads keys and values elsewhere."""
+    model, engine, times = _Model(), Engine(), IterationTimes()
+    model.use_cache = True
+    choice = choice_of(engine, times, OwnCheckpointing(FENCE))
+    choice.iteration_ended(settled=True)
+    model(torch.randn(4, 64))
+    for _ in range(2):
+        times.planned_s.extend([0.131] * MEASURED)
+        choice.iteration_ended(settled=True)
+    assert engine.asked[0] is True  # calls are tried in its place
+    assert choice.words.endswith("config.use_cache = False allows it")
+    assert not model.layers[0].gradient_checkpointing
 
 
 @pytest.mark.parametrize("own_part", [False, True], ids=["of a library", "with an own part"])

@@ -77,7 +77,7 @@ if plain is None:
     rank_agreement.LEAD_S = 0.2
 layer = Layer
 for kind in (Layer, Block, Model):
-    kind.__module__ = "transformers.models.here"
+    kind.__module__ = kind.forward.__module__ = "transformers.models.here"
 """
 TAIL = """
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)

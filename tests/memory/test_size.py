@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import kilter
 from kilter.app.cli import size
@@ -90,6 +91,52 @@ def test_nothing_is_allocated_and_the_model_is_as_it_was() -> None:
         huge = nn.Sequential(*(nn.Linear(2**17, 2**17) for _ in range(4)))
         tokens = torch.randn(2**14, 2**17)
     assert kilter.size(huge, tokens).peak_bytes > 2**40
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, checkpointed: bool) -> None:
+        super().__init__()
+        block = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))  # noqa: E731
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+def test_blocks_that_are_checkpointed_under_autocast() -> None:
+    """They run again in backward, with the casts of the same weights."""
+    x = torch.randn(4 * WIDTH, WIDTH)
+    plain, again = (
+        kilter.size(Checkpointed(checkpointed=checkpointed), x) for checkpointed in (False, True)
+    )
+    assert again.shapes.saved_bytes < plain.shapes.saved_bytes / 2
+    assert again.peak_bytes < plain.peak_bytes
+    assert again.shapes.gradients_bytes == plain.shapes.gradients_bytes
+
+
+class Attending(nn.Module):
+    def __init__(self, dropout: float, need_weights: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4, dropout, batch_first=True)
+        self.need_weights = need_weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.attention(x, x, x, need_weights=self.need_weights)[0]
+        return found
+
+
+def test_attention_keeps_its_matrix_only_where_a_gpu_does() -> None:
+    """With dropout a CPU has no kernel that computes attention without it."""
+    x = torch.randn(4, WIDTH, 64)
+    matrix_bytes = 4 * 4 * SQUARE
+    kernel, dropped, weights = (
+        kilter.size(Attending(*how), x, autocast="off").shapes.saved_bytes
+        for how in ((0.0, False), (0.1, False), (0.1, True))
+    )
+    assert kernel == dropped < matrix_bytes < weights
 
 
 def test_meta_tensors_that_only_the_loss_knows() -> None:

@@ -24,7 +24,7 @@ from tests.observe.traces import (
 
 from kilter.core.errors import FileError
 from kilter.observe import trace_events
-from kilter.observe.kineto import ITERATION_END
+from kilter.observe.kineto import ITERATION_END, read_kineto
 from kilter.observe.rank_traces import KernelTable, operation, read_rank
 from kilter.observe.repetition import starts
 from kilter.observe.trace_events import RawEvent, TraceFile
@@ -278,12 +278,17 @@ def test_the_work_of_another_gpu_is_left_out_by_name(tmp_path):
     [(60, 50), (1e30, 1e30 + 1), (0, 1e30), (-1e15, -2e15), (60, math.nan), (math.nan, 70)],
 )
 def test_impossible_times_are_said_and_count_for_nothing(tmp_path, begin, end):
-    events = [kernel("gemm", 0, 100), kernel("gemm", begin, end), kernel("gemm", 150, 200)]
-    found = read_rank(write(tmp_path / "t.json", trace(events)), table=TABLE)
+    events = [kernel("gemm", 0, 100), kernel("odd", begin, end), kernel("gemm", 150, 200)]
+    path = write(tmp_path / "t.json", trace(events))
+    found = read_rank(path, table=TABLE)
     assert sum(found.compute, ()) == pytest.approx((0.0, 1e-4, 1.5e-4, 2e-4))
-    assert found.warnings[0].startswith("1 event on the GPU with impossible times")
+    said = "1 event with impossible times: left out of all sums (odd)"
+    assert found.warnings[0] == said
     (iteration,) = found.iterations
     assert (iteration.begin_s, iteration.end_s) == pytest.approx((0.0, 2e-4))
+    told = []
+    mean = read_kineto(path, iterations=1, warn=told.append)
+    assert (told, mean.iteration_s) == ([said], pytest.approx(2e-4))
 
 
 def test_a_large_trace_is_read_in_less_memory_than_its_size(tmp_path):

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from kilter.app.cli.options import output_file, size
+from kilter.app.cli.options import gigabytes_per_s, output_file, size
 from kilter.app.cli.output import print_json
 from kilter.app.fields import taken
 from kilter.app.report.memory import chrome_of
@@ -79,19 +79,19 @@ def add_link_arguments(parser: argparse.ArgumentParser) -> None:
     for option, rate, meaning in rates:
         parser.add_argument(
             option,
-            type=float,
-            default=rate / 1e9,
+            type=gigabytes_per_s,
+            default=rate,
             metavar="GB/s",
             help=f"{meaning} ({rate / 1e9:g})",
         )
 
 
 def link_of(args: argparse.Namespace) -> Link:
-    """The link that the arguments describe; `UsageError` for rates that are none."""
+    """The link that the arguments describe."""
     return Link(
-        to_host_bytes_per_s=args.to_host * 1e9,
-        to_device_bytes_per_s=args.to_device * 1e9,
-        both_bytes_per_s=args.both * 1e9,
+        to_host_bytes_per_s=args.to_host,
+        to_device_bytes_per_s=args.to_device,
+        both_bytes_per_s=args.both,
         latency_s=H200_PCIE5.latency_s,
     )
 

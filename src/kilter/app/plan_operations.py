@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,7 +83,11 @@ def load_trace(path: Path) -> IterationTrace:
     ours = head.lstrip()[:1] == b"{" and b'"schema"' in head and b'"traceEvents"' not in head
     if ours:
         return codec.load(path, IterationTrace)
-    trace = read_kineto(path, flops=torch_flops() if find_spec("torch") else None)
+
+    def warn(text: str) -> None:
+        print(f"kilter plan: warning: {path}: {text}", file=sys.stderr)
+
+    trace = read_kineto(path, flops=torch_flops() if find_spec("torch") else None, warn=warn)
     if trace.timeline == "host" and not any(op.flops or op.bytes_moved for op in trace.operations):
         raise PlanError(
             f"{path}: tells neither kernels nor FLOPs nor bytes, so that what a clock costs is "

@@ -8,7 +8,9 @@ only where the program has left the flag alone.
 Checkpointing runs a block a second time in backward. Random numbers are drawn alike, so the bits of
 all numbers stay. What else a block does, it does twice: models are left alone whose buffers change
 in an iteration (the statistics of a batch norm), or that hold modules of the program's own, hooks,
-or another `forward` than their class has.
+or another `forward` than their library has written. transformers does without its cache then, so
+that attention reads keys and values in another layout, and may round otherwise: models that keep
+one in training are left alone, too.
 """
 
 from __future__ import annotations
@@ -38,6 +40,19 @@ CHECKPOINT = "_gradient_checkpointing_func"
 """Where transformers and diffusers look for the function that checkpoints a block."""
 CLAIMS = ("supports_gradient_checkpointing", "_supports_gradient_checkpointing")
 """What their models say of themselves."""
+CACHES = (
+    "use_cache",
+    "cache",
+    "cache_params",
+    "layer_past",
+    "past_key_value",
+    "past_key_values",
+)
+"""Arguments of their modules that keep a cache."""
+KEEPS_CACHE = (
+    "its own checkpointing is not tried, since the model keeps a cache in training: if nothing "
+    "reads that, config.use_cache = False allows it"
+)
 FSDP = "torch.distributed.fsdp"
 FSDP_CASTS = "_cast_forward_inputs"
 """What its hooks belong to has this where they cast inputs also when a module runs again."""
@@ -50,24 +65,30 @@ class OwnCheckpointing:
 
     def __init__(self, fence: Fence) -> None:
         self._fence = fence
-        self._hook: Any = None
-        """It sees which modules are called; None: nobody looks."""
+        self._hooks: list[Any] = []
+        """They see which modules are called; empty: nobody looks."""
         self._called: dict[int, tuple[weakref.ref[Module], list[int]]] = {}
         """The modules called in the iteration looked at, each with the versions that its buffers
         had before. By identity: a program's modules may compare as they like."""
         self._models: list[weakref.ref[Module]] = []
         """Modules of the libraries among them."""
+        self._keeps_cache = False
+        self.why_not = ""
+        """What the program can do about it that no model was found; empty: nothing."""
         self._before: list[tuple[weakref.ref[Module], str, Any, Any]] = []
         """Of each attribute that is set: the value, and what stood in its place."""
 
     def look(self) -> bool:
         """See which modules are called in the iteration that begins. `False` if that has been
         done, or cannot be."""
-        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.nn.modules import module
 
-        if self._hook is not None or torch_internals.anything_compiled():
+        if self._hooks or torch_internals.anything_compiled():
             return False
-        self._hook = register_module_forward_pre_hook(self._fence(self._calls))
+        self._hooks = [
+            module.register_module_forward_pre_hook(self._fence(self._calls)),
+            module.register_module_forward_hook(self._fence(self._returns), with_kwargs=True),
+        ]
         return True
 
     def _calls(self, module: Module, _arguments: Any) -> None:
@@ -75,6 +96,12 @@ class OwnCheckpointing:
             self._called[id(module)] = weakref.ref(module), _versions_of(module)
             if any(_library_of(kind) in FLAGS for kind in type(module).__mro__):
                 self._models.append(weakref.ref(module))
+
+    def _returns(
+        self, module: Module, _arguments: Any, named: dict[str, Any], _output: Any
+    ) -> None:
+        given = [named.get(name) for name in CACHES]
+        self._keeps_cache |= any(value is not None and value is not False for value in given)
 
     def found(self) -> str:
         """The iteration that was looked at is over. Gives the names of the models whose blocks can
@@ -86,14 +113,15 @@ class OwnCheckpointing:
         inner = {id(p): p for model in models for p in model.modules() if p is not model}
         if written or not all(map(_may_run_again, inner.values())) or not self._flags():
             self._models.clear()
+        elif self._models and self._keeps_cache:
+            self._models.clear()
+            self.why_not = KEEPS_CACHE
         outer = [_class_of(model).__name__ for model in self._alive() if id(model) not in inner]
         return ", ".join(dict.fromkeys(outer))
 
     def switch_on(self, share: float = 1.0) -> None:
         """From the next iteration on blocks are checkpointed: this share of the modules with flags,
         the first ones that are called, whose tensors would be kept for longest."""
-        from torch.utils.checkpoint import checkpoint
-
         flags = self._flags()
         flagged = {id(module) for module, _ in flags}
         blocks = [
@@ -106,8 +134,7 @@ class OwnCheckpointing:
             if id(module) in spared:
                 continue
             if flag == FLAGS["transformers"]:
-                # (A function of torch's: a model that is saved meanwhile loads without kilter.)
-                self._set(module, CHECKPOINT, partial(checkpoint, use_reentrant=False))
+                self._set(module, CHECKPOINT, _Checkpoint())
             self._set(module, flag, True)
 
     def switch_off(self) -> None:
@@ -124,9 +151,8 @@ class OwnCheckpointing:
                 setattr(module, name, before)
 
     def _look_away(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _alive(self) -> list[Module]:
         """The modules of the libraries."""
@@ -152,12 +178,33 @@ class OwnCheckpointing:
         setattr(module, name, value)
 
 
+class _Checkpoint:
+    """`torch.utils.checkpoint.checkpoint`, but within transformations of functions (`torch.func`),
+    where it is an error. In a pickle and a copy it is torch's: a model that is saved meanwhile
+    loads without kilter."""
+
+    def __call__(self, function: Any, *arguments: Any, **named: Any) -> Any:
+        if torch_internals.functorch_level() is not None:
+            return function(*arguments, **named)
+        return self._of_torch()(function, *arguments, **named)
+
+    def __reduce__(self) -> Any:
+        return self._of_torch().__reduce__()
+
+    @staticmethod
+    def _of_torch() -> partial[Any]:
+        from torch.utils.checkpoint import checkpoint
+
+        return partial(checkpoint, use_reentrant=False)
+
+
 def _versions_of(module: Module) -> list[int]:
     return [buffer._version for buffer in module.buffers(recurse=False)]
 
 
-def _library_of(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def _library_of(kind: Any) -> str:
+    """Of a class, or of a function, which the program may have put in the place of a library's."""
+    return str(getattr(kind, "__module__", "")).partition(".")[0]
 
 
 def _reentrant() -> bool:
@@ -180,4 +227,5 @@ def _may_run_again(part: Module) -> bool:
         and not (part._backward_pre_hooks or part._backward_hooks)
         and "forward" not in vars(part)
         and _library_of(_class_of(part)) in VOUCHED
+        and _library_of(getattr(type(part), "forward", None)) in VOUCHED
     )

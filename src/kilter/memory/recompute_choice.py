@@ -227,7 +227,8 @@ class RecomputeChoice:
             RecomputeWay.OWN: f"the model's own checkpointing is on ({self._models})",
             RecomputeWay.OPERATIONS: "single operations are recomputed",
         }[self.way]
-        self.words = f"{what}: {why}"
+        why_not = "" if self._own is None else self._own.why_not
+        self.words = f"{what}: {why}" + (f"; {why_not}" if why_not else "")
 
     def _note_pass(self) -> None:
         """The largest pass with everything kept, before checkpointing makes it another one."""

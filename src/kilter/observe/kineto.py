@@ -25,7 +25,7 @@ from kilter.core.errors import FileError
 from kilter.core.label import Label
 from kilter.core.trace import IterationTrace, Kind, Operation
 from kilter.model.intervals import Interval, Times, difference, intersection, length, union
-from kilter.observe.trace_events import MOST_US, TraceFile
+from kilter.observe.trace_events import MOST_US, TraceFile, left_out
 from kilter.observe.traffic import bytes_moved
 
 MODULE = "kilter::module::"
@@ -56,13 +56,26 @@ class TraceEvent(msgspec.Struct, frozen=True):
     cat: str | None = None
     name: str = ""
     tid: int | str = 0
-    ts: float = 0.0
-    dur: float = 0.0
+    ts: float | None = 0.0
+    dur: float | None = 0.0
     args: dict[str, Any] | None = None
 
     @property
+    def begin(self) -> float:
+        """Infinite, as `length`, where the file has no number."""
+        return inf if self.ts is None else self.ts
+
+    @property
+    def length(self) -> float:
+        return inf if self.dur is None else self.dur
+
+    @property
     def end(self) -> float:
-        return self.ts + self.dur
+        return self.begin + self.length
+
+    @property
+    def possible(self) -> bool:
+        return self.length >= 0.0 and abs(self.begin) + self.length <= MOST_US
 
     def arg(self, name: str, *kinds: type) -> Any:
         """None for an argument of another kind as well: any program may have written the file."""
@@ -78,6 +91,7 @@ def read_kineto(
     iteration_s: float | None = None,
     device: str = "",
     breathe: Callable[[], None] | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> IterationTrace:
     """The mean iteration of a trace file, plain or gzip.
 
@@ -86,13 +100,16 @@ def read_kineto(
     pieces the trace holds. `iteration_s` is the time of an iteration without the profiler where
     that is known: kernels keep their times, gaps shrink or grow to fit (on the host's timeline
     all times do). `breathe` is called now and then, for a caller that shares the interpreter with
-    something more important. Without `flops` no bytes of operations are counted either: a product
-    of matrices of which only the bytes are known looks memory-bound.
+    something more important; `warn` is told what was left out. Without `flops` no bytes of
+    operations are counted either: a product of matrices of which only the bytes are known looks
+    memory-bound.
 
     `FileError` if the file is missing, malformed or truncated, or holds no work.
     """
     file = TraceFile(path, TraceEvent)
     reader = _Trace(list(file), file.devices, str(path), flops, breathe or (lambda: None))
+    if warn is not None and reader.left_out:
+        warn(reader.left_out)
     return reader.trace(iterations, iteration_s, device)
 
 
@@ -170,10 +187,15 @@ class _Trace:
         flops: Flops | None,
         breathe: Callable[[], None],
     ) -> None:
-        spans = [e for e in events if e.ph == "X" and e.dur >= 0.0 and abs(e.ts) + e.dur <= MOST_US]
+        timed = [e for e in events if e.ph == "X" and e.cat in _HOST | _DEVICE]
+        spans = [e for e in timed if e.possible]
+        self.left_out = left_out(Counter(e.name for e in timed if not e.possible))
+        """In words; empty: nothing."""
         # The host's clock wins ties so that a parent comes before its first child.
-        self._host = sorted((e for e in spans if e.cat in _HOST), key=lambda e: (e.ts, -e.dur))
-        self._device_events = sorted((e for e in spans if e.cat in _DEVICE), key=lambda e: e.ts)
+        self._host = sorted(
+            (e for e in spans if e.cat in _HOST), key=lambda e: (e.begin, -e.length)
+        )
+        self._device_events = sorted((e for e in spans if e.cat in _DEVICE), key=lambda e: e.begin)
         self._devices = devices
         self._where = where
         self._flops = flops
@@ -220,21 +242,21 @@ class _Trace:
 
     def _begin(self, event: TraceEvent) -> None:
         thread = self._threads[event.tid]
-        self._close(event.tid, thread, event.ts)
+        self._close(event.tid, thread, event.begin)
         parent = thread.stack[-1] if thread.stack else None
         if event.cat in ("cuda_runtime", "cuda_driver"):
             correlation = event.arg("correlation", int, str)
             if correlation is not None:
-                self._launched[correlation] = (event.ts, parent)
+                self._launched[correlation] = (event.begin, parent)
             return
         if event.name == ITERATION_END:
             return
-        self._flow(event.tid, thread, event.ts)
+        self._flow(event.tid, thread, event.begin)
         opened = self._open(event, parent, thread)
         thread.stack.append(opened)
         if opened.operation is not None and (parent is None or parent.operation is None):
             self._pieces[event.tid].append(
-                _Piece(event.ts, event.ts, opened.owner or _OTHER, 0, event.ts)
+                _Piece(event.begin, event.begin, opened.owner or _OTHER, 0, event.begin)
             )
 
     def _open(self, event: TraceEvent, parent: _Open | None, thread: _Thread) -> _Open:
@@ -243,7 +265,7 @@ class _Trace:
         annotation = event.cat == "user_annotation" or event.name.startswith("kilter::")
         waits = owner is not None and owner.kind is Kind.DATA_WAIT
         if waits and (parent is None or not parent.busy):
-            self._waits.append((event.ts, event.end))
+            self._waits.append((event.begin, event.end))
         compiled = event.name.startswith(_COMPILED)
         busy = not annotation or waits or compiled or (parent is not None and parent.busy)
         sequence = event.arg("Sequence number", int, str)
@@ -317,13 +339,13 @@ class _Trace:
         """The work of the GPU that works most, in order of begin; `iteration` is still open."""
         busy: defaultdict[Any, float] = defaultdict(float)
         for event in self._device_events:
-            busy[event.arg("device", int, str)] += event.dur
+            busy[event.arg("device", int, str)] += event.length
         device = max(busy, key=lambda d: busy[d])
         return [self._kernel(e) for e in self._device_events if e.arg("device", int, str) == device]
 
     def _kernel(self, event: TraceEvent) -> _Piece:
         # The GPU runs behind the host: what nobody has launched here was launched before the trace.
-        before = -inf if self._launched else event.ts
+        before = -inf if self._launched else event.begin
         launched, parent = self._launched.get(event.arg("correlation", int, str), (before, None))
         flops, bytes_ = parent.take() if parent else (0.0, 0.0)
         owner = parent.owner if parent else None
@@ -335,7 +357,7 @@ class _Trace:
         elif owner is None:
             owner = _Owner(_short(event.name), Kind.OTHER)
         stream = event.arg("stream", int) or 0
-        return _Piece(event.ts, event.end, owner, stream, launched, flops, float(bytes_ or 0.0))
+        return _Piece(event.begin, event.end, owner, stream, launched, flops, float(bytes_ or 0.0))
 
     # Iterations.
 
@@ -374,12 +396,12 @@ class _Trace:
 
     def _iteration_ends(self) -> list[float]:
         """Host times between iterations, from the best witness in the trace."""
-        ours = [e.ts for e in self._host if e.name == ITERATION_END]
+        ours = [e.begin for e in self._host if e.name == ITERATION_END]
         if len(ours) >= 2:
             return ours
         steps = [e for e in self._host if e.name.startswith("ProfilerStep#")]
         if steps:
-            return [e.ts for e in steps] + [steps[-1].end]
+            return [e.begin for e in steps] + [steps[-1].end]
         ends = defaultdict(list)
         for event in self._host:
             if event.name.startswith("Optimizer.step#"):

@@ -30,12 +30,11 @@ from kilter.core.rank_trace import (
     RankTimes,
     RankTrace,
 )
-from kilter.core.units import show_count
 from kilter.model.intervals import union
 from kilter.observe.gpu_markers import GpuWork, markers
 from kilter.observe.kineto import ITERATION_END
 from kilter.observe.repetition import starts
-from kilter.observe.trace_events import MOST_US, Args, RawEvent, TraceFile
+from kilter.observe.trace_events import MOST_US, Args, RawEvent, TraceFile, left_out
 
 _US = 1e-6
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -230,8 +229,8 @@ class _Timeline:
         self._host_steps: dict[int, tuple[float, float]] = {}
         self._gpu_steps: dict[int, tuple[float, float]] = {}
         self._iteration_ends_us: list[float] = []
-        self._impossible = 0
-        """Events on the GPU whose times cannot be."""
+        self._impossible: Counter[str] = Counter()
+        """Names of events whose times cannot be."""
         self._c10d: dict[int, tuple[str, Args | None]] = {}
         """External id -> name and arguments of an operation of c10d."""
         self._transfers: list[tuple[float, Args]] = []
@@ -242,10 +241,10 @@ class _Timeline:
         if event.ph != "X" or not isinstance(name, str):
             return
         if cat in _DEVICE and (begin is None or abs(begin) > MOST_US):
-            self._impossible += 1
+            self._impossible[name] += 1
         elif cat in _DEVICE and begin is not None:
             if length is None or not 0.0 <= length <= MOST_US - abs(begin):
-                self._impossible += 1
+                self._impossible[name] += 1
                 length = 0.0
             self._add_device(name, cat, begin, length, event.args)
         elif begin is None or length is None:
@@ -314,8 +313,7 @@ class _Timeline:
         kind, devices = np.array(self._kind), np.array(self._device)
         warnings: list[str] = []
         if self._impossible:
-            events = show_count(self._impossible, "event")
-            warnings.append(f"{events} on the GPU with impossible times: left out of all sums")
+            warnings.append(left_out(self._impossible))
         main = self._main_device(devices, length, warnings)
         own = devices == main
         lasting = own & (length > 0.0)

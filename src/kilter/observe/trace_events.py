@@ -12,6 +12,7 @@ import gzip
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ import msgspec
 
 from kilter.core.errors import FileError
 from kilter.core.files import open_file
+from kilter.core.units import show_count
 
 CHUNK_BYTES = 4 << 20
 MOST_BYTES = 64 << 30
@@ -28,6 +30,9 @@ MOST_HEAD_BYTES = 64 << 20
 """The keys before the events are decoded as a whole, up to this size."""
 MOST_US = 2**63 / 1e3
 """Times in nanoseconds have 64 bits."""
+_NAMED = 3
+_NAME_LETTERS = 60
+"""Of what is left out, so many names are told, and so much of each."""
 _CUTS = 64
 """Places tried in one chunk before more of the file is read."""
 
@@ -198,3 +203,13 @@ class TraceFile(Generic[T]):
         listed = self.head.get("deviceProperties")
         known = listed if isinstance(listed, list) else []
         return [str(device.get("name", "")) for device in known if isinstance(device, dict)]
+
+
+def left_out(names: Counter[str]) -> str:
+    """The events that cannot be used, in words; empty where there are none."""
+    if not names:
+        return ""
+    told = [name[:_NAME_LETTERS] for name, _ in names.most_common(_NAMED)]
+    more = ", ..." if len(names) > len(told) else ""
+    events = show_count(names.total(), "event")
+    return f"{events} with impossible times: left out of all sums ({', '.join(told)}{more})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -39,6 +40,18 @@ def seconds(text: str) -> float:
     if value <= 0.0:
         raise UsageError(f"{text!r} has to be above 0")
     return value
+
+
+@argument
+def gigabytes_per_s(text: str) -> float:
+    """Bytes per second, given in GB/s."""
+    try:
+        rate = float(text) * 1e9
+    except ValueError:
+        rate = math.nan
+    if not 0.0 < rate < math.inf:
+        raise UsageError(f"{text!r} is no rate in GB/s: it has to be a finite number above 0")
+    return rate
 
 
 @argument

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     import torch
 
 
+_DROPOUT_OF_HEADS = 10
+"""The place of `dropout_p` among the arguments of `multi_head_attention_forward`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clocked:
     """How fast the imagined card is: its roofline, at these clocks."""
@@ -188,6 +192,8 @@ def _counting(memory: _Memory) -> Any:
             args, named = pytree.tree_map_only(torch.Tensor, memory.twin, (args, kwargs or {}))
             if func is aten.equal.default:
                 return True  # recipes make the same bytes; that is tried where there are bytes
+            if func is aten.detach.default and not isinstance(args[0], torch.Tensor):
+                return torch.tensor(args[0])  # what an operation saved of a number
             made = func(*args, **named)
             outputs = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
             for tensor in outputs:
@@ -204,6 +210,29 @@ def _counting(memory: _Memory) -> Any:
             return made
 
     return Counting()
+
+
+def _attention_as_on_gpu() -> Any:
+    """A mode that leaves dropout out of the attention that one kernel computes: with it a CPU keeps
+    the whole matrix of attention, where a GPU's kernels keep a seed."""
+    import torch
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+    heads = torch.nn.functional.multi_head_attention_forward
+
+    class WithoutDropout(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            named = dict(kwargs or {})
+            if func is attention:
+                named |= zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False)
+                args, named["dropout_p"] = args[:3], 0.0
+            elif func is heads and not named.get("need_weights", True):
+                args = (*args[:_DROPOUT_OF_HEADS], 0.0, *args[_DROPOUT_OF_HEADS + 1 :])
+            return func(*args, **named)
+
+    return WithoutDropout()
 
 
 class _FakeModel:
@@ -234,15 +263,29 @@ class _FakeModel:
         self.inputs_bytes = memory.live_bytes - self.weights_bytes
         self._device_type = memory.device.type
 
+        class Holder(torch.nn.Module):  # type: ignore[misc]
+            def forward(self, function: Callable[[], None]) -> None:
+                function()
+
+        self._holder = Holder()
+        self._holder.model = model
+
+    def hold(self, function: Callable[[], None]) -> None:
+        """Call `function` while the model has the fake tensors in the place of its own. In backward
+        it needs them, too, where parts of it are checkpointed."""
+        import torch
+
+        tensors = {**self.parameters, **self._buffers}
+        held = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        with _attention_as_on_gpu():
+            torch.func.functional_call(self._holder, held, (function,))
+
     def loss(self) -> torch.Tensor:
-        """Forward."""
+        """Forward, within `hold`."""
         import torch
 
         with torch.autocast(self._device_type, self._autocast, enabled=self._autocast is not None):
-            tensors = {**self.parameters, **self._buffers}
-            return self._loss(
-                torch.func.functional_call(self.model, tensors, self._inputs, self._named)
-            )
+            return self._loss(self.model(*self._inputs, **self._named))
 
 
 class _Job:
@@ -330,18 +373,21 @@ class _Job:
         self._within = self._store.begin()
         self._watch = watch = Watch(memory, self._store, trial=trial)  # type: ignore[arg-type]
         memory.peak_bytes()
-        try:
+
+        def forward_and_backward() -> None:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._store.unpack_hook):
                 loss = self._model.loss()
             if not hasattr(loss, "backward"):
                 raise UsageError(f"the loss has to be a tensor; it is a {type(loss).__name__}")
             loss.backward()
+
+        try:
+            self._model.hold(forward_and_backward)
         finally:
             for handle in (*handles, *norms):
                 handle.remove()
         record = watch.record()
         self._watch = self._within = None
-        del loss
         if not buckets:
             self._optimizer.step()
         self._optimizer.zero_grad()

@@ -122,7 +122,9 @@ class _Problem:
         self._offset = np.array([offset for offset, _ in lines])
         alone = np.array([job.alone_s for job in jobs], dtype=float)
         self._slope = np.array([slope for _, slope in lines]) / alone
+        self._even = [even_ratios(snapshot, job) for job in jobs]
         self._known: list[dict[Ratios, bool]] = [{} for _ in jobs]
+        self._moved: dict[SearchState, SearchState | None] = {}
         self._options = [self._ratios_of(i) for i in range(len(jobs))]
 
     @classmethod
@@ -187,10 +189,7 @@ class _Problem:
     def seeds(self) -> Iterator[SearchState]:
         """In force first: on equal terms nothing moves."""
         yield self.state
-        for seed in (
-            [even_ratios(self.snapshot, job) for job in self.jobs],
-            self._one_gpu_each(),
-        ):
+        for seed in (self._even, self._one_gpu_each()):
             yield tuple(
                 now if fixed else new
                 for now, fixed, new in zip(self.state, self._fixed, seed, strict=True)
@@ -214,8 +213,7 @@ class _Problem:
         best = self.key(state)
         for _ in range(_ROUNDS):
             before = best
-            for cases in self._neighbourhoods(state, exchanges):
-                found = self._best(cases)
+            for found in self._neighbours(state, exchanges):
                 if found is not None and (key := self.key(found)) < best:
                     state, best = found, key
                     break
@@ -228,24 +226,14 @@ class _Problem:
         are not too many: single moves alone end where several jobs would have to move at once."""
         for step in _GRIDS:
             options = [
-                [now] if fixed else [r for r in found if self._in_steps(job, r, step)]
-                for job, now, fixed, found in zip(
-                    self.jobs, self.state, self._fixed, self._options, strict=True
+                [now] if fixed else [r for r in found if _in_steps(job, r, even, step)]
+                for job, now, fixed, found, even in zip(
+                    self.jobs, self.state, self._fixed, self._options, self._even, strict=True
                 )
             ]
             if 0 < math.prod(map(len, options)) <= _MOST_STATES:
                 return self._best(self._combined(options))
         return None
-
-    def _in_steps(self, job: SharedJob, ratios: Ratios, step: int) -> bool:
-        """Whether the parts are multiples of so many tenths, or even. The tenths that ranks keep
-        because none may be idle are counted where there are most."""
-        parts = list(ratios)
-        if not job.may_idle:
-            most = parts.index(max(parts))
-            parts = [0 if part == 1 else part for part in parts]
-            parts[most] += ratios.count(1)
-        return all(part % step == 0 for part in parts) or ratios == even_ratios(self.snapshot, job)
 
     def _combined(self, options: Sequence[Sequence[Ratios]]) -> _Cases:
         """Every choice of one of its ratios for each job."""
@@ -260,23 +248,25 @@ class _Problem:
 
         return _Cases(samples, at)
 
-    def _neighbourhoods(self, state: SearchState, exchanges: bool) -> Iterator[_Cases]:
-        """First all ratios of the jobs one by one; then exchanges of the slowest with another."""
+    def _neighbours(self, state: SearchState, exchanges: bool) -> Iterator[SearchState | None]:
+        """The best of all ratios of the jobs one by one, which is remembered: searches from other
+        states come by the same ones; then of exchanges of the slowest with another."""
         free = [i for i, fixed in enumerate(self._fixed) if not fixed]
         if free:
-            yield self._single_moves(state, free)
+            if state not in self._moved:
+                self._moved[state] = self._best(self._single_moves(state, free))
+            yield self._moved[state]
         if not exchanges or not free:
             return
         slow = self.slowdowns(state)
         i = max(free, key=lambda k: (slow[k], -k))
         for j in free:
             if j != i:
-                yield self._listed(
-                    [
-                        tuple(a if k == i else b if k == j else r for k, r in enumerate(state))
-                        for a, b in self._exchanges(i, j, state[i], state[j])
-                    ]
-                )
+                states = [
+                    tuple(a if k == i else b if k == j else r for k, r in enumerate(state))
+                    for a, b in self._exchanges(i, j, state[i], state[j])
+                ]
+                yield self._best(self._listed(states))
 
     def _single_moves(self, state: SearchState, free: Sequence[int]) -> _Cases:
         """Each free job at each of its ratios, the others as they are."""
@@ -351,6 +341,17 @@ class _Problem:
             ):
                 state = kept
         return state
+
+
+def _in_steps(job: SharedJob, ratios: Ratios, even: Ratios, step: int) -> bool:
+    """Whether the parts are multiples of so many tenths, or even. The tenths that ranks keep
+    because none may be idle are counted where there are most."""
+    parts = list(ratios)
+    if not job.may_idle:
+        most = parts.index(max(parts))
+        parts = [0 if part == 1 else part for part in parts]
+        parts[most] += ratios.count(1)
+    return all(part % step == 0 for part in parts) or ratios == even
 
 
 def _even_over_subsets(count: int) -> Iterator[Sequence[int]]:

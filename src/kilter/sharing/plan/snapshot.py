@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
@@ -108,9 +107,9 @@ class Decision(msgspec.Struct, frozen=True):
 def largest_remainder(weights: Sequence[int | Fraction], total: int) -> tuple[int, ...]:
     """`total` whole units split in proportion to `weights`; ties go to the lowest index."""
     whole = sum(weights)
-    exact = [Fraction(weight) * total / whole for weight in weights]
-    parts = [math.floor(value) for value in exact]
-    order = sorted(range(len(weights)), key=lambda i: (parts[i] - exact[i], i))
+    divided = [divmod(weight * total, whole) for weight in weights]
+    parts = [int(part) for part, _ in divided]
+    order = sorted(range(len(weights)), key=lambda i: (-divided[i][1], i))
     for i in order[: total - sum(parts)]:
         parts[i] += 1
     return tuple(parts)

@@ -417,8 +417,8 @@ def test_a_ratio_that_hardly_changes_leaves_one_sane_fit_and_says_what_it_does_n
         assert 0.9 * low <= at(fitted, parts) <= 1.1 * high
         assert at(fitted, parts) == pytest.approx(at(smooth, parts), rel=0.15)
     assert spread(seen, shares[0]) < 0.05
-    assert spread(seen, (batch, 0)) > 0.15
-    assert spread(seen, (batch // 10, 0)) > 0.15
+    assert spread(seen, (batch, 0)) > 0.1
+    assert spread(seen, (batch // 10, 0)) > 0.1
     apart = [*seen, *observed_at(cost, batch, [(9, 1), (1, 9)])]
     assert spread(apart, (batch, 0)) < spread(seen, (batch, 0))
     assert spread([], (batch, 0)) == math.inf

@@ -74,9 +74,9 @@ def _overview() -> _Parser:
         prog="kilter",
         usage="kilter [--version] VERB ...",
         description="Makes PyTorch jobs cheaper without a change to their source: less energy "
-        "under a proven\nslowdown contract, training within a GPU memory budget, fair shares of a busy "
-        "machine and,\nfrom Python, parallel branches (kilter.parallel) and batches in pieces "
-        "(kilter.divided).",
+        "under a proven\nslowdown contract, training within a GPU memory budget, fair shares of a "
+        "busy machine and,\nfrom Python, parallel branches (kilter.parallel) and batches in "
+        "pieces (kilter.divided).",
         epilog=f"verbs:\n{verbs}\n\nexamples:\n"
         "  kilter run --max-slowdown 2% train.py --epochs 3     less energy\n"
         "  kilter run --memory-budget 24GiB train.py            less GPU memory\n"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kilter.session import options
 from kilter.testing.warm_python import WarmPython
 
 settings.register_profile(
@@ -39,6 +40,10 @@ os.environ.setdefault("KILTER_LOCK_DIR", tempfile.mkdtemp(prefix="kilter-test-lo
 
 # Nothing is compiled but where a test asks for it.
 os.environ.setdefault("KILTER_BUILD", "off")
+
+# Rehearsals go on after a script until the search is over; a test that needs that says so.
+os.environ.setdefault("KILTER_REHEARSE", "0.5s")
+options.REHEARSE_S = 0.5
 
 # A job that comes again begins with what the last run chose: tests are not each other's last run.
 os.environ.setdefault("KILTER_HISTORY", "off")

@@ -304,7 +304,7 @@ def report_of(events: list[Any], planned: bool, idle: float) -> report.Report:
     return report.summarise([rank], run="the-run", trace=idle_trace(idle), plan=plan)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(record=records())
 def test_every_sentence_of_the_summary_is_true_of_the_report(
     record: tuple[list[Any], bool, float],
@@ -325,7 +325,7 @@ def test_every_sentence_of_the_summary_is_true_of_the_report(
         assert holds(match, found), sentence
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(record=records())
 def test_the_text_and_the_page_claim_no_saving_that_was_not_had(
     record: tuple[list[Any], bool, float],

@@ -228,7 +228,7 @@ def test_every_plan_keeps_the_bound_the_break_even_and_the_rate_of_calls(
     switch_s=st.sampled_from([1e-6, 0.01, 0.1]),
     max_slowdown=st.sampled_from([0.0, 0.02, 0.2]),
 )
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=6)
 def test_pairs_of_clocks_never_make_a_plan_worse(
     parts: list[tuple[float, bool | None]], profile: Profile, switch_s: float, max_slowdown: float
 ) -> None:

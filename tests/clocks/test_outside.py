@@ -207,15 +207,7 @@ def test_a_watch_that_ends_after_a_change_holds_the_default(tmp_path):
     assert last.setting == Setting()
 
 
-def test_a_pause_does_not_open_the_case_again(tmp_path):
-    gpu, job = training_job("h200", "gpt", noise=NOISE)
-    pauses = [(t, lambda: gpu.idle(4.0)) for t in (HELD_S, HELD_S + 100.0)]
-    _, events, _ = watched(tmp_path, gpu, job, seconds=1000.0, events=pauses)
-    assert not [d for d in of(Decided, events) if d.state == "reopened"]
-    assert of(Decided, events)[-1].setting != Setting()
-
-
-def test_an_idle_gpu_is_waited_for_at_the_default(tmp_path):
+def test_pauses_do_not_open_the_case_again_and_are_waited_for_at_the_default(tmp_path):
     gpu, job = training_job("h200", "gpt", noise=NOISE)
     at = []
 
@@ -224,7 +216,9 @@ def test_an_idle_gpu_is_waited_for_at_the_default(tmp_path):
         at.append(gpu.in_force)
         gpu.idle(60.0)
 
-    _, events, said = watched(tmp_path, gpu, job, seconds=1000.0, events=[(HELD_S, rest)])
+    pauses = [(t, lambda: gpu.idle(4.0)) for t in (HELD_S, HELD_S + 100.0)]
+    pauses.append((HELD_S + 150.0, rest))
+    _, events, said = watched(tmp_path, gpu, job, seconds=HELD_S + 300.0, events=pauses)
     assert at == [Setting()], "this card lowers its clock by itself"
     assert not any("long pause" in text for text in said)
     assert not [d for d in of(Decided, events) if d.state == "reopened"], "it is the same job"

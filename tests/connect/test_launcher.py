@@ -42,20 +42,28 @@ CASES: dict[str, Case] = {}
 
 # --- what the script sees ------------------------------------------------------------------------
 
-CASES["arguments"] = script(
-    "import sys; print(sys.argv)",
-    *("--help", "--json", "--", "-m", "x", "--max-slowdown", "9", "--dry", "-h", "", "-", "@f"),
-)
-CASES["arguments: double dash first"] = script("import sys; print(sys.argv)", "--", "a", "--", "b")
-CASES["globals"] = script(
+CASES["what it sees"] = script(
     '''"""The documentation."""
 import sys
 print(sorted(globals()))
+print(sys.argv)
 print(__name__, __file__, __package__, __spec__, __doc__, __cached__, type(__loader__))
 print(type(__builtins__), sys.modules["__main__"].__dict__ is globals())
 import __main__; print(__main__)
-'''
+import inspect, os, signal, threading, warnings
+print(sorted(k for k in os.environ if 'KILTER' in k))
+for s in signal.valid_signals(): print(s, signal.getsignal(s))
+print(sys.excepthook is sys.__excepthook__, sys.unraisablehook is sys.__unraisablehook__)
+print(sys.displayhook is sys.__displayhook__, sys.gettrace(), sys.getprofile())
+print(threading.excepthook is threading.__excepthook__, sys.stdout is sys.__stdout__)
+warnings.warn('old', DeprecationWarning); warnings.warn('new')
+def f(): return 1
+os.chdir('/')
+print(inspect.getsource(f), open(__file__).read())
+''',
+    *("--help", "--json", "--", "-m", "x", "--max-slowdown", "9", "--dry", "-h", "", "-", "@f"),
 )
+CASES["arguments: double dash first"] = script("import sys; print(sys.argv)", "--", "a", "--", "b")
 WHERE = "import sys, os; print(sys.path, sys.argv, __file__, os.getcwd())"
 CASES["path"] = script(WHERE)
 CASES["path: below"] = Case({"below/script.py": WHERE}, ("below/script.py",))
@@ -64,25 +72,11 @@ CASES["path: safe"] = script(WHERE, flags=("-P",))
 CASES["path: no user site, optimised"] = script(
     "import sys; assert False; print(sys.flags, __debug__)", flags=("-s", "-O", "-u")
 )
-CASES["environment"] = script("import os; print(sorted(k for k in os.environ if 'KILTER' in k))")
-CASES["signal handlers"] = script(
-    "import signal\nfor s in signal.valid_signals(): print(s, signal.getsignal(s))"
-)
-CASES["hooks"] = script(
-    "import sys, threading\n"
-    "print(sys.excepthook is sys.__excepthook__, sys.unraisablehook is sys.__unraisablehook__)\n"
-    "print(sys.displayhook is sys.__displayhook__, sys.gettrace(), sys.getprofile())\n"
-    "print(threading.excepthook is threading.__excepthook__, sys.stdout is sys.__stdout__)\n"
-)
 CASES["annotations are evaluated"] = script("x: undefined = 1")
 CASES["encoding cookie"] = script(
     "# coding: latin-1\nprint('\xe9', ascii('\xe9'))".encode("latin-1")
 )
 CASES["byte order mark"] = script("﻿print('é')".encode())
-CASES["own source"] = script(
-    "import inspect, os\ndef f(): return 1\nos.chdir('/')\n"
-    "print(inspect.getsource(f), open(__file__).read())"
-)
 CASES["siblings hide the standard library"] = Case(
     {
         "script.py": "import argparse, queue, random, tomllib, numpy.here\n"
@@ -97,9 +91,6 @@ CASES["siblings hide the standard library"] = Case(
         "json/notes.txt": "a plain directory hides nothing",
         "os.py": "raise RuntimeError('built in: never found here')",
     }
-)
-CASES["warnings"] = script(
-    "import warnings\nwarnings.warn('old', DeprecationWarning)\nwarnings.warn('new')"
 )
 CASES["warnings are errors"] = script("print(1)", flags=("-W", "error", "-X", "dev"))
 
@@ -143,18 +134,13 @@ CASES["stdin: script"] = Case(
 # --- how it ends ---------------------------------------------------------------------------------
 
 ENDS = {
-    "nothing": "sys.exit()",
     "three": "sys.exit(3)",
-    "large": "sys.exit(259)",
     "text": "sys.exit('the reason')",
     "pair": "sys.exit((1, 2))",
-    "builtin": "exit(4)",
     "subclass": "class Bye(SystemExit): pass\nraise Bye(5)",
     "_exit": "os._exit(7)",
     "abort": "os.abort()",
-    "sigterm": "os.kill(os.getpid(), signal.SIGTERM)",
     "sigint": "os.kill(os.getpid(), signal.SIGINT)",
-    "sigkill": "os.kill(os.getpid(), signal.SIGKILL)",
     "sigint caught": "try: os.kill(os.getpid(), 2); time.sleep(9)\n"
     "except KeyboardInterrupt: sys.exit(8)",
     "sigterm handled": "signal.signal(15, lambda *a: sys.exit(9)); os.kill(os.getpid(), 15)",
@@ -171,8 +157,8 @@ for name, source in ENDS.items():
     )
 
 ERRORS = {
-    "raised": "def f(): raise ValueError('no')\nf()",
-    "chained": "try: 1/0\nexcept ZeroDivisionError as e: raise RuntimeError('b') from e",
+    "chained": "def f(): raise ValueError('no')\ntry: f()\n"
+    "except ValueError as e: raise RuntimeError('b') from e",
     "group": "raise ExceptionGroup('g', [ValueError(1), TypeError(2)])",
     "syntax": "x = = 1",
     "syntax late": "exec('y = (')",
@@ -210,7 +196,7 @@ CASES["threads and atexit outlive main"] = script(
     "atexit.register(late, 'atexit')\n"
     "threading.Thread(target=thread).start()\nprint('main ends')\n"
 )
-for method in ("spawn", "fork", "forkserver"):
+for method in ("spawn", "fork"):
     CASES[f"multiprocessing: {method}"] = script(
         "import multiprocessing, os, sys\n"
         "def work(x):\n    print(__name__, sys.argv, flush=True); return x * factor\n"
@@ -378,17 +364,17 @@ def test_a_script_with_torch_cannot_tell(name: str, warm: WarmPython, tmp_path: 
     assert governed.stdout
 
 
-@pytest.mark.parametrize("name", ["arguments", "globals", "module", "stdin: script", "end: three"])
+@pytest.mark.parametrize("name", ["what it sees", "stdin: script"])
 def test_switched_off_it_is_python(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     write(case, tmp_path)
     off = Case(case.files, case.command, case.stdin, environment={"KILTER": "0"})
     (tmp_path / "kilter.toml").write_text("not read = when off")
     governed = start([KILTER, "run", "--device", "null", *case.command], off, tmp_path)
-    assert governed == start([*case.command], case, tmp_path)
+    assert governed == start([*case.command], off, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["arguments", "module: interrupted", "end: sigint"])
+@pytest.mark.parametrize("name", ["what it sees", "module: interrupted"])
 def test_as_a_module_of_python(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     job = tmp_path / "job"

@@ -488,7 +488,7 @@ def differences(program: Program) -> tuple[list[int], Any]:
 
 
 @settings(
-    max_examples=int(os.environ.get("KILTER_TEST_PROGRAMS", "12")),
+    max_examples=int(os.environ.get("KILTER_TEST_PROGRAMS", "8")),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],

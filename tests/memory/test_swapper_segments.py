@@ -175,6 +175,12 @@ def governed(
     return found, swapper.report(), [one.name for record in records for one in record.segments]
 
 
+@pytest.fixture
+def recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are recomputed, whatever was measured; nor is time spent on finding out."""
+    monkeypatch.setattr(pass_kinds, "best_set", lambda choices, _: levels(choices)[0])
+
+
 def only(report: SwapReport) -> MemoryPlan:
     assert len(report.plans) == 1, report.refused
     return report.plans[0]
@@ -256,11 +262,8 @@ class OneGate(Language):
         return x * gate
 
 
-def test_of_what_the_program_holds_for_all_calls_one_copy_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Whatever was measured.
-    monkeypatch.setattr(pass_kinds, "best_set", lambda choices, _: levels(choices)[0])
+@pytest.mark.usefixtures("recomputed")
+def test_of_what_the_program_holds_for_all_calls_one_copy_is_read() -> None:
     plain = trained(OneGate, text)
     swapper = within(0.4, OneGate, text, segments=True)
     with swapper:
@@ -301,11 +304,11 @@ class OneBias(Language):
         return x * 2
 
 
+@pytest.mark.usefixtures("recomputed")
 @pytest.mark.parametrize("writes", [False, True])
 def test_what_the_program_holds_unsaved_does_not_keep_calls_on_the_device(
     writes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pass_kinds, "best_set", lambda choices, _: levels(choices)[0])
     monkeypatch.setattr(segments, "COPIED_BYTES", 512)  # as if the bias were large
     make = partial(OneBias, writes=writes)
     plain = trained(make, text)
@@ -544,6 +547,7 @@ PROGRAMS: dict[str, tuple[Make, str | None]] = {
 block may be: the block writes to what it reads, or reads memory that is not the framework's."""
 
 
+@pytest.mark.usefixtures("recomputed")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_changes_nothing_of_a_program(name: str) -> None:
     make, called = PROGRAMS[name]
@@ -687,11 +691,9 @@ LOOPS = (
 )
 
 
+@pytest.mark.usefixtures("recomputed")
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_changes_nothing_of_a_loop(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    if loop in PLANNED:  # whatever was measured
-        monkeypatch.setattr(pass_kinds, "best_set", lambda choices, _: levels(choices)[0])
-
+def test_changes_nothing_of_a_loop(loop: Loop) -> None:
     def run() -> list[Tensor]:
         torch.manual_seed(0)
         net = Language()
@@ -730,11 +732,8 @@ def turning() -> nn.Module:
     return net
 
 
-def test_a_call_that_departs_from_the_plan_keeps_the_bits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Whatever was measured.
-    monkeypatch.setattr(pass_kinds, "best_set", lambda choices, _: levels(choices)[0])
+@pytest.mark.usefixtures("recomputed")
+def test_a_call_that_departs_from_the_plan_keeps_the_bits() -> None:
     plain = trained(turning, text)
     swapper = within(0.45, turning, text, segments=True)
     with swapper:
@@ -744,11 +743,8 @@ def test_a_call_that_departs_from_the_plan_keeps_the_bits(
     assert swapper.report().deviations > 0
 
 
-def test_calls_are_tried_and_left_again_while_the_job_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Whatever was measured.
-    monkeypatch.setattr(pass_kinds, "best_set", lambda choices, _: levels(choices)[0])
+@pytest.mark.usefixtures("recomputed")
+def test_calls_are_tried_and_left_again_while_the_job_runs() -> None:
     plain = trained(Language, text)
     swapper = within(0.36, Language, text, segments=False)
     seen = []
@@ -767,6 +763,7 @@ def test_calls_are_tried_and_left_again_while_the_job_runs(
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
 
 
+@pytest.mark.usefixtures("recomputed")
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_change_in_the_middle_of_a_pass_keeps_the_bits(calls: bool) -> None:
     plain = trained(Language, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -122,8 +123,13 @@ def train(
     return losses + [p.detach().numpy().tobytes() for p in model.parameters()], made, swapper
 
 
-STEPS = 56
+STEPS = 60
 """Enough for plans of state, then of weights, and more than 20 passes under them."""
+
+
+@cache
+def plain(steps: int, autocast: bool = False) -> list[bytes]:
+    return train(steps, autocast=autocast)[0]
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -131,7 +137,7 @@ def test_weights_go_where_all_state_is_not_enough(autocast: bool) -> None:
     budget_bytes = WEIGHT_BYTES + LOSS_BYTES - MIB  # 1 MiB below what all else can give
     steps = 40 if autocast else STEPS  # bfloat16 is slow on a CPU
     values, made, swapper = train(steps, budget_bytes, autocast)
-    assert values == train(steps, autocast=autocast)[0]
+    assert values == plain(steps, autocast)
     assert made is not None
     assert swapper is not None
     weights = made.weights.report
@@ -149,8 +155,8 @@ def test_weights_go_where_all_state_is_not_enough(autocast: bool) -> None:
 
 
 def test_weights_stay_where_state_is_enough() -> None:
-    values, made, _ = train(60, 2 * WEIGHT_BYTES + LOSS_BYTES)
-    assert values == train(60)[0]
+    values, made, _ = train(STEPS, 2 * WEIGHT_BYTES + LOSS_BYTES)
+    assert values == plain(STEPS)
     assert made is not None
     assert made.weights.report is None
     assert made.settled
@@ -158,7 +164,7 @@ def test_weights_stay_where_state_is_enough() -> None:
 
 def test_weights_stay_unless_they_are_allowed_to_leave() -> None:
     values, made, _ = train(STEPS, WEIGHT_BYTES + LOSS_BYTES - MIB, weights="keep")
-    assert values == train(STEPS)[0]
+    assert values == plain(STEPS)
     assert made is not None
     assert made.weights.report is None
     assert made.weights.kept
@@ -166,6 +172,6 @@ def test_weights_stay_unless_they_are_allowed_to_leave() -> None:
 
 
 def test_weights_that_nobody_needs_room_from_are_not_spoken_of() -> None:
-    _, made, _ = train(60, 2 * WEIGHT_BYTES + LOSS_BYTES, weights="keep")
+    _, made, _ = train(STEPS, 2 * WEIGHT_BYTES + LOSS_BYTES, weights="keep")
     assert made is not None
     assert not made.weights.kept

@@ -56,14 +56,13 @@ def krige(
 
     def covariance(a: Array, b: Array) -> Array:
         # what all requested settings have in common, and what each has for itself
-        total = JUMP_SD**2 + OWN_SD**2 * (a[:, None, :] == b[None, :, :]).all(axis=2)
+        total: Array = np.where(_in_all_knobs(np.equal, a, b), JUMP_SD**2 + OWN_SD**2, JUMP_SD**2)
         for k, prior in enumerate(priors):
             x, y = a[:, k, None], b[None, :, k]
             # the bend is tied to zero at the origin by conditioning, not by the kernel
             bend = _likeness(x - y, prior) - _likeness(x, prior) * _likeness(y, prior)
             total = total + prior.slope_sd**2 * x * y + prior.bend_sd**2 * bend
-        result: Array = total
-        return result
+        return total
 
     own = np.full(len(queries), JUMP_SD**2 + OWN_SD**2)
     for k, prior in enumerate(priors):  # the diagonal of covariance(queries, queries)
@@ -79,6 +78,15 @@ def krige(
     return mean, np.sqrt(variance)
 
 
+def _in_all_knobs(compare: np.ufunc, a: Array, b: Array) -> NDArray[np.bool_]:
+    """(m, n) whether a row of `a` compares with a row of `b` in every column."""
+    # a reduction over so short an axis takes several times as long
+    result = np.ones((len(a), len(b)), dtype=bool)
+    for k in range(a.shape[1]):
+        result &= compare(a[:, k, None], b[None, :, k])
+    return result
+
+
 def _likeness(distance: Array, prior: Prior) -> Array:
     """Correlation of the bend at two points of a knob."""
     r = np.abs(distance) / prior.length
@@ -92,8 +100,8 @@ def monotone(points: Array, values: Array, queries: Array, mean: Array, *, risin
 
     `rising`: the quantity rises with every knob (power); otherwise it falls (time).
     """
-    above = (points[None, :, :] >= queries[:, None, :]).all(axis=2)
-    below = (points[None, :, :] <= queries[:, None, :]).all(axis=2)
+    above = _in_all_knobs(np.less_equal, queries, points)
+    below = _in_all_knobs(np.greater_equal, queries, points)
     if rising:
         above, below = below, above
     least = np.where(above, values[None, :], -np.inf).max(axis=1, initial=-np.inf)

@@ -109,6 +109,8 @@ def capped_clock(
     low = np.zeros(np.broadcast(lowest_hz, highest_hz, limit_w).shape) + lowest_hz
     high = np.zeros_like(low) + highest_hz
     free = power_w(high) <= limit_w
+    if np.all(free):
+        return high
     for _ in range(30):
         middle = (low + high) / 2
         fits = power_w(middle) <= limit_w

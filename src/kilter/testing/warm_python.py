@@ -26,7 +26,7 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -245,12 +245,41 @@ def _leave_preloaded_as_it_is() -> None:
     libc.__cxa_atexit(libc.fflush, None, None)
 
 
+class _RankEnd:
+    """Ends a rank behind its last `atexit` handler. Threads of its process group may be at work
+    until all is freed, so nothing is taken apart while they are, and to free all takes long."""
+
+    def __init__(self) -> None:
+        self._code: int | None = None  # of an end by a signal, or by a text, Python sees to it
+        self._sys, self._leave = sys, os._exit  # our own names will be gone
+        atexit.register(self._end)  # first, and so called last
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        if isinstance(error, SystemExit):
+            self._code = error.code if isinstance(error.code, int) else None
+        elif error is None or isinstance(error, Exception):
+            self._code = int(error is not None)
+
+    def _end(self) -> None:
+        if self._code is not None:
+            self._sys.stdout.flush()
+            self._sys.stderr.flush()
+            self._leave(self._code & 0xFF)
+
+
 def _main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()  # what has been imported costs no program a collection, above all not at its end
     arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if "RANK" not in os.environ:  # threads of a process group may be at work until all is freed
+    if "RANK" not in os.environ:
         _leave_preloaded_as_it_is()
 
     from kilter.connect.script import Program, find_program, forget_shadowed, run_program
@@ -265,9 +294,11 @@ def _main() -> None:
 
     if arguments[0] == "-c":
         code, argv = arguments[1], ("-c", *arguments[2:])
-        run_program(Program(argv=argv, path0="", file="<stdin>", body=code.encode()))
+        program = Program(argv=argv, path0="", file="<stdin>", body=code.encode())
     else:
-        run_program(find_program(arguments))
+        program = find_program(arguments)
+    with _RankEnd() if "RANK" in os.environ else nullcontext():
+        run_program(program)
 
 
 if __name__ == "__main__":

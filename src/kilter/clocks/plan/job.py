@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +39,7 @@ FLOOR = 0.5
 """Clocks below this share of the found one are not worth a probe: static power takes over."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Space:
     """The settings that may be chosen, and the reference they are compared with."""
 
@@ -49,6 +50,7 @@ class Space:
     device, the observed sustained one (a request above it is a no-op that would pass for free)."""
     candidates: tuple[Setting, ...]
 
+    @cached_property
     def coordinates(self) -> Array:
         """(m, k) log of every candidate's knobs over the reference's; 0 where it has none."""
         rows = []
@@ -163,7 +165,7 @@ def forecasts(
     predictor, are the log ratios of time and power that take the place of the priors' straight
     lines, by setting.
     """
-    x = space.coordinates()
+    x = space.coordinates
     if len(x) == 0:
         return []
     seen = sorted(probed)
@@ -179,6 +181,12 @@ def forecasts(
     time = monotone(known, np.append(0.0, time[seen]), x, time, rising=False)
     power = monotone(known, np.append(0.0, power[seen]), x, power, rising=True)
 
+    reach = _reachable(x, points, times, bound)
+    reach[seen] = True
+    reach[list(rejected)] = False
+    told = np.maximum(time_sd, power_sd) <= told_apart
+    told[seen] = True
+    time, time_sd, power, power_sd = time[reach], time_sd[reach], power[reach], power_sd[reach]
     weight = 1 + objective.time_exponent
     value = power + weight * time
     value_sd = np.sqrt(power_sd**2 + (weight * time_sd) ** 2)
@@ -197,20 +205,26 @@ def forecasts(
         return result
 
     promises = np.array([promise(test) for test in tests])
-    chosen = promises.argmax(axis=0)
-    reach = _reachable(x, points, times, bound)
+    rows = zip(
+        np.flatnonzero(reach).tolist(),
+        time.tolist(),
+        energy.tolist(),
+        promises.max(axis=0).tolist(),
+        promises.argmax(axis=0).tolist(),
+        told[reach].tolist(),
+        strict=True,
+    )
     return sorted(
         (
             Forecast(
-                index=i,
-                log_time=float(time[i]),
-                log_energy=float(time[i] + power[i]),
-                improvement=float(promises[chosen[i], i]),
-                pairs=tests[chosen[i]].pairs,
-                known=i in probed or bool(max(time_sd[i], power_sd[i]) <= told_apart),
+                index=index,
+                log_time=log_time,
+                log_energy=log_energy,
+                improvement=improvement,
+                pairs=tests[test].pairs,
+                known=known,
             )
-            for i in range(len(x))
-            if i not in rejected and (i in probed or reach[i])
+            for index, log_time, log_energy, improvement, test, known in rows
         ),
         key=lambda f: -f.improvement,
     )
@@ -244,7 +258,7 @@ def _reachable(x: Array, points: Array, times: Array, bound: float) -> NDArray[n
 
 
 def _normal_cdf(z: Array) -> Array:
-    return np.array([0.5 * math.erfc(-v / math.sqrt(2.0)) for v in z])
+    return 0.5 * np.array(list(map(math.erfc, (-z / math.sqrt(2.0)).tolist())))
 
 
 def _expected_improvement(gain: Array, sd: Array) -> Array:

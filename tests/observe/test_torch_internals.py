@@ -141,7 +141,7 @@ def test_the_installed_torch_has_them_all(warm: WarmPython) -> None:
         "        assert getattr(torch_internals, name) is not None, entry\n"
     )
     done = warm.run(["-c", code])
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ A new PyTorch is checked against this package: `missing()` names what is gone, a
 shows that. Modules of kilter write `torch_internals.current_node()`; a name is looked up when it is
 used for the first time, so nothing here imports torch before the program does. Attributes that
 every saved tensor is asked for (`ATTRIBUTES`) stand where they are read: a call for each would cost
-more than the read. `branches.py` has the names of `kilter.parallel`, as it uses them.
+more than the read. `branches.py` has the names of `kilter.parallel`, as it uses them, and `fsdp.py`
+what differs between versions of FSDP2.
 
 The rooms `memory`, `parallel`, `clocks`, `sharing` and `session` stand above `observe`, so all of
 them may import this.
@@ -213,7 +214,8 @@ ATTRIBUTES = {
     "_get_ddp_logging_data": "DDP: the name of the script's own communication hook",
     "_fsdp_param_groups": "states of FSDP: the parameters that are gathered together",
     "_fsdp_param_group": "states of FSDP: the same, where there is one at most",
-    "_cast_forward_inputs": "states of FSDP: inputs are cast where a module runs again, too",
+    "_mp_policy": "states of FSDP: to which types inputs and outputs are cast",
+    "_cast_forward_inputs": "states of FSDP: inputs are cast where a module runs again (2.13)",
     "_reduce_scatter_comm": "parameter groups of FSDP: how their gradients are summed up",
     "_is_profiler_enabled": "torch.autograd.profiler: whether somebody records",
 }

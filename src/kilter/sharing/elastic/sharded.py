@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from kilter.observe.torch_internals.fsdp import groups_of
 from kilter.sharing.elastic.groups import Reduction
 
 if TYPE_CHECKING:
@@ -119,8 +120,5 @@ def _modules(model: FSDPModule) -> list[Any]:
 
 
 def _groups(module: Any) -> list[Any]:
-    """FSDP's parameter groups of one module; a module without parameters has none."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    """FSDP's parameter groups of one module."""
+    return groups_of(module._get_fsdp_state())

@@ -167,7 +167,7 @@ def test_doctor_shows_what_is_missing(tmp_path: Path) -> None:
     (name,) = (name for name in checks if "torch._C._current_autograd_node" in name)
     assert "has no torch._C._current_autograd_node: a memory budget is given up" in name
     assert checks[name]["status"] == "warning"
-    assert checks[name]["advice"] == "use a PyTorch of 2.8 to 2.13"
+    assert checks[name]["advice"] == "use a PyTorch of 2.8 to 2.15"
     assert not any("_cuda_getDevice" in found for found in checks)  # it was built without CUDA
 
 

@@ -30,7 +30,7 @@ NO_SIZE = "`kilter size` cannot be used"
 NO_BRANCHES = "branches run serially"
 
 
-SUPPORTED = "2.8 to 2.13"
+SUPPORTED = "2.8 to 2.15"
 """Versions of PyTorch."""
 
 
@@ -41,8 +41,8 @@ class Internal(NamedTuple):
     without: str
     """What kilter does in a PyTorch that has no such name."""
     versions: str = SUPPORTED
-    """In which it is there, of those that kilter supports. Both ends were looked at, in builds
-    without CUDA: the files of 2.8.0, and the names of 2.13.0."""
+    """In which it is there, of those that kilter supports. 2.8.0, 2.11.0 and 2.15.0 (builds with
+    CUDA) and 2.13.0 (without) have all names."""
     replaced: bool = False
     """kilter puts a function of its own in its place for a time, so it is looked up each time."""
     only_cuda: bool = False

@@ -26,11 +26,15 @@ def is_sharded(model: Any) -> bool:
 
 
 def waiting_gradients(model: FSDPModule) -> Iterator[torch.Tensor | None]:
-    """Those that `set_requires_gradient_sync(False)` has left unsummed."""
+    """Those that `set_requires_gradient_sync(False)` has left unsummed, each once: in PyTorch 2.15
+    what FSDP calls accumulated is the parameter's own gradient."""
     for module in _modules(model):
         for parameter in (each for group in _groups(module) for each in group.fsdp_params):
-            yield parameter.unsharded_accumulated_grad
-            yield getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            accumulated = getattr(parameter, "unsharded_accumulated_grad", None)
+            own = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            yield own
+            if accumulated is not own:
+                yield accumulated
 
 
 def sharding_flaw(
